@@ -252,6 +252,9 @@ class GoalFlags:
 class RankingFlags(GoalFlags):
     """What is shown of the plans, and in which order."""
 
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Draw how throughput grows from a quarter of the GPUs to four times as many.")
+    ] = False
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write every shown plan and its configs into this directory.")
     ] = None
@@ -319,7 +322,7 @@ _PANEL_FROM = {
     ("MaximumFlags", "strategy"): "Configuration",
     ("WorkFlags", "code"): "What runs",
     ("RankingFlags", "objective"): "Goal",
-    ("RankingFlags", "out"): "Output",
+    ("RankingFlags", "plot"): "Output",
 }
 """Under which heading help lists a group's flags from one on; before, it is the group's own name."""
 

@@ -22,6 +22,8 @@ from dsplan.cli.flags import (
 
 if TYPE_CHECKING:
     from planner.search.request import Request
+    from planner.search.scaling import Rate
+    from planner.search.search import Recommendation
     from planner.types.plan import Plan
 
 
@@ -87,22 +89,35 @@ def recommend(
 ) -> None:
     """Ranked plans for a model on your hardware. Exit status 1 if nothing fits."""
     from dsplan.question import Goal, Question
-    from dsplan.render.recommendation import recommendation_blocks, recommendation_to_dict
+    from dsplan.render.recommendation import (
+        recommendation_blocks,
+        recommendation_to_dict,
+        scaling_blocks,
+        scaling_to_dicts,
+    )
     from dsplan.render.show import show, show_json
     from planner.search.search import recommend as search
 
     question = Question(**asdict(model), **asdict(hardware), **asdict(work))
-    goal = Goal(**{name: value for name, value in asdict(ranking).items() if name != "out"})
+    goal = Goal(**{name: value for name, value in asdict(ranking).items() if name not in ("out", "plot")})
     answer = search(question.request(**goal.ranking()), with_front=goal.pareto)
     if ranking.out is not None:
         write_plans(answer.plans, ranking.out)
+    found = _scaling(answer) if ranking.plot else ()
     if json:
-        show_json(recommendation_to_dict(answer))
+        show_json(recommendation_to_dict(answer) | ({"scaling": scaling_to_dicts(found)} if ranking.plot else {}))
     else:
-        show(recommendation_blocks(answer))
+        show([*recommendation_blocks(answer), *(scaling_blocks(found) if ranking.plot else ())])
         if ranking.out is not None and answer.plans:
             typer.echo(f"{len(answer.plans)} plans and their configs are in {ranking.out}")
     raise typer.Exit(not answer.plans)
+
+
+def _scaling(answer: Recommendation) -> tuple[Rate, ...]:
+    """The fastest plans on fewer and more GPUs; none where nothing fits."""
+    from planner.search.scaling import over_devices, rates
+
+    return rates(over_devices(answer.request, answer.plans[0])) if answer.plans else ()
 
 
 def maximum(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsplan.render.plan_view import describe, dims_text, header, interval_text, limit_bytes, offload_text, verdict_line
 from dsplan.render.show import Bar, Block, Cell, Table, Text, columns
-from hardware_db.units import DAY_SECONDS, format_seconds, gib, three_digits
+from hardware_db.units import DAY_SECONDS, format_count, format_seconds, gib, three_digits
 from planner.cluster.budget import Bill, bill_of
 from planner.search.device_counts import MOST_DEVICES, OnDevices
 from planner.search.request import Request
@@ -16,6 +16,11 @@ from planner.search.search import Recommendation
 from planner.types.job import Workload
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
+
+if TYPE_CHECKING:
+    from planner.search.scaling import Rate
+
+_SCALING_BAR = 30
 
 # Costs of plans as columns, tables and JSON.
 
@@ -90,6 +95,57 @@ def _devices_row(devices: OnDevices) -> dict[str, Cell]:
         ">total": "-" if devices.bill.usd is None else f"${devices.bill.usd:,.0f}",
         "in time": "yes" if devices.in_time else "no",
     }
+
+
+# How throughput grows with the GPUs (`recommend --plot`).
+
+
+def scaling_table(found: Sequence[Rate], title: str = "", bar: int = 0) -> Table:
+    """A row for each number of GPUs; with `bar`, one of so many characters for the throughput of all of them."""
+    fastest = max(rate.per_second for rate in found)
+    counted = _counted(found[0].plan)
+    drawn = ["all GPUs"] if bar else []
+    rate_names = (*drawn, f">{counted}/s", ">of linear")
+    names = columns(">GPUs", "?strategy", "??degrees", "??>global batch", "?>step", *rate_names)
+    rows: list[list[Cell]] = []
+    for rate in found:
+        chosen = rate.plan.configuration
+        bars: list[Cell] = [Bar(share=rate.per_second / fastest, width=bar)] if bar else []
+        words = [str(chosen.world_size), chosen.strategy, dims_text(chosen), str(chosen.global_batch_size)]
+        rate_words = [format_count(rate.per_second), f"{rate.of_linear:.0%}"]
+        rows.append([*words, format_seconds(rate.plan.time.step_seconds), *bars, *rate_words])
+    return Table(columns=names, rows=rows, title=title)
+
+
+def scaling_blocks(found: Sequence[Rate]) -> list[Block]:
+    """The curve over GPUs as bars, and what they mean."""
+    if len(found) < 2:
+        where = "on another number of GPUs that was tried" if found else "here"
+        return [Text(text=f"nothing to plot: no plan fits {where}", style="warning")]
+    growing = len({rate.plan.configuration.global_batch_size for rate in found}) > 1
+    batch = "the global batch grows with the GPUs (--global-batch holds it)" if growing else "the same global batch"
+    note = f"the fastest plan on each number of GPUs; {batch}; of linear: against {_gpus(found[0])} times as many"
+    return [scaling_table(found, "throughput over GPUs", bar=_SCALING_BAR), Text(text=note, style="faint")]
+
+
+def scaling_to_dicts(found: Sequence[Rate]) -> list[dict[str, Any]]:
+    """What `recommend --plot --json` adds."""
+    return [
+        {
+            "gpus": rate.plan.configuration.world_size,
+            "strategy": rate.plan.configuration.strategy,
+            "global_batch_size": rate.plan.configuration.global_batch_size,
+            "step_seconds": rate.plan.time.step_seconds,
+            f"{_counted(rate.plan)}_per_second": rate.per_second,
+            "of_linear": rate.of_linear,
+        }
+        for rate in found
+    ]
+
+
+def _gpus(rate: Rate) -> str:
+    count = rate.plan.configuration.world_size
+    return f"{count} GPU{'s' * (count != 1)}"
 
 
 def recommendation_blocks(answer: Recommendation) -> list[Block]:

@@ -194,6 +194,7 @@ def renderables(blocks: Iterable[Block], console: Console) -> Iterator[RichTable
             continue
         if block.title:
             yield RichText("")
+            yield RichText(printable(block.title), style=_STYLES["heading"])
         shown, left_out = _narrowed(block, console.width)
         yield _rich_table(shown, console)
         if left_out:
@@ -203,7 +204,7 @@ def renderables(blocks: Iterable[Block], console: Console) -> Iterator[RichTable
 def _narrowed(table: Table, width: int) -> tuple[Table, list[str]]:
     """The table without the columns that it has no room for, those first that matter least, and their names."""
     widths = [_least_width(table, index, width) for index in range(len(table.columns))]
-    gap = 2 if width >= _WIDE else 1
+    gap = _gap(width)
     kept = list(range(len(table.columns)))
     stays = 2 if len(kept) > 1 and not table.columns[1].rank else 1
     for index in sorted(kept[stays:], key=lambda index: (table.columns[index].rank, index), reverse=True):
@@ -215,11 +216,39 @@ def _narrowed(table: Table, width: int) -> tuple[Table, list[str]]:
     return Table(columns=[table.columns[index] for index in kept], rows=rows, title=table.title), left_out
 
 
+def _gap(width: int) -> int:
+    """The characters between two columns on a terminal of so many."""
+    return 2 if width >= _WIDE else 1
+
+
+def _widths(table: Table, width: int) -> list[int]:
+    """The characters of each column: what it cannot do without, and then what is left, the narrowest first."""
+    indices = range(len(table.columns))
+    found = [_least_width(table, index, width) for index in indices]
+    wanted = [max(len(table.columns[index].name), *map(_width, _cells(table, index)), 1) for index in indices]
+    room = width - sum(found) - _gap(width) * (len(found) - 1)
+    while room > 0 and (hungry := [index for index in indices if found[index] < wanted[index]]):
+        found[min(hungry, key=found.__getitem__)] += 1
+        room -= 1
+    if room < 0:
+        widest = max(indices, key=found.__getitem__)
+        found[widest] = max(1, found[widest] + room)
+    return found
+
+
+def _cells(table: Table, index: int) -> list[Cell]:
+    return [row[index] for row in table.rows]
+
+
+def _width(cell: Cell) -> int:
+    return cell.width if isinstance(cell, Bar) else len(printable(cell))
+
+
 def _least_width(table: Table, index: int, width: int) -> int:
     """The characters that a column cannot do without on a terminal of so many: all of its cells, or the longest word of
     one that is prose."""
     name = table.columns[index].name
-    cells = [row[index] for row in table.rows]
+    cells = _cells(table, index)
     bars = [min(cell.width, _LEAST_BAR) for cell in cells if isinstance(cell, Bar)]
     texts = [printable(cell) for cell in cells if not isinstance(cell, Bar)]
     whole = max([len(name), *bars, *map(len, texts)])
@@ -235,19 +264,13 @@ def _rich_table(table: Table, console: Console) -> RichTable:
 
     unicode = console.encoding.startswith("utf")
     drawn = RichTable(
-        title=printable(table.title) or None,
-        title_justify="left",
-        title_style="bold",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1 if console.width >= _WIDE else 0, 0, 0),
+        padding=(0, _gap(console.width) - 1, 0, 0),
         pad_edge=False,
         show_edge=False,
     )
-    least = [_least_width(table, index, console.width) for index in range(len(table.columns))]
-    for index, column in enumerate(table.columns):
-        drawn.add_column(
-            column.name, justify="right" if column.right else "left", overflow="fold", min_width=least[index]
-        )
+    for column, width in zip(table.columns, _widths(table, console.width), strict=True):
+        drawn.add_column(column.name, justify="right" if column.right else "left", overflow="fold", width=width)
     for row in table.rows:
         drawn.add_row(*(_rich_cell(cell, unicode=unicode) for cell in row))
     return drawn

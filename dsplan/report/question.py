@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dsplan.render.plan_view import dims_text, limit_bytes
-from dsplan.render.recommendation import bill, plans_table
+from dsplan.render.recommendation import bill, plans_table, scaling_table
 from dsplan.render.show import Table, columns
 from dsplan.report import plans as side_by_side
 from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture, label, line_style
@@ -14,7 +14,7 @@ from hardware_db.units import format_bytes, format_count, format_seconds, gib, t
 from planner.cost.timing.timeline import Span, step_timeline
 from planner.search.estimate import job_of
 from planner.search.request import Request
-from planner.search.scaling import over_devices, over_lengths, over_micro_batches
+from planner.search.scaling import over_devices, over_lengths, over_micro_batches, rates
 from planner.search.search import Recommendation
 from planner.types.plan import Plan
 
@@ -230,11 +230,12 @@ def devices(plans: Sequence[Plan]) -> Iterable[Picture]:
     if len(plans) < 2:
         return
     counts = [plan.configuration.world_size for plan in plans]
-    rates = [_rate(plan) * count for plan, count in zip(plans, counts, strict=True)]
-    ideal = [rates[0] / counts[0] * count for count in counts]
+    found = rates(plans)
+    each, ideal = [rate.per_second for rate in found], [rate.per_second / rate.of_linear for rate in found]
     words = [
-        f"{count} GPUs, {plan.configuration.strategy}: {format_count(rate)} {_counted(plan)}/s, {rate / best:.0%}"
-        for plan, count, rate, best in zip(plans, counts, rates, ideal, strict=True)
+        f"{count} GPUs, {rate.plan.configuration.strategy}: {format_count(rate.per_second)} {_counted(rate.plan)}/s,"
+        f" {rate.of_linear:.0%}"
+        for count, rate in zip(counts, found, strict=True)
     ]
     lines = [
         {
@@ -242,24 +243,11 @@ def devices(plans: Sequence[Plan]) -> Iterable[Picture]:
             "line": {"color": QUIET, "dash": "dash", "width": 1.5},
         },
         {
-            "type": "scatter", "mode": "lines+markers", "x": counts, "y": rates, "customdata": words,
+            "type": "scatter", "mode": "lines+markers", "x": counts, "y": each, "customdata": words,
             "hovertemplate": "%{customdata}<extra></extra>", "line": {"color": COLOURS[0]}, "marker": {"size": 9},
         },
     ]  # fmt: skip
-    rows = [
-        [
-            str(count),
-            plan.configuration.strategy,
-            dims_text(plan.configuration),
-            str(plan.configuration.global_batch_size),
-            format_seconds(plan.time.step_seconds),
-            format_count(rate),
-            f"{rate / best:.0%}",
-        ]
-        for plan, count, rate, best in zip(plans, counts, rates, ideal, strict=True)
-    ]
     counted = _counted(plans[0])
-    heading = columns(">GPUs", "strategy", "degrees", ">global batch", ">step", f">{counted}/s", ">of linear")
     layout = {
         **_layout(340),
         "xaxis": {"type": "log", "title": {"text": "GPUs"}, "tickvals": counts, "ticktext": [str(n) for n in counts]},
@@ -274,7 +262,7 @@ def devices(plans: Sequence[Plan]) -> Iterable[Picture]:
         ),
         figure={"data": lines, "layout": layout},
         legend={"first plan": COLOURS[0], f"{counts[0]} GPU{'s' if counts[0] > 1 else ''} times as many": QUIET},
-        table=Table(columns=heading, rows=rows),
+        table=scaling_table(found),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from hardware_db.records import dataclass
 from planner import limits
 from planner.cluster.budget import NO_BUDGET
 from planner.errors import ContradictoryRequest
@@ -19,6 +20,32 @@ from planner.search.request import Request
 from planner.search.search import first_plan
 from planner.types.cluster import Cluster
 from planner.types.plan import Configuration, Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """How fast all devices of a plan are together."""
+
+    plan: Plan
+    per_second: float
+    """Tokens, or samples where those are what counts."""
+    of_linear: float
+    """The share of what it would be if it grew as the devices do from the fewest of them."""
+
+
+def rates(plans: Sequence[Plan]) -> tuple[Rate, ...]:
+    """Plans on growing numbers of devices, the fewest first, with how fast each is."""
+    each = [
+        plan.throughput.samples_per_second / plan.configuration.world_size
+        if plan.configuration.counts_samples
+        else plan.throughput.tokens_per_second_per_gpu
+        for plan in plans
+    ]
+    return tuple(
+        Rate(plan=plan, per_second=rate * plan.configuration.world_size, of_linear=rate / each[0])
+        for plan, rate in zip(plans, each, strict=True)
+    )
+
 
 FEWER, MORE = 2, 2
 """How often the devices are halved and doubled."""

@@ -113,6 +113,21 @@ def test_tables_keep_their_answer_at_any_width(
     assert all(any(letter.isdigit() for letter in row) for row in bars)  # beside its figure, none on a line of its own
 
 
+def test_throughput_over_gpus_is_drawn_beside_linear_growth(cli: Cli) -> None:
+    line = "recommend --model opt-1.3b --gpus 2 --gpu A100-SXM4-80GB --global-batch 64 --plot"
+    points = cli(f"{line} --json").json["scaling"]
+    assert [point["gpus"] for point in points] == [1, 2, 4, 8]
+    alone = points[0]["tokens_per_second"]
+    assert alone == pytest.approx(64 * 2048 / points[0]["step_seconds"])
+    for point in points:
+        assert point["of_linear"] == pytest.approx(point["tokens_per_second"] / (alone * point["gpus"]))
+    drawn = cli(line).out.split("throughput over GPUs")[1].splitlines()
+    lengths = [row.count("#") for row in drawn if "#" in row]
+    assert lengths == sorted(set(lengths))
+    assert lengths[-1] == 30
+    assert "nothing to plot" in cli("recommend --model llama-2-70b --gpus 1 --gpu RTX-4090 --plot").out
+
+
 @pytest.mark.parametrize("objective", get_args(vocabulary.Objective))
 def test_why_the_first_plan_is_first_is_one_line(objective: vocabulary.Objective) -> None:
     answer = dsplan.recommend(model="opt-6.7b", gpus=8, gpu="A100-SXM4-80GB", objective=objective)
