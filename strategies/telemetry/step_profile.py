@@ -262,7 +262,7 @@ _OWN_FILES = (__file__, sys.modules[StorageTracker.__module__].__file__)
 def _standing() -> Iterator[tuple[str, list[torch.Tensor]]]:
     """The tensors there are by what they are; a tensor of several kinds counts as the first."""
     every = reachable_tensors()
-    weights = [tensor for tensor in every if isinstance(tensor, torch.nn.Parameter)]
+    weights: list[torch.Tensor] = [tensor for tensor in every if isinstance(tensor, torch.nn.Parameter)]
     yield "weights", weights
     yield "gradients", [weight.grad for weight in weights if weight.grad is not None]
     optimizers = [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]

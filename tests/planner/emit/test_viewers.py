@@ -18,6 +18,7 @@ from planner.types.plan import MemoryEstimate
 from tests.planner.cost.timing.cases import make_job
 from tests.planner.emit.trace_format import Complete, Counter, Name, Trace
 
+
 @pytest.fixture(params=["fsdp", "ddp", "zero2"])
 def job(request: pytest.FixtureRequest) -> tuple[Job, MemoryEstimate]:
     made = make_job("facebook/opt-1.3b", strategy=request.param, micro_batch_size=2, gradient_accumulation_steps=2)
