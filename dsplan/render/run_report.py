@@ -14,6 +14,7 @@ from dsplan.render.show import Bar, Block, Cell, Column, Table, Text, columns
 from hardware_db.files import replace_whole
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan_io import plan_to_dict
+from strategies.launch.tracking import tracked_by
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.spec import profiles_in
 
@@ -72,6 +73,8 @@ def report_blocks(report: RunReport, *, reason_follows: bool = False) -> list[Bl
         blocks.append(Text(text=f"loss {measured.first_loss:.4f} -> {measured.last_loss:.4f}"))
     blocks.append(Text(text=f"run directory {report.spec.directory}"))
     blocks += [Text(text=line) for line in profile_lines(report.spec.directory)]
+    tracked = tracked_by(report.spec.directory)
+    blocks += [Text(text=f"tracked by {name}: {state.where}") for name, state in tracked.items()]
     return blocks
 
 
