@@ -266,6 +266,7 @@ class Feed:
         self._pending: deque[Item] = deque()
         self._machine: dict[str, float] = {}
         self._attempt = self._after = 0
+        self._is_bare, self._counts_metrics = not (directory / SPEC_FILE).exists(), False
         self._written: TrackerState | None = None
         self._plan: Mapping[str, Any] | None = None
         self._journalled: list[Mapping[str, Any]] = []
@@ -346,6 +347,7 @@ class Feed:
         elif event == "machine":
             self._machine = figures(row, heading="machine")
         elif event == "step":
+            self._counts_metrics = False
             self._after = step_number(row)
             # The newest attempt's row is the one that is part of the run.
             while self._pending and self._pending[-1].after >= self._after:
@@ -354,7 +356,14 @@ class Feed:
             self._machine = {}
             self._add(self._after, values, now, is_step=True)
         elif event in ("figures", "metrics"):
-            self._add(int(row["step"]), figures(row), now, is_step=False)
+            # Where nobody launched a run and no engine counts steps, the script's own metrics are what there is.
+            alone = self._is_bare and (self._after == 0 or self._counts_metrics)
+            self._counts_metrics = alone
+            step = int(row["step"])
+            is_first = alone and step != self._after  # a script may report a step in several rows
+            if alone:
+                self._after = step
+            self._add(step, figures(row), now, is_step=is_first)
 
     def _add(self, step: int, values: dict[str, float], now: float, *, is_step: bool) -> None:
         self._pending.append(
@@ -388,7 +397,7 @@ class Feed:
     def _is_to_go(self, item: Item) -> bool:
         """Whether the tracker is to get it: each step once, as it was run last where steps can be taken back."""
         state = self._state
-        if item.after > state.step:
+        if item.after > state.step or state.attempt < 0:
             return True
         if item.attempt <= state.attempt:
             return not item.is_step

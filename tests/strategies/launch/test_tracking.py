@@ -231,6 +231,22 @@ def test_without_a_loss_a_pipelines_first_rank_waits_for_that_of_the_last(run: P
     assert [values["train/loss"] for _, values in Notebook.of("abc").steps] == [4.0, 3.0]
 
 
+def test_a_scripts_own_metrics_without_a_run_are_steps_too(tmp_path: Path) -> None:
+    write(tmp_path, *({"event": "metrics", "step": step, "accuracy": step / 10} for step in (1, 5)))
+    fed(tmp_path, "notebook")
+    write(tmp_path, {"event": "metrics", "step": 9, "accuracy": 0.9}, {"event": "metrics", "step": 9, "recall": 0.5})
+    fed(tmp_path, "notebook")
+    (book,) = Notebook.runs.values()
+    accuracies = [(step, {"train/accuracy": step / 10}) for step in (1, 5, 9)]
+    assert book.steps == [*accuracies, (9, {"train/recall": 0.5})]
+
+
+def test_metrics_before_the_first_step_are_not_lost(run: Path) -> None:
+    write(run, attempt(0), {"event": "metrics", "step": 40, "accuracy": 0.1}, *steps(range(1, 3)))
+    fed(run, "notebook")
+    assert seen() == [40, 1, 2]
+
+
 def test_an_outcome_is_handed_on_and_no_step_is_no_run(run: Path) -> None:
     fed(run, "notebook")
     assert not Notebook.runs
