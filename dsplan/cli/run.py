@@ -146,6 +146,12 @@ class SupervisionFlags:
     tune: Annotated[
         bool, typer.Option("--tune", help="Measure the first steps and switch to a better plan where one is found.")
     ] = False
+    track: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...", help="Send every step to tensorboard, wandb, mlflow, trackio; from beside the ranks."
+        ),
+    ] = None
 
 
 run = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -173,7 +179,7 @@ def run_script(
     """Train with SCRIPT under a plan: the one given, or one made from the script's own model and this machine."""
     from dsplan.render.run_report import report_blocks, report_to_dict
     from dsplan.render.run_view import RunView
-    from dsplan.render.show import show, show_json
+    from dsplan.render.show import say, show, show_json
     from strategies.launch.prepare import prepare
     from strategies.launch.record import record_run
     from strategies.launch.supervisor import Supervisor
@@ -192,7 +198,7 @@ def run_script(
         show_json(report_to_dict(report, stored))
     else:
         show(report_blocks(report, reason_follows=True))
-        typer.echo(stored.sentence)
+        say(stored.sentence)
     if report.outcome.reason:
         where = f"rank {report.outcome.rank}: " if report.outcome.rank is not None else ""
         notice(f"{where}{report.outcome.reason}; log: {report.outcome.log}")
@@ -231,6 +237,7 @@ def _request(
     """What was asked for, as a value."""
     from strategies.launch.options import asked_fields, asked_kernels, asked_placement, asked_supervision
     from strategies.launch.prepare import RunRequest
+    from strategies.telemetry.trackers import asked_trackers
 
     return RunRequest(
         script=script,
@@ -258,6 +265,7 @@ def _request(
         run_directory=planning.run_dir,
         resume=supervision.resume,
         resume_from=supervision.resume_from or "",
+        trackers=() if supervision.track is None else asked_trackers(supervision.track),
         placement=asked_placement(
             launcher=placement.launcher,
             nodes=placement.nodes,

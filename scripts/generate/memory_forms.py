@@ -29,8 +29,8 @@ from strategies.tracing.forms.form_trace import Variant, form_of
 
 ON_CPU = frozenset(
     {
-        *("bart", "bert", "cohere", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "opt", "phi3"),
-        *("qwen2", "qwen3", "t5", "vit", "whisper"),
+        *("bart", "bert", "cohere", "deepseek_v3", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "opt"),
+        *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "t5", "vit", "whisper"),
     }
 )
 """Types with forms of their own on a CPU, where attention and autocast keep other tensors; the rest share the GPU's."""

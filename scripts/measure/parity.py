@@ -49,7 +49,6 @@ from planner.types.plan import Configuration, Plan
 from scripts.generate.generated import REFERENCE
 from strategies.bench.measured_run import build_model
 from strategies.engine.initialize import initialize
-from strategies.run_directory.heartbeat import PULSE, Pulse
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = SHIPPED / "parity_cpu.csv"
@@ -490,9 +489,7 @@ class Ranks:
 
 
 def rejoin(file: str) -> None:
-    """This rank in a new default group: those that a composition made are gone with the old one, and so is how often
-    it has met the others, which differs between the stages of a pipeline."""
-    vars(PULSE).update(vars(Pulse()))
+    """This rank in a new default group: those that a composition made are gone with the old one."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=FileStore(file, ranks), rank=rank, world_size=ranks)

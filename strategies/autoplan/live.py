@@ -14,6 +14,7 @@ from torch import nn
 
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import RateMeasurement
+from hardware_db.notices import notice
 from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.rates import rates_from_measurements
@@ -57,18 +58,21 @@ def live_request(
 ) -> Request:
     """What is planned for: the live module's training on this machine, with what was measured there.
 
-    A run that continues keeps its global batch, and what a given plan said of the work; it leaves a strategy that needs
-    more ranks than there are now, and degrees that these do not divide (`_splits`).
+    A run that continues keeps its global batch, and what a given plan said of the work; as one whose nodes have not all
+    come, it leaves a strategy that needs more ranks than there are now, and degrees that do not divide these
+    (`_splits`). That degrees are left is said.
 
     Raises:
         UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
     """
-    strategy, is_resumed = _wished_strategy(asked, environment), current().is_resumed
+    strategy, chooses_anew = _wished_strategy(asked, environment), current().chooses_anew
     asked = replace(asked, backend=_wished_backend(asked))
     request = _request(model, asked, environment, strategy)
+    if asked.parallel is not None and request.degrees is None:
+        notice(f"{_misfit(asked.parallel, environment)}: others are chosen", stream="stdout")
     request = replace(request, micro_batch=_micro_batch(asked, environment, request.workload.global_batch_size))
     if (strategy or asked.backend or request.degrees) and not any(True for _ in enumerate_candidates(request)):
-        if is_resumed:
+        if chooses_anew:
             return with_measured_rates(replace(request, strategies=None, degrees=None), measured)
         if request.degrees and (why := unfit_degrees(request)):
             raise CannotRun(f"parallel ({request.degrees}): {why}")
@@ -99,7 +103,8 @@ def _readers(asked: PlanningOptions, environment: Environment) -> int:
 
 
 def _degrees(asked: PlanningOptions, environment: Environment) -> Degrees | None:
-    """The degrees that were asked for. A run that goes on with ranks that they do not divide leaves them to the search.
+    """The degrees that were asked for. Where they do not divide the ranks of a run that continues, or whose nodes have
+    not all come, they are left to the search.
 
     Raises:
         CannotRun: they do not divide the ranks.
@@ -107,12 +112,14 @@ def _degrees(asked: PlanningOptions, environment: Environment) -> Degrees | None
     degrees, ranks = asked.parallel, environment.world_size
     if degrees is None or ranks % degrees.sharing == 0:
         return degrees
-    if current().is_resumed:
+    if current().chooses_anew:
         return None
-    raise CannotRun(
-        f"parallel: tp {degrees.tp} x pp {degrees.pp} x cp {degrees.cp} = {degrees.sharing} does not divide the"
-        f" {ranks} ranks of this job; change a degree, or start another number of ranks"
-    )
+    raise CannotRun(f"{_misfit(degrees, environment)}; change a degree, or start another number of ranks")
+
+
+def _misfit(degrees: Degrees, environment: Environment) -> str:
+    product = f"tp {degrees.tp} x pp {degrees.pp} x cp {degrees.cp} = {degrees.sharing}"
+    return f"parallel: {product} does not divide the {environment.world_size} ranks of this job"
 
 
 def _splits(
@@ -120,12 +127,13 @@ def _splits(
 ) -> tuple[words.Degree, ...]:
     """The degrees that the search may choose where none are decided.
 
-    In a run that continues, those that it was asked to have or that its plan had. Of models whose layers are known:
-    all, a pipeline where the script steps by `train_batch`. Ranks on CPUs, which share one memory, split such a model
-    only after a plan of the run has run out of it, and the search does not see which of them are on one node.
+    In a run that continues, or whose nodes have not all come, those that it was asked to have or that its plan had. Of
+    models whose layers are known: all, a pipeline where the script steps by `train_batch`. Ranks on CPUs, which share
+    one memory, split such a model only after a plan of the run has run out of it, and the search does not see which of
+    them are on one node.
     """
     before, facts, state = asked.parallel or like, request.facts, current()
-    had = {name for name in words.DEGREES if state.is_resumed and before and getattr(before, name) > 1}
+    had = {name for name in words.DEGREES if state.chooses_anew and before and getattr(before, name) > 1}
     on_cpu = request.cluster.device.is_cpu
     is_known = facts.kind in ("decoder", "encoder") and not facts.recorded_as
     if is_known and (state.failed_plans or not on_cpu):

@@ -83,7 +83,8 @@ def settled_plan(model: nn.Module, options: PlanningOptions, environment: Enviro
     """Return the plan that a run resumes with, else that of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`), or
     None if one has to be made.
 
-    A run that continues leaves a given plan that failed or is for another number of ranks; rank 0 says so.
+    A run that continues, or waits for nodes, leaves a given plan that failed or is for another number of ranks; rank 0
+    says so.
 
     Raises:
         BrokenFile: the file is not a plan.
@@ -98,7 +99,7 @@ def settled_plan(model: nn.Module, options: PlanningOptions, environment: Enviro
     if found is None:
         return None
     where, plan = found
-    if state.is_resumed and (why := unfit(plan, state)):
+    if state.chooses_anew and (why := unfit(plan, state)):
         if environment.is_main:
             notice(f"{where} {why}: another plan is made", stream="stdout")
         return None
@@ -107,7 +108,7 @@ def settled_plan(model: nn.Module, options: PlanningOptions, environment: Enviro
 
 
 def unfit(plan: Plan, state: ResumeState) -> str:
-    """Why a run cannot resume with a plan; empty where it can."""
+    """Why a run cannot train with a plan now; empty where it can."""
     ranks = plan.configuration.world_size
     if state.has_failed(plan):
         return "ran out of memory, or would take as much as one that did"

@@ -250,7 +250,8 @@ _MOST_RANKS_NAMED = 8
 def require_same_model(model: nn.Module) -> None:
     """Compare names, shapes and dtypes of parameters and buffers over all ranks, and which of them are trained.
 
-    Every rank of the process group calls this together.
+    Every rank of the process group calls this together. From here on meetings are counted alike on all of them,
+    whatever each has done before: alone, in another process group, or before the others came.
 
     Raises:
         CannotRun: they differ; the same line on every rank names who differs and the first difference.
@@ -258,8 +259,11 @@ def require_same_model(model: nn.Module) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     own = _described(model)
-    hashes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hashes, hashlib.sha256("\n".join(own).encode()).digest())
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (hashlib.sha256("\n".join(own).encode()).digest(), PULSE.number))
+    hashes = [digest for digest, _ in told]
+    if len({number for _, number in told}) > 1:
+        PULSE.renumber(max(number for _, number in told))
     if len(set(hashes)) == 1:
         return
     usual, odd = _split(hashes)

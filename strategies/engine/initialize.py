@@ -246,7 +246,7 @@ def _settle(model: nn.Module, options: PlanningOptions, environment: Environment
         plan = make_plan(model, options, environment)
     elif environment.is_main and (warning := another_model(plan, model)):
         notice(warning)
-    if not current().is_resumed:
+    if not current().chooses_anew:
         _require_same_choice(plan, options.strategy, options.backend)
     return plan, is_new
 

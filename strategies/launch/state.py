@@ -226,6 +226,7 @@ def _options(spec: LaunchSpec, earlier: AttemptOptions | None) -> AttemptOptions
         failed_plans=earlier.failed_plans if earlier else (),
         run_id=spec.run_id,
         has_nodes=spec.placement.most_nodes > 1,
+        most_ranks=spec.processes * spec.placement.most_nodes,
     )
 
 

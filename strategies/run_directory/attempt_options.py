@@ -39,10 +39,11 @@ class AttemptOptions:
     `global_batch_size` is what the first attempt trained with (None before it): every later plan keeps it.
 
     `run_id` marks the run's checkpoints; where a run `has_nodes` that come and go, those that another node's rank 0
-    wrote bear the id of that one. `reached` is the highest step that earlier attempts are known to have come to
-    (0: none), and `may_begin_anew` says that no checkpoint of the run was ever complete, so that nothing is lost. Only
-    checkpoints of attempts from `since` on count; before there is one, `base` does, a checkpoint that was named
-    (`--resume-from`; empty: none).
+    wrote bear the id of that one, and there are `most_ranks` when all have come (0: that is not known).
+
+    `reached` is the highest step that earlier attempts are known to have come to (0: none), and `may_begin_anew` says
+    that no checkpoint of the run was ever complete, so that nothing is lost. Only checkpoints of attempts from `since`
+    on count; before there is one, `base` does, a checkpoint that was named (`--resume-from`; empty: none).
     """
 
     attempt: int = 0
@@ -56,6 +57,7 @@ class AttemptOptions:
     failed_plans: tuple[FailedPlan, ...] = field(default_factory=tuple)
     run_id: str = ""
     has_nodes: bool = False
+    most_ranks: int = 0
     reached: int = 0
     may_begin_anew: bool = True
     since: int = 0

@@ -131,7 +131,7 @@ class Pulse:
 
     @property
     def number(self) -> int:
-        """Meetings so far."""
+        """Meetings so far, counted from what the ranks agreed on when they made their last model."""
         return self._number
 
     @property
@@ -139,6 +139,11 @@ class Pulse:
         """A number that messages of one meeting have in common, and no others of its time."""
         last = self.meetings[-1] if self.meetings else None
         return 2 * self._number + (last is not None and last.kind in ("forward", "evaluation"))
+
+    def renumber(self, number: int) -> None:
+        """Count on from what all ranks have agreed on; what was before is compared with no other rank any more."""
+        self._number = number
+        self.meetings.clear()
 
     def leave(self) -> None:
         """The call that began last is over."""

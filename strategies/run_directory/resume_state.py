@@ -108,7 +108,8 @@ class ResumeState:
 
     `is_resumed` says that earlier ranks of it have trained, or tried to. Every plan keeps `global_batch_size`, which is
     None before the first plan. `plan` is the one to resume with, None if one has to be found; it is for `ranks` ranks,
-    the first of those that were started. `is_given` says that it is the one of the command line.
+    the first of those that were started. `is_given` says that it is the one of the command line. There are `most_ranks`
+    when all of a run's nodes have come.
     """
 
     ranks: int
@@ -119,6 +120,13 @@ class ResumeState:
     failed_plans: tuple[FailedPlan, ...] = ()
     plan: Plan | None = None
     is_given: bool = False
+    most_ranks: int = 0
+
+    @property
+    def chooses_anew(self) -> bool:
+        """Whether what was asked for may be meant for other ranks than there are: those of an earlier attempt, or of
+        nodes that have not come."""
+        return self.is_resumed or self.ranks < self.most_ranks
 
     def has_failed(self, plan: Plan) -> bool:
         """Whether a plan ran out of memory in this run, or is predicted to take as much as one that did.
@@ -157,8 +165,9 @@ def combined(
     known = sorted(findings, key=lambda finding: finding.written, reverse=True)
     is_resumed = any(finding.is_resumed for finding in known)
     options = [finding.options for finding in known if finding.options]
+    most = max((int(attempt.get("most_ranks") or 0) for attempt in options), default=0)
     if not is_resumed:
-        return ResumeState(ranks=ranks, tunes=any(attempt["tunes"] for attempt in options))
+        return ResumeState(ranks=ranks, tunes=any(attempt["tunes"] for attempt in options), most_ranks=most)
     tuned = [plan_from_dict(plan) for finding in known for plan in finding.tuned]
     plans = [*tuned, *([given] if given else ()), *(plan_from_dict(finding.last) for finding in known if finding.last)]
     batches = [attempt["global_batch_size"] for attempt in options] + [
@@ -174,6 +183,7 @@ def combined(
         tunes=any(attempt["tunes"] for attempt in options),
         global_batch_size=batch,
         failed_plans=tuple(FailedPlan(**entry) for entry in failed.values()),
+        most_ranks=most,
     )
     of_strategy = (candidate for candidate in plans if strategy in (None, candidate.configuration.strategy))
     if degrees and state.ranks % sharing == 0:

@@ -114,13 +114,15 @@ class _Look:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavePlace:
-    """Where to save and how often, the run and the attempt that saves, and the first one whose checkpoints count."""
+    """Where to save and how often, the run and the attempt that saves, the first one whose checkpoints count, and
+    whether the run has nodes that come and go."""
 
     directory: Path
     interval: Interval
     attempt: int = 0
     run_id: str = ""
     since: int = 0
+    has_nodes: bool = False
 
 
 class SupervisedEngine(CheckpointedEngine, Protocol):
@@ -254,9 +256,10 @@ class AutomaticSaves:
         self._report_line = False
 
     def _clear_away(self) -> None:
-        """Of this run's own automatic checkpoints the newest stay; what others have put there is not touched."""
+        """Of this run's own automatic checkpoints the newest stay, whichever node's rank 0 has saved them; what others
+        have put there is not touched."""
         made, place = lineage.read(self._run_directory), self._place
-        for path in lineage.outdated(made, KEPT, run=place.run_id, since=place.since):
+        for path in lineage.outdated(made, KEPT, run=place.run_id, since=place.since, has_nodes=place.has_nodes):
             with suppress(OSError):
                 content.remove(path)
 

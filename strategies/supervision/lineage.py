@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -82,17 +82,25 @@ def known(directory: Path) -> Known:
     )
 
 
-def outdated(made: Iterable[Made], keep: int, *, run: str = "", since: int = 0) -> list[Path]:
+def outdated(made: Sequence[Made], keep: int, *, run: str = "", since: int = 0, has_nodes: bool = False) -> list[Path]:
     """The automatic checkpoints that are complete and no longer wanted, where the newest `keep` stay.
 
-    Those of another run, or of attempts before `since`, are neither counted nor named.
+    Those of another run, or of attempts before `since`, are neither counted nor named; where a run `has_nodes` that
+    come and go, all that it lists are its own (`own_runs`).
     """
+    runs = own_runs(made, run, has_nodes=has_nodes)
     own = [
         checkpoint
         for checkpoint in made
-        if checkpoint.is_automatic and checkpoint.run == run and checkpoint.attempt >= since
+        if checkpoint.is_automatic and checkpoint.run in runs and checkpoint.attempt >= since
     ]
     return [Path(checkpoint.path) for checkpoint in newest_first(own)[keep:]]
+
+
+def own_runs(made: Iterable[Made], run: str, *, has_nodes: bool) -> set[str]:
+    """The ids under which a run has written checkpoints: each of its nodes has one, and that of the node with rank 0
+    is the mark. Also where no other node is left, the list has the ids of all whose rank 0 wrote."""
+    return {run, *(checkpoint.run for checkpoint in made if has_nodes)}
 
 
 def newest_first(made: Iterable[Made]) -> list[Made]:

@@ -150,8 +150,7 @@ def _find(engine: SupervisedEngine, run_directory: Path, options: AttemptOptions
 
 def _choose(everyones: Sequence[lineage.Known], run_directory: Path, options: AttemptOptions) -> _Found:
     noted = [checkpoint for known in everyones for checkpoint in known.all if checkpoint.by != "huggingface"]
-    # Also where no other node is left, the list has the ids of all whose rank 0 wrote.
-    runs = {options.run_id, *(checkpoint.run for checkpoint in noted if options.has_nodes)}
+    runs = lineage.own_runs(noted, options.run_id, has_nodes=options.has_nodes)
     foreign = [checkpoint for checkpoint in noted if _is_foreign(checkpoint, runs)]
     if foreign:
         notice(f"{run_directory / lineage.LINEAGE_FILE} lists {len(foreign)} checkpoints of another run: passed over")
@@ -165,6 +164,9 @@ def _choose(everyones: Sequence[lineage.Known], run_directory: Path, options: At
     listed = {checkpoint.path for known in everyones for checkpoint in known.listed}
     if missing := [checkpoint for checkpoint in candidates if checkpoint.path not in listed]:
         _mend(missing, everyones, run_directory)
+    # What only other nodes have listed is this node's to clear away from now on.
+    here = {checkpoint.path for checkpoint in everyones[0].listed}
+    _list([checkpoint for checkpoint in candidates if checkpoint.path in listed - here], run_directory)
     if not candidates and options.base:
         candidates = [checkpoint for checkpoint in [_made_at(Path(options.base))] if checkpoint is not None]
     complete = [
@@ -228,7 +230,12 @@ def _mend(missing: Sequence[lineage.Made], everyones: Sequence[lineage.Known], r
         what = f"has {damaged} line{'s' if damaged > 1 else ''} that cannot be read"
     steps = ", ".join(str(checkpoint.step) for checkpoint in sorted(missing, key=lambda checkpoint: checkpoint.step))
     notice(f"{path} {what} and does not name the checkpoints of step {steps}, which are there; they count")
-    for checkpoint in reversed(missing):
+    _list(missing, run_directory)
+
+
+def _list(newest_first: Sequence[lineage.Made], run_directory: Path) -> None:
+    """Add checkpoints to the list of rank 0's node."""
+    for checkpoint in reversed(newest_first):
         try:
             lineage.note(run_directory, checkpoint)
         except OSError:

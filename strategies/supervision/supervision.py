@@ -326,4 +326,5 @@ def _place_of(options: AttemptOptions) -> SavePlace:
         attempt=options.attempt,
         run_id=options.run_id,
         since=options.since,
+        has_nodes=options.has_nodes,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -12,6 +12,7 @@ from types import MethodType
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -455,6 +456,17 @@ def skips_together(composition: Composition) -> Skipped:
         found.norms.append(engine.gradient_norm)
         found.moved.append(max(float((after[name] - value).abs().max()) for name, value in before.items()))
         before = after
+    return found
+
+
+def train_after_other_meetings(kind: Kind, compositions: Sequence[Composition]) -> list[Difference]:
+    """`train` where rank 0 has met others more often than they have met it, as with an engine that it had alone."""
+    found = []
+    for composition in compositions:
+        for _ in range(3 * (dist.get_rank() == 0)):
+            with PULSE.meeting("save_checkpoint"):
+                pass
+        found.append(train(kind, composition))
     return found
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from hardware_db.spawn import RankPool
+from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.journal import Journal
-from strategies.supervision import lineage
+from strategies.supervision import lineage, resume
 from tests.strategies import supervised_bodies
 from tests.strategies.training_bodies import Recipe
 
@@ -183,6 +184,20 @@ def test_only_the_runs_own_checkpoints_are_cleared_away(run: Path) -> None:
     assert [path.name for path in lineage.outdated(made, 1, run="a")] == ["step-00000004"]
     assert lineage.outdated(made, 0, run="b") == []
     assert lineage.outdated(made, 0, run="a", since=1) == []
+    # Where nodes come and go, the last one clears away what another node's rank 0 has saved.
+    assert [path.name for path in lineage.outdated(made, 1, run="b", has_nodes=True)] == ["step-00000004"]
+
+
+def test_a_node_that_came_late_lists_what_others_have_saved(run: Path, tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    late.mkdir()
+    others = lineage.known(run)
+    options = AttemptOptions(checkpoint_directory=str(run / "checkpoints"), run_id="b", has_nodes=True)
+    found = resume._choose([lineage.Known(), others], late, options)
+    assert [made.step for made in found.candidates] == [6, 4]
+    assert [(made.step, made.run, made.is_automatic) for made in lineage.read(late)] == [(4, "a", True), (6, "a", True)]
+    resume._choose([lineage.known(late), others], late, options)
+    assert len(lineage.read(late)) == 2
 
 
 @pytest.mark.parametrize(

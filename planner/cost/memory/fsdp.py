@@ -8,7 +8,8 @@ forward to the end of backward. Buffers live as long as Python refers to them, o
   it out to one storage per parameter (`unsharded`). In forward the buffer stays until the next unit's is copied out; in
   backward it is freed at once, but the next unit has been all-gathered while this one works.
 * A reduce-scatter copies the unit's gradients into one buffer (`reduce_scatter_input`), which stays until the next unit
-  reduces; what comes out are the `sharded_gradients`. Parameters are freed before it, gradients after it.
+  reduces; what comes out are the `sharded_gradients`. Parameters are freed before it, gradients after it. Gloo, which
+  all-reduces, does so in a copy of that buffer (`ProcessGroupGloo::reduce_scatter_tensor_coalesced`).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class UnitBytes:
     last_gradient: float
     accumulated: float
     reduce_scatter_input: float
+    gloo_copy: float
     sharded_gradients: float
 
     @property
@@ -98,8 +100,17 @@ def unit_bytes(
         last_gradient=0 if alone else rounded(sum(trained.sizes[-1:]) * recipe.gather),
         accumulated=trained.bytes(recipe.reduce),
         reduce_scatter_input=rounded(sum(reduced.whole(shards)) * recipe.reduce),
+        gloo_copy=rounded(_reduced_at_once(reduced, shards) * recipe.reduce),
         sharded_gradients=rounded(reduced.elements * recipe.reduce),
     )
+
+
+def _reduced_at_once(unit: Unit, shards: Shards) -> int:
+    """Elements of the larger reduce-scatter of a unit: experts that fewer ranks share have one of their own."""
+    if shards.dense == shards.experts:
+        return sum(unit.whole(shards)) if shards.dense > 1 else 0
+    dense, experts = (unit.elements - unit.experts) * shards.dense, unit.experts * shards.experts
+    return max(dense if shards.dense > 1 else 0, experts if shards.experts > 1 else 0)
 
 
 _NO_UNIT = UnitBytes(
@@ -111,6 +122,7 @@ _NO_UNIT = UnitBytes(
     last_gradient=0,
     accumulated=0,
     reduce_scatter_input=0,
+    gloo_copy=0,
     sharded_gradients=0,
 )
 """The blocks of a module that has none: all of it is the root."""
@@ -175,6 +187,7 @@ class _Sharding:
     reshards: bool
     steps: int
     synchronised: bool
+    by_gloo: bool
 
 
 def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
@@ -188,6 +201,7 @@ def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
         reshards(job),
         steps,
         steps == 1 or reduces_each_micro_batch(job),
+        job.cluster.device.is_cpu,
     )
     return _buffers(job.counts, sharding, recipe)
 
@@ -211,6 +225,7 @@ class FsdpBuffers:
         self._offloads, self._reshards = sharding.offloads, sharding.reshards
         self._steps, self._synchronised = sharding.steps, sharding.synchronised
         shards = sharding.shards
+        self._by_gloo = sharding.by_gloo
         offloads = self._offloads
         if held is None:
             self._root = unit_bytes(units.root, trained.root, recipe, shards, offloads=offloads)
@@ -261,9 +276,7 @@ class FsdpBuffers:
         unsharded = self._unsharded_in_backward(instant) - unit.unsharded
         if self._synchronised:
             gradients = self._sharded_gradients(done, blocks) if self._steps == 1 else self._waiting
-            gradients += self._recipe.gather * of_root + max(
-                unit.gradients, unit.sharded_gradients + unit.last_gradient
-            )
+            gradients += self._recipe.gather * of_root + max(unit.gradients, self._reduced(unit, unit.last_gradient))
         else:
             of_root = 0.0 if self._recipe.gather == self._recipe.reduce else of_root
             gradients = self._left(instant) + self._sharded_gradients(done, blocks) + self._recipe.gather * of_root
@@ -282,9 +295,13 @@ class FsdpBuffers:
             whole, last = self._root.accumulated, last * self._recipe.reduce / self._recipe.gather
         sharded_gradients = self._waiting if self._synchronised and self._steps > 1 else self._sharded_gradients(1, 1)
         return Ledger(
-            gradients=sharded_gradients + max(whole, self._root.sharded_gradients + last),
+            gradients=sharded_gradients + max(whole, self._reduced(self._root, last)),
             buffers=self._root.reduce_scatter_input,
         )
+
+    def _reduced(self, unit: UnitBytes, last_gradient: float) -> float:
+        """What a unit's reduce-scatter has beside its input."""
+        return unit.sharded_gradients + last_gradient + (unit.gloo_copy if self._by_gloo else 0)
 
     def _whole(self, instant: Instant, of_root: float) -> float:
         """Gradients that are not reduced yet. Those of the dtype that is accumulated are added in place, so that only

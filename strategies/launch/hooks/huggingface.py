@@ -155,8 +155,9 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
         if self._leaves is not None:
             self._leave(self._leaves, f"stopped at step {state.global_step} and saved", path)
         if self._environment.is_main:
-            made, run, since = lineage.read(self._directory), self._options.run_id, self._options.since
-            for old in lineage.outdated(made, KEPT, run=run, since=since):
+            made, options = lineage.read(self._directory), self._options
+            run, since, has_nodes = options.run_id, options.since, options.has_nodes
+            for old in lineage.outdated(made, KEPT, run=run, since=since, has_nodes=has_nodes):
                 shutil.rmtree(old, ignore_errors=True)
         self._saves_now = False
 

@@ -87,7 +87,7 @@ def _settled() -> Plan | None:
     if not path:
         return None
     plan = load_plan(path)
-    if state.is_resumed and (why := unfit(plan, state)):
+    if state.chooses_anew and (why := unfit(plan, state)):
         say(f"{path} {why}: another plan is made")
         return None
     return plan
@@ -172,7 +172,7 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     request = traced_request(replace(request, splits=()), job.module, job.example)  # such scripts train whole models
     if job.fixed_batch:
         request = replace(request, micro_batch=job.micro_batch_size)
-    if current().is_resumed and not any(True for _ in enumerate_candidates(request)):
+    if current().chooses_anew and not any(True for _ in enumerate_candidates(request)):
         request = replace(request, strategies=possible)
     return best_plan(with_measured_rates(request, measured))
 

@@ -24,6 +24,7 @@ from planner.models.facts import ModelFacts
 from strategies.parallel.blocks import repeated_blocks
 from strategies.tracing.cuda.as_cuda import as_cuda
 from strategies.tracing.cuda.attention import unpadded
+from strategies.tracing.cuda.kernels import cpu_outputs
 from strategies.tracing.forms import symbols
 from strategies.tracing.forms.derive import Derivation
 from strategies.tracing.forms.timeline import Recorder, Timeline
@@ -159,7 +160,7 @@ def _timeline(subject: Subject, variant: Variant) -> Timeline:
     autocast: AbstractContextManager[object] = contextlib.nullcontext()
     if variant.mode in ("autocast", "mixed"):
         autocast = torch.autocast("cpu", torch.bfloat16)
-    device: AbstractContextManager[object] = contextlib.nullcontext() if variant.on_cpu else as_cuda()
+    device: AbstractContextManager[object] = cpu_outputs() if variant.on_cpu else as_cuda()
     source = symbols.SOURCE if subject.facts.kind == "encoder-decoder" else None
     with fake:
         module.to_empty(device="cpu")

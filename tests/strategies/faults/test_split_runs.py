@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from strategies.checkpoint import safefile
+from strategies.checkpoint.content import published
 from tests.strategies.faults.faulty_run import ROOT, FaultyRun
 
 STEPS, SAVED_EVERY, KILLED_AFTER = 20, 4, 9
@@ -20,8 +24,11 @@ Losses = dict[tuple[int, int], float]
 
 
 def _run(directory: Path, flags: tuple[str, ...], *more: str) -> FaultyRun:
-    options = (*flags, "--nproc", "4", "--checkpoint-steps", str(SAVED_EVERY), "--retries", "2")
-    return FaultyRun(directory, {}, options=options, script=(*EXAMPLE, *more))
+    return FaultyRun(directory, {}, options=_options(flags, SAVED_EVERY), script=(*EXAMPLE, *more))
+
+
+def _options(flags: tuple[str, ...], saved_every: int) -> tuple[str, ...]:
+    return (*flags, "--nproc", "4", "--checkpoint-steps", str(saved_every), "--retries", "4")
 
 
 def _losses(run: FaultyRun) -> Losses:
@@ -56,7 +63,8 @@ def _right(directory: Path, flags: tuple[str, ...], *more: str) -> Losses:
         run.start()
         assert run.wait() == 0, run.out
     found = _losses(run)
-    assert {step for _, step in found} == set(range(1, STEPS + 1))
+    steps = int(more[-1]) if "--steps" in more else STEPS
+    assert {step for _, step in found} == set(range(1, steps + 1))
     return found
 
 
@@ -82,5 +90,50 @@ def test_a_killed_rank_changes_no_loss(
     run = _run(tmp_path / "killed", flags, *more)
     _killed(run, rank)
     found = _losses(run)
-    assert found.keys() == right.keys()
-    assert [found[each] for each in sorted(found)] == [right[each] for each in sorted(right)]
+    assert found == right
+
+
+WRITING, WRITTEN, PUBLISHING, PUBLISHED, CLEANING = (
+    {"moment": "writing", "rank": 3, "step": 4},
+    {"moment": "written", "rank": 2, "step": 6},
+    {"moment": "publishing", "rank": 0, "step": 6},
+    {"moment": "published", "rank": 0, "step": 6},
+    {"moment": "cleaning", "rank": 0, "step": 2},
+)
+"""Each comes in an attempt of its own, and the next one resumes from the newest checkpoint that has its name."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("flags", "more", "between"),
+    [
+        (("--strategy", "fsdp", "--tp", "2", "--pp", "2"), (), PUBLISHING),
+        (("--strategy", "ddp", "--tp", "2", "--pp", "2"), (), WRITTEN),
+        (("--strategy", "fsdp", "--cp", "2"), (), WRITTEN),
+        (("--strategy", "fsdp", "--ep", "2"), ("--experts", "4"), PUBLISHED),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value["moment"]),
+)
+def test_a_rank_killed_in_a_save_leaves_the_newest_whole_checkpoint(
+    flags: tuple[str, ...], more: tuple[str, ...], between: dict[str, Any], tmp_path: Path
+) -> None:
+    right = _right(tmp_path / "undisturbed", flags, *more, "--steps", "10")
+    faults = (WRITING, between, CLEANING)
+    script = (str(Path(__file__).with_name("dies_in_a_save.py")), *EXAMPLE, *more, "--steps", "10")
+    run = FaultyRun(tmp_path / "killed", {}, faults=faults, options=_options(flags, 2), script=script)
+    with run:
+        run.start()
+        assert run.wait() == 0, run.out
+        assert run.left_running() == []
+    endings = [(row["kind"], row["rank"]) for row in run.events("ending")]
+    assert endings == [("killed", fault["rank"]) for fault in faults]
+    resumed = [int(step) for step in re.findall(r"resumed at step (\d+) from", run.out)]
+    assert resumed == ([2, 6, 8] if between is PUBLISHED else [2, 4, 6]), run.out
+    assert _losses(run) == right
+    left = sorted(path.name for path in run.checkpoints.iterdir())
+    assert (left[0], *left[-2:]) == ("latest", "step-00000008", "step-00000010")
+    assert all(re.fullmatch(r"step-\d{8}", name) for name in left[1:])  # nothing hidden, which is what is not whole
+    for path in published(run.checkpoints):
+        sums = safefile.read(path)
+        assert {name: safefile.sum_of(path / name) for name in sums} == sums

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._C._distributed_c10d import HashStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -26,9 +27,11 @@ from strategies.autoplan import fallback, live
 from strategies.autoplan.select import PlanningOptions
 from strategies.config import read_config
 from strategies.distributed.environment import Environment
+from strategies.errors import CannotRun
 from strategies.run_directory import state_consensus
 from strategies.run_directory.attempt_options import AttemptOptions, FailedPlan
 from strategies.run_directory.resume_state import Findings, ResumeState, Tried, Tuning, combined, largest_divisor
+from tests.strategies import parallel_bodies
 
 
 def _request(ranks: int, batch: int = 24) -> Request:
@@ -52,8 +55,8 @@ def _findings(plan: Plan | None = None, written: float = 1.0, **attempt_options:
 
 
 def test_a_first_attempt_has_nothing_to_keep(tmp_path: Path) -> None:
-    AttemptOptions(checkpoint_directory="c", tunes=True).save(tmp_path)
-    assert combined([Findings.of(tmp_path)], 3) == ResumeState(ranks=3, tunes=True)
+    AttemptOptions(checkpoint_directory="c", tunes=True, most_ranks=6).save(tmp_path)
+    assert combined([Findings.of(tmp_path)], 3) == ResumeState(ranks=3, tunes=True, most_ranks=6)
 
 
 def test_a_later_attempt_resumes_with_the_plan_that_ran_last() -> None:
@@ -265,7 +268,7 @@ class _Run:
         monkeypatch.setattr("sys.argv", [str(folder / "train.py")])
         monkeypatch.delenv("DSPLAN_STRATEGY", raising=False)
         sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-        self._model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=32))
+        self.model: nn.Module = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=32))
         self._batch = {"input_ids": torch.zeros(16, dtype=torch.long), "labels": torch.zeros(16, dtype=torch.long)}
 
     def request(self, state: ResumeState, strategy: Any = "fsdp", per_node: int = 4, **degrees: int) -> Request:
@@ -280,7 +283,7 @@ class _Run:
             training_data=[self._batch],
         )
         place = {"rank": 0, "local_rank": 0, "world_size": state.ranks, "local_world_size": min(per_node, state.ranks)}
-        return live.live_request(self._model, options, Environment(**place, device=torch.device("cpu")), ())
+        return live.live_request(self.model, options, Environment(**place, device=torch.device("cpu")), ())
 
 
 def _splits_in(request: Request) -> set[tuple[int, int]]:
@@ -299,6 +302,26 @@ def test_fewer_ranks_than_the_degrees_divide_choose_among_them(monkeypatch: pyte
     whole = fallback.best_plan(request)
     assert not whole.configuration.splits_model
     assert whole.configuration.global_batch_size == 8
+
+
+def test_a_run_whose_nodes_have_not_all_come_begins_with_other_degrees(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _Run(monkeypatch, tmp_path)
+    assert _splits_in(run.request(ResumeState(ranks=2, most_ranks=4), tp=2, pp=2)) == {(1, 1), (2, 1), (1, 2)}
+    said = "parallel: tp 2 x pp 2 x cp 1 = 4 does not divide the 2 ranks of this job: others are chosen"
+    assert said in capsys.readouterr().out
+    assert _splits_in(run.request(ResumeState(ranks=4, most_ranks=4), tp=2, pp=2)) == {(2, 2)}
+    assert "others are chosen" not in capsys.readouterr().out
+    with pytest.raises(CannotRun, match="does not divide the 2 ranks of this job; change a degree"):
+        run.request(ResumeState(ranks=2, most_ranks=2), tp=2, pp=2)
+
+
+def test_a_pipeline_of_ones_own_module_is_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = _Run(monkeypatch, tmp_path)
+    run.model = parallel_bodies.build("gpt")
+    plan = fallback.best_plan(run.request(ResumeState(ranks=4), strategy="ddp", tp=2, pp=2))
+    assert (plan.configuration.tp, plan.configuration.pp) == (2, 2)
 
 
 def test_ranks_on_cpus_split_a_model_only_after_memory_ran_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -102,6 +102,12 @@ def test_a_step_of_stages_is_one_call_that_all_ranks_make_alike(four_ranks: Rank
     assert found == 4 * [[("train_batch", 1), ("step", 2), ("eval_batch", 3)]]
 
 
+def test_what_a_rank_has_done_before_does_not_count(ranks: RankPool) -> None:
+    compositions = [Composition(strategy=name, dp_shard=2, steps=2) for name in ("fsdp", "zero3")]
+    for found in ranks.run(parallel_bodies.train_after_other_meetings, "gpt", compositions):
+        assert max(max(each.loss, each.parameter) for each in found) < 1e-5
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
 def test_train_batch_is_the_loop_of_calls(ranks: RankPool, strategy: str) -> None:
     parts = {"dp_replicate": 2} if strategy == "ddp" else {"dp_shard": 2}

@@ -144,7 +144,8 @@ class _Step:
         """Hidden states and gradients on their way at the last stage of a pipeline that takes turns: of the next
         micro-batch, which are there early, and of two that went back (`strategies/parallel/pipeline.py`)."""
         chosen, is_ours = self._job.configuration, code_base(self._job.workload.code).runs_here
-        if chosen.pp == 1 or chosen.pp_schedule == "gpipe" or not self._job.is_last_stage or not is_ours:
+        takes_turns = chosen.pp > 1 and chosen.pp_schedule != "gpipe"
+        if not (takes_turns and self._job.is_last_stage and is_ours and self._figures.blocks):
             return NOTHING
         return times(3, self._figures.blocks[0].boundary)
 
