@@ -196,4 +196,6 @@ def test_four_bits_need_their_library_and_survive_no_cast(monkeypatch: pytest.Mo
         """A layer of the library's, as far as it is recognized."""
 
     with pytest.raises(CannotRun, match="DeepSpeed's zero2 casts weights, which 4-bit ones do not survive"):
-        require_trainable(nn.Sequential(Linear4bit(2, 2)), "zero2", "deepspeed")
+        require_trainable(
+            nn.Sequential(Linear4bit(2, 2)), Recipe(strategy="zero2", backend="deepspeed").plan().configuration
+        )
