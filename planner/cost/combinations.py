@@ -230,10 +230,6 @@ _NOT_HERE = (
         sentence="torch's zero-bubble schedule runs equal rounds of at least pp {plan.pp} micro-batches, and"
         " {plan.gradient_accumulation_steps} are none; use gradient accumulation {rounds}",
     ),
-    Rule(
-        breaks=lambda plan: plan.pp > 1 and plan.offload != "none",
-        sentence="dsplan run does not offload under a pipeline (pp {plan.pp}); use more stages, or pp 1",
-    ),
 )
 """What `dsplan run` does not do, and others may."""
 

@@ -75,7 +75,6 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
         "equal rounds of at least pp 4 micro-batches, and 11 are none; use gradient accumulation 12",
         {"strategy": "ddp", "pp": 4, "pp_schedule": "zero-bubble", "gradient_accumulation_steps": 11},
     ),
-    ("does not offload under a pipeline (pp 2)", {"pp": 2, "offload": "all"}),
     ("Muon makes whole matrices orthogonal, which tp 2 splits", {"optimizer": "muon", "tp": 2}),
 )
 
@@ -208,5 +207,6 @@ def test_what_is_recommended_is_opened(method: words.Method) -> None:
 
 
 def test_what_goes_together() -> None:
-    for changes in ({}, {"offload": "all"}, {**_ZERO2, "offload": "optimizer", "offload_ratio": 0.5}):
+    offloaded = {**_ZERO2, "offload": "optimizer", "offload_ratio": 0.5}
+    for changes in ({}, {"offload": "all"}, offloaded, {**offloaded, "pp": 2}, {"offload": "all", "pp": 2}):
         assert refusal(configured(changes)) == ""
