@@ -16,6 +16,7 @@ Several pools start sooner with `preload`: one process imports these modules onc
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -29,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -41,6 +43,7 @@ from hardware_db.units import format_seconds
 
 _GRACE_SECONDS = 2.0
 _START_SECONDS = 120.0
+_IDLE_GROUPS = 32
 
 
 class RankError(RuntimeError):
@@ -255,7 +258,30 @@ def _call(job: bytes) -> Any:
     sys.path[:] = path
     function, arguments = pickle.loads(call)
     _use_one_thread()
+    _free_groups()  # now no rank waits in one any more: all have answered
     return function(*arguments)
+
+
+def _free_groups() -> None:
+    """Ends the process groups that calls before this one made, once there are many: for each of them gloo wakes a
+    hundred times a second, and to find what still holds one takes as long as a small test.
+
+    DeepSpeed's stay, which it makes once for a process.
+    """
+    import torch.distributed as dist
+
+    made = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    if len(made) < _IDLE_GROUPS or "deepspeed" in sys.modules:
+        return
+    for group in made:
+        dist.destroy_process_group(group)
+    if (redistribute := sys.modules.get("torch.distributed.tensor._redistribute")) is not None:
+        # DTensor remembers meshes, whose groups live as long as they do.
+        import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+        redistribute.clear_redistribute_planner_cache()
+        redistribute._gen_transform_infos.cache_clear()
+    del made
+    gc.collect()
 
 
 def _use_one_thread() -> None:

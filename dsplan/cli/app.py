@@ -31,6 +31,7 @@ COMMANDS: dict[str, str] = {
     "ui": "dsplan.cli.ui:ui",
     "run": "dsplan.cli.run:run",
     "watch": "dsplan.cli.watch:watch",
+    "track": "dsplan.cli.watch:track",
     "bench": "dsplan.cli.bench:bench",
     "db": "dsplan.cli.db:app",
 }
@@ -61,8 +62,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dsplan run train.py --epochs 3",
         "dsplan run --plan plans/plan-1.yaml train.py",
         "dsplan run --strategy fsdp --tp 2 --nproc 4 train.py",
+        "dsplan run --track tensorboard,wandb train.py",
         "dsplan run --resume runs/2026-11-23",
     ),
+    "track": ("dsplan track runs/2026-11-23 --to wandb,mlflow",),
     "watch": ("dsplan watch runs/2026-11-23", "dsplan watch runs/2026-11-23 --once --json"),
     "bench": ("dsplan bench --minutes 5",),
     "db list": ("dsplan db list",),

@@ -146,6 +146,12 @@ class SupervisionFlags:
     tune: Annotated[
         bool, typer.Option("--tune", help="Measure the first steps and switch to a better plan where one is found.")
     ] = False
+    track: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...", help="Send every step to tensorboard, wandb, mlflow, trackio; from beside the ranks."
+        ),
+    ] = None
 
 
 run = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -231,6 +237,7 @@ def _request(
     """What was asked for, as a value."""
     from strategies.launch.options import asked_fields, asked_kernels, asked_placement, asked_supervision
     from strategies.launch.prepare import RunRequest
+    from strategies.telemetry.trackers import asked_trackers
 
     return RunRequest(
         script=script,
@@ -258,6 +265,7 @@ def _request(
         run_directory=planning.run_dir,
         resume=supervision.resume,
         resume_from=supervision.resume_from or "",
+        trackers=() if supervision.track is None else asked_trackers(supervision.track),
         placement=asked_placement(
             launcher=placement.launcher,
             nodes=placement.nodes,

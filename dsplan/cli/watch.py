@@ -1,4 +1,4 @@
-"""`dsplan watch`: a run while it goes, from another terminal."""
+"""`dsplan watch` and `dsplan track`: a run while it goes, or when it is over, from another terminal."""
 
 from __future__ import annotations
 
@@ -35,3 +35,41 @@ def watch(
         from dsplan.render.live_frames import follow
 
         follow(lambda: frame_of(directory, steps), every)
+
+
+def track(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run directory of `dsplan run`.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="NAME,...", help="One or more of tensorboard, wandb, mlflow, trackio.")
+    ],
+    json: JsonFlag = False,
+) -> None:
+    """Send a run to experiment trackers: all that they have not got, and of a run that goes on what follows."""
+    from dataclasses import asdict
+
+    from dsplan.render.show import show_json
+    from dsplan.report.run_data import is_run_directory
+    from hardware_db.errors import BrokenFile
+    from hardware_db.notices import notice
+    from strategies.launch.tracking import Tracking, read_state
+    from strategies.telemetry.trackers import asked_trackers, check_installed
+
+    names = asked_trackers(to)
+    check_installed(names)
+    if not is_run_directory(directory):
+        raise BrokenFile(directory, "is no run directory", "name a run directory of dsplan run")
+    directory = directory.resolve()
+    tracking = Tracking(directory, names)
+    tracking.start()
+    try:
+        for line in tracking.follow():
+            notice(line)
+    finally:
+        tracking.close()
+    states = {name: read_state(directory, name) for name in names}
+    if json:
+        show_json({"schema_version": 1, "run": directory.name, "trackers": {n: asdict(s) for n, s in states.items()}})
+    else:
+        for name, state in states.items():
+            typer.echo(f"{name}: {state.step} steps, {state.where}" if state.where else f"{name}: nothing")
+    raise typer.Exit(0 if all(state.finished for state in states.values()) else 1)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hardware_db.datasheets import find_device, find_link
 from hardware_db.errors import DsplanError
 from hardware_db.files import canonical_json
 from hardware_db.fingerprint import fingerprint
@@ -22,14 +21,12 @@ from hardware_db.store.contract import Store
 from planner.calibration.calibration import Calibration, calibration_of, hardware_kind
 from planner.calibration.fit import TAILS, Fit, Noise, Prior, fit
 from planner.calibration.spread import FACTOR_SPREADS, SPREADS, interval, kind_of, slopes
-from planner.cluster.probed import probed_cluster
 from planner.cluster.rates import rates_from_measurements
+from planner.cluster.resolve import cluster_of_plan
 from planner.cost.timing import step_time
-from planner.models.counting.count import count_parameters
 from planner.models.facts_document import facts_of_plan
 from planner.types.cluster import SHIPPED, Cluster, Factors
-from planner.types.job import Job, Workload
-from planner.types.plan import Configuration
+from planner.types.job import Job, counts_of, workload_of
 from planner.types.plan_io import configuration_from_dict
 from planner.vocabulary import Precision
 
@@ -71,7 +68,7 @@ class Rebuilder:
         plan = measurement.plan
         try:
             configuration = configuration_from_dict(plan["plan"])
-            workload = _workload(_section(plan, "workload"), configuration)
+            workload = workload_of(_section(plan, "workload"), configuration)
             facts = facts_of_plan(_section(plan, "model"), workload.task)
             cluster = self._cluster(_section(plan, "cluster"), measurement, configuration.precision)
         except (DsplanError, KeyError, TypeError, ValueError):
@@ -80,7 +77,7 @@ class Rebuilder:
             return None
         job = Job(
             facts=facts,
-            counts=count_parameters(facts),
+            counts=counts_of(facts, workload),
             workload=workload,
             cluster=cluster,
             configuration=configuration,
@@ -89,7 +86,7 @@ class Rebuilder:
 
     def _cluster(self, section: Mapping[str, Any], measurement: Measurement, precision: Precision) -> Cluster | None:
         key = measurement.fingerprint.machine.key
-        cluster = self._probed(section) if key == self._here else _named(section)
+        cluster = cluster_of_plan(section, self._machine if key == self._here else None)
         if cluster is None:
             return None
         if key not in self._rates:
@@ -98,42 +95,6 @@ class Rebuilder:
             return cluster
         rates = rates_from_measurements(self._rates[key], ranks=cluster.gpus_per_node, precision=precision)
         return replace(cluster, rates=rates)
-
-    def _probed(self, section: Mapping[str, Any]) -> Cluster | None:
-        cluster = probed_cluster(self._machine, ranks=int(section["gpus"]))
-        same = (cluster.device.name, cluster.nodes) == (section["device"], section["nodes"])
-        return cluster if same else _named(section)
-
-
-def _named(section: Mapping[str, Any]) -> Cluster | None:
-    """A cluster of catalogue devices by what a plan says of it; a processor elsewhere cannot be priced."""
-    if section["device"] == "cpu":
-        return None
-    device = find_device(section["device"])
-    return Cluster(
-        device=device,
-        nodes=int(section["nodes"]),
-        gpus_per_node=int(section["gpus_per_node"]),
-        capacity_bytes=int(section["capacity_bytes"]),
-        intra_link=find_link(section["intra_link"]) if section.get("intra_link") else None,
-        inter_link=find_link(section["inter_link"]) if section.get("inter_link") else None,
-        nics_per_node=int(section.get("nics_per_node") or 1),
-        host_memory_bytes_per_node=int(section.get("host_memory_bytes_per_node") or 0),
-        nvme_bytes_per_node=int(section.get("nvme_bytes_per_node") or 0),
-        node_type=str(section.get("node_type") or ""),
-    )
-
-
-def _workload(section: Mapping[str, Any], configuration: Configuration) -> Workload:
-    return Workload(
-        task=section["task"],
-        sequence_length=configuration.sequence_length,
-        global_batch_size=configuration.global_batch_size,
-        precision=configuration.precision,
-        optimizer=configuration.optimizer,
-        attention=configuration.attention,
-        source_length=int(section.get("source_length") or 0),
-    )
 
 
 def _section(plan: Mapping[str, object], name: str) -> Mapping[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from hardware_db.datasheets import find_device, find_link, find_node_type, links
-from hardware_db.device import Device, NodeType
+from hardware_db.device import Device, Link, NodeType
 from hardware_db.handed_in import read_yaml, shown
 from hardware_db.probe import Machine, probe_hardware
 from hardware_db.records import dataclass
@@ -209,6 +210,45 @@ def _more_than_here(request: HardwareRequest, machine: Machine) -> Cluster:
     named = _from_gpu(request, cluster.device)
     found = f"{len(here)} x {cluster.device.name} found here, planned for {gpus} of them"
     return replace(named, assumed="; ".join(part for part in (found, named.assumed) if part))
+
+
+def cluster_of_plan(section: Mapping[str, Any], machine: Machine | None = None) -> Cluster | None:
+    """The cluster of a plan's `cluster` section: this machine's devices where `machine` has such, else those of the
+    datasheets. Return None for a processor of another machine, of which nothing is known.
+
+    Raises:
+        UnknownName: a device or a link is in no datasheet.
+    """
+    name, nodes, per_node = section["device"], section.get("nodes") or 1, section.get("gpus_per_node") or 1
+    probed = None if machine is None else probed_cluster(machine, ranks=nodes * per_node)
+    if probed is not None and (probed.device.name, probed.nodes) == (name, nodes):
+        cluster = probed
+    elif section.get("vendor") == "cpu" or name == "cpu":
+        return None
+    else:
+        kind = section.get("node_type")
+        node = find_node_type(kind) if kind else None
+        base = cluster_of(find_device(name), Layout(nodes=nodes, gpus_per_node=per_node), node, memory_gb=1.0)
+        cluster = replace(
+            base,
+            intra_link=_link(section.get("intra_link"), base.intra_link),
+            inter_link=_link(section.get("inter_link"), base.inter_link),
+            nics_per_node=section.get("nics_per_node") or 1,
+            assumed=section.get("assumed") or "",
+        )
+    return replace(
+        cluster,
+        capacity_bytes=section["capacity_bytes"],
+        host_memory_bytes_per_node=section.get("host_memory_bytes_per_node") or 0,
+        nvme_bytes_per_node=section.get("nvme_bytes_per_node") or 0,
+    )
+
+
+def _link(name: str | None, base: Link | None) -> Link | None:
+    """The link of this name; that of the node type, which may be sold slower than it is, where it is the one."""
+    if name is None:
+        return None
+    return base if base is not None and base.name == name else find_link(name)
 
 
 def _require_same_hardware(request: HardwareRequest, cluster: Cluster) -> None:

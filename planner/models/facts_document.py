@@ -37,7 +37,10 @@ def facts_of_plan(model: Mapping[str, Any], task: Task) -> ModelFacts | None:
     if not knows_model(name):
         return None
     facts = facts_for_task(find_model(name), task)
-    return facts if facts.parameters == model.get("parameters") else None
+    # A plan's parameters count adapters too, which are none of the model's.
+    active = model.get("active_parameters")
+    same = facts.parameters == model.get("parameters") if active is None else facts.active_parameters == active
+    return facts if same else None
 
 
 def _facts(document: Mapping[str, Any]) -> ModelFacts | None:

@@ -71,6 +71,10 @@ class Candidate:
         priced = self.priced(index)
         return Timed(priced=priced, time=timed(priced))
 
+    def used_bytes(self, index: int) -> int:
+        """Memory of a device."""
+        return self.priced(index).memory.device_used_bytes
+
     def fits(self, index: int) -> bool:
         return self.priced(index).judgement.verdict in self._verdicts
 
@@ -177,6 +181,11 @@ class Family:
             return True
         return resident_bytes(job) > device_limit(job.workload, job.cluster)
 
+    def resident_bytes(self) -> float:
+        """Device memory that any of them takes at least: what rests there when a backward pass ends."""
+        first = self.members[0]
+        return min(resident_bytes(job_of(first.request, first.configuration(index))) for index in first.ends())
+
     def first_that_fits(self) -> Priced | None:
         """Without recomputation if that fits, else with the least that makes it; None without one."""
         if self.is_hopeless() or not self.fits_somehow():
@@ -232,6 +241,13 @@ def preferred(group: Sequence[Candidate], objective: words.Objective, limit: flo
     if roomy is None or clearly_worse(roomy, found, objective):
         return found
     return replace(roomy, passed_over=found)
+
+
+def bound(group: Sequence[Candidate]) -> float:
+    """Seconds that a step of any of a group takes at least, had it never run; infinite where none can fit."""
+    families = (family for family in families_of(group) if not family.is_hopeless())
+    least = min((family.bound() for family in families), default=math.inf)
+    return min([least, *(known.time.step_seconds for known in _known(group))])
 
 
 def any_that_fits(group: Iterable[Candidate]) -> Priced | None:

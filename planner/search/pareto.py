@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.search.device_counts import on_fewer_devices
-from planner.search.evaluate import Candidate
+from planner.search.evaluate import Candidate, Family, families_of
 from planner.search.ranking import Timed, order, worth
 from planner.search.request import Request
 from planner.search.space import enumerate_candidates
@@ -32,44 +32,73 @@ class _Point:
         )
 
 
-def pareto_front(request: Request) -> tuple[Timed, ...]:
+def pareto_front(request: Request, known: Iterable[Candidate] = ()) -> tuple[Timed, ...]:
     """The Pareto front over step time (or cost, where that is the objective), memory of a device and devices, from all
     the devices down to one; on each number of them the best first. Plans that `dsplan run` cannot run are there only
-    where the request allows them, and plans that end too late are not."""
+    where the request allows them, and plans that end too late are not. `known` are all candidates of some numbers of
+    devices, of which a search has worked out some already.
+
+    Families are looked at in the order of the best time that each could take, so that most are beaten before their
+    memory is worked out: exact as `planner.search.evaluate` is.
+    """
     objective: words.Objective = "cost" if request.objective == "cost" else "throughput"
     found: list[tuple[_Point, Timed]] = []
     limit = request.budget.step_limit(request.workload)
-    for candidate in _candidates(request):
-        for item in _unbeaten(candidate, [point for point, _ in found], objective):
+    families = [family for family in families_of(_candidates(request, known)) if not family.is_hopeless()]
+    for family in sorted(families, key=lambda family: family.bound() * _weight(family.gpus, objective)):
+        for item in _unbeaten(family, found, objective):
             point = _point(item, objective)
-            if item.time.step_seconds > limit:
-                continue
-            if not any(other.no_worse_than(point) for other, _ in found):
-                found = [(other, kept) for other, kept in found if not point.no_worse_than(other)] + [(point, item)]
+            if item.time.step_seconds <= limit and not any(_goes_before(other, (point, item)) for other in found):
+                found = [other for other in found if not point.no_worse_than(other[0])] + [(point, item)]
     ranked = sorted(found, key=lambda pair: (-pair[0].gpus, order(pair[1], objective)))
     return tuple(_distinct(ranked))
 
 
-def _candidates(request: Request) -> Iterator[Candidate]:
+def _goes_before(other: tuple[_Point, Timed], item: tuple[_Point, Timed]) -> bool:
+    """Whether a plan is as good; of two that are equally good the one that ranks first."""
+    if other[0] == item[0]:
+        return order(other[1], "throughput") <= order(item[1], "throughput")
+    return other[0].no_worse_than(item[0])
+
+
+def _candidates(request: Request, known: Iterable[Candidate]) -> Iterator[Candidate]:
+    counts = set()
+    for candidate in known:
+        counts.add(candidate.request.cluster.gpus)
+        yield candidate
     for option in (request, *on_fewer_devices(request)):
-        for layout in enumerate_candidates(option):
-            candidate = Candidate(option, layout)
-            if candidate.micros:
-                yield candidate
+        if option.cluster.gpus not in counts:
+            yield from (Candidate(option, layout) for layout in enumerate_candidates(option))
 
 
-def _unbeaten(candidate: Candidate, points: Sequence[_Point], objective: words.Objective) -> Iterator[Timed]:
-    """A candidate's configurations that fit, unless the best that it could be is beaten already."""
-    gpus = candidate.request.cluster.gpus
-    least = [candidate.priced(index).memory.device_used_bytes for index in candidate.ends() if candidate.fits(index)]
-    if not least:
+def _unbeaten(family: Family, found: list[tuple[_Point, Timed]], objective: words.Objective) -> Iterator[Timed]:
+    """A family's configurations that fit, but for those of which it is known before that they are beaten."""
+    weight = _weight(family.gpus, objective)
+
+    def beaten(seconds: float, used: float) -> bool:
+        point = _Point(seconds * weight, used, family.gpus)
+        return any(other != point and other.no_worse_than(point) for other, _ in found)
+
+    if beaten(family.bound(), family.resident_bytes()) or not family.fits_somehow():
         return
-    could_be = _Point(candidate.bound() * (gpus if objective == "cost" else 1), min(least), gpus)
-    if any(point.no_worse_than(could_be) for point in points):
-        return
-    for index in range(len(candidate.micros)):
-        if candidate.fits(index):
-            yield candidate.timed(index)
+    # What is computed again takes no more memory, so that the last member says what all of them take at least.
+    at_first, at_last = (family.members[-1].used_bytes(index) for index in (0, len(family.members[-1].micros) - 1))
+    for member in family.members:
+        if beaten(member.bound(), min(at_first, at_last)):
+            continue
+        least, last = at_first, len(member.micros) - 1
+        for index in range(last):
+            if member.is_known(index) or not beaten(member.seconds(index), least):
+                if not member.fits(index):
+                    break
+                least = member.used_bytes(index)
+                yield member.timed(index)
+        if (member.is_known(last) or not beaten(member.seconds(last), at_last)) and member.fits(last):
+            yield member.timed(last)
+
+
+def _weight(gpus: int, objective: words.Objective) -> int:
+    return gpus if objective == "cost" else 1
 
 
 def _point(item: Timed, objective: words.Objective) -> _Point:

@@ -41,6 +41,9 @@ NEVER_COMPARED = 0.2
 keeps its states with one that offloads them. Then nothing is known to cancel, and two predictions, each off by 14 % at
 the 90th percentile (docs/reference/accuracy.md), are off against each other by the root of two of it."""
 
+WIDEST = max(NEVER_COMPARED, SPLIT_OR_WHOLE, ONE_STRATEGY, math.exp(NINE_OF_TEN * math.sqrt(2) * AGAIN) - 1)
+"""The largest of all such shares: `worse_threshold` gives none above it."""
+
 
 class Named(Protocol):
     """A layout or a configuration, as far as names and simplicity go."""

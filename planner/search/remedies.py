@@ -14,7 +14,8 @@ from planner.cost.verdict import device_limit, host_limit
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, doubled
 from planner.search.estimate import Priced
-from planner.search.request import Request, counts_of
+from planner.search.request import Request
+from planner.types.job import counts_of
 from planner.types.plan import Configuration, Plan
 from planner.vocabulary import Method
 

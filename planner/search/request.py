@@ -6,20 +6,23 @@ from dataclasses import fields, replace
 from typing import Any
 
 from hardware_db.device import Device
+from hardware_db.probe import Machine
 from hardware_db.records import dataclass
 from hardware_db.units import GB
 from planner import limits
 from planner import vocabulary as words
 from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.cluster.budget import NO_BUDGET, Budget
+from planner.cluster.resolve import cluster_of_plan
 from planner.cost.code_bases import code_base, facts_for_code
 from planner.cost.precision import lacks_scaled, usual_recipe
-from planner.errors import ContradictoryRequest
-from planner.models.counting.count import count_parameters, frozen_but, with_adapters
+from planner.errors import ContradictoryRequest, DsplanError
 from planner.models.facts import ModelFacts, ParameterCounts
+from planner.models.facts_document import facts_of_plan
 from planner.models.tasks import default_sequence_length, default_task, facts_for_task, possible_tasks
 from planner.types.cluster import Cluster
-from planner.types.job import EXPERT_IMBALANCE, Workload
+from planner.types.job import EXPERT_IMBALANCE, Workload, counts_of, workload_of
+from planner.types.plan import Plan
 
 SAMPLES_PER_GPU = 8
 """Global batch per GPU that is planned for when none is asked."""
@@ -180,18 +183,31 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
     return replace(request, **ranking)
 
 
-def counts_of(facts: ModelFacts, workload: Workload) -> ParameterCounts:
-    """The model's counts with what the workload trains of it.
+def request_of_plan(plan: Plan, machine: Machine | None = None) -> Request | None:
+    """The request that a plan answers, as far as its file says; `machine` is this one, for a plan of processors.
 
-    Raises:
-        ContradictoryRequest: the targets of adapters, or the names of what is trained, fit nothing.
+    Return None if the model is not known any more, or the hardware is none of the catalogue's.
     """
-    counts = count_parameters(facts)
-    if workload.method != "full":
-        dora = workload.method == "dora"
-        rank, targets = workload.lora_rank, workload.lora_targets
-        return with_adapters(facts, counts, rank=rank, targets=targets, magnitude=dora)
-    return frozen_but(facts, counts, workload.train_only) if workload.train_only else counts
+    chosen = plan.configuration
+    try:
+        workload = workload_of(plan.workload, chosen)
+        facts = facts_of_plan(plan.model, workload.task)
+        cluster = cluster_of_plan(plan.cluster, machine)
+        counts = None if facts is None else counts_of(facts, workload)
+    except DsplanError:
+        return None
+    if facts is None or counts is None or cluster is None:
+        return None
+    return Request(
+        facts=facts,
+        counts=counts,
+        workload=workload,
+        cluster=cluster,
+        allow_unrunnable=not plan.runnable,
+        zero_backend=chosen.backend if chosen.zero_stage else "deepspeed",
+        gradient_compression=chosen.gradient_compression,
+        activations_on_host=chosen.activations_on_host,
+    )
 
 
 _QUANTISED = ("int8", "nf4")

@@ -6,6 +6,7 @@ micro-batch is cut from the global batch, so that is always the one asked for.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,9 +17,11 @@ from planner import vocabulary as words
 from planner.cost.timing import step_time
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, device_counts, on_other_device_counts
-from planner.search.estimate import Priced, is_last_resort, plan_of
-from planner.search.evaluate import Candidate, any_that_fits, best, closest, preferred
+from planner.search.estimate import Priced, is_last_resort, plan_of, waits_mostly
+from planner.search.evaluate import Candidate, any_that_fits, best, bound, closest, preferred
 from planner.search.ranking import (
+    ONE_STRATEGY,
+    WIDEST,
     Rejection,
     Timed,
     compared,
@@ -86,7 +89,7 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
         rejected=rejected,
         choice="; ".join(filter(None, (why_first(request, ranked), _uneven(request)))),
         on_devices=on_other_device_counts(request, _first) if limit < math.inf else (),
-        front=_front(request) if with_front else (),
+        front=_front(request, groups) if with_front else (),
     )
 
 
@@ -96,10 +99,26 @@ def first_plan(request: Request) -> Plan | None:
     Raises:
         ContradictoryRequest: as `recommend`.
     """
-    choose = _choice(request)
-    chosen = (choose(group, request.objective, math.inf) for group in grouped(request).values())
-    ranked = rank(request, [item for item in chosen if item is not None])
+    ranked = rank(request, _near_the_fastest(request))
     return ranked[0].plan if ranked else None
+
+
+def _near_the_fastest(request: Request) -> list[Timed]:
+    """The best of every group; where time counts, of those only whose best is not so slow that another is first."""
+    choose, groups = _choice(request), list(grouped(request).values())
+    if request.objective != "throughput":
+        every = (choose(group, request.objective, math.inf) for group in groups)
+        return [item for item in every if item is not None]
+    found: list[Timed] = []
+    fastest = math.inf
+    for least, group in sorted(((bound(group), group) for group in groups), key=lambda pair: pair[0]):
+        limit = fastest * (1 + WIDEST) * (1 + ONE_STRATEGY)  # the one with room that goes before a group's best
+        item = choose(group, request.objective, limit) if least <= limit else None
+        if item is not None:
+            found.append(item)
+            if not waits_mostly(item.priced.job, item.time):  # all others go before such a plan, however slow
+                fastest = min(fastest, (item.passed_over or item).time.step_seconds)
+    return found
 
 
 def _choice(request: Request) -> Callable[[Sequence[Candidate], words.Objective, float], Timed | None]:
@@ -115,10 +134,10 @@ def _adapters(request: Request, instead: Plan | None) -> tuple[Remedy, ...]:
     return adapter_remedies(request, _first, instead)
 
 
-def _front(request: Request) -> tuple[Plan, ...]:
+def _front(request: Request, groups: Mapping[str, Sequence[Candidate]]) -> tuple[Plan, ...]:
     from planner.search.pareto import pareto_front
 
-    return tuple(item.plan for item in pareto_front(request))
+    return tuple(item.plan for item in pareto_front(request, itertools.chain.from_iterable(groups.values())))
 
 
 def can_fit(request: Request) -> Priced | None:

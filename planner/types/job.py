@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Protocol
 
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.errors import ContradictoryRequest
+from planner.models.counting.count import count_parameters, frozen_but, with_adapters
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.facts_document import facts_document
 from planner.types.cluster import SHIPPED, Cluster, Rates
@@ -101,6 +104,20 @@ class Workload:
                 )
 
 
+def counts_of(facts: ModelFacts, workload: Workload) -> ParameterCounts:
+    """The model's counts with what the workload trains of it.
+
+    Raises:
+        ContradictoryRequest: the targets of adapters, or the names of what is trained, fit nothing.
+    """
+    counts = count_parameters(facts)
+    if workload.method != "full":
+        dora = workload.method == "dora"
+        rank, targets = workload.lora_rank, workload.lora_targets
+        return with_adapters(facts, counts, rank=rank, targets=targets, magnitude=dora)
+    return frozen_but(facts, counts, workload.train_only) if workload.train_only else counts
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """One configuration of one model, workload and cluster; `counts` are the model's parameters by component, `stage`
@@ -167,6 +184,18 @@ class Described(Protocol):
 def described(job: Described) -> dict[str, dict[str, object]]:
     """The sections `model`, `cluster` and `workload` of a plan."""
     return {"model": _model(job), "cluster": cluster_section(job.cluster), "workload": _workload(job)}
+
+
+def workload_of(section: Mapping[str, Any], configuration: Configuration) -> Workload:
+    """The workload of a plan's `workload` section and its configuration; what a release did not write is as by default.
+
+    Raises:
+        ContradictoryRequest: a word or a number is none that a workload has.
+    """
+    own = {item.name: getattr(configuration, item.name, None) for item in fields(Workload)}
+    said = {item.name: section.get(item.name) for item in fields(Workload)}
+    values = {name: said[name] if own[name] is None else own[name] for name in own}
+    return Workload(**{"task": "", **{name: value for name, value in values.items() if value is not None}})
 
 
 def provenance(

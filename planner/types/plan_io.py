@@ -37,7 +37,11 @@ _SECTIONS: dict[str, dict[str, str]] = {
     },
     "workload": {
         **dict.fromkeys(("source_length", "evaluation_batch_size", "evaluation_steps_kept"), "int"),
-        **dict.fromkeys(("max_memory_bytes", "host_memory_bytes"), "int | None"),
+        **dict.fromkeys(("max_memory_bytes", "host_memory_bytes", "lora_rank"), "int | None"),
+        **dict.fromkeys(("task", "save", "code", "loss", "method", "train_only"), "str"),
+        **dict.fromkeys(("lora_targets", "load_dtype", "fp8_recipe"), "str | None"),
+        **dict.fromkeys(("compile", "ema"), "bool"),
+        "expert_imbalance": "float | None",
     },
     "provenance": {},
 }

@@ -108,7 +108,8 @@ def question(run: TermRun) -> tuple[Request, Configuration]:
     chosen: dict[str, Any] = {name: getattr(run, name) for name in ("tp", "pp", "cp", "ep", "pp_schedule")}
     chosen |= {"virtual_stages": run.virtual_stages, "sequence_parallel": run.sequence_parallel}
     chosen |= {"strategy": run.strategy, "backend": run.backend, "checkpointing": run.activation_checkpointing}
-    cluster = resolve_cluster(HardwareRequest(gpu=run.device, gpus=world))
+    nodes = run.dp_replicate if run.strategy == "hsdp" else 1
+    cluster = resolve_cluster(HardwareRequest(gpu=run.device, gpus=world, nodes=nodes))
     request = make_request(_facts(run.model, run.config), cluster, WorkOptions(**work))
     return exact(
         request,

@@ -8,7 +8,7 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -234,11 +234,20 @@ Happening = OutputLine | Alert | dict[str, Any]
 class Attempt:
     """Iterate `happenings()` to its end; then `completed` says whether every rank ended with 0, and `ending` why not.
 
-    `ending` is None also for an attempt that Ctrl-C ended.
+    `ending` is None also for an attempt that Ctrl-C ended. `remarks` gives what else there is to say each time that it
+    is called.
     """
 
-    def __init__(self, spec: LaunchSpec, files: RunFiles, alerts: AlertFollower, requests: StopRequests) -> None:
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        files: RunFiles,
+        alerts: AlertFollower,
+        requests: StopRequests,
+        remarks: Callable[[], list[str]],
+    ) -> None:
         self._spec, self._files, self._alerts, self._requests = spec, files, alerts, requests
+        self._remarks = remarks
         self._signalled = float("-inf")
         self.completed = False
         self.ending: Ending | None = None
@@ -252,7 +261,7 @@ class Attempt:
         with make_launcher(self._spec) as launcher:
             while (status := launcher.poll()) is None and not self._is_over(launcher):
                 yield from self._news(final=False)
-                for text in launcher.remarks():
+                for text in (*launcher.remarks(), *self._remarks()):
                     yield OutputLine(rank=0, stream="stderr", text=text)
                 time.sleep(_POLL_SECONDS)
         yield from self._news(final=True)

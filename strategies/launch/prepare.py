@@ -26,6 +26,7 @@ from strategies.launch.options import Asked
 from strategies.launch.state import BEGIN_ANEW, check_unfinished
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.spec import SAVING, SPEC_FILE, LauncherName, LaunchSpec, Placement, Supervision
+from strategies.telemetry.trackers import check_installed
 from strategies.variables import BACKEND, KERNELS, METHOD, PARALLEL, PLAN, RUN_DIRECTORY, STRATEGY
 
 # Checks of the placement flags, before anything is started.
@@ -86,7 +87,8 @@ class RunRequest:
 
     `resume` is the directory of a run to resume, which fills in what is left open: `earlier_processes` is what it
     ran with, `run_id` what its checkpoints are marked with. `resume_from` is the checkpoint to resume from, or `start`;
-    empty: the newest. `placement` and `supervision` hold the fields of those values that were asked for.
+    empty: the newest. `trackers` follow the run. `placement` and `supervision` hold the fields of those values that
+    were asked for.
     """
 
     script: Path | None = None
@@ -103,6 +105,7 @@ class RunRequest:
     resume_from: str = ""
     earlier_processes: int | None = None
     run_id: str = ""
+    trackers: tuple[str, ...] = ()
     placement: Asked = field(default_factory=dict)
     supervision: Asked = field(default_factory=dict)
 
@@ -146,6 +149,7 @@ def prepare(request: RunRequest) -> Launch:
     _check_words(request)
     if importlib.util.find_spec("torch") is None:
         raise DsplanError("torch is not installed here, and a run needs it; pip install 'dsplan[train]'")
+    check_installed(request.trackers)
     plan = None if request.plan_file is None else load_plan(request.plan_file)
     machine = probe()
     gpus = len(machine.usable_gpus)
@@ -358,6 +362,7 @@ def _spec(request: RunRequest, script: Path, processes: int, gpus: int) -> Launc
         environment=environment,
         supervision=Supervision(**request.supervision),
         run_id=request.run_id or uuid.uuid4().hex,
+        trackers=request.trackers,
     )
 
 
@@ -413,6 +418,7 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
         resume=directory,
         earlier_processes=earlier.processes,
         run_id=earlier.run_id,
+        trackers=request.trackers or earlier.trackers,
         placement=_placement(earlier.placement, request.placement),
         supervision=asdict(earlier.supervision) | request.supervision,
     )

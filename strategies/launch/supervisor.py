@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
+from hardware_db.notices import labelled
 from hardware_db.probe import probe
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_from_dict, plan_to_dict
@@ -14,6 +16,7 @@ from strategies.launch.attempt import (
     Attempt,
     AttemptEnded,
     Event,
+    OutputLine,
     PlanMade,
     RunFiles,
     RunIsBack,
@@ -36,6 +39,7 @@ from strategies.launch.report import (
 )
 from strategies.launch.run_lock import RunLock, launcher_lock
 from strategies.launch.state import RunState
+from strategies.launch.tracking import Tracking
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.journal import Journal
 from strategies.run_directory.spec import LaunchSpec
@@ -65,6 +69,7 @@ class Supervisor:
         self._attempts: list[AttemptReport] = []
         self._outcome: Outcome | None = None
         self._number = self._state.first
+        self._tracking = Tracking(spec.directory, spec.trackers)
 
     def events(self) -> Iterator[Event]:
         """Start the ranks and give their lines, plans and steps until the run is over. Ctrl-C ends it.
@@ -72,27 +77,38 @@ class Supervisor:
         Raises:
             DsplanError: another command is at work in the run directory.
         """
-        with RunLock(self._spec.directory), StopRequests() as requests:
-            # Ranks of a command that was killed may still be about to end, and to say so in files of this directory.
-            launcher_lock(self._spec.directory).close()
-            self._spec.save()
-            # A page that is there reports the end of a command that this one continues after.
-            (self._spec.directory / REPORT_FILE).unlink(missing_ok=True)
-            files, alerts = RunFiles(self._spec.directory), AlertFollower(self._spec.directory)
-            decision: Decision | None = None
-            while decision is None or decision.continues:
-                attempt = Attempt(self._spec, files, alerts, requests)
-                yield from self._run(attempt)
-                decision = self._conclude(attempt, requests)
-                if attempt.ending is not None and decision is not None:
-                    yield AttemptEnded(attempt=self._number, ending=attempt.ending, decision=decision)
-                if decision is None or not decision.continues:
-                    break
-                self._number += 1
-                if not _wait(decision.delay_seconds, requests):
-                    self._outcome = INTERRUPTED if requests.interrupted else outcome_of(Ending(kind="preempted"))
-                    break
-            self._write_end()
+        with closing(self._tracking):
+            with RunLock(self._spec.directory), StopRequests() as requests:
+                yield from self._run_to_its_end(requests)
+            # Behind the lock, whose release says to the trackers' process that nothing more comes.
+            with suppress(KeyboardInterrupt):
+                for text in self._tracking.finish(in_a_hurry=requests.came):
+                    yield OutputLine(rank=0, stream="stderr", text=labelled(text))
+
+    def _run_to_its_end(self, requests: StopRequests) -> Iterator[Event]:
+        # Ranks of a command that was killed may still be about to end, and to say so in files of this directory.
+        launcher_lock(self._spec.directory).close()
+        self._spec.save()
+        # A page that is there reports the end of a command that this one continues after.
+        (self._spec.directory / REPORT_FILE).unlink(missing_ok=True)
+        files, alerts = RunFiles(self._spec.directory), AlertFollower(self._spec.directory)
+        decision: Decision | None = None
+        while decision is None or decision.continues:
+            attempt = Attempt(self._spec, files, alerts, requests, self._tracking_remarks)
+            yield from self._run(attempt)
+            decision = self._conclude(attempt, requests)
+            if attempt.ending is not None and decision is not None:
+                yield AttemptEnded(attempt=self._number, ending=attempt.ending, decision=decision)
+            if decision is None or not decision.continues:
+                break
+            self._number += 1
+            if not _wait(decision.delay_seconds, requests):
+                self._outcome = INTERRUPTED if requests.interrupted else outcome_of(Ending(kind="preempted"))
+                break
+        self._write_end()
+
+    def _tracking_remarks(self) -> list[str]:
+        return [labelled(text) for text in self._tracking.remarks()]
 
     def report(self) -> RunReport:
         """The finished run.
@@ -130,6 +146,7 @@ class Supervisor:
         )
         if self._state.plan is not None:
             self._journal.append("plan", self._number, plan=plan_to_dict(self._state.plan))
+        self._tracking.start()
         self._attempts.append(AttemptReport(attempt=self._number, began=time.time(), seconds=0.0, ranks=ranks))
         for happening in attempt.happenings():
             if isinstance(happening, dict):

@@ -115,7 +115,8 @@ class LaunchSpec:
     """One launch on this node: the script with its arguments, its processes, and where they write.
 
     `processes` counts the ranks of one node; `environment` is added to the processes' own. `run_id` tells this run's
-    checkpoints from those of others. What the script trains with is seen in its ranks (strategies/run_directory/claim).
+    checkpoints from those of others. `trackers` are names of `strategies/telemetry/trackers.py`. What the script trains
+    with is seen in its ranks (strategies/run_directory/claim).
     """
 
     script: str
@@ -126,6 +127,7 @@ class LaunchSpec:
     placement: Placement = field(default_factory=Placement)
     supervision: Supervision = field(default_factory=Supervision)
     run_id: str = ""
+    trackers: tuple[str, ...] = ()
 
     @property
     def directory(self) -> Path:

@@ -121,7 +121,7 @@ def lineage(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         if row.get("event") != "step":
             continue
-        while course and _global_step(course[-1]) >= _global_step(row):
+        while course and step_number(course[-1]) >= step_number(row):
             course.pop()
         course.append(row)
     return course
@@ -156,11 +156,11 @@ def summarise(metrics: Sequence[Sequence[Row]]) -> MeasuredRun:
 def _mean_losses(metrics: Sequence[Sequence[Row]], course: Sequence[Row]) -> list[float]:
     """The losses of the steps of a course, each the mean over the ranks that have one: all but a pipeline's last stage
     have none."""
-    found: dict[int, list[float]] = {_global_step(row): [] for row in course}
+    found: dict[int, list[float]] = {step_number(row): [] for row in course}
     for rows in metrics:
         for row in lineage(rows):
-            if row.get("loss") is not None and _global_step(row) in found:
-                found[_global_step(row)].append(row["loss"])
+            if row.get("loss") is not None and step_number(row) in found:
+                found[step_number(row)].append(row["loss"])
     return [statistics.fmean(losses) for losses in found.values() if losses]
 
 
@@ -173,7 +173,7 @@ def with_attempts(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:
         yield attempt, row
 
 
-def _global_step(row: Row) -> int:
+def step_number(row: Row) -> int:
     """A step's place in the lineage; a row without `global_step` counts in its own process alone."""
     return int(row["global_step"]) if "global_step" in row else int(row["step"]) + 1
 

@@ -23,6 +23,7 @@ from strategies.protocols import Observer, TrainingEngine
 from strategies.telemetry.monitor import RunMonitor
 from strategies.telemetry.timers import Timers
 from strategies.telemetry.traces import StepProfile
+from strategies.telemetry.trackers import grouped
 
 Row = Mapping[str, float]
 """A step's figures by name; `step` is its number, counted from 1."""
@@ -142,9 +143,6 @@ def _memory(device: torch.device) -> dict[str, int]:
 # Sinks of a log: TensorBoard, CSV, the terminal, or the metrics of `dsplan run`.
 
 
-_GROUPS = {"seconds": "seconds", "bytes": "memory"}
-
-
 class TensorboardWriter:
     """Event files of rank 0, through a `SummaryWriter`, which is closed with the log where it is the log's own."""
 
@@ -171,8 +169,7 @@ class TensorboardWriter:
         for row in rows:
             for name, value in row.items():
                 if name != "step":
-                    group = _GROUPS.get(name.rpartition("_")[2], "train")
-                    self._events.add_scalar(f"{group}/{name}", value, int(row["step"]))
+                    self._events.add_scalar(grouped(name), value, int(row["step"]))
         self._events.flush()
 
     def close(self) -> None:

@@ -48,3 +48,10 @@ def wait_for_ever() -> None:
 def parent_and_modules() -> tuple[int, set[str]]:
     """The process that this rank came from, and what is imported here."""
     return os.getppid(), set(sys.modules)
+
+
+def make_groups(count: int) -> int:
+    """How many threads this rank has with so many more groups."""
+    for _ in range(count):
+        dist.new_group()
+    return len(os.listdir("/proc/self/task"))

@@ -36,6 +36,12 @@ def test_ranks_are_kept_between_calls(ranks: RankPool) -> None:
     assert ranks.process_ids == before, "a call must not start processes"
 
 
+def test_groups_that_calls_made_do_not_pile_up(ranks: RankPool) -> None:
+    before = ranks.run(rank_bodies.make_groups, 0)[0]
+    assert ranks.run(rank_bodies.make_groups, 40)[0] >= before + 80
+    assert ranks.run(rank_bodies.make_groups, 0)[0] <= before
+
+
 def test_an_exception_comes_back_with_rank_traceback_and_output(ranks: RankPool) -> None:
     with pytest.raises(RankError, match="rank 1 of 2 failed: ValueError: rank 1 meant to fail") as failure:
         ranks.run(rank_bodies.fail_on, 1)

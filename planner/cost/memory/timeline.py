@@ -134,7 +134,7 @@ def _lines(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
     degrees = (chosen.dp_replicate, chosen.dp_shard)
     engine = (chosen.strategy, chosen.backend, chosen.sync_each_micro_batch, keeps_stage_whole(job))
     saving = (chosen.offload, chosen.offload_ratio, chosen.gradient_compression)
-    key = (*engine, *saving, degrees, steps, chosen.optimizer)
+    key = (*engine, *saving, degrees, steps, chosen.optimizer, _all_forwards_first(job))
     found = _CACHE.get(alike := _Alike(job, recipe, (*key, recipe, *_activations_key(job, recipe))))
     if found is None:
         found = _CACHE[alike] = _worked_out(job, recipe, states)
@@ -149,12 +149,19 @@ _REMEMBERED = 512
 
 def _worked_out(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
     steps = job.configuration.gradient_accumulation_steps
-    if job.configuration.pp == 1 or job.configuration.pp_schedule != "gpipe" or steps == 1:
+    if not _all_forwards_first(job):
         return _lines_between(job, job, recipe, states)
-    # Every forward comes first: no gradients yet beside all micro-batches, and all of them beside all but one.
+    # No gradients yet beside all micro-batches, and all of them beside all but one.
     first = _lines_between(_of_steps(job, 1), job, recipe, states)
     later = _of_steps(job, max(steps - 1, 2))
     return [*first, *(line for line in _lines_between(later, later, recipe, states) if line.phase == "backward")]
+
+
+def _all_forwards_first(job: Job) -> bool:
+    """Whether a stage runs every micro-batch forward before the first backward: always in GPipe's order, and in others
+    where there are no more of them than stages ahead."""
+    steps = job.configuration.gradient_accumulation_steps
+    return job.configuration.pp > 1 and 1 < steps <= micro_batches_in_flight(job.configuration, job.stage)
 
 
 def _of_steps(job: Job, steps: int) -> Job:

@@ -152,7 +152,7 @@ def launch_environment(spec: LaunchSpec) -> dict[str, str]:
     """The environment of whatever starts the ranks of `spec`, and of the ranks."""
     variables = {
         **os.environ,
-        **_import_path(Path(__file__).resolve().parents[3]),
+        **import_path(Path(__file__).resolve().parents[3]),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.processes))),
         # Keeps a `planner` or `strategies` folder in the working directory from hiding dsplan's (Python 3.11 on).
         "PYTHONSAFEPATH": "1",
@@ -162,7 +162,7 @@ def launch_environment(spec: LaunchSpec) -> dict[str, str]:
     return variables
 
 
-def _import_path(root: Path) -> dict[str, str]:
+def import_path(root: Path) -> dict[str, str]:
     """The variable by which ranks find dsplan, which is in `root`: none where every process finds it there anyway.
 
     The folder of all installed packages must not go before a user's own path, whose libraries it would hide.

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
 from planner.calibration.experience import Experience, KnownRun
 from planner.search import evaluate
-from planner.search.device_counts import device_counts
+from planner.search.device_counts import device_counts, on_fewer_devices
 from planner.search.estimate import Priced
 from planner.search.evaluate import Candidate, best, closest
+from planner.search.pareto import ALIKE, pareto_front
 from planner.search.ranking import Timed
 from planner.search.request import Request
-from planner.search.search import grouped, recommend
+from planner.search.search import first_plan, grouped, recommend
 from planner.search.space import enumerate_candidates
 from planner.types.plan import Configuration
-from tests.planner.search.exhaustive import best_by_group
+from tests.planner.search.exhaustive import best_by_group, everything_that_fits
 from tests.planner.search.questions import question
 
 QUESTIONS = (
@@ -51,6 +54,47 @@ def test_the_best_of_every_group_is_that_of_an_exhaustive_search(
         name: item.configuration for name, item in every.items()
     }
     assert few
+
+
+@pytest.mark.parametrize("objective", ["throughput", "cost"])
+def test_the_front_is_that_of_every_configuration(objective: str) -> None:
+    request = question("opt-1.3b", "rtx4090", 2, objective=objective, global_batch=8)
+    every = [
+        _figures(item, request.objective)
+        for option in (request, *on_fewer_devices(request))
+        for item in everything_that_fits(option)
+    ]
+    unbeaten = {point for point in every if not any(other != point and _no_worse(other, point) for other in every)}
+    found = [_figures(item, request.objective) for item in pareto_front(request)]
+    assert set(found) <= unbeaten
+    alike = [point for point in unbeaten if not any(_no_worse(other, point, 1 + ALIKE) for other in found)]
+    assert alike == []
+    assert found == [_figures(item, request.objective) for item in pareto_front(request, _every_candidate(request))]
+
+
+Point = tuple[float, int, int]
+
+
+def _no_worse(other: Point, point: Point, slack: float = 1.0) -> bool:
+    return other[0] <= point[0] * slack and other[1] <= point[1] * slack and other[2] <= point[2]
+
+
+def _figures(item: Timed, objective: str) -> Point:
+    gpus = item.configuration.world_size
+    weight = gpus if objective == "cost" else 1
+    return item.time.step_seconds * weight, item.priced.memory.device_used_bytes, gpus
+
+
+def _every_candidate(request: Request) -> Iterator[Candidate]:
+    return chain.from_iterable(grouped(request).values())
+
+
+@pytest.mark.parametrize(("model", "gpu", "gpus", "options"), QUESTIONS[2:6])
+def test_the_first_plan_alone_is_the_first_of_all(model: str, gpu: str, gpus: int, options: dict[str, object]) -> None:
+    request = question(model, gpu, gpus, **options)
+    first = first_plan(request)
+    assert first is not None
+    assert replace(first, alternatives=()) == replace(recommend(request).plans[0], alternatives=())
 
 
 def test_a_small_part_of_the_configurations_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
