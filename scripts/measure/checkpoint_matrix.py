@@ -323,8 +323,14 @@ def first_line(problem: Exception) -> str:
     return ((reports or [""])[0].strip().splitlines() or [type(problem).__name__])[0][:160]
 
 
-def page(matrices: Mapping[str, Matrix]) -> str:
-    """The page of all pairs."""
+def sections(text: str) -> dict[str, list[str]]:
+    """The lines of a page below each model's heading, which stay where it is not measured again."""
+    parts = text.rpartition("\n\ntorch ")[0].split("\n## ")[1:]
+    return {lines[0]: lines[2:] for lines in (part.splitlines() for part in parts)}
+
+
+def page(matrices: Mapping[str, Matrix], before: Mapping[str, list[str]]) -> str:
+    """The page of all pairs, with what it says already of models that were not measured."""
     lines = [
         "# Checkpoints from every composition to every other",
         "",
@@ -341,15 +347,15 @@ def page(matrices: Mapping[str, Matrix]) -> str:
         " `PeftModel.from_pretrained` loads from `engine.export_checkpoint`: the larger of the difference of its loss"
         " and that of its logits from those of the first row's export.",
     ]
-    for model, matrix in matrices.items():
+    for model in COMPOSITIONS:
+        lines += ["", f"## {model}", ""]
+        matrix = matrices.get(model)
+        if matrix is None:
+            lines += before[model]
+            continue
         cells = matrix.cells
         readers = list(dict.fromkeys(reader for _, reader in cells))
-        lines += [
-            "",
-            f"## {model}",
-            "",
-            f"Without the moments of AdamW losses would be {matrix.without_moments:.0e} apart.",
-        ]
+        lines += [f"Without the moments of AdamW losses would be {matrix.without_moments:.0e} apart."]
         lines += ["", f"| saved under | {' | '.join(readers)} |", f"|---|{'---|' * len(readers)}"]
         for writer in dict.fromkeys(writer for writer, _ in cells):
             lines.append(f"| {writer} | {' | '.join(cells.get((writer, reader), '') for reader in readers)} |")
@@ -365,8 +371,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as top:
         for model in options.models:
             matrices[model] = measure(model, COMPOSITIONS[model], Path(top))
-    if set(matrices) == set(COMPOSITIONS):
-        replace_text(PAGE, page(matrices))
+    before = sections(PAGE.read_text())
+    if {*matrices, *before} == set(COMPOSITIONS):
+        replace_text(PAGE, page(matrices, before))
     sys.exit(not all(matrix.is_right for matrix in matrices.values()))
 
 
