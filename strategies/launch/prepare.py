@@ -27,7 +27,7 @@ from strategies.launch.state import BEGIN_ANEW, check_unfinished
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.spec import SAVING, SPEC_FILE, LauncherName, LaunchSpec, Placement, Supervision
 from strategies.telemetry.trackers import check_installed
-from strategies.variables import BACKEND, KERNELS, METHOD, PARALLEL, PLAN, RUN_DIRECTORY, STRATEGY
+from strategies.variables import BACKEND, KERNELS, METHOD, PARALLEL, PLAN, PROFILE, RUN_DIRECTORY, STRATEGY
 
 # Checks of the placement flags, before anything is started.
 
@@ -87,8 +87,8 @@ class RunRequest:
 
     `resume` is the directory of a run to resume, which fills in what is left open: `earlier_processes` is what it
     ran with, `run_id` what its checkpoints are marked with. `resume_from` is the checkpoint to resume from, or `start`;
-    empty: the newest. `trackers` follow the run. `placement` and `supervision` hold the fields of those values that
-    were asked for.
+    empty: the newest. `trackers` follow the run; `profile` are the steps to profile, FIRST:LAST. `placement` and
+    `supervision` hold the fields of those values that were asked for.
     """
 
     script: Path | None = None
@@ -106,6 +106,7 @@ class RunRequest:
     earlier_processes: int | None = None
     run_id: str = ""
     trackers: tuple[str, ...] = ()
+    profile: str = ""
     placement: Asked = field(default_factory=dict)
     supervision: Asked = field(default_factory=dict)
 
@@ -354,6 +355,8 @@ def _spec(request: RunRequest, script: Path, processes: int, gpus: int) -> Launc
         environment[METHOD] = json.dumps(request.method)
     if request.kernels:
         environment[KERNELS] = json.dumps(request.kernels)
+    if request.profile:
+        environment[PROFILE] = request.profile
     return LaunchSpec(
         script=str(script.resolve()),  # found from every directory that it is resumed in
         arguments=request.arguments,
@@ -419,6 +422,7 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
         earlier_processes=earlier.processes,
         run_id=earlier.run_id,
         trackers=request.trackers or earlier.trackers,
+        profile=request.profile or earlier.environment.get(PROFILE, ""),
         placement=_placement(earlier.placement, request.placement),
         supervision=asdict(earlier.supervision) | request.supervision,
     )
