@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dsplan.render.plan_view import dims_text, limit_bytes
@@ -207,13 +207,13 @@ def timeline(request: Request, plan: Plan, number: int = 1, name: str = "timelin
 def _with_exposed(spans: Sequence[Span]) -> Mapping[str, Any]:
     """The two streams, and below them when nothing is computed beside the communication."""
     figure = side_by_side.step(spans)
-    found = [span for span in spans if span.exposed > 0]
+    found = list(_exposures(spans))
     if not found:
         return figure
     bars = {
         "type": "bar", "orientation": "h", "y": [_EXPOSED] * len(found),
-        "base": [span.end - span.exposed for span in found], "x": [span.exposed for span in found],
-        "customdata": [f"{span.name}: {format_seconds(span.exposed)} exposed" for span in found],
+        "base": [end - seconds for end, seconds, _ in found], "x": [seconds for _, seconds, _ in found],
+        "customdata": [f"{name}: {format_seconds(seconds)} exposed" for _, seconds, name in found],
         "hovertemplate": "%{customdata}<extra></extra>", "marker": {"color": side_by_side.EXPOSED},
     }  # fmt: skip
     layout = figure["layout"]
@@ -223,6 +223,22 @@ def _with_exposed(spans: Sequence[Span]) -> Mapping[str, Any]:
 
 
 _EXPOSED = "exposed"
+_NARROWEST = 1 / 400
+"""Of a step: what is narrower would be drawn as wide as a line, and hundreds of such as a wide bar."""
+
+
+def _exposures(spans: Sequence[Span]) -> Iterator[tuple[float, float, str]]:
+    """When communication that nothing hides ends, its seconds and its name; together where it is too short to draw."""
+    narrowest = max((span.end for span in spans), default=0.0) * _NARROWEST
+    seconds, last = 0.0, None
+    for span in spans:
+        if span.exposed > 0:
+            seconds, last = seconds + span.exposed, span
+            if seconds >= narrowest:
+                yield span.end, seconds, span.name
+                seconds = 0.0
+    if last is not None and seconds:
+        yield last.end, seconds, last.name
 
 
 def _is_drawn(kinds: frozenset[str], spans: Sequence[Span]) -> bool:
