@@ -152,6 +152,13 @@ class SupervisionFlags:
             metavar="NAME,...", help="Send every step to tensorboard, wandb, mlflow, trackio; from beside the ranks."
         ),
     ] = None
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEP|FIRST:LAST",
+            help="Leave a Chrome trace and a memory snapshot of these steps in the run directory, for every rank.",
+        ),
+    ] = None
 
 
 run = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -235,7 +242,13 @@ def _request(
     supervision: SupervisionFlags,
 ) -> RunRequest:
     """What was asked for, as a value."""
-    from strategies.launch.options import asked_fields, asked_kernels, asked_placement, asked_supervision
+    from strategies.launch.options import (
+        asked_fields,
+        asked_kernels,
+        asked_placement,
+        asked_profile,
+        asked_supervision,
+    )
     from strategies.launch.prepare import RunRequest
     from strategies.telemetry.trackers import asked_trackers
 
@@ -266,6 +279,7 @@ def _request(
         resume=supervision.resume,
         resume_from=supervision.resume_from or "",
         trackers=() if supervision.track is None else asked_trackers(supervision.track),
+        profile="" if supervision.profile is None else asked_profile(supervision.profile),
         placement=asked_placement(
             launcher=placement.launcher,
             nodes=placement.nodes,

@@ -14,7 +14,9 @@ from dsplan.render.show import Bar, Block, Cell, Column, Table, Text, columns
 from hardware_db.files import replace_whole
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan_io import plan_to_dict
+from strategies.launch.tracking import tracked_by
 from strategies.run_directory.claim import claimed_kind
+from strategies.run_directory.spec import profiles_in
 
 if TYPE_CHECKING:
     from planner.types.plan import Plan
@@ -70,7 +72,19 @@ def report_blocks(report: RunReport, *, reason_follows: bool = False) -> list[Bl
     if measured.first_loss is not None and measured.last_loss is not None:
         blocks.append(Text(text=f"loss {measured.first_loss:.4f} -> {measured.last_loss:.4f}"))
     blocks.append(Text(text=f"run directory {report.spec.directory}"))
+    blocks += [Text(text=line) for line in profile_lines(report.spec.directory)]
+    tracked = tracked_by(report.spec.directory)
+    blocks += [Text(text=f"tracked by {name}: {state.where}") for name, state in tracked.items()]
     return blocks
+
+
+def profile_lines(directory: Path) -> list[str]:
+    """Where the profiles of a run are, and what opens them; none where nothing was profiled."""
+    return [
+        f"profile of {len(paths)} {'rank' if len(paths) == 1 else 'ranks'} for {viewer}: {paths[0].name}"
+        + (f" to {paths[-1].name}" if len(paths) > 1 else "")
+        for viewer, paths in profiles_in(directory).items()
+    ]
 
 
 def write_report(report: RunReport, stored: str) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 
 from dsplan.render.charts import sparkline
 from dsplan.render.plan_view import dims_text
+from dsplan.render.run_report import profile_lines
 from dsplan.render.show import Bar, Block, Cell, Style, Table, Text, columns
 from dsplan.report.run_data import RunData, read_run
 from hardware_db.records import dataclass
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan import Plan
-from strategies.run_directory.spec import heartbeat_path
+from strategies.run_directory.spec import heartbeat_path, profiles_in
 from strategies.telemetry.metrics import Row, metrics_path, parse_row
 
 _TAIL_BYTES = 65536
@@ -158,6 +159,7 @@ def frame_blocks(frame: Frame, width: int, *, unicode: bool = True) -> list[Bloc
             [format_seconds(event.at), "" if event.step is None else str(event.step), event.text] for event in recent
         ]
         blocks.append(Table(title="what happened last", columns=columns(">after", ">step", "what"), rows=rows))
+    blocks += [Text(text=line, style="faint") for line in profile_lines(run.report.spec.directory)]
     return blocks
 
 
@@ -260,6 +262,7 @@ def frame_to_dict(frame: Frame) -> dict[str, Any]:
             }
             for rank in frame.ranks
         ],
+        "profiles": [path.name for paths in profiles_in(run.report.spec.directory).values() for path in paths],
         "happenings": [
             {"seconds": event.at, "kind": event.kind, "step": event.step, "rank": event.rank, "text": event.text}
             for event in run.happenings

@@ -26,7 +26,7 @@ from strategies.launch.report import (
 from strategies.launch.run_lock import is_held
 from strategies.run_directory.journal import JOURNAL_FILE, read_journal
 from strategies.run_directory.spec import SPEC_FILE, LaunchSpec
-from strategies.telemetry.metrics import STORAGE_TRACKER, MeasuredRun, Row, with_attempts
+from strategies.telemetry.metrics import MeasuredRun, Row, is_slowed, with_attempts
 
 MOST_POINTS = 1000
 """Of one run; more of them are drawn on top of each other."""
@@ -260,14 +260,12 @@ def _points(rows: Sequence[Row], ranks: Sequence[Sequence[Row]], start: float) -
         at += seconds
         same = others[_step(row)]
         tokens = sum(other.get("tokens") or 0 for other in same)
-        # The storage tracker slows its step down, so that this says nothing of the others.
-        tracked = row.get("measured_by") == STORAGE_TRACKER
         yield Point(
             at=at,
             step=_step(row),
             loss=_mean([other.get("loss") for other in same]),
             seconds=seconds,
-            tokens_per_second=tokens / seconds if tokens and seconds > 0 and not tracked else None,
+            tokens_per_second=tokens / seconds if tokens and seconds > 0 and not is_slowed(row) else None,
             peak_bytes=_most(same, "peak_bytes"),
             reserved_bytes=_most(same, "reserved_bytes"),
             rss_bytes=_most(same, "rss_bytes"),

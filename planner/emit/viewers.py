@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hardware_db.records import dataclass
@@ -60,7 +60,7 @@ def memory_snapshot(job: Job, memory: MemoryEstimate) -> bytes:
     `torch.cuda.memory._snapshot()`, which pytorch.org/memory_viz and `torch.cuda._memory_viz` open.
 
     Each category of each phase is a block, whose stack says what it is; a category has a segment as large as its
-    largest phase. The form: torch/cuda/memory.py and torch/cuda/_memory_viz.py of torch 2.13.
+    largest phase.
     """
     moments = list(_moments(job, memory, step_timeline(job)))
     categories = [name for name in moments[0].sizes if any(moment.sizes[name] for moment in moments)]
@@ -71,7 +71,6 @@ def memory_snapshot(job: Job, memory: MemoryEstimate) -> bytes:
     for name in categories:
         most = max(moment.sizes[name] for moment in moments)
         homes[name] = _Home(name, address, -(-most // _PAGE) * _PAGE)
-        trace.append(_event("segment_alloc", address, homes[name].size, 0, f"segment of {name}"))
         address += homes[name].size + _PAGE
     for moment in moments:
         for name in categories:  # what shrinks first, so that no sum is larger than a phase's
@@ -79,7 +78,7 @@ def memory_snapshot(job: Job, memory: MemoryEstimate) -> bytes:
         for name in categories:
             trace += homes[name].grown(moment.sizes[name], moment)
     segments = [home.segment() for home in homes.values()]
-    return pickle.dumps({"segments": segments, "device_traces": [trace], "external_annotations": []}, protocol=4)
+    return pickle.dumps(snapshot_of(segments, trace), protocol=4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,54 +125,82 @@ class _Home:
         while self._end > size:
             place, length, phase = self._blocks.pop()
             for action in ("free_requested", "free_completed"):
-                yield _event(action, place, length, time, f"{self.name} ({phase})")
+                yield snapshot_event(action, place, length, time, _frames(f"{self.name} ({phase})"))
 
     def grown(self, size: int, moment: _Moment) -> Iterator[dict[str, Any]]:
         """The event after which the blocks take so many bytes."""
         if size > self._end:
             place, length = self.address + self._end, size - self._end
             self._blocks.append((place, length, moment.phase))
-            yield _event("alloc", place, length, round(moment.seconds * _MICRO), f"{self.name} ({moment.phase})")
+            time, frames = round(moment.seconds * _MICRO), _frames(f"{self.name} ({moment.phase})")
+            yield snapshot_event("alloc", place, length, time, frames)
 
     def segment(self) -> dict[str, Any]:
         """The segment as it is in the end."""
-        blocks = [
-            _block(place, size, "active_allocated", f"{self.name} ({phase})") for place, size, phase in self._blocks
-        ]
-        used = self._end
-        if self.size > used:
-            blocks.append(_block(self.address + used, self.size - used, "inactive", ""))
-        return {
-            "address": self.address,
-            "total_size": self.size,
-            "allocated_size": used,
-            "active_size": used,
-            "requested_size": used,
-            "stream": 0,
-            "device": 0,
-            "segment_type": "large",
-            "segment_pool_id": (0, 0),
-            "is_expandable": False,
-            "frames": _frames(f"segment of {self.name}"),
-            "blocks": blocks,
-        }
+        blocks = [snapshot_block(place, size, _frames(f"{self.name} ({phase})")) for place, size, phase in self._blocks]
+        return snapshot_segment(self.address, self.size, blocks, _frames(f"segment of {self.name}"))
 
 
-def _block(address: int, size: int, state: str, name: str) -> dict[str, Any]:
-    return {"address": address, "size": size, "requested_size": size, "state": state, "frames": _frames(name)}
+def _frames(name: str) -> Frames:
+    return ({"name": name, "filename": "predicted by dsplan", "line": 0},)
 
 
-def _event(action: str, address: int, size: int, time: int, name: str) -> dict[str, Any]:
+# The form of a snapshot: torch/cuda/memory.py and torch/cuda/_memory_viz.py of torch 2.13.
+
+
+Frames = Sequence[Mapping[str, Any]]
+"""The code that asked for memory, innermost first: `name`, `filename` and `line` each."""
+_POOL = (0, 0)
+
+
+def snapshot_of(segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What `torch.cuda.memory._snapshot()` returns for one device. The segments are there from the beginning."""
+    began = [
+        snapshot_event("segment_alloc", segment["address"], segment["total_size"], 0, segment["frames"])
+        for segment in segments
+    ]
+    return {"segments": list(segments), "device_traces": [[*began, *trace]], "external_annotations": []}
+
+
+def snapshot_event(action: str, address: int, size: int, microseconds: int, frames: Frames) -> dict[str, Any]:
+    """A moment at which memory was taken or given back; `action` is a word of torch's."""
     return {
         "action": action,
         "addr": address,
         "size": size,
         "stream": 0,
-        "time_us": time,
-        "frames": _frames(name),
-        "segment_pool_id": (0, 0),
+        "time_us": microseconds,
+        "frames": list(frames),
+        "segment_pool_id": _POOL,
     }
 
 
-def _frames(name: str) -> list[dict[str, Any]]:
-    return [{"name": name, "filename": "predicted by dsplan", "line": 0}] if name else []
+def snapshot_block(address: int, size: int, frames: Frames, state: str = "active_allocated") -> dict[str, Any]:
+    """Memory that is in use in the end."""
+    return {"address": address, "size": size, "requested_size": size, "state": state, "frames": list(frames)}
+
+
+def snapshot_segment(address: int, size: int, blocks: Sequence[Mapping[str, Any]], frames: Frames) -> dict[str, Any]:
+    """A range of `size` bytes with the blocks in it, by address; what is between them is not in use."""
+    used, end, every = sum(block["size"] for block in blocks), address, []
+    for block in blocks:
+        if block["address"] > end:
+            every.append(snapshot_block(end, block["address"] - end, (), "inactive"))
+        every.append(dict(block))
+        end = block["address"] + block["size"]
+    if address + size > end:
+        every.append(snapshot_block(end, address + size - end, (), "inactive"))
+    return {
+        "address": address,
+        "total_size": size,
+        "allocated_size": used,
+        "active_size": used,
+        "requested_size": used,
+        "stream": 0,
+        "device": 0,
+        "segment_type": "large",
+        "segment_pool_id": _POOL,
+        "is_expandable": False,
+        "frames": list(frames),
+        "blocks": every,
+    }

@@ -66,6 +66,24 @@ def asked_kernels(text: str | None) -> Asked:
     return found
 
 
+_MOST_PROFILED = 100
+"""Steps of one profile; a trace of a step takes megabytes."""
+
+
+def asked_profile(text: str) -> str:
+    """`--profile`: a step, or the first and the last of several, as FIRST:LAST.
+
+    Raises:
+        DsplanError: they are no such steps.
+    """
+    found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip())
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last < first + _MOST_PROFILED:
+        example = "write 20, or 20:22 for three of them"
+        raise DsplanError(f"--profile {shown(text)} names no steps, at most {_MOST_PROFILED}, from 1 on; {example}")
+    return f"{first}:{last}"
+
+
 def asked_supervision(
     *,
     retries: int | None = None,

@@ -17,7 +17,7 @@ from hardware_db.files import data_dir
 from hardware_db.probe import Machine, probe
 from planner import vocabulary as words
 from planner.cluster.probed import probed_cluster
-from planner.cost.combinations import refusal
+from planner.cost.combinations import Adapted, refusal
 from planner.errors import ContradictoryRequest, UnknownName
 from planner.search.request import WITHOUT_DEEPSPEED, deepspeed_lacks
 from planner.types.plan import Plan
@@ -27,7 +27,7 @@ from strategies.launch.state import BEGIN_ANEW, check_unfinished
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.spec import SAVING, SPEC_FILE, LauncherName, LaunchSpec, Placement, Supervision
 from strategies.telemetry.trackers import check_installed
-from strategies.variables import BACKEND, KERNELS, METHOD, PARALLEL, PLAN, RUN_DIRECTORY, STRATEGY
+from strategies.variables import BACKEND, KERNELS, METHOD, PARALLEL, PLAN, PROFILE, RUN_DIRECTORY, STRATEGY
 
 # Checks of the placement flags, before anything is started.
 
@@ -87,8 +87,8 @@ class RunRequest:
 
     `resume` is the directory of a run to resume, which fills in what is left open: `earlier_processes` is what it
     ran with, `run_id` what its checkpoints are marked with. `resume_from` is the checkpoint to resume from, or `start`;
-    empty: the newest. `trackers` follow the run. `placement` and `supervision` hold the fields of those values that
-    were asked for.
+    empty: the newest. `trackers` follow the run; `profile` are the steps to profile, FIRST:LAST. `placement` and
+    `supervision` hold the fields of those values that were asked for.
     """
 
     script: Path | None = None
@@ -106,6 +106,7 @@ class RunRequest:
     earlier_processes: int | None = None
     run_id: str = ""
     trackers: tuple[str, ...] = ()
+    profile: str = ""
     placement: Asked = field(default_factory=dict)
     supervision: Asked = field(default_factory=dict)
 
@@ -290,7 +291,9 @@ def _processes(request: RunRequest, plan: Plan | None, placement: Placement, gpu
 
 def _plan_processes(request: RunRequest, plan: Plan, placement: Placement) -> int:
     configuration = plan.configuration
-    if why := refusal(configuration):
+    work = plan.workload
+    adapted = Adapted(method=work.get("method") or "full", load_dtype=work.get("load_dtype"))  # type: ignore[arg-type]
+    if why := refusal(configuration, adapted):
         raise DsplanError(f"{request.plan_file}: {why}")
     nodes = int(str(plan.cluster.get("nodes") or 1))
     if nodes > 1 and not placement.least_nodes <= nodes <= placement.most_nodes:
@@ -352,6 +355,8 @@ def _spec(request: RunRequest, script: Path, processes: int, gpus: int) -> Launc
         environment[METHOD] = json.dumps(request.method)
     if request.kernels:
         environment[KERNELS] = json.dumps(request.kernels)
+    if request.profile:
+        environment[PROFILE] = request.profile
     return LaunchSpec(
         script=str(script.resolve()),  # found from every directory that it is resumed in
         arguments=request.arguments,
@@ -417,6 +422,7 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
         earlier_processes=earlier.processes,
         run_id=earlier.run_id,
         trackers=request.trackers or earlier.trackers,
+        profile=request.profile or earlier.environment.get(PROFILE, ""),
         placement=_placement(earlier.placement, request.placement),
         supervision=asdict(earlier.supervision) | request.supervision,
     )

@@ -116,33 +116,38 @@ class Tracking:
         self._process: subprocess.Popen[bytes] | None = None
         self._look_at = 0.0
         self._said = {name: {read_state(directory, name).where} for name in names}
+        self._unsaid: list[str] = []
         self._has_ended = False
 
     def start(self) -> None:
         """Start it, once; with no names nothing is started."""
         if not self._names or self._process is not None:
             return
-        for name, state in self._states().items():
-            if state.problem:  # of an earlier process
-                write_json(state_path(self._directory, name), asdict(replace(state, problem="")))
         command = [sys.executable, "-m", "strategies.launch.tracking", str(self._directory), str(os.getpid())]
-        with (self._directory / LOG_FILE).open("ab") as log:
-            # A session of its own: Ctrl-C leaves it what is still to be sent.
-            self._process = subprocess.Popen(
-                [*command, *self._names],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=_environment(),
-                start_new_session=True,
-            )
+        try:
+            for name, state in self._states().items():
+                if state.problem:  # of an earlier process
+                    write_json(state_path(self._directory, name), asdict(replace(state, problem="")))
+            with (self._directory / LOG_FILE).open("ab") as log:
+                # A session of its own: Ctrl-C leaves it what is still to be sent.
+                self._process = subprocess.Popen(
+                    [*command, *self._names],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=_environment(),
+                    start_new_session=True,
+                )
+        except OSError as problem:  # a full disk, or a directory that is not to be written: training can do without
+            self._unsaid.append(f"{self._directory}: nothing is tracked ({problem.strerror})")
 
     def remarks(self) -> list[str]:
         """What there is to say since the last call: where a run is tracked, and what keeps a tracker from it."""
+        unsaid, self._unsaid = self._unsaid, []
         if self._process is None or self._has_ended or time.monotonic() < self._look_at:
-            return []
+            return unsaid
         self._look_at = time.monotonic() + _LOOK_SECONDS
-        lines = self._news()
+        lines = [*unsaid, *self._news()]
         status = self._process.poll()
         if status is not None and not all(state.finished for state in self._states().values()):
             self._has_ended = True
@@ -171,6 +176,7 @@ class Tracking:
 
     def follow(self) -> Iterator[str]:
         """The same for a process that ends by itself, with its run; gives lines for people until then."""
+        yield from self._unsaid
         while self._process is not None and self._process.poll() is None:
             yield from self._news()
             time.sleep(_LOOK_SECONDS / 4)

@@ -182,6 +182,20 @@ def stacks_path(directory: Path, rank: int) -> Path:
     return directory / f"rank{rank}.stacks.txt"
 
 
+def profile_paths(directory: Path, rank: int) -> tuple[Path, Path]:
+    """Where rank `rank` leaves the Chrome trace and the memory snapshot of steps that were profiled."""
+    return directory / f"profile-rank{rank}.trace.json", directory / f"profile-rank{rank}.memory.pickle"
+
+
+def profiles_in(directory: Path) -> dict[str, tuple[Path, ...]]:
+    """Profiles in a run directory by what opens them."""
+    found = {
+        "ui.perfetto.dev or chrome://tracing": tuple(sorted(directory.glob("profile-rank*.trace.json"))),
+        "pytorch.org/memory_viz": tuple(sorted(directory.glob("profile-rank*.memory.pickle"))),
+    }
+    return {viewer: paths for viewer, paths in found.items() if paths}
+
+
 def keep_result(directory: Path, result: object) -> None:
     """Write how the ranks ended. A disk that is full by then changes nothing about it, and they have said it too."""
     with suppress(OSError):

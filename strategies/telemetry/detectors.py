@@ -18,7 +18,7 @@ from typing import Any
 from hardware_db.units import format_bytes, format_seconds
 from strategies.config.values import MonitorSettings, Threshold
 from strategies.telemetry.alerts import Alert, finite
-from strategies.telemetry.metrics import STORAGE_TRACKER, WARM_UP_STEPS
+from strategies.telemetry.metrics import WARM_UP_STEPS, is_slowed
 
 # The last values of a series, in order.
 
@@ -136,7 +136,7 @@ class Slowdown(Detector):
 
     def seen(self, row: Row) -> Alert | None:
         seconds = row["seconds"]
-        if row["step"] < WARM_UP_STEPS or row.get("measured_by") == STORAGE_TRACKER:
+        if row["step"] < WARM_UP_STEPS or is_slowed(row):
             return None
         self._stretch.append(seconds / (row.get("tokens") or row.get("samples") or 1))
         self._seconds += seconds

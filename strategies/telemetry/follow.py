@@ -12,7 +12,7 @@ from typing import Any
 
 from hardware_db.units import format_seconds
 from strategies.telemetry.alerts import ALERT, Alert
-from strategies.telemetry.metrics import STORAGE_TRACKER, WARM_UP_STEPS, parse_row
+from strategies.telemetry.metrics import WARM_UP_STEPS, is_slowed, parse_row
 
 # Follow files that other processes append to.
 
@@ -71,7 +71,7 @@ class Stragglers:
 
     def seen(self, rank: int, row: Mapping[str, Any]) -> list[Alert]:
         """The alerts that begin with a rank's step row."""
-        if row["step"] < WARM_UP_STEPS or row.get("measured_by") == STORAGE_TRACKER:
+        if row["step"] < WARM_UP_STEPS or is_slowed(row):
             return []
         self._rows.setdefault(rank, []).append(row)
         if len(self._rows[rank]) > 4 * self.STEPS:

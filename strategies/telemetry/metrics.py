@@ -9,7 +9,7 @@ this order,
      "seconds": since the last step ended, "load_seconds": of them before the first forward pass,
      "ready_seconds": of them before the first loss was there, "samples": ..., "tokens": ... of this rank,
      "allocated_bytes": ..., "reserved_bytes": ..., "peak_bytes": ..., "rss_bytes": ..., "private_bytes": ...,
-     "measured_by": "cuda" | "storage-tracker"}
+     "measured_by": "cuda" | "storage-tracker", "profiled": true where `--profile` watched the step}
     {"event": "figures", "step": ..., "forward_seconds": ..., "communication_seconds": ..., ...}
                                                    now and then, where the config asks for `wall_clock_breakdown`
     {"event": "machine", "time": ..., "cpu_percent": ..., "gpu_utilization_percent": ..., ...}
@@ -132,7 +132,7 @@ def summarise(metrics: Sequence[Sequence[Row]]) -> MeasuredRun:
     course = lineage(next((rows for rows in metrics if rows), ()))
     steps = _last_settled(metrics)
     first = next((rows for rows in steps if rows), [])
-    settled = sorted(row["seconds"] for row in _after_warm_up(first) if row.get("measured_by") != STORAGE_TRACKER)
+    settled = sorted(row["seconds"] for row in _after_warm_up(first) if not is_slowed(row))
     seconds = statistics.median(settled) if settled else None
     tail = round(len(settled) * _TAIL)
     settled_ranks = [_after_warm_up(rows) for rows in steps]
@@ -176,6 +176,11 @@ def with_attempts(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:
 def step_number(row: Row) -> int:
     """A step's place in the lineage; a row without `global_step` counts in its own process alone."""
     return int(row["global_step"]) if "global_step" in row else int(row["step"]) + 1
+
+
+def is_slowed(row: Row) -> bool:
+    """Whether measuring slowed a step down, so that its seconds say nothing of others."""
+    return row.get("measured_by") == STORAGE_TRACKER or bool(row.get("profiled"))
 
 
 def _after_warm_up(steps: Sequence[Row]) -> list[Row]:

@@ -19,6 +19,7 @@ from strategies.telemetry.alerts import Alert
 from strategies.telemetry.detectors import Watch
 from strategies.telemetry.machine import Figures, MachineReader, Sampler
 from strategies.telemetry.metrics import MetricsFile, summarise
+from strategies.telemetry.step_profile import RunProfile
 from strategies.telemetry.step_rows import StepRows
 
 _LOOK_SECONDS = 0.5
@@ -47,6 +48,8 @@ class RunMonitor(Observer):
         chosen = settings or MonitorSettings()
         self._file = MetricsFile(directory, rank)
         self._rows = StepRows(device, sequence_length=sequence_length, sharing=sharing)
+        self._profile = RunProfile.asked(directory, rank, device)
+        self._following, self._is_profiled = 0 if self._file.attempt else 1, False
         self._watch: Watch | None = None
         self._sampler: Sampler | None = None
         self._unseen: list[Mapping[str, Any]] = []
@@ -63,7 +66,15 @@ class RunMonitor(Observer):
 
     def training_starts(self, global_steps: Callable[[], int] | None = None) -> None:
         """All is built: the first step begins. `global_steps` gives the steps over all attempts once a step is over."""
+        if global_steps is not None:
+            self._following = global_steps() + 1
+        self._profile_begins()
         self._rows.begin(global_steps)
+
+    def _profile_begins(self) -> None:
+        """A step begins; its number is 0 where that shows at its end alone."""
+        if self._profile is not None and self._following:
+            self._is_profiled = self._profile.step_begins(self._following)
 
     def forward_starts(self, module: torch.nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
         """A micro-batch begins."""
@@ -80,6 +91,12 @@ class RunMonitor(Observer):
     def step_ended(self, global_step: int | None = None) -> None:
         """Write the row of an optimizer step, the `global_step`th over all attempts."""
         row = self._rows.step_ended(global_step)
+        if self._profile is not None:
+            row |= {"profiled": True} if self._is_profiled else {}
+            self._profile.step_ended(row["global_step"])
+            self._following = row["global_step"] + 1
+            self._profile_begins()
+            self._rows.restart_clock()
         self._file.write(row)
         self._unseen.append(row)
         if time.monotonic() >= self._look_at:
@@ -94,6 +111,8 @@ class RunMonitor(Observer):
         if self._sampler is not None:
             self._sampler.close()
             self._sampler = None
+        if self._profile is not None:
+            self._profile.close()
         self._look()
         if self._file.is_open:
             self._rows.close()

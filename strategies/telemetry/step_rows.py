@@ -101,6 +101,10 @@ class StepRows:
         self._started = time.perf_counter()
         return row
 
+    def restart_clock(self) -> None:
+        """The next step begins only now: what was done since the last one ended was no part of it."""
+        self._started = time.perf_counter()
+
     def _share(self, count: int) -> float:
         return count / self._sharing if count % self._sharing else count // self._sharing
 

@@ -49,8 +49,11 @@ class StorageTracker:
 
     def __enter__(self) -> StorageTracker:
         self._active.enter_context(resizes_reported(self._measure))
-        self._active.enter_context(_Operations(self._observe, _FAKE if self._fake else _PLAIN))
+        self._active.enter_context(_Operations(self._observe, _FAKE if self._fake else _PLAIN, self._runs))
         return self
+
+    _runs: Callable[[Any], object] | None = None
+    """Called with every operation before its results are observed, where a subclass has it."""
 
     def restart_peak(self) -> None:
         """Forget the peak so far."""
@@ -84,10 +87,10 @@ class StorageTracker:
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows an observer every tensor that an operation reads and, afterwards, those it returns."""
 
-    def __init__(self, observe: Any, plain: tuple[type, ...]) -> None:
+    def __init__(self, observe: Any, plain: tuple[type, ...], runs: Callable[[Any], object] | None) -> None:
         initialize: Any = super().__init__
         initialize()
-        self._observe = observe
+        self._observe, self._runs = observe, runs
         self._plain = plain
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,6 +105,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, torch.Tensor):
                 self._observe(leaf, was_alive=id(leaf) in written)
         result = func(*args, **(kwargs or {}))
+        if self._runs is not None:
+            self._runs(func)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._observe(leaf, was_alive=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,42 +16,7 @@ from planner.emit.viewers import chrome_trace, memory_snapshot
 from planner.types.job import Job
 from planner.types.plan import MemoryEstimate
 from tests.planner.cost.timing.cases import make_job
-
-Whole = Annotated[int, msgspec.Meta(ge=0)]
-Micro = Annotated[float, msgspec.Meta(ge=0)]
-
-
-class Name(msgspec.Struct, tag="M", tag_field="ph", forbid_unknown_fields=True):
-    name: Literal["process_name", "thread_name"]
-    pid: Whole
-    tid: Whole
-    args: dict[Literal["name"], str]
-
-
-class Complete(msgspec.Struct, tag="X", tag_field="ph", forbid_unknown_fields=True):
-    name: str
-    cat: str
-    pid: Whole
-    tid: Whole
-    ts: Micro
-    dur: Micro
-    args: dict[str, float]
-
-
-class Counter(msgspec.Struct, tag="C", tag_field="ph", forbid_unknown_fields=True):
-    name: str
-    pid: Whole
-    tid: Whole
-    ts: Micro
-    args: dict[str, int]
-
-
-class Trace(msgspec.Struct, forbid_unknown_fields=True):
-    """The trace event format, as far as it is used."""
-
-    traceEvents: list[Name | Complete | Counter]  # noqa: N815
-    displayTimeUnit: Literal["ms", "ns"]  # noqa: N815
-    otherData: dict[str, str]  # noqa: N815
+from tests.planner.emit.trace_format import Complete, Counter, Name, Trace
 
 
 @pytest.fixture(params=["fsdp", "ddp", "zero2"])

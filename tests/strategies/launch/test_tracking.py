@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -298,6 +300,77 @@ def test_a_finished_run_is_sent_by_the_command(cli: Cli, run: Path, real: None) 
     assert printed.out == f"tensorboard: 7 steps, {run}/tensorboard\n"
     assert (printed.status, printed.err) == (0, f"dsplan: tracked by tensorboard: {run}/tensorboard\n")
     assert [point.step for point in tensorboard_of(run).Scalars("train/loss")] == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.slow
+def test_every_tracker_has_what_the_rows_say(
+    cli: Cli, run: Path, real: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow, *_ = (pytest.importorskip(name) for name in ("mlflow", "trackio", "wandb"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    losses = {step: 1 / step for step in range(1, 8)}
+    for number, numbers in enumerate((range(1, 6), range(4, 8))):
+        rows = [row | {"loss": losses[row["global_step"]]} for row in steps(numbers)]
+        write(run, attempt(number), *rows)
+    Journal(run).append("alert", 1, message="memory rises", rank=1, step=5)
+    assert cli(f"track {run} --to wandb,mlflow,trackio").status == 0
+    assert cli(f"track {run} --to wandb,mlflow,trackio").status == 0  # and again, which adds nothing
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    known = read_state(run, "mlflow").run
+    history = client.get_metric_history(known, "train/loss")
+    assert {point.step: point.value for point in history} == pytest.approx(losses)
+    assert client.get_run(known).data.tags["alert.2"] == "step 5: rank 1: memory rises"
+    assert client.get_run(known).data.params["run.arguments.lr"] == "0.1"
+    printed = subprocess.run(
+        [sys.executable, "-c", _TRACKIO], capture_output=True, text=True, check=True, env={**os.environ}
+    )
+    assert {int(step): loss for step, loss in json.loads(printed.stdout).items()} == pytest.approx(losses)
+    assert wandb_losses(tmp_path) == pytest.approx(losses)
+    assert len(history) == len(losses)
+
+
+_TRACKIO = """
+import json
+from trackio.sqlite_storage import SQLiteStorage
+rows = SQLiteStorage.get_logs("train", "run-abc")
+print(json.dumps({row["step"]: row["train/loss"] for row in rows}))
+"""
+
+
+def wandb_losses(directory: Path) -> dict[int, float]:
+    """The losses in W&B's offline files, which are records of protobuf in blocks of 32 KiB, as LevelDB's logs are."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found: dict[int, float] = {}
+    for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
+        content, at, record = path.read_bytes(), 7, b""
+        while at + 7 <= len(content):
+            left = 32768 - at % 32768
+            if left < 7:
+                at += left
+                continue
+            size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+            record += content[at + 7 : at + 7 + size]
+            at += 7 + size
+            if kind in (1, 4):  # whole, or the last part
+                items = Record.FromString(record).history.item
+                values = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+                if "train/loss" in values:
+                    assert values["_step"] not in found
+                    found[values["_step"]] = values["train/loss"]
+                record = b""
+    return found
+
+
+def test_a_directory_that_takes_no_files_is_one_line(run: Path, real: None) -> None:
+    (run / tracking.LOG_FILE).mkdir()
+    feeds = Tracking(run, ("tensorboard",))
+    feeds.start()
+    assert feeds.remarks() == [f"{run}: nothing is tracked (Is a directory)"]
+    assert feeds.remarks() == list(feeds.finish()) == []
 
 
 def test_what_cannot_be_tracked_is_refused_in_one_line(cli: Cli, run: Path, tmp_path: Path) -> None:

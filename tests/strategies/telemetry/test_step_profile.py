@@ -1,0 +1,125 @@
+"""Profiles of a run's steps: what viewers open, of the steps that were asked for, and nothing of the others."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+from torch.cuda import _memory_viz
+
+from hardware_db.errors import DsplanError
+from strategies.launch.options import asked_profile
+from strategies.run_directory.spec import profile_paths, profiles_in
+from strategies.telemetry.metrics import is_slowed, read_metrics, summarise
+from strategies.telemetry.monitor import RunMonitor
+from strategies.variables import PROFILE
+from tests.planner.emit.trace_format import Complete, Trace
+
+WIDTH = 64
+
+
+def trained(directory: Path, steps: int) -> None:
+    """A run of one rank, watched as `dsplan run` watches it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+    optimizer = torch.optim.AdamW(model.parameters())
+    monitor = RunMonitor(directory, rank=0, device=torch.device("cpu"), sequence_length=0)
+    monitor.training_starts()
+    for _ in range(steps):
+        batch = torch.randn(8, WIDTH)
+        monitor.forward_starts(model, ((batch,), {}))
+        loss = model(batch).square().mean()
+        monitor.loss_is(loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.step_ended()
+    monitor.close()
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PROFILE, "4:5")
+        trained(directory, 8)
+    return directory
+
+
+def test_a_trace_is_of_the_steps_that_were_asked_for(profiled: Path) -> None:
+    trace = msgspec.json.decode(profile_paths(profiled, 0)[0].read_bytes(), type=Trace)
+    spans = [event for event in trace.traceEvents if isinstance(event, Complete)]
+    steps = {span.name: span for span in spans if span.name.startswith("step ")}
+    assert steps.keys() == {"step 4", "step 5"}
+    for step in steps.values():
+        inside = {span.name for span in spans if step.ts <= span.ts and span.ts + span.dur <= step.ts + step.dur}
+        assert {"aten::addmm", "aten::mm", "Optimizer.step#AdamW.step"} <= inside
+
+
+def test_torchs_viewer_takes_the_memory_of_a_step(profiled: Path) -> None:
+    snapshot: dict[str, Any] = pickle.loads(profile_paths(profiled, 0)[1].read_bytes())
+    assert "snapshot.pickle" in _memory_viz.trace_plot(snapshot)
+    assert "snapshot.pickle" in _memory_viz.segment_plot(snapshot)
+    assert "total_allocated" in _memory_viz.segsum(snapshot)  # it checks that sizes add up
+    (segment,), (trace,) = snapshot["segments"], snapshot["device_traces"]
+    taken: dict[int, int] = {}
+    standing: dict[str, int] = {}
+    peak = 0
+    for event in trace:
+        if event["action"] == "alloc":
+            place, end = event["addr"], event["addr"] + event["size"]
+            assert all(end <= other or other + size <= place for other, size in taken.items())
+            assert segment["address"] <= place
+            assert end <= segment["address"] + segment["total_size"]
+            taken[place] = event["size"]
+            if event["frames"][0]["filename"] == "there before the step":
+                kind = event["frames"][0]["name"]
+                standing[kind] = standing.get(kind, 0) + event["size"]
+        elif event["action"] == "free_completed":
+            assert taken.pop(event["addr"]) == event["size"]
+        peak = max(peak, sum(taken.values()))
+    assert sum(taken.values()) == segment["allocated_size"]
+    weights = 4 * (2 * 4 * WIDTH * WIDTH + 4 * WIDTH + 512 // 4)  # the second bias takes a whole block of 512 bytes
+    assert standing["weights"] >= weights
+    assert standing["optimizer states"] >= 2 * weights
+    made = {frame["name"] for event in trace for frame in event["frames"]}
+    assert {"aten.addmm.default", "trained"} <= made
+    # At its peak a step has all gradients beside weights and states.
+    assert peak >= standing["weights"] + standing["optimizer states"] + weights
+
+
+def test_slow_steps_count_for_nothing(profiled: Path) -> None:
+    rows = [row for row in read_metrics(profiled, 1)[0] if row["event"] == "step"]
+    assert [row["global_step"] for row in rows if row.get("profiled")] == [4, 5, 6]
+    assert [row["global_step"] for row in rows if is_slowed(row)] == [3, 4, 5, 6]
+    settled = [row["seconds"] for row in rows if row["global_step"] in (7, 8)]
+    assert summarise([rows]).step_seconds == pytest.approx(sum(settled) / 2)
+
+
+def test_a_run_that_ends_before_says_so_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(PROFILE, "5:5")
+    trained(tmp_path, 3)
+    assert "dsplan: --profile 5: these ranks ran no step 5\n" in capfd.readouterr().err
+    assert profiles_in(tmp_path) == {}
+    trained(tmp_path, 5)
+    assert "no step after 5 to count memory in" in capfd.readouterr().err
+    assert [path.name for paths in profiles_in(tmp_path).values() for path in paths] == ["profile-rank0.trace.json"]
+    monkeypatch.delenv(PROFILE)
+    trained(tmp_path / "unasked", 3)
+    assert profiles_in(tmp_path / "unasked") == {}
+    assert "profiled" not in json.dumps(read_metrics(tmp_path / "unasked", 1))
+
+
+def test_steps_are_a_number_or_two() -> None:
+    assert (asked_profile("20"), asked_profile(" 20:22 ")) == ("20:20", "20:22")
+    for text in ("0", "5:4", "-1", "1:101", "x", "1:2:3", ""):
+        with pytest.raises(DsplanError, match="write 20, or 20:22"):
+            asked_profile(text)
