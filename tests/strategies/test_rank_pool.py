@@ -22,10 +22,12 @@ def test_every_rank_answers_in_rank_order(ranks: RankPool) -> None:
     assert ranks.run(rank_bodies.rank_and_sum, 10) == [(0, 21.0), (1, 21.0)]
 
 
-def test_ranks_meet_in_a_directory_with_a_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_in_a_directory_with_a_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_pool: Callable[..., RankPool]
+) -> None:
     (tmp_path / "of a user").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "of a user"))
-    with RankPool(2, timeout_seconds=60) as pool:
+    with new_pool(2, timeout_seconds=60) as pool:
         assert pool.run(rank_bodies.rank_and_sum, 1) == [(0, 3.0), (1, 3.0)]
 
 
