@@ -27,6 +27,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field
 from datetime import timedelta
 from functools import partial
@@ -43,7 +44,7 @@ from hardware_db.units import format_seconds
 
 _GRACE_SECONDS = 2.0
 _START_SECONDS = 120.0
-_IDLE_GROUPS = 32
+_FREE_GROUPS = b""
 
 
 class RankError(RuntimeError):
@@ -113,7 +114,11 @@ class RankPool:
         job = pickle.dumps((sys.path, _by_value(function, arguments)))
         for _, connection in self._ranks:
             connection.send_bytes(job)
-        return self._collect(self._settings.timeout_seconds)
+        answers = self._collect(self._settings.timeout_seconds)
+        for _, connection in self._ranks:
+            with suppress(OSError):  # a rank that is gone is reported by the next call
+                connection.send_bytes(_FREE_GROUPS)
+        return answers
 
     def close(self) -> None:
         """End the ranks and remove their files. A closed pool starts again when it is used again."""
@@ -231,6 +236,9 @@ def _serve(rank: int, settings: PoolSettings, folder: str, connection: Connectio
                 job = connection.recv_bytes()
             except (EOFError, ConnectionError):
                 break
+            if job == _FREE_GROUPS:
+                _free_groups()
+                continue
             faulthandler.dump_traceback_later(settings.timeout_seconds, file=stack)
             _answer(connection, partial(_call, job))
             faulthandler.cancel_dump_traceback_later()
@@ -258,20 +266,16 @@ def _call(job: bytes) -> Any:
     sys.path[:] = path
     function, arguments = pickle.loads(call)
     _use_one_thread()
-    _free_groups()  # now no rank waits in one any more: all have answered
     return function(*arguments)
 
 
 def _free_groups() -> None:
-    """Ends the process groups that calls before this one made, once there are many: for each of them gloo wakes a
-    hundred times a second, and to find what still holds one takes as long as a small test.
-
-    DeepSpeed's stay, which it makes once for a process.
-    """
+    """Ends the process groups that a call made, when no rank waits in one any more: for each of them gloo wakes a
+    hundred times a second. DeepSpeed's stay, which it makes once for a process."""
     import torch.distributed as dist
 
     made = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    if len(made) < _IDLE_GROUPS or "deepspeed" in sys.modules:
+    if not made or "deepspeed" in sys.modules:
         return
     for group in made:
         dist.destroy_process_group(group)
@@ -312,6 +316,7 @@ def _join_group(rank: int, settings: PoolSettings, folder: str) -> None:
         timeout=timedelta(seconds=max(settings.timeout_seconds, _START_SECONDS)),
     )
     dist.barrier()
+    gc.freeze()  # what every rank imports: to look through it for garbage takes longer than a small test
 
 
 def _die_with_parent(folder: str) -> None:

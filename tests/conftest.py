@@ -25,7 +25,10 @@ _THREAD_SECONDS = 5.0
 _STARTS_PROCESSES = ("run", "emit", "faults", "launchers", "launch", "bench")
 
 # What every rank would import for itself, each in seconds of processor time.
-_PRELOAD = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "strategies.engine.initialize")
+_PRELOAD = (
+    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "strategies.engine.initialize",
+    "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
+)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -53,7 +53,7 @@ def bench(
     """
     from dsplan.benchmarking import BenchQuestion, plan_of, run_plan
     from dsplan.render.bench_view import BenchView, report_blocks, report_to_dict
-    from dsplan.render.show import show, show_json
+    from dsplan.render.show import say, show, show_json
     from strategies.bench.plan import save_bench_plan
 
     question = BenchQuestion(
@@ -74,13 +74,13 @@ def bench(
         if json:
             show_json({"file": str(generate), "points": len(wanted.points), "training": len(wanted.training)})
         else:
-            typer.echo(f"{text}; run them on {wanted.device} with `dsplan bench --plan {generate}`")
+            say(f"{text}; run them on {wanted.device} with `dsplan bench --plan {generate}`")
         return
     try:
         with BenchView(out=sys.stderr if json else sys.stdout, lines=not json) as view:
             report = run_plan(wanted, question, view.show)
     except KeyboardInterrupt:
-        typer.echo("stopped; what was measured is stored, and the same command resumes from there", err=True)
+        say("stopped; what was measured is stored, and the same command resumes from there", stderr=True)
         raise typer.Exit(130) from None
     if json:
         show_json(report_to_dict(report))

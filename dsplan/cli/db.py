@@ -93,12 +93,13 @@ def forget_measurement(
     id: Annotated[str, typer.Argument(help="The id of a run, or enough of its first digits.")],
 ) -> None:
     """Remove one run, so that nothing is learnt from it and a plan that ran out of memory may be proposed again."""
+    from dsplan.render.show import say
     from hardware_db.store import open_store
 
     with open_store(thorough=True) as store:
         forgotten = store.forget(id)
     made = forgotten.created_at[:10]
-    typer.echo(f"forgotten: {forgotten.id[:8]}, {forgotten.model} under {forgotten.strategy} on {made}")
+    say(f"forgotten: {forgotten.id[:8]}, {forgotten.model} under {forgotten.strategy} on {made}")
 
 
 @app.command("export")
@@ -106,6 +107,7 @@ def export_database(
     file: Annotated[Path | None, typer.Argument(help="The file to write; the terminal or pipe without one.")] = None,
 ) -> None:
     """All runs and machine rates as JSON lines."""
+    from dsplan.render.show import say, show_file
     from hardware_db.files import replace_text
     from hardware_db.store import open_store
     from hardware_db.store.transfer import export_text
@@ -113,10 +115,10 @@ def export_database(
     with open_store(thorough=True) as store:
         text = export_text(store)
     if file is None:
-        typer.echo(text, nl=False)
+        show_file(text)
     else:
         replace_text(file, text)
-        typer.echo(f"{text.count(chr(10))} records written to {file}")
+        say(f"{text.count(chr(10))} records written to {file}")
 
 
 @app.command("import")
@@ -126,6 +128,7 @@ def import_database(
     ],
 ) -> None:
     """Add the records of an export, or the rows that a run directory keeps, all or none."""
+    from dsplan.render.show import say
     from hardware_db.store import open_store
     from hardware_db.store.transfer import import_file, import_records
 
@@ -136,7 +139,7 @@ def import_database(
             count = import_records(store, recorded_runs(file))
         else:
             count = import_file(store, file)
-    typer.echo(f"{count.added} records imported, {count.skipped} were there already")
+    say(f"{count.added} records imported, {count.skipped} were there already")
 
 
 @app.command("calibrate")

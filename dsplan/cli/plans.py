@@ -45,7 +45,7 @@ def estimate(
     """Memory and time of one configuration. Exit status 1 if it does not fit."""
     from dsplan.question import Question, estimated
     from dsplan.render.plan_view import plan_blocks
-    from dsplan.render.show import progress, show, show_json
+    from dsplan.render.show import progress, say, show, show_json
     from planner.search.exact import ExactOptions
     from planner.types.plan_io import plan_to_dict
 
@@ -59,7 +59,7 @@ def estimate(
     else:
         show(plan_blocks(plan, request.defaults))
         for what, path in written:
-            typer.echo(f"{what} is in {path}")
+            say(f"{what} is in {path}")
     raise typer.Exit(plan.verdict == "does_not_fit")
 
 
@@ -95,7 +95,7 @@ def recommend(
         scaling_blocks,
         scaling_to_dicts,
     )
-    from dsplan.render.show import show, show_json
+    from dsplan.render.show import say, show, show_json
     from planner.search.search import recommend as search
 
     question = Question(**asdict(model), **asdict(hardware), **asdict(work))
@@ -109,7 +109,7 @@ def recommend(
     else:
         show([*recommendation_blocks(answer), *(scaling_blocks(found) if ranking.plot else ())])
         if ranking.out is not None and answer.plans:
-            typer.echo(f"{len(answer.plans)} plans and their configs are in {ranking.out}")
+            say(f"{len(answer.plans)} plans and their configs are in {ranking.out}")
     raise typer.Exit(not answer.plans)
 
 
@@ -181,7 +181,7 @@ def emit(
     json: JsonFlag = False,
 ) -> None:
     """Write a plan as the config or launch script of another tool."""
-    from dsplan.render.show import show_json
+    from dsplan.render.show import say, show_file, show_json
     from planner.emit import EmitOptions, script_duties
     from planner.emit import emit as emit_plan
     from planner.types.plan_io import load_plan
@@ -194,13 +194,13 @@ def emit(
         show_json({"format": format, "files": files, "script": list(script_duties(found, format, options))})
         return
     if out is None:
-        typer.echo(next(iter(files.values())), nl=False)
+        show_file(next(iter(files.values())))
     else:
-        typer.echo("\n".join(str(out / name) for name in files))
+        say("\n".join(str(out / name) for name in files))
     if duties := script_duties(found, format, options):
-        typer.echo("The plan holds for a script that", err=True)
+        say("The plan holds for a script that", stderr=True)
     for duty in duties:
-        typer.echo(f"  - {duty}", err=True)
+        say(f"  - {duty}", stderr=True)
 
 
 # Plans and their configs as files of one directory.

@@ -36,7 +36,7 @@ def report(
     Without PLAN or RUN it answers the question that the flags ask, as `dsplan recommend` does; exit status 1 if nothing
     fits. Needs `pip install 'dsplan[report]'`.
     """
-    from dsplan.render.show import show_json
+    from dsplan.render.show import say, show_json
     from dsplan.report.page import page_html
     from hardware_db.files import replace_text
     from hardware_db.units import format_bytes
@@ -53,7 +53,7 @@ def report(
     if json:
         show_json({"schema_version": 1, "file": str(out), "bytes": size, "pictures": list(page.pictures)})
     else:
-        typer.echo(f"{out}: {len(page.pictures)} pictures, {format_bytes(size)}")
+        say(f"{out}: {len(page.pictures)} pictures, {format_bytes(size)}")
     raise typer.Exit(not fits)
 
 

@@ -186,7 +186,7 @@ def run_script(
     """Train with SCRIPT under a plan: the one given, or one made from the script's own model and this machine."""
     from dsplan.render.run_report import report_blocks, report_to_dict
     from dsplan.render.run_view import RunView
-    from dsplan.render.show import show, show_json
+    from dsplan.render.show import say, show, show_json
     from strategies.launch.prepare import prepare
     from strategies.launch.record import record_run
     from strategies.launch.supervisor import Supervisor
@@ -205,7 +205,7 @@ def run_script(
         show_json(report_to_dict(report, stored))
     else:
         show(report_blocks(report, reason_follows=True))
-        typer.echo(stored.sentence)
+        say(stored.sentence)
     if report.outcome.reason:
         where = f"rank {report.outcome.rank}: " if report.outcome.rank is not None else ""
         notice(f"{where}{report.outcome.reason}; log: {report.outcome.log}")

@@ -47,7 +47,7 @@ def track(
     """Send a run to experiment trackers: all that they have not got, and of a run that goes on what follows."""
     from dataclasses import asdict
 
-    from dsplan.render.show import show_json
+    from dsplan.render.show import say, show_json
     from dsplan.report.run_data import is_run_directory
     from hardware_db.errors import BrokenFile
     from hardware_db.notices import notice
@@ -71,5 +71,5 @@ def track(
         show_json({"schema_version": 1, "run": directory.name, "trackers": {n: asdict(s) for n, s in states.items()}})
     else:
         for name, state in states.items():
-            typer.echo(f"{name}: {state.step} steps, {state.where}" if state.where else f"{name}: nothing")
+            say(f"{name}: {state.step} steps, {state.where}" if state.where else f"{name}: nothing")
     raise typer.Exit(0 if all(state.finished for state in states.values()) else 1)

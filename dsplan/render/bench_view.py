@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from dsplan.render.show import Block, Table, Text, columns
 from hardware_db.measurement import Measurement, RateMeasurement
 from hardware_db.microbench.grid import Point
+from hardware_db.notices import printable
 from hardware_db.store.transfer import to_document
 from hardware_db.units import GB, format_bytes, format_count, format_seconds
 from strategies.bench import session
@@ -56,7 +57,7 @@ class BenchView:
         if self._progress is not None:
             self._draw(self._progress, event)
         elif self._lines and (text := _progress_line(event)):
-            print(text, file=self._out, flush=True)
+            print(printable(text), file=self._out, flush=True)
 
     def _draw(self, progress: Progress, event: session.Event) -> None:
         if isinstance(event, session.Begun):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from dsplan.render.show import MOST_LETTERS, Bar, Block, Cell, Column, Table, Text
+from dsplan.render.show import Bar, Block, Cell, Column, Table, Text
+from hardware_db.notices import MOST_LETTERS
 
 
 def blocks_html(blocks: Iterable[Block]) -> str:

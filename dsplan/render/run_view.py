@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from dsplan.render.charts import sparkline
-from hardware_db.notices import labelled
+from hardware_db.notices import labelled, printable
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.vocabulary import DEGREES
 from strategies.launch.attempt import AttemptEnded, Event, OutputLine, PlanMade, RunIsBack, StepDone
@@ -77,9 +77,9 @@ class RunView:
             self._show_step(event)
         elif isinstance(event, PlanMade):
             self._ranks = int(event.plan["plan"].get("world_size") or self._ranks)
-            self._line(f"plan: {plan_line(event)}")
+            self._line(printable(f"plan: {plan_line(event)}"))
         elif isinstance(event, AttemptEnded):
-            self._line(ending_line(event), stderr=True)
+            self._line(printable(ending_line(event)), stderr=True)
         elif isinstance(event, RunIsBack):
             lost = "" if event.seconds_lost is None else f"; {format_seconds(event.seconds_lost)} lost"
             self._line(labelled(f"back at step {event.step}{lost}"), stderr=True)

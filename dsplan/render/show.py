@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from hardware_db.notices import printable
 from hardware_db.records import dataclass
 
 if TYPE_CHECKING:
@@ -77,18 +78,6 @@ class Table:
 Block: TypeAlias = "Text | Table"
 
 
-MOST_LETTERS = 4000
-"""Of one text; a longer one is cut, as nobody reads on."""
-
-
-def printable(text: str) -> str:
-    """A text whose control characters (a terminal would obey them) are left out, cut after `MOST_LETTERS`."""
-    if len(text) <= MOST_LETTERS and text.isprintable():
-        return text
-    kept = "".join(letter for letter in text[:MOST_LETTERS] if letter.isprintable() or letter == "\n")
-    return kept + ("…" if len(text) > MOST_LETTERS else "")
-
-
 # Blocks as plain ASCII-framed text, for pipes and files.
 
 
@@ -155,6 +144,16 @@ def show(blocks: Sequence[Block]) -> None:
         print_blocks(blocks)
     else:
         sys.stdout.write(plain_text(blocks))
+
+
+def say(text: str, *, stderr: bool = False) -> None:
+    """Print a sentence, or lines."""
+    print("\n".join(map(printable, text.split("\n"))), file=sys.stderr if stderr else sys.stdout)
+
+
+def show_file(text: str) -> None:
+    """Print a file that is asked for on stdout: whole in a pipe, as far as it is printable on a terminal."""
+    sys.stdout.write("".join(map(printable, text.splitlines(keepends=True))) if sys.stdout.isatty() else text)
 
 
 def show_json(value: object) -> None:

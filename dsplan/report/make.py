@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,11 +13,17 @@ from dsplan.render.plan_view import plan_blocks
 from dsplan.render.recommendation import alternatives_table
 from dsplan.render.show import Block, Table, Text, columns
 from dsplan.report.page import Page, Section, blocks_section, wide
-from dsplan.report.question import answer_pictures, plans_pictures
+from dsplan.report.picture import Picture
+from dsplan.report.question import answer_pictures, name_of, plans_pictures, scaling_pictures, timeline
 from dsplan.report.run_data import RunData, is_run_directory, read_run
 from hardware_db.errors import BrokenFile, DsplanError
 from hardware_db.handed_in import shown
+from hardware_db.units import format_seconds
 from planner.calibration.learn import Refreshed
+from planner.cost.timing import step_time
+from planner.search.estimate import job_of
+from planner.search.recall import recalled
+from planner.search.request import Request, request_of_plan
 from planner.search.search import Recommendation
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan
@@ -99,7 +105,8 @@ def sources_page(plans: Sequence[Plan], runs: Sequence[RunData], calibrated: Ref
         parts.append(_calibration_section(calibrated))
         titles.append("what was learnt from runs")
     about = _where(plans[0] if plans else next((run.plan for run in runs if run.plan is not None), None))
-    return _page(" and ".join(titles), about, parts)
+    title = " and ".join(titles)
+    return _page(title[:1].upper() + title[1:], about, parts)
 
 
 def _plans_sections(plans: Sequence[Plan]) -> list[Section]:
@@ -107,19 +114,59 @@ def _plans_sections(plans: Sequence[Plan]) -> list[Section]:
         columns=columns("#", "model", "hardware", "strategy"),
         rows=[
             [str(number), _short(str(plan.model.get("name"))), _where(plan), plan.configuration.strategy]
-            for number, plan in enumerate(plans, start=1)
+            for number, plan in _numbered(plans)
         ],
     )
     parts = [blocks_section("plans", "Plans side by side", [table], plans_pictures(plans))]
-    for number, plan in enumerate(plans, start=1):
+    asked = {number: found for number, plan in _numbered(plans) if (found := _asked(plan)) is not None}
+    if asked:
+        named = {name_of(number, plan): (asked[number], plan) for number, plan in _numbered(plans) if number in asked}
+        parts.append(Section(name="scaling", title="Scaling", pictures=scaling_pictures(named)))
+    for number, plan in _numbered(plans):
         title = f"Plan {number}: {plan.configuration.strategy}"
-        parts.append(_plan_section(f"plan-{number}", title, plan, alternatives_table(plan)))
+        more = [*alternatives_table(plan), *_drawn_anew(plan, asked.get(number))]
+        step = [timeline(asked[number], plan, number, f"timeline-{number}")] if number in asked else []
+        parts.append(_plan_section(f"plan-{number}", title, plan, more, step))
     parts.append(_assumptions(plans[0], (), "dsplan report PLAN"))
     return parts
 
 
-def _plan_section(name: str, title: str, plan: Plan, more: Sequence[Block] = ()) -> Section:
-    return blocks_section(name, title, [*plan_blocks(plan), *more])
+def _numbered(plans: Sequence[Plan]) -> Iterable[tuple[int, Plan]]:
+    return enumerate(plans, start=1)
+
+
+def _asked(plan: Plan) -> Request | None:
+    """The question that a plan answers, with what this machine's database knows of it; None where it is not known."""
+    from hardware_db.probe import probe_hardware
+
+    machine = probe_hardware() if plan.cluster.get("vendor") == "cpu" else None
+    request = request_of_plan(plan, machine)
+    return None if request is None else recalled(request)
+
+
+ALIKE = 0.01
+"""Two predictions of a step time that are closer are the same for whoever looks at a picture."""
+
+
+def _drawn_anew(plan: Plan, request: Request | None) -> list[Block]:
+    """What to know of the pictures of a plan's step and of its curves, which its file has not got."""
+    if request is None:
+        why = "its model or its hardware is none that this dsplan knows"
+        return [Text(text=f"The step and the curves of this plan cannot be drawn: {why}.", style="warning")]
+    here = step_time(job_of(request, plan.configuration)).step_seconds
+    there = plan.time.predicted_step_seconds or plan.time.step_seconds
+    if abs(here / there - 1) <= ALIKE:
+        return []
+    said = f"{format_seconds(there)} in the file, {format_seconds(here)} by what is known here"
+    return [
+        Text(text=f"The picture of the step and the curves are predicted anew: a step takes {said}.", style="warning")
+    ]
+
+
+def _plan_section(
+    name: str, title: str, plan: Plan, more: Sequence[Block] = (), pictures: Sequence[Picture] = ()
+) -> Section:
+    return blocks_section(name, title, [*plan_blocks(plan), *more], pictures)
 
 
 def _runs_sections(runs: Sequence[RunData]) -> list[Section]:

@@ -17,6 +17,8 @@ Drawn = Mapping[str, Any]
 # shades where 3:1 against white and against black is not reached.
 BLUE, ORANGE, GREEN, RED, PINK, SKY = "#0072b2", "#c77700", "#009e73", "#d55e00", "#b8638f", "#3d97cf"
 GREY, SILVER = "#767676", "#929292"
+EXPOSED = "#d33a5e"
+"""Of communication that nothing hides."""
 MEMORY: Mapping[str, str] = {
     "parameters": BLUE,
     "gradients": SKY,
@@ -56,10 +58,20 @@ def memory(plans: Sequence[Plan]) -> Drawn:
     bars = [_bars(name, names, map(gib, sizes[name]), map(format_bytes, sizes[name])) for name in MEMORY]
     beyond = [gib(plan.memory.device_used_upper_bytes - plan.memory.device_used_bytes) for plan in plans]
     bars[-1]["error_x"] = _error(beyond, [0] * len(plans))
-    limit = gib(limit_bytes(plans[0]))
-    line = {"type": "line", "x0": limit, "x1": limit, "yref": "paper", "y0": 0, "y1": 1}
-    layout = {**_layout(len(plans), "GiB"), "shapes": [{**line, "line": {"color": RED, "width": 3}}]}
+    limits = [gib(limit_bytes(plan)) for plan in plans]
+    layout = {**_layout(len(plans), "GiB"), "shapes": _limit_lines(limits)}
     return _picture(bars, layout)
+
+
+def _limit_lines(limits: Sequence[float]) -> list[dict[str, Any]]:
+    """One line through all bars, or one through each where their devices have different memory."""
+    line = {"type": "line", "line": {"color": RED, "width": 3}}
+    if len(set(limits)) == 1:
+        return [{**line, "x0": limits[0], "x1": limits[0], "yref": "paper", "y0": 0, "y1": 1}]
+    return [
+        {**line, "x0": limit, "x1": limit, "yref": "y", "y0": place - 0.45, "y1": place + 0.45}
+        for place, limit in enumerate(limits)
+    ]
 
 
 def seconds(plans: Sequence[Plan]) -> Drawn:

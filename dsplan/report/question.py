@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dsplan.render.plan_view import dims_text, limit_bytes
@@ -26,25 +26,39 @@ def answer_pictures(answer: Recommendation) -> tuple[Picture, ...]:
     """All pictures of an answer that has plans; of one without, those of the closest miss."""
     if not answer.plans:
         return () if answer.closest is None else plans_pictures([answer.closest])
-    request, plans, first = answer.request, answer.plans, answer.plans[0]
+    request, plans = answer.request, answer.plans
+    asked = {name_of(number, plan): (request, plan) for number, plan in enumerate(plans, start=1)}
     return (
         *plans_pictures(plans),
-        timeline(step_timeline(job_of(request, first.configuration)), first),
-        *devices(over_devices(request, first)),
-        *micro_batches({_name(plans, plan): over_micro_batches(request, plan) for plan in plans}),
-        *lengths({_name(plans, plan): over_lengths(request, plan) for plan in plans}),
+        timeline(request, plans[0]),
+        *scaling_pictures(asked),
         *front(request, answer.front),
     )
 
 
 def plans_pictures(plans: Sequence[Plan]) -> tuple[Picture, ...]:
-    """Plans side by side: memory, time, and one against the other."""
+    """Plans side by side: memory, time, and one against the other. They may be for different models and devices."""
     found = [memory(plans), phases(plans[0]), seconds(plans)]
     return (*found, trade(plans)) if len(plans) > 1 else tuple(found)
 
 
-def _name(plans: Sequence[Plan], plan: Plan) -> str:
-    return f"{plans.index(plan) + 1}. {plan.configuration.strategy}"
+Asked = Mapping[str, tuple[Request, Plan]]
+"""Plans with the question that each answers, by name."""
+
+
+def scaling_pictures(asked: Asked) -> tuple[Picture, ...]:
+    """How the first plan changes over GPUs, and all of them over micro-batches and sequence lengths."""
+    request, first = next(iter(asked.values()))
+    return (
+        *devices(over_devices(request, first), grows=any("--global-batch" in text for text in request.defaults)),
+        *micro_batches({name: over_micro_batches(*pair) for name, pair in asked.items()}),
+        *lengths({name: over_lengths(*pair) for name, pair in asked.items()}),
+    )
+
+
+def name_of(number: int, plan: Plan) -> str:
+    """What pictures and tables call a plan."""
+    return f"{number}. {plan.configuration.strategy}"
 
 
 # Memory and time of plans side by side.
@@ -58,7 +72,7 @@ def memory(plans: Sequence[Plan]) -> Picture:
         sizes = [getattr(found, f"{name}_bytes", 0) for name in side_by_side.MEMORY]
         sizes[-2:] = [found.peak_reserved_bytes - found.peak_allocated_bytes, found.device_overhead_bytes]
         totals = (found.device_used_bytes, found.device_used_upper_bytes, limit_bytes(plan))
-        rows.append([f"{number}. {plan.configuration.strategy}", *map(format_bytes, (*sizes, *totals))])
+        rows.append([name_of(number, plan), *map(format_bytes, (*sizes, *totals))])
     heading = columns("plan", *(f">{name}" for name in (*side_by_side.MEMORY, "in use", "upper bound", "limit")))
     return Picture(
         name="memory",
@@ -125,7 +139,7 @@ def seconds(plans: Sequence[Plan]) -> Picture:
             time.step_seconds, time.compute_seconds, time.exposed_communication_seconds, hidden, time.offload_seconds,
             time.optimizer_seconds, time.bubble_seconds,
         )  # fmt: skip
-        rows.append([f"{number}. {plan.configuration.strategy}", *map(format_seconds, parts), between])
+        rows.append([name_of(number, plan), *map(format_seconds, parts), between])
     names = (
         ">step", ">compute", ">exposed communication", ">hidden communication", ">offload", ">optimizer", ">bubble",
         ">nine of ten",
@@ -144,7 +158,7 @@ def trade(plans: Sequence[Plan]) -> Picture:
     """Time of a step against memory."""
     rows = [
         [
-            f"{number}. {plan.configuration.strategy}",
+            name_of(number, plan),
             format_bytes(plan.memory.device_used_bytes),
             format_seconds(plan.time.step_seconds),
         ]
@@ -162,8 +176,9 @@ def trade(plans: Sequence[Plan]) -> Picture:
 # The step on two streams.
 
 
-def timeline(spans: Sequence[Span], plan: Plan) -> Picture:
+def timeline(request: Request, plan: Plan, number: int = 1, name: str = "timeline") -> Picture:
     """What the busiest rank computes and communicates, and when."""
+    spans = step_timeline(job_of(request, plan.configuration))
     exposed, hidden = plan.time.exposed_communication_seconds, plan.time.communication_seconds
     groups: dict[tuple[str, str], list[Span]] = {}
     for span in spans:
@@ -173,8 +188,8 @@ def timeline(spans: Sequence[Span], plan: Plan) -> Picture:
         for (stream, kind), found in groups.items()
     ]
     return Picture(
-        name="timeline",
-        title=f"The step of plan 1 on two streams: {label(plan.configuration.strategy)}",
+        name=name,
+        title=f"The step of plan {number} on two streams: {label(plan.configuration.strategy)}",
         caption=(
             f"One step of the busiest rank, {format_seconds(max((span.end for span in spans), default=0.0))}:"
             f" {format_seconds(exposed)} of communication are exposed, {format_seconds(max(0.0, hidden - exposed))}"
@@ -183,7 +198,7 @@ def timeline(spans: Sequence[Span], plan: Plan) -> Picture:
         figure=_with_exposed(spans),
         legend={
             **{name: colour for name, (colour, kinds) in side_by_side.STEP.items() if _is_drawn(kinds, spans)},
-            **({"exposed": LIMIT} if exposed else {}),
+            **({"exposed": side_by_side.EXPOSED} if exposed else {}),
         },
         table=Table(columns=columns("stream", "what", ">spans", ">seconds", ">of them exposed"), rows=rows),
     )
@@ -192,14 +207,14 @@ def timeline(spans: Sequence[Span], plan: Plan) -> Picture:
 def _with_exposed(spans: Sequence[Span]) -> Mapping[str, Any]:
     """The two streams, and below them when nothing is computed beside the communication."""
     figure = side_by_side.step(spans)
-    found = [span for span in spans if span.exposed > 0]
+    found = list(_exposures(spans))
     if not found:
         return figure
     bars = {
         "type": "bar", "orientation": "h", "y": [_EXPOSED] * len(found),
-        "base": [span.end - span.exposed for span in found], "x": [span.exposed for span in found],
-        "customdata": [f"{span.name}: {format_seconds(span.exposed)} exposed" for span in found],
-        "hovertemplate": "%{customdata}<extra></extra>", "marker": {"color": LIMIT},
+        "base": [end - seconds for end, seconds, _ in found], "x": [seconds for _, seconds, _ in found],
+        "customdata": [f"{name}: {format_seconds(seconds)} exposed" for _, seconds, name in found],
+        "hovertemplate": "%{customdata}<extra></extra>", "marker": {"color": side_by_side.EXPOSED},
     }  # fmt: skip
     layout = figure["layout"]
     streams = [*layout["yaxis"]["categoryarray"], _EXPOSED]
@@ -208,6 +223,22 @@ def _with_exposed(spans: Sequence[Span]) -> Mapping[str, Any]:
 
 
 _EXPOSED = "exposed"
+_NARROWEST = 1 / 400
+"""Of a step: what is narrower would be drawn as wide as a line, and hundreds of such as a wide bar."""
+
+
+def _exposures(spans: Sequence[Span]) -> Iterator[tuple[float, float, str]]:
+    """When communication that nothing hides ends, its seconds and its name; together where it is too short to draw."""
+    narrowest = max((span.end for span in spans), default=0.0) * _NARROWEST
+    seconds, last = 0.0, None
+    for span in spans:
+        if span.exposed > 0:
+            seconds, last = seconds + span.exposed, span
+            if seconds >= narrowest:
+                yield span.end, seconds, span.name
+                seconds = 0.0
+    if last is not None and seconds:
+        yield last.end, seconds, last.name
 
 
 def _is_drawn(kinds: frozenset[str], spans: Sequence[Span]) -> bool:
@@ -225,8 +256,9 @@ def _sums(spans: Iterable[Span]) -> tuple[list[float], list[float]]:
 # Scaling.
 
 
-def devices(plans: Sequence[Plan]) -> Iterable[Picture]:
-    """Throughput of all GPUs over their number, beside that of the fewest times as many; nothing for one number."""
+def devices(plans: Sequence[Plan], *, grows: bool) -> Iterable[Picture]:
+    """Throughput of all GPUs over their number, beside that of the fewest times as many; nothing for one number.
+    `grows` says that the global batch does as well."""
     if len(plans) < 2:
         return
     counts = [plan.configuration.world_size for plan in plans]
@@ -251,14 +283,15 @@ def devices(plans: Sequence[Plan]) -> Iterable[Picture]:
     layout = {
         **_layout(340),
         "xaxis": {"type": "log", "title": {"text": "GPUs"}, "tickvals": counts, "ticktext": [str(n) for n in counts]},
-        "yaxis": {"type": "log", "title": {"text": f"{counted}/s, all GPUs"}, "tickformat": "~s"},
+        "yaxis": {"title": {"text": f"{counted}/s, all GPUs"}, **_log_axis(each)},
     }
+    batch = "grows with them" if grows else "stays, or is the next that they can share"
     yield Picture(
         name="gpus",
         title="Throughput over GPUs",
         caption=(
-            "The first plan on each number of GPUs. A global batch that nobody asked for grows with them; on a dashed"
-            f" line {counted}/s would grow as the GPUs do."
+            f"The first plan on each number of GPUs. The global batch {batch}. On the dashed line {counted}/s grow as"
+            " the GPUs do."
         ),
         figure={"data": lines, "layout": layout},
         legend={"first plan": COLOURS[0], f"{counts[0]} GPU{'s' if counts[0] > 1 else ''} times as many": QUIET},
@@ -313,19 +346,21 @@ def _curves(
             ]
             for point in points
         ]  # fmt: skip
-    limit = gib(limit_bytes(anyone))
+    limits = sorted({gib(limit_bytes(points[0])) for points in shown.values()})
+    most = max(gib(point.memory.device_used_bytes) for points in shown.values() for point in points)
     ticks = {"type": "log", "tickvals": sizes, "ticktext": [f"{number:,}" for number in sizes]}
     layout = {
         **_layout(500),
         "xaxis": {**ticks, "anchor": "y", "matches": "x2", "showticklabels": False},
         "xaxis2": {**ticks, "anchor": "y2", "title": {"text": axis}},
         "yaxis": {"domain": [0.54, 1], "rangemode": "tozero", "title": {"text": f"{_counted(anyone)}/s of a GPU"}},
-        "yaxis2": {"domain": [0, 0.46], "rangemode": "tozero", "title": {"text": "GiB of a GPU"}},
+        "yaxis2": {"domain": [0, 0.46], "title": {"text": "GiB of a GPU"}, **_memory_axis(most, limits[-1])},
         "shapes": [
             {
                 "type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": "y2", "y0": limit, "y1": limit,
                 "line": {"color": LIMIT, "width": 3},
             }
+            for limit in limits
         ],
     }  # fmt: skip
     heading = columns(
@@ -339,6 +374,17 @@ def _curves(
         legend={plan: line_style(index)["color"] for index, plan in enumerate(shown)},
         table=Table(columns=(*heading, *columns("verdict")), rows=rows),
     )
+
+
+def _memory_axis(most: float, limit: float) -> dict[str, Any]:
+    """From zero on, unless what does not fit would press all that fits flat."""
+    return {"rangemode": "tozero"} if most < 4 * limit else _log_axis([limit / 10, most])
+
+
+def _log_axis(values: Sequence[float]) -> dict[str, Any]:
+    """With marks at 1, 2 and 5, and over more than two decades at 1, so that they have room on a phone and on paper."""
+    wide = max(values) > 100 * min(values)
+    return {"type": "log", "tickformat": "~s", "dtick": 1 if wide else "D2"}
 
 
 def _lines(
@@ -386,6 +432,7 @@ def front(request: Request, plans: Sequence[Plan]) -> Iterable[Picture]:
     costs = prices if priced else [found.gpu_hours_per_million_tokens for found in bills]
     unit = "$" if priced else "GPU-hours"
     counts = sorted({plan.configuration.world_size for plan in plans})
+    times, known = [plan.time.step_seconds for plan in plans], [cost for cost in costs if cost]
     data = []
     for index, count in enumerate(counts):
         chosen = [number for number, plan in enumerate(plans) if plan.configuration.world_size == count]
@@ -393,7 +440,7 @@ def front(request: Request, plans: Sequence[Plan]) -> Iterable[Picture]:
             {
                 "type": "scatter",
                 "mode": "markers",
-                "x": [plans[number].time.step_seconds for number in chosen],
+                "x": [times[number] for number in chosen],
                 "y": [costs[number] for number in chosen],
                 "customdata": [
                     f"{plans[number].configuration.strategy}, {dims_text(plans[number].configuration)}, {count} GPUs:"
@@ -414,8 +461,8 @@ def front(request: Request, plans: Sequence[Plan]) -> Iterable[Picture]:
         )
     layout = {
         **_layout(380),
-        "xaxis": {"type": "log", "title": {"text": "seconds of a step"}, "tickformat": "~g", "nticks": 8},
-        "yaxis": {"type": "log", "title": {"text": f"{unit} per million tokens"}, "tickformat": "~g", "nticks": 8},
+        "xaxis": {"title": {"text": "seconds of a step"}, **_log_axis(times), "tickformat": "~g"},
+        "yaxis": {"title": {"text": f"{unit} per million tokens"}, **_log_axis(known), "tickformat": "~g"},
     }
     yield Picture(
         name="pareto",
@@ -426,14 +473,16 @@ def front(request: Request, plans: Sequence[Plan]) -> Iterable[Picture]:
         ),
         figure={"data": data, "layout": layout},
         legend={
-            f"{count} GPU{'s' if count > 1 else ''}": COLOURS[index % len(COLOURS)]
+            f"{_GLYPHS[index % len(_GLYPHS)]} {count} GPU{'s' if count > 1 else ''}": COLOURS[index % len(COLOURS)]
             for index, count in enumerate(counts)
         },
         table=_front_table(request, plans, [three_digits(cost or 0.0) for cost in costs], unit),
     )
 
 
-_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "triangle-down")
+_GLYPHS = ("\u25cf", "\u25a0", "\u25c6", "\u25b2", "\u271a", "\u2605", "\u25bc")
+"""The same as letters. There is one more of them than colours, so that the first 42 numbers of GPUs differ in one."""
 
 
 def _diameter(plan: Plan, plans: Sequence[Plan]) -> float:

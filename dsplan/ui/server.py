@@ -78,6 +78,8 @@ def _listening(options: ServerOptions) -> Iterator[socket.socket]:
     for port in ports:
         try:
             found = _bound(options.host, port)
+        except UnicodeError as error:  # Python's word for a host that no name server would be asked for
+            raise DsplanError(f"--host {options.host[:40]!r} is no name of a host ({error}); give another") from None
         except OSError as error:
             reason = error
             continue

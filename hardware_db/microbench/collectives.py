@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hardware_db.microbench.grid import DTYPES, Point, Rate
-from hardware_db.microbench.timer import Budget, time_calls
+from hardware_db.microbench.grid import Point, Rate
+from hardware_db.microbench.timer import DTYPES, Budget, time_calls
 from hardware_db.records import dataclass
 
 # All-gather and reduce-scatter of one tensor per rank, by the name that the installed torch knows them under.

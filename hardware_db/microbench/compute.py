@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from hardware_db.microbench.grid import DTYPES, Point, Rate
-from hardware_db.microbench.timer import Budget, time_calls
+from hardware_db.microbench.grid import Point, Rate
+from hardware_db.microbench.timer import DTYPES, Budget, time_calls
 
 
 def matmul(point: Point, device: torch.device, budget: Budget) -> Rate:

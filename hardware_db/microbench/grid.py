@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-import torch
-
 from hardware_db.fingerprint import Fingerprint
 from hardware_db.measurement import RateMeasurement, new_id, utc_now
 from hardware_db.records import dataclass
 from hardware_db.units import KIB, MIB
-
-# The types that points name.
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 # The points that a benchmark measures.
 

@@ -11,8 +11,8 @@ from torch.nn.functional import gelu
 
 from hardware_db.errors import DsplanError
 from hardware_db.files import data_dir
-from hardware_db.microbench.grid import DTYPES, Point, Rate
-from hardware_db.microbench.timer import Budget, time_calls
+from hardware_db.microbench.grid import Point, Rate
+from hardware_db.microbench.timer import DTYPES, Budget, time_calls
 
 
 def copy(point: Point, device: torch.device, budget: Budget) -> Rate:

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from hardware_db.records import dataclass
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What the types that points name are to torch."""
 _MOST_CALLS = 2000
 _LONG_CALL_SECONDS = 0.5
 _SAMPLES_OF_LONG_CALLS = 2

@@ -1,5 +1,5 @@
 """What does not go together in a plan: strategies, backends, degrees, offload, compression, checkpointing, schedules,
-optimizers and precisions.
+optimizers, precisions, and adapters beside frozen weights.
 
 The one table that the search, the estimate and the engine read, so that they say the same sentence. What depends on a
 model (heads that a degree does not divide) is in `planner.search.estimate`, and for a live module where it is split.
@@ -33,10 +33,28 @@ def contradiction(plan: Configuration) -> str:
     return next((rule.why(plan) for rule in _CONTRADICTIONS if rule.breaks(plan)), "")
 
 
-def refusal(plan: Configuration) -> str:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapted:
+    """What lies beside frozen weights, and what those are kept in."""
+
+    method: words.Method = "full"
+    """How a model is trained."""
+    load_dtype: words.LoadDtype | None = None
+    """What frozen weights are kept in; None: as a script has them, or what the method says."""
+
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether matrices are bitsandbytes' 4-bit ones."""
+        return self.load_dtype == "nf4" or (self.method == "qlora" and self.load_dtype is None)
+
+
+def refusal(plan: Configuration, adapted: Adapted | None = None) -> str:
     """Why `dsplan run` and `dsplan.initialize` cannot run a configuration; empty where they can."""
     found = contradiction(plan)
-    return found or next((rule.why(plan) for rule in _NOT_HERE if rule.breaks(plan)), "")
+    found = found or next((rule.why(plan) for rule in _NOT_HERE if rule.breaks(plan)), "")
+    if found or adapted is None:
+        return found
+    return next((rule.why(plan) for breaks, rule in _BESIDE_FROZEN if breaks(adapted) and rule.breaks(plan)), "")
 
 
 def compresses(strategy: str, backend: str, compression: words.Compression) -> bool:
@@ -65,11 +83,19 @@ def _cannot_offload(plan: Configuration) -> bool:
     return plan.offload not in ("none", *offloads_of(plan.strategy, plan.backend))
 
 
+def _anything(plan: Configuration) -> bool:
+    return True
+
+
 def _splits_matrices(plan: Configuration) -> bool:
     return plan.tp * plan.ep > 1
 
 
 _CONTRADICTIONS = (
+    Rule(
+        breaks=lambda plan: plan.strategy == "single" and plan.world_size > 1,
+        sentence="strategy single uses one GPU, not {plan.world_size}; use ddp, fsdp or zero1-3",
+    ),
     Rule(
         breaks=lambda plan: plan.backend not in words.backends_of(plan.strategy),
         sentence="backend {plan.backend} does not run {plan.strategy}; use {backends}",
@@ -166,6 +192,11 @@ _NOT_HERE = (
         sentence="dsplan run hands whole models to DeepSpeed, and {split} splits them; use backend native, fsdp or ddp",
     ),
     Rule(
+        breaks=lambda plan: plan.backend == "native" and plan.dp_replicate > 1,
+        sentence="native {plan.strategy} has one copy of the states, and dp_replicate is {plan.dp_replicate}; use"
+        " dp_shard for these ranks, or strategy hsdp",
+    ),
+    Rule(
         # Its units all-gather what one rank's whole layers are made of; FSDP2 shards the same states per parameter.
         breaks=lambda plan: plan.strategy == "zero3" and plan.pp * plan.ep > 1,
         sentence="zero3 of backend native cuts whole layers, and {split} splits them; use fsdp, which shards the same"
@@ -182,13 +213,13 @@ _NOT_HERE = (
     ),
     Rule(
         # Its backward passes of weights alone are torch's own walk of the graph, which calls no hook that sharded
-        # states and recomputation live on.
+        # weights and recomputation live on.
         breaks=lambda plan: (
             plan.pp_schedule == "zero-bubble"
-            and (plan.strategy not in ("single", "ddp") or plan.activation_checkpointing != "none")
+            and (plan.strategy in words.FSDP_STRATEGIES or plan.activation_checkpointing != "none")
         ),
-        sentence="dsplan run splits backward passes, as zero-bubble does, under ddp without activation checkpointing;"
-        " use schedule 1f1b or interleaved",
+        sentence="dsplan run splits backward passes, as zero-bubble does, under ddp, zero1 and zero2 without activation"
+        " checkpointing; use schedule 1f1b or interleaved",
     ),
     Rule(
         # torch's ScheduleInterleavedZeroBubble: rounds of at least pp micro-batches, all of one size.
@@ -199,12 +230,44 @@ _NOT_HERE = (
         sentence="torch's zero-bubble schedule runs equal rounds of at least pp {plan.pp} micro-batches, and"
         " {plan.gradient_accumulation_steps} are none; use gradient accumulation {rounds}",
     ),
-    Rule(
-        breaks=lambda plan: plan.pp > 1 and plan.offload != "none",
-        sentence="dsplan run does not offload under a pipeline (pp {plan.pp}); use more stages, or pp 1",
-    ),
 )
 """What `dsplan run` does not do, and others may."""
+
+
+_BESIDE_FROZEN: tuple[tuple[Callable[[Adapted], bool], Rule], ...] = (
+    (
+        lambda adapted: adapted.load_dtype == "int8",
+        Rule(
+            breaks=_anything,
+            sentence="dsplan run loads no frozen weights in int8; use bf16, or nf4 with method qlora",
+        ),
+    ),
+    (
+        lambda adapted: adapted.in_4_bits,
+        Rule(
+            breaks=lambda plan: plan.tp > 1,
+            sentence="tensor parallelism (tp {plan.tp}) splits no weights in 4 bits; use method lora, or tp 1",
+        ),
+    ),
+    (
+        lambda adapted: adapted.in_4_bits,
+        Rule(
+            breaks=lambda plan: plan.backend == "deepspeed",
+            sentence="DeepSpeed's {plan.strategy} casts weights, which 4-bit ones do not survive; use backend native,"
+            " fsdp or ddp",
+        ),
+    ),
+    (
+        # A magnitude is of a row of W + BA, whose norm a rank with a part of A or B does not know.
+        lambda adapted: adapted.method == "dora",
+        Rule(
+            breaks=lambda plan: plan.tp > 1,
+            sentence="tensor parallelism (tp {plan.tp}) splits LoRA's adapters and no other kind; use method lora, or"
+            " tp 1",
+        ),
+    ),
+)
+"""What `dsplan run` does not do where adapters are trained, with the adapters that a line is about."""
 
 
 def _said(plan: Configuration) -> dict[str, object]:

@@ -7,7 +7,7 @@ from hardware_db.units import GB, format_bytes
 from planner import vocabulary as words
 from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.cost.code_bases import code_base
-from planner.cost.combinations import contradiction, refusal
+from planner.cost.combinations import Adapted, contradiction, refusal
 from planner.cost.memory import memory_estimate
 from planner.cost.memory.activations.figures import has_written_form
 from planner.cost.memory.activations.instants import selective_saves
@@ -22,7 +22,7 @@ from planner.cost.verdict import Judgement, judge, limited_by
 from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts
 from planner.search.request import WITHOUT_DEEPSPEED, Request, deepspeed_lacks
-from planner.types.job import Job, described, provenance
+from planner.types.job import Job, Workload, described, provenance
 from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime
 
 
@@ -125,8 +125,6 @@ def impossible(request: Request, configuration: Configuration) -> str:
     code = code_base(request.workload.code)
     if strategy not in code.strategies:
         return f"{code.name} has no {strategy}; use {', '.join(code.strategies)}"
-    if strategy == "single" and gpus > 1:
-        return f"strategy single uses one GPU, not {gpus}; use ddp, fsdp or zero1-3"
     lacks = deepspeed_lacks(request.cluster.device, configuration.precision)
     if lacks and configuration.backend == "deepspeed":
         return f"{lacks}; {WITHOUT_DEEPSPEED}"
@@ -199,6 +197,11 @@ def indivisible(request: Request, configuration: Configuration) -> str:
     return ""
 
 
+def adapted(workload: Workload) -> Adapted | None:
+    """What is trained beside frozen weights; None where there is nothing."""
+    return Adapted(method=workload.method, load_dtype=workload.load_dtype) if workload.freezes else None
+
+
 def heads_left_over(facts: ModelFacts, tp: int) -> bool:
     """Whether tp ranks cannot have as many heads each. A module of the user's own may not say how many it has, which
     reads as one, and is tried when it is split."""
@@ -230,7 +233,7 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
     predicted = expected.predicted_step_seconds
     like_it = priced.experience.correction(job).sentence() if predicted is None else ""
     seen = like_it if predicted is None else priced.experience.known[configuration].sentence(predicted)
-    blocked = _elsewhere(job) or refusal(configuration)
+    blocked = _elsewhere(job) or refusal(configuration, adapted(job.workload))
     sections = described(job)
     rates = throughput(job, expected)
     slow = f"a last resort: {rates.mfu or 0:.1%} of the dense peak, the rest of a step waits for offloaded states"

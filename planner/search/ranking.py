@@ -20,7 +20,7 @@ from planner.cost.combinations import refusal
 from planner.cost.memory.overhead import beyond_need
 from planner.cost.timing import step_time
 from planner.cost.verdict import device_limit, limited_by
-from planner.search.estimate import Priced, plan_of, waits_mostly
+from planner.search.estimate import Priced, adapted, plan_of, waits_mostly
 from planner.search.request import Request
 from planner.search.space import inapplicable
 from planner.types.plan import Configuration, Plan, StepTime
@@ -249,7 +249,7 @@ def ran_out(request: Request) -> tuple[Rejection, ...]:
 
 def compared(request: Request, item: Timed, first: Timed) -> str:
     """How a plan that fits compares with the first one, in what the objective counts."""
-    blocked = refusal(item.configuration)
+    blocked = refusal(item.configuration, adapted(request.workload))
     aside = f"; {blocked}" if blocked else ""
     ratio = worth(item, request.objective) / worth(first, request.objective)
     if request.objective == "memory":

@@ -15,7 +15,7 @@ from planner import vocabulary as words
 from planner.cost.code_bases import code_base
 from planner.cost.combinations import compresses, offloads_of, refusal
 from planner.errors import ContradictoryRequest
-from planner.search.estimate import heads_left_over, indivisible
+from planner.search.estimate import adapted, heads_left_over, indivisible
 from planner.search.request import Degrees, Request
 from planner.types.plan import Configuration
 
@@ -75,6 +75,9 @@ def inapplicable(request: Request, strategy: words.Strategy) -> str:
         return "torch's Adafactor cannot step on shards"
     if strategy in words.ZERO_STAGES and request.workload.optimizer == "muon" and request.zero_backend == "deepspeed":
         return "DeepSpeed cuts matrices, which Muon steps whole; --backend native does not"
+    beside = adapted(request.workload)
+    if strategy in words.ZERO_STAGES and beside and beside.in_4_bits and request.zero_backend == "deepspeed":
+        return "DeepSpeed casts weights, which 4-bit ones do not survive; --backend native does not"
     if strategy in words.FSDP_STRATEGIES and request.facts.kind == "vision-text":
         return "torch's FSDP2 cannot shard the scalar logit_scale"
     if strategy == "hsdp" and (cluster.nodes == 1 or cluster.gpus_per_node == 1):
@@ -117,7 +120,7 @@ def unfit(request: Request, layout: CandidateLayout) -> str:
             configuration = configuration_of(request, layout, micro_batch)
         except ContradictoryRequest as problem:  # experts over more ranks than there are
             return str(problem)
-        return refusal(configuration) or indivisible(request, configuration)
+        return refusal(configuration, adapted(request.workload)) or indivisible(request, configuration)
     batch = request.workload.global_batch_size
     return f"global batch {batch} cannot be split over {layout.data_parallel} data-parallel ranks"
 

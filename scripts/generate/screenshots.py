@@ -1,10 +1,23 @@
-"""Draws the screenshots of the docs anew, from real answers: `python -m scripts.generate.screenshots`.
+"""Draws the screenshots of the docs anew, from real answers.
 
-Needs the extras `ui`, `report` and `dev`, and Chromium. Fonts differ between machines, so nothing compares the files.
+    python -m scripts.generate.screenshots [terminal | pages ...]
+
+Pages need the extras `ui`, `report` and `dev`, and Chromium; what a terminal of 80 columns shows is written as SVG and
+needs a pseudo-terminal, and torch for the run that is watched. Fonts differ between machines, so nothing compares the
+files.
 """
 
 from __future__ import annotations
 
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from html import escape
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -43,10 +56,122 @@ def reports(browser: Browser) -> None:
             page.close()
 
 
+COLUMNS = 80
+MODEL = "--model llama-3-8b --gpus 8 --gpu H100-SXM5-80GB"
+COMMANDS = {
+    "recommend.svg": f"recommend {MODEL} --plot",
+    "estimate.svg": f"estimate {MODEL} --strategy fsdp",
+}
+WATCHED = ("run", "--strategy", "fsdp", "--nproc", "2", "--run-dir")
+WATCHED_SCRIPT = ("scripts/examples/train_gpt.py", "--steps", "400")
+WATCHED_STEPS = 120
+"""Of the run, when it is looked at."""
+_SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" role="img">
+<style>
+text {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: {char_height}px;
+line-height: {line_height}px; font-variant-east-asian: full-width; }}
+.title {{ font-size: 16px; fill: #9a9a9a; }}
+{styles}
+</style>
+<defs>
+<clipPath id="{unique_id}-clip-terminal">
+<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/>
+</clipPath>
+{lines}
+</defs>
+<rect fill="#0c0c0c" width="{width}" height="{height}" rx="8"/>
+<text class="title" x="{terminal_x}" y="27">$ COMMAND</text>
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</g>
+</svg>
+"""
+"""rich's picture of a terminal with the reader's own fonts: its template fetches some from a network."""
+
+
+def terminals() -> None:
+    """What commands show on a terminal."""
+    for name, command in COMMANDS.items():
+        draw(name, command.split())
+    watched()
+
+
+def watched() -> None:
+    """`dsplan watch` of a run of two ranks on this machine."""
+    with TemporaryDirectory() as folder:
+        directory = str(Path(folder) / "run")
+        command = [sys.executable, "-m", "dsplan", *WATCHED, directory, *WATCHED_SCRIPT]
+        training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            rows = Path(directory) / "metrics-rank0.jsonl"
+            while not rows.exists() or rows.read_text().count('"event": "step"') < WATCHED_STEPS:
+                if training.poll() is not None:
+                    raise SystemExit(f"the run that is to be watched ended early ({training.returncode})")
+                time.sleep(0.2)
+            draw("watch.svg", ["watch", directory, "--once"], shown="watch runs/last --once")
+        finally:
+            training.terminate()
+            training.wait()
+
+
+def draw(name: str, arguments: list[str], shown: str = "") -> None:
+    """Write what `dsplan` with these arguments prints on a terminal as a picture; `shown` stands for the arguments."""
+    from rich.console import Console
+    from rich.terminal_theme import MONOKAI
+    from rich.text import Text
+
+    console = Console(width=COLUMNS, record=True, file=StringIO(), force_terminal=True)
+    console.print(Text.from_ansi(on_a_terminal(arguments)))
+    picture = _SVG.replace("COMMAND", escape(f"dsplan {shown or ' '.join(arguments)}"))
+    svg = console.export_svg(theme=MONOKAI, code_format=picture, unique_id=name.removesuffix(".svg"))
+    (FOLDER / name).write_text(svg)
+
+
+def on_a_terminal(arguments: list[str]) -> str:
+    """What `dsplan` writes on a terminal of so many columns, colours and all."""
+    import fcntl
+    import struct
+    import termios
+
+    own, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
+    variables = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
+    for unwanted in ("COLUMNS", "NO_COLOR"):
+        variables.pop(unwanted, None)
+    started = subprocess.Popen(
+        [sys.executable, "-m", "dsplan", *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        env=variables,
+    )
+    os.close(theirs)
+    written = b""
+    with suppress(OSError):  # how Linux ends a terminal
+        while read := os.read(own, 1 << 16):
+            written += read
+    os.close(own)
+    if started.wait() not in (0, 1):
+        raise SystemExit(f"dsplan {' '.join(arguments)} ended with {started.returncode}")
+    return re.sub(r"\x1b\[\?25[hl]", "", written.decode()).replace("\r\n", "\n")
+
+
 def main() -> None:
+    wanted = sys.argv[1:] or ["terminal", "pages"]
+    FOLDER.mkdir(exist_ok=True)
+    if "terminal" in wanted:
+        terminals()
+    if "pages" in wanted:
+        pages()
+
+
+def pages() -> None:
+    """The page of `dsplan ui`, and those of `dsplan report`."""
     from playwright.sync_api import sync_playwright
 
-    FOLDER.mkdir(exist_ok=True)
     with server(cores=2) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=["--disable-dev-shm-usage"])
         for file, (width, colours) in PAGES.items():

@@ -1,12 +1,13 @@
 """Saves a checkpoint under every composition, loads each under every other, and compares the losses that follow.
 
-    python -m scripts.measure.checkpoint_matrix [--models llama mixtral]
+    python -m scripts.measure.checkpoint_matrix [--models llama mixtral adapters]
 
 A small LLaMA with tied embeddings and, for expert parallelism, a small Mixtral are trained for two steps of AdamW under
 each composition and saved; every composition then loads every checkpoint and trains three steps more, whose losses have
 to be those of one process that never stopped. Each checkpoint is exported too, and loaded by transformers'
-`from_pretrained`. docs/reference/checkpoint-matrix.md is written from what came out; the status is 1 where a loss
-differs.
+`from_pretrained`. Of the LLaMA with LoRA adapters, which alone are trained, each composition saves two: with the frozen
+weights and without; its exports are loaded by `PeftModel.from_pretrained`. docs/reference/checkpoint-matrix.md is
+written from what came out; the status is 1 where a loss differs.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from hardware_db.files import replace_text
 from hardware_db.spawn import RankError, RankPool
@@ -38,6 +40,10 @@ PAGE = REFERENCE / "checkpoint-matrix.md"
 SAVED_AFTER, FOLLOWING, GLOBAL_BATCH = 2, 3, 12
 TOLERANCE = 2e-6
 """What losses may be apart, as a share: sums over ranks are made in another order."""
+ADAPTERS = "adapters"
+_METHOD = {"method": "lora", "lora_rank": 4, "lora_targets": "all-linear"}
+_FAMILIES = {ADAPTERS: "llama"}
+"""What the model of a matrix is, where its name is another."""
 EXPORT_TOLERANCES: Mapping[str, float] = {"fp32": 2e-6, "bf16": 2e-3}
 """The same of the loss of an exported model, by the dtype of its weights."""
 
@@ -92,7 +98,8 @@ class Composition:
             precision="fp32",
             optimizer="adamw",
         )
-        return estimate(question(model, self.ranks, "fp32"), configuration)
+        plan = estimate(question(_family(model), self.ranks, "fp32"), configuration)
+        return replace(plan, workload={**plan.workload, **_METHOD}) if model == ADAPTERS else plan
 
 
 COMPOSITIONS: Mapping[str, Sequence[Composition]] = {
@@ -124,7 +131,23 @@ COMPOSITIONS: Mapping[str, Sequence[Composition]] = {
         Composition(strategy="fsdp", dp_shard=2, cp=2, ep=2),
         Composition(strategy="fsdp", dp_shard=2, pp=2, ep=2),
     ),
+    ADAPTERS: (
+        Composition(strategy="single"),
+        Composition(strategy="ddp", dp_replicate=2),
+        Composition(strategy="fsdp", dp_shard=3),
+        Composition(strategy="fsdp", dp_shard=4),
+        Composition(strategy="zero3", dp_shard=2),
+        Composition(strategy="fsdp", dp_shard=2, tp=2),
+        Composition(strategy="fsdp", dp_shard=2, tp=2, sequence_parallel=True),
+        Composition(strategy="zero2", dp_shard=2, tp=2),
+        Composition(strategy="ddp", dp_replicate=2, pp=2),
+        Composition(strategy="fsdp", tp=2, pp=2),
+    ),
 }
+
+
+def _family(model: str) -> str:
+    return _FAMILIES.get(model, model)
 
 
 def samples_of(step: int) -> torch.Tensor:
@@ -134,14 +157,20 @@ def samples_of(step: int) -> torch.Tensor:
 
 def made(model: str, plan: Plan) -> Any:
     """An engine that begins with the weights that all begin with."""
-    module = build_model(MODELS[model], "causal-lm", "sdpa", torch.device("cpu"))
+    module, adapts = base_of(model), model == ADAPTERS
+    torch.manual_seed(1)  # of the adapters that are put in
     engine, *_ = initialize(
         module,
-        lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
+        lambda parameters: torch.optim.AdamW(parameters, lr=3e-2 if adapts else 3e-3),
         plan=plan,
         config={"gradient_clipping": 1.0},
     )
     return engine
+
+
+def base_of(model: str) -> nn.Module:
+    """The model of a matrix before it is trained, the same in every process."""
+    return build_model(MODELS[_family(model)], "causal-lm", "sdpa", torch.device("cpu"))
 
 
 def losses_of(engine: Any, first: int, count: int) -> list[float]:
@@ -158,7 +187,15 @@ def save_after(model: str, plan: Plan, directory: str) -> list[float]:
     engine = made(model, plan)
     losses_of(engine, 0, SAVED_AFTER)
     engine.save_checkpoint(directory, client_state={"at": SAVED_AFTER})
+    if model == ADAPTERS:
+        engine.save_checkpoint(alone(directory), trainable_only=True)
+        engine.export_checkpoint(f"{directory}-export")
     return losses_of(engine, SAVED_AFTER, FOLLOWING)
+
+
+def alone(directory: str) -> str:
+    """Where adapters are saved without what they were trained beside."""
+    return f"{directory}-alone"
 
 
 def resume_each(model: str, plan: Plan, directories: Sequence[str]) -> list[list[float]]:
@@ -189,6 +226,16 @@ def exported(directory: str, dtype: str) -> float:
         return float(loaded(input_ids=tokens, labels=tokens).loss)
 
 
+def loaded_by_peft(directory: str) -> tuple[float, torch.Tensor]:
+    """The loss of the first step that follows, and its logits, of what PEFT loads from an export over the base."""
+    peft: Any = import_module("peft")
+    loaded = peft.PeftModel.from_pretrained(base_of(ADAPTERS), f"{directory}-export")
+    tokens = samples_of(SAVED_AFTER)
+    with torch.no_grad():
+        found = loaded(input_ids=tokens, labels=tokens)
+    return float(found.loss), found.logits
+
+
 def run(composition: Composition, function: Any, *arguments: Any) -> Any:
     """What a function gives on rank 0 of ranks that are started for it: every engine leaves process groups behind."""
     variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DSPLAN_QUIET": "1"}
@@ -196,13 +243,13 @@ def run(composition: Composition, function: Any, *arguments: Any) -> Any:
         return pool.run(function, *arguments)[0]
 
 
-Cells = dict[tuple[Composition, str], str]
+Cells = dict[tuple[str, str], str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
     """What came of each pair of a writer and a reader: the largest difference of a loss, as a share, or what failed.
-    The last two readers are transformers."""
+    The last readers are transformers, or PEFT."""
 
     cells: Cells
     without_moments: float
@@ -219,20 +266,23 @@ class Matrix:
 def measure(model: str, compositions: Sequence[Composition], top: Path) -> Matrix:
     """Save under each composition, load under each."""
     cells, right = Cells(), list[float]()
-    folders: dict[Composition, str] = {}
+    folders: dict[str, str] = {}
     for writer in compositions:
         folder = str(top / f"{model}-{len(folders)}")
         try:
             losses = run(writer, save_after, model, writer.plan(model), folder)
         except (RankError, DsplanError) as problem:
             print(f"{model}: {writer.name} cannot save: {first_line(problem)}", flush=True)
-            cells |= {(writer, reader.name): first_line(problem) for reader in compositions}
+            cells |= {(writer.name, reader.name): first_line(problem) for reader in compositions}
             continue
         right = right or losses
-        folders[writer] = folder
+        folders[writer.name] = folder
         print(f"{model}: {writer.name} saved; apart from one process {apart(losses, right):.1e}", flush=True)
     first = compositions[0]
-    lost = apart(run(first, without_moments, model, first.plan(model), folders[first]), right)
+    lost = apart(run(first, without_moments, model, first.plan(model), folders[first.name]), right)
+    exports = dict(folders)
+    if model == ADAPTERS:
+        folders |= {f"{name}, adapters alone": alone(folder) for name, folder in exports.items()}
     print(f"{model}: losses without the optimizer's moments would be {lost:.1e} apart", flush=True)
     for reader in compositions:
         try:
@@ -244,10 +294,17 @@ def measure(model: str, compositions: Sequence[Composition], top: Path) -> Matri
         for writer, losses in zip(folders, found, strict=True):
             cells[writer, reader.name] = _cell(apart(losses, right), TOLERANCE)
         print(f"{model}: {reader.name} loaded {' '.join(cells[writer, reader.name] for writer in folders)}", flush=True)
+    if model == ADAPTERS:
+        loaded = {name: loaded_by_peft(folder) for name, folder in exports.items()}
+        expected = loaded[first.name][1]
+        for name, (loss, logits) in loaded.items():
+            logits_apart = float((logits - expected).abs().max() / expected.abs().max())
+            cells[name, "PeftModel.from_pretrained"] = _cell(max(apart([loss], right[:1]), logits_apart), TOLERANCE)
+        return Matrix(cells=cells, without_moments=lost)
     for dtype, tolerance in EXPORT_TOLERANCES.items():
-        for writer, folder in folders.items():
+        for name, folder in exports.items():
             difference = apart([exported(folder, dtype)], right[:1])
-            cells[writer, f"from_pretrained, {dtype}"] = _cell(difference, tolerance)
+            cells[name, f"from_pretrained, {dtype}"] = _cell(difference, tolerance)
     return Matrix(cells=cells, without_moments=lost)
 
 
@@ -266,8 +323,14 @@ def first_line(problem: Exception) -> str:
     return ((reports or [""])[0].strip().splitlines() or [type(problem).__name__])[0][:160]
 
 
-def page(matrices: Mapping[str, Matrix]) -> str:
-    """The page of all pairs."""
+def sections(text: str) -> dict[str, list[str]]:
+    """The lines of a page below each model's heading, which stay where it is not measured again."""
+    parts = text.rpartition("\n\ntorch ")[0].split("\n## ")[1:]
+    return {lines[0]: lines[2:] for lines in (part.splitlines() for part in parts)}
+
+
+def page(matrices: Mapping[str, Matrix], before: Mapping[str, list[str]]) -> str:
+    """The page of all pairs, with what it says already of models that were not measured."""
     lines = [
         "# Checkpoints from every composition to every other",
         "",
@@ -278,19 +341,24 @@ def page(matrices: Mapping[str, Matrix]) -> str:
         " the loss of what"
         " transformers' `from_pretrained` loads from `export_checkpoint` with weights of a dtype"
         f" (bold above {EXPORT_TOLERANCES['bf16']:g} in bf16).",
+        "",
+        "Of `adapters`, a llama beside whose frozen linear layers LoRA adapters are trained, each composition saves two"
+        " checkpoints, with the frozen weights and without (`trainable_only`). The last column is of what"
+        " `PeftModel.from_pretrained` loads from `engine.export_checkpoint`: the larger of the difference of its loss"
+        " and that of its logits from those of the first row's export.",
     ]
-    for model, matrix in matrices.items():
+    for model in COMPOSITIONS:
+        lines += ["", f"## {model}", ""]
+        matrix = matrices.get(model)
+        if matrix is None:
+            lines += before[model]
+            continue
         cells = matrix.cells
         readers = list(dict.fromkeys(reader for _, reader in cells))
-        lines += [
-            "",
-            f"## {model}",
-            "",
-            f"Without the moments of AdamW losses would be {matrix.without_moments:.0e} apart.",
-        ]
+        lines += [f"Without the moments of AdamW losses would be {matrix.without_moments:.0e} apart."]
         lines += ["", f"| saved under | {' | '.join(readers)} |", f"|---|{'---|' * len(readers)}"]
         for writer in dict.fromkeys(writer for writer, _ in cells):
-            lines.append(f"| {writer.name} | {' | '.join(cells.get((writer, reader), '') for reader in readers)} |")
+            lines.append(f"| {writer} | {' | '.join(cells.get((writer, reader), '') for reader in readers)} |")
     lines += ["", f"torch {version('torch')}, transformers {version('transformers')}, gloo on a CPU."]
     return "\n".join(lines) + "\n"
 
@@ -303,8 +371,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as top:
         for model in options.models:
             matrices[model] = measure(model, COMPOSITIONS[model], Path(top))
-    if set(matrices) == set(COMPOSITIONS):
-        replace_text(PAGE, page(matrices))
+    before = sections(PAGE.read_text())
+    if {*matrices, *before} == set(COMPOSITIONS):
+        replace_text(PAGE, page(matrices, before))
     sys.exit(not all(matrix.is_right for matrix in matrices.values()))
 
 

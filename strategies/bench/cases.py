@@ -204,3 +204,19 @@ def _case(sample: _Sample, way: _Way, cluster: Cluster, zero_backend: words.Back
     return TrainingCase(
         model=bare.model, task=default_task(bare.facts), configuration=configuration, config=sample.config
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trainee:
+    """A training run: `plan` is the object of the JSON contract, `config` empty for a model that is known by name.
+
+    Metrics go to `run_directory`; steps are timed for about `seconds`, with `threads` threads per rank.
+    """
+
+    model: str
+    config: Mapping[str, Any]
+    task: Task
+    plan: Mapping[str, Any]
+    run_directory: str
+    seconds: float
+    threads: int

@@ -15,7 +15,7 @@ from hardware_db.errors import BrokenFile
 from hardware_db.files import HOME, data_dir
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import Measurement, Outcome, RateMeasurement, measure_run, plan_key
-from hardware_db.microbench.grid import Point, Refusal, as_measurement, point_of
+from hardware_db.microbench.grid import Point, Rate, Refusal, as_measurement, point_of
 from hardware_db.probe import Machine
 from hardware_db.spawn import RankError, RankPool
 from hardware_db.store import Store
@@ -24,9 +24,8 @@ from planner.cluster.resolve import probed_cluster
 from planner.search.estimate import estimate
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
-from strategies.bench.cases import TrainingCase, request_of
+from strategies.bench.cases import Trainee, TrainingCase, request_of
 from strategies.bench.plan import BenchPlan
-from strategies.bench.training import Trainee, measure_point, train_trainee
 from strategies.telemetry.metrics import measured_of, read_metrics, summarise
 from strategies.variables import QUIET
 
@@ -327,3 +326,20 @@ class _Refused(Exception):
 
 def _first_line(problem: RankError) -> str:
     return str(problem).splitlines()[0][:300]
+
+
+# The work of the ranks. They import torch; the process that draws the progress does not.
+
+
+def measure_point(point: Point, threads: int) -> Rate | Refusal:
+    """The rate of a point, on every rank of the group; see `hardware_db.microbench.runner`."""
+    from hardware_db.microbench.runner import measure_on_rank
+
+    return measure_on_rank(point, threads)
+
+
+def train_trainee(trainee: Trainee) -> None:
+    """A training run, on every rank of the group; see `strategies.bench.training`."""
+    from strategies.bench.training import train
+
+    train(trainee)

@@ -6,15 +6,12 @@ import gc
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hardware_db.microbench.grid import Point, Rate, Refusal
 from planner.types.plan_io import plan_from_dict
-from planner.vocabulary import Task
+from strategies.bench.cases import Trainee
 from strategies.bench.measured_run import batch_for, build_model
 from strategies.distributed.environment import join
 from strategies.engine.base import Engine
@@ -80,35 +77,3 @@ def _slowest(seconds: float, device: torch.device) -> float:
     if dist.is_initialized():
         dist.all_reduce(together, op=dist.ReduceOp.MAX)
     return max(float(together.item()), 1e-4)
-
-
-# The work of the ranks. They import torch; the process that draws the progress does not.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trainee:
-    """A training run: `plan` is the object of the JSON contract, `config` empty for a model that is known by name.
-
-    Metrics go to `run_directory`; steps are timed for about `seconds`, with `threads` threads per rank.
-    """
-
-    model: str
-    config: Mapping[str, Any]
-    task: Task
-    plan: Mapping[str, Any]
-    run_directory: str
-    seconds: float
-    threads: int
-
-
-def measure_point(point: Point, threads: int) -> Rate | Refusal:
-    """The rate of a point, on every rank of the group; see `hardware_db.microbench.runner`."""
-    from hardware_db.microbench.runner import measure_on_rank
-
-    return measure_on_rank(point, threads)
-
-
-def train_trainee(trainee: Trainee) -> None:
-    """A training run, on every rank of the group; see `strategies.bench.training`."""
-
-    train(trainee)

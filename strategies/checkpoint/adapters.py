@@ -24,6 +24,8 @@ from strategies.checkpoint.states import States
 from strategies.distributed.environment import Environment
 from strategies.errors import BrokenFile, CannotRun
 from strategies.parallel.blocks import quantised_weights
+from strategies.parallel.mesh import Mesh
+from strategies.parallel.whole import gathered
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -35,11 +37,24 @@ _PREFIX = "base_model.model."
 # What an export needs to know of a model's adapters.
 
 
-def adapter_of(module: nn.Module, names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def adapter_of(module: nn.Module, names: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, Any]:
     """PEFT's config of a model's adapters, its names for them, and how each is merged, as JSON; empty without adapters.
 
-    `names` are the module's tensors by the names of checkpoints.
+    `names` are the module's tensors by the names of checkpoints. Of a pipeline those of all stages are in it; every
+    rank calls it together.
     """
+    stages = [found for found in gathered(_own_adapter(module, names), mesh, ("pp",)) if found]
+    if not stages:
+        return {}
+    joined = {word: {name: what for found in stages for name, what in found[word].items()} for word in _BY_NAME}
+    return {**stages[0], **joined}
+
+
+_BY_NAME = ("names", "merges")
+"""What of it is of single layers."""
+
+
+def _own_adapter(module: nn.Module, names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     configs = getattr(module, "peft_config", None)
     if not isinstance(configs, Mapping) or not configs:
         return {}

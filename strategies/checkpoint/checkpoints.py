@@ -62,7 +62,7 @@ class Checkpoints:
             model_files=model_files_of(engine.module),
             written_by=_written_by(engine),
             is_custom=options.custom is not None,
-            adapter=adapter_of(engine.module, states.names.tensors),
+            adapter=adapter_of(engine.module, states.names.tensors, engine.mesh),
             left_out=described_base(states, states.leaves_out, engine.environment),
         )
 
@@ -112,7 +112,7 @@ class Checkpoints:
     ) -> list[Path]:
         """Write the weights alone, from every rank, and turn them into a transformers folder, or PEFT's, on rank 0."""
         engine, states = self._engine, self._states()
-        adapter = adapter_of(engine.module, states.names.tensors)
+        adapter = adapter_of(engine.module, states.names.tensors, engine.mesh)
         if adapter and not merged:
             states.leaves_out = frozenset(states.names.tensors.keys() - adapter["names"].keys())
         content = Content(progress={}, client_state={}, model_files=model_files_of(engine.module), adapter=adapter)

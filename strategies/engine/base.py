@@ -505,6 +505,10 @@ class AccumulatingEngine(Engine):
         """Add the gradients of a pipeline stage's pass, the last one of its stage, or of all stages of this rank."""
 
     @abstractmethod
+    def backward_weights(self, run: Callable[[], None], *, ends_step: bool) -> None:
+        """Take the gradients of a pass of weights alone, which `run` adds to `.grad` without calling a hook."""
+
+    @abstractmethod
     def complete_gradients(self) -> None:
         """All passes of a pipeline's step are over: reduce what has not been reduced over data-parallel ranks."""
 

@@ -143,7 +143,7 @@ def initialize(
     settled, is_new = _settle(model, options, environment)
     if not method.is_full:
         settled = replace(settled, workload={**settled.workload, **method.in_a_plan})
-    require_trainable(model, settled.configuration.strategy, settled.configuration.backend)
+    require_trainable(model, settled.configuration)
     if pipeline and settled.configuration.pp == 1:
         raise CannotRun(
             'initialize: pipeline=True, and the plan has no pipeline; give parallel={"pp": 2} or start with `dsplan run'

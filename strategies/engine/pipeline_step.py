@@ -225,3 +225,7 @@ class _Passes:
     ) -> None:
         with self._engine.profile("backward"):
             self._engine.backward_stage(made, gradient, ends_stage=ends_stage, ends_step=ends_step)
+
+    def backward_weights(self, run: Callable[[], None], *, ends_step: bool) -> None:
+        with self._engine.profile("backward"):
+            self._engine.backward_weights(run, ends_step=ends_step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -292,6 +292,13 @@ class TorchEngine(AccumulatingEngine):
         reduces = ends_stage or self.strategy.reduces_each_micro_batch
         with self.strategy.synchronization(self.wrapped, reduces=reduces):
             self._add_gradients(made, gradient, ends_step=ends_step)
+
+    def backward_weights(self, run: Callable[[], None], *, ends_step: bool) -> None:
+        if self._wide_sums is not None and ends_step:
+            self._wide_sums.give_back()
+        run()
+        if self._wide_sums is not None and not ends_step:
+            self._wide_sums.set_aside(self.module.parameters())
 
     def complete_gradients(self) -> None:
         self.strategy.complete(self.wrapped)

@@ -17,7 +17,7 @@ from hardware_db.files import data_dir
 from hardware_db.probe import Machine, probe
 from planner import vocabulary as words
 from planner.cluster.probed import probed_cluster
-from planner.cost.combinations import refusal
+from planner.cost.combinations import Adapted, refusal
 from planner.errors import ContradictoryRequest, UnknownName
 from planner.search.request import WITHOUT_DEEPSPEED, deepspeed_lacks
 from planner.types.plan import Plan
@@ -291,7 +291,9 @@ def _processes(request: RunRequest, plan: Plan | None, placement: Placement, gpu
 
 def _plan_processes(request: RunRequest, plan: Plan, placement: Placement) -> int:
     configuration = plan.configuration
-    if why := refusal(configuration):
+    work = plan.workload
+    adapted = Adapted(method=work.get("method") or "full", load_dtype=work.get("load_dtype"))  # type: ignore[arg-type]
+    if why := refusal(configuration, adapted):
         raise DsplanError(f"{request.plan_file}: {why}")
     nodes = int(str(plan.cluster.get("nodes") or 1))
     if nodes > 1 and not placement.least_nodes <= nodes <= placement.most_nodes:

@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 from planner import vocabulary as words
+from planner.cost.combinations import Adapted, refusal
+from planner.types.plan import Configuration
 from strategies.config import ScriptConfig
 from strategies.errors import BackendMissing, CannotRun
 from strategies.parallel.blocks import quantised_weights, repeated_blocks
@@ -134,12 +136,12 @@ def apply_method(model: nn.Module, asked: TrainingMethod) -> str:
         return ""
     layers = _targets(model, asked.targets)
     peft = _library("peft", asked.method, "makes the adapters")
+    if asked.load_dtype not in (None, "nf4", *_DTYPES):
+        raise CannotRun(f"dsplan run loads no frozen weights in {asked.load_dtype}; use bf16, or nf4 with method qlora")
     if asked.method == "qlora" or asked.load_dtype == "nf4":
         _quantise(model, asked)
-    elif asked.load_dtype in _DTYPES:
-        _cast(model, _DTYPES[asked.load_dtype])
     elif asked.load_dtype is not None:
-        raise CannotRun(f"dsplan run loads no frozen weights in {asked.load_dtype}; use bf16, or nf4 with method qlora")
+        _cast(model, _DTYPES[asked.load_dtype])
     config = _peft_config(peft, model, asked, layers)
     peft.inject_adapter_in_model(config, model)
     holder: Any = model
@@ -161,15 +163,17 @@ def has_adapters(model: nn.Module) -> bool:
     return any(hasattr(module, "base_layer") and hasattr(module, "lora_A") for module in model.modules())
 
 
-def require_trainable(model: nn.Module, strategy: str, backend: str) -> None:
-    """
+def require_trainable(model: nn.Module, configuration: Configuration) -> None:
+    """Check a plan against the adapters that a model has, whoever put them in, and what they lie beside.
+
     Raises:
-        CannotRun: the model has quantised weights and DeepSpeed would cast them.
+        CannotRun: the plan cannot train them; the planner's sentence.
     """
-    if backend == "deepspeed" and quantised_weights(model):
-        raise CannotRun(
-            f"DeepSpeed's {strategy} casts weights, which 4-bit ones do not survive; use backend native, fsdp or ddp"
-        )
+    has_magnitudes = any(len(getattr(module, "lora_magnitude_vector", ())) for module in model.modules())
+    method: words.Method = "dora" if has_magnitudes else "lora"
+    adapted = Adapted(method=method, load_dtype="nf4" if quantised_weights(model) else None)
+    if why := refusal(configuration, adapted):
+        raise CannotRun(f"the plan: {why}")
 
 
 def still_trained(given: Iterable[Any], model: nn.Module) -> list[Any] | None:

@@ -255,6 +255,9 @@ class Passes(Protocol):
     ) -> None:
         """Add the gradients of a pass; whether it is the last of its stage, and the last of all on this rank."""
 
+    def backward_weights(self, run: Callable[[], None], *, ends_step: bool) -> None:
+        """The same of a pass that was split: `run` adds the gradients of weights to `.grad`."""
+
 
 class _Made:
     """What a stage made of a micro-batch: a tensor, and once that was sent only where its backward pass begins
@@ -371,7 +374,8 @@ class Pipeline:
     def _backward(self, action: Action, passes: Passes, state: _State, *, ends_stage: bool, ends_step: bool) -> None:
         place, stage = (action.stage, action.micro_batch), action.stage
         if action.kind == "backward_weight":
-            _backward_weight(state.weights.pop(place))
+            left = state.weights.pop(place)
+            passes.backward_weights(lambda: _backward_weight(left), ends_step=ends_step)
             return
         made, gradient = state.made.pop(place), None
         if stage < self.stages.number - 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -33,24 +33,23 @@ class CheckedPage:
     outside: list[str] = field(default_factory=list)
     """Addresses of other origins that the page asked for; none of them was answered."""
 
-    def violations(self, known: Mapping[str, str] | None = None, within: str | None = None) -> list[str]:
-        """What axe-core finds, each rule with the element; `known` are rules left aside below a CSS selector. `within`
-        one it looks at that part of the page alone."""
+    def violations(self, within: str | None = None, rule: str | None = None) -> list[str]:
+        """What axe-core finds, each rule with the element: in a part of the page alone, or of one rule alone."""
         from axe_playwright_python.sync_playwright import Axe
 
+        options = {"runOnly": {"type": "rule", "values": [rule]}} if rule else None
         found = []
-        for violation in Axe().run(self.page, context=within).response["violations"]:
-            selector = (known or {}).get(violation["id"])
+        for violation in Axe().run(self.page, context=within, options=options).response["violations"]:
             for node in violation["nodes"]:
-                target = str(node["target"][-1])
-                if selector is None or not self._is_below(target, selector):
-                    why = " ".join(node["failureSummary"].split())
-                    found.append(f"{violation['id']} at {target}: {why} {node['html'][:200]}")
+                why = " ".join(node["failureSummary"].split())
+                found.append(f"{violation['id']} at {node['target'][-1]}: {why} {node['html'][:200]}")
         return found
 
-    def _is_below(self, target: str, selector: str) -> bool:
-        script = "([target, selector]) => document.querySelector(target)?.closest(selector) != null"
-        return bool(self.page.evaluate(script, [target, selector]))
+    def changed_to(self, *, dark: bool, width: int) -> None:
+        """Show the same page in other colours and in another window, without loading it again."""
+        self.page.emulate_media(color_scheme="dark" if dark else "light", reduced_motion="reduce")
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.evaluate("() => new Promise(drawn => requestAnimationFrame(() => setTimeout(drawn, 200)))")
 
     def sideways(self) -> int:
         """Pixels by which the page is wider than its window."""
@@ -78,11 +77,11 @@ class CheckedPage:
         """The plotly pictures of the page by title, else by the id of what they are in: how many marks take up room."""
         return dict(self.page.evaluate(_PICTURES))
 
-    def problems(self, known: Mapping[str, str] | None = None, within: str | None = None) -> list[str]:
+    def problems(self, within: str | None = None, rule: str | None = None) -> list[str]:
         """All that must not be on any page: complaints, requests to elsewhere, violations, scrolling sideways."""
         wide = [f"{self.sideways()} pixels too wide"] if self.sideways() > 0 else []
         asked = [f"asks for {address}" for address in self.outside]
-        return [*self.complaints, *asked, *wide, *self.violations(known, within)]
+        return [*self.complaints, *asked, *wide, *self.violations(within, rule)]
 
 
 _MARK_CONTROLS = """() => {

@@ -127,7 +127,7 @@ def test_what_does_not_fit_ends_with_status_1(cli: Cli) -> None:
 
 
 def test_nothing_fits_is_an_answer_with_remedies(cli: Cli) -> None:
-    line = "recommend --model opt-6.7b --gpus 1 --gpu RTX-4090 --max-memory-gb 2.5"
+    line = "recommend --model opt-125m --gpus 1 --gpu RTX-4090 --max-memory-gb 0.4"
     printed = cli(line)
     assert printed.status == 1
     assert "no plan fits" in printed.out

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from dsplan.render.charts import sparkline
-from dsplan.render.show import MOST_LETTERS, Text, columns, plain_text, printable, renderables
 from dsplan.render.show import Table as ShownTable
+from dsplan.render.show import Text, columns, plain_text, renderables
+from hardware_db.notices import MOST_LETTERS, printable
 from tests.dsplan.cli import Cli
 
 

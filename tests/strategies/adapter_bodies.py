@@ -141,6 +141,25 @@ def saved_and_exported(recipe: Recipe, method: str, directory: Path, tp: int = 1
     return train(engine, range(2, 4)), exported
 
 
+def exported_from_stages(directory: Path) -> None:
+    """The adapters of a pipeline of two ranks after a step, exported and in a checkpoint."""
+    recipe = Recipe(strategy="single", accumulation=2)
+    plan = recipe.plan()
+    split = replace(plan.configuration, strategy="ddp", pp=2)
+    model = llama()
+    torch.manual_seed(1)
+    engine, *_ = initialize(
+        model=model,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
+        plan=replace(plan, configuration=split),
+        config={"lora": {"method": "lora", **ADAPTERS}},
+    )
+    ids = batch_of(0)
+    engine.train_batch({"input_ids": ids, "labels": ids})
+    engine.export_checkpoint(directory / "adapter")
+    engine.save_checkpoint(directory / "saved", trainable_only=True)
+
+
 def resumed(recipe: Recipe, method: str, directory: Path, shift: float = 0.0) -> list[float]:
     """The losses of two steps over the base model, or another one, with the saved adapters."""
     engine = engine_of(recipe, method, shift=shift)

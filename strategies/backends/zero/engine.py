@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -168,11 +168,6 @@ class ZeroStrategy(Strategy):
         environment, model = self.environment, parts.model
         apply_plan(parts)
         mesh, parted = self.mesh, parts_of(model)
-        if mesh.size("dp_replicate") > 1:
-            raise CannotRun(
-                f"native {self.configuration.strategy} has one copy of the states, and dp_replicate is"
-                f" {mesh.size('dp_replicate')}; use dp_shard for these ranks, or strategy 'hsdp'"
-            )
         collectives = collectives_over("dp_shard_cp", mesh)
         experts = collectives_over("expert_dp", mesh) if parted.experts else None
         optimizer = script_optimizer(parts, trainable_parameters(model, parts.model_parameters))
@@ -302,6 +297,13 @@ class ZeroEngine(AccumulatingEngine):
         self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
     ) -> None:
         self._add_gradients(made, gradient, ends_step=ends_step)
+
+    def backward_weights(self, run: Callable[[], None], *, ends_step: bool) -> None:
+        self._latecomers.welcome()
+        self._reducer.begin(reduces=ends_step or (self._reduces_each and self._may_reduce))
+        run()
+        self._reducer.take_gradients()
+        self._reducer.finish()
 
     def complete_gradients(self) -> None:
         """The step's last backward pass has reduced what was waiting."""

@@ -94,6 +94,13 @@ class Reducer:
         for fill in self._fills:
             fill.restart()
 
+    def take_gradients(self) -> None:
+        """In a backward pass of weights alone, whose gradients are in `.grad` and called no hook."""
+        for fill in self._fills:
+            for slot in fill.bucket.slots:
+                if slot.parameter in self._hooked and slot.parameter.grad is not None:
+                    self._arrived(fill, slot, slot.parameter)
+
     def finish(self) -> None:
         """After a backward pass: send what some parameter without a gradient held back, and wait for all sums."""
         self._is_open = False

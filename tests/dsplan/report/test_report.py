@@ -15,7 +15,6 @@ from dsplan.__main__ import main
 from dsplan.question import Question
 from planner.search.scaling import over_devices, over_lengths, over_micro_batches
 from planner.search.search import recommend
-from tests.dsplan.browser import NARROW, OpenPage
 from tests.dsplan.cli import Cli
 
 pytest.importorskip("plotly", reason="needs plotly (extra report)")
@@ -124,14 +123,3 @@ def test_scaling_keeps_what_it_does_not_vary() -> None:
     assert used == sorted(used)
     lengths = [plan.configuration.sequence_length for plan in over_lengths(request, first)]
     assert lengths == [512, 1024, 2048]  # as far as OPT's positions go
-
-
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_the_page_in_a_browser(page: Path, open_page: OpenPage, dark: bool) -> None:
-    opened = open_page(page.as_uri(), width=NARROW, dark=dark)
-    assert opened.problems() == []
-    drawn = opened.pictures()
-    assert len(drawn) == len(figures(page.read_text(encoding="utf-8")))
-    assert min(drawn.values()) > 0
-    if dark:
-        assert opened.not_reached_by_tab() == []

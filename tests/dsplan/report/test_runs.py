@@ -18,8 +18,6 @@ from dsplan.report.runs import compared, course, predicted_and_measured, run_blo
 from hardware_db.errors import BrokenFile
 from hardware_db.store import MemoryStore
 from planner.calibration.learn import checks, refresh
-from tests.dsplan.browser import OpenPage
-from tests.dsplan.cli import Cli
 from tests.planner.calibration.runs import HERE, User
 
 BEGAN = 1.7e9
@@ -30,7 +28,7 @@ def _step(step: int, seconds: float = 2.0, **more: Any) -> dict[str, Any]:
     return {**row, "samples": 4, "tokens": 400, "peak_bytes": 2**30, "rss_bytes": 2**28, **more}
 
 
-def _run(directory: Path, steps: int = 10) -> Path:
+def run_directory(directory: Path, steps: int = 10) -> Path:
     """Two attempts of two ranks: the first is killed after step `steps`, the second goes on from step 6."""
     journal = [
         {"event": "attempt", "attempt": 0, "time": BEGAN, "ranks": 2},
@@ -63,7 +61,7 @@ def _run(directory: Path, steps: int = 10) -> Path:
 
 
 def test_steps_restarts_and_alerts_are_on_one_axis_of_time(tmp_path: Path) -> None:
-    run = read_run(_run(tmp_path / "run"))
+    run = read_run(run_directory(tmp_path / "run"))
     first, second = run.attempts
     # The checkpoint of step 5 was complete at 40.5 s, five steps of 2 s after the first began.
     assert [point.at for point in first.points][:2] == pytest.approx([32.5, 34.5])
@@ -84,13 +82,13 @@ def test_steps_restarts_and_alerts_are_on_one_axis_of_time(tmp_path: Path) -> No
 
 
 def test_steps_that_a_restart_undid_are_not_compared(tmp_path: Path) -> None:
-    picture = compared([read_run(_run(tmp_path / "a")), read_run(_run(tmp_path / "b"))])
+    picture = compared([read_run(run_directory(tmp_path / "a")), read_run(run_directory(tmp_path / "b"))])
     assert picture is not None
     assert list(picture.figure["data"][0]["x"]) == [*range(1, 6), *range(6, 13)]
 
 
 def test_a_long_run_is_few_points_and_keeps_its_peak(tmp_path: Path) -> None:
-    directory = _run(tmp_path / "run", steps=10 * MOST_POINTS)
+    directory = run_directory(tmp_path / "run", steps=10 * MOST_POINTS)
     lines = (directory / "metrics-rank0.jsonl").read_text().splitlines()
     lines[5000] = json.dumps(_step(5000, peak_bytes=2**33))
     (directory / "metrics-rank0.jsonl").write_text("\n".join(lines) + "\n")
@@ -103,14 +101,14 @@ def test_a_long_run_is_few_points_and_keeps_its_peak(tmp_path: Path) -> None:
 def test_a_directory_that_is_no_run_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(BrokenFile, match="is no run directory"):
         read_run(tmp_path)
-    directory = _run(tmp_path / "run")
+    directory = run_directory(tmp_path / "run")
     (directory / "metrics-rank0.jsonl").write_text('{"event": "step", "step": 0, "seconds": "soon"}\n')
     with pytest.raises(BrokenFile, match="rows that dsplan did not write"):
         read_run(directory)
 
 
 def test_metrics_that_no_command_watched_claim_no_end(tmp_path: Path) -> None:
-    directory = _run(tmp_path / "run")
+    directory = run_directory(tmp_path / "run")
     assert read_run(directory).outcome == "completed"
     (directory / "run.jsonl").unlink()
     run = read_run(directory)
@@ -119,7 +117,7 @@ def test_metrics_that_no_command_watched_claim_no_end(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_plan_has_only_what_was_measured(tmp_path: Path) -> None:
-    picture = predicted_and_measured([read_run(_run(tmp_path / "run"))])
+    picture = predicted_and_measured([read_run(run_directory(tmp_path / "run"))])
     assert picture is not None
     assert {row[2] for row in picture.table.rows} == {"-"}
     assert ["time of a step", "run", "-", "2 s (2 s to 2 s)", "-"] in [list(row) for row in picture.table.rows]
@@ -138,13 +136,3 @@ def test_what_is_shown_of_a_calibration_is_what_was_learnt() -> None:
     assert [len(trace["x"]) for trace in predictions.figure["data"]] == [8, 8]
     assert kind.lesson.calibration is not None
     assert list(factors.figure["data"][0]["y"]) == [name.replace("_", " ") for name in kind.lesson.calibration.names]
-
-
-def test_runs_in_a_browser(cli: Cli, tmp_path: Path, open_page: OpenPage) -> None:
-    runs = [_run(tmp_path / "first"), _run(tmp_path / "<script>second")]
-    printed = cli("report", *runs, "--json", "--out", tmp_path / "page.html")
-    assert printed.json["pictures"] == ["predicted-measured", "runs", "course-1", "course-2"]
-    opened = open_page((tmp_path / "page.html").as_uri(), width=390)
-    assert opened.problems() == []
-    assert len(opened.pictures()) == 4
-    assert min(opened.pictures().values()) > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
 import pytest
 
@@ -20,6 +21,7 @@ SHARDED_BY_ZERO = (("facebook/opt-1.3b", 4, 8, 28), ("facebook/opt-1.3b", 8, 8, 
 """With Adafactor, which cannot step on FSDP's shards."""
 
 
+@cache
 def configuration(
     model: str, gpus: int, batch: int, limit: float | None, optimizer: Optimizer = "adamw"
 ) -> TrainingConfig:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from planner import vocabulary as words
 from planner.cost import combinations
-from planner.cost.combinations import contradiction, refusal
+from planner.cost.combinations import Adapted, contradiction, refusal
+from planner.errors import ContradictoryRequest
 from planner.search.estimate import impossible
 from planner.search.exact import ExactOptions, exact
+from planner.search.space import configuration_of, enumerate_candidates, micro_batches
 from planner.types.plan import Configuration
 from strategies.distributed.environment import Environment
 from strategies.engine.registry import find_strategy
@@ -29,6 +36,7 @@ _TRAINED: dict[str, Any] = {
 _ZERO2 = {"strategy": "zero2", "backend": "native"}
 
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("strategy single uses one GPU, not 2", {"strategy": "single", "tp": 2}),
     ("backend native does not run fsdp; use torch", {"backend": "native"}),
     ("offload nvme is not possible with fsdp of backend torch; possible: all", {"offload": "nvme"}),
     ("an offload ratio (0.5)", {"offload": "all", "offload_ratio": 0.5}),
@@ -56,17 +64,17 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("ep 2 with tp 2 needs sequence parallelism", {"ep": 2, "tp": 2}),
     ("dsplan run has no fp8 products", {"precision": "fp8"}),
     ("hands whole models to DeepSpeed, and tp 2 splits them", {"strategy": "zero1", "backend": "deepspeed", "tp": 2}),
+    ("native zero2 has one copy of the states, and dp_replicate is 2", {**_ZERO2, "dp_replicate": 2}),
     ("zero3 of backend native cuts whole layers, and pp 2 splits them", {**_ZERO2, "strategy": "zero3", "pp": 2}),
     ("Adafactor needs whole matrices, which tp 2 splits", {**_ZERO2, "optimizer": "adafactor", "tp": 2}),
     (
-        "splits backward passes, as zero-bubble does, under ddp without activation checkpointing",
+        "splits backward passes, as zero-bubble does, under ddp, zero1 and zero2 without activation checkpointing",
         {"pp": 2, "pp_schedule": "zero-bubble"},
     ),
     (
         "equal rounds of at least pp 4 micro-batches, and 11 are none; use gradient accumulation 12",
         {"strategy": "ddp", "pp": 4, "pp_schedule": "zero-bubble", "gradient_accumulation_steps": 11},
     ),
-    ("does not offload under a pipeline (pp 2)", {"pp": 2, "offload": "all"}),
     ("Muon makes whole matrices orthogonal, which tp 2 splits", {"optimizer": "muon", "tp": 2}),
 )
 
@@ -100,6 +108,105 @@ def test_what_is_refused_as_a_contradiction_is_said_alike_by_the_estimate_and_th
     assert str(caught.value) == f"the plan: {said}"
 
 
+_PRODUCT: dict[str, tuple[Any, ...]] = {
+    "strategy": words.STRATEGIES,
+    "backend": words.BACKENDS,
+    "dp_replicate": (1, 2),
+    "dp_shard": (1, 2),
+    **dict.fromkeys(words.DEGREES, (1, 2)),
+    "sequence_parallel": (False, True),
+    "pp_schedule": words.SCHEDULES,
+    "virtual_stages": (1, 2),
+    "gradient_accumulation_steps": (1, 4),
+    "precision": words.PRECISIONS,
+    "optimizer": words.OPTIMIZERS,
+    "activation_checkpointing": words.CHECKPOINTINGS,
+    "offload": words.OFFLOADS,
+    "gradient_compression": words.COMPRESSIONS,
+}
+
+
+def _drawn(count: int) -> Iterator[Configuration]:
+    """Configurations from the whole product. In half of them what is left out is as usual, or one in a thousand would
+    be runnable."""
+    chance, usual = random.Random(16), configured({})
+    while count:
+        rare = chance.choice((1.0, 0.25))
+        drawn = {
+            name: chance.choice(values) if rare == 1 or chance.random() < rare else getattr(usual, name)
+            for name, values in _PRODUCT.items()
+        }
+        with suppress(ContradictoryRequest):  # experts over more ranks than share them
+            yield configured(drawn)
+            count -= 1
+
+
+def _engine_says(plan: Configuration) -> str:
+    """Why the engine refuses a configuration; empty where it makes its strategy of it."""
+    ranks = plan.world_size
+    place = {"rank": 0, "local_rank": 0, "world_size": ranks, "local_world_size": ranks}
+    try:
+        made = find_strategy(plan, Environment(**place, device=torch.device("cpu")))
+    except CannotRun as problem:
+        return str(problem)
+    assert made.configuration is plan
+    return ""
+
+
+def test_the_engine_opens_what_the_table_lets_through_and_says_its_sentence_of_the_rest() -> None:
+    opened = set[str]()
+    for plan in _drawn(3000):
+        said = refusal(plan)
+        if said or plan.backend != "deepspeed":  # which may not be installed
+            assert _engine_says(plan) == (f"the plan: {said}" if said else ""), plan
+        if not said:
+            opened.add(plan.strategy)
+    assert opened == set(words.STRATEGIES)
+
+
+@pytest.mark.parametrize(
+    ("adapted", "changes", "sentence"),
+    [
+        (
+            Adapted(method="dora"),
+            {"tp": 2},
+            "splits LoRA's adapters and no other kind; use method lora, or tp 1",
+        ),
+        (Adapted(method="qlora"), {"tp": 2}, "(tp 2) splits no weights in 4 bits; use method lora, or tp 1"),
+        (Adapted(method="lora", load_dtype="nf4"), {"tp": 2}, "splits no weights in 4 bits"),
+        (Adapted(method="qlora"), {**_ZERO2, "backend": "deepspeed"}, "DeepSpeed's zero2 casts weights, which 4-bit"),
+        (
+            Adapted(method="qlora", load_dtype="int8"),
+            {},
+            "loads no frozen weights in int8; use bf16, or nf4",
+        ),
+        (Adapted(method="qlora", load_dtype="bf16"), {"tp": 2}, ""),
+        (Adapted(method="lora"), {"tp": 2}, ""),
+        (Adapted(method="dora"), {"pp": 2}, ""),
+        (Adapted(method="lora"), {"offload": "nvme"}, "offload nvme is not possible with fsdp"),
+    ],
+)
+def test_adapters_are_refused_where_they_are_not_split(
+    adapted: Adapted, changes: dict[str, Any], sentence: str
+) -> None:
+    said = refusal(configured(changes), adapted)
+    assert sentence in said
+    assert bool(said) is bool(sentence)
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora", "dora"])
+def test_what_is_recommended_is_opened(method: words.Method) -> None:
+    request = replace(question("meta-llama/Llama-3.1-8B", "a100-40gb", 8), splits=words.DEGREES)
+    request = replace(request, workload=replace(request.workload, method=method))
+    layouts = list(enumerate_candidates(request))
+    assert any(layout.tp > 1 for layout in layouts) is (method in ("full", "lora"))
+    for layout in layouts:
+        for micro_batch in micro_batches(request, layout):
+            plan = configuration_of(request, layout, micro_batch)
+            assert refusal(plan, Adapted(method=method)) == ""
+
+
 def test_what_goes_together() -> None:
-    for changes in ({}, {"offload": "all"}, {**_ZERO2, "offload": "optimizer", "offload_ratio": 0.5}):
+    offloaded = {**_ZERO2, "offload": "optimizer", "offload_ratio": 0.5}
+    for changes in ({}, {"offload": "all"}, offloaded, {**offloaded, "pp": 2}, {"offload": "all", "pp": 2}):
         assert refusal(configured(changes)) == ""

@@ -87,10 +87,11 @@ def test_an_interrupted_benchmark_says_how_to_resume(tmp_path: Path, dsplan_home
     wait_until(lambda: not any(map(is_alive, ranks)))
 
 
-def test_eight_benchmarks_at_once_share_the_work_and_lose_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [3, pytest.param(PROCESSES, marks=pytest.mark.slow)])
+def test_benchmarks_at_once_share_the_work_and_lose_nothing(count: int, tmp_path: Path) -> None:
     points = launches(6)
     plan = plan_file(tmp_path, points)
-    processes = [start_bench("--plan", plan, "--json", cwd=tmp_path) for _ in range(PROCESSES)]
+    processes = [start_bench("--plan", plan, "--json", cwd=tmp_path) for _ in range(count)]
     reports = [ended(process) for process in processes]
     assert Counter(stored()) == Counter(points)
     assert sum(len(report["measured"]) for report in reports) == len(points)

@@ -13,8 +13,7 @@ from hardware_db.spawn import RankPool
 from hardware_db.store import open_store
 from planner.cluster.resolve import probed_cluster
 from strategies.bench.plan import BenchPlan, Wanted, make_bench_plan
-from strategies.bench.session import Begun, BenchSession, Limits, Measured, Refused
-from strategies.bench.training import measure_point
+from strategies.bench.session import Begun, BenchSession, Limits, Measured, Refused, measure_point
 
 SIZE = 4096
 

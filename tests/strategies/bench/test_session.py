@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -142,3 +144,8 @@ def test_a_training_run_that_ran_out_of_memory_is_remembered(ranks: Ranks) -> No
     assert all(isinstance(record, Measurement) and record.outcome == "out_of_memory" for record in records)
     assert len(records) == len(plan.training) == store.count()
     assert next(BenchSession(plan, LAPTOP, store, Limits()).events()) == Begun(total=len(records), stored=len(records))
+
+
+def test_the_process_that_draws_the_progress_imports_no_torch() -> None:
+    code = "import sys, dsplan.benchmarking, strategies.bench.session; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

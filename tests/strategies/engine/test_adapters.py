@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from hardware_db.spawn import RankError, RankPool
+from strategies.checkpoint.export import export_checkpoint
 from strategies.config import read_config
 from strategies.errors import BackendMissing, CannotRun, DsplanError
 from strategies.modules.adapters import TrainingMethod, apply_method, asked_method, require_trainable
@@ -77,6 +79,15 @@ def test_split_adapters_are_saved_and_exported_whole(ranks: RankPool, one_rank: 
 
 
 @pytest.mark.slow
+def test_the_adapters_of_all_stages_are_exported(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(bodies.exported_from_stages, tmp_path)
+    exported = export_checkpoint(tmp_path / "saved", tmp_path / "again")
+    for path in (tmp_path / "adapter" / "adapter_model.safetensors", exported[0]):
+        adapters = load_file(path)
+        assert len(adapters) == 2 * 2 * 3  # A and B beside three products of two blocks
+        assert {name.split(".layers.")[1][0] for name in adapters} == {"0", "1"}
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
 def test_adapters_learn_in_bf16(strategy: str, ranks: RankPool, one_rank: RankPool) -> None:
     expected = one_rank.run(bodies.adapters_after, Recipe(precision="bf16"), "lora")[0]
@@ -196,4 +207,6 @@ def test_four_bits_need_their_library_and_survive_no_cast(monkeypatch: pytest.Mo
         """A layer of the library's, as far as it is recognized."""
 
     with pytest.raises(CannotRun, match="DeepSpeed's zero2 casts weights, which 4-bit ones do not survive"):
-        require_trainable(nn.Sequential(Linear4bit(2, 2)), "zero2", "deepspeed")
+        require_trainable(
+            nn.Sequential(Linear4bit(2, 2)), Recipe(strategy="zero2", backend="deepspeed").plan().configuration
+        )

@@ -46,7 +46,10 @@ def with_configuration(plan: Plan, **changes: object) -> Plan:
     ("changes", "words"),
     [
         ({"strategy": "zero1", "backend": "deepspeed", "tp": 2, "micro_batch_size": 12}, "hands whole models"),
-        ({"pp": 4, "micro_batch_size": 12, "pp_schedule": "zero-bubble", "strategy": "fsdp"}, "under ddp without"),
+        (
+            {"pp": 4, "micro_batch_size": 12, "pp_schedule": "zero-bubble", "strategy": "fsdp"},
+            "under ddp, zero1 and zero2 without",
+        ),
         ({"strategy": "zero2", "backend": "native", "offload": "all"}, "possible: optimizer, nvme"),
         ({"strategy": "zero2", "backend": "deepspeed", "offload": "nvme"}, "possible: optimizer"),
         ({"strategy": "zero2", "backend": "torch"}, "use deepspeed or native"),

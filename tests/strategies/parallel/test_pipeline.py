@@ -75,6 +75,7 @@ def test_stages_of_one_rank_hand_on_split_sequences(four_ranks: RankPool) -> Non
         replace(PP, strategy="hsdp", dp_replicate=2),
         replace(PP, strategy="zero1", dp_shard=2),
         replace(INTERLEAVED, strategy="zero2", dp_shard=2),
+        replace(PP, strategy="zero2", dp_shard=2, schedule="zero-bubble"),
         replace(INTERLEAVED, dp_replicate=2),
         replace(PP, pp=4, accumulation=8),
         replace(PP, pp=4, accumulation=2),

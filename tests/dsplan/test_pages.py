@@ -1,4 +1,7 @@
-"""`dsplan ui` as people meet it, in a browser, and as other programs do."""
+"""The pages of `dsplan report` and `dsplan ui` in a browser, and what other programs get of the latter's server.
+
+They are in one file so that they share one browser: starting it costs as much as most of these tests.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import urllib.error
 import urllib.request
 import uuid
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +27,122 @@ from urllib.parse import quote, urlsplit
 import psutil
 import pytest
 
-from tests.dsplan.browser import NARROW, CheckedPage, OpenPage
-from tests.dsplan.test_ui import LLAMA
+pytest.importorskip("plotly", reason="needs plotly (extra report)")
+pytest.importorskip("playwright", reason="needs playwright (extra dev)")
 
-pytest.importorskip("gradio", reason="needs gradio (extra ui)")
 from playwright.sync_api import expect
+
+from dsplan.__main__ import main
+from dsplan.question import Question
+from dsplan.report.make import answer_page, sources_page
+from dsplan.report.page import Page, page_html
+from dsplan.report.run_data import read_run
+from hardware_db.store import MemoryStore
+from planner.calibration.learn import refresh
+from planner.search.search import recommend
+from tests.dsplan.browser import NARROW, WIDE, CheckedPage, OpenPage
+from tests.dsplan.report.test_runs import run_directory
+from tests.dsplan.test_ui import LLAMA
+from tests.planner.calibration.runs import HERE, User
+
+# The checks see what they are there to see.
+
+
+_PAGE = "<!doctype html><html lang='en'><head><title>A page</title></head><body><main>{}</main></body></html>"
+
+
+FAULTS = {
+    "<p style='color:#aaa'>too faint to read</p>": "color-contrast at p",
+    "<input>": "label at input",
+    "<img alt='' src='http://192.0.2.1/picture.png'>": "asks for http://192.0.2.1/picture.png",
+    "<script>console.error('so wrong')</script>": "error in the console: so wrong",
+    "<script>none.such()</script>": "exception: none is not defined",
+    "<div style='width:500px'>wide</div>": "pixels too wide",
+}
+
+
+def test_every_fault_of_a_page_is_seen_and_none_where_there_is_none(tmp_path: Path, open_page: OpenPage) -> None:
+    (tmp_path / "page.html").write_text(_PAGE.format("<h1>x</h1>" + "".join(FAULTS)))
+    (tmp_path / "well.html").write_text(_PAGE.format("<h1>all is well</h1><a href='#'>a link</a>"))
+    problems = open_page((tmp_path / "page.html").as_uri(), width=NARROW).problems()
+    assert [fault for fault in FAULTS.values() if not any(fault in problem for problem in problems)] == []
+    assert open_page((tmp_path / "well.html").as_uri(), width=NARROW).problems() == []
+
+
+def test_a_control_that_no_key_reaches_is_seen(tmp_path: Path, open_page: OpenPage) -> None:
+    trap = "<h1>x</h1><a href='#'>first</a><button id='trap'>trap</button><button id='beyond'>beyond</button>"
+    escape = "<script>trap.onkeydown = event => event.preventDefault()</script>"
+    (tmp_path / "page.html").write_text(_PAGE.format(trap))
+    (tmp_path / "trapped.html").write_text(_PAGE.format(trap + escape))
+    assert open_page((tmp_path / "page.html").as_uri()).not_reached_by_tab() == []
+    assert ["beyond" in html for html in open_page((tmp_path / "trapped.html").as_uri()).not_reached_by_tab()] == [True]
+
+
+# Reports.
+
+
+HACK = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
+
+
+def question_page(place: Path) -> Page:
+    request = Question(model="facebook/opt-125m", gpus=2, gpu="A100-SXM4-80GB").request()
+    return answer_page(recommend(request, with_front=True), f"dsplan report {HACK}")
+
+
+def sources_of_all_kinds_page(place: Path) -> Page:
+    """Plans, runs and what was learnt on one page."""
+    request = Question(model="facebook/opt-125m", gpus=2, gpu="A100-SXM4-80GB").request()
+    runs = [read_run(run_directory(place / name)) for name in ("first", HACK.replace("/", ""))]
+    store = MemoryStore()
+    store.add(*User().runs(8))
+    return sources_page(recommend(request).plans[:2], runs, refresh(store, HERE, keep=False))
+
+
+@pytest.mark.parametrize("made", [question_page, sources_of_all_kinds_page])
+def test_a_report_is_drawn_reached_read_and_printed(
+    made: Callable[[Path], Page], tmp_path: Path, open_page: OpenPage
+) -> None:
+    page = made(tmp_path)
+    (tmp_path / "page.html").write_text(page_html(page), encoding="utf-8")
+    checked = open_page((tmp_path / "page.html").as_uri(), width=NARROW)
+    assert list(checked.pictures()) == [f"plot-{name}" for name in page.pictures]
+    assert min(checked.pictures().values()) > 0
+    assert checked.not_reached_by_tab() == []
+    checked.page.locator("summary").first.click()  # all tables look alike, and axe-core takes long over each
+    assert checked.problems() == []
+    checked.changed_to(dark=True, width=WIDE)
+    assert checked.problems(rule="color-contrast") == []
+    assert checked.page.evaluate("window.hacked") is None
+    on_paper(checked)
+
+
+A4_PIXELS = 688
+"""Between the margins of a sheet that is 210 mm wide."""
+
+
+def on_paper(checked: CheckedPage) -> None:
+    """A page that was read in the dark is printed on white, as wide as the paper, with nothing to click."""
+    checked.page.evaluate("document.querySelectorAll('details').forEach(details => details.open = false)")
+    checked.page.set_viewport_size({"width": A4_PIXELS, "height": 1000})
+    checked.page.emulate_media(media="print")
+    checked.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert checked.sideways() == 0
+    assert checked.page.evaluate(_BEYOND_THE_PAPER) == []
+    assert checked.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert checked.page.locator("details:not([open])").count() == 0
+    colours = checked.page.evaluate(
+        "[...new Set([...document.querySelectorAll('.plot text')].map(text => getComputedStyle(text).fill))]"
+    )
+    assert colours == ["rgb(0, 0, 0)"]
+
+
+_BEYOND_THE_PAPER = """() => [...document.querySelectorAll('main *')]
+  .filter(element => element.getBoundingClientRect().right > innerWidth + 1 && !element.closest('defs, clipPath'))
+  .map(element => element.outerHTML.slice(0, 120))"""
+
+
+# `dsplan ui`, in a browser.
+
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 120
@@ -56,6 +170,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """`dsplan ui` on two processes."""
+    pytest.importorskip("gradio", reason="needs gradio (extra ui)")
     place = tmp_path_factory.mktemp("ui")
     (place / "sitecustomize.py").write_text(_LISTENER.format(log=str(place / "reached")))
     (place / "reached").touch()
@@ -103,7 +218,7 @@ def shown(checked: CheckedPage) -> CheckedPage:
 PARTS = ("Hardware", "Work", "Goal", "Another model")
 
 
-def test_everything_in_a_window_can_be_seen_and_reached(server: Server, open_page: OpenPage) -> None:
+def test_everything_on_a_page_can_be_seen_and_reached(server: Server, open_page: OpenPage) -> None:
     checked = shown(open_page(f"{server.url}?{SMALL}"))
     page = checked.page
     assert page.title() == "dsplan"
@@ -114,19 +229,11 @@ def test_everything_in_a_window_can_be_seen_and_reached(server: Server, open_pag
     assert checked.not_reached_by_tab() == []
     for part in PARTS:
         page.get_by_role("button", name=part).click()
-    assert checked.problems() == []
-    for view in views(checked):
-        assert checked.problems(within="#views") == [], view
-
-
-def test_everything_on_a_phone_in_the_dark_can_be_seen(server: Server, open_page: OpenPage) -> None:
-    checked = shown(open_page(f"{server.url}?{SMALL}", width=NARROW, dark=True))
-    expect(checked.page.locator(".trace path").first).to_be_attached()
-    for part in PARTS:
-        checked.page.get_by_role("button", name=part).click()
-    for view in views(checked):
-        assert checked.sideways() == 0, view
-    assert checked.problems() == []
+    for number, view in enumerate(views(checked)):
+        assert checked.problems(within="#views" if number else None) == [], view
+    checked.changed_to(dark=True, width=NARROW)
+    for number, view in enumerate(views(checked)):
+        assert checked.problems(within="#views" if number else None, rule="color-contrast") == [], view
 
 
 def views(checked: CheckedPage) -> Iterator[str]:
@@ -134,12 +241,13 @@ def views(checked: CheckedPage) -> Iterator[str]:
     for view in checked.page.get_by_role("tab").all():
         view.click()
         expect(view).to_have_attribute("aria-selected", "true")
-        for part in checked.page.locator("details:visible").all():
-            part.locator("summary").click()
+        checked.page.evaluate("document.querySelectorAll('#views details').forEach(part => part.open = true)")
         yield view.inner_text()
 
 
-def test_a_changed_field_changes_the_answer_and_the_address_asks_the_same(server: Server, open_page: OpenPage) -> None:
+def test_a_changed_field_changes_the_answer_and_what_a_stranger_adds_is_text(
+    server: Server, open_page: OpenPage
+) -> None:
     checked = shown(open_page(f"{server.url}?{SMALL}", permissions=["clipboard-read", "clipboard-write"]))
     page = checked.page
     page.get_by_label("GPUs in total").fill("4")
@@ -159,22 +267,22 @@ def test_a_changed_field_changes_the_answer_and_the_address_asks_the_same(server
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     assert page.evaluate("navigator.clipboard.readText()") == page.url
 
-    again = shown(open_page(page.url)).page
-    expect(again.get_by_label("2. ")).to_be_checked()
-    again.get_by_role("tab", name="Configs").click()
-    for part in ("#plans", "#files", "#command"):
-        assert again.locator(part).inner_text() == page.locator(part).inner_text()
-    assert again.get_by_label("Sequence length").input_value() == "1024"
-    assert checked.complaints == []
-
-
-HACK = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
-
-
-def test_what_a_stranger_writes_is_text_or_is_refused(server: Server, open_page: OpenPage) -> None:
-    checked = shown(open_page(f"{server.url}?{SMALL}&{quote(HACK)}=1"))
-    page = checked.page
+    parts = ("#plans", "#files", "#command")
+    before = [page.locator(part).inner_text() for part in parts]
+    page.goto(f"{page.url}&{quote(HACK)}=1")
+    shown(checked)
+    expect(page.get_by_label("2. ")).to_be_checked()
+    page.get_by_role("tab", name="Configs").click()
     expect(page.locator("#plans")).to_contain_text("<img src=x")
+    after = [page.locator(part).inner_text() for part in parts]
+    assert after[1:] == before[1:]
+    assert after[0].endswith(before[0])
+    assert page.get_by_label("Sequence length").input_value() == "1024"
+    strange_names_and_configs_are_text_or_refused(server, checked)
+
+
+def strange_names_and_configs_are_text_or_refused(server: Server, checked: CheckedPage) -> None:
+    page = checked.page
     field, alert = page.get_by_label("Model", exact=True), page.get_by_role("alert")
     for name, said in (
         (HACK, "unknown model '<img src=x onerror=\"window"),
@@ -216,13 +324,7 @@ def fetched(url: str) -> tuple[int, bytes]:
 
 
 def test_the_files_are_those_of_the_command_line(server: Server, tmp_path: Path) -> None:
-    asked = f"--model opt-125m --gpus 2 --gpu A100-SXM4-80GB --out {tmp_path}".split()
-    subprocess.run(
-        [sys.executable, "-m", "dsplan", "recommend", *asked],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=True,
-        capture_output=True,
-    )
+    assert main(f"recommend --model opt-125m --gpus 2 --gpu A100-SXM4-80GB --out {tmp_path}".split()) == 0
     _, packed = fetched(f"{server.url}files?{SMALL}&plan=2")
     with zipfile.ZipFile(io.BytesIO(packed)) as archive:
         found = {name: archive.read(name).decode() for name in archive.namelist()}
