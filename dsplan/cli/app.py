@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from dsplan.cli.flags import GroupedCommand, read_strictly, with_flags
+from dsplan.cli.flags import read_strictly, with_flags
+from dsplan.cli.help import GroupedCommand, HelpGroup
 from hardware_db.errors import DsplanError, UnknownName
 from planner.limits import Limit
 
@@ -38,6 +38,7 @@ COMMANDS: dict[str, str] = {
 
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
+    "": ("dsplan recommend --model opt-6.7b --gpus 8 --gpu A100-SXM4-80GB", "dsplan run train.py"),
     "probe": ("dsplan probe", "dsplan probe --json"),
     "doctor": ("dsplan doctor",),
     "models": ("dsplan models llama",),
@@ -68,12 +69,18 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "track": ("dsplan track runs/2026-11-23 --to wandb,mlflow",),
     "watch": ("dsplan watch runs/2026-11-23", "dsplan watch runs/2026-11-23 --once --json"),
     "bench": ("dsplan bench --minutes 5",),
-    "db list": ("dsplan db list",),
+    "db": ("dsplan db list", "dsplan db calibrate"),
+    "db list": ("dsplan db list", "dsplan db list --model opt-6.7b --strategy fsdp --limit 5"),
+    "db show": ("dsplan db show 5a1c",),
+    "db forget": ("dsplan db forget 5a1c",),
+    "db export": ("dsplan db export runs.jsonl",),
+    "db import": ("dsplan db import runs.jsonl", "dsplan db import runs/2026-11-23"),
+    "db calibrate": ("dsplan db calibrate --dry-run",),
 }
 """Command lines that each command's help ends with."""
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(HelpGroup):
     """The commands of `COMMANDS`, imported by name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -99,9 +106,7 @@ def load_command(name: str) -> Any:
     # `dsplan db` alone is bad input like any other, told in one line.
     command.no_args_is_help = False
     for path, each in [(name, command), *((f"{name} {inner}", child) for inner, child in _children(command).items())]:
-        each.epilog = (
-            "\n".join(("\b", "Examples:", *(f"  {line}" for line in EXAMPLES[path]))) if path in EXAMPLES else None
-        )
+        each.epilog = "\n".join(EXAMPLES.get(path, ()))
     return read_strictly(command)
 
 
@@ -150,7 +155,9 @@ def build(*, completion: bool = False) -> Any:
     """The whole command line as one command object, with the flags of shell completion where asked for."""
     app = typer.Typer(cls=LazyGroup, add_completion=completion, invoke_without_command=True, rich_markup_mode=None)
     app.callback()(dsplan)
-    return typer.main.get_command(app)
+    command = typer.main.get_command(app)
+    command.epilog = "\n".join(EXAMPLES[""])
+    return command
 
 
 def dsplan(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
-from typer.core import TyperCommand
 
 from hardware_db.errors import DsplanError
 from hardware_db.handed_in import shown
@@ -263,21 +262,6 @@ class RankingFlags(GoalFlags):
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel="Output")]
 
 
-class GroupedCommand(TyperCommand):
-    """A command whose help lists its flags by what they are about, as plain text."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                plain = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                sections.setdefault(getattr(parameter, "rich_help_panel", None) or plain, []).append(record)
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
-
-
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """`command` with every parameter that is a group of flags replaced by the group's fields; that takes milliseconds,
     so a command gets it when it is loaded and not when its module is.
@@ -320,7 +304,7 @@ def _spelled_out(group: Any) -> list[inspect.Parameter]:
 
 _PANEL_FROM = {
     ("MaximumFlags", "strategy"): "Configuration",
-    ("WorkFlags", "code"): "What runs",
+    ("WorkFlags", "code"): "Code",
     ("RankingFlags", "objective"): "Goal",
     ("RankingFlags", "plot"): "Output",
 }

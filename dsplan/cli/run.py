@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsplan.cli.flags import GroupedCommand, JsonFlag, number, with_flags
+from dsplan.cli.flags import JsonFlag, number, with_flags
+from dsplan.cli.help import GroupedCommand
 from hardware_db.notices import notice
 from hardware_db.records import dataclass
 from planner import limits

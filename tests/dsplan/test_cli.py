@@ -191,7 +191,7 @@ def test_lengths_and_batches_take_suffixes(cli: Cli) -> None:
 def test_help_lists_flags_by_what_they_are_about(cli: Cli) -> None:
     out = cli("recommend --help").out
     panels = re.findall(r"^(\w[\w ]*):$", out, flags=re.MULTILINE)
-    assert panels == ["Model", "Hardware", "Work", "What runs", "Goal", "Output", "Options"]
+    assert panels == ["Model", "Hardware", "Work", "Code", "Goal", "Output", "Options", "Examples"]
     goal = out[out.index("\nGoal:") : out.index("\nOutput:")]
     assert "--objective" in goal
     assert "--model " not in goal
@@ -199,13 +199,31 @@ def test_help_lists_flags_by_what_they_are_about(cli: Cli) -> None:
 
 def test_examples_of_help_are_command_lines_that_can_be_read(cli: Cli) -> None:
     for name, lines in EXAMPLES.items():
-        out = " ".join(cli(f"{name} --help").out.split())
+        out = " ".join(cli(f"{name} --help").out.replace("\\\n", "").split())
         for line in lines:
             assert line in out
             program, first, *words = line.split()
-            assert (program, first) == ("dsplan", name.split()[0])
+            assert program == "dsplan"
+            assert first == (name.split() or [first])[0]
             with load_command(first).make_context(f"dsplan {first}", words):  # flags and numbers are read
                 pass
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_help_of_every_command_fits_the_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    names = ["", *COMMANDS, *(f"db {name}" for name in load_command("db").commands)]
+    assert set(names) == set(EXAMPLES)
+    for name in names:
+        out = cli(f"{name} --help").out
+        lines = out.splitlines()
+        assert max(map(len, lines)) <= width, name
+        assert "..." not in out.replace("[ARGS]...", "").replace("[ARGUMENTS]...", "").replace("NAME,...", "")
+        sections = [line for line in lines if re.fullmatch(r"\w[\w ]*:", line)]
+        flags = [line for line in lines if re.match(r" {2}--\w", line)]
+        assert len(flags) <= 8 or len(sections) > 3, name  # Options, Output, Examples
+    every = cli("--help").out
+    assert "of a run that goes on what follows." in " ".join(every.split())  # what commands do, to the end
 
 
 def test_an_estimate_is_written_for_viewers(cli: Cli, tmp_path: Path) -> None:
