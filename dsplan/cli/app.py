@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -122,10 +122,12 @@ def run(arguments: Sequence[str]) -> int:
     """
     # UsageError, the base of every complaint about flags, which typer exports under no name of its own.
     usage_error: Any = typer.BadParameter.__base__
-    completes = COMPLETION in os.environ
-    command = build(completion=completes or bool(_ABOUT_COMPLETION.intersection(arguments[:1])))
+    command = build()
+    if len(arguments) == 1 and arguments[0] in ("--show-completion", "--install-completion"):
+        arguments = [*arguments, _this_shell(arguments[0])]
     try:
-        if completes:
+        if COMPLETION in os.environ:
+            _completion().completion_init()
             command.main(list(arguments), prog_name="dsplan", complete_var=COMPLETION)
         # typer's own `main` would end the process where the reader of the output is gone.
         with command.make_context("dsplan", list(arguments)) as context:
@@ -147,13 +149,26 @@ class WrongFlag(DsplanError):
 
 COMPLETION = "_DSPLAN_COMPLETE"
 """The environment variable in which a shell says what it wants completed."""
-_ABOUT_COMPLETION = frozenset(("--help", "--install-completion", "--show-completion"))
-"""What has to know of completion, whose modules others need not wait for."""
+Shell = Literal["bash", "zsh", "fish", "powershell", "pwsh"]
 
 
-def build(*, completion: bool = False) -> Any:
-    """The whole command line as one command object, with the flags of shell completion where asked for."""
-    app = typer.Typer(cls=LazyGroup, add_completion=completion, invoke_without_command=True, rich_markup_mode=None)
+def _completion() -> Any:
+    """typer's module, whose time others need not wait for."""
+    return import_module("typer.completion")
+
+
+def _this_shell(flag: str) -> str:
+    """The shell above this process."""
+    shellingham: Any = import_module("shellingham")
+    try:
+        return str(shellingham.detect_shell()[0])
+    except shellingham.ShellDetectionFailure:
+        raise WrongFlag(f"{flag}: no shell is seen above dsplan; name it, as in dsplan {flag} bash") from None
+
+
+def build() -> Any:
+    """The whole command line as one command object."""
+    app = typer.Typer(cls=LazyGroup, add_completion=False, invoke_without_command=True, rich_markup_mode=None)
     app.callback()(dsplan)
     command = typer.main.get_command(app)
     command.epilog = "\n".join(EXAMPLES[""])
@@ -163,12 +178,30 @@ def build(*, completion: bool = False) -> Any:
 def dsplan(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    install_completion: Annotated[
+        Shell | None,
+        typer.Option(
+            metavar="[SHELL]",
+            help="Have bash, zsh, fish or powershell complete commands, flags and names; by default this one.",
+        ),
+    ] = None,
+    show_completion: Annotated[
+        Shell | None,
+        typer.Option(metavar="[SHELL]", help="Print what makes the shell complete, to put where you like."),
+    ] = None,
 ) -> None:
     """Will it fit, and what is the fastest way to train it? Plans, configs and runs of distributed training."""
     if version:
         from dsplan import __version__
 
         typer.echo(f"dsplan {__version__}")
+    elif install_completion is not None:
+        shell, path = _completion().install(install_completion, "dsplan", COMPLETION)
+        typer.echo(f"{shell} completes dsplan when it is started again; {path} has how")
+    elif show_completion is not None:
+        typer.echo(
+            _completion().get_completion_script(prog_name="dsplan", complete_var=COMPLETION, shell=show_completion)
+        )
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -35,9 +36,22 @@ def number(limit: limits.Limit, text: str, metavar: str = "") -> Any:
     return typer.Option(min=least, max=most, metavar=metavar, help=text)
 
 
+def among(table: str) -> Callable[[str], list[str]]:
+    """What a shell completes a name with: those of `module:table` that begin with what is written. The module is
+    imported when a shell asks; a list of names, separated by commas, is completed at its end."""
+
+    def beginning_with(incomplete: str) -> list[str]:
+        module, attribute = table.split(":")
+        before, comma, begun = incomplete.rpartition(",")
+        names = getattr(import_module(module), attribute)
+        return [f"{before}{comma}{name}" for name in names if name.startswith(begun)]
+
+    return beginning_with
+
+
 def _names(catalogue: str) -> Callable[[str], list[str]]:
     """What a shell completes a name with: those of a catalogue that begin with what is written, in its case or in
-    small letters, as shells compare letters strictly and catalogues do not."""
+    small letters, as shells compare letters strictly and catalogues do not. One with a space would be two words."""
 
     def beginning_with(incomplete: str) -> list[str]:
         from hardware_db import datasheets
@@ -46,7 +60,7 @@ def _names(catalogue: str) -> Callable[[str], list[str]]:
         rows: Any = every_model() if catalogue == "models" else getattr(datasheets, catalogue)()
         spellings = (name for row in rows for name in (row.name, row.name.rpartition("/")[2], *row.aliases))
         written = (name if name.startswith(incomplete) else name.lower() for name in spellings)
-        return sorted({name for name in written if name.startswith(incomplete)})
+        return sorted({name for name in written if name.startswith(incomplete) and " " not in name})
 
     return beginning_with
 

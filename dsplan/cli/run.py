@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsplan.cli.flags import JsonFlag, number, with_flags
+from dsplan.cli.flags import JsonFlag, among, number, with_flags
 from dsplan.cli.help import GroupedCommand
 from hardware_db.notices import notice
 from hardware_db.records import dataclass
@@ -34,11 +34,20 @@ class PlanningFlags:
         int | None, number(limits.PROCESSES, "Processes per node; by default one per GPU, two without a GPU.")
     ] = None
     strategy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Plan within this strategy only, such as fsdp or zero2.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Plan within this strategy only, such as fsdp or zero2.",
+            autocompletion=among("planner.vocabulary:STRATEGIES"),
+        ),
     ] = None
     backend: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Plan for this backend only: torch, deepspeed, or native, our own ZeRO."),
+        typer.Option(
+            metavar="NAME",
+            help="Plan for this backend only: torch, deepspeed, or native, our own ZeRO.",
+            autocompletion=among("planner.vocabulary:BACKENDS"),
+        ),
     ] = None
     tp: Annotated[int | None, number(limits.GPUS, "Ranks that split every layer.")] = None
     pp: Annotated[int | None, number(limits.GPUS, "Ranks that split the stack of layers.")] = None
@@ -150,7 +159,9 @@ class SupervisionFlags:
     track: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,...", help="Send every step to tensorboard, wandb, mlflow, trackio; from beside the ranks."
+            metavar="NAME,...",
+            help="Send every step to tensorboard, wandb, mlflow, trackio; from beside the ranks.",
+            autocompletion=among("strategies.telemetry.trackers:NAMES"),
         ),
     ] = None
     profile: Annotated[

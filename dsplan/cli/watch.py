@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dsplan.cli.flags import JsonFlag, number
+from dsplan.cli.flags import JsonFlag, among, number
 from planner import limits
 
 
@@ -40,7 +40,13 @@ def watch(
 def track(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run directory of `dsplan run`.")],
     to: Annotated[
-        str, typer.Option("--to", metavar="NAME,...", help="One or more of tensorboard, wandb, mlflow, trackio.")
+        str,
+        typer.Option(
+            "--to",
+            metavar="NAME,...",
+            help="One or more of tensorboard, wandb, mlflow, trackio.",
+            autocompletion=among("strategies.telemetry.trackers:NAMES"),
+        ),
     ],
     json: JsonFlag = False,
 ) -> None:

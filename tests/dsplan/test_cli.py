@@ -237,15 +237,30 @@ def test_an_estimate_is_written_for_viewers(cli: Cli, tmp_path: Path) -> None:
     assert (refused.status, refused.err.count("\n")) == (2, 1)
 
 
+def test_every_shell_is_shown_its_own_completion(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    for shell, begins in (
+        ("bash", "_dsplan_completion() {"),
+        ("zsh", "#compdef dsplan"),
+        ("fish", "complete --command"),
+    ):
+        script = cli(f"--show-completion {shell}").out
+        assert script.startswith(begins)
+        assert f"_DSPLAN_COMPLETE=complete_{shell}" in script
+        monkeypatch.setattr("shellingham.detect_shell", lambda shell=shell: (shell, f"/bin/{shell}"))
+        assert cli("--show-completion").out == script
+    assert "give one of bash, zsh, fish" in cli.refuses("--show-completion csh")
+
+
 def test_a_shell_completes_flags_and_names(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # there may be no shell above a test
-    assert "complete -o default -F" in cli("--show-completion bash").out
     monkeypatch.setenv("_DSPLAN_COMPLETE", "complete_bash")
     for words, expected in (
         ("dsplan reco", "recommend"),
         ("dsplan recommend --objective m", "memory"),
         ("dsplan recommend --model llama3-7", "llama3-70b"),
         ("dsplan estimate --gpu h100-s", "h100-sxm5-80gb"),
+        ("dsplan run --strategy fsdp-", "fsdp-grad-op"),
+        ("dsplan emit plan.yaml --format acc", "accelerate"),
+        ("dsplan track runs --to wandb,ml", "wandb,mlflow"),
     ):
         monkeypatch.setenv("COMP_WORDS", words)
         monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
