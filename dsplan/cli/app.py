@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
-from dsplan.cli.flags import read_strictly, with_flags
-from dsplan.cli.help import GroupedCommand, HelpGroup
+from dsplan.cli.flags import CommandGroup, GroupedCommand, read_strictly, with_flags
 from hardware_db.errors import DsplanError, UnknownName
 from planner.limits import Limit
 
@@ -80,7 +79,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 """Command lines that each command's help ends with."""
 
 
-class LazyGroup(HelpGroup):
+class LazyGroup(CommandGroup):
     """The commands of `COMMANDS`, imported by name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -149,7 +148,7 @@ class WrongFlag(DsplanError):
 
 COMPLETION = "_DSPLAN_COMPLETE"
 """The environment variable in which a shell says what it wants completed."""
-Shell = Literal["bash", "zsh", "fish", "powershell", "pwsh"]
+SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 
 def _completion() -> Any:
@@ -166,6 +165,12 @@ def _this_shell(flag: str) -> str:
         raise WrongFlag(f"{flag}: no shell is seen above dsplan; name it, as in dsplan {flag} bash") from None
 
 
+def _known_shell(name: str) -> str:
+    if name not in SHELLS:
+        raise UnknownName("shell", name, SHELLS, hint=f"give one of {', '.join(SHELLS)}")
+    return name
+
+
 def build() -> Any:
     """The whole command line as one command object."""
     app = typer.Typer(cls=LazyGroup, add_completion=False, invoke_without_command=True, rich_markup_mode=None)
@@ -179,14 +184,14 @@ def dsplan(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     install_completion: Annotated[
-        Shell | None,
+        str | None,
         typer.Option(
             metavar="[SHELL]",
             help="Have bash, zsh, fish or powershell complete commands, flags and names; by default this one.",
         ),
     ] = None,
     show_completion: Annotated[
-        Shell | None,
+        str | None,
         typer.Option(metavar="[SHELL]", help="Print what makes the shell complete, to put where you like."),
     ] = None,
 ) -> None:
@@ -196,11 +201,13 @@ def dsplan(
 
         typer.echo(f"dsplan {__version__}")
     elif install_completion is not None:
-        shell, path = _completion().install(install_completion, "dsplan", COMPLETION)
+        shell, path = _completion().install(_known_shell(install_completion), "dsplan", COMPLETION)
         typer.echo(f"{shell} completes dsplan when it is started again; {path} has how")
     elif show_completion is not None:
         typer.echo(
-            _completion().get_completion_script(prog_name="dsplan", complete_var=COMPLETION, shell=show_completion)
+            _completion().get_completion_script(
+                prog_name="dsplan", complete_var=COMPLETION, shell=_known_shell(show_completion)
+            )
         )
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())

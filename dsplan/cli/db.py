@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from dsplan.cli.help import GroupedCommand, HelpGroup
+from dsplan.cli.flags import CommandGroup, GroupedCommand
 
 app = typer.Typer(
-    cls=HelpGroup,
+    cls=CommandGroup,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,

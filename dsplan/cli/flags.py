@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from hardware_db.errors import DsplanError
 from hardware_db.handed_in import shown
@@ -274,6 +275,24 @@ class RankingFlags(GoalFlags):
 
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel="Output")]
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help lists its flags by what they are about; its epilog has an example in every line."""
+
+    def get_help(self, ctx: Any) -> str:
+        from dsplan.cli.help import help_text
+
+        return help_text(self, ctx)
+
+
+class CommandGroup(TyperGroup):
+    """Commands whose help is that of `GroupedCommand`."""
+
+    def get_help(self, ctx: Any) -> str:
+        from dsplan.cli.help import help_text
+
+        return help_text(self, ctx)
 
 
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:

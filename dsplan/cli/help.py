@@ -14,9 +14,8 @@ _ROOM = 56
 """Where fewer columns are left, the text of a long flag is below it."""
 _CONTINUED = " \\\n"
 
-# typer exports neither class under a name of its own.
-_Context: Any = TyperCommand.context_class
-_Formatter: Any = _Context.formatter_class
+# typer exports the class under no name of its own.
+_Formatter: Any = TyperCommand.context_class.formatter_class
 
 
 class HelpFormatter(_Formatter):  # type: ignore[misc]
@@ -66,36 +65,34 @@ class HelpFormatter(_Formatter):  # type: ignore[misc]
         return wrapper.fill(" ".join(text.split())) + "\n"
 
 
-class HelpContext(_Context):  # type: ignore[misc]
-    formatter_class = HelpFormatter
-
-
-def _write_examples(command: Any, formatter: Any) -> None:
+def help_text(command: Any, ctx: Any) -> str:
+    """The whole help of a command, or of a group with the first sentence of each of its commands. A line of the epilog
+    is an example."""
+    formatter = HelpFormatter()
+    command.format_usage(ctx, formatter)
+    command.format_help_text(ctx, formatter)
+    for title, records in _sections(command, ctx).items():
+        with formatter.section(title):
+            formatter.write_dl(records)
     if command.epilog:
         with formatter.section("Examples"):
             for line in command.epilog.splitlines():
                 formatter.write_command(line)
+    return str(formatter.getvalue()).rstrip("\n")
 
 
-class GroupedCommand(TyperCommand):
-    """A command whose help lists its flags by what they are about; its epilog has an example in every line."""
-
-    context_class = HelpContext
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                plain = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                panel = getattr(parameter, "rich_help_panel", None) or plain
-                sections.setdefault(panel, []).append(_with_choices(parameter, *record))
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        _write_examples(self, formatter)
+def _sections(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for parameter in command.get_params(ctx):
+        record = parameter.get_help_record(ctx)
+        if record is not None:
+            plain = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            panel = getattr(parameter, "rich_help_panel", None) or plain
+            sections.setdefault(panel, []).append(_with_choices(parameter, *record))
+    if isinstance(command, TyperGroup):
+        commands = ((name, command.get_command(ctx, name)) for name in command.list_commands(ctx))
+        sections["Commands"] = [(name, inner.get_short_help_str(limit=1000)) for name, inner in commands if inner]
+    return sections
 
 
 def _with_choices(parameter: Any, flag: str, text: str) -> tuple[str, str]:
@@ -106,19 +103,3 @@ def _with_choices(parameter: Any, flag: str, text: str) -> tuple[str, str]:
     name = flag.split()[0]
     said, extra, more = text.partition("  [")
     return f"{name} {name.rpartition('-')[2].upper()}", f"{said} One of {', '.join(choices)}.{extra}{more}"
-
-
-class HelpGroup(TyperGroup):
-    """A group of commands whose help has the first sentence of each."""
-
-    context_class = HelpContext
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, command.get_short_help_str(limit=1000)) for name, command in commands if command]
-            )
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        _write_examples(self, formatter)

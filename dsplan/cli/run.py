@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsplan.cli.flags import JsonFlag, among, number, with_flags
-from dsplan.cli.help import GroupedCommand
+from dsplan.cli.flags import GroupedCommand, JsonFlag, among, number, with_flags
 from hardware_db.notices import notice
 from hardware_db.records import dataclass
 from planner import limits
