@@ -88,6 +88,25 @@ class LazyGroup(CommandGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return load_command(cmd_name)
 
+    def summaries(self) -> dict[str, str]:
+        """The first sentence of each command, whose flags need not be read for it."""
+        return {name: _first_sentence(_found(name)) for name in COMMANDS}
+
+
+def _found(name: str) -> Any:
+    """What a module offers as a command: a function, or a `typer.Typer`."""
+    module, attribute = COMMANDS[name].split(":")
+    return getattr(import_module(module), attribute)
+
+
+def _first_sentence(found: Any) -> str:
+    function = found.registered_commands[0].callback if isinstance(found, typer.Typer) else found
+    written = (
+        found.info.help if isinstance(found, typer.Typer) and isinstance(found.info.help, str) else function.__doc__
+    )
+    sentence, end, _ = " ".join(written.split()).partition(". ")
+    return sentence + end.rstrip()
+
 
 def load_command(name: str) -> Any:
     """The command object behind a name of `COMMANDS`.
@@ -97,8 +116,7 @@ def load_command(name: str) -> Any:
     """
     if name not in COMMANDS:
         raise UnknownName("command", name, COMMANDS, hint="`dsplan --help` lists them all")
-    module, attribute = COMMANDS[name].split(":")
-    found = getattr(import_module(module), attribute)
+    found = _found(name)
     app = found if isinstance(found, typer.Typer) else _single_command_app(found)
     command = typer.main.get_command(app)
     command.name = name

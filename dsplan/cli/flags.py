@@ -289,6 +289,10 @@ class GroupedCommand(TyperCommand):
 class CommandGroup(TyperGroup):
     """Commands whose help is that of `GroupedCommand`."""
 
+    def summaries(self) -> dict[str, str]:
+        """What each command does, by name."""
+        return {name: command.get_short_help_str(limit=1000) for name, command in self.commands.items()}
+
     def get_help(self, ctx: Any) -> str:
         from dsplan.cli.help import help_text
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
+
+from dsplan.cli.flags import CommandGroup
 
 _WIDEST = 80
 _FLAG = 30
@@ -89,9 +91,8 @@ def _sections(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
             plain = "Arguments" if parameter.param_type_name == "argument" else "Options"
             panel = getattr(parameter, "rich_help_panel", None) or plain
             sections.setdefault(panel, []).append(_with_choices(parameter, *record))
-    if isinstance(command, TyperGroup):
-        commands = ((name, command.get_command(ctx, name)) for name in command.list_commands(ctx))
-        sections["Commands"] = [(name, inner.get_short_help_str(limit=1000)) for name, inner in commands if inner]
+    if isinstance(command, CommandGroup):
+        sections["Commands"] = [*command.summaries().items()]
     return sections
 
 
