@@ -100,10 +100,10 @@ def _found(name: str) -> Any:
 
 
 def _first_sentence(found: Any) -> str:
-    function = found.registered_commands[0].callback if isinstance(found, typer.Typer) else found
-    written = (
-        found.info.help if isinstance(found, typer.Typer) and isinstance(found.info.help, str) else function.__doc__
-    )
+    written: Any = found.__doc__
+    if isinstance(found, typer.Typer):
+        callbacks = [command.callback.__doc__ for command in found.registered_commands if command.callback]
+        written = found.info.help if isinstance(found.info.help, str) else callbacks[0]
     sentence, end, _ = " ".join(written.split()).partition(". ")
     return sentence + end.rstrip()
 
