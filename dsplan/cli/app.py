@@ -11,9 +11,8 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from dsplan.cli.flags import GroupedCommand, read_strictly, with_flags
+from dsplan.cli.flags import CommandGroup, GroupedCommand, read_strictly, with_flags
 from hardware_db.errors import DsplanError, UnknownName
 from planner.limits import Limit
 
@@ -38,6 +37,7 @@ COMMANDS: dict[str, str] = {
 
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
+    "": ("dsplan recommend --model opt-6.7b --gpus 8 --gpu A100-SXM4-80GB", "dsplan run train.py"),
     "probe": ("dsplan probe", "dsplan probe --json"),
     "doctor": ("dsplan doctor",),
     "models": ("dsplan models llama",),
@@ -68,12 +68,18 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "track": ("dsplan track runs/2026-11-23 --to wandb,mlflow",),
     "watch": ("dsplan watch runs/2026-11-23", "dsplan watch runs/2026-11-23 --once --json"),
     "bench": ("dsplan bench --minutes 5",),
-    "db list": ("dsplan db list",),
+    "db": ("dsplan db list", "dsplan db calibrate"),
+    "db list": ("dsplan db list", "dsplan db list --model opt-6.7b --strategy fsdp --limit 5"),
+    "db show": ("dsplan db show 5a1c",),
+    "db forget": ("dsplan db forget 5a1c",),
+    "db export": ("dsplan db export runs.jsonl",),
+    "db import": ("dsplan db import runs.jsonl", "dsplan db import runs/2026-11-23"),
+    "db calibrate": ("dsplan db calibrate --dry-run",),
 }
 """Command lines that each command's help ends with."""
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(CommandGroup):
     """The commands of `COMMANDS`, imported by name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -81,6 +87,25 @@ class LazyGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return load_command(cmd_name)
+
+    def summaries(self) -> dict[str, str]:
+        """The first sentence of each command, whose flags need not be read for it."""
+        return {name: _first_sentence(_found(name)) for name in COMMANDS}
+
+
+def _found(name: str) -> Any:
+    """What a module offers as a command: a function, or a `typer.Typer`."""
+    module, attribute = COMMANDS[name].split(":")
+    return getattr(import_module(module), attribute)
+
+
+def _first_sentence(found: Any) -> str:
+    written: Any = found.__doc__
+    if isinstance(found, typer.Typer):
+        callbacks = [command.callback.__doc__ for command in found.registered_commands if command.callback]
+        written = found.info.help if isinstance(found.info.help, str) else callbacks[0]
+    sentence, end, _ = " ".join(written.split()).partition(". ")
+    return sentence + end.rstrip()
 
 
 def load_command(name: str) -> Any:
@@ -91,17 +116,14 @@ def load_command(name: str) -> Any:
     """
     if name not in COMMANDS:
         raise UnknownName("command", name, COMMANDS, hint="`dsplan --help` lists them all")
-    module, attribute = COMMANDS[name].split(":")
-    found = getattr(import_module(module), attribute)
+    found = _found(name)
     app = found if isinstance(found, typer.Typer) else _single_command_app(found)
     command = typer.main.get_command(app)
     command.name = name
     # `dsplan db` alone is bad input like any other, told in one line.
     command.no_args_is_help = False
     for path, each in [(name, command), *((f"{name} {inner}", child) for inner, child in _children(command).items())]:
-        each.epilog = (
-            "\n".join(("\b", "Examples:", *(f"  {line}" for line in EXAMPLES[path]))) if path in EXAMPLES else None
-        )
+        each.epilog = "\n".join(EXAMPLES.get(path, ()))
     return read_strictly(command)
 
 
@@ -117,10 +139,12 @@ def run(arguments: Sequence[str]) -> int:
     """
     # UsageError, the base of every complaint about flags, which typer exports under no name of its own.
     usage_error: Any = typer.BadParameter.__base__
-    completes = COMPLETION in os.environ
-    command = build(completion=completes or bool(_ABOUT_COMPLETION.intersection(arguments[:1])))
+    command = build()
+    if len(arguments) == 1 and arguments[0] in ("--show-completion", "--install-completion"):
+        arguments = [*arguments, _this_shell(arguments[0])]
     try:
-        if completes:
+        if COMPLETION in os.environ:
+            _completion().completion_init()
             command.main(list(arguments), prog_name="dsplan", complete_var=COMPLETION)
         # typer's own `main` would end the process where the reader of the output is gone.
         with command.make_context("dsplan", list(arguments)) as context:
@@ -142,26 +166,67 @@ class WrongFlag(DsplanError):
 
 COMPLETION = "_DSPLAN_COMPLETE"
 """The environment variable in which a shell says what it wants completed."""
-_ABOUT_COMPLETION = frozenset(("--help", "--install-completion", "--show-completion"))
-"""What has to know of completion, whose modules others need not wait for."""
+SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 
-def build(*, completion: bool = False) -> Any:
-    """The whole command line as one command object, with the flags of shell completion where asked for."""
-    app = typer.Typer(cls=LazyGroup, add_completion=completion, invoke_without_command=True, rich_markup_mode=None)
+def _completion() -> Any:
+    """typer's module, whose time others need not wait for."""
+    return import_module("typer.completion")
+
+
+def _this_shell(flag: str) -> str:
+    """The shell above this process."""
+    shellingham: Any = import_module("shellingham")
+    try:
+        return str(shellingham.detect_shell()[0])
+    except shellingham.ShellDetectionFailure:
+        raise WrongFlag(f"{flag}: no shell is seen above dsplan; name it, as in dsplan {flag} bash") from None
+
+
+def _known_shell(name: str) -> str:
+    if name not in SHELLS:
+        raise UnknownName("shell", name, SHELLS, hint=f"give one of {', '.join(SHELLS)}")
+    return name
+
+
+def build() -> Any:
+    """The whole command line as one command object."""
+    app = typer.Typer(cls=LazyGroup, add_completion=False, invoke_without_command=True, rich_markup_mode=None)
     app.callback()(dsplan)
-    return typer.main.get_command(app)
+    command = typer.main.get_command(app)
+    command.epilog = "\n".join(EXAMPLES[""])
+    return command
 
 
 def dsplan(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    install_completion: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[SHELL]",
+            help="Have bash, zsh, fish or powershell complete commands, flags and names; by default this one.",
+        ),
+    ] = None,
+    show_completion: Annotated[
+        str | None,
+        typer.Option(metavar="[SHELL]", help="Print what makes the shell complete, to put where you like."),
+    ] = None,
 ) -> None:
     """Will it fit, and what is the fastest way to train it? Plans, configs and runs of distributed training."""
     if version:
         from dsplan import __version__
 
         typer.echo(f"dsplan {__version__}")
+    elif install_completion is not None:
+        shell, path = _completion().install(_known_shell(install_completion), "dsplan", COMPLETION)
+        typer.echo(f"{shell} completes dsplan when it is started again; {path} has how")
+    elif show_completion is not None:
+        typer.echo(
+            _completion().get_completion_script(
+                prog_name="dsplan", complete_var=COMPLETION, shell=_known_shell(show_completion)
+            )
+        )
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

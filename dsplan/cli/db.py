@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+from dsplan.cli.flags import CommandGroup, GroupedCommand
+
 app = typer.Typer(
+    cls=CommandGroup,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -19,7 +22,7 @@ _HOW_TO_FILL = "`dsplan run train.py` stores every run, `dsplan db import FILE` 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
-@app.command("list")
+@app.command("list", cls=GroupedCommand)
 def list_measurements(
     model: Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this model.")] = None,
     strategy: Annotated[
@@ -70,7 +73,7 @@ def _aside_text(aside: tuple[Path, ...]) -> str:
     return f"A damaged database was set aside as {aside[-1]}{others}; delete it when you miss no run."
 
 
-@app.command("show")
+@app.command("show", cls=GroupedCommand)
 def show_measurement(
     id: Annotated[str, typer.Argument(help="The id of a run, or enough of its first digits.")], json: Json = False
 ) -> None:
@@ -88,7 +91,7 @@ def show_measurement(
         show(measurement_blocks(measurement))
 
 
-@app.command("forget")
+@app.command("forget", cls=GroupedCommand)
 def forget_measurement(
     id: Annotated[str, typer.Argument(help="The id of a run, or enough of its first digits.")],
 ) -> None:
@@ -102,7 +105,7 @@ def forget_measurement(
     say(f"forgotten: {forgotten.id[:8]}, {forgotten.model} under {forgotten.strategy} on {made}")
 
 
-@app.command("export")
+@app.command("export", cls=GroupedCommand)
 def export_database(
     file: Annotated[Path | None, typer.Argument(help="The file to write; the terminal or pipe without one.")] = None,
 ) -> None:
@@ -121,7 +124,7 @@ def export_database(
         say(f"{text.count(chr(10))} records written to {file}")
 
 
-@app.command("import")
+@app.command("import", cls=GroupedCommand)
 def import_database(
     file: Annotated[
         Path, typer.Argument(help="A file that `dsplan db export` wrote, or a run directory of `dsplan run`.")
@@ -142,7 +145,7 @@ def import_database(
     say(f"{count.added} records imported, {count.skipped} were there already")
 
 
-@app.command("calibrate")
+@app.command("calibrate", cls=GroupedCommand)
 def calibrate(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be learnt, and store nothing.")] = False,
     json: Json = False,

@@ -11,11 +11,12 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from hardware_db.errors import DsplanError
 from hardware_db.handed_in import shown
@@ -36,9 +37,22 @@ def number(limit: limits.Limit, text: str, metavar: str = "") -> Any:
     return typer.Option(min=least, max=most, metavar=metavar, help=text)
 
 
+def among(table: str) -> Callable[[str], list[str]]:
+    """What a shell completes a name with: those of `module:table` that begin with what is written. The module is
+    imported when a shell asks; a list of names, separated by commas, is completed at its end."""
+
+    def beginning_with(incomplete: str) -> list[str]:
+        module, attribute = table.split(":")
+        before, comma, begun = incomplete.rpartition(",")
+        names = getattr(import_module(module), attribute)
+        return [f"{before}{comma}{name}" for name in names if name.startswith(begun)]
+
+    return beginning_with
+
+
 def _names(catalogue: str) -> Callable[[str], list[str]]:
     """What a shell completes a name with: those of a catalogue that begin with what is written, in its case or in
-    small letters, as shells compare letters strictly and catalogues do not."""
+    small letters, as shells compare letters strictly and catalogues do not. One with a space would be two words."""
 
     def beginning_with(incomplete: str) -> list[str]:
         from hardware_db import datasheets
@@ -47,7 +61,7 @@ def _names(catalogue: str) -> Callable[[str], list[str]]:
         rows: Any = every_model() if catalogue == "models" else getattr(datasheets, catalogue)()
         spellings = (name for row in rows for name in (row.name, row.name.rpartition("/")[2], *row.aliases))
         written = (name if name.startswith(incomplete) else name.lower() for name in spellings)
-        return sorted({name for name in written if name.startswith(incomplete)})
+        return sorted({name for name in written if name.startswith(incomplete) and " " not in name})
 
     return beginning_with
 
@@ -264,18 +278,25 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists its flags by what they are about, as plain text."""
+    """A command whose help lists its flags by what they are about; its epilog has an example in every line."""
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                plain = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                sections.setdefault(getattr(parameter, "rich_help_panel", None) or plain, []).append(record)
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
+    def get_help(self, ctx: Any) -> str:
+        from dsplan.cli.help import help_text
+
+        return help_text(self, ctx)
+
+
+class CommandGroup(TyperGroup):
+    """Commands whose help is that of `GroupedCommand`."""
+
+    def summaries(self) -> dict[str, str]:
+        """What each command does, by name."""
+        return {name: command.get_short_help_str(limit=1000) for name, command in self.commands.items()}
+
+    def get_help(self, ctx: Any) -> str:
+        from dsplan.cli.help import help_text
+
+        return help_text(self, ctx)
 
 
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -320,7 +341,7 @@ def _spelled_out(group: Any) -> list[inspect.Parameter]:
 
 _PANEL_FROM = {
     ("MaximumFlags", "strategy"): "Configuration",
-    ("WorkFlags", "code"): "What runs",
+    ("WorkFlags", "code"): "Code",
     ("RankingFlags", "objective"): "Goal",
     ("RankingFlags", "plot"): "Output",
 }

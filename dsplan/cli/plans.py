@@ -18,6 +18,7 @@ from dsplan.cli.flags import (
     ModelFlags,
     RankingFlags,
     WorkFlags,
+    among,
 )
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ def emit(
             help="deepspeed, accelerate, huggingface, torchrun, slurm, mpi, kubernetes, torchtitan, megatron,"
             " megatron-bridge, nemo or nanotron.",
             show_default=False,
+            autocompletion=among("planner.emit:FORMATS"),
         ),
     ],
     out: Annotated[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsplan.cli.flags import GroupedCommand, JsonFlag, number, with_flags
+from dsplan.cli.flags import GroupedCommand, JsonFlag, among, number, with_flags
 from hardware_db.notices import notice
 from hardware_db.records import dataclass
 from planner import limits
@@ -33,11 +33,20 @@ class PlanningFlags:
         int | None, number(limits.PROCESSES, "Processes per node; by default one per GPU, two without a GPU.")
     ] = None
     strategy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Plan within this strategy only, such as fsdp or zero2.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Plan within this strategy only, such as fsdp or zero2.",
+            autocompletion=among("planner.vocabulary:STRATEGIES"),
+        ),
     ] = None
     backend: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Plan for this backend only: torch, deepspeed, or native, our own ZeRO."),
+        typer.Option(
+            metavar="NAME",
+            help="Plan for this backend only: torch, deepspeed, or native, our own ZeRO.",
+            autocompletion=among("planner.vocabulary:BACKENDS"),
+        ),
     ] = None
     tp: Annotated[int | None, number(limits.GPUS, "Ranks that split every layer.")] = None
     pp: Annotated[int | None, number(limits.GPUS, "Ranks that split the stack of layers.")] = None
@@ -149,7 +158,9 @@ class SupervisionFlags:
     track: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,...", help="Send every step to tensorboard, wandb, mlflow, trackio; from beside the ranks."
+            metavar="NAME,...",
+            help="Send every step to tensorboard, wandb, mlflow, trackio; from beside the ranks.",
+            autocompletion=among("strategies.telemetry.trackers:NAMES"),
         ),
     ] = None
     profile: Annotated[

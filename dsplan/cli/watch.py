@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dsplan.cli.flags import JsonFlag, number
+from dsplan.cli.flags import JsonFlag, among, number
 from planner import limits
 
 
@@ -23,24 +23,30 @@ def watch(
     json: JsonFlag = False,
 ) -> None:
     """Ranks, loss, speed, memory, GPU use and alerts of a run that goes on. Ends with the run; reads files only."""
-    from dsplan.render.show import show, show_json
-    from dsplan.render.watch_view import frame_blocks, frame_of, frame_to_dict
+    from dsplan.render.show import can_redraw, room, show, show_json
+    from dsplan.render.watch_view import RunWatch, frame_blocks, frame_of, frame_to_dict
 
-    frame = frame_of(directory, steps)
     if json:
-        show_json(frame_to_dict(frame))
-    elif once or not sys.stdout.isatty():
-        show(frame_blocks(frame, 80))
+        show_json(frame_to_dict(frame_of(directory, steps)))
+    elif once or not can_redraw(sys.stdout):
+        width, unicode = room()
+        show(frame_blocks(frame_of(directory, steps), width, unicode=unicode))
     else:
         from dsplan.render.live_frames import follow
 
-        follow(lambda: frame_of(directory, steps), every)
+        follow(RunWatch(directory, steps).look, every)
 
 
 def track(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run directory of `dsplan run`.")],
     to: Annotated[
-        str, typer.Option("--to", metavar="NAME,...", help="One or more of tensorboard, wandb, mlflow, trackio.")
+        str,
+        typer.Option(
+            "--to",
+            metavar="NAME,...",
+            help="One or more of tensorboard, wandb, mlflow, trackio.",
+            autocompletion=among("strategies.telemetry.trackers:NAMES"),
+        ),
     ],
     json: JsonFlag = False,
 ) -> None:

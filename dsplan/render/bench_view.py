@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dsplan.render.show import Block, Table, Text, columns
+from dsplan.render.show import Block, Table, Text, can_redraw, columns, terminal
 from hardware_db.measurement import Measurement, RateMeasurement
 from hardware_db.microbench.grid import Point
 from hardware_db.notices import printable
@@ -33,12 +33,11 @@ class BenchView:
         self._task: Any = None
 
     def __enter__(self) -> BenchView:
-        if self._out.isatty():
-            from rich.console import Console
+        if can_redraw(self._out):
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
             from rich.table import Column as RichColumn
 
-            console = Console(file=self._out, highlight=False, markup=False, emoji=False)
+            console = terminal(self._out)
             bar = BarColumn(bar_width=console.width // 5)
             words = TextColumn("{task.description}", markup=False, table_column=RichColumn(overflow="fold"))
             columns = (bar, MofNCompleteColumn(), TimeElapsedColumn(), words)

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from dsplan.render.charts import sparkline
+from dsplan.render.show import can_redraw, takes_blocks, terminal
 from hardware_db.notices import labelled, printable
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.vocabulary import DEGREES
@@ -44,12 +45,10 @@ class RunView:
         self._rates: deque[float | None] = deque(maxlen=_CURVE_STEPS)
 
     def __enter__(self) -> RunView:
-        if self._out.isatty():
-            from rich.console import Console
+        if can_redraw(self._out):
             from rich.live import Live
 
-            console = Console(file=self._out, highlight=False, markup=False, emoji=False)
-            self._live = Live(console=console, refresh_per_second=8, transient=True)
+            self._live = Live(console=terminal(self._out), refresh_per_second=8, transient=True)
             self._live.__enter__()
         return self
 
@@ -96,22 +95,22 @@ class RunView:
         self._line(text, stderr=line.stream == "stderr")
 
     def _show_step(self, step: StepDone) -> None:
-        text = step_line(step, self._ranks)
         if self._live is not None:
             from rich.text import Text as RichText
 
+            text = step_line(step, self._ranks, self._live.console.width)
             self._losses.append(step.loss)
             self._rates.append(step.tokens / step.seconds if step.tokens and step.seconds > 0 else None)
             self._live.update(RichText("\n".join([text, *self._curves(self._live.console)]), style="bold cyan"))
         elif time.monotonic() - self._last_line >= _LINE_SECONDS:
             self._last_line = time.monotonic()
-            self._line(text)
+            self._line(step_line(step, self._ranks))
 
     def _curves(self, console: Console) -> list[str]:
         """Loss and speed of the last steps in one line; nothing before there are some."""
         if len(self._losses) < 3:
             return []
-        unicode, width = console.encoding.startswith("utf"), max(8, console.width // 2 - 8)
+        unicode, width = takes_blocks(console), max(4, console.width // 2 - 8)
         named = (("loss", self._losses), ("speed", self._rates))
         drawn = ((name, sparkline(tuple(values), width, unicode=unicode)) for name, values in named)
         return ["  ".join(f"{name} {line}" for name, line in drawn if line)]
@@ -125,8 +124,9 @@ class RunView:
             print(text, file=sys.stderr if stderr else self._out, flush=True)
 
 
-def step_line(step: StepDone, ranks: int) -> str:
-    """One step in one line: number, loss, tokens per second over all ranks, memory of rank 0."""
+def step_line(step: StepDone, ranks: int, width: int | None = None) -> str:
+    """One step in one line: number, loss, tokens per second over all ranks, memory of rank 0; in a line of so many
+    characters what matters least is left out."""
     parts = [f"step {step.step}"]
     if step.loss is not None:
         parts.append(f"loss {step.loss:.4f}")
@@ -136,6 +136,8 @@ def step_line(step: StepDone, ranks: int) -> str:
         parts.append(f"{format_count(step.tokens * ranks / step.seconds)} {counted}/s")
     if step.peak_bytes:
         parts.append(f"peak {format_bytes(step.peak_bytes)}")
+    while width is not None and len(parts) > 1 and len("  ".join(parts)) > width:
+        parts.pop()
     return "  ".join(parts)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 
-from hardware_db.notices import printable
+from hardware_db.notices import folded, printable
 from hardware_db.records import dataclass
 
 if TYPE_CHECKING:
@@ -90,18 +92,27 @@ def plain_text(blocks: Iterable[Block]) -> str:
 
 def _plain_table(table: Table) -> str:
     cells = [[column.name for column in table.columns], *([_plain_cell(cell) for cell in row] for row in table.rows)]
-    widths = [max(len(row[index]) for row in cells) for index in range(len(table.columns))]
+    widths = [max(_wide(row[index]) for row in cells) for index in range(len(table.columns))]
     lines = [_line(row, widths, table) for row in cells]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(["", printable(table.title), *lines] if table.title else lines)
 
 
 def _line(row: Sequence[str], widths: Sequence[int], table: Table) -> str:
-    aligned = (
-        text.rjust(width) if column.right else text.ljust(width)
-        for text, width, column in zip(row, widths, table.columns, strict=True)
-    )
+    aligned = []
+    for text, width, column in zip(row, widths, table.columns, strict=True):
+        space = " " * (width - _wide(text))
+        aligned.append(space + text if column.right else text + space)
     return "  ".join(aligned).rstrip()
+
+
+def _wide(text: str) -> int:
+    """How many characters of a terminal a text takes: two for one of East Asia, none for an accent of its own."""
+    if text.isascii():
+        return len(text)
+    from unicodedata import combining, east_asian_width
+
+    return sum(2 if east_asian_width(letter) in "WF" else not combining(letter) for letter in text)
 
 
 def _plain_cell(cell: Cell) -> str:
@@ -122,7 +133,7 @@ def progress() -> Iterator[Callable[[str], None]]:
         lines: list[Callable[[str], None]] = []
 
         def report(text: str) -> None:
-            if not sys.stderr.isatty():
+            if not can_redraw(sys.stderr):
                 return
             if not lines:
                 lines.append(_spinner(shown, text))
@@ -132,9 +143,8 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 def _spinner(shown: contextlib.ExitStack, text: str) -> Callable[[str], None]:
-    from rich.console import Console
-
-    status = shown.enter_context(Console(stderr=True, highlight=False, markup=False).status(text))
+    console = terminal(sys.stderr)
+    status = shown.enter_context(console.status(text, spinner="dots" if takes_blocks(console) else "line"))
     return status.update
 
 
@@ -146,9 +156,18 @@ def show(blocks: Sequence[Block]) -> None:
         sys.stdout.write(plain_text(blocks))
 
 
+def room() -> tuple[int, bool]:
+    """How many columns the standard output has, and whether it takes curves drawn with more than ASCII."""
+    if not sys.stdout.isatty():
+        return PIPE_WIDTH, False
+    console = terminal()
+    return console.width, takes_blocks(console)
+
+
 def say(text: str, *, stderr: bool = False) -> None:
     """Print a sentence, or lines."""
-    print("\n".join(map(printable, text.split("\n"))), file=sys.stderr if stderr else sys.stdout)
+    file = sys.stderr if stderr else sys.stdout
+    print(folded("\n".join(map(printable, text.split("\n"))), file), file=file)
 
 
 def show_file(text: str) -> None:
@@ -172,19 +191,45 @@ _PROSE = 24
 _LONGEST_WORD = 0.55
 """Of the terminal's width, within which a longer word, such as a model's name, is not folded."""
 _LEAST_BAR = 5
+PIPE_WIDTH = 80
+"""Columns for curves in a pipe, which has no width of its own."""
+
+
+def terminal(file: TextIO | None = None) -> Console:
+    """A file as rich's terminal. Rich takes one that can place no cursor for 80 columns wide; here it is as wide as it
+    is."""
+    from shutil import get_terminal_size
+
+    from rich.console import Console
+
+    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    if console.is_dumb_terminal:
+        width, height = get_terminal_size()
+        console.size = console.size._replace(width=width or PIPE_WIDTH, height=height or 25)
+    return console
+
+
+def can_redraw(file: TextIO) -> bool:
+    """Whether a file is a terminal that draws over what it shows."""
+    return file.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+
+def takes_blocks(console: Console) -> bool:
+    """Whether the terminal's encoding has more than ASCII to draw with."""
+    return console.encoding.startswith("utf")
 
 
 def print_blocks(blocks: Iterable[Block]) -> None:
     """Print to stdout, folded to the terminal's width."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = terminal()
     for drawn in renderables(blocks, console):
         console.print(drawn)
 
 
-def renderables(blocks: Iterable[Block], console: Console) -> Iterator[RichTable | RichText]:
-    """What rich prints of blocks, one under the other."""
+def renderables(
+    blocks: Iterable[Block], console: Console, *, names_left_out: bool = True
+) -> Iterator[RichTable | RichText]:
+    """What rich prints of blocks, one under the other; under a table the names of columns that it has no room for."""
     from rich.text import Text as RichText
 
     for block in blocks:
@@ -196,7 +241,7 @@ def renderables(blocks: Iterable[Block], console: Console) -> Iterator[RichTable
             yield RichText(printable(block.title), style=_STYLES["heading"])
         shown, left_out = _narrowed(block, console.width)
         yield _rich_table(shown, console)
-        if left_out:
+        if left_out and names_left_out:
             yield RichText(f"a wider terminal also shows {', '.join(left_out)}", style="dim")
 
 
@@ -240,7 +285,7 @@ def _cells(table: Table, index: int) -> list[Cell]:
 
 
 def _width(cell: Cell) -> int:
-    return cell.width if isinstance(cell, Bar) else len(printable(cell))
+    return cell.width if isinstance(cell, Bar) else _wide(printable(cell))
 
 
 def _least_width(table: Table, index: int, width: int) -> int:
@@ -250,35 +295,57 @@ def _least_width(table: Table, index: int, width: int) -> int:
     cells = _cells(table, index)
     bars = [min(cell.width, _LEAST_BAR) for cell in cells if isinstance(cell, Bar)]
     texts = [printable(cell) for cell in cells if not isinstance(cell, Bar)]
-    whole = max([len(name), *bars, *map(len, texts)])
+    whole = max([len(name), *bars, *map(_wide, texts)])
     if whole <= _PROSE:
         return whole
-    word = max((len(word) for text in texts for word in text.split()), default=0)
+    word = max((_wide(word) for text in texts for word in text.split()), default=0)
     return min(whole, max([len(name), *bars, min(max(_PROSE, int(_LONGEST_WORD * width)), word)]))
 
 
 def _rich_table(table: Table, console: Console) -> RichTable:
-    from rich import box
+    from rich.box import SIMPLE_HEAD, Box
     from rich.table import Table as RichTable
 
-    unicode = console.encoding.startswith("utf")
+    unicode = takes_blocks(console)
     drawn = RichTable(
-        box=box.SIMPLE_HEAD,
+        box=SIMPLE_HEAD if unicode else Box(_ASCII_HEAD, ascii=True),
         padding=(0, _gap(console.width) - 1, 0, 0),
         pad_edge=False,
         show_edge=False,
     )
-    for column, width in zip(table.columns, _widths(table, console.width), strict=True):
+    widths = _widths(table, console.width)
+    for column, width in zip(table.columns, widths, strict=True):
         drawn.add_column(column.name, justify="right" if column.right else "left", overflow="fold", width=width)
     for row in table.rows:
-        drawn.add_row(*(_rich_cell(cell, unicode=unicode) for cell in row))
+        drawn.add_row(*(_rich_cell(cell, width, unicode=unicode) for cell, width in zip(row, widths, strict=True)))
     return drawn
 
 
-def _rich_cell(cell: Cell, *, unicode: bool) -> RichText | _DrawnBar:
+_ASCII_HEAD = "    \n    \n -- \n    \n    \n    \n    \n    \n"
+"""rich's SIMPLE_HEAD, a rule under the headings."""
+
+
+def _rich_cell(cell: Cell, width: int, *, unicode: bool) -> RichText | _DrawnBar:
     from rich.text import Text as RichText
 
-    return _DrawnBar(cell, unicode) if isinstance(cell, Bar) else RichText(printable(cell))
+    return _DrawnBar(cell, unicode) if isinstance(cell, Bar) else RichText(_parted(printable(cell), width))
+
+
+_PART = re.compile(r"[^/_.\-]*[/_.\-]?")
+
+
+def _parted(text: str, width: int) -> str:
+    """The text with words that are too wide for a line, such as a model's name, broken behind `/`, `-`, `_` or `.`."""
+    return re.sub(r"\S+", lambda word: _lines_of(word[0], width) if _wide(word[0]) > width else word[0], text)
+
+
+def _lines_of(word: str, width: int) -> str:
+    lines = [""]
+    for part in _PART.findall(word):
+        if lines[-1] and _wide(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 class _DrawnBar:

@@ -7,6 +7,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,17 @@ from dsplan.render.charts import sparkline
 from dsplan.render.plan_view import dims_text
 from dsplan.render.run_report import profile_lines
 from dsplan.render.show import Bar, Block, Cell, Style, Table, Text, columns
-from dsplan.report.run_data import RunData, read_run
+from dsplan.report.run_data import Happening, RunData, check_run_directory, read_run
 from hardware_db.records import dataclass
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan import Plan
+from strategies.launch.report import metrics_of
 from strategies.run_directory.spec import heartbeat_path, profiles_in
-from strategies.telemetry.metrics import Row, metrics_path, parse_row
+from strategies.telemetry.follow import RecentRows
+from strategies.telemetry.metrics import Row
 
-_TAIL_BYTES = 65536
+_PEAK_ROWS = 200
+"""Of a rank, among which its highest memory is sought: some steps do not measure it."""
 _STEPS_FLAG = re.compile(r"--(?:max[-_]|train[-_]|num[-_]|total[-_])?(?:steps|iters)(?:=(\d+))?")
 _RECENT = 20
 _ROOM_FOR_SPANS = 60
@@ -70,18 +74,43 @@ class Frame:
         return max(0, self.steps - self.step) * self.step_seconds
 
 
-def frame_of(directory: Path, steps: int | None = None) -> Frame:
-    """The run of a directory as it is now.
+class RunWatch:
+    """A run directory that is looked at again and again, whatever the length of its run.
 
     Raises:
         BrokenFile: it is no run directory.
     """
-    run = read_run(directory)
+
+    def __init__(self, directory: Path, steps: int | None = None) -> None:
+        check_run_directory(directory)
+        self._directory = directory
+        self._steps = steps
+        self._metrics = RecentRows(directory)
+
+    def look(self) -> Frame:
+        """The run as it is now, with its last rows."""
+        return _frame(self._directory, self._steps, self._metrics.read())
+
+
+def frame_of(directory: Path, steps: int | None = None) -> Frame:
+    """The run of a directory as it is now, with all that it measured.
+
+    Raises:
+        BrokenFile: it is no run directory.
+    """
+    check_run_directory(directory)
+    return _frame(directory, steps, metrics_of(directory))
+
+
+def _frame(directory: Path, steps: int | None, metrics: Sequence[Sequence[Row]]) -> Frame:
+    run = read_run(directory, metrics)
     ranks = run.report.attempts[-1].ranks if run.report.attempts else 0
     now = time.time()
     return Frame(
         run=run,
-        ranks=tuple(_rank_now(directory, rank, now) for rank in range(ranks)),
+        ranks=tuple(
+            _rank_now(directory, rank, metrics[rank] if rank < len(metrics) else (), now) for rank in range(ranks)
+        ),
         steps=steps or _asked_steps(run.report.spec.arguments),
     )
 
@@ -95,11 +124,10 @@ def _asked_steps(arguments: Sequence[str]) -> int | None:
     return None
 
 
-def _rank_now(directory: Path, rank: int, now: float) -> RankNow:
-    rows = _last_rows(metrics_path(directory, rank))
-    step, machine = rows.get("step", {}), rows.get("machine", {})
+def _rank_now(directory: Path, rank: int, rows: Sequence[Row], now: float) -> RankNow:
+    last = {str(row.get("event")): row for row in rows}
+    step, machine = last.get("step", {}), last.get("machine", {})
     beat = _heartbeat(heartbeat_path(directory, rank))
-    peak = step.get("most_bytes")
     heard = beat.get("time")
     return RankNow(
         rank=rank,
@@ -107,30 +135,12 @@ def _rank_now(directory: Path, rank: int, now: float) -> RankNow:
         step=int(step["global_step"]) if "global_step" in step else None,
         step_seconds=step.get("seconds"),
         loss=step.get("loss"),
-        peak_bytes=int(peak) if peak else None,
+        peak_bytes=max((int(row["peak_bytes"]) for row in rows[-_PEAK_ROWS:] if row.get("peak_bytes")), default=None),
         gpu_percent=machine.get("gpu_utilization_percent"),
         gpu_bytes=machine.get("gpu_memory_used_bytes"),
         section="ended" if beat.get("has_ended") else str(beat.get("section", "")),
         heard_seconds=max(0.0, now - heard) if isinstance(heard, (int, float)) else None,
     )
-
-
-def _last_rows(path: Path) -> dict[str, Row]:
-    """The last row of each event in the end of a file; that of the steps has the `most_bytes` of any of them."""
-    try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            size = file.tell()
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return {}
-    parsed = (parse_row(line.decode(errors="replace")) for line in (lines if size <= _TAIL_BYTES else lines[1:]))
-    rows = [row for row in parsed if row is not None]
-    last: dict[str, Row] = {str(row.get("event")): row for row in rows}
-    if "step" in last:
-        last["step"] = {**last["step"], "most_bytes": max(row.get("peak_bytes") or 0 for row in rows)}
-    return last
 
 
 def _heartbeat(path: Path) -> Mapping[str, Any]:
@@ -144,23 +154,111 @@ def _heartbeat(path: Path) -> Mapping[str, Any]:
 # Frames as blocks and as JSON.
 
 
-def frame_blocks(frame: Frame, width: int, *, unicode: bool = True) -> list[Block]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Detail:
+    """How much of a run a page shows."""
+
+    ranks: int | None = None
+    """How many have a line of their own, those first with which something is wrong; None for all."""
+    happenings: int = 5
+    profiles: bool = True
+    plan: bool = True
+    curves: bool = True
+
+
+_LOW = Detail(profiles=False, plan=False)
+DETAILS = (
+    Detail(),
+    Detail(profiles=False),
+    _LOW,
+    replace(_LOW, happenings=3),
+    replace(_LOW, happenings=2),
+    replace(_LOW, happenings=2, curves=False),
+    replace(_LOW, happenings=1, curves=False),
+)
+"""What a lower and lower terminal shows: the state of the run and its last alert stay to the end."""
+
+
+def frame_blocks(frame: Frame, width: int, *, unicode: bool = True, detail: Detail = DETAILS[0]) -> list[Block]:
     """The frame for a terminal of so many characters."""
     run = frame.run
     style: Style = "good" if run.is_running or run.outcome == "completed" else "warning"
     blocks: list[Block] = [Text(text=f"{run.name}: {_state(frame)}", style=style)]
-    if run.plan is not None:
+    if run.plan is not None and detail.plan:
         blocks.append(Text(text=_plan_text(run.plan), style="faint"))
-    blocks += _curves(frame, width, unicode=unicode)
-    blocks.append(_ranks_table(frame))
-    recent = run.happenings[-_HAPPENINGS:]
+    if detail.curves:
+        blocks += _curves(frame, width, unicode=unicode)
+    recent = _recent(run.happenings, detail.happenings)
+    shown, others = _parted(frame, recent, detail.ranks)
+    if shown:
+        blocks.append(_ranks_table(frame, shown))
+    if others:
+        blocks.append(Text(text=_others_text(others, beside=bool(shown)), style="faint"))
     if recent:
         rows = [
-            [format_seconds(event.at), "" if event.step is None else str(event.step), event.text] for event in recent
+            [format_seconds(event.at), "" if event.step is None else str(event.step), _happening_text(event)]
+            for event in recent
         ]
-        blocks.append(Table(title="what happened last", columns=columns(">after", ">step", "what"), rows=rows))
-    blocks += [Text(text=line, style="faint") for line in profile_lines(run.report.spec.directory)]
+        blocks.append(Table(title="what happened last", columns=columns("?>after", "??>step", "what"), rows=rows))
+    if detail.profiles:
+        blocks += [Text(text=line, style="faint") for line in profile_lines(run.report.spec.directory)]
     return blocks
+
+
+def _recent(happenings: Sequence[Happening], most: int) -> list[Happening]:
+    """The last of them; checkpoints, of which there is one after another, leave the others their place."""
+    others = [event for event in happenings if event.kind != "checkpoint"][-most:]
+    room = max(most - len(others), int(most > 1))
+    saved = [event for event in happenings if event.kind == "checkpoint"]
+    saved = saved[-room:] if room else []
+    return sorted([*others[-(most - len(saved)) :], *saved], key=lambda event: event.at)
+
+
+def _happening_text(event: Happening) -> str:
+    if not event.is_alert:
+        return event.text
+    named = "" if event.rank is None or f"rank {event.rank} " in event.text else f"rank {event.rank}: "
+    return f"alert: {named}{event.text}"
+
+
+_LATE_STEPS = 2
+_SILENT_SECONDS = 30.0
+
+
+def _parted(frame: Frame, recent: Sequence[Happening], most: int | None) -> tuple[Sequence[RankNow], Sequence[RankNow]]:
+    """The ranks that get a line each, and the others. Those go first that lag, are silent, or raised an alert."""
+    if most is None or len(frame.ranks) <= most:
+        return frame.ranks, ()
+    alerted = {event.rank for event in recent if event.kind != "checkpoint"}
+
+    def is_well(rank: RankNow) -> bool:
+        silent = rank.heard_seconds is None or rank.heard_seconds > _SILENT_SECONDS
+        lags = rank.step is None or rank.step + _LATE_STEPS <= frame.step
+        return not (lags or rank.rank in alerted or (silent and frame.run.is_running))
+
+    first = sorted(frame.ranks, key=lambda rank: (is_well(rank), rank.rank))[:most]
+    numbers = {rank.rank for rank in first}
+    return (
+        [rank for rank in frame.ranks if rank.rank in numbers],
+        [rank for rank in frame.ranks if rank.rank not in numbers],
+    )
+
+
+def _others_text(ranks: Sequence[RankNow], *, beside: bool) -> str:
+    """Ranks that have no line of their own, as ranges."""
+    figures: list[tuple[str, list[float | None], Callable[[float], str]]] = [
+        ("step ", [rank.step for rank in ranks], lambda value: f"{value:.0f}"),
+        ("", [rank.step_seconds for rank in ranks], format_seconds),
+        ("", [rank.peak_bytes for rank in ranks], format_bytes),
+        ("GPU ", [rank.gpu_percent for rank in ranks], lambda value: f"{value:.0f}%"),
+    ]
+    written = [f"{len(ranks)} {'more ' if beside else ''}{'rank' if len(ranks) == 1 else 'ranks'}"]
+    for name, values, spell in figures:
+        known = [value for value in values if value is not None]
+        if known:
+            ends = dict.fromkeys((spell(min(known)), spell(max(known))))
+            written.append(name + " to ".join(ends))
+    return ", ".join(written)
 
 
 def _state(frame: Frame) -> str:
@@ -198,35 +296,38 @@ def _curves(frame: Frame, width: int, *, unicode: bool) -> list[Block]:
     for name, (values, written) in series.items():
         known = [value for value in values if value is not None]
         if known:
-            line = sparkline(values, max(8, min(60, width - 50)), unicode=unicode)
-            span = f" ({written(min(known))} to {written(max(known))})" if width >= _ROOM_FOR_SPANS else ""
-            found.append(Text(text=f"{name:9} {line} {written(known[-1])}{span}"))
+            last, span = written(known[-1]), f" ({written(min(known))} to {written(max(known))})"
+            figures = last + (span if width >= _ROOM_FOR_SPANS else "")
+            line = sparkline(values, max(1, min(60, width - 11 - len(figures))), unicode=unicode)
+            found.append(Text(text=f"{name:9} {line} {figures}"))
     return found
 
 
-def _ranks_table(frame: Frame) -> Table:
+def _ranks_table(frame: Frame, ranks: Sequence[RankNow]) -> Table:
     plan, several = frame.run.plan, len({rank.host for rank in frame.ranks}) > 1
     predicted = plan.memory.peak_allocated_bytes if plan is not None else 0
-    names = [">rank", ">step", "???host", ">time", "?>loss", ">memory", "?predicted", "??>GPU", "??doing", ">heard"]
-    kept = [name for name in names if (several or name != "???host") and (predicted or name != "?predicted")]
+    names = [
+        ">rank", ">step", "???host", ">time", "???>loss", ">memory", "??predicted", "?>GPU", "??doing", ">silent",
+    ]  # fmt: skip
+    kept = [name for name in names if (several or name != "???host") and (predicted or name != "??predicted")]
     if not any(rank.gpu_percent is not None for rank in frame.ranks):
-        kept.remove("??>GPU")
+        kept.remove("?>GPU")
     if not frame.run.is_running:
-        kept = [name for name in kept if name not in ("??doing", ">heard")]
+        kept = [name for name in kept if name not in ("??doing", ">silent")]
     rows = []
-    for rank in frame.ranks:
+    for rank in ranks:
         share: Cell = Bar(share=rank.peak_bytes / predicted) if rank.peak_bytes and predicted else "-"
         cells: dict[str, Cell] = {
             ">rank": str(rank.rank),
             ">step": "-" if rank.step is None else str(rank.step),
             "???host": rank.host,
             ">time": "-" if rank.step_seconds is None else format_seconds(rank.step_seconds),
-            "?>loss": "-" if rank.loss is None else f"{rank.loss:.4f}",
+            "???>loss": "-" if rank.loss is None else f"{rank.loss:.4f}",
             ">memory": format_bytes(rank.peak_bytes) if rank.peak_bytes else "-",
-            "?predicted": share,
-            "??>GPU": "-" if rank.gpu_percent is None else f"{rank.gpu_percent:.0f}%",
+            "??predicted": share,
+            "?>GPU": "-" if rank.gpu_percent is None else f"{rank.gpu_percent:.0f}%",
             "??doing": rank.section or "-",
-            ">heard": "-" if rank.heard_seconds is None else f"{format_seconds(rank.heard_seconds)} ago",
+            ">silent": "-" if rank.heard_seconds is None else format_seconds(rank.heard_seconds),
         }
         rows.append([cells[name] for name in kept])
     return Table(columns=columns(*kept), rows=rows)

@@ -135,26 +135,33 @@ def is_run_directory(path: Path) -> bool:
     return path.is_dir() and ((path / JOURNAL_FILE).is_file() or any(path.glob("metrics-rank*.jsonl")))
 
 
-def read_run(directory: Path) -> RunData:
-    """A run, finished or not.
-
+def check_run_directory(directory: Path) -> None:
+    """
     Raises:
-        BrokenFile: the directory is not one of a run, or not as this version writes it.
+        BrokenFile: the directory is not one of a run.
     """
     if not is_run_directory(directory):
         remedy = "name a run directory of dsplan run; they lie below ~/.local/share/dsplan/runs"
         raise BrokenFile(directory, "is no run directory", remedy)
+
+
+def read_run(directory: Path, metrics: Sequence[Sequence[Row]] | None = None) -> RunData:
+    """A run, finished or not; of the rows of `metrics`, by rank, where somebody has read them.
+
+    Raises:
+        BrokenFile: the directory is not one of a run, or not as this version writes it.
+    """
+    check_run_directory(directory)
     try:
-        return _read(directory)
+        return _read(directory, metrics_of(directory) if metrics is None else metrics)
     except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
         problem = f"holds rows that dsplan did not write ({type(error).__name__}: {error})"
         raise BrokenFile(directory, problem[:200], "name a run directory as dsplan run left it") from None
 
 
-def _read(directory: Path) -> RunData:
-    metrics = metrics_of(directory)
+def _read(directory: Path, metrics: Sequence[Sequence[Row]]) -> RunData:
     journal = read_journal(directory)
-    reports = earlier_attempts(directory) or (_without_journal(metrics),)
+    reports = earlier_attempts(directory, metrics) or (_without_journal(metrics),)
     running = is_held(directory)
     if running and not _is_closed(journal, reports[-1].attempt):
         reports = (*reports[:-1], replace(reports[-1], ending=None))
@@ -172,7 +179,7 @@ def _read(directory: Path) -> RunData:
         report=RunReport(
             spec=spec,
             outcome=_outcome(journal, reports[-1]),
-            measured=measured_run(spec),
+            measured=measured_run(spec, metrics),
             plan=plans[-1] if plans else None,
             attempts=reports,
         ),

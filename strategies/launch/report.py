@@ -93,9 +93,10 @@ class RunReport:
     attempts: tuple[AttemptReport, ...] = ()
 
 
-def measured_run(spec: LaunchSpec) -> MeasuredRun:
-    """The figures of the whole run; `ranks` counts those of its last attempt."""
-    metrics = metrics_of(spec.directory)
+def measured_run(spec: LaunchSpec, metrics: Sequence[Sequence[Row]] | None = None) -> MeasuredRun:
+    """The figures of the whole run, of `metrics` where somebody has read them; `ranks` counts those of its last
+    attempt."""
+    metrics = metrics_of(spec.directory) if metrics is None else metrics
     ranks = len(of_attempt(metrics, last_attempt(metrics)))
     return replace(summarise(metrics), ranks=ranks or spec.processes)
 
@@ -130,13 +131,13 @@ def metrics_of(directory: Path) -> list[list[Row]]:
 _COMMAND_ENDED = Ending(kind="killed", reason="dsplan run itself was ended")
 
 
-def earlier_attempts(directory: Path) -> tuple[AttemptReport, ...]:
+def earlier_attempts(directory: Path, metrics: Sequence[Sequence[Row]] | None = None) -> tuple[AttemptReport, ...]:
     """The attempts in a run directory, the first one first. One of which the journal has no end was cut off together
-    with the command that made it; the metrics show how far it came."""
+    with the command that made it; the metrics, read here where nobody has, show how far it came."""
     by_attempt: dict[int, list[Mapping[str, Any]]] = {}
     for row in read_journal(directory):
         by_attempt.setdefault(int(row.get("attempt", 0)), []).append(row)
-    metrics = read_metrics(directory, 1)
+    metrics = read_metrics(directory, 1) if metrics is None else metrics[:1]
     reports = [_attempt(number, rows, _of(metrics, number)) for number, rows in sorted(by_attempt.items())]
     lost = {row["attempt"]: row.get("seconds_lost") for rows in by_attempt.values() for row in rows if _is(row, "back")}
     return tuple(replace(report, seconds_lost=lost.get(report.attempt + 1)) for report in reports if report is not None)

@@ -1,10 +1,12 @@
-"""AlertFollower: the alerts of the ranks of this node, read from their metrics while they train. No torch."""
+"""What ranks append to their metrics while they train: their last rows, and the alerts of this node. No torch."""
 
 from __future__ import annotations
 
+import mmap
 import re
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median, median_low
@@ -40,6 +42,75 @@ class LineFollower:
             complete.append(self._partial)
             self._partial = b""
         return [line.decode(errors="replace").rstrip("\r") for line in complete]
+
+
+_METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
+
+
+def rank_files(directory: Path) -> Iterator[tuple[int, Path]]:
+    """The metrics files in a run directory, with their ranks."""
+    for path in directory.glob("metrics-rank*.jsonl"):
+        if match := _METRICS.fullmatch(path.name):
+            yield int(match[1]), path
+
+
+class RecentRows:
+    """The last metrics rows of every rank, `MOST` of all together: what a page needs that is drawn again and again of a
+    run of any length. Lines are read once, and of a long file its end alone."""
+
+    MOST = 20_000
+    ROW_BYTES = 600
+    """A row of a step is shorter."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: dict[int, _RankRows] = {}
+
+    def read(self) -> list[list[Mapping[str, Any]]]:
+        """By rank; the first row of a rank says which attempt those after it are of, unless that is the first."""
+        for rank, path in rank_files(self._directory):
+            self._files.setdefault(rank, _RankRows(path))
+        most = self.MOST // max(len(self._files), 1)
+        ranks = max(self._files, default=-1) + 1
+        return [self._files[rank].read(most) if rank in self._files else [] for rank in range(ranks)]
+
+
+class _RankRows:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: LineFollower | None = None
+        self._size = 0
+        self._attempt: Mapping[str, Any] | None = None
+        self._rows: deque[Mapping[str, Any]] = deque()
+
+    def read(self, most: int) -> list[Mapping[str, Any]]:
+        size = self._path.stat().st_size
+        if self._file is None or size < self._size:
+            self._begin(max(0, size - most * RecentRows.ROW_BYTES))
+        self._size = size
+        assert self._file is not None
+        self._rows.extend(row for line in self._file.read_lines() if (row := parse_row(line)) is not None)
+        while len(self._rows) > most:
+            self._forget(self._rows.popleft())
+        return [*([] if self._attempt is None else [self._attempt]), *self._rows]
+
+    def _begin(self, offset: int) -> None:
+        """Read on from an offset, where a line may be under way, as if what is before had been read and forgotten."""
+        self._rows.clear()
+        self._attempt = None
+        self._file = LineFollower(self._path, offset)
+        if offset:
+            with self._path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+                offset = whole.rfind(b"\n", 0, offset) + 1
+                self._file = LineFollower(self._path, offset)
+                place = whole.rfind(b'{"event": "attempt"', 0, offset)
+                if place >= 0:
+                    line = whole[place : whole.find(b"\n", place)]
+                    self._forget(parse_row(line.decode(errors="replace")) or {})
+
+    def _forget(self, row: Mapping[str, Any]) -> None:
+        if row.get("event") == "attempt":
+            self._attempt = row
 
 
 # Stragglers are found by comparing the rows of all ranks.
@@ -112,7 +183,6 @@ class Stragglers:
         )  # fmt: skip
 
 
-_METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
 _LOOK_SECONDS = 1.0
 SAME_SECONDS = 60.0
 """Alerts of one kind and metric within so long are one: all ranks see the same NaN."""
@@ -149,9 +219,8 @@ class AlertFollower:
 
     def _find(self) -> None:
         """Ranks of a later attempt may be more."""
-        for path in self._directory.glob("metrics-rank*.jsonl"):
-            if match := _METRICS.fullmatch(path.name):
-                self._files.setdefault(int(match[1]), LineFollower(path))
+        for rank, path in rank_files(self._directory):
+            self._files.setdefault(rank, LineFollower(path))
 
     def _from_row(self, rank: int, row: Mapping[str, Any]) -> list[Alert]:
         event = row.get("event")

@@ -191,7 +191,7 @@ def test_lengths_and_batches_take_suffixes(cli: Cli) -> None:
 def test_help_lists_flags_by_what_they_are_about(cli: Cli) -> None:
     out = cli("recommend --help").out
     panels = re.findall(r"^(\w[\w ]*):$", out, flags=re.MULTILINE)
-    assert panels == ["Model", "Hardware", "Work", "What runs", "Goal", "Output", "Options"]
+    assert panels == ["Model", "Hardware", "Work", "Code", "Goal", "Output", "Options", "Examples"]
     goal = out[out.index("\nGoal:") : out.index("\nOutput:")]
     assert "--objective" in goal
     assert "--model " not in goal
@@ -199,13 +199,31 @@ def test_help_lists_flags_by_what_they_are_about(cli: Cli) -> None:
 
 def test_examples_of_help_are_command_lines_that_can_be_read(cli: Cli) -> None:
     for name, lines in EXAMPLES.items():
-        out = " ".join(cli(f"{name} --help").out.split())
+        out = " ".join(cli(f"{name} --help").out.replace("\\\n", "").split())
         for line in lines:
             assert line in out
             program, first, *words = line.split()
-            assert (program, first) == ("dsplan", name.split()[0])
+            assert program == "dsplan"
+            assert first == (name.split() or [first])[0]
             with load_command(first).make_context(f"dsplan {first}", words):  # flags and numbers are read
                 pass
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_help_of_every_command_fits_the_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    names = ["", *COMMANDS, *(f"db {name}" for name in load_command("db").commands)]
+    assert set(names) == set(EXAMPLES)
+    for name in names:
+        out = cli(f"{name} --help").out
+        lines = out.splitlines()
+        assert max(map(len, lines)) <= width, name
+        assert "..." not in out.replace("[ARGS]...", "").replace("[ARGUMENTS]...", "").replace("NAME,...", "")
+        sections = [line for line in lines if re.fullmatch(r"\w[\w ]*:", line)]
+        flags = [line for line in lines if re.match(r" {2}--\w", line)]
+        assert len(flags) <= 8 or len(sections) > 3, name  # Options, Output, Examples
+    every = cli("--help").out
+    assert "of a run that goes on what follows." in " ".join(every.split())  # what commands do, to the end
 
 
 def test_an_estimate_is_written_for_viewers(cli: Cli, tmp_path: Path) -> None:
@@ -219,15 +237,30 @@ def test_an_estimate_is_written_for_viewers(cli: Cli, tmp_path: Path) -> None:
     assert (refused.status, refused.err.count("\n")) == (2, 1)
 
 
+def test_every_shell_is_shown_its_own_completion(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    for shell, begins in (
+        ("bash", "_dsplan_completion() {"),
+        ("zsh", "#compdef dsplan"),
+        ("fish", "complete --command"),
+    ):
+        script = cli(f"--show-completion {shell}").out
+        assert script.startswith(begins)
+        assert f"_DSPLAN_COMPLETE=complete_{shell}" in script
+        monkeypatch.setattr("shellingham.detect_shell", lambda shell=shell: (shell, f"/bin/{shell}"))
+        assert cli("--show-completion").out == script
+    assert "give one of bash, zsh, fish" in cli.refuses("--show-completion csh")
+
+
 def test_a_shell_completes_flags_and_names(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # there may be no shell above a test
-    assert "complete -o default -F" in cli("--show-completion bash").out
     monkeypatch.setenv("_DSPLAN_COMPLETE", "complete_bash")
     for words, expected in (
         ("dsplan reco", "recommend"),
         ("dsplan recommend --objective m", "memory"),
         ("dsplan recommend --model llama3-7", "llama3-70b"),
         ("dsplan estimate --gpu h100-s", "h100-sxm5-80gb"),
+        ("dsplan run --strategy fsdp-", "fsdp-grad-op"),
+        ("dsplan emit plan.yaml --format acc", "accelerate"),
+        ("dsplan track runs --to wandb,ml", "wandb,mlflow"),
     ):
         monkeypatch.setenv("COMP_WORDS", words)
         monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))

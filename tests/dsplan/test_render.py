@@ -12,8 +12,9 @@ import pytest
 import dsplan
 from dsplan.render.catalogues import devices_table, models_table, nodes_table
 from dsplan.render.recommendation import recommendation_blocks
-from dsplan.render.show import Bar, Block, Table, Text, columns, plain_text, print_blocks
+from dsplan.render.show import Bar, Block, Table, Text, columns, plain_text, print_blocks, say, show
 from hardware_db.datasheets import devices, node_types
+from hardware_db.notices import notice
 from planner import vocabulary
 from planner.models.catalogue import models
 from tests.dsplan.cli import Cli
@@ -111,6 +112,41 @@ def test_tables_keep_their_answer_at_any_width(
     assert answers <= headings[0]
     bars = [row for row in out.splitlines() if "░" in row]
     assert all(any(letter.isdigit() for letter in row) for row in bars)  # beside its figure, none on a line of its own
+
+
+class AsciiTerminal(io.StringIO):
+    """What is printed to a terminal whose encoding has no letters but ASCII's."""
+
+    encoding = "ascii"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_words_are_whole_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys, "stdout", shown := AsciiTerminal())
+    name, path = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "/a/path/that/is/wider/than/the/terminal"
+    show([Table(columns=columns("model", ">layers"), rows=[[name, "28"]])])
+    say(f"  - loads the model with dtype=torch.float32\n{path}")
+    notice("the disk is full; free space there", stream="stdout")
+    assert [line.rstrip() for line in shown.getvalue().splitlines()] == [
+        "model                   layers",
+        "-" * 30,
+        "deepseek-ai/DeepSeek-       28",
+        "R1-Distill-Qwen-1.5B",
+        "  - loads the model with",
+        "  dtype=torch.float32",
+        path,
+        "dsplan: the disk is full; free",
+        "space there",
+    ]
+
+
+def test_letters_that_take_two_columns_are_counted_so() -> None:
+    table = Table(columns=columns("script", ">steps"), rows=[["训练.py", "1"], ["train.py", "20"]])
+    assert plain_text([table]).splitlines()[2:] == ["训练.py       1", "train.py     20"]
 
 
 def test_throughput_over_gpus_is_drawn_beside_linear_growth(cli: Cli) -> None:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from dsplan.__main__ import main
 from dsplan.render.charts import sparkline
 from dsplan.render.show import Table as ShownTable
 from dsplan.render.show import Text, columns, plain_text, renderables
+from dsplan.render.watch_view import Frame, RunWatch
 from hardware_db.notices import MOST_LETTERS, printable
+from strategies.launch.run_lock import RunLock
+from strategies.telemetry.follow import RecentRows
 from tests.dsplan.cli import Cli
 
 
@@ -51,13 +58,141 @@ def test_what_ranks_have_written_is_shown(cli: Cli, run: Path) -> None:
     assert [rank["peak_bytes"] for rank in found["ranks"]] == [3 << 20, 3 << 20]
     assert [rank["gpu_utilization_percent"] for rank in found["ranks"]] == [93, 93]
     shown = cli(f"watch {run}").out
-    assert "loss      █▆▃▁ 1.5000 (1.5000 to 4.5000)" in shown
+    assert "loss      #=-_ 1.5000 (1.5000 to 4.5000)" in shown
     assert "3.0 MiB" in shown
     assert "93%" in shown
 
 
 def test_a_directory_without_a_run_is_refused_in_one_line(cli: Cli, tmp_path: Path) -> None:
     assert "is no run directory" in cli.refuses(f"watch {tmp_path}")
+
+
+ALERTED = 7
+
+
+@pytest.fixture
+def wide_run(run: Path) -> Path:
+    """A running one of 64 ranks, one of which is silent, with an alert before many checkpoints."""
+    row = json.loads((run / "metrics-rank0.jsonl").read_text().splitlines()[-2])
+    for rank in range(64):
+        rows = [row | {"global_step": 4 + step} for step in range(4)]
+        rows.append({"event": "machine", "time": time.time(), "gpu_utilization_percent": 90 + rank % 8})
+        (run / f"metrics-rank{rank}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+        silent = 300 if rank == 61 else 0
+        beat = {"host": f"node-{rank // 8}", "section": "forward", "time": time.time() - silent, "has_ended": False}
+        (run / f"rank{rank}.heartbeat").write_text(json.dumps(beat))
+    message = f"rank {ALERTED} takes 312 ms for reading its batch where others take 195 ms, of 740 ms per step"
+    alert = {"event": "alert", "kind": "straggler", "message": message, "step": 5, "rank": ALERTED}
+    journal = [{"event": "attempt", "attempt": 0, "time": 0.0, "ranks": 64}, {**alert, "time": 9.0}]
+    journal += [{"event": "saved", "time": 10.0 + step, "step": step} for step in range(20)]
+    (run / "run.jsonl").write_text("".join(json.dumps(each) + "\n" for each in journal))
+    return run
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 20), (40, 12), (120, 40), (200, 60), (200, 90)])
+def test_a_page_shows_what_is_wrong_on_a_terminal_of_any_size(wide_run: Path, width: int, height: int) -> None:
+    from rich.console import Console
+
+    from dsplan.render.live_frames import page
+
+    with RunLock(wide_run):
+        frame = RunWatch(wide_run, steps=1000).look()
+    console = Console(width=width, height=height, file=io.StringIO(), legacy_windows=False, _environ={})
+    console.print(page(frame, console))
+    assert isinstance(console.file, io.StringIO)
+    drawn = console.file.getvalue().splitlines()
+    shown = " ".join(" ".join(drawn).split())
+    assert len(drawn) <= height
+    assert max(map(len, drawn)) <= width
+    assert "…" not in shown
+    assert "running, step 7 of 1,000" in shown
+    assert "8.28 min left" in shown  # 993 steps of half a second
+    assert f"alert: rank {ALERTED} takes 312 ms" in shown
+    lines = [line.split() for line in drawn]
+    if height >= 20:
+        assert ["61", "7"] in [line[:2] for line in lines]
+        assert "95%" in next(line for line in lines if line[:2] == ["61", "7"])
+    counted = sum(1 for line in lines if line[1:2] == ["7"])
+    assert f"{64 - counted} {'more ' * bool(counted)}ranks, step 7" in shown or counted == 64
+
+
+def test_the_last_rows_of_a_long_run_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecentRows, "MOST", 20)
+    monkeypatch.setattr(RecentRows, "ROW_BYTES", 40)
+    paths = [tmp_path / f"metrics-rank{rank}.jsonl" for rank in range(2)]
+
+    def add(path: Path, *rows: dict[str, object]) -> None:
+        with path.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    attempt: dict[str, object] = {"event": "attempt", "attempt": 3}
+    steps: list[dict[str, object]] = [{"event": "step", "step": step} for step in range(30)]
+    add(paths[0], {"event": "attempt", "attempt": 2}, attempt, *steps)
+    add(paths[1], attempt, *steps[:4])
+    recent = RecentRows(tmp_path)
+    assert recent.read() == [[attempt, *steps[-10:]], [attempt, *steps[:4]]]
+    add(paths[0], {"event": "step", "step": 30})
+    with paths[0].open("a") as file:
+        file.write('{"event": "st')  # the writer is not done
+    assert recent.read()[0] == [attempt, *steps[-9:], {"event": "step", "step": 30}]
+    with paths[0].open("a") as file:
+        file.write('ep", "step": 31}\n')
+    assert recent.read()[0] == [attempt, *steps[-8:], *({"event": "step", "step": step} for step in (30, 31))]
+    paths[0].write_text(json.dumps(steps[0]) + "\n")  # a run of its own
+    assert recent.read()[0] == [steps[0]]
+
+
+class Terminal(io.StringIO):
+    """What is printed to a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_a_page_that_is_ended_leaves_the_terminal_whole(
+    wide_run: Path, monkeypatch: pytest.MonkeyPatch, ending: signal.Signals
+) -> None:
+    from dsplan.render.live_frames import follow
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", shown := Terminal())
+    watch, looks = RunWatch(wide_run), 0
+
+    def look() -> Frame:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            os.kill(os.getpid(), ending)
+        return watch.look()
+
+    with RunLock(wide_run), pytest.raises((KeyboardInterrupt, SystemExit)) as ended:
+        follow(look, 0.01)
+    if isinstance(ended.value, SystemExit):
+        assert ended.value.code == 128 + signal.SIGTERM
+    _, left, after = shown.getvalue().rpartition("\x1b[?1049l")
+    assert left
+    assert "\x1b[?25h" in shown.getvalue()
+    assert "\x1b[?25l" not in after
+    assert "running, step 7" in after
+    assert after.count("forward") == 64
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_terminal_that_cannot_draw_over_itself_gets_a_page_as_wide_as_it_is(
+    wide_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr(sys, "stdout", shown := Terminal())
+    with RunLock(wide_run):
+        assert main(["watch", str(wide_run)]) == 0
+    lines = shown.getvalue().splitlines()
+    assert "\x1b" not in shown.getvalue()
+    assert max(map(len, lines)) <= 50
+    assert sum(line.startswith("─" * 20) for line in lines) == 2
 
 
 def test_a_terminal_obeys_no_name() -> None:
