@@ -292,15 +292,17 @@ def _curves(frame: Frame, width: int, *, unicode: bool) -> list[Block]:
         f"{counted}/s": ([point.tokens_per_second for point in points], format_count),
         "step": ([point.seconds for point in points], format_seconds),
     }
-    found: list[Block] = []
+    lines: list[tuple[str, list[float | None], str]] = []
     for name, (values, written) in series.items():
         known = [value for value in values if value is not None]
         if known:
-            last, span = written(known[-1]), f" ({written(min(known))} to {written(max(known))})"
-            figures = last + (span if width >= _ROOM_FOR_SPANS else "")
-            line = sparkline(values, max(1, min(60, width - 11 - len(figures))), unicode=unicode)
-            found.append(Text(text=f"{name:9} {line} {figures}"))
-    return found
+            span = f" ({written(min(known))} to {written(max(known))})" if width >= _ROOM_FOR_SPANS else ""
+            lines.append((name, values, written(known[-1]) + span))
+    room = width - 11 - max((len(figures) for *_, figures in lines), default=0)
+    drawn = (
+        (name, sparkline(values, max(1, min(60, room)), unicode=unicode), figures) for name, values, figures in lines
+    )
+    return [Text(text=f"{name:9} {curve} {figures}") for name, curve, figures in drawn]
 
 
 def _ranks_table(frame: Frame, ranks: Sequence[RankNow]) -> Table:
