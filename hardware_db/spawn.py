@@ -279,13 +279,29 @@ def _free_groups() -> None:
         return
     for group in made:
         dist.destroy_process_group(group)
-    if (redistribute := sys.modules.get("torch.distributed.tensor._redistribute")) is not None:
-        # DTensor remembers meshes, whose groups live as long as they do.
-        import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
-        redistribute.clear_redistribute_planner_cache()
-        redistribute._gen_transform_infos.cache_clear()
+    if "torch.distributed.tensor._redistribute" in sys.modules:
+        for path in _MESH_CACHES:
+            _clear(path)
     del made
     gc.collect()
+
+
+_MESH_CACHES = (
+    "debug:_clear_sharding_prop_cache",
+    "_redistribute:clear_redistribute_planner_cache",
+    "_redistribute:_gen_transform_infos.cache_clear",
+    "_collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",
+)
+"""How DTensor forgets meshes, whose groups live as long as they do; each where this torch has it."""
+
+
+def _clear(path: str) -> None:
+    module, _, names = path.partition(":")
+    found: Any = import_module(f"torch.distributed.tensor.{module}")
+    for name in names.split("."):
+        found = getattr(found, name, None)
+    if found is not None:
+        found()
 
 
 def _use_one_thread() -> None:

@@ -28,11 +28,9 @@ from typing import Any, cast
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
-from torch._C._distributed_c10d import FileStore
 
 from hardware_db.files import replace_text
 from hardware_db.measured_rows import SHIPPED, RunRow, read_rows, write_rows
@@ -75,8 +73,6 @@ DRIFT = 1e-3
 parameter that lacks a factor stays below the other bounds. A hundred times as much where gradients are sent in fewer
 bits; 16-bit precisions round parameters by more than they move."""
 CALL_SECONDS = 240.0
-CALLS_PER_POOL = 60
-"""After so many compositions ranks start anew: threads and caches of all of them are left behind."""
 _PRELOAD = ("torch", "transformers", "strategies.engine.initialize", "strategies.bench.measured_run")
 WRITE_SECONDS = 5.0
 
@@ -448,27 +444,24 @@ def compared(row: ParityRun, right: Right, ranks: Sequence[Trained]) -> ParityRu
 
 
 class Ranks:
-    """A pool of ranks that is started anew after so many calls, after a failure, and around DeepSpeed, which leaves
-    state behind in its process."""
+    """Ranks for one composition after another. Each gets a pool of its own, which is forked in less than a second: the
+    threads of gloo's groups outlive the groups. DeepSpeed's are kept, which would import it again."""
 
     def __init__(self, number: int) -> None:
-        self._number, self._calls = number, 0
+        self._number = number
         self._is_deepspeed = False
         self._pool: RankPool | None = None
         self._folder = tempfile.mkdtemp(prefix="dsplan-parity-")
 
     def run(self, model: str, plan: Plan, right: Mapping[str, torch.Tensor]) -> list[Trained]:
         is_deepspeed = plan.configuration.backend == "deepspeed"
-        if self._pool is None or self._calls >= CALLS_PER_POOL or is_deepspeed != self._is_deepspeed:
+        if self._pool is None or not (is_deepspeed and self._is_deepspeed):
             self.close()
             variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
             variables |= {"DSPLAN_NVME_PATH": self._folder}
             imported = () if is_deepspeed else _PRELOAD
             self._pool = RankPool(self._number, timeout_seconds=CALL_SECONDS, variables=variables, preload=imported)
             self._is_deepspeed = is_deepspeed
-        elif self._calls and not is_deepspeed:  # which keeps the groups that it found
-            self._pool.run(rejoin, str(Path(self._folder, f"rendezvous{time.monotonic_ns()}")))
-        self._calls += 1
         try:
             return self._pool.run(trained_here, model, plan, right)
         except RankError:
@@ -478,7 +471,7 @@ class Ranks:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
-        self._pool, self._calls = None, 0
+        self._pool = None
 
     def __enter__(self) -> Ranks:
         return self
@@ -486,13 +479,6 @@ class Ranks:
     def __exit__(self, *exception: object) -> None:
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def rejoin(file: str) -> None:
-    """This rank in a new default group: those that a composition made are gone with the old one."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=FileStore(file, ranks), rank=rank, world_size=ranks)
 
 
 def measured(model: str, plan: Plan, ranks: Ranks, report: Callable[[str], None] = lambda text: None) -> ParityRun:

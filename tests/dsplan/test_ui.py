@@ -38,7 +38,7 @@ LLAMA = {
 
 def test_the_page_has_every_flag_that_names_no_file_of_the_server() -> None:
     known = {item.name for group in (ModelFlags, HardwareFlags, WorkFlags, RankingFlags) for item in fields(group)}
-    assert known - set(page_fields()) == {"model_size", "cluster", "out", "top", "pareto"}
+    assert known - set(page_fields()) == {"model_size", "cluster", "out", "top", "pareto", "plot"}
 
 
 TEXTS = {"switch": "true", "whole": "3", "fraction": "1.5", "text": "it's <b>&=+%2B é"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -240,6 +242,20 @@ def state_bytes(recipe: Recipe) -> int:
     leaves = [leaf for values in state.values() for leaf in values.values() if isinstance(leaf, torch.Tensor)]
     local = [getattr(leaf, "_local_tensor", leaf) for leaf in leaves]
     return sum(tensor.numel() * tensor.element_size() for tensor in local if tensor.dim() > 0)
+
+
+def what_is_left_of_engines(recipe: Recipe) -> tuple[bool, bool]:
+    """Whether a model that a script still holds is trained after it dropped the engine, and whether the engine is there
+    when the model is dropped too."""
+    engine = make_engine(recipe)
+    one_step(engine, 0)
+    model, watched = engine.module, weakref.ref(engine)
+    del engine
+    gc.collect()
+    is_kept = watched() is not None
+    del model
+    gc.collect()
+    return is_kept, watched() is not None
 
 
 def first_weights_of_unlike_models(recipe: Recipe) -> torch.Tensor:

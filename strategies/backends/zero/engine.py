@@ -27,6 +27,7 @@ from strategies.backends.zero.sharded_model import ShardedModel, ZeroStates
 from strategies.backends.zero.weights import ShardingContext
 from strategies.checkpoint.states import unwrapped
 from strategies.distributed.environment import ensure_group
+from strategies.distributed.gathers import ModelHook
 from strategies.engine.base import AccumulatingEngine, Strategy
 from strategies.engine.torch_engine import scheduler_of, tensors_in
 from strategies.errors import CannotRun
@@ -251,6 +252,9 @@ class ZeroEngine(AccumulatingEngine):
             group=context.collectives.group,
         )
         sharded_model.follow(self._reducer)
+        # A script may keep the model and the optimizer alone; parameters' hooks do not hold what they report to.
+        held: Any = parts.model
+        held._dsplan_engine = ModelHook(self.backward)
         self.optimizer = optimizer
         world = Ranks(rank=self.environment.rank, world_size=self.environment.world_size)
         everyone = None if self.mesh.is_data_parallel else collectives_for(world, self.device)

@@ -8,6 +8,7 @@ parameters.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -24,6 +25,14 @@ from strategies.distributed.consensus import on_rank_zero
 from strategies.errors import CannotRun
 
 Listener = Callable[[Bucket], None]
+
+
+def _tell(reducer: weakref.ref[Reducer], parameter: nn.Parameter) -> None:
+    """The hook of a parameter. It does not hold the reducer: torch hides hooks of this kind from the garbage collector,
+    which would never free an engine and its model that hold each other through them."""
+    found = reducer()
+    if found is not None:
+        found._arrived(parameter)
 
 
 class Reducer:
@@ -52,7 +61,7 @@ class Reducer:
         self._fills: list[_Fill] = []
         self._collectives_of, self._accumulate, self._reduce = collectives_of, accumulate, reduce
         self._mean_over = mean_over
-        self._hooked: set[nn.Parameter] = set()
+        self._places: dict[nn.Parameter, tuple[_Fill, Slot]] = {}
         self._waiting: dict[nn.Parameter, torch.Tensor] = {}
         self._on_the_way: deque[tuple[Bucket, Sum]] = deque()
         self._next = 0
@@ -77,14 +86,14 @@ class Reducer:
         self._order_is_known = False
         for fill in self._fills:
             for slot in fill.bucket.slots:
-                if slot.parameter.requires_grad and slot.parameter not in self._hooked:
-                    self._hooked.add(slot.parameter)
+                if slot.parameter.requires_grad and slot.parameter not in self._places:
+                    self._places[slot.parameter] = fill, slot
                     hooked: Any = slot.parameter  # the method has no annotations
-                    hooked.register_post_accumulate_grad_hook(partial(self._arrived, fill, slot))
+                    hooked.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self)))
 
     def sums(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter's gradients are reduced."""
-        return parameter in self._hooked
+        return parameter in self._places
 
     def begin(self, *, reduces: bool) -> None:
         """Before a backward pass: whether its gradients are summed over ranks or wait for a later one."""
@@ -98,8 +107,8 @@ class Reducer:
         """In a backward pass of weights alone, whose gradients are in `.grad` and called no hook."""
         for fill in self._fills:
             for slot in fill.bucket.slots:
-                if slot.parameter in self._hooked and slot.parameter.grad is not None:
-                    self._arrived(fill, slot, slot.parameter)
+                if slot.parameter in self._places and slot.parameter.grad is not None:
+                    self._arrived(slot.parameter)
 
     def finish(self) -> None:
         """After a backward pass: send what some parameter without a gradient held back, and wait for all sums."""
@@ -136,13 +145,14 @@ class Reducer:
         self._waiting.clear()
         self.used.clear()
 
-    def _arrived(self, fill: _Fill, slot: Slot, parameter: torch.Tensor) -> None:
-        """The hook of a parameter: its gradient of this backward pass is complete."""
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        """A parameter's gradient of this backward pass is complete."""
+        fill, slot = self._places[parameter]
         if not self._is_open:
             self.when_unasked()
         if not self._is_open:
             return  # of another engine's backward pass through this model: the script's to clear, as in plain torch
-        self.used.add(slot.parameter)
+        self.used.add(parameter)
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         if self._reduces:
@@ -153,7 +163,7 @@ class Reducer:
                 )
             self._hand_over(fill, slot, gradient)
             return
-        self._keep(slot.parameter, gradient)
+        self._keep(parameter, gradient)
 
     def _keep(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add a gradient to those of earlier micro-batches that were not reduced."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.types.plan import Configuration
-from planner.vocabulary import Schedule
 from strategies.errors import CannotRun
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
@@ -72,40 +71,7 @@ def split_weights(module: nn.Module, configuration: Configuration) -> None:
         raise TraceFailed("", "", str(problem)) from problem
 
 
-# Pipelines: what one rank holds and in which order it works.
-
-
-Action = tuple[Literal["forward", "backward"], int, int]
-"""What a rank does with a chunk of blocks (its number on the rank) and a micro-batch."""
-
-
-def actions(schedule: Schedule, *, pp: int, rank: int, chunks: int, micro_batches: int) -> list[Action]:
-    """The order in which a rank of a pipeline works.
-
-    1F1B is that of Narayanan et al. 2021, section 2.2, interleaved with `chunks` on a rank as in Megatron-Core's
-    `pipeline_parallel/schedules.py`, where `micro_batches` is a multiple of `pp`.
-    """
-    if schedule == "gpipe":
-        order = range(micro_batches)
-        return [*(("forward", 0, index) for index in order), *(("backward", 0, index) for index in order)]
-    total = micro_batches * chunks
-    ahead = pp - rank - 1 if chunks == 1 else 2 * (pp - rank - 1) + (chunks - 1) * pp
-    ahead = min(ahead, total)
-    forward = [_place(number, pp, chunks) for number in range(total)]
-    backward = [(chunks - 1 - chunk, index) for chunk, index in forward]
-    found: list[Action] = [("forward", *place) for place in forward[:ahead]]
-    for ready, done in zip(forward[ahead:], backward, strict=False):
-        found += [("forward", *ready), ("backward", *done)]
-    return found + [("backward", *place) for place in backward[total - ahead :]]
-
-
-def _place(number: int, pp: int, chunks: int) -> tuple[int, int]:
-    """Chunk and micro-batch of a rank's `number`-th pass: groups of `pp` micro-batches go through all its chunks."""
-    if chunks == 1:
-        return 0, number
-    group, within = divmod(number, pp * chunks)
-    chunk, index = divmod(within, pp)
-    return chunk, group * pp + index
+# Pipelines: what one rank holds, and for how many micro-batches.
 
 
 def enough_micro_batches(configuration: Configuration) -> int:

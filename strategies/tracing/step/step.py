@@ -22,6 +22,7 @@ from hardware_db.device import Device
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES, PAIRED
 from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.pipeline import order_of
 from strategies.tracing.cuda.as_cuda import DEFAULT_CAPABILITY, as_cuda
 from strategies.tracing.cuda.attention import unpadded, windows_without_masks
 from strategies.tracing.cuda.kernels import cpu_outputs, scratch_bytes
@@ -44,7 +45,6 @@ from strategies.tracing.step.parallel import (
 from strategies.tracing.step.refusal import Following, TraceFailed
 from strategies.tracing.step.split import (
     Chunk,
-    actions,
     chunks_of,
     enough_micro_batches,
     split_attention,
@@ -400,12 +400,13 @@ class _PipelineRun(_Run):
         chunks: list[Any] = list(self._parts())
         micro_batches = enough_micro_batches(chosen)
         kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        schedule = actions(
-            chosen.pp_schedule, pp=chosen.pp, rank=self._rank, chunks=len(chunks), micro_batches=micro_batches
-        )
-        for action, number, index in schedule:
+        with _disable_current_modes():  # torch's schedules make tensors of their own
+            schedule, stages = chosen.pp_schedule, len(chunks)
+            order = order_of(schedule, ranks=chosen.pp, virtual_stages=stages, micro_batches=micro_batches)
+        for kind, stage, index in order[self._rank]:
+            number = stage // chosen.pp
             self._storages.take_peak()
-            if action == "forward":
+            if kind == "forward":
                 given = self._received(chunks[number])
                 kept[number, index] = given, self._forward_of(chunks[number], given)
                 continue

@@ -236,6 +236,14 @@ def test_fsdp_keeps_whole_gradients_only_where_the_plan_counts_on_them(ranks: Ra
     assert kept - reduced > 0.4 * whole, "whole gradients instead of half of them"
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", *NATIVE])
+def test_an_engine_is_freed_with_its_model(strategy: str, ranks: RankPool) -> None:
+    """Gradients that our ZeRO reduces arrive as long as a script holds the model alone; then nothing is left."""
+    is_kept, is_left = ranks.run(training_bodies.what_is_left_of_engines, recipe_of(strategy))[0]
+    assert is_kept == (strategy in NATIVE)
+    assert not is_left
+
+
 def test_rank_0_decides_the_weights(ranks: RankPool) -> None:
     for strategy in ("ddp", "fsdp", *NATIVE):
         first, second = ranks.run(training_bodies.first_weights_of_unlike_models, recipe_of(strategy))

@@ -1,4 +1,4 @@
-"""Split models and training code in traces: the order of pipelines, what ranks keep, and rows against closed forms."""
+"""Split models and training code in traces: what ranks keep, and rows against closed forms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from planner.search.estimate import price
 from planner.types.job import Job
 from scripts.measure.term_rows import TERMS, TermRun, question, read_term_runs, scores
 from scripts.measure.trace_terms import case_of
-from strategies.tracing.step.split import actions
 from strategies.tracing.step.step import TracedStep, trace_stages, trace_step
 from strategies.tracing.to_hf import shortened
 
@@ -35,36 +34,6 @@ def traced(term: str, layers: int = 4, **chosen: Any) -> TracedStep:
         term, **{"model": "meta-llama/Llama-3.2-1B", "sequence_length": 512, "micro_batch_size": 1, **chosen}
     )
     return trace_step(job_of(case, layers))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "rank", "in_flight"),
-    [
-        ("gpipe", 1, 0, 8),
-        ("gpipe", 1, 3, 8),
-        ("1f1b", 1, 0, 4),
-        ("1f1b", 1, 3, 1),
-        # Megatron-Core warms up with 2 (pp - rank - 1) + (chunks - 1) pp passes and runs one more.
-        ("interleaved", 2, 0, 11),
-        ("interleaved", 2, 3, 5),
-    ],
-)
-def test_a_rank_holds_as_many_passes_as_its_schedule_says(
-    schedule: Any, chunks: int, rank: int, in_flight: int
-) -> None:
-    order = actions(schedule, pp=4, rank=rank, chunks=chunks, micro_batches=8)
-    alive: set[tuple[int, int]] = set()
-    most = 0
-    for action, chunk, index in order:
-        if action == "forward":
-            assert (chunk, index) not in alive
-            alive.add((chunk, index))
-        else:
-            alive.remove((chunk, index))
-        most = max(most, len(alive))
-    assert most == in_flight
-    assert not alive
-    assert len(order) == 2 * 8 * chunks
 
 
 @pytest.mark.parametrize("term", TERMS)
