@@ -70,6 +70,15 @@ def test_a_directory_without_a_run_is_refused_in_one_line(cli: Cli, tmp_path: Pa
 ALERTED = 7
 
 
+def test_memory_is_the_highest_of_the_attempt_wherever_it_was_measured(cli: Cli, run: Path) -> None:
+    with (run / "metrics-rank0.jsonl").open("a") as file:
+        rows: list[dict[str, object]] = [{"event": "attempt", "attempt": 1}]
+        rows += [{"event": "step", "step": step, "global_step": 5 + step, "seconds": 0.5} for step in range(300)]
+        rows[1]["peak_bytes"] = 1 << 20
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    assert [rank["peak_bytes"] for rank in cli(f"watch {run} --json").json["ranks"]] == [1 << 20, 3 << 20]
+
+
 @pytest.fixture
 def wide_run(run: Path) -> Path:
     """A running one of 64 ranks, one of which is silent, with an alert before many checkpoints."""
