@@ -168,11 +168,14 @@ def test_a_page_that_is_ended_leaves_the_terminal_whole(
 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", shown := Terminal())
-    watch, looks = RunWatch(wide_run), 0
+    watch, looks, while_stopped = RunWatch(wide_run), 0, list[str]()
+    monkeypatch.setattr("dsplan.render.live_frames.stop_process", lambda: while_stopped.append(shown.getvalue()))
 
     def look() -> Frame:
         nonlocal looks
         looks += 1
+        if looks == 2:
+            os.kill(os.getpid(), signal.SIGTSTP)
         if looks == 3:
             os.kill(os.getpid(), ending)
         return watch.look()
@@ -187,7 +190,10 @@ def test_a_page_that_is_ended_leaves_the_terminal_whole(
     assert "\x1b[?25l" not in after
     assert "running, step 7" in after
     assert after.count("forward") == 64
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGTSTP)] == [signal.SIG_DFL, signal.SIG_DFL]
+    (before,) = while_stopped
+    assert before.endswith("\x1b[?25h\x1b[?1049l")
+    assert "\x1b[?1049h" in shown.getvalue()[len(before) :]  # drawn on after it
 
 
 def test_a_terminal_that_cannot_draw_over_itself_gets_a_page_as_wide_as_it_is(
