@@ -70,6 +70,15 @@ def test_a_directory_without_a_run_is_refused_in_one_line(cli: Cli, tmp_path: Pa
 ALERTED = 7
 
 
+def test_memory_is_the_highest_of_the_attempt_wherever_it_was_measured(cli: Cli, run: Path) -> None:
+    with (run / "metrics-rank0.jsonl").open("a") as file:
+        rows: list[dict[str, object]] = [{"event": "attempt", "attempt": 1}]
+        rows += [{"event": "step", "step": step, "global_step": 5 + step, "seconds": 0.5} for step in range(300)]
+        rows[1]["peak_bytes"] = 1 << 20
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    assert [rank["peak_bytes"] for rank in cli(f"watch {run} --json").json["ranks"]] == [1 << 20, 3 << 20]
+
+
 @pytest.fixture
 def wide_run(run: Path) -> Path:
     """A running one of 64 ranks, one of which is silent, with an alert before many checkpoints."""
@@ -159,11 +168,14 @@ def test_a_page_that_is_ended_leaves_the_terminal_whole(
 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", shown := Terminal())
-    watch, looks = RunWatch(wide_run), 0
+    watch, looks, while_stopped = RunWatch(wide_run), 0, list[str]()
+    monkeypatch.setattr("dsplan.render.live_frames.stop_process", lambda: while_stopped.append(shown.getvalue()))
 
     def look() -> Frame:
         nonlocal looks
         looks += 1
+        if looks == 2:
+            os.kill(os.getpid(), signal.SIGTSTP)
         if looks == 3:
             os.kill(os.getpid(), ending)
         return watch.look()
@@ -178,7 +190,10 @@ def test_a_page_that_is_ended_leaves_the_terminal_whole(
     assert "\x1b[?25l" not in after
     assert "running, step 7" in after
     assert after.count("forward") == 64
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGTSTP)] == [signal.SIG_DFL, signal.SIG_DFL]
+    (before,) = while_stopped
+    assert before.endswith("\x1b[?25h\x1b[?1049l")
+    assert "\x1b[?1049h" in shown.getvalue()[len(before) :]  # drawn on after it
 
 
 def test_a_terminal_that_cannot_draw_over_itself_gets_a_page_as_wide_as_it_is(
