@@ -44,9 +44,9 @@ class Question(WorkOptions):
     interconnect: str | None = None
     cluster: str | Path | None = None
 
-    def request(self, facts: ModelFacts | None = None, **ranking: Any) -> Request:
+    def request(self, facts: ModelFacts | None = None, *, degrees: tuple[int, int] = (1, 1), **ranking: Any) -> Request:
         """The planner's request; `ranking` are its fields that say how plans are ranked, `facts` those of the model
-        where they are known already.
+        where they are known already, `degrees` over how many ranks a plan is to split layers and tokens.
 
         Raises:
             DsplanError: the model, the hardware or a number is not one that can be planned with.
@@ -74,7 +74,8 @@ class Question(WorkOptions):
 
         task, length = work_of(facts, made.model, made.batch, self.seq_len)
         work = replace(self, task=self.task or task, seq_len=length)
-        return recalled(traced_request(make_request(facts, cluster, work, **ranking), made.model, made.batch))
+        request = make_request(facts, cluster, work, **ranking)
+        return recalled(traced_request(request, made.model, made.batch, degrees))
 
 
 # From a question about one configuration to its plan, by closed forms or by a trace.
@@ -93,7 +94,7 @@ def estimated(
     if report is None:
         from planner.search.estimate import estimate
 
-        request, configuration = exact(question.request(), options)
+        request, configuration = exact(question.request(degrees=(options.tp, options.cp)), options)
         return request, estimate(request, configuration)
     from strategies.tracing.cache.ask import Tracing
     from strategies.tracing.cache.cache import TraceCache

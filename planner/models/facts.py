@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 from hardware_db.records import dataclass
+from planner.models.figures import Figures, on_more_ranks, share_of
 
 # Parameter counts of a model by component.
 
@@ -218,7 +220,8 @@ class TracedActivations:
     `moments` are those of the whole backward pass, in its order, that can be its peak; empty where they depend on the
     batch. The work of a forward pass: `operations` of its products and convolutions, elements of their `operands`, and
     bytes `moved` by all other kernels, all per sample; `products_launched` of the `kernels_launched`. `buffers` are the
-    bytes of the module's own.
+    bytes of the module's own. `figures` are those of its blocks and what is around them; None where it has no blocks,
+    or runs them in another way. `parts` are the same on one of the ranks that share it, by their tp and cp degrees.
     """
 
     kept: float
@@ -234,6 +237,25 @@ class TracedActivations:
     kernels_launched: int = 0
     moments: tuple[TracedMoment, ...] = ()
     buffers: float = 0.0
+    figures: Figures | None = None
+    parts: Mapping[tuple[int, int], TracedActivations] = field(default_factory=dict)
+
+    def of(self, tp: int, cp: int) -> TracedActivations:
+        """On a rank of such degrees: as it was traced, or like one of two ranks that split layers, or of the whole."""
+        two = self.parts.get((2, 1))
+        if (tp, cp) in self.parts or tp < 2 or cp > 1 or two is None:
+            return self.parts.get((tp, cp), self)
+        sizes: dict[str, Any] = {name: share_of(getattr(self, name), getattr(two, name), tp) for name in _SIZES}
+        smaller = sizes["kept"] / two.kept if two.kept else 1.0
+        moments = tuple(
+            replace(moment, per_sample=smaller * moment.per_sample, gradients=round(moment.gradients * 2 / tp))
+            for moment in two.moments
+        )
+        figures = on_more_ranks(self.figures, two.figures, tp) if self.figures and two.figures else None
+        return replace(two, **sizes, moments=moments, figures=figures)
+
+
+_SIZES = ("kept", "forward", "backward", "block", "boundary", "products")
 
 
 Growth = tuple[float, float, float]

@@ -4,8 +4,9 @@
     python -m scripts.measure.compositions --score                                the planner's error, row by row
 
 Ranks talk over gloo and run dsplan's own engine; live bytes are counted as `scripts.measure.memory` counts them, and
-steps are timed afterwards. A NAME is a model or a degree ("gpt2", "tp2"). Rows go to
-hardware_db/measurements/compositions_cpu.csv as each run ends.
+steps are timed afterwards. A NAME is a model or a degree ("gpt2", "tp2"). "own gpt" and "own grouped" are modules of a
+user's own (`scripts.measure.modules`), which the planner knows from a trace: `--score` asks it anew.
+Rows go to hardware_db/measurements/compositions_cpu.csv as each run ends.
 """
 
 from __future__ import annotations
@@ -16,19 +17,29 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import product
 from typing import Any, cast
 
 from hardware_db.measured_rows import SHIPPED, read_rows, write_rows
 from hardware_db.spawn import RankError, RankPool
 from hardware_db.units import MIB
+from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.errors import DsplanError
+from planner.models.facts import ModelFacts
 from planner.search.estimate import estimate, price, timed
+from planner.search.request import Request
+from planner.types.plan import Configuration
 from planner.types.plan_io import plan_to_dict
-from scripts.measure.term_rows import TermRun, key_of, question, scored
+from scripts.measure.modules import language_module, language_subject, token_batch
+from scripts.measure.term_rows import Scored, TermRun, key_of
+from scripts.measure.term_rows import question as asked
+from scripts.measure.term_rows import scored as scored_by
 from scripts.measure.trace_terms import case_of
 from strategies.bench.measured_run import PHASES, StepMemory, Subject, measure_and_time
 from strategies.distributed.gloo import quiet
+from strategies.tracing.live import facts_from_module
+from strategies.tracing.module_trace import WHOLE, Degrees, traced_facts
 
 ROWS = SHIPPED / "compositions_cpu.csv"
 LLAMA: Mapping[str, Any] = {
@@ -58,7 +69,16 @@ MIXTRAL: Mapping[str, Any] = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-MODELS = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL}
+EXAMPLE: Mapping[str, Any] = {"own": "example", "layers": 4, "width": 256, "heads": 8, "length": 128}
+GROUPED: Mapping[str, Any] = {
+    "own": "grouped",
+    "layers": 4,
+    "width": 256,
+    "heads": 8,
+    "inner": 704,
+    "vocabulary": 4096,
+}
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "own gpt": EXAMPLE, "own grouped": GROUPED}
 STEPS = 4
 RUN_SECONDS = 150.0
 
@@ -66,17 +86,24 @@ RUN_SECONDS = 150.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompositionRun(TermRun):
     """A step of a composition: bytes of the busiest rank, and of every rank; `step_seconds` is the fastest of so many
-    `steps` of the slowest rank, on `cores` that the ranks share."""
+    `steps` of the slowest rank, on `cores` that the ranks share. `predicted_bytes` is what was predicted of a module of
+    a user's own, whose trace takes seconds; 0 of others."""
 
     KIND = "composition"
 
     step_seconds: float = 0.0
     steps: int = 0
     cores: int = 0
+    predicted_bytes: int = 0
 
     @property
     def world_size(self) -> int:
         return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the model is a module of a user's own, which no config describes."""
+        return "own" in self.model_config
 
     @property
     def is_held_out(self) -> bool:
@@ -93,7 +120,7 @@ class CompositionRun(TermRun):
 
 
 def _key(run: CompositionRun) -> tuple[object, ...]:
-    return key_of(replace(run, step_seconds=0.0, steps=0, cores=0))
+    return key_of(replace(run, step_seconds=0.0, steps=0, cores=0, predicted_bytes=0))
 
 
 def read_compositions() -> list[CompositionRun]:
@@ -141,6 +168,22 @@ _MIXTURES: tuple[dict[str, Any], ...] = (
 )
 
 
+_OWN: tuple[dict[str, Any], ...] = (
+    {"strategy": "ddp", "dp_replicate": 2},
+    {"strategy": "fsdp", "dp_shard": 2},
+    {"strategy": "zero2", "backend": "native", "dp_shard": 2},
+    {"strategy": "ddp", "tp": 2},
+    {"strategy": "ddp", "pp": 2},
+    {"strategy": "fsdp", "tp": 2, "dp_shard": 2},
+    {"strategy": "zero2", "backend": "native", "tp": 2, "dp_shard": 2},
+    {"strategy": "ddp", "tp": 4},
+    {"strategy": "fsdp", "pp": 2, "dp_shard": 2},
+    {"strategy": "ddp", "tp": 2, "pp": 2},
+)
+_OWN_SEQUENCES: tuple[dict[str, Any], ...] = ({"strategy": "fsdp", "cp": 2}, {"strategy": "fsdp", "tp": 2, "cp": 2})
+"""Of the example alone: blocks that count positions themselves are refused."""
+
+
 def grid() -> Iterator[CompositionRun]:
     """Every case. LLaMA and GPT-2 take turns in precision and checkpointing; what nothing splits is there in all ways,
     for step times to be compared with."""
@@ -150,6 +193,10 @@ def grid() -> Iterator[CompositionRun]:
     for place, degrees in enumerate(_DENSE):
         for model, (precision, checkpointing) in zip(("llama", "gpt2"), ways if place % 2 else ways[::-1], strict=True):
             yield _case(model, precision=precision, activation_checkpointing=checkpointing, **degrees)
+    for degrees, model, (precision, checkpointing) in product(_OWN, ("own gpt", "own grouped"), ways):
+        yield _case(model, precision=precision, activation_checkpointing=checkpointing, **degrees)
+    for degrees, (precision, checkpointing) in product(_OWN_SEQUENCES, ways):
+        yield _case("own gpt", precision=precision, activation_checkpointing=checkpointing, **degrees)
     for degrees, (precision, checkpointing) in product(_MIXTURES, ways):
         yield _case("mixtral", precision=precision, activation_checkpointing=checkpointing, **degrees)
 
@@ -161,6 +208,36 @@ def _case(model: str, **chosen: Any) -> CompositionRun:
         **{"sequence_length": 128, "micro_batch_size": 8, **steps, **chosen},
     )  # fmt: skip
     return CompositionRun(**{item.name: getattr(case, item.name) for item in fields(TermRun)})
+
+
+# Asking the planner.
+
+
+def question(run: CompositionRun) -> tuple[Request, Configuration]:
+    """The row as `dsplan estimate` would ask it."""
+    return asked(run, facts_of(run))
+
+
+def scored(run: CompositionRun) -> Scored:
+    """Ask today's planner about a row; of a module of a user's own, read what was predicted when it was asked."""
+    if run.predicted_bytes:
+        return Scored(run=run, predicted_bytes=run.predicted_bytes, phases={})
+    return scored_by(run, facts_of(run))
+
+
+def facts_of(run: CompositionRun) -> ModelFacts | None:
+    """What a trace says of a module of a user's own, as `dsplan.initialize` plans for it; None of other models."""
+    if not run.is_own:
+        return None
+    return _traced(run.config, run.sequence_length, run.precision, (run.tp, run.cp))
+
+
+@cache
+def _traced(config: str, length: int, precision: Any, degrees: Degrees) -> ModelFacts:
+    module = language_module(json.loads(config))
+    cpu = resolve_cluster(HardwareRequest(gpu="cpu", gpus=1)).device
+    split = () if degrees == WHOLE else (degrees,)
+    return traced_facts(facts_from_module(module), module, token_batch(3, length), precision, cpu, split)
 
 
 # Measuring.
@@ -206,7 +283,9 @@ def measure(case: CompositionRun, ranks: _Ranks) -> CompositionRun | None:
         return None
     subject = Subject(config=case.model_config, task="causal-lm", plan=plan_to_dict(plan))
     try:
-        found = cast("list[tuple[StepMemory, tuple[float, ...]]]", ranks.of(case).run(measure_and_time, subject, STEPS))
+        make = (language_subject,) if case.is_own else ()
+        made = ranks.of(case).run(measure_and_time, subject, STEPS, *make)
+        found = cast("list[tuple[StepMemory, tuple[float, ...]]]", made)
     except RankError as problem:
         ranks.close()
         print(f"{line_of(case)}: {str(problem)[-600:]}", flush=True)
@@ -237,6 +316,12 @@ def line_of(run: CompositionRun) -> str:
     return f"{name} {run.peak_allocated_bytes / MIB:8.1f} MiB {said}"
 
 
+def with_prediction(run: CompositionRun) -> CompositionRun:
+    """The row of a module of a user's own with what today's planner says of it."""
+    asked_anew = replace(run, predicted_bytes=0)
+    return replace(run, predicted_bytes=round(scored(asked_anew).predicted_bytes)) if run.is_own else run
+
+
 def predicted_seconds(run: CompositionRun) -> float:
     """What the planner expects a step to take on a CPU that nobody has measured."""
     return timed(price(*question(run))).step_seconds
@@ -251,6 +336,7 @@ def measure_all(cases: Sequence[CompositionRun], *, again: bool, deadline: float
                 continue
             run = measure(case, ranks)
             if run is not None:
+                run = with_prediction(run)
                 write_rows(CompositionRun, ROWS, {**known, _key(run): run}.values())
                 print(line_of(run), flush=True)
     finally:
@@ -276,9 +362,11 @@ def main() -> None:
         measure_all(_wanted(arguments.names), again=arguments.again, deadline=time.monotonic() + 60 * arguments.minutes)
         return
     keys = {_key(case) for case in _wanted(arguments.names)}
-    for run in read_compositions():
+    runs = [with_prediction(run) if _key(run) in keys else run for run in read_compositions()]
+    for run in runs:
         if _key(run) in keys:
-            print(line_of(run))
+            print(line_of(replace(run, predicted_bytes=0)))
+    write_rows(CompositionRun, ROWS, runs)
 
 
 if __name__ == "__main__":

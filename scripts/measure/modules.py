@@ -4,7 +4,7 @@
 
 Each module is planned for from a batch of three samples, as `dsplan.initialize` plans for a script's own, and trained
 for two steps of AdamW on a CPU at three batch sizes; the figure is the peak of live tensor bytes in the second. Needs
-torchvision, timm, transformers and diffusers.
+torchvision, timm, transformers and diffusers. Those with tokens are measured by `scripts.measure.compositions`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import gc
 import io
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import version
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from hardware_db.files import replace_text
 from hardware_db.probe import probe
@@ -27,6 +29,8 @@ from planner.cluster.resolve import probed_cluster
 from planner.search.estimate import estimate
 from planner.search.exact import ExactOptions, exact
 from planner.search.request import WorkOptions, make_request
+from planner.types.plan_io import plan_from_dict
+from strategies.bench.measured_run import Made, Subject
 from strategies.tracing.example import arguments_of
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_request, work_of
@@ -121,6 +125,83 @@ MODULES: Mapping[str, tuple[str, Make, BatchOf]] = {
     "tabular MLP": ("torch", _tabular, lambda samples: torch.randn(samples, 64)),
     "UNet2DConditionModel, 32 x 32": ("diffusers", _unet, _noised),
 }
+
+
+# Modules with tokens, as people write them; token ids in, the mean cross-entropy of the next token out.
+
+
+class GroupedBlock(nn.Module):
+    """RMSNorm, attention of grouped keys with rotations, and a gated MLP."""
+
+    def __init__(self, width: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.head_dim = width // heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q = nn.Linear(width, width, bias=False)
+        self.k, self.v = nn.Linear(width, width // 2, bias=False), nn.Linear(width, width // 2, bias=False)
+        self.o = nn.Linear(width, width, bias=False)
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm1(x)
+        q, k, v = (part(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k = _rotated(q), _rotated(k)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        made: torch.Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
+        return made
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    angles = torch.arange(x.shape[2], device=x.device)[:, None] / 10000 ** torch.linspace(0, 1, x.shape[3] // 2)
+    first, second = x.chunk(2, -1)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+class GroupedGpt(nn.Module):
+    """A stack of them between a table and a head."""
+
+    def __init__(self, *, layers: int, width: int, heads: int, inner: int, vocabulary: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList([GroupedBlock(width, heads, inner) for _ in range(layers)])
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+
+def language_module(config: Mapping[str, Any]) -> nn.Module:
+    """A `GroupedGpt` (`own` is "grouped"), or the model of scripts/examples/train_gpt.py ("example"), of these sizes;
+    the same on every rank."""
+    sizes = dict(config)
+    torch.manual_seed(0)
+    if sizes.pop("own") == "grouped":
+        return GroupedGpt(**sizes)
+    folder = str(Path(__file__).parents[1] / "examples")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    example: nn.Module = import_module("train_gpt").Gpt(**sizes)
+    return example
+
+
+def language_subject(subject: Subject, device: torch.device) -> Made:
+    """The module of a subject, with a micro-batch of its plan."""
+    chosen = plan_from_dict(subject.plan).configuration
+    return language_module(subject.config).to(device), token_batch(chosen.micro_batch_size, chosen.sequence_length)
+
+
+def token_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
+    """Bytes as token ids, labels beside them."""
+    words = torch.randint(256, (samples, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": words, "labels": words.clone()}
 
 
 def main() -> None:

@@ -87,8 +87,8 @@ def _facts(model: str, config: str) -> ModelFacts:
     return facts_from_config(json.loads(config), model) if config else find_model(model)
 
 
-def question(run: TermRun) -> tuple[Request, Configuration]:
-    """The row as `dsplan estimate` would ask it."""
+def question(run: TermRun, facts: ModelFacts | None = None) -> tuple[Request, Configuration]:
+    """The row as `dsplan estimate` would ask it; `facts` are those of a model that no config describes."""
     full = run.method == "full"
     world = run.dp_replicate * run.dp_shard * run.cp * run.tp * run.pp
     work: dict[str, Any] = {
@@ -110,7 +110,7 @@ def question(run: TermRun) -> tuple[Request, Configuration]:
     chosen |= {"strategy": run.strategy, "backend": run.backend, "checkpointing": run.activation_checkpointing}
     nodes = run.dp_replicate if run.strategy == "hsdp" else 1
     cluster = resolve_cluster(HardwareRequest(gpu=run.device, gpus=world, nodes=nodes))
-    request = make_request(_facts(run.model, run.config), cluster, WorkOptions(**work))
+    request = make_request(facts or _facts(run.model, run.config), cluster, WorkOptions(**work))
     return exact(
         request,
         ExactOptions(micro_batch=run.micro_batch_size, grad_accum=run.gradient_accumulation_steps, **chosen),
@@ -135,10 +135,10 @@ class Scored:
         return self.phases[phase] / self.run.phases[phase] - 1
 
 
-def scored(run: TermRun) -> Scored:
-    """Ask today's planner about a row."""
+def scored(run: TermRun, facts: ModelFacts | None = None) -> Scored:
+    """Ask today's planner about a row, as `question` does."""
     try:
-        request, configuration = question(run)
+        request, configuration = question(run, facts)
         # Traces send each rank as many tokens as it sends; plans expect the busiest one to be sent more.
         even = replace(request.workload, expert_imbalance=1.0)
         priced = price(replace(request, workload=even), configuration)

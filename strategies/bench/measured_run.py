@@ -28,6 +28,7 @@ from strategies.engine.base import Engine
 from strategies.engine.initialize import initialize
 from strategies.parallel.blocks import repeated_blocks
 from strategies.telemetry.memory_report import reachable_tensors
+from strategies.tracing.step.step import loss_of
 from strategies.tracing.storage_tracker import StorageTracker
 
 # Real text that every machine has: the sources of Python's standard library, as numbers of words.
@@ -88,25 +89,35 @@ def measure_subject(subject: Subject) -> StepMemory:
     return measure_and_time(subject, 0)[0]
 
 
-def measure_and_time(subject: Subject, steps: int) -> tuple[StepMemory, tuple[float, ...]]:
-    """The same, and the seconds of so many steps more, which all ranks begin together and nobody counts bytes in."""
+Made = tuple[nn.Module, Mapping[str, torch.Tensor]]
+"""A model, and a micro-batch of its own."""
+
+
+def measure_and_time(
+    subject: Subject, steps: int, make: Callable[[Subject, torch.device], Made] | None = None
+) -> tuple[StepMemory, tuple[float, ...]]:
+    """The same, and the seconds of so many steps more, which all ranks begin together and nobody counts bytes in.
+    `make` builds a model that is none of transformers'."""
     gc.collect()
     before = {weakref.ref(tensor.untyped_storage()) for tensor in reachable_tensors() if _has_storage(tensor)}
     device = join().device
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(subject.memory_fraction, device)
-    plan = plan_from_dict(subject.plan)
-    chosen = plan.configuration
-    model = build_model(subject.config, subject.task, chosen.attention, device)
-    batch = batch_for(model, subject.task, chosen.micro_batch_size, chosen.sequence_length, device)
-    engine, *_ = initialize(model=model, plan=plan)
+    model, batch = (make or _made)(subject, device)
+    engine, *_ = initialize(model=model, plan=plan_from_dict(subject.plan))
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what building the model on the device left, which training does not need
     memory = measure_step(
         engine, batch, others=lambda tensor: _has_storage(tensor) and weakref.ref(tensor.untyped_storage()) in before
     )
     return memory, tuple(_seconds_of_step(engine, batch) for _ in range(steps))
+
+
+def _made(subject: Subject, device: torch.device) -> Made:
+    chosen = plan_from_dict(subject.plan).configuration
+    model = build_model(subject.config, subject.task, chosen.attention, device)
+    return model, batch_for(model, subject.task, chosen.micro_batch_size, chosen.sequence_length, device)
 
 
 def _seconds_of_step(engine: Engine, batch: Mapping[str, torch.Tensor]) -> float:
@@ -289,7 +300,7 @@ def _train_step(engine: Engine, batch: Mapping[str, torch.Tensor], peaks: PhaseP
         return
     for _ in range(steps):
         enter("forward")
-        loss = engine(**batch).loss
+        loss = loss_of(engine(**batch))
         enter("backward")
         engine.backward(loss)
         if engine.is_gradient_accumulation_boundary():

@@ -183,7 +183,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
                 optimizer=configuration.optimizer,
             )
             cluster = probed_cluster(probe(), ranks=configuration.world_size)
-            request = traced_request(make_request(facts, cluster, work), model, self._example)
+            degrees = (configuration.tp, configuration.cp)
+            request = traced_request(make_request(facts, cluster, work), model, self._example, degrees)
             return estimate(with_measured_rates(request, measured), configuration)
 
         return on_rank_zero(predict)

@@ -225,10 +225,10 @@ def _gathered_again(
     autograd: Any = torch._C._autograd
     if not torch.is_grad_enabled() or autograd._top_saved_tensors_default_hooks(False) is not None:
         return nullcontext()
-    gathers = {tensor.data_ptr(): _Again(ranks, mine) for mine, tensor in zip(own, whole, strict=True)}
+    gathers = {tensor.untyped_storage()._cdata: _Again(ranks, mine) for mine, tensor in zip(own, whole, strict=True)}
 
     def pack(tensor: torch.Tensor) -> Any:
-        again = gathers.get(tensor.untyped_storage().data_ptr())
+        again = gathers.get(tensor.untyped_storage()._cdata)
         return tensor if again is None else again.view_of(tensor)
 
     return saved_tensors_hooks(pack, lambda packed: packed() if isinstance(packed, partial) else packed)

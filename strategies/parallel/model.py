@@ -13,6 +13,7 @@ from torch import nn
 
 from planner.types.plan import Configuration
 from strategies.parallel.mesh import Group, Mesh
+from strategies.parallel.ranks import ImaginedGroup
 from strategies.parallel.split import ModelParts, note_parts, splits_in
 
 _SPLITS: dict[Group, str] = {
@@ -74,11 +75,61 @@ def split_model(model: nn.Module, mesh: Mesh, options: SplitOptions) -> ModelPar
     parts = ModelParts(tp=(mesh.rank("tp"), mesh.size("tp")))
     if not mesh.is_data_parallel:
         share_weights(model, mesh.environment.device)
+    _split(model, mesh, options, parts)
+    if not parts.is_whole:
+        note_parts(model, parts)
+    return parts
+
+
+def _split(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: ModelParts) -> None:
     for degree, place in _SPLITS.items():
         if mesh.size(degree) > 1:
             module, _, name = place.partition(":")
             split: Splitter = getattr(import_module(module), name)
             split(model, mesh, options, parts)
-    if not parts.is_whole:
-        note_parts(model, parts)
-    return parts
+
+
+# One rank alone, in a trace.
+
+
+class _ImaginedMesh(Mesh):
+    """The mesh of a plan of whose ranks only the first is there."""
+
+    def _make_group(self, name: Group) -> dist.ProcessGroup:
+        imagined: Any = ImaginedGroup(size=self.size(name))
+        group: dist.ProcessGroup = imagined
+        return group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _FirstRank:
+    world_size: int
+    rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def local_world_size(self) -> int:
+        return self.world_size
+
+
+def split_imagined(model: nn.Module, tp: int, cp: int) -> None:
+    """Leave the first rank's part of a model of fake tensors, with no other rank there. What a rule finds is split as
+    it runs, without the values that prove it right.
+
+    Raises:
+        CannotRun: as `split_model`.
+    """
+    chosen = Configuration(
+        strategy="ddp",
+        backend="torch",
+        tp=tp,
+        cp=cp,
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        global_batch_size=1,
+        sequence_length=1,
+        precision="fp32",
+        optimizer="adamw",
+    )
+    mesh, parts = _ImaginedMesh.of(chosen, _FirstRank(world_size=tp * cp)), ModelParts(tp=(0, tp))
+    _split(model, mesh, SplitOptions(configuration=chosen), parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,17 +17,30 @@ SEQUENCE = 1
 """The dimension of activations, [samples, length, width], that sequence parallelism splits."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImaginedGroup:
+    """So many ranks of which only the first is there, in a trace: on fake tensors collectives make shapes alone."""
+
+    size: int
+    group_name: str = "imagined"
+
+
 class TensorRanks:
     """The ranks that share each layer, and this one's place among them; `group` None: all of the job.
 
     While `is_whole` the layers hold whole weights and work alone, as `open_layers` has them do.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        joined = dist.is_available() and dist.is_initialized()
-        self.group = dist.group.WORLD if group is None and joined else group
-        self.size = dist.get_world_size(self.group) if self.group is not None else 1
-        self.rank = dist.get_rank(self.group) if self.group is not None else 0
+    def __init__(self, group: dist.ProcessGroup | ImaginedGroup | None = None) -> None:
+        self.group: dist.ProcessGroup | None
+        if isinstance(group, ImaginedGroup):
+            imagined: Any = group
+            self.group, self.size, self.rank = imagined, group.size, 0
+        else:
+            joined = dist.is_available() and dist.is_initialized()
+            self.group = dist.group.WORLD if group is None and joined else group
+            self.size = dist.get_world_size(self.group) if self.group is not None else 1
+            self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.is_whole = self.size == 1
 
     def __deepcopy__(self, memo: object) -> TensorRanks:

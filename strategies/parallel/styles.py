@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from strategies.errors import CannotRun
 from strategies.parallel.layers import Columns, Rows, VocabularyRows, split_in_place, split_pieces, split_vocabulary
@@ -659,8 +660,9 @@ class _Place:
         self.entered = False
 
     def enter(self, module: nn.Module, *_: Any) -> None:
-        if module.training and not self.entered:
-            device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        first = next(module.parameters(), None)
+        if module.training and not self.entered and not isinstance(first, FakeTensor):  # which has no values to draw
+            device = torch.device("cpu") if first is None else first.device
             self.randomness.enter(device, is_own=self.is_own)
             self.entered = True
 

@@ -229,6 +229,8 @@ class _Splitter:
         return None, problem
 
     def _notice(self, text: str) -> None:
+        if _is_fake(self.model):
+            return
         if self.ranks.rank == 0 and (not dist.is_initialized() or dist.get_rank() == 0):
             notice(text)
 
@@ -713,8 +715,7 @@ def _ends(inner: nn.Module, blocks: Sequence[nn.Module], named: set[nn.Module] |
     """Embedding and head over the vocabulary, where both that share a weight can be split; `named`: those alone that
     the script names, and what shares a weight with them."""
     inside = {id(module) for block in blocks for module in block.modules()}
-    # Without a weight of its own a table or a head is another pipeline stage's.
-    outer = [m for m in inner.modules() if id(m) not in inside and m._parameters.get("weight") is not None]
+    outer = [m for m in inner.modules() if id(m) not in inside and getattr(m, "weight", None) is not None]
     heads: list[Any] = [module for module in outer if is_linear(module) and isinstance(module, nn.Linear)]
     tables: list[Any] = [m for m in outer if isinstance(m, nn.Embedding) and not m.sparse and m.max_norm is None]
     if hasattr(inner, "get_input_embeddings"):
@@ -723,6 +724,8 @@ def _ends(inner: nn.Module, blocks: Sequence[nn.Module], named: set[nn.Module] |
     else:
         pairs = [(t, h) for h in heads for t in tables if h.weight.shape == t.weight.shape]
         table, head = pairs[-1] if pairs else (None, None)
+    # Without a weight of its own a table or a head is another pipeline stage's.
+    table, head = (end if end is not None and _weight_in(end) is not None else None for end in (table, head))
     if _multiplies_with_head(inner):
         head = None
     is_tied = table is not None and head is not None and head.weight is table.weight

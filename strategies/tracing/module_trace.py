@@ -3,6 +3,8 @@
 Fake tensors have shapes and storages and no data (torch's `FakeTensorMode`), so forward, loss and backward take
 milliseconds for any size. Two batch sizes give what every sample adds and what is there whatever the batch. Weights and
 the gradients that are made of them are left to the closed forms, which know how a strategy holds them.
+
+Where layers or sequences may be split, the first of the ranks that share them is traced too, with no other rank there.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from math import prod
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,14 +24,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from hardware_db.device import Device
+from planner.cost.memory.activations.figures import figures_of_form
 from planner.models.facts import ModelFacts, TracedActivations, TracedMoment
+from planner.models.figures import Figures
+from planner.search.estimate import heads_left_over
 from planner.search.request import Request
 from planner.vocabulary import Precision, Task
 from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.model import split_imagined
 from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.example import arguments_of, examples_for
+from strategies.tracing.forms.derive import Derivation
+from strategies.tracing.forms.timeline import Marks, Recorder, Timeline
 from strategies.tracing.step.refusal import guarded
-from strategies.tracing.step.step import loss_of, on_device
+from strategies.tracing.step.step import fake_copy, loss_of, on_device
 from strategies.tracing.storage_tracker import StorageTracker
 
 MODES: Mapping[Precision, tuple[str, ...]] = {
@@ -42,6 +51,11 @@ MODES: Mapping[Precision, tuple[str, ...]] = {
 """Which runs a plan of each precision may choose between (docs/explanation/strategies.md, "What a precision means")."""
 BATCHES = (2, 4)
 """Batch sizes traced; one sample is special, since dimensions of size one make copies into views."""
+Degrees: TypeAlias = tuple[int, int]
+"""Over how many ranks layers are split (tp), and tokens (cp)."""
+WHOLE: Degrees = (1, 1)
+Shaped: TypeAlias = tuple[tuple[int, ...], int]
+"""A shape, and the bytes of an item."""
 
 
 def work_of(
@@ -61,15 +75,36 @@ def work_of(
     return "custom", shown.positions
 
 
-def traced_request(request: Request, module: nn.Module, batch: Any) -> Request:
-    """The request with what a trace of the module found, in the precision and on the device that it is for."""
-    facts = traced_facts(request.facts, module, batch, request.workload.precision, request.cluster.device)
+def traced_request(request: Request, module: nn.Module, batch: Any, asked: Degrees = WHOLE) -> Request:
+    """The request with what a trace of the module found, in the precision and on the device that it is for; `asked` are
+    degrees that a plan is to have whatever the request says."""
+    work = request.workload
+    degrees = _degrees_of(request) if asked == WHOLE else (asked,)
+    facts = traced_facts(request.facts, module, batch, work.precision, request.cluster.device, degrees)
     return replace(request, facts=facts)
 
 
-def traced_facts(facts: ModelFacts, module: nn.Module, batch: Any, precision: Precision, device: Device) -> ModelFacts:
+def _degrees_of(request: Request) -> tuple[Degrees, ...]:
+    """The degrees that a module of the user's own is to be traced with beside the whole: those that are asked for, or
+    of two ranks that split layers where the search may choose how many do."""
+    if request.degrees is not None:
+        wanted = (request.degrees.tp, request.degrees.cp)
+        return (wanted,) if wanted != WHOLE else ()
+    can_split = request.cluster.gpus > 1 and "tp" in (request.splits or ())
+    return ((2, 1),) if can_split and not heads_left_over(request.facts, 2) else ()
+
+
+def traced_facts(
+    facts: ModelFacts,
+    module: nn.Module,
+    batch: Any,
+    precision: Precision,
+    device: Device,
+    degrees: Sequence[Degrees] = (),
+) -> ModelFacts:
     """The facts with what a trace found, for a module that no closed form describes; `batch` is one of its own, of any
-    number of samples (`strategies.tracing.example.arguments_of` says in which shapes), or None.
+    number of samples (`strategies.tracing.example.arguments_of` says in which shapes), or None. It is traced as a rank
+    of each of `degrees` too, where it can be split so.
 
     A module may do anything in its forward pass, also what fake tensors cannot follow; the note then says that its
     activations are a rule of thumb, and why.
@@ -83,17 +118,37 @@ def traced_facts(facts: ModelFacts, module: nn.Module, batch: Any, precision: Pr
         try:
             with guarded():
                 found = trace_activations(module, example.batch_of, precision, device)
-            return replace(facts, traced=found)
         except Exception as problem:
             problems.append(problem)
+            continue
+        for each in degrees:
+            found = _with_part(found, module, example.batch_of, precision, device, each)
+        return replace(facts, traced=found)
     reason = str(problems[0]).strip().splitlines() or [type(problems[0]).__name__]
     return replace(facts, note=f"tracing it on fake tensors failed: {reason[0][:120]}")
 
 
-def trace_activations(
-    module: nn.Module, batch_of: Callable[[int], Any], precision: Precision, device: Device
+def _with_part(
+    found: dict[str, TracedActivations],
+    module: nn.Module,
+    batch_of: Callable[[int], Any],
+    precision: Precision,
+    device: Device,
+    degrees: Degrees,
 ) -> dict[str, TracedActivations]:
-    """Activations in every mode that `precision` can mean.
+    """With what a rank of these degrees holds; one of a module that cannot be split so is taken to hold it whole."""
+    try:
+        with guarded():
+            part = trace_activations(module, batch_of, precision, device, degrees)
+    except Exception:  # whatever code of the user's own raises with a part of its layers or tokens
+        return found
+    return {mode: replace(whole, parts={**whole.parts, degrees: part[mode]}) for mode, whole in found.items()}
+
+
+def trace_activations(
+    module: nn.Module, batch_of: Callable[[int], Any], precision: Precision, device: Device, degrees: Degrees = WHOLE
+) -> dict[str, TracedActivations]:
+    """Activations in every mode that `precision` can mean, on the first of the ranks that share the module.
 
     `batch_of(n)` is a batch of n samples, as `arguments_of` takes it. The module must return a loss, an object with
     `.loss`, or tensors whose sum is then taken as the loss.
@@ -101,9 +156,12 @@ def trace_activations(
     Raises:
         Exception: whatever the module raises when it is run on fake tensors.
     """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    if degrees != WHOLE:
+        module = _part_of(module, fake, degrees)
     with _training(module):
         return {
-            mode: _per_sample(*(_run(module, batch_of(samples), mode, device) for samples in BATCHES))
+            mode: _per_sample(*(_run(module, batch_of(samples), mode, device, fake) for samples in BATCHES))
             for mode in MODES[precision]
         }
 
@@ -125,7 +183,8 @@ def _training(module: nn.Module) -> Iterator[None]:
 
 @dataclass(kw_only=True, slots=True)
 class Reading:
-    """One run over a whole batch, in bytes, elements and operations."""
+    """One run over a whole batch, in bytes, elements and operations; `kinds` are those of the blocks, in the order they
+    ran."""
 
     kept: int = 0
     forward: int = 0
@@ -140,6 +199,8 @@ class Reading:
     products_launched: int = 0
     kernels_launched: int = 0
     buffers: int = 0
+    kinds: tuple[str, ...] = ()
+    timeline: Timeline = field(default_factory=Timeline)
 
 
 def _per_sample(few: Reading, many: Reading) -> TracedActivations:
@@ -155,7 +216,46 @@ def _per_sample(few: Reading, many: Reading) -> TracedActivations:
         kernels_launched=many.kernels_launched,
         moments=moments,
         buffers=many.buffers,
+        figures=_figures(few, many),
     )
+
+
+def _figures(few: Reading, many: Reading) -> Figures | None:
+    """The figures of a module whose blocks run once each, and alike for both batches."""
+    joined = _joined(few.timeline, many.timeline)
+    if joined is None or not few.kinds or len(joined.outputs) != len(few.kinds):
+        return None
+    try:
+        form = Derivation(joined, few.kinds, _grown, _POINTS).form()
+    except (KeyError, IndexError):  # a block that has no part in the backward pass
+        return None
+    return figures_of_form(form, few.kinds)
+
+
+_POINTS: tuple[Mapping[str, float], ...] = tuple({"b": float(samples)} for samples in (1, 4, 16, 64, 256))
+
+
+def _joined(few: Timeline, many: Timeline) -> Timeline | None:
+    """The same step over both batches, each shape the elements of both; None where they are not the same."""
+    alike = few.marks == many.marks and len(few.storages) == len(many.storages)
+    if not alike or any(a.operation != b.operation for a, b in zip(few.storages, many.storages, strict=True)):
+        return None
+
+    def pairs(small: Sequence[Shaped], large: Sequence[Shaped]) -> list[Shaped]:
+        return [((prod(a), prod(b)), width) for (a, width), (b, _) in zip(small, large, strict=True)]
+
+    for storage, other in zip(few.storages, many.storages, strict=True):
+        storage.shape = prod(storage.shape), prod(other.shape)
+    few.inputs, few.outside = pairs(few.inputs, many.inputs), pairs(few.outside, many.outside)
+    few.buffers = [pairs(small, large) for small, large in zip(few.buffers, many.buffers, strict=True)]
+    return few
+
+
+def _grown(elements: tuple[int, ...]) -> dict[str, float]:
+    """Elements whatever the batch, and by sample, of those of both batches."""
+    few, many = elements
+    grows = (many - few) / (BATCHES[1] - BATCHES[0])
+    return {term: size for term, size in (("", few - BATCHES[0] * grows), ("b", grows)) if size}
 
 
 def _moments(few: Reading, many: Reading) -> tuple[TracedMoment, ...]:
@@ -171,8 +271,7 @@ def _moments(few: Reading, many: Reading) -> tuple[TracedMoment, ...]:
     return tuple(reversed(kept))
 
 
-def _run(module: nn.Module, batch: Any, mode: str, device: Device) -> Reading:
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+def _run(module: nn.Module, batch: Any, mode: str, device: Device, fake: FakeTensorMode) -> Reading:
     dtype = torch.bfloat16 if mode == "pure" else None
     weights = {name: _fake_weight(fake, value, dtype) for name, value in module.named_parameters()}
     buffers = {name: _fake(fake, value, dtype) for name, value in module.named_buffers()}
@@ -182,14 +281,17 @@ def _run(module: nn.Module, batch: Any, mode: str, device: Device) -> Reading:
     autocast: AbstractContextManager[object] = contextlib.nullcontext()
     if mode == "autocast":
         autocast = torch.autocast("cpu", torch.bfloat16)
-    with fake, on_device(device), unpadded(), StorageTracker(buffers.values(), fake=True) as tracker:
-        found = Reading(buffers=tracker.live_bytes)
+    given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    recorder = Recorder([*weights.values(), *buffers.values(), *given], weights.values(), on_cuda=not device.is_cpu)
+    with fake, on_device(device), unpadded(), StorageTracker(buffers.values(), fake=True) as tracker, recorder:
+        found = Reading(buffers=tracker.live_bytes, timeline=recorder.timeline)
         tracker.meet(weights.values())
         resting = tracker.live_bytes
-        with _BlockWatch(tracker, repeated_blocks(module), found), work_counted(found), autocast:
+        with _BlockWatch(tracker, repeated_blocks(module), found, recorder), work_counted(found), autocast:
             loss = loss_of(torch.func.functional_call(module, {**weights, **buffers}, *inputs))
+        recorder.timeline.mark("loss")
         found.kept, found.forward = tracker.live_bytes - resting, tracker.peak_bytes - resting
-        gradients = _Gradients(tracker, resting, found)
+        gradients = _Gradients(tracker, resting, found, recorder)
         for weight in weights.values():
             if weight.requires_grad:
                 weight.register_post_accumulate_grad_hook(gradients.made)  # type: ignore[no-untyped-call]
@@ -197,7 +299,21 @@ def _run(module: nn.Module, batch: Any, mode: str, device: Device) -> Reading:
         loss.backward()  # type: ignore[no-untyped-call]
         gradients.rest()
         found.backward = max(size for size, _ in found.moments)
+    for name in ("back_first", "end"):  # a first block that is given no activations has no gradient of them
+        recorder.timeline.mark(name)
+    inside = {id(buffer) for block in repeated_blocks(module) for buffer in block.buffers()}
+    outside = [buffer for buffer in module.buffers() if id(buffer) not in inside]
+    recorder.timeline.outside = [(tuple(buffer.shape), buffer.element_size()) for buffer in outside]
+    recorder.timeline.inputs = [(tuple(leaf.shape), leaf.element_size()) for leaf in given]
     return found
+
+
+def _part_of(module: nn.Module, fake: FakeTensorMode, degrees: Degrees) -> nn.Module:
+    """A copy of the module on fake tensors, split as `dsplan.initialize` splits it."""
+    copied, _ = fake_copy(module, (), fake, None)
+    with fake:
+        split_imagined(copied, *degrees)
+    return copied
 
 
 def _fake(mode: FakeTensorMode, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -217,11 +333,14 @@ class _Gradients:
     A strategy decides what becomes of a gradient; here it is let go of at once.
     """
 
-    def __init__(self, tracker: StorageTracker, resting: int, found: Reading) -> None:
-        self._tracker, self._resting, self._found, self._elements = tracker, resting, found, 0
+    def __init__(self, tracker: StorageTracker, resting: int, found: Reading, recorder: Recorder) -> None:
+        self._tracker, self._resting, self._found, self._recorder = tracker, resting, found, recorder
+        self._elements = 0
 
     def made(self, weight: torch.Tensor) -> None:
         self.rest()
+        if weight.grad is not None:
+            self._recorder.is_gradient(weight.grad)
         self._elements += weight.numel()
         weight.grad = None
         self._tracker.restart_peak()
@@ -230,41 +349,50 @@ class _Gradients:
         self._found.moments.append((self._tracker.peak_bytes - self._resting, self._elements))
 
 
-class _BlockWatch:
-    """Reads the tracker around one repeated block: the second where there is one, since the first may differ."""
+class _BlockWatch(Marks):
+    """Reads the tracker around one repeated block: the second where there is one, since the first may differ; and names
+    the moments at which each block begins and ends, as far as it takes and gives activations."""
 
-    def __init__(self, tracker: StorageTracker, blocks: Sequence[nn.Module], found: Reading) -> None:
-        self._tracker, self._found = tracker, found
+    def __init__(
+        self, tracker: StorageTracker, blocks: Sequence[nn.Module], found: Reading, recorder: Recorder
+    ) -> None:
+        super().__init__(recorder, blocks)
+        self._tracker, self._found, self._before = tracker, found, 0
         self._block = blocks[min(1, len(blocks) - 1)] if blocks else None
-        self._before = 0
-        self._hooks: list[Any] = []
+        linears = self._block.modules() if self._block is not None else ()
+        self.handles += [
+            part.register_forward_hook(self._leave_linear) for part in linears if isinstance(part, nn.Linear)
+        ]
 
     def __enter__(self) -> None:
-        if self._block is None:
-            return
-        self._hooks = [
-            self._block.register_forward_pre_hook(self._enter_block),
-            self._block.register_forward_hook(self._leave_block),
-        ]
-        self._hooks += [
-            part.register_forward_hook(self._leave_linear)
-            for part in self._block.modules()
-            if isinstance(part, nn.Linear)
-        ]
+        return None
 
     def __exit__(self, *exception: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        for handle in self.handles:
+            handle.remove()
 
-    def _enter_block(self, _module: nn.Module, _inputs: Any) -> None:
-        self._before = self._tracker.live_bytes
+    def enter(self, block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if block is self._block:
+            self._before = self._tracker.live_bytes
+        with contextlib.suppress(Exception):  # nothing that a block may be given or give stops the module
+            super().enter(block, inputs, named)
 
-    def _leave_block(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        self._found.block = self._tracker.live_bytes - self._before
-        self._found.boundary = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    def leave(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        if block is self._block:
+            self._found.block = self._tracker.live_bytes - self._before
+            self._found.boundary = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        self._found.kinds = (*self._found.kinds, _kind(block))
+        with contextlib.suppress(Exception):
+            super().leave(block, inputs, output)
 
     def _leave_linear(self, _module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
         self._found.products += output.nbytes
+
+
+def _kind(block: nn.Module) -> str:
+    """Blocks of one class whose weights have the same shapes are alike."""
+    shapes = ", ".join("x".join(map(str, weight.shape)) for weight in block.parameters())
+    return f"{type(block).__name__} of {shapes}"
 
 
 # The work of a forward pass: operations of products and convolutions, and bytes that all other kernels move.

@@ -6,8 +6,7 @@ from statistics import median
 
 import pytest
 
-from scripts.measure.compositions import read_compositions
-from scripts.measure.term_rows import scored
+from scripts.measure.compositions import read_compositions, scored
 
 RUNS = [run for run in read_compositions() if run.outcome == "completed"]
 ERRORS = {run: scored(run).error for run in RUNS}

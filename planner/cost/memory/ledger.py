@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TypeAlias
 
 from hardware_db.records import dataclass
-
-# Amount: bytes that are there whatever the batch, and bytes that every sample of a micro-batch adds.
-
-
-Amount: TypeAlias = tuple[float, float]
-NOTHING: Amount = (0.0, 0.0)
+from planner.models.figures import NOTHING as NOTHING
+from planner.models.figures import Amount as Amount
 
 
 def plus(*amounts: Amount) -> Amount:

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions
 from planner.cost.memory.activations.form import Form
@@ -27,7 +26,7 @@ from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.cuda.kernels import cpu_outputs
 from strategies.tracing.forms import symbols
 from strategies.tracing.forms.derive import Derivation
-from strategies.tracing.forms.timeline import Recorder, Timeline
+from strategies.tracing.forms.timeline import Marks, Recorder, Timeline
 from strategies.tracing.step.build import Subject, subject_of
 from strategies.tracing.to_hf import ARGUMENTS
 
@@ -212,7 +211,7 @@ def record_step(
     inside = {id(buffer) for block in subject.blocks for buffer in block.buffers()}
     outside = [buffer for buffer in module.buffers() if id(buffer) not in inside]
     recorder.timeline.outside = [(tuple(buffer.shape), buffer.element_size()) for buffer in outside]
-    _Marks(recorder, subject.blocks)
+    Marks(recorder, subject.blocks)
     with recorder:
         with autocast:
             loss = module(**batch).loss
@@ -220,30 +219,3 @@ def record_step(
         loss.backward()
         recorder.timeline.mark("end")
     return recorder.timeline
-
-
-class _Marks:
-    """Names the moments at which blocks begin and end, by the order in which they run."""
-
-    def __init__(self, recorder: Recorder, blocks: Sequence[nn.Module]) -> None:
-        self._recorder, self._timeline = recorder, recorder.timeline
-        self._entered = 0
-        for block in blocks:
-            block.register_forward_pre_hook(self._enter, with_kwargs=True)
-            block.register_forward_hook(self._leave)
-
-    def _enter(self, _block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._timeline.mark(f"enter{self._entered}")
-        hidden = inputs[0] if inputs else named["hidden_states"]
-        self._recorder.given(leaf for leaf in tree_leaves((inputs, named)) if isinstance(leaf, torch.Tensor))
-        if self._entered == 0 and hidden.requires_grad:
-            hidden.register_hook(lambda _gradient: self._timeline.mark("back_first"))
-
-    def _leave(self, block: nn.Module, _inputs: Any, output: Any) -> None:
-        index = self._entered
-        self._entered += 1
-        self._timeline.mark(f"leave{index}")
-        hidden = tree_leaves(output)[0]
-        self._timeline.buffers.append([(tuple(buffer.shape), buffer.element_size()) for buffer in block.buffers()])
-        self._recorder.output(hidden)
-        hidden.register_hook(lambda _gradient: self._timeline.mark(f"back{index}"))

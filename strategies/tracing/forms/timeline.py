@@ -7,14 +7,16 @@ the timeline.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from strategies.tracing.cuda.kernels import scratch
 
@@ -138,5 +140,35 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
         storage = self._known.pop(reference, None)
-        if storage is not None:
+        if storage is not None and not storage.gradient:  # whoever follows the step may let go of it
             storage.freed = self.timeline.operations + 1
+
+
+class Marks:
+    """Names the moments at which blocks begin and end, by the order in which they run."""
+
+    def __init__(self, recorder: Recorder, blocks: Sequence[nn.Module]) -> None:
+        self._recorder, self._timeline = recorder, recorder.timeline
+        self.entered = 0
+        self.handles: list[RemovableHandle] = []
+        for block in blocks:
+            self.handles.append(block.register_forward_pre_hook(self.enter, with_kwargs=True))
+            self.handles.append(block.register_forward_hook(self.leave))
+
+    def enter(self, _block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """A block begins."""
+        self._timeline.mark(f"enter{self.entered}")
+        hidden = inputs[0] if inputs else named["hidden_states"]
+        self._recorder.given(leaf for leaf in tree_leaves((inputs, named)) if isinstance(leaf, torch.Tensor))
+        if self.entered == 0 and hidden.requires_grad:
+            hidden.register_hook(lambda _gradient: self._timeline.mark("back_first"))
+
+    def leave(self, block: nn.Module, _inputs: Any, output: Any) -> None:
+        """A block ends."""
+        index = self.entered
+        self.entered += 1
+        self._timeline.mark(f"leave{index}")
+        hidden = tree_leaves(output)[0]
+        self._timeline.buffers.append([(tuple(buffer.shape), buffer.element_size()) for buffer in block.buffers()])
+        self._recorder.output(hidden)
+        hidden.register_hook(lambda _gradient: self._timeline.mark(f"back{index}"))

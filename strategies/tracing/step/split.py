@@ -56,10 +56,6 @@ def split_weights(module: nn.Module, configuration: Configuration) -> None:
     Raises:
         TraceFailed: nothing says how, or widths do not divide.
     """
-    model = unwrapped(module)
-    if not getattr(model, "tp_plan", None):
-        # A rule's split is checked by comparing values, which a trace has none of.
-        raise TraceFailed("", "", f"there is no tensor-parallel plan for {type(model).__name__}")
     ranks = _FirstRank(world_size=configuration.world_size, local_world_size=configuration.world_size)
     options = SplitOptions(configuration=configuration)
     mesh = Mesh.of(configuration, ranks)

@@ -18,13 +18,15 @@ from planner.models.catalogue import find_model
 from planner.models.counting.count import count_parameters
 from planner.models.facts import ModelFacts
 from planner.models.from_hf.config import facts_from_config
+from planner.search.estimate import price
 from planner.types.job import Job, Workload
 from planner.types.plan import Configuration
+from scripts.measure.compositions import question, read_compositions
 from strategies.distributed.gloo import quiet
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_facts
 from strategies.tracing.step.build import Subject, own_subject, subject_of
-from strategies.tracing.step.refusal import TraceFailed
+from strategies.tracing.step.refusal import TraceFailed, guarded
 from strategies.tracing.step.step import trace_step
 from tests.strategies.tracing import trace_bodies as bodies
 
@@ -271,6 +273,13 @@ def test_a_plan_that_is_not_traced_is_refused() -> None:
     offloaded = configuration_of(strategy="zero2", backend="deepspeed", offload="optimizer")
     with pytest.raises(TraceFailed, match="offload is not traced"):
         trace_step(job_of(find_model("gpt2"), offloaded))
-    split = configuration_of(ranks=2, tp=2, dp_replicate=1, global_batch_size=SAMPLES)
-    with pytest.raises(TraceFailed, match="there is no tensor-parallel plan for GPT2LMHeadModel"):
-        trace_step(job_of(find_model("gpt2"), split))
+
+
+def test_layers_that_a_rule_splits_are_traced_as_real_ranks_have_them() -> None:
+    """GPT-2, for which transformers has no tensor-parallel plan, with dropout."""
+    runs = (run for run in read_compositions() if run.model == "gpt2" and run.strategy == "ddp")
+    run = next(run for run in runs if (run.tp, run.pp, run.world_size) == (2, 1, 2))
+    job = price(*question(run)).job
+    with guarded():
+        phases = trace_step(job, subject_of(job.facts)).phases
+    assert max(sum(parts.values()) for parts in phases.values()) == pytest.approx(run.peak_allocated_bytes, rel=0.001)

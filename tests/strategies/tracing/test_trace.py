@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,16 +11,26 @@ from torch import nn
 
 from hardware_db.probe import probe
 from planner.cluster.resolve import probed_cluster
+from planner.models.facts import ModelFacts
 from planner.search.estimate import estimate
 from planner.search.exact import ExactOptions, exact
 from planner.search.request import WorkOptions, make_request
+from scripts.measure.compositions import CompositionRun, facts_of, read_compositions
+from scripts.measure.term_rows import scored as scored_by
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import trace_activations, traced_facts, traced_request, work_of
 from strategies.tracing.storage_tracker import StorageTracker
 from tests.strategies.tracing.trace_bodies import LENGTH, WIDTH, Model
 
 BATCH = 6
+OWN_RUNS = [run for run in read_compositions() if run.model == "own gpt"]
 CPU = probed_cluster(probe(), ranks=1).device
+
+
+def own_run(strategy: str, **degrees: int) -> CompositionRun:
+    """What real ranks measured of a step of the example's GPT in fp32."""
+    wanted = {"dp_shard": 1, "tp": 1, "pp": 1, "cp": 1, "strategy": strategy, "precision": "fp32", **degrees}
+    return next(run for run in OWN_RUNS if all(getattr(run, name) == value for name, value in wanted.items()))
 
 
 def batch_of(samples: int) -> dict[str, torch.Tensor]:
@@ -79,6 +90,47 @@ def test_the_module_is_left_as_it_was() -> None:
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
     assert all(weight.grad is None for weight in model.parameters())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+# Modules that ranks split between them, beside what real ranks of gloo measured.
+
+
+@pytest.fixture(scope="module")
+def shared_by_two() -> ModelFacts:
+    """The example's GPT, traced whole and as one of two tensor-parallel ranks."""
+    return facts_of(next(run for run in OWN_RUNS if run.tp == 2 and run.precision == "fp32"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("ddp", {"tp": 2}), ("fsdp", {"tp": 2, "dp_shard": 2}), ("ddp", {"tp": 2, "pp": 2})]
+)
+def test_a_rank_that_shares_layers_needs_what_real_ranks_measured(
+    strategy: str, ranks: dict[str, int], shared_by_two: ModelFacts
+) -> None:
+    run = own_run(strategy, **ranks)
+    found = scored_by(run, shared_by_two).error
+    assert abs(found) <= 0.02
+    whole = replace(shared_by_two, traced={mode: replace(t, parts={}) for mode, t in shared_by_two.traced.items()})
+    assert scored_by(run, whole).error > 0.1
+
+
+def test_more_ranks_than_were_traced_follow_those_of_two(shared_by_two: ModelFacts) -> None:
+    assert abs(scored_by(own_run("ddp", tp=4), shared_by_two).error) <= 0.05
+
+
+def test_blocks_that_run_again_are_taken_one_by_one(shared_by_two: ModelFacts) -> None:
+    run = replace(own_run("fsdp", dp_shard=2), activation_checkpointing="full", predicted_bytes=0)
+    kept, again = (scored_by(case, shared_by_two).predicted_bytes for case in (own_run("fsdp", dp_shard=2), run))
+    block = shared_by_two.traced["fp32"].block - shared_by_two.traced["fp32"].boundary
+    # Three of four blocks are not there when the last runs again, and gradients of one that works come on top.
+    assert 2.5 * 8 * block <= kept - again <= 3.1 * 8 * block
+
+
+def test_a_module_that_cannot_be_split_is_taken_as_whole() -> None:
+    model = Model()
+    whole = traced_facts(facts_from_module(model), model, batch_of(3), "fp32", CPU)
+    split = traced_facts(facts_from_module(model), model, batch_of(3), "fp32", CPU, [(1, 2)])
+    assert split.traced["fp32"].of(1, 2) == whole.traced["fp32"]
 
 
 class Convolved(nn.Module):

@@ -15,6 +15,7 @@ from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.adapters import Addition, Numbers, Run, Training, addition_of, runs_of, training_of
 from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions, shared_width
 from planner.cost.memory.activations.form import (
+    WHOLE,
     BlockForm,
     Form,
     Moment,
@@ -38,57 +39,9 @@ from planner.cost.split import (
     logit_parts,
 )
 from planner.models.facts import ModelFacts, TracedActivations
+from planner.models.figures import BlockFigures, Figures, Peak
 from planner.types.job import Job
 from planner.vocabulary import Loss
-
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """A moment: bytes of activations, bytes of cast weights, elements of new gradients."""
-
-    activations: Amount
-    cast: float
-    gradients: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockFigures:
-    """One kind of block, `count` of them in a row; see `planner.cost.memory.activations.form.BlockForm`."""
-
-    name: str
-    count: int
-    kept: Amount
-    cast: float
-    boundary: Amount
-    products: Amount
-    forward: Sequence[Peak]
-    backward: Sequence[Peak]
-    recomputed: Sequence[Peak]
-    replayed: Sequence[Peak]
-    buffers: float = 0.0
-    unused: Amount = NOTHING
-    input: Amount = NOTHING
-    once: Amount = NOTHING
-    handed: Amount = NOTHING
-    again: Amount = NOTHING
-    waiting: Amount = NOTHING
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
-    """A whole model; see `planner.cost.memory.activations.form.Form`. `differences`: how far the form's structure is
-    from the model's; None if no form was found. `moments` are those of a backward pass that was traced as a whole,
-    with the gradients that are finished by then.
-    """
-
-    blocks: Sequence[BlockFigures]
-    buffers: float
-    before: Peak
-    loss: Sequence[Peak]
-    loss_backward: Sequence[Peak]
-    table_backward: Sequence[Peak]
-    differences: int | None = 0
-    moments: Sequence[Peak] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +74,7 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
     facts = job.facts
     if facts.kind == "custom":
         traced = facts.traced.get(precision_mode(recipe))
+        traced = traced and traced.of(job.configuration.tp, job.configuration.cp)
         return _traced(job, recipe, traced) if traced is not None else _untraced(job, recipe)
     configuration = job.configuration
     question = _Question(
@@ -520,6 +474,13 @@ def _figures(form: Form, blocks: list[BlockFigures], sizes: _Sizes, differences:
     )
 
 
+def figures_of_form(form: Form, kinds: Sequence[str]) -> Figures:
+    """The figures of a form in which only samples are symbols, of a module with blocks of these kinds."""
+    sizes = _Sizes({}, {}, WHOLE)
+    blocks = [_block(name, kinds.count(name), block, sizes) for name, block in form.blocks.items()]
+    return _figures(form, blocks, sizes, 0)
+
+
 def _classifies(facts: ModelFacts) -> bool:
     """Whether the head is a classifier of text, whose form is that of the language model with labels for words."""
     return bool(facts.vocab_size) and facts.architecture.endswith("ForSequenceClassification")
@@ -586,12 +547,14 @@ def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
     """A module that was traced with its own batches.
 
     Where whole replicas keep all that forward made, the moments of the traced backward pass are the step's own. Other
-    plans go by its blocks, all of whose bytes are per sample.
+    plans go by its blocks; where it has none that run one by one, by one of them, all of whose bytes are per sample.
     """
     configuration = job.configuration
     keeps_all = configuration.strategy in ("single", "ddp") and configuration.activation_checkpointing == "none"
-    if keeps_all and traced.moments:
+    if keeps_all and traced.moments and configuration.pp == 1:
         return _replayed(traced)
+    if traced.figures is not None:
+        return traced.figures
     count = sum(block.repeats for block in job.counts.blocks)
     trained = job.counts.trained
     cast = _cast_bytes(recipe, float(job.counts.largest_block))

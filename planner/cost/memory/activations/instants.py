@@ -13,11 +13,12 @@ from typing import Literal
 
 from hardware_db.records import dataclass
 from planner.cost.code_bases import code_base
-from planner.cost.memory.activations.figures import BlockFigures, Figures, Peak, blocks_on_stage, figures_of
+from planner.cost.memory.activations.figures import blocks_on_stage, figures_of
 from planner.cost.memory.ledger import NOTHING, Amount, bytes_at, plus, times
 from planner.cost.memory.units import trained_units_of
 from planner.cost.precision import Recipe
 from planner.cost.split import logit_parts, micro_batches_in_flight
+from planner.models.figures import BlockFigures, Figures, Peak
 from planner.types.job import Job
 
 Unit = Literal["head", "block", "table"]

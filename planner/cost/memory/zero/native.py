@@ -48,6 +48,7 @@ class NativeZeroBuffers:
         self._split = split = offload_split(job)
         self._ranks, self._whole = configuration.state_shards, trained.elements
         self._bucket = max(buckets.reduce, trained.largest)
+        self._in_buckets = (_ON_THE_WAY + 1) * buckets.reduce
         self._received = 1 / self._ranks if not on_cpu else 1 - 1 / self._ranks
         self._in_8_bits = configuration.gradient_compression == "int8" and self._ranks > 1
         others = 1 - 1 / self._ranks
@@ -69,7 +70,8 @@ class NativeZeroBuffers:
         made = instant.done_gradients + instant.unit_gradients
         going = min(self._going, self._recipe.gather * made / self._ranks)
         always = Ledger(buffers=self._unsharded + self._errors)
-        last = Ledger(gradients=going + self._waiting(made)) + self._moving(instant.unit_gradients)
+        moving = max(instant.unit_gradients, min(made, self._in_buckets))  # small units share buckets with those before
+        last = Ledger(gradients=going + self._waiting(made)) + self._moving(moving)
         if not self._keeps_whole:
             return always + last
         return always + max(last, self._unreduced(made, instant.unit_gradients), key=lambda ledger: ledger.total)
