@@ -129,6 +129,17 @@ def test_a_page_shows_what_is_wrong_on_a_terminal_of_any_size(wide_run: Path, wi
     assert f"{64 - counted} {'more ' * bool(counted)}ranks, step 7" in shown or counted == 64
 
 
+def test_a_run_that_has_not_stepped_yet_lasts_since_it_began(cli: Cli, tmp_path: Path) -> None:
+    row = {"event": "attempt", "attempt": 0, "time": time.time() - 90, "ranks": 2}
+    (tmp_path / "run.jsonl").write_text(json.dumps(row) + "\n")
+    with RunLock(tmp_path):
+        shown, found = cli(f"watch {tmp_path}").out, cli(f"watch {tmp_path} --json").json
+    assert "running, step 0, 1.5" in shown
+    assert "min so far" in shown
+    assert found["seconds"] == pytest.approx(90, abs=30)
+    assert [rank["step"] for rank in found["ranks"]] == [None, None]
+
+
 def test_the_last_rows_of_a_long_run_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecentRows, "MOST", 20)
     monkeypatch.setattr(RecentRows, "ROW_BYTES", 40)
