@@ -48,8 +48,7 @@ class RankNow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """A run at one moment. `steps` is how many it shall have, None where nobody said; `time` is when it was looked at, in
-    seconds since 1970."""
+    """A run at one moment, `time` in seconds since 1970. `steps` is how many it shall have, None where nobody said."""
 
     run: RunData
     ranks: tuple[RankNow, ...]
