@@ -48,11 +48,19 @@ class RankNow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """A run at one moment. `steps` is how many it shall have, None where nobody said."""
+    """A run at one moment, `time` in seconds since 1970. `steps` is how many it shall have, None where nobody said."""
 
     run: RunData
     ranks: tuple[RankNow, ...]
     steps: int | None
+    time: float
+
+    @property
+    def seconds(self) -> float:
+        """How long the run lasts so far, also before anything was heard of it."""
+        if not self.run.is_running:
+            return self.run.seconds
+        return max(self.run.seconds, self.time - self.run.report.attempts[0].began)
 
     @property
     def step(self) -> int:
@@ -110,6 +118,7 @@ def _frame(directory: Path, steps: int | None, metrics: Sequence[Sequence[Row]])
             _rank_now(directory, rank, metrics[rank] if rank < len(metrics) else (), now) for rank in range(ranks)
         ),
         steps=steps or _asked_steps(run.report.spec.arguments),
+        time=now,
     )
 
 
@@ -267,7 +276,7 @@ def _state(frame: Frame) -> str:
     parts = [
         run.outcome,
         steps,
-        f"{format_seconds(run.seconds)} so far" if run.is_running else format_seconds(run.seconds),
+        f"{format_seconds(frame.seconds)} so far" if run.is_running else format_seconds(frame.seconds),
     ]
     if frame.seconds_left is not None:
         parts.append(f"{format_seconds(frame.seconds_left)} left")
@@ -344,7 +353,7 @@ def frame_to_dict(frame: Frame) -> dict[str, Any]:
         "outcome": run.outcome,
         "is_running": run.is_running,
         "attempts": len(run.attempts),
-        "seconds": run.seconds,
+        "seconds": frame.seconds,
         "step": frame.step,
         "steps": frame.steps,
         "step_seconds": frame.step_seconds,
