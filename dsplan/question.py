@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,9 @@ def estimated(
     task, length = source.work
     asked = replace(question, task=question.task or task, seq_len=question.seq_len or length)
     request, configuration = exact(asked.request(facts=source.facts), options)
-    return request, traced_estimate(request, configuration, source, Tracing(cache=cache, report=report))
+    is_own = source.facts.kind == "custom"
+    without = partial(asked.request, degrees=(options.tp, options.cp)) if is_own else None
+    return request, traced_estimate(request, configuration, source, Tracing(cache=cache, report=report), without)
 
 
 # How the plans that answer it are ranked, and which are shown.
