@@ -19,7 +19,8 @@ def bench(
         str | None,
         typer.Option(
             metavar="N[,N]",
-            help="Processes at work at once, one number or several; by default two without a GPU, else 1, 2, 4 … all.",
+            help="Processes at work at once, one number or several; by default two without a GPU, else 1, 2, 4 and so"
+            " on to all.",
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Only the few rates that a first plan needs.")] = False,

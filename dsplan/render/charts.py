@@ -9,6 +9,7 @@ from itertools import pairwise
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LEVELS = "_.-=*#"
 """The same for terminals without Unicode."""
+_ALIKE = 1e-9
 
 
 def sparkline(values: Sequence[float | None], width: int, *, unicode: bool = True) -> str:
@@ -37,4 +38,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _level(value: float, low: float, high: float, levels: int) -> int:
-    return round((value - low) / (high - low) * (levels - 1)) if high > low else (levels - 1) // 2
+    # Means of equal values differ in their last digit.
+    if math.isclose(high, low, rel_tol=_ALIKE):
+        return (levels - 1) // 2
+    return round((value - low) / (high - low) * (levels - 1))

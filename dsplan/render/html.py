@@ -46,6 +46,5 @@ def _cell(cell: Cell) -> str:
     if not isinstance(cell, Bar):
         return plain(cell)
     share = min(max(cell.share, 0.0), 1.0)
-    state = "over" if cell.share > 1 else "near" if cell.share > 0.9 else "below"
     text = f"{cell.share:.0%}"
-    return f'<span class="bar {state}" style="--share:{share:.3f}"><span>{text}</span></span>'
+    return f'<span class="bar {cell.state}" style="--share:{share:.3f}"><span>{text}</span></span>'

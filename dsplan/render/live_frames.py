@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -28,10 +29,12 @@ def follow(look: Callable[[], Frame], seconds: float) -> None:
     also where the page is interrupted or ended."""
     console = terminal()
     frame = look()
-    before = signal.signal(signal.SIGTERM, _end)
+    ended = signal.signal(signal.SIGTERM, _end)
+    stopped = signal.getsignal(signal.SIGTSTP)
     try:
         if frame.run.is_running:
             with Live(console=console, auto_refresh=False, screen=True) as live:
+                signal.signal(signal.SIGTSTP, lambda *_: _pause(live))
                 while frame.run.is_running:
                     began = time.monotonic()
                     live.update(page(frame, console), refresh=True)
@@ -40,13 +43,26 @@ def follow(look: Callable[[], Frame], seconds: float) -> None:
                     frame = look()
                     seconds = max(seconds, (time.monotonic() - began) / _SHARE)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, ended)
+        signal.signal(signal.SIGTSTP, stopped)
         print_blocks(frame_blocks(frame, console.width, unicode=takes_blocks(console)))
 
 
 def _end(number: int, _: FrameType | None) -> None:
     """Leave the screen before the process ends."""
     sys.exit(128 + number)
+
+
+def _pause(live: Live) -> None:
+    """Give the screen back while the shell has stopped this process with Ctrl-Z."""
+    live.stop()
+    stop_process()
+    live.start(refresh=True)
+
+
+def stop_process() -> None:
+    """Returns when the shell goes on with this process."""
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _wait(live: Live, frame: Frame, until: float) -> None:

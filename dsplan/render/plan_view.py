@@ -141,7 +141,11 @@ def time_table(time: StepTime) -> Table:
         ("optimizer", time.optimizer_seconds),
         ("bubble", time.bubble_seconds),
     )
-    rows = [_row(name, part / time.step_seconds, format_seconds(part)) for name, part in parts if part > 0]
+    rows: list[list[Cell]] = [
+        [name, Bar(share=part / time.step_seconds, width=_BAR, of_limit=False), format_seconds(part)]
+        for name, part in parts
+        if part > 0
+    ]
     between = interval_text(time)
     expected = f" ({between})" if between else ""
     took = f"one step takes {format_seconds(time.step_seconds)}{expected}"

@@ -110,7 +110,7 @@ def scaling_table(found: Sequence[Rate], title: str = "", bar: int = 0) -> Table
     rows: list[list[Cell]] = []
     for rate in found:
         chosen = rate.plan.configuration
-        bars: list[Cell] = [Bar(share=rate.per_second / fastest, width=bar)] if bar else []
+        bars: list[Cell] = [Bar(share=rate.per_second / fastest, width=bar, of_limit=False)] if bar else []
         words = [str(chosen.world_size), chosen.strategy, dims_text(chosen), str(chosen.global_batch_size)]
         rate_words = [format_count(rate.per_second), f"{rate.of_linear:.0%}"]
         rows.append([*words, format_seconds(rate.plan.time.step_seconds), *bars, *rate_words])

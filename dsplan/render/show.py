@@ -29,6 +29,15 @@ class Bar:
 
     share: float
     width: int = 10
+    of_limit: bool = True
+    """Whether all is a limit, so that a share near it is to be noticed."""
+
+    @property
+    def state(self) -> Literal["below", "near", "over"]:
+        """How far from its limit."""
+        if not self.of_limit:
+            return "below"
+        return "over" if self.share > 1 else "near" if self.share > 0.9 else "below"
 
     def filled(self, width: int) -> int:
         """How many of so many characters are full."""
@@ -364,6 +373,6 @@ class _DrawnBar:
 
         bar, width = self._bar, min(self._bar.width, options.max_width)
         full, empty = ("█", "░") if self._unicode else ("#", ".")
-        colour = "red" if bar.share > 1 else "yellow" if bar.share > 0.9 else "green"
+        colour = {"below": "green", "near": "yellow", "over": "red"}[bar.state]
         filled = bar.filled(width)
         yield RichText(full * filled, style=colour) + RichText(empty * (width - filled), style="dim")

@@ -24,8 +24,6 @@ from strategies.run_directory.spec import heartbeat_path, profiles_in
 from strategies.telemetry.follow import RecentRows
 from strategies.telemetry.metrics import Row
 
-_PEAK_ROWS = 200
-"""Of a rank, among which its highest memory is sought: some steps do not measure it."""
 _STEPS_FLAG = re.compile(r"--(?:max[-_]|train[-_]|num[-_]|total[-_])?(?:steps|iters)(?:=(\d+))?")
 _RECENT = 20
 _ROOM_FOR_SPANS = 60
@@ -50,11 +48,19 @@ class RankNow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """A run at one moment. `steps` is how many it shall have, None where nobody said."""
+    """A run at one moment, `time` in seconds since 1970. `steps` is how many it shall have, None where nobody said."""
 
     run: RunData
     ranks: tuple[RankNow, ...]
     steps: int | None
+    time: float
+
+    @property
+    def seconds(self) -> float:
+        """How long the run lasts so far, also before anything was heard of it."""
+        if not self.run.is_running:
+            return self.run.seconds
+        return max(self.run.seconds, self.time - self.run.report.attempts[0].began)
 
     @property
     def step(self) -> int:
@@ -112,6 +118,7 @@ def _frame(directory: Path, steps: int | None, metrics: Sequence[Sequence[Row]])
             _rank_now(directory, rank, metrics[rank] if rank < len(metrics) else (), now) for rank in range(ranks)
         ),
         steps=steps or _asked_steps(run.report.spec.arguments),
+        time=now,
     )
 
 
@@ -125,6 +132,8 @@ def _asked_steps(arguments: Sequence[str]) -> int | None:
 
 
 def _rank_now(directory: Path, rank: int, rows: Sequence[Row], now: float) -> RankNow:
+    begins = [index for index, row in enumerate(rows) if row.get("event") == "attempt"]
+    attempt = rows[begins[-1] :] if begins else rows
     last = {str(row.get("event")): row for row in rows}
     step, machine = last.get("step", {}), last.get("machine", {})
     beat = _heartbeat(heartbeat_path(directory, rank))
@@ -135,7 +144,7 @@ def _rank_now(directory: Path, rank: int, rows: Sequence[Row], now: float) -> Ra
         step=int(step["global_step"]) if "global_step" in step else None,
         step_seconds=step.get("seconds"),
         loss=step.get("loss"),
-        peak_bytes=max((int(row["peak_bytes"]) for row in rows[-_PEAK_ROWS:] if row.get("peak_bytes")), default=None),
+        peak_bytes=max((int(row["peak_bytes"]) for row in attempt if row.get("peak_bytes")), default=None),
         gpu_percent=machine.get("gpu_utilization_percent"),
         gpu_bytes=machine.get("gpu_memory_used_bytes"),
         section="ended" if beat.get("has_ended") else str(beat.get("section", "")),
@@ -267,7 +276,7 @@ def _state(frame: Frame) -> str:
     parts = [
         run.outcome,
         steps,
-        f"{format_seconds(run.seconds)} so far" if run.is_running else format_seconds(run.seconds),
+        f"{format_seconds(frame.seconds)} so far" if run.is_running else format_seconds(frame.seconds),
     ]
     if frame.seconds_left is not None:
         parts.append(f"{format_seconds(frame.seconds_left)} left")
@@ -292,15 +301,17 @@ def _curves(frame: Frame, width: int, *, unicode: bool) -> list[Block]:
         f"{counted}/s": ([point.tokens_per_second for point in points], format_count),
         "step": ([point.seconds for point in points], format_seconds),
     }
-    found: list[Block] = []
+    lines: list[tuple[str, list[float | None], str]] = []
     for name, (values, written) in series.items():
         known = [value for value in values if value is not None]
         if known:
-            last, span = written(known[-1]), f" ({written(min(known))} to {written(max(known))})"
-            figures = last + (span if width >= _ROOM_FOR_SPANS else "")
-            line = sparkline(values, max(1, min(60, width - 11 - len(figures))), unicode=unicode)
-            found.append(Text(text=f"{name:9} {line} {figures}"))
-    return found
+            span = f" ({written(min(known))} to {written(max(known))})" if width >= _ROOM_FOR_SPANS else ""
+            lines.append((name, values, written(known[-1]) + span))
+    room = width - 11 - max((len(figures) for *_, figures in lines), default=0)
+    drawn = (
+        (name, sparkline(values, max(1, min(60, room)), unicode=unicode), figures) for name, values, figures in lines
+    )
+    return [Text(text=f"{name:9} {curve} {figures}") for name, curve, figures in drawn]
 
 
 def _ranks_table(frame: Frame, ranks: Sequence[RankNow]) -> Table:
@@ -342,7 +353,7 @@ def frame_to_dict(frame: Frame) -> dict[str, Any]:
         "outcome": run.outcome,
         "is_running": run.is_running,
         "attempts": len(run.attempts),
-        "seconds": run.seconds,
+        "seconds": frame.seconds,
         "step": frame.step,
         "steps": frame.steps,
         "step_seconds": frame.step_seconds,

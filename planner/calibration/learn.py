@@ -64,20 +64,21 @@ class Rebuilder:
         return tuple(row for row in found if row is not None)
 
     def row(self, measurement: Measurement) -> Row | None:
-        """Return the row of a measurement, or None if its model or hardware is not known any more."""
+        """Return the row of a measurement, or None if its model, what it trains, or its hardware is not known any more."""
         plan = measurement.plan
         try:
             configuration = configuration_from_dict(plan["plan"])
             workload = workload_of(_section(plan, "workload"), configuration)
             facts = facts_of_plan(_section(plan, "model"), workload.task)
             cluster = self._cluster(_section(plan, "cluster"), measurement, configuration.precision)
+            counts = None if facts is None else counts_of(facts, workload)
         except (DsplanError, KeyError, TypeError, ValueError):
             return None
-        if facts is None or cluster is None or not measurement.measured.step_seconds:
+        if facts is None or counts is None or cluster is None or not measurement.measured.step_seconds:
             return None
         job = Job(
             facts=facts,
-            counts=counts_of(facts, workload),
+            counts=counts,
             workload=workload,
             cluster=cluster,
             configuration=configuration,

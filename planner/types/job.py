@@ -112,6 +112,8 @@ def counts_of(facts: ModelFacts, workload: Workload) -> ParameterCounts:
     """
     counts = count_parameters(facts)
     if workload.method != "full":
+        if facts.measured_counts is not None and any(block.frozen for block in counts.blocks):
+            return counts  # of a module that was prepared already: its adapters are among its weights
         dora = workload.method == "dora"
         rank, targets = workload.lora_rank, workload.lora_targets
         return with_adapters(facts, counts, rank=rank, targets=targets, magnitude=dora)

@@ -46,6 +46,19 @@ def test_a_bar_never_leaves_its_width(share: float) -> None:
     assert 0 <= Bar(share=share).filled(10) <= 10
 
 
+@pytest.mark.parametrize(
+    ("bar", "state"),
+    [
+        (Bar(share=0.9), "below"),
+        (Bar(share=0.95), "near"),
+        (Bar(share=1.1), "over"),
+        (Bar(share=1.0, of_limit=False), "below"),
+    ],
+)
+def test_a_bar_warns_near_a_limit_alone(bar: Bar, state: str) -> None:
+    assert bar.state == state
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("width", ["1", "20", "80", "300"])
 def test_terminals_of_any_width_and_encoding(monkeypatch: pytest.MonkeyPatch, encoding: str, width: str) -> None:

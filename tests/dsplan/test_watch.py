@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -15,10 +16,12 @@ import pytest
 
 from dsplan.__main__ import main
 from dsplan.render.charts import sparkline
+from dsplan.render.run_view import RunView
 from dsplan.render.show import Table as ShownTable
 from dsplan.render.show import Text, columns, plain_text, renderables
 from dsplan.render.watch_view import Frame, RunWatch
 from hardware_db.notices import MOST_LETTERS, printable
+from strategies.launch.attempt import StepDone
 from strategies.launch.run_lock import RunLock
 from strategies.telemetry.follow import RecentRows
 from tests.dsplan.cli import Cli
@@ -29,6 +32,7 @@ def test_a_line_rises_and_falls_with_its_values() -> None:
     assert sparkline([0, 0, 7, 7], 2) == "▁█"
     assert sparkline([3.0, 3.0], 8) == "▄▄"
     assert sparkline([1.0, None, math.nan, 2.0], 4) == "▁  █"
+    assert sparkline([0.1 + 0.2, 0.3, 0.3], 3) == "▄▄▄"
     assert sparkline([0, 5], 8, unicode=False) == "_#"
     assert sparkline([], 8) == sparkline([None], 8) == ""
 
@@ -68,6 +72,15 @@ def test_a_directory_without_a_run_is_refused_in_one_line(cli: Cli, tmp_path: Pa
 
 
 ALERTED = 7
+
+
+def test_memory_is_the_highest_of_the_attempt_wherever_it_was_measured(cli: Cli, run: Path) -> None:
+    with (run / "metrics-rank0.jsonl").open("a") as file:
+        rows: list[dict[str, object]] = [{"event": "attempt", "attempt": 1}]
+        rows += [{"event": "step", "step": step, "global_step": 5 + step, "seconds": 0.5} for step in range(300)]
+        rows[1]["peak_bytes"] = 1 << 20
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    assert [rank["peak_bytes"] for rank in cli(f"watch {run} --json").json["ranks"]] == [1 << 20, 3 << 20]
 
 
 @pytest.fixture
@@ -116,6 +129,17 @@ def test_a_page_shows_what_is_wrong_on_a_terminal_of_any_size(wide_run: Path, wi
     assert f"{64 - counted} {'more ' * bool(counted)}ranks, step 7" in shown or counted == 64
 
 
+def test_a_run_that_has_not_stepped_yet_lasts_since_it_began(cli: Cli, tmp_path: Path) -> None:
+    row = {"event": "attempt", "attempt": 0, "time": time.time() - 900, "ranks": 2}
+    (tmp_path / "run.jsonl").write_text(json.dumps(row) + "\n")
+    with RunLock(tmp_path):
+        shown, found = cli(f"watch {tmp_path}").out, cli(f"watch {tmp_path} --json").json
+    assert "running, step 0, 15" in shown
+    assert "min so far" in shown
+    assert found["seconds"] == pytest.approx(900, abs=30)
+    assert [rank["step"] for rank in found["ranks"]] == [None, None]
+
+
 def test_the_last_rows_of_a_long_run_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecentRows, "MOST", 20)
     monkeypatch.setattr(RecentRows, "ROW_BYTES", 40)
@@ -159,11 +183,14 @@ def test_a_page_that_is_ended_leaves_the_terminal_whole(
 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", shown := Terminal())
-    watch, looks = RunWatch(wide_run), 0
+    watch, looks, while_stopped = RunWatch(wide_run), 0, list[str]()
+    monkeypatch.setattr("dsplan.render.live_frames.stop_process", lambda: while_stopped.append(shown.getvalue()))
 
     def look() -> Frame:
         nonlocal looks
         looks += 1
+        if looks == 2:
+            os.kill(os.getpid(), signal.SIGTSTP)
         if looks == 3:
             os.kill(os.getpid(), ending)
         return watch.look()
@@ -178,7 +205,10 @@ def test_a_page_that_is_ended_leaves_the_terminal_whole(
     assert "\x1b[?25l" not in after
     assert "running, step 7" in after
     assert after.count("forward") == 64
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGTSTP)] == [signal.SIG_DFL, signal.SIG_DFL]
+    (before,) = while_stopped
+    assert before.endswith("\x1b[?25h\x1b[?1049l")
+    assert "\x1b[?1049h" in shown.getvalue()[len(before) :]  # drawn on after it
 
 
 def test_a_terminal_that_cannot_draw_over_itself_gets_a_page_as_wide_as_it_is(
@@ -193,6 +223,30 @@ def test_a_terminal_that_cannot_draw_over_itself_gets_a_page_as_wide_as_it_is(
     assert "\x1b" not in shown.getvalue()
     assert max(map(len, lines)) <= 50
     assert sum(line.startswith("─" * 20) for line in lines) == 2
+
+
+@pytest.mark.parametrize(("term", "encoding"), [("xterm", "utf-8"), ("xterm", "ascii"), ("dumb", "utf-8")])
+def test_the_live_line_of_a_run_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, term: str, encoding: str) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", term)
+    shown = Terminal()
+    monkeypatch.setattr(Terminal, "encoding", encoding)
+    with RunView(ranks=8, out=shown) as view:
+        for step in range(1, 41):
+            loss = 9 - step / 9
+            view.show(
+                StepDone(step=step, loss=loss, seconds=0.74, samples=8, tokens=65536, peak_bytes=3 << 30, rss_bytes=0)
+            )
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", shown.getvalue()).replace("\r", "\n").split("\n")
+    if term == "dumb":  # a line now and then
+        assert [line for line in drawn if line] == ["step 1  loss 8.8889  740 ms/step  708K tokens/s  peak 3.0 GiB"]
+        return
+    assert "step 40  loss 4.5556  740 ms/step" in drawn
+    assert max(map(len, drawn)) <= 40
+    curves = [line for line in drawn if line.startswith("loss ")][-1]
+    assert curves == (
+        "loss █▇▇▆▅▅▄▄▃▂▂▁  speed ▄▄▄▄▄▄▄▄▄▄▄▄" if encoding == "utf-8" else "loss ##**==--..__  speed ------------"
+    )
 
 
 def test_a_terminal_obeys_no_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics
@@ -21,6 +22,7 @@ from planner.search.estimate import price as priced
 from planner.search.recall import recalled_from
 from planner.search.request import Request
 from planner.types.cluster import SHIPPED, Factors
+from planner.types.job import counts_of
 from planner.types.plan_io import configuration_from_dict
 from tests.planner.calibration.runs import HERE, User, on_this_machine, predicted
 
@@ -177,6 +179,28 @@ def test_only_completed_runs_teach_and_lost_models_are_counted() -> None:
     refreshed = refresh(_store(*runs, *failed, nameless), HERE)
     assert refreshed.skipped == 1
     assert refreshed.kinds[0].lesson.rows == 6
+
+
+def _with_adapters(run: Measurement, targets: str) -> Measurement:
+    plan = json.loads(run.plan_json)
+    plan["workload"] |= {"method": "lora", "lora_targets": targets}
+    return replace(run, plan_json=canonical_json(plan))
+
+
+def test_a_run_of_adapters_in_a_users_own_module_is_priced_again() -> None:
+    facts = resolve_model("facebook/opt-1.3b")
+    counts = counts_of(facts, replace(User().request().workload, method="lora"))
+    adapted = replace(counts, blocks=tuple(replace(block, names=(), adapters=()) for block in counts.blocks))
+    user = User(model=replace(facts, name="own", measured_counts=adapted))
+    runs = [_with_adapters(run, "all-linear") for run in user.runs(3)]
+    assert [row.job.counts for row in Rebuilder(MemoryStore(), HERE).rows(runs)] == [adapted] * 3
+
+
+def test_a_run_whose_adapters_lie_beside_nothing_known_is_left_out() -> None:
+    run, *others = User().runs(4)
+    refreshed = refresh(_store(_with_adapters(run, "no_such_layer"), *others), HERE)
+    assert refreshed.skipped == 1
+    assert refreshed.kinds[0].lesson.rows == 3
 
 
 def test_runs_of_other_versions_say_less() -> None:
