@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any, TypeAlias
 
@@ -31,6 +32,7 @@ from planner.search.estimate import heads_left_over
 from planner.search.request import Request
 from planner.vocabulary import Precision, Task
 from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.expert import is_mixture
 from strategies.parallel.model import split_imagined
 from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.example import arguments_of, examples_for
@@ -287,7 +289,8 @@ def _run(module: nn.Module, batch: Any, mode: str, device: Device, fake: FakeTen
         found = Reading(buffers=tracker.live_bytes, timeline=recorder.timeline)
         tracker.meet(weights.values())
         resting = tracker.live_bytes
-        with _BlockWatch(tracker, repeated_blocks(module), found, recorder), work_counted(found), autocast:
+        watch = _BlockWatch(tracker, repeated_blocks(module), found, recorder)
+        with experts_balanced(module), watch, work_counted(found), autocast:
             loss = loss_of(torch.func.functional_call(module, {**weights, **buffers}, *inputs))
         recorder.timeline.mark("loss")
         found.kept, found.forward = tracker.live_bytes - resting, tracker.peak_bytes - resting
@@ -311,7 +314,7 @@ def _run(module: nn.Module, batch: Any, mode: str, device: Device, fake: FakeTen
 def _part_of(module: nn.Module, fake: FakeTensorMode, degrees: Degrees) -> nn.Module:
     """A copy of the module on fake tensors, split as `dsplan.initialize` splits it."""
     copied, _ = fake_copy(module, (), fake, None)
-    with fake:
+    with fake, experts_balanced(copied):
         split_imagined(copied, *degrees)
     return copied
 
@@ -393,6 +396,47 @@ def _kind(block: nn.Module) -> str:
     """Blocks of one class whose weights have the same shapes are alike."""
     shapes = ", ".join("x".join(map(str, weight.shape)) for weight in block.parameters())
     return f"{type(block).__name__} of {shapes}"
+
+
+# Mixtures: which tokens choose an expert is a value.
+
+
+@contextlib.contextmanager
+def experts_balanced(module: nn.Module) -> Iterator[None]:
+    """Inside, routed experts (`strategies.parallel.expert.is_mixture`) that look up which tokens chose them find as
+    many each as if all were chosen alike."""
+    make: Any = _Balanced
+    handles: list[Any] = []
+    for mixture in filter(is_mixture, module.modules()):
+        found = make(mixture)
+        handles.append(mixture.register_forward_pre_hook(partial(_enter, found)))
+        handles.append(mixture.register_forward_hook(partial(_leave, found), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _enter(mode: Any, *_: object) -> None:
+    mode.__enter__()
+
+
+def _leave(mode: Any, *_: object) -> None:
+    mode.__exit__(None, None, None)
+
+
+class _Balanced(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, mixture: Any) -> None:
+        initialize: Any = super().__init__
+        initialize()
+        self._mixture = mixture
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.nonzero.default:
+            return func(*args, **(kwargs or {}))
+        chosen = args[0]
+        return chosen.new_empty((chosen.numel() // self._mixture.num_experts, chosen.dim()), dtype=torch.int64)
 
 
 # The work of a forward pass: operations of products and convolutions, and bytes that all other kernels move.

@@ -1,4 +1,4 @@
-"""Rank 0's part of a model that ranks split among them: tensor, sequence, context and expert parallelism over fake ranks.
+"""Rank 0's part of a model that ranks split among them, over fake ranks.
 
 Layers are split as `dsplan.initialize` splits them, and so are the tokens of a module of the user's own. Expert
 parallelism is transformers' (`transformers.distributed`), which spreads experts by the plan in a model's config.
