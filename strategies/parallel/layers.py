@@ -145,7 +145,8 @@ class ColumnParallelLinear(Columns, nn.Linear):
             takes them.
         fused: how many outputs belong to each of several products that one weight makes (query, key and value): each
             is split over the ranks. None: one product.
-        group: the ranks that share the layer; None: all of the job.
+        group: the ranks that share the layer; None: all of the job, or, before it is joined, none: the layer is whole
+            until `dsplan.initialize` splits it over the tp ranks of its plan.
 
     Raises:
         CannotRun: the outputs do not divide over the ranks.
@@ -164,13 +165,18 @@ class ColumnParallelLinear(Columns, nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.ranks = TensorRanks(group)
         if gather_output and fused is not None:
             raise CannotRun(
                 "ColumnParallelLinear: outputs of fused products are not gathered; leave out one of the two"
             )
         self.gathered_length = out_features if gather_output else 0
-        pieces = split_pieces(fused or (out_features,), self.ranks, type(self).__name__)
+        self.fused = tuple(fused or (out_features,))
+        self.split_over(TensorRanks(group))
+
+    def split_over(self, ranks: TensorRanks) -> None:
+        """Leave this rank's part of a layer that is whole; raises as the constructor does."""
+        pieces = split_pieces(self.fused, ranks, type(self).__name__)
+        self.ranks = ranks
         split_in_place(self, {"weight": 0, "bias": 0}, pieces)
 
 
@@ -180,7 +186,8 @@ class RowParallelLinear(Rows, nn.Linear):
 
     Args:
         split_input: every rank is given all inputs, [..., in_features], and takes its own.
-        group: the ranks that share the layer; None: all of the job.
+        group: the ranks that share the layer; None: all of the job, or, before it is joined, none: the layer is whole
+            until `dsplan.initialize` splits it over the tp ranks of its plan.
 
     Raises:
         CannotRun: the inputs do not divide over the ranks.
@@ -198,8 +205,14 @@ class RowParallelLinear(Rows, nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.ranks, self.splits_input = TensorRanks(group), split_input
-        split_in_place(self, {"weight": 1}, split_pieces((in_features,), self.ranks, type(self).__name__))
+        self.splits_input = split_input
+        self.split_over(TensorRanks(group))
+
+    def split_over(self, ranks: TensorRanks) -> None:
+        """Leave this rank's part of a layer that is whole; raises as the constructor does."""
+        pieces = split_pieces((self.in_features,), ranks, type(self).__name__)
+        self.ranks = ranks
+        split_in_place(self, {"weight": 1}, pieces)
 
 
 class VocabParallelEmbedding(VocabularyRows, nn.Embedding):
@@ -207,7 +220,7 @@ class VocabParallelEmbedding(VocabularyRows, nn.Embedding):
     less. It starts from the values that `nn.Embedding` has under the same seed.
 
     Args:
-        group: the ranks that share the table; None: all of the job.
+        group: as of `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -221,7 +234,11 @@ class VocabParallelEmbedding(VocabularyRows, nn.Embedding):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        self.ranks = TensorRanks(group)
+        self.split_over(TensorRanks(group))
+
+    def split_over(self, ranks: TensorRanks) -> None:
+        """Leave this rank's rows of a table that is whole."""
+        self.ranks = ranks
         split_vocabulary(self)
 
 
@@ -268,6 +285,10 @@ def split_vocabulary(table: Any) -> dict[str, Split]:
     return split_in_place(table, {"weight": 0}, ((first, end),))
 
 
+SharedLayer = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding
+"""The layers that a script has itself; whole ones are split by `dsplan.initialize`."""
+
+
 # Blocks of a model of one's own.
 
 
@@ -278,7 +299,8 @@ class ParallelAttention(nn.Module):
         width: of inputs and outputs.
         heads: of queries; `key_heads` of keys and values, None: as many. Both divide over the ranks.
         dropout: of attention weights, while training.
-        group: the ranks that share the layer; None: all of the job.
+        group: the ranks that share the layer; None: all of the job, or, before it is joined, none: the layer is whole
+            until `dsplan.initialize` splits it over the tp ranks of its plan.
 
     Raises:
         CannotRun: heads do not divide over the ranks, or the width over the heads.
@@ -305,15 +327,15 @@ class ParallelAttention(nn.Module):
             )
         self.head_width, self.is_causal, self.dropout = width // heads, is_causal, dropout
         keys = key_heads * self.head_width
-        self.products = (width // ranks, keys // ranks, keys // ranks)
         self.qkv = ColumnParallelLinear(width, width + 2 * keys, bias, fused=(width, keys, keys), group=group)
         self.out = RowParallelLinear(width, width, bias, group=group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Outputs [samples, length, width] from inputs of the same shape, alike on every rank."""
+        ranks = 1 if self.qkv.ranks.is_whole else self.qkv.ranks.size
         query, key, value = (
             product.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for product in self.qkv(x).split(self.products, dim=-1)
+            for product in self.qkv(x).split([width // ranks for width in self.qkv.fused], dim=-1)
         )
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
@@ -332,7 +354,8 @@ class ParallelMLP(nn.Module):
         width: of inputs and outputs.
         inner: how many units lie between; they divide over the ranks.
         is_gated: the units are activation(gate) * up, as Llama's are.
-        group: the ranks that share the layer; None: all of the job.
+        group: the ranks that share the layer; None: all of the job, or, before it is joined, none: the layer is whole
+            until `dsplan.initialize` splits it over the tp ranks of its plan.
 
     Raises:
         CannotRun: the inner units do not divide over the ranks.

@@ -32,10 +32,10 @@ def vocab_parallel_cross_entropy(
         targets: tokens, [...].
         vocabulary: its whole length; None: that of the part times the number of ranks.
         reduction: `mean` over the targets that are not `ignore_index`, `sum`, or `none`: [...].
-        group: the ranks that share the vocabulary; None: all of the job.
+        group: the ranks that share the vocabulary, or `ranks` of the layer that made the logits; None: all of the job.
 
     Raises:
-        CannotRun: there is no such reduction.
+        CannotRun: there is no such reduction, or all of the job were taken and they read different targets.
     """
     if reduction not in ("mean", "sum", "none"):
         raise CannotRun(f"vocab_parallel_cross_entropy: reduction {reduction!r} is not mean, sum or none")
@@ -45,11 +45,28 @@ def vocab_parallel_cross_entropy(
             logits.flatten(0, -2).float(), targets.flatten(), ignore_index=ignore_index, reduction=reduction
         )
         return flat.view_as(targets) if reduction == "none" else flat
+    if group is None and not _reads_alike:
+        _require_same(targets, ranks)
+        _reads_alike.append(True)
     whole = logits.shape[-1] * ranks.size if vocabulary is None else vocabulary
     losses: torch.Tensor = _CrossEntropy.apply(logits, targets, ranks.share(whole)[0], ignore_index, ranks)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (targets != ignore_index).sum()
+
+
+_reads_alike: list[bool] = []
+"""Not empty once all ranks of the job were seen to have the same targets: looked at once, since it waits for the
+device."""
+
+
+def _require_same(targets: torch.Tensor, ranks: TensorRanks) -> None:
+    largest = all_reduce(torch.stack((targets, -targets)), ranks, "max")
+    if not torch.equal(largest[0], -largest[1]):
+        raise CannotRun(
+            f"vocab_parallel_cross_entropy: the {ranks.size} ranks of the job read different targets; give group=, the"
+            " ranks of the layer that made the logits (`group=self.head.ranks`)"
+        )
 
 
 class _CrossEntropy(Function):

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.types.plan import Configuration
+from strategies.errors import CannotRun
+from strategies.parallel.layers import LayerSplit, SharedLayer
 from strategies.parallel.mesh import Group, Mesh
 from strategies.parallel.ranks import ImaginedGroup
 from strategies.parallel.split import ModelParts, note_parts, splits_in
@@ -72,6 +74,7 @@ def split_model(model: nn.Module, mesh: Mesh, options: SplitOptions) -> ModelPar
     Raises:
         CannotRun: the model cannot be split so; the line names what stands against it.
     """
+    _require_tp_ranks(model, mesh)
     parts = ModelParts(tp=(mesh.rank("tp"), mesh.size("tp")))
     if not mesh.is_data_parallel:
         share_weights(model, mesh.environment.device)
@@ -79,6 +82,35 @@ def split_model(model: nn.Module, mesh: Mesh, options: SplitOptions) -> ModelPar
     if not parts.is_whole:
         note_parts(model, parts)
     return parts
+
+
+def _require_tp_ranks(model: nn.Module, mesh: Mesh) -> None:
+    """Check that the script's own layers are whole, or split over the ranks that read the same samples.
+
+    Raises:
+        CannotRun: a layer is split over others.
+    """
+    tp = mesh.size("tp")
+    for name, module in model.named_modules():
+        if not isinstance(module, (SharedLayer, LayerSplit)) or module.ranks.size == 1:
+            continue
+        if module.ranks.size != tp:
+            alike = f"tp {module.ranks.size}, or " if not mesh.environment.world_size % module.ranks.size else ""
+            raise CannotRun(
+                f"{name} is split over {module.ranks.size} ranks and the plan has tp {tp}; use {alike}make the layer"
+                " before init_distributed, so that initialize splits it over the tp ranks of the plan"
+            )
+        own = dist.get_process_group_ranks(module.ranks.group)
+        if own != mesh.ranks("tp"):
+            planned = _listed(mesh.ranks("tp"))
+            raise CannotRun(
+                f"{name} is split over ranks {_listed(own)} and the plan's tp ranks are {planned}, who read the same"
+                " samples; give the layer their group, or make it before init_distributed"
+            )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _split(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: ModelParts) -> None:

@@ -28,7 +28,7 @@ from hardware_db.notices import notice
 from strategies.errors import CannotRun
 from strategies.parallel.blocks import Elsewhere, repeated_blocks
 from strategies.parallel.expert import is_mixture
-from strategies.parallel.layers import Columns, Rows, VocabularyRows, split_in_place
+from strategies.parallel.layers import SharedLayer, split_in_place
 from strategies.parallel.loss import CausalLoss, WholeLogits
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
@@ -106,7 +106,7 @@ class _Splitter:
         self.spread = {name for name, module in model.named_modules() if is_spread and is_mixture(module)}
 
     def split(self) -> None:
-        self._note_layers_of_the_script()
+        self._split_layers_of_the_script()
         names = {id(module): name for name, module in self.model.named_modules()}
         blocks = {names[id(block)]: block for block in self.blocks}
         styles = self._styles(blocks)
@@ -319,15 +319,23 @@ class _Splitter:
 
     # The script's own parallel layers, and whole parameters.
 
-    def _note_layers_of_the_script(self) -> None:
+    def _split_layers_of_the_script(self) -> None:
+        """Split the script's own layers that are whole, and note those that are not."""
+        holders: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            holders.setdefault(id(parameter), []).append(name)
         for name, module in self.model.named_modules():
-            if isinstance(module, (Columns, Rows, VocabularyRows)):
-                if module.ranks.size not in (1, self.ranks.size):
+            if not isinstance(module, SharedLayer):
+                continue
+            if module.ranks.size == 1:
+                shared = next((names for p in module.parameters() if len(names := holders[id(p)]) > 1), None)
+                if shared:
                     raise CannotRun(
-                        f"{name} is split over {module.ranks.size} ranks and the plan has tp {self.ranks.size}; give"
-                        " the layer the group of as many ranks"
+                        f"{name} cannot be split over tp {self.ranks.size}: {' and '.join(shared)} are one parameter;"
+                        " use nn.Embedding and nn.Linear, which tensor parallelism splits together, or tp 1"
                     )
-                self.others.add(module.ranks)
+                module.split_over(self.ranks)
+            self.others.add(module.ranks)
         self.parts.splits.update(splits_in(self.model))
 
     @contextmanager
@@ -674,7 +682,8 @@ def _whole_units(block: nn.Module, choices: Sequence[_Choice]) -> list[str]:
     return [
         name
         for name, child in block.named_children()
-        if name not in split and any(is_linear(module) or has_heads(module) for module in child.modules())
+        if name not in split
+        and any(is_linear(m) or has_heads(m) or isinstance(m, SharedLayer) for m in child.modules())
     ]
 
 
@@ -715,7 +724,13 @@ def _ends(inner: nn.Module, blocks: Sequence[nn.Module], named: set[nn.Module] |
     """Embedding and head over the vocabulary, where both that share a weight can be split; `named`: those alone that
     the script names, and what shares a weight with them."""
     inside = {id(module) for block in blocks for module in block.modules()}
-    outer = [m for m in inner.modules() if id(m) not in inside and getattr(m, "weight", None) is not None]
+    outer = [
+        module
+        for module in inner.modules()
+        if id(module) not in inside
+        and getattr(module, "weight", None) is not None
+        and not isinstance(module, SharedLayer)
+    ]
     heads: list[Any] = [module for module in outer if is_linear(module) and isinstance(module, nn.Linear)]
     tables: list[Any] = [m for m in outer if isinstance(m, nn.Embedding) and not m.sparse and m.max_norm is None]
     if hasattr(inner, "get_input_embeddings"):

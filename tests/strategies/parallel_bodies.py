@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import dsplan
 from planner.types.plan import Plan
 from strategies.engine.initialize import initialize
 from strategies.errors import CannotRun
@@ -25,7 +26,7 @@ from strategies.parallel.split import parts_of
 from strategies.run_directory.heartbeat import PULSE
 from tests.strategies.training_bodies import Recipe
 
-Kind = Literal["llama", "qwen3", "gpt2", "mixtral", "gpt", "numbered"]
+Kind = Literal["llama", "qwen3", "gpt2", "mixtral", "gpt", "numbered", "layers"]
 VOCABULARY, LENGTH, SAMPLES = 101, 16, 8
 
 
@@ -102,6 +103,8 @@ def build(kind: Kind) -> nn.Module:
         return transformers.Qwen3ForCausalLM(config)
     if kind == "mixtral":
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(**usual, **heads, num_local_experts=4))
+    if kind == "layers":
+        return OwnLayers(dist.new_subgroups(group_size=1)[0])  # whole, as before the job is joined
     if kind in ("deepseek", "qwen2_moe"):
         return _with_shared_experts(kind, usual, heads)
     if kind == "gpt2":
@@ -113,6 +116,40 @@ def build(kind: Kind) -> nn.Module:
         sys.path.insert(0, examples)
     gpt: nn.Module = importlib.import_module("train_gpt").Gpt(layers=4, width=32, heads=4, length=LENGTH)
     return _Numbered(gpt) if kind == "numbered" else gpt
+
+
+class OwnLayers(nn.Module):
+    """A script's own model of `dsplan.parallel`'s layers, split over a group."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.tokens = dsplan.parallel.VocabParallelEmbedding(VOCABULARY + 1, 32, padding_idx=3, group=group)
+        self.blocks = nn.ModuleList([_OwnBlock(group) for _ in range(2)])
+        self.head = dsplan.parallel.ColumnParallelLinear(32, VOCABULARY + 1, gather_output=True, group=group)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class _OwnBlock(nn.Module):
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(32)
+        self.attention = dsplan.parallel.ParallelAttention(32, 4, key_heads=2, group=group)
+        self.mlp = dsplan.parallel.ParallelMLP(32, 48, is_gated=True, group=group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x)
+        return x + self.mlp(self.norm(x))  # type: ignore[no-any-return]
+
+
+def refused_layers(composition: Composition, members: Sequence[Sequence[int]] | None) -> str:
+    """What `initialize` says to layers that are split over the whole job, or over this rank's of some groups."""
+    group = dist.new_subgroups_by_enumeration([list(ranks) for ranks in members])[0] if members else None
+    return _refused(lambda: initialize(OwnLayers(group), optimizer=_optimizer, plan=composition.plan()))
 
 
 class _Numbered(nn.Module):

@@ -194,6 +194,17 @@ def layers_on_ranks_of(tokens: bool) -> tuple[float, list[str]]:
     return worst, list(split.layers)
 
 
+def refusal_of_other_targets() -> str:
+    """What the loss says where ranks that it takes to share a vocabulary read other samples."""
+    import_module("strategies.parallel.loss")._reads_alike.clear()
+    targets = torch.full((2, 3), dist.get_rank())
+    try:
+        dsplan.parallel.vocab_parallel_cross_entropy(torch.randn(2, 3, 5), targets)
+    except CannotRun as problem:
+        return str(problem)
+    return ""
+
+
 def refusal_of_odd_width() -> str:
     """What a layer says whose outputs do not divide."""
     try:

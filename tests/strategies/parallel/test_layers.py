@@ -52,3 +52,8 @@ def test_a_width_that_does_not_divide_says_so(ranks: RankPool) -> None:
         ranks.run(bodies.refusal_of_odd_width)
         == ["ColumnParallelLinear: 5 does not divide over 2 ranks; use a tp that divides it"] * 2
     )
+
+
+def test_a_loss_over_ranks_with_other_targets_is_refused(ranks: RankPool) -> None:
+    for said in ranks.run(bodies.refusal_of_other_targets):
+        assert "the 2 ranks of the job read different targets; give group=" in said

@@ -25,6 +25,24 @@ def test_two_ranks_train_as_one_process(ranks: RankPool, kind: Kind) -> None:
     assert worst.share < 0.7
 
 
+@pytest.mark.parametrize("split", [TP, replace(TP, strategy="fsdp", sequence_parallel=True)])
+def test_layers_of_a_script_are_split_by_the_plan(ranks: RankPool, split: Composition) -> None:
+    worst = _worst(ranks.run(parallel_bodies.train, "layers", split))
+    assert max(worst.loss, worst.parameter) < 1e-5, worst
+    assert worst.share < 0.55
+
+
+@pytest.mark.parametrize(("strategy", "parts"), [("ddp", "dp_replicate"), ("fsdp", "dp_shard"), ("zero2", "dp_shard")])
+def test_layers_split_over_ranks_with_different_samples_are_refused(ranks: RankPool, strategy: str, parts: str) -> None:
+    for said in ranks.run(parallel_bodies.refused_layers, Composition(strategy=strategy, **{parts: 2}), None):
+        assert said.startswith("tokens is split over 2 ranks and the plan has tp 1; use tp 2, or make the layer before")
+
+
+def test_layers_split_over_other_ranks_than_the_plans_are_refused(four_ranks: RankPool) -> None:
+    found = four_ranks.run(parallel_bodies.refused_layers, FSDP, ((0, 2), (1, 3)))
+    assert found[3].startswith("tokens is split over ranks 1, 3 and the plan's tp ranks are 2, 3, who read the same")
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_split_sequences_train_as_one_process(ranks: RankPool, kind: Kind, strategy: str) -> None:
