@@ -245,7 +245,7 @@ def facts_of(run: CompositionRun) -> ModelFacts | None:
     """What a trace says of a module of a user's own, as `dsplan.initialize` plans for it; None of other models."""
     if not run.is_own:
         return None
-    return _traced(run.config, run.sequence_length, run.precision, (run.tp, run.cp, run.ep))
+    return _traced(run.config, run.sequence_length, run.precision, (run.tp, run.cp, run.ep, run.sequence_parallel))
 
 
 @cache
