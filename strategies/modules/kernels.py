@@ -101,8 +101,8 @@ def register_kernel(
         provider: what the config calls it; the same provider may have functions for several devices and dtypes.
 
     Raises:
-        UnknownName: there is no such kernel, device or dtype; the message has the near one.
-        CannotRun: `function` cannot be called, or the provider's name is taken.
+        UnknownName: there is no such kernel or dtype; the message has the near one.
+        CannotRun: `function` cannot be called, the device is not known, or the provider's name is taken.
     """
     _require_kernel(name)
     if not callable(function):
@@ -110,7 +110,8 @@ def register_kernel(
     if provider in ("auto", "torch", *_LIBRARIES):
         raise CannotRun(f"register_kernel: provider {provider!r} is dsplan's own; name another")
     if device is not None and str(device) not in _DEVICES:
-        raise UnknownName("device", str(device), _DEVICES, hint=f"one of {', '.join(_DEVICES)}, or None for every one")
+        known = " or ".join(map(repr, _DEVICES))
+        raise CannotRun(f"register_kernel: device {str(device)!r} is not known; use {known}, or None for every one")
     made = Registered(
         kernel=name,
         provider=provider,
