@@ -107,11 +107,13 @@ def test_a_report_is_drawn_reached_read_and_printed(
     checked = open_page((tmp_path / "page.html").as_uri(), width=NARROW)
     assert list(checked.pictures()) == [f"plot-{name}" for name in page.pictures]
     assert min(checked.pictures().values()) > 0
+    assert checked.unreadable() == []
     assert checked.not_reached_by_tab() == []
     checked.page.locator("summary").first.click()  # all tables look alike, and axe-core takes long over each
     assert checked.problems() == []
     checked.changed_to(dark=True, width=WIDE)
     assert checked.problems(rule="color-contrast") == []
+    assert checked.unreadable() == []
     assert checked.page.evaluate("window.hacked") is None
     on_paper(checked)
 
