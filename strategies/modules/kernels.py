@@ -4,6 +4,7 @@ A kernel is a function with the signature that `KERNELS` says. Its provider is `
 `flash-attn`, `chunked` (torch's own products, a part of the logits at a time) or a script's own (`register_kernel`),
 for a device and a dtype; where none answers to a call's inputs, the module computes as it did. Modules are replaced by
 what they compute, which is tried on a few numbers, so that a norm of Gemma's kind (one added to its weight) stays.
+A script's function is tried too: its outputs and gradients must be torch's.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ KERNELS: Mapping[str, str] = {
     "attention": "(module, query, key, value, attention_mask, **options) -> (output, None), as transformers calls it",
 }
 """What can be replaced, and the signature of a function that does it."""
+_DEVICES = ("cuda", "cpu")
 _CHUNK_ROWS = 1024
 _IGNORED = -100
 """torch's and transformers' label of what counts for no loss."""
@@ -100,14 +102,23 @@ def register_kernel(
 
     Raises:
         UnknownName: there is no such kernel or dtype; the message has the near one.
-        CannotRun: `function` cannot be called, or the provider's name is taken.
+        CannotRun: `function` cannot be called, the device is not known, or the provider's name is taken.
     """
     _require_kernel(name)
     if not callable(function):
         raise CannotRun(f"register_kernel: {function!r} is no function; {name} is {KERNELS[name]}")
     if provider in ("auto", "torch", *_LIBRARIES):
         raise CannotRun(f"register_kernel: provider {provider!r} is dsplan's own; name another")
-    made = Registered(kernel=name, provider=provider, function=function, device=device or "", dtype=_dtype_of(dtype))
+    if device is not None and str(device) not in _DEVICES:
+        known = " or ".join(map(repr, _DEVICES))
+        raise CannotRun(f"register_kernel: device {str(device)!r} is not known; use {known}, or None for every one")
+    made = Registered(
+        kernel=name,
+        provider=provider,
+        function=function,
+        device="" if device is None else str(device),
+        dtype=_dtype_of(dtype),
+    )
     same = (made.kernel, made.provider, made.device, made.dtype)
     _registered[:] = [old for old in _registered if (old.kernel, old.provider, old.device, old.dtype) != same]
     _registered.append(made)
@@ -263,17 +274,26 @@ class Installed:
 
 
 def install_kernels(model: nn.Module, asked: Mapping[str, str], device: torch.device) -> Installed:
-    """Let kernels of the asked providers compute in a model that trains on `device`, in place."""
+    """Let kernels of the asked providers compute in a model that trains on `device`, in place.
+
+    Raises:
+        CannotRun: a script's function does not compute what torch's own does.
+    """
     used, stay = dict[str, str](), dict[str, list[str]]()
     for name, provider in asked.items():
         chosen = _chosen(name, provider, device)
         if isinstance(chosen, str):
             why = chosen
-        elif _REPLACE[name](model, _Dispatch(chosen)):
+            if provider != "auto":
+                stay.setdefault(why, []).append(name)
+            continue
+        if chosen[0].provider not in _LIBRARIES:
+            for registered in chosen:
+                _require_right(registered, model, device)
+        if _REPLACE[name](model, _Dispatch(chosen)):
             used[name] = chosen[0].provider
             continue
-        else:
-            why = f"{type(model).__name__} has no module that computes it so"
+        why = f"{type(model).__name__} has no module that computes it so"
         if provider != "auto":
             stay.setdefault(why, []).append(name)
     notes = (f"kernels: torch's own {', '.join(names)}: {why}" for why, names in stay.items())
@@ -371,36 +391,56 @@ def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate) * up
 
 
+def _layer_norm(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return functional.layer_norm(hidden, weight.shape, weight, bias, eps)
+
+
+def _is_rms_norm(module: Any) -> bool:
+    weight = getattr(module, "weight", None)
+    return "RMSNorm" in type(module).__name__ and isinstance(weight, nn.Parameter) and weight.dim() == 1
+
+
+def _eps_of(norm: Any, dtype: torch.dtype) -> float:
+    """Of an RMSNorm, by either name; torch's own may have none, and takes that of the dtype."""
+    eps: float | None = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
+    return torch.finfo(dtype).eps if eps is None else eps
+
+
+def _is_layer_norm(module: Any) -> bool:
+    return type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.elementwise_affine
+
+
+def _is_gated(module: Any) -> bool:
+    names = ("gate_proj", "up_proj", "down_proj")
+    return all(isinstance(getattr(module, name, None), nn.Module) for name in names)
+
+
 def _replace_rms_norms(model: nn.Module, dispatch: _Dispatch) -> bool:
     def found() -> Iterator[tuple[nn.Module, int, Callable[..., Any], Function]]:
         for part in model.modules():
             module: Any = part
-            weight = getattr(module, "weight", None)
-            if "RMSNorm" not in type(module).__name__ or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
+            if not _is_rms_norm(module):
                 continue
 
             def compute(function: Function, hidden: torch.Tensor, own: Any = module) -> Any:
-                eps = getattr(own, "variance_epsilon", None) or getattr(own, "eps", None)
-                return function(hidden, own.weight, torch.finfo(hidden.dtype).eps if eps is None else eps)
+                return function(hidden, own.weight, _eps_of(own, hidden.dtype))
 
-            yield part, weight.numel(), compute, _rms_norm
+            yield part, module.weight.numel(), compute, _rms_norm
 
     return _replace_where(model, dispatch, found())
 
 
 def _replace_layer_norms(model: nn.Module, dispatch: _Dispatch) -> bool:
-    def reference(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-        return functional.layer_norm(hidden, weight.shape, weight, bias, eps)
-
     def found() -> Iterator[tuple[nn.Module, int, Callable[..., Any], Function]]:
-        for module in model.modules():
-            if type(module) is not nn.LayerNorm or len(module.normalized_shape) != 1 or not module.elementwise_affine:
+        for part in model.modules():
+            module: Any = part
+            if not _is_layer_norm(module):
                 continue
 
-            def compute(function: Function, hidden: torch.Tensor, own: nn.LayerNorm = module) -> Any:
+            def compute(function: Function, hidden: torch.Tensor, own: Any = module) -> Any:
                 return function(hidden, own.weight, own.bias, own.eps)
 
-            yield module, module.normalized_shape[0], compute, reference
+            yield part, module.normalized_shape[0], compute, _layer_norm
 
     return _replace_where(model, dispatch, found())
 
@@ -409,8 +449,7 @@ def _replace_gated_mlps(model: nn.Module, dispatch: _Dispatch) -> bool:
     def found() -> Iterator[tuple[nn.Module, int, Callable[..., Any], Function]]:
         for part in model.modules():
             module: Any = part
-            names = ("gate_proj", "up_proj", "down_proj")
-            if not all(isinstance(getattr(module, name, None), nn.Module) for name in names):
+            if not _is_gated(module):
                 continue
             width = getattr(module.gate_proj, "in_features", None)
             if width is None or "silu" not in type(getattr(module, "act_fn", None)).__name__.lower():
@@ -531,6 +570,158 @@ def _replace_attention(model: nn.Module, dispatch: _Dispatch) -> bool:
     masks.ALL_MASK_ATTENTION_FUNCTIONS.register(name, masks.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     unwrapped.set_attn_implementation(name)
     return True
+
+
+# A script's own functions, tried beside torch's.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Example:
+    """What a kernel is called with, and torch's form of it."""
+
+    trained: Mapping[str, torch.Tensor]
+    """Arguments with gradients, by name."""
+    others: tuple[Any, ...] = ()
+    """Those after them."""
+    reference: Function
+    called: Callable[[Function], Function] = lambda function: function
+    """Makes of a kernel a function of these arguments alone."""
+
+
+_TOLERANCES = {torch.bfloat16: 6e-2, torch.float16: 1e-2}
+"""Of the largest element: a few roundings, eps 2^-8 and 2^-11; 2e-3 for others, as products in TF32 differ."""
+
+
+def _require_right(registered: Registered, model: nn.Module, device: torch.device) -> None:
+    """Check a function's outputs and gradients against torch's, with a few numbers of the model's widths.
+
+    Raises:
+        CannotRun: they differ.
+    """
+    name = registered.kernel
+    example = _example_of(name, model)
+    if example is None:
+        return
+    weight = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
+    dtype = registered.dtype or (torch.float32 if weight is None else weight.dtype)
+    trained = {argument: values.to(device, dtype) for argument, values in example.trained.items()}
+    others = [value.to(device) if isinstance(value, torch.Tensor) else value for value in example.others]
+    others = [value.to(dtype) if _is_floating(value) else value for value in others]
+    wide = [value.float() if _is_floating(value) else value for value in others]
+    reference, function = example.called(example.reference), example.called(registered.function)
+    expected = _outputs_and_gradients(reference, {key: value.float() for key, value in trained.items()}, wide)
+    problem = ""
+    try:
+        found = _outputs_and_gradients(function, trained, others)
+    except Exception as raised:  # whatever a script's function raises
+        problem = f"raises {type(raised).__name__} ({str(raised).partition(chr(10))[0]})"
+    else:
+        bound = _TOLERANCES.get(dtype, 2e-3)
+        for what, values in expected.items():
+            other = found.get(what)
+            if other is None or other.shape != values.shape:
+                problem = f"gives {what} as {None if other is None else list(other.shape)} for {list(values.shape)}"
+            elif not (difference := float((other.float() - values).abs().max() / values.abs().max())) <= bound:
+                problem = f"gives {what} that differs by {difference:.1g} of the largest from torch's"
+            if problem:
+                break
+    if problem:
+        kind = str(dtype).removeprefix("torch.")
+        raise CannotRun(
+            f"kernels: {registered.provider}'s {name}, tried on a few {kind} numbers on {device.type}, {problem}; it"
+            f" computes {KERNELS[name]}, differentiably; mend it, or leave it out of kernels"
+        )
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _outputs_and_gradients(
+    function: Function, trained: Mapping[str, torch.Tensor], others: list[Any]
+) -> dict[str, torch.Tensor]:
+    """What a function returns, and the gradients of a sum of it with fixed weights, by what they are."""
+    with torch.enable_grad():
+        leaves = [values.detach().clone().requires_grad_() for values in trained.values()]
+        # Clones: a function may write over what it is given, which a leaf does not allow.
+        returned = function(*[leaf.clone() for leaf in leaves], *others)
+        outputs = [value for value in (returned if isinstance(returned, tuple) else (returned,)) if value is not None]
+        total = torch.zeros((), device=leaves[0].device)
+        for output in outputs:
+            weights = torch.linspace(1, 2, output.numel(), device=output.device).view(output.shape)
+            total = total + (output.float() * weights).sum()
+        gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+    found = {f"output {place}" if place else "an output": value.detach() for place, value in enumerate(outputs)}
+    found |= {
+        f"a gradient of {name}": gradient
+        for name, gradient in zip(trained, gradients, strict=True)
+        if gradient is not None
+    }
+    return found
+
+
+def _example_of(name: str, model: Any) -> _Example | None:
+    """Small inputs of the widths that a model has; None: it has nothing that the kernel replaces."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    unwrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = getattr(unwrapped, "config", None)
+    parts: list[Any] = list(model.modules())
+    if name == "rms_norm":
+        norm = next((part for part in parts if _is_rms_norm(part)), None)
+        if norm is None:
+            return None
+        width, eps = norm.weight.numel(), _eps_of(norm, torch.float32)
+        return _Example(
+            trained={"hidden": drawn(2, 3, width), "weight": drawn(width)}, others=(eps,), reference=_rms_norm
+        )
+    if name == "layer_norm":
+        norm = next((part for part in parts if _is_layer_norm(part)), None)
+        if norm is None:
+            return None
+        width = norm.weight.numel()
+        trained = {"hidden": drawn(2, 3, width), "weight": drawn(width)}
+        if norm.bias is not None:
+            return _Example(trained={**trained, "bias": drawn(width)}, others=(norm.eps,), reference=_layer_norm)
+        return _Example(trained=trained, others=(None, norm.eps), reference=_layer_norm)
+    if name == "swiglu":
+        mlp = next((part for part in parts if _is_gated(part)), None)
+        width = getattr(mlp and mlp.gate_proj, "out_features", None)
+        if width is None:
+            return None
+        return _Example(trained={"gate": drawn(2, 3, width), "up": drawn(2, 3, width)}, reference=_swiglu)
+    if config is None or not getattr(config, "num_attention_heads", None):
+        return None
+    heads, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys = keys or heads
+    if name == "rotary":
+        angle = torch.linspace(0, 2, 8 * (size // 2)).view(2, 4, size // 2)
+        cos, sin = (torch.cat((side, side), dim=-1) for side in (angle.cos(), angle.sin()))
+        trained = {"query": drawn(2, heads, 4, size), "key": drawn(2, keys, 4, size)}
+        return _Example(trained=trained, others=(cos, sin), reference=_rotary)
+    if name == "linear_cross_entropy":
+        vocabulary = min(64, config.vocab_size)
+        labels = torch.randint(0, vocabulary, (6,), generator=generator).index_fill(0, torch.tensor([1]), _IGNORED)
+        trained = {"hidden": drawn(6, config.hidden_size), "weight": drawn(vocabulary, config.hidden_size) / 8}
+        return _Example(trained=trained, others=(labels,), reference=_plain_loss)
+    layer = next((part for part in parts if hasattr(part, "num_key_value_groups") and hasattr(part, "scaling")), None)
+    if name != "attention" or layer is None:
+        return None
+    utilities: Any = import_module("transformers.modeling_utils")
+
+    def called(function: Function) -> Function:
+        return lambda *given: function(layer, *given, None, dropout=0.0, scaling=layer.scaling)[0]
+
+    trained = {"query": drawn(2, heads, 4, size), **{side: drawn(2, keys, 4, size) for side in ("key", "value")}}
+    return _Example(trained=trained, reference=utilities.ALL_ATTENTION_FUNCTIONS["sdpa"], called=called)
+
+
+def _plain_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(functional.linear(hidden, weight), labels, ignore_index=_IGNORED)
 
 
 _REPLACE: Mapping[str, Callable[[nn.Module, _Dispatch], bool]] = {

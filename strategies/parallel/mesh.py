@@ -123,10 +123,15 @@ class Mesh:
             return init_device_mesh(
                 self.environment.device.type, (self.environment.world_size,), mesh_dim_names=("dp_shard",)
             )
-        mesh = self.device_mesh
-        shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp") if self.dims.cp > 1 else None
-        name = "dp_shard" if shards is None else "dp_shard_cp"
-        return mesh["dp_replicate", name] if self.dims.dp_replicate > 1 else mesh[name]
+        mesh, dims = self.device_mesh, self.dims
+        if dims.cp == 1:
+            return mesh["dp_replicate", "dp_shard"] if dims.dp_replicate > 1 else mesh["dp_shard"]
+        if dims.dp_replicate == 1:
+            return mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+        # A flattened dimension cannot be taken together with another (torch 2.11).
+        sizes = (dims.pp, dims.dp_replicate, dims.dp_shard * dims.cp, dims.tp)
+        names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
+        return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)["dp_replicate", "dp_shard_cp"]
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh:

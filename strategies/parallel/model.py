@@ -146,7 +146,7 @@ class _FirstRank:
         return self.world_size
 
 
-def split_imagined(model: nn.Module, tp: int, cp: int, ep: int, *, uneven: float = 1.0) -> None:
+def split_imagined(model: nn.Module, tp: int, cp: int, ep: int, splits_sequences: bool, *, uneven: float = 1.0) -> None:
     """Leave the first rank's part of a model of fake tensors, with no other rank there. What a rule finds is split as
     it runs, without the values that prove it right. `uneven` is by how much more tokens than the mean come to the
     experts of the rank.
@@ -161,6 +161,7 @@ def split_imagined(model: nn.Module, tp: int, cp: int, ep: int, *, uneven: float
         tp=tp,
         cp=cp,
         ep=ep,
+        sequence_parallel=splits_sequences,
         micro_batch_size=1,
         gradient_accumulation_steps=1,
         global_batch_size=ep,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -176,15 +177,17 @@ class _Splitter:
     def _plans(self, blocks: Mapping[str, nn.Module], within: Mapping[str, Styles]) -> dict[Any, _Plan]:
         plans: dict[Any, _Plan] = {}
         trial: _Trial | None = None
+        signatures = {name: _signature(block, within[name]) for name, block in blocks.items()}
+        alike = Counter(signatures.values())
         for name, block in blocks.items():
-            signature = _signature(block, within[name])
+            signature = signatures[name]
             if signature not in plans:
                 trial = trial or _Trial(self.inner, block, self.ranks, self.device, sequence=self.sequence)
-                plans[signature] = self._choose(name, block, within[name], trial)
+                plans[signature] = self._choose(name, block, within[name], trial, alike[signature])
         return plans
 
-    def _choose(self, name: str, block: nn.Module, styles: Styles, trial: _Trial) -> _Plan:
-        """How the units of a block are split."""
+    def _choose(self, name: str, block: nn.Module, styles: Styles, trial: _Trial, count: int) -> _Plan:
+        """How the units of `count` blocks like this one are split."""
         around = self._around_spread(block)
         candidates = _units_of(styles, block, around) if styles else _found_units(block, around)
         chosen: list[_Choice] = []
@@ -196,13 +199,17 @@ class _Splitter:
             )
         for unit, ways in candidates:
             where = f"{name}.{unit}" if unit else name
+            where += f" and {count - 1} like it" if count > 1 else ""
             found, problem = self._choose_way(block, unit, ways, chosen, trial)
             if found is None:
                 self._notice(f"tensor parallelism leaves {where} whole: split, it would not compute the same{problem}")
                 continue
             chosen.append(found)
             if found.variant.gathers:
-                self._notice(f"tensor parallelism splits weights of {where} and gathers what they compute{problem}")
+                self._notice(
+                    f"tensor parallelism splits weights of {where} and gathers what they compute, which is slower"
+                    f"{self._instead(block.get_submodule(unit), ways[-1], problem)}"
+                )
         summed = trial.agrees(block, chosen, self._split_block)
         if summed is None:
             what = "sequence parallelism" if self.sequence else "tensor parallelism"
@@ -227,6 +234,16 @@ class _Splitter:
                 except NotSplit as reason:
                     problem = f" ({reason})"
         return None, problem
+
+    def _instead(self, unit: nn.Module, styles: Styles, problem: str) -> str:
+        """Why the outputs of column layers have to be gathered, and what a script can do about it."""
+        if not any(style in ROWS for style in styles.values()):
+            columns = " and ".join(name for name, style in styles.items() if is_columns(style))
+            return f': give the layer that takes what {columns} makes the style "rowwise" in tp_plan='
+        divides = all(widths(layer)[1] % self.ranks.size == 0 for layer in unit.modules() if is_linear(layer))
+        if divides and not any(has_heads(module) for module in unit.modules()):
+            return ": if it is attention, name the attribute with its number of heads num_heads, to split by heads"
+        return problem
 
     def _notice(self, text: str) -> None:
         if _is_fake(self.model):

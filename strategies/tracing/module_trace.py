@@ -53,9 +53,9 @@ MODES: Mapping[Precision, tuple[str, ...]] = {
 """Which runs a plan of each precision may choose between (docs/explanation/strategies.md, "What a precision means")."""
 BATCHES = (2, 4)
 """Batch sizes traced; one sample is special, since dimensions of size one make copies into views."""
-Degrees: TypeAlias = tuple[int, int, int]
-"""Over how many ranks layers are split (tp), tokens (cp), and experts spread (ep)."""
-WHOLE: Degrees = (1, 1, 1)
+Degrees: TypeAlias = tuple[int, int, int, bool]
+"""Over how many ranks layers are split (tp), tokens (cp), and experts spread (ep); whether tp ranks split sequences."""
+WHOLE: Degrees = (1, 1, 1, False)
 Shaped: TypeAlias = tuple[tuple[int, ...], int]
 """A shape, and the bytes of an item."""
 
@@ -91,10 +91,11 @@ def _degrees_of(request: Request) -> tuple[Degrees, ...]:
     """The degrees that a module of the user's own is to be traced with beside the whole: those that are asked for, or
     of two ranks that split layers where the search may choose how many do."""
     if request.degrees is not None:
-        wanted = (request.degrees.tp, request.degrees.cp, request.degrees.ep)
+        asked = request.degrees
+        wanted = asked.tp, asked.cp, asked.ep, asked.tp > 1 and bool(asked.sequence_parallel)
         return (wanted,) if wanted != WHOLE else ()
     can_split = request.cluster.gpus > 1 and "tp" in (request.splits or ())
-    return ((2, 1, 1),) if can_split and not heads_left_over(request.facts, 2) else ()
+    return ((2, 1, 1, False),) if can_split and not heads_left_over(request.facts, 2) else ()
 
 
 def traced_facts(

@@ -146,7 +146,9 @@ def checkpoint_activations(model: nn.Module, kind: str, *, on_host: bool = False
         return
     if kind == "full" and not on_host and getattr(model, "supports_gradient_checkpointing", False):
         hugging_face: Any = model
-        hugging_face.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        renamed = hasattr(hugging_face, "activation_checkpointing_enable")  # in transformers 5
+        name = "activation_checkpointing_enable" if renamed else "gradient_checkpointing_enable"
+        getattr(hugging_face, name)({"use_reentrant": False})
         return
     blocks = repeated_blocks(model)
     if not blocks:

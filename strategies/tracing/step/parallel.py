@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -64,7 +65,6 @@ def ranks(configuration: Configuration) -> Iterator[DeviceMesh]:
         names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
         degrees = tuple(getattr(configuration, name) for name in names)
         mesh = init_device_mesh("cpu", degrees, mesh_dim_names=names)
-        mesh["dp_shard", "cp"]._flatten(_SHARDS)
         yield mesh
     finally:
         dist.destroy_process_group()
@@ -93,7 +93,11 @@ def shard(
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
     reshard = configuration.strategy != "fsdp-grad-op"
     # torchtitan and accelerate share the states among cp's ranks too.
-    sharding = mesh["dp_replicate", _SHARDS] if configuration.strategy == "hsdp" else mesh[_SHARDS]
+    sharding = mesh["dp_shard", "cp"]._flatten(_SHARDS)
+    if configuration.strategy == "hsdp":
+        with warnings.catch_warnings():  # torch 2.11 on has no other way to join it to a dimension of the same root
+            warnings.filterwarnings("ignore", "Slicing a flattened dim")
+            sharding = mesh["dp_replicate", _SHARDS]
     try:
         with _meshes_apart():
             for block in blocks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -104,7 +105,57 @@ def test_what_is_absent_is_said_in_one_line() -> None:
     assert asked_kernels({"all": "torch"}, None) == {}
 
 
+def _sum_for_mean(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight * hidden * hidden.square().sum(-1, keepdim=True).rsqrt()
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "sentence"),
+    [
+        ("rms_norm", lambda hidden, weight, eps: hidden * 2, "gives an output that differs by"),
+        ("rms_norm", _sum_for_mean, "gives an output that differs by"),
+        ("rms_norm", lambda hidden, weight: hidden, "raises TypeError ("),
+        ("swiglu", lambda gate, up: nn.functional.silu(gate).detach() * up, "gives a gradient of gate as None for"),
+        ("rotary", lambda query, key, cos, sin: (query, key), "gives an output that differs by"),
+        ("linear_cross_entropy", lambda h, w, y: (h @ w.t()).mean(), "gives an output that differs by"),
+        (
+            "attention",
+            lambda m, q, k, v, mask, **how: (q.transpose(1, 2) * how["scaling"], None),
+            "gives an output that differs by",
+        ),
+    ],
+)
+def test_a_function_that_computes_something_else_is_refused(name: str, function: Any, sentence: str) -> None:
+    register_kernel(name, function, provider="mine")
+    model = adapter_bodies.llama()
+    with pytest.raises(CannotRun, match=f"kernels: mine's {name}, tried on a few float32 numbers on cpu, ") as refusal:
+        install_kernels(model, {name: "mine"}, CPU)
+    assert sentence in str(refusal.value)
+
+
+def test_a_layer_norm_without_bias_is_tried_without() -> None:
+    register_kernel("layer_norm", lambda x, w, b, eps: nn.functional.layer_norm(x, w.shape, w, b, eps), provider="mine")
+    model = nn.Sequential(nn.LayerNorm(8, bias=False))
+    assert install_kernels(model, {"layer_norm": "mine"}, CPU).kernels == {"layer_norm": "mine"}
+    register_kernel("layer_norm", lambda x, w, b, eps: x * w, provider="mine")
+    with pytest.raises(CannotRun, match="mine's layer_norm, tried on a few float32 numbers"):
+        install_kernels(model, {"layer_norm": "mine"}, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_torchs_own_functions_are_right_in_every_dtype(dtype: torch.dtype) -> None:
+    """None is refused for rounding as its dtype does."""
+    model = adapter_bodies.llama().to(dtype)
+    functions = {**kernel_bodies.FUNCTIONS, "linear_cross_entropy": kernels._chunked_loss}
+    for name, function in functions.items():
+        register_kernel(name, function, provider="mine")
+    installed = install_kernels(model, asked_kernels({"all": "mine"}, None), CPU)
+    assert set(installed.kernels) == set(functions)
+
+
 def test_wrong_names_get_the_near_ones() -> None:
+    with pytest.raises(CannotRun, match="device 'gpu' is not known; use 'cuda' or 'cpu', or None for every one"):
+        register_kernel("rms_norm", torch.relu, device="gpu")
     with pytest.raises(UnknownName, match="unknown kernel 'rms_nrm'; nearest: rms_norm"):
         register_kernel("rms_nrm", torch.relu)
     with pytest.raises(UnknownName, match="unknown kernel provider 'ligr'; nearest: liger"):

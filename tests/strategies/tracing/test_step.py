@@ -206,7 +206,7 @@ def test_what_is_planned_for_a_part_of_a_module_is_what_a_trace_of_its_step_show
     split = configuration_of(strategy="fsdp", ranks=1, tp=tp, cp=cp, activation_checkpointing="full")
     job = job_of(facts, split)
     traced = trace_step(job, own_subject(module, facts, "sdpa", batch=batch))
-    job = replace(job, facts=traced_facts(facts, module, batch, "fp32", job.cluster.device, [(tp, cp, 1)]))
+    job = replace(job, facts=traced_facts(facts, module, batch, "fp32", job.cluster.device, [(tp, cp, 1, False)]))
     for phase in ("backward", "step"):
         assert phases_of(job)[phase].total == pytest.approx(traced.totals[phase], rel=0.01)
 

@@ -131,7 +131,7 @@ def test_blocks_that_run_again_are_taken_one_by_one(shared_by_two: ModelFacts) -
 def test_a_module_that_cannot_be_split_is_taken_as_whole() -> None:
     model = Model()
     whole = traced_facts(facts_from_module(model), model, batch_of(3), "fp32", CPU)
-    split = traced_facts(facts_from_module(model), model, batch_of(3), "fp32", CPU, [(1, 2, 1)])
+    split = traced_facts(facts_from_module(model), model, batch_of(3), "fp32", CPU, [(1, 2, 1, False)])
     assert split.traced["fp32"].of(1, 2) == whole.traced["fp32"]
 
 
@@ -145,7 +145,9 @@ def test_experts_are_traced_as_if_all_were_chosen_alike() -> None:
         kept = tracker.live_bytes - at_rest
     assert loss.requires_grad
     assert BATCH * traced.kept == pytest.approx(kept, rel=0.01)
-    spread = partial(trace_activations, model, lambda samples: token_batch(samples, LENGTH), "fp32", CPU, (1, 1, 2))
+    spread = partial(
+        trace_activations, model, lambda samples: token_batch(samples, LENGTH), "fp32", CPU, (1, 1, 2, False)
+    )
     alike, uneven = (spread(uneven=factor)["fp32"].kept for factor in (1.0, 1.5))
     # Tokens come and go, and a rank that is sent half as many more keeps the rows of its experts for these.
     assert 1.0 < alike / traced.kept < 1.1

@@ -74,7 +74,8 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
     facts = job.facts
     if facts.kind == "custom":
         traced, chosen = facts.traced.get(precision_mode(recipe)), job.configuration
-        traced = traced and traced.of(chosen.tp, chosen.cp, chosen.ep)
+        splits_sequences = chosen.sequence_parallel and chosen.tp > 1
+        traced = traced and traced.of(chosen.tp, chosen.cp, chosen.ep, splits_sequences)
         return _traced(job, recipe, traced) if traced is not None else _untraced(job, recipe)
     configuration = job.configuration
     question = _Question(
