@@ -65,6 +65,8 @@ def ranks(configuration: Configuration) -> Iterator[DeviceMesh]:
         names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
         degrees = tuple(getattr(configuration, name) for name in names)
         mesh = init_device_mesh("cpu", degrees, mesh_dim_names=names)
+        # Before tensors are fake, of which torch cannot say where a rank is; asked again it gives the same mesh.
+        mesh["dp_shard", "cp"]._flatten(_SHARDS)
         yield mesh
     finally:
         dist.destroy_process_group()
