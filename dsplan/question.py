@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +45,12 @@ class Question(WorkOptions):
     interconnect: str | None = None
     cluster: str | Path | None = None
 
-    def request(self, facts: ModelFacts | None = None, *, degrees: tuple[int, int] = (1, 1), **ranking: Any) -> Request:
+    def request(
+        self, facts: ModelFacts | None = None, *, degrees: tuple[int, int, int, bool] = (1, 1, 1, False), **ranking: Any
+    ) -> Request:
         """The planner's request; `ranking` are its fields that say how plans are ranked, `facts` those of the model
-        where they are known already, `degrees` over how many ranks a plan is to split layers and tokens.
+        where they are known already, `degrees` over how many ranks a plan is to split layers,
+        tokens and experts, and whether it splits sequences between those that share layers.
 
         Raises:
             DsplanError: the model, the hardware or a number is not one that can be planned with.
@@ -94,7 +98,7 @@ def estimated(
     if report is None:
         from planner.search.estimate import estimate
 
-        request, configuration = exact(question.request(degrees=(options.tp, options.cp)), options)
+        request, configuration = exact(question.request(degrees=_degrees(options)), options)
         return request, estimate(request, configuration)
     from strategies.tracing.cache.ask import Tracing
     from strategies.tracing.cache.cache import TraceCache
@@ -106,7 +110,13 @@ def estimated(
     task, length = source.work
     asked = replace(question, task=question.task or task, seq_len=question.seq_len or length)
     request, configuration = exact(asked.request(facts=source.facts), options)
-    return request, traced_estimate(request, configuration, source, Tracing(cache=cache, report=report))
+    is_own = source.facts.kind == "custom"
+    without = partial(asked.request, degrees=_degrees(options)) if is_own else None
+    return request, traced_estimate(request, configuration, source, Tracing(cache=cache, report=report), without)
+
+
+def _degrees(options: ExactOptions) -> tuple[int, int, int, bool]:
+    return options.tp, options.cp, options.ep, options.tp > 1 and bool(options.sequence_parallel)
 
 
 # How the plans that answer it are ranked, and which are shown.

@@ -249,7 +249,7 @@ def complaint(error: Any) -> str:
 def _problem(error: Any) -> str:
     parameter = getattr(error, "param", None)
     if parameter is None:
-        return _model_without_flag(error) or str(error.format_message()).rstrip(".")
+        return _model_without_flag(error) or _flag_of_estimate(error) or str(error.format_message()).rstrip(".")
     flag = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.human_readable_name
     if not error.message:
         return f"{flag} is missing; give it a value"
@@ -268,6 +268,16 @@ def _model_without_flag(error: Any) -> str:
     if not takes_model or "unexpected extra argument" not in message or not extra:
         return ""
     return f"{extra[0]} stands alone; name the model with --model {extra[0]}"
+
+
+def _flag_of_estimate(error: Any) -> str:
+    """Where to decide what `dsplan recommend` chooses; empty for any other complaint."""
+    flag = getattr(error, "option_name", None)
+    if flag is None or error.ctx is None or error.ctx.command.name != "recommend":
+        return ""
+    if not any(flag in parameter.opts for parameter in load_command("estimate").params):
+        return ""
+    return f"recommend chooses {flag} itself; `dsplan estimate` prices a plan of your own, and --out writes it"
 
 
 def _wanted(parameter: Any) -> str:

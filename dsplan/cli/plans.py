@@ -34,6 +34,10 @@ def estimate(
     work: WorkFlags,
     configuration: ConfigurationFlags,
     exact: ExactFlag = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the plan there, for `dsplan run --plan`, `emit` and `report`."),
+    ] = None,
     chrome_trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the step on its streams there, for Perfetto or chrome://tracing."),
@@ -48,13 +52,16 @@ def estimate(
     from dsplan.render.plan_view import plan_blocks
     from dsplan.render.show import progress, say, show, show_json
     from planner.search.exact import ExactOptions
-    from planner.types.plan_io import plan_to_dict
+    from planner.types.plan_io import plan_to_dict, save_plan
 
     question = Question(**asdict(model), **asdict(hardware), **asdict(work))
     options = ExactOptions(**asdict(configuration), global_batch=work.global_batch)
     with progress() as report:
         request, plan = estimated(question, options, report if exact else None)
     written = _write_views(request, plan, chrome_trace, memory_snapshot)
+    if out is not None:
+        save_plan(plan, out)
+        written.append(("the plan", out))
     if json:
         show_json(plan_to_dict(plan))
     else:
@@ -146,7 +153,9 @@ def maximum(
 
 
 def explain(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `dsplan recommend --out` wrote.")],
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="A plan that `recommend --out` or `estimate --out` wrote.")
+    ],
     json: JsonFlag = False,
 ) -> None:
     """Where bytes and seconds of a plan go. Also why the others lost."""
@@ -163,7 +172,9 @@ def explain(
 
 
 def emit(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `dsplan recommend --out` wrote.")],
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="A plan that `recommend --out` or `estimate --out` wrote.")
+    ],
     format: Annotated[
         str,
         typer.Option(

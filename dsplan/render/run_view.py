@@ -12,7 +12,7 @@ from dsplan.render.charts import sparkline
 from dsplan.render.show import can_redraw, takes_blocks, terminal
 from hardware_db.notices import labelled, printable
 from hardware_db.units import format_bytes, format_count, format_seconds
-from planner.vocabulary import DEGREES
+from planner.types.plan_io import configuration_from_dict
 from strategies.launch.attempt import AttemptEnded, Event, OutputLine, PlanMade, RunIsBack, StepDone
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def step_line(step: StepDone, ranks: int, width: int | None = None) -> str:
 def plan_line(made: PlanMade) -> str:
     """A plan in one line."""
     plan, memory, seconds = made.plan["plan"], made.plan["memory"], made.plan["time"]["step_seconds"]
-    split = "".join(f", {name} {plan[name]}" for name in DEGREES if plan.get(name, 1) > 1)
+    split = configuration_from_dict(plan).degrees_text
     return (
         f"{plan['strategy']} ({plan['backend']}){split}, micro-batch {plan['micro_batch_size']} x accumulation"
         f" {plan['gradient_accumulation_steps']}, {plan['precision']},"

@@ -86,8 +86,7 @@ def _section(section: Section) -> str:
 def _figure(picture: Picture) -> str:
     """A picture with its words; its numbers are one click away, and open in print."""
     keys = "".join(
-        f'<li><span class="key" style="background:{escape(colour)}"></span>{plain(name)}</li>'
-        for name, colour in picture.legend.items()
+        f"<li>{_key(colour, picture.signs.get(name))}{plain(name)}</li>" for name, colour in picture.legend.items()
     )
     legend = f'<ul class="legend">{keys}</ul>' if keys else ""
     name, title = escape(picture.name), _already_escaped(picture.title)
@@ -105,6 +104,12 @@ def _figure(picture: Picture) -> str:
         f'{legend}<div class="plot" id="plot-{name}" role="img" aria-label="{title}" style="min-height:{height}px">'
         f"</div>{numbers}</figure>"
     )
+
+
+def _key(colour: str, sign: str | None) -> str:
+    if sign is None:
+        return f'<span class="key" style="background:{escape(colour)}"></span>'
+    return f'<span class="sign" style="color:{escape(colour)}" aria-hidden="true">{escape(sign)}</span>'
 
 
 def _already_escaped(text: str) -> str:

@@ -33,6 +33,8 @@ class Picture:
     """Without rows where other tables of the page have the numbers."""
     legend: Mapping[str, str] = field(default_factory=dict)
     """What colours mean that the figure itself does not name."""
+    signs: Mapping[str, str] = field(default_factory=dict)
+    """A letter that looks like the marks or the line of a name in the legend; a square where there is none."""
 
 
 def drawn(figure: Any) -> Mapping[str, Any]:

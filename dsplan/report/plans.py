@@ -59,7 +59,7 @@ def memory(plans: Sequence[Plan]) -> Drawn:
     beyond = [gib(plan.memory.device_used_upper_bytes - plan.memory.device_used_bytes) for plan in plans]
     bars[-1]["error_x"] = _error(beyond, [0] * len(plans))
     limits = [gib(limit_bytes(plan)) for plan in plans]
-    layout = {**_layout(len(plans), "GiB"), "shapes": _limit_lines(limits)}
+    layout = {**_layout(len(plans), "GiB of a GPU"), "shapes": _limit_lines(limits)}
     return _picture(bars, layout)
 
 
@@ -92,7 +92,7 @@ def seconds(plans: Sequence[Plan]) -> Drawn:
         "marker": {"color": GREY, "symbol": "line-ns-open", "size": 12},
         "error_x": _error(high, low),
     }
-    return _picture([*bars, steps], _layout(len(plans), "s"))
+    return _picture([*bars, steps], _layout(len(plans), "seconds of a step"))
 
 
 def step(spans: Sequence[Span]) -> Drawn:
@@ -114,7 +114,7 @@ def step(spans: Sequence[Span]) -> Drawn:
             }
         )
     rows = [stream for stream in _STREAMS if any(span.stream == stream for span in spans)]
-    layout = _layout(len(rows), "s")
+    layout = _layout(len(rows), "seconds")
     return _picture(bars, {**layout, "barmode": "overlay", "yaxis": {**layout["yaxis"], "categoryarray": rows}})
 
 
@@ -133,7 +133,7 @@ def trade(plans: Sequence[Plan]) -> Drawn:
         "mode": "markers+text",
         "x": [gib(plan.memory.device_used_bytes) for plan in plans],
         "y": [plan.time.step_seconds for plan in plans],
-        "text": [str(rank) for rank in range(1, len(plans) + 1)],
+        "text": _ranks_together([(gib(plan.memory.device_used_bytes), plan.time.step_seconds) for plan in plans]),
         "customdata": [
             f"{name}, {dims_text(plan.configuration)}" for name, plan in zip(_names(plans), plans, strict=True)
         ],
@@ -142,8 +142,29 @@ def trade(plans: Sequence[Plan]) -> Drawn:
         "marker": {"color": BLUE, "size": 12, "symbol": "diamond"},
         "hovertemplate": "%{customdata}: %{x:.1f} GiB, %{y:.3g} s<extra></extra>",
     }
-    axes = {"xaxis": {**_AXIS, "title": {"text": "GiB"}}, "yaxis": {**_AXIS, "title": {"text": "s"}}}
-    return _picture([points], {**_layout(len(plans), "GiB"), "height": 320, **axes})
+    axes = {
+        "xaxis": {**_AXIS, "title": {"text": "GiB of a GPU"}},
+        "yaxis": {**_AXIS, "title": {"text": "seconds of a step"}},
+    }
+    return _picture([points], {**_layout(len(plans), ""), "height": 320, **axes})
+
+
+_ONE_PLACE = 0.03
+"""Of the width and of the height of the picture: numbers of marks that are nearer to each other would overlap."""
+
+
+def _ranks_together(places: Sequence[tuple[float, float]]) -> list[str]:
+    """The number of every place; of those that are drawn in one place, all numbers at the first of them."""
+    spreads = [(max(values) - min(values)) * _ONE_PLACE for values in zip(*places, strict=True)]
+    firsts: dict[int, list[str]] = {}
+    for index, place in enumerate(places):
+        near = (
+            first
+            for first in firsts
+            if all(abs(a - b) <= spread for a, b, spread in zip(place, places[first], spreads, strict=True))
+        )
+        firsts.setdefault(next(near, index), []).append(str(index + 1))
+    return [", ".join(firsts.get(index, ())) for index in range(len(places))]
 
 
 _AXIS: Mapping[str, Any] = {"automargin": True, "gridcolor": "rgba(128,128,128,0.35)", "zerolinecolor": GREY}
@@ -152,8 +173,9 @@ _AXIS: Mapping[str, Any] = {"automargin": True, "gridcolor": "rgba(128,128,128,0
 def _layout(plans: int, unit: str) -> dict[str, Any]:
     return {
         "barmode": "stack",
-        "height": 60 + 34 * plans,
-        "margin": {"l": 10, "r": 20, "t": 10, "b": 10},
+        # Below 64 pixels plotly gives the words of an axis no room beside them.
+        "height": 66 + 34 * max(plans, 2),
+        "margin": {"l": 10, "r": 20, "t": 10, "b": 48},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "system-ui, sans-serif", "color": GREY},

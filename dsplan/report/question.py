@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from html import escape
 from typing import Any
 
-from dsplan.render.plan_view import dims_text, limit_bytes
+from dsplan.render.plan_view import dims_text, limit_bytes, verdict_line
 from dsplan.render.recommendation import bill, plans_table, scaling_table
 from dsplan.render.show import Table, columns
 from dsplan.report import plans as side_by_side
@@ -14,7 +17,7 @@ from hardware_db.units import format_bytes, format_count, format_seconds, gib, t
 from planner.cost.timing.timeline import Span, step_timeline
 from planner.search.estimate import job_of
 from planner.search.request import Request
-from planner.search.scaling import over_devices, over_lengths, over_micro_batches, rates
+from planner.search.scaling import Rate, over_devices, over_lengths, over_micro_batches, rates
 from planner.search.search import Recommendation
 from planner.types.plan import Plan
 
@@ -25,7 +28,7 @@ _PHASES = ("load", "forward", "loss", "backward", "step", "eval", "save")
 def answer_pictures(answer: Recommendation) -> tuple[Picture, ...]:
     """All pictures of an answer that has plans; of one without, those of the closest miss."""
     if not answer.plans:
-        return () if answer.closest is None else plans_pictures([answer.closest])
+        return () if answer.closest is None else tuple(_missed(answer.closest))
     request, plans = answer.request, answer.plans
     asked = {name_of(number, plan): (request, plan) for number, plan in enumerate(plans, start=1)}
     return (
@@ -34,6 +37,12 @@ def answer_pictures(answer: Recommendation) -> tuple[Picture, ...]:
         *scaling_pictures(asked),
         *front(request, answer.front),
     )
+
+
+def _missed(plan: Plan) -> Iterable[Picture]:
+    """Those of a plan that is no answer: what does not fit need not be the GPU's memory, which is all they show."""
+    first, *more = plans_pictures([plan])
+    return (replace(first, caption=f"{first.caption} The {escape(verdict_line(plan), quote=False)}."), *more)
 
 
 def plans_pictures(plans: Sequence[Plan]) -> tuple[Picture, ...]:
@@ -74,14 +83,20 @@ def memory(plans: Sequence[Plan]) -> Picture:
         totals = (found.device_used_bytes, found.device_used_upper_bytes, limit_bytes(plan))
         rows.append([name_of(number, plan), *map(format_bytes, (*sizes, *totals))])
     heading = columns("plan", *(f">{name}" for name in (*side_by_side.MEMORY, "in use", "upper bound", "limit")))
+    figure = side_by_side.memory(plans)
     return Picture(
         name="memory",
         title="Memory of a GPU by category",
         caption="At the peak of a step on the busiest GPU. The line is the limit, the whisker reaches the upper bound.",
-        figure=side_by_side.memory(plans),
-        legend=side_by_side.MEMORY,
+        figure=figure,
+        legend=_of_what_is_drawn(side_by_side.MEMORY, figure),
         table=Table(columns=heading, rows=rows),
     )
+
+
+def _of_what_is_drawn(legend: Mapping[str, str], figure: Mapping[str, Any]) -> dict[str, str]:
+    names = {bar["name"] for bar in figure["data"] if "name" in bar and any(bar["x"])}
+    return {name: colour for name, colour in legend.items() if name in names}
 
 
 def phases(plan: Plan) -> Picture:
@@ -100,7 +115,7 @@ def phases(plan: Plan) -> Picture:
     }
     layout = {
         **_layout(len(found) * 30 + 70),
-        "xaxis": {"title": {"text": "GiB"}, "rangemode": "tozero"},
+        "xaxis": {"title": {"text": "GiB of a GPU"}, "rangemode": "tozero"},
         "yaxis": {"autorange": "reversed", "type": "category"},
         "shapes": [_limit_line(gib(limit))],
     }
@@ -144,12 +159,15 @@ def seconds(plans: Sequence[Plan]) -> Picture:
         ">step", ">compute", ">exposed communication", ">hidden communication", ">offload", ">optimizer", ">bubble",
         ">nine of ten",
     )  # fmt: skip
+    figure = side_by_side.seconds(plans)
+    legend = _of_what_is_drawn(side_by_side.SECONDS, figure)
+    said = "Communication is what no compute hides. " if "communication" in legend else ""
     return Picture(
         name="seconds",
         title="Where the time of a step goes",
-        caption="Communication is what no compute hides. The whisker is where nine of ten steps should lie.",
-        figure=side_by_side.seconds(plans),
-        legend=side_by_side.SECONDS,
+        caption=f"{said}The whisker is where nine of ten steps should lie.",
+        figure=figure,
+        legend=legend,
         table=Table(columns=columns("plan", *names), rows=rows),
     )
 
@@ -187,14 +205,21 @@ def timeline(request: Request, plan: Plan, number: int = 1, name: str = "timelin
         [stream, kind, str(len(found)), *(format_seconds(sum(part)) for part in _sums(found))]
         for (stream, kind), found in groups.items()
     ]
+    streams = len({span.stream for span in spans})
+    seconds = format_seconds(max((span.end for span in spans), default=0.0))
+    said = (
+        f"{format_seconds(exposed)} of communication are exposed, {format_seconds(max(0.0, hidden - exposed))} are"
+        " hidden behind compute; waits too short to see are drawn together."
+        if hidden
+        else "nothing is communicated."
+    )
     return Picture(
         name=name,
-        title=f"The step of plan {number} on two streams: {label(plan.configuration.strategy)}",
-        caption=(
-            f"One step of the busiest rank, {format_seconds(max((span.end for span in spans), default=0.0))}:"
-            f" {format_seconds(exposed)} of communication are exposed, {format_seconds(max(0.0, hidden - exposed))}"
-            " are hidden behind compute."
+        title=(
+            f"The step of plan {number} on {_STREAMS.get(streams, streams)} stream{'' if streams == 1 else 's'}:"
+            f" {label(plan.configuration.strategy)}"
         ),
+        caption=f"One step of the busiest rank, {seconds}: {said}",
         figure=_with_exposed(spans),
         legend={
             **{name: colour for name, (colour, kinds) in side_by_side.STEP.items() if _is_drawn(kinds, spans)},
@@ -202,6 +227,9 @@ def timeline(request: Request, plan: Plan, number: int = 1, name: str = "timelin
         },
         table=Table(columns=columns("stream", "what", ">spans", ">seconds", ">of them exposed"), rows=rows),
     )
+
+
+_STREAMS = {1: "one", 2: "two", 3: "three"}
 
 
 def _with_exposed(spans: Sequence[Span]) -> Mapping[str, Any]:
@@ -218,8 +246,12 @@ def _with_exposed(spans: Sequence[Span]) -> Mapping[str, Any]:
     }  # fmt: skip
     layout = figure["layout"]
     streams = [*layout["yaxis"]["categoryarray"], _EXPOSED]
-    yaxis = {**layout["yaxis"], "categoryarray": streams}
-    return {**figure, "data": [*figure["data"], bars], "layout": {**layout, "height": 200, "yaxis": yaxis}}
+    yaxis, height = {**layout["yaxis"], "categoryarray": streams}, 66 + 45 * len(streams)
+    return {
+        **figure,
+        "data": [*figure["data"], bars],
+        "layout": {**layout, "height": height, "yaxis": yaxis},
+    }
 
 
 _EXPOSED = "exposed"
@@ -285,18 +317,26 @@ def devices(plans: Sequence[Plan], *, grows: bool) -> Iterable[Picture]:
         "xaxis": {"type": "log", "title": {"text": "GPUs"}, "tickvals": counts, "ticktext": [str(n) for n in counts]},
         "yaxis": {"title": {"text": f"{counted}/s, all GPUs"}, **_log_axis(each)},
     }
+    linear = f"{counts[0]} GPU{'s' if counts[0] > 1 else ''} times as many"
     batch = "grows with them" if grows else "stays, or is the next that they can share"
     yield Picture(
         name="gpus",
         title="Throughput over GPUs",
         caption=(
             f"The first plan on each number of GPUs. The global batch {batch}. On the dashed line {counted}/s grow as"
-            " the GPUs do."
+            f" the GPUs do{_why_above(found)}."
         ),
         figure={"data": lines, "layout": layout},
-        legend={"first plan": COLOURS[0], f"{counts[0]} GPU{'s' if counts[0] > 1 else ''} times as many": QUIET},
+        legend={"first plan": COLOURS[0], linear: QUIET},
+        signs={linear: "\u2504\u2504"},
         table=scaling_table(found),
     )
+
+
+def _why_above(found: Sequence[Rate]) -> str:
+    """More than linear growth looks like a mistake to whoever does not know why."""
+    above = any(rate.of_linear > 1 for rate in found)
+    return ": more of them have room for what fewer must recompute, offload or split" if above else ""
 
 
 Curves = Mapping[str, Sequence[Plan]]
@@ -348,7 +388,11 @@ def _curves(
         ]  # fmt: skip
     limits = sorted({gib(limit_bytes(points[0])) for points in shown.values()})
     most = max(gib(point.memory.device_used_bytes) for points in shown.values() for point in points)
-    ticks = {"type": "log", "tickvals": sizes, "ticktext": [f"{number:,}" for number in sizes]}
+    # On a phone there is room for half a dozen numbers; every size has its line.
+    words = [
+        "" if len(sizes) > _MOST_MARKS and (len(sizes) - place) % 2 else f"{n:,}" for place, n in enumerate(sizes, 1)
+    ]
+    ticks = {"type": "log", "tickvals": sizes, "ticktext": words}
     layout = {
         **_layout(500),
         "xaxis": {**ticks, "anchor": "y", "matches": "x2", "showticklabels": False},
@@ -376,15 +420,25 @@ def _curves(
     )
 
 
+_MOST_MARKS = 6
+
+
 def _memory_axis(most: float, limit: float) -> dict[str, Any]:
     """From zero on, unless what does not fit would press all that fits flat."""
     return {"rangemode": "tozero"} if most < 4 * limit else _log_axis([limit / 10, most])
 
 
 def _log_axis(values: Sequence[float]) -> dict[str, Any]:
-    """With marks at 1, 2 and 5, and over more than two decades at 1, so that they have room on a phone and on paper."""
-    wide = max(values) > 100 * min(values)
-    return {"type": "log", "tickformat": "~s", "dtick": 1 if wide else "D2"}
+    """With marks at 1, 2 and 5, over more than two decades at 1, so that they have room on a phone and on paper, and
+    over less than one at more than these; an axis without logarithms where the values are nearly alike."""
+    ratio = max(values) / min(values)
+    if ratio < 2:
+        return {"tickformat": "~s"}
+    if ratio < 10:
+        decade = math.floor(math.log10(min(values)))
+        marks = [step * 10.0 ** (decade + more) for more in (0, 1) for step in (1, 1.5, 2, 3, 4, 5, 7)]
+        return {"type": "log", "tickformat": "~s", "tickvals": [float(f"{mark:.2g}") for mark in marks]}
+    return {"type": "log", "tickformat": "~s", "dtick": 1 if ratio > 100 else "D2"}
 
 
 def _lines(
@@ -464,6 +518,7 @@ def front(request: Request, plans: Sequence[Plan]) -> Iterable[Picture]:
         "xaxis": {"title": {"text": "seconds of a step"}, **_log_axis(times), "tickformat": "~g"},
         "yaxis": {"title": {"text": f"{unit} per million tokens"}, **_log_axis(known), "tickformat": "~g"},
     }
+    names = [f"{count} GPU{'s' if count > 1 else ''}" for count in counts]
     yield Picture(
         name="pareto",
         title="Time, memory and cost",
@@ -472,10 +527,8 @@ def front(request: Request, plans: Sequence[Plan]) -> Iterable[Picture]:
             f" larger the mark. {'' if priced else 'Cost is in GPU-hours: no price is known.'}"
         ),
         figure={"data": data, "layout": layout},
-        legend={
-            f"{_GLYPHS[index % len(_GLYPHS)]} {count} GPU{'s' if count > 1 else ''}": COLOURS[index % len(COLOURS)]
-            for index, count in enumerate(counts)
-        },
+        legend={name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)},
+        signs={name: _GLYPHS[index % len(_GLYPHS)] for index, name in enumerate(names)},
         table=_front_table(request, plans, [three_digits(cost or 0.0) for cost in costs], unit),
     )
 

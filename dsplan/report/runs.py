@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from html import escape, unescape
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -110,23 +111,28 @@ def predicted_and_measured(runs: Sequence[RunData]) -> Picture | None:
     shown = _figures(runs)
     if not shown:
         return None
-    names = titles(runs)
     several = len(runs) > 1
-    # One run has its figure's name above the bars, several have their own there.
+    measured = [(run, name) for run, name in zip(runs, titles(runs), strict=True) if any(_all(shown, run))]
+    left_out = [name for name in titles(runs) if name not in {kept for _, kept in measured}]
+    runs, names = [run for run, _ in measured], [name for _, name in measured]
+    # One run has its figure's name above the bars, several have their own there. In pixels:
+    each, gap, top = (84, 52, 80) if several else (62, 20, 56)
+    height = len(shown) * each * len(runs) + gap * (len(shown) - 1)
     figure = make_subplots(
         rows=len(shown),
         cols=1,
-        vertical_spacing=0.16 / max(1, len(shown) - 1),
+        vertical_spacing=gap / height,
         subplot_titles=[item.title if several else "" for item in shown],
     )
-    figure.update_annotations(x=0, xanchor="left", yshift=6, font={"size": 14})
+    figure.update_annotations(x=0, xanchor="left", yshift=22, font={"size": 14})
     for row, item in enumerate(shown, start=1):
         for kind in ("measured", "predicted"):
             figure.add_trace(_bars(item, runs, names, kind, legend=row == 1), row=row, col=1)
         for run, name in zip(runs, names, strict=True):
             figure.add_annotation(
-                x=0, y=name, text=_above(item, run, name if several else item.title), showarrow=False, xanchor="left",
-                yanchor="bottom", yshift=16, font={"size": 12}, row=row, col=1,
+                x=0, y=name, showarrow=False, xanchor="left", align="left",
+                text=_above(item, run, f"{_end(name)}<br>" if several else f"{item.title}: "),
+                yanchor="bottom", yshift=each / 4, font={"size": 12}, row=row, col=1,
             )  # fmt: skip
         figure.update_xaxes(rangemode="tozero", visible=False, fixedrange=True, row=row, col=1)
     # The words are above the bars: beside them there is no room on a phone.
@@ -134,8 +140,8 @@ def predicted_and_measured(runs: Sequence[RunData]) -> Picture | None:
     figure.update_layout(
         barmode="group",
         bargap=0.5,
-        height=80 + len(shown) * (24 + 62 * len(runs)),
-        margin={"l": 10, "r": 10, "t": 60, "b": 10},
+        height=height + top + 10,
+        margin={"l": 10, "r": 10, "t": top, "b": 10},
         legend={"orientation": "h", "y": 1, "yanchor": "top", "yref": "container", "x": 0, "itemclick": False},
     )
     return Picture(
@@ -144,10 +150,15 @@ def predicted_and_measured(runs: Sequence[RunData]) -> Picture | None:
         caption=(
             "Lines on the bars: between which nine of ten runs were predicted to be, and nine of ten steps were."
             " Memory is what torch allocated at the peak."
+            + (f" Nothing was measured of {', '.join(left_out)}." if left_out else "")
         ),
         figure=drawn(figure),
         table=_beside_table(shown, runs),
     )
+
+
+def _all(shown: Sequence[_Figure], run: RunData) -> list[bool]:
+    return [item.measured(run) is not None for item in shown]
 
 
 def _bars(item: _Figure, runs: Sequence[RunData], names: Sequence[str], kind: str, *, legend: bool) -> go.Bar:
@@ -185,11 +196,21 @@ def _bars(item: _Figure, runs: Sequence[RunData], names: Sequence[str], kind: st
     )
 
 
+_PHONE_LETTERS = 34
+
+
+def _end(name: str) -> str:
+    """What a phone has room for of a name: its end, by which those of one script are told apart."""
+    letters = unescape(name)
+    return name if len(letters) <= _PHONE_LETTERS else f"…{escape(letters[1 - _PHONE_LETTERS :], quote=False)}"
+
+
 def _above(item: _Figure, run: RunData, name: str) -> str:
+    """Two short lines for one of several runs: on a phone a long one is cut."""
     predicted, measured = (
         _MISSING if value is None else item.spell(value) for value in (item.predicted(run), item.measured(run))
     )
-    return f"{name}: {measured}, predicted {predicted}"
+    return f"{name}{measured}, predicted {predicted}"
 
 
 def _beside_table(shown: Sequence[_Figure], runs: Sequence[RunData]) -> Table:
@@ -341,17 +362,23 @@ def _draw_series(figure: go.Figure, item: _Series, run: RunData, row: int, lengt
         title_text=item.title, automargin=True, rangemode="normal" if item.name == "loss" else "tozero", row=row, col=1
     )
     end = run.seconds / length
+    said = []
     for value, what, dash in ((item.predicted, "predicted", "dash"), (item.limit, "the card has", "dot")):
         if value is not None:
+            said.append(f"{what} {item.spell(value)}")
             figure.add_trace(
                 go.Scatter(
-                    x=[0, end], y=[value, value], mode="lines+text", name=what, hoverinfo="text",
-                    text=[f"{what} {item.spell(value)}", ""], textposition="top right", textfont={"size": 11},
-                    hovertext=[f"{what} {item.spell(value)}"] * 2, cliponaxis=False,
+                    x=[0, end], y=[value, value], mode="lines", name=what, hoverinfo="text", hovertext=[said[-1]] * 2,
                     line={"color": QUIET if what == "predicted" else LIMIT, "dash": dash, "width": 1.4},
                 ),
                 row=row, col=1,
             )  # fmt: skip
+    if said:
+        # Above the lines of the run, which would be behind the words.
+        figure.add_annotation(
+            x=1, y=1, xref="x domain", yref="y domain", text=", ".join(said), showarrow=False, xanchor="right",
+            yanchor="bottom", font={"size": 11}, row=row, col=1,
+        )  # fmt: skip
 
 
 _STRIPS = ("attempts", "checkpoints", "alerts", "endings")
@@ -413,7 +440,7 @@ def _course_caption(run: RunData, series: Sequence[_Series]) -> str:
         _counted(kinds["checkpoint"], "checkpoint"), _counted(kinds["alert"], "alert"),
     ]  # fmt: skip
     lines = [f"{', '.join(counts)} in {format_seconds(run.seconds)}."]
-    if run.happenings:
+    if kinds["alert"] or kinds["ending"]:
         lines.append("Lines from top to bottom are alerts (dotted) and endings.")
     if points and points[-1].step > len(points):
         lines.append("Of so many steps several are one point: the median of their times, the most of their memory.")
@@ -459,10 +486,12 @@ def _spelt(item: _Series, value: float | None) -> str:
 # Several runs.
 
 
+_COUNTED = "counted"
+"""Tokens or samples, as the runs do."""
 _COMPARED: tuple[_Series, ...] = (
     _Series(title="loss", name="loss", value=lambda point: point.loss, spell=lambda loss: f"{loss:.4f}"),
     _Series(
-        title="per second",
+        title=f"{_COUNTED}/s",
         name="tokens or samples per second, all ranks",
         value=lambda point: point.tokens_per_second,
         spell=format_count,
@@ -483,12 +512,13 @@ def compared(runs: Sequence[RunData]) -> Picture | None:
     if not kinds:
         return None
     figure = make_subplots(rows=len(kinds), cols=1, shared_xaxes=True, vertical_spacing=0.05)
-    names = titles(runs)
+    names, counted = titles(runs), {run.counted for run in runs if any(run.points)}
     for row, item in enumerate(kinds, start=1):
         for index, (name, line) in enumerate(zip(names, lines, strict=True)):
-            figure.add_trace(_compared_line(item, name, line, index, legend=row == 1), row=row, col=1)
+            figure.add_trace(_compared_line(item, _end(name), line, index, legend=row == 1), row=row, col=1)
         range_mode = "normal" if item.name == "loss" else "tozero"
-        figure.update_yaxes(title_text=item.title, automargin=True, rangemode=range_mode, row=row, col=1)
+        title = item.title.replace(_COUNTED, " or ".join(sorted(counted)))
+        figure.update_yaxes(title_text=title, automargin=True, rangemode=range_mode, row=row, col=1)
     figure.update_xaxes(title_text="step", row=len(kinds), col=1)
     figure.update_layout(
         height=190 * len(kinds) + 90 + 22 * len(runs),

@@ -24,3 +24,10 @@ window.dsplanCopy = async () => {
   button.textContent = "Copied"
   setTimeout(() => (button.textContent = before), 2000)
 }
+
+// A picture of a view that was hidden while the window changed still has its old width: plotly looks when it is told.
+addEventListener("click", ({ target }) => {
+  if (target instanceof Element && target.closest("[role=tab]")) {
+    setTimeout(() => dispatchEvent(new Event("resize")), 50)
+  }
+})

@@ -64,7 +64,7 @@ class Rebuilder:
         return tuple(row for row in found if row is not None)
 
     def row(self, measurement: Measurement) -> Row | None:
-        """Return the row of a measurement, or None if its model, what it trains, or its hardware is not known any more."""
+        """Return the row of a measurement, or None if its model, what it trains or its hardware is unknown now."""
         plan = measurement.plan
         try:
             configuration = configuration_from_dict(plan["plan"])

@@ -54,7 +54,8 @@ def judge(job: Job, memory: MemoryEstimate, nvme_bytes: float = 0) -> Judgement:
         return Judgement(verdict="fits", pressure=0.0)
     pressure, need, limit, what, who = worst
     if pressure > 1:
-        reason = f"needs up to {format_bytes(need)} {what}, {who} has {format_bytes(limit)}"
+        needed, has = _told_apart(need, limit)
+        reason = f"needs up to {needed} {what}, {who} has {has}"
         return Judgement(verdict="does_not_fit", pressure=pressure, reason=reason.replace("the limit has", "limit"))
     tight = memory.device_used_upper_bytes > device or memory.device_needed_bytes > TIGHT_ABOVE * device
     return Judgement(verdict="tight" if tight else "fits", pressure=pressure)
@@ -70,3 +71,15 @@ def limited_by(time: StepTime) -> str:
         "pipeline bubble": time.bubble_seconds,
     }
     return max(parts, key=lambda name: parts[name])
+
+
+def _told_apart(need: int, limit: int) -> tuple[str, str]:
+    """Both sizes, in a smaller unit where they read the same in the usual one."""
+    texts = format_bytes(need), format_bytes(limit)
+    if texts[0] != texts[1]:
+        return texts
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        texts = f"{need / scale:,.1f} {unit}", f"{limit / scale:,.1f} {unit}"
+        if texts[0] != texts[1]:
+            return texts
+    return f"{need:,} B", f"{limit:,} B"

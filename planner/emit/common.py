@@ -102,7 +102,9 @@ def workload_word(plan: Plan, key: str) -> str:
 
 def refuse(plan: Plan, form: str, reason: str, remedy: str) -> ContradictoryRequest:
     """The error for a plan that `form` cannot carry."""
-    plan_words = " ".join(("a", plan.configuration.strategy, "plan", *reason.split()))
+    strategy = plan.configuration.strategy
+    article = "an" if strategy.startswith(("fsdp", "hsdp")) else "a"  # letter by letter
+    plan_words = " ".join((article, strategy, "plan", *reason.split()))
     return ContradictoryRequest(f"{plan_words} cannot be written as {form}; {remedy}")
 
 

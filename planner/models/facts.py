@@ -221,7 +221,8 @@ class TracedActivations:
     batch. The work of a forward pass: `operations` of its products and convolutions, elements of their `operands`, and
     bytes `moved` by all other kernels, all per sample; `products_launched` of the `kernels_launched`. `buffers` are the
     bytes of the module's own. `figures` are those of its blocks and what is around them; None where it has no blocks,
-    or runs them in another way. `parts` are the same on one of the ranks that share it, by their tp and cp degrees.
+    or runs them in another way. `parts` are the same on one of the ranks that share it, by tp, cp, ep and
+    whether tp ranks split sequences.
     """
 
     kept: float
@@ -238,13 +239,13 @@ class TracedActivations:
     moments: tuple[TracedMoment, ...] = ()
     buffers: float = 0.0
     figures: Figures | None = None
-    parts: Mapping[tuple[int, int], TracedActivations] = field(default_factory=dict)
+    parts: Mapping[tuple[int, int, int, bool], TracedActivations] = field(default_factory=dict)
 
-    def of(self, tp: int, cp: int) -> TracedActivations:
+    def of(self, tp: int, cp: int, ep: int = 1, splits_sequences: bool = False) -> TracedActivations:
         """On a rank of such degrees: as it was traced, or like one of two ranks that split layers, or of the whole."""
-        two = self.parts.get((2, 1))
-        if (tp, cp) in self.parts or tp < 2 or cp > 1 or two is None:
-            return self.parts.get((tp, cp), self)
+        two, asked = self.parts.get((2, 1, 1, False)), (tp, cp, ep, splits_sequences)
+        if asked in self.parts or tp < 2 or cp > 1 or two is None:
+            return self.parts.get(asked, self)
         sizes: dict[str, Any] = {name: share_of(getattr(self, name), getattr(two, name), tp) for name in _SIZES}
         smaller = sizes["kept"] / two.kept if two.kept else 1.0
         moments = tuple(

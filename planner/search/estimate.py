@@ -190,11 +190,18 @@ def indivisible(request: Request, configuration: Configuration) -> str:
         return f"cp {cp} is for decoders, and {facts.name} is of kind {facts.kind}; use cp 1"
     if cp > 1 and facts.eager_only:
         return f"cp {cp} needs fused attention, and {facts.name} runs eager; use cp 1"
-    if ep > 1 and not facts.is_moe:
-        return f"ep {ep} spreads experts over ranks, and {facts.name} has none; use ep 1"
+    if why := without_experts(facts, ep):
+        return why
     if ep > 1 and facts.num_experts % ep:
         return f"ep {ep} does not divide the {facts.num_experts} experts of {facts.name}"
     return ""
+
+
+def without_experts(facts: ModelFacts, ep: int) -> str:
+    """Why a model has nothing to spread over ep ranks; empty where it has."""
+    if ep == 1 or facts.is_moe:
+        return ""
+    return f"ep {ep} spreads experts over ranks, and {facts.name} has none; use ep 1"
 
 
 def adapted(workload: Workload) -> Adapted | None:

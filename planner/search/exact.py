@@ -52,10 +52,11 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
     replicate, shard = _degrees(request, strategy, options)
     micro, accumulation = _batch(options, replicate * shard)
     batch = micro * accumulation * replicate * shard
+    splits = options.tp * options.pp * options.cp * options.ep > 1
     workload = replace(request.workload, global_batch_size=batch)
     configuration = Configuration(
         strategy=strategy,
-        backend=options.backend or words.default_backend(strategy, zero=request.zero_backend),
+        backend=options.backend or request.backend_of(strategy, splits_model=splits),
         dp_replicate=replicate,
         dp_shard=shard,
         tp=options.tp,

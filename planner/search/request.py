@@ -124,6 +124,12 @@ class Request:
         """The given price, else that of the cluster's node type, or None if neither is known."""
         return self.cluster.usd_per_gpu_hour if self.budget.usd_per_gpu_hour is None else self.budget.usd_per_gpu_hour
 
+    def backend_of(self, strategy: words.Strategy, *, splits_model: bool) -> words.Backend:
+        """What runs a strategy. DeepSpeed is handed whole models here; our own ZeRO runs where ranks share the work on
+        one sample."""
+        zero = "native" if splits_model and code_base(self.workload.code).runs_here else self.zero_backend
+        return words.default_backend(strategy, zero=zero)
+
 
 _LIMITS = {
     "seq_len": limits.TOKENS,

@@ -15,7 +15,7 @@ from planner import vocabulary as words
 from planner.cost.code_bases import code_base
 from planner.cost.combinations import compresses, offloads_of, refusal
 from planner.errors import ContradictoryRequest
-from planner.search.estimate import adapted, heads_left_over, indivisible
+from planner.search.estimate import adapted, heads_left_over, indivisible, without_experts
 from planner.search.request import Degrees, Request
 from planner.types.plan import Configuration
 
@@ -81,7 +81,7 @@ def inapplicable(request: Request, strategy: words.Strategy) -> str:
     if strategy in words.FSDP_STRATEGIES and request.facts.kind == "vision-text":
         return "torch's FSDP2 cannot shard the scalar logit_scale"
     if strategy == "hsdp" and (cluster.nodes == 1 or cluster.gpus_per_node == 1):
-        return "the same as fsdp unless there are several nodes of several GPUs"
+        return "is fsdp unless there are several nodes of several GPUs"
     return ""
 
 
@@ -107,6 +107,9 @@ def unfit_degrees(request: Request) -> str:
         if not inapplicable(request, strategy)
         for layout in _layouts(request, strategy)
     ]
+    if not reasons and request.strategies is not None and len(request.strategies) == 1:
+        (strategy,) = request.strategies
+        return f"{strategy} {inapplicable(request, strategy)}; choose another strategy"
     return "" if "" in reasons else next(iter(reasons), "needs more ranks")
 
 
@@ -119,7 +122,7 @@ def unfit(request: Request, layout: CandidateLayout) -> str:
         try:
             configuration = configuration_of(request, layout, micro_batch)
         except ContradictoryRequest as problem:  # experts over more ranks than there are
-            return str(problem)
+            return without_experts(request.facts, layout.ep) or str(problem)
         return refusal(configuration, adapted(request.workload)) or indivisible(request, configuration)
     batch = request.workload.global_batch_size
     return f"global batch {batch} cannot be split over {layout.data_parallel} data-parallel ranks"
@@ -325,18 +328,12 @@ def micro_batches(request: Request, layout: CandidateLayout) -> tuple[int, ...]:
     return sizes if request.micro_batch is None else tuple(size for size in sizes if size == request.micro_batch)
 
 
-def _backend(request: Request, layout: CandidateLayout) -> words.Backend:
-    """DeepSpeed is handed whole models here; our own ZeRO runs where ranks share the work on one sample."""
-    zero = "native" if layout.splits_model and code_base(request.workload.code).runs_here else request.zero_backend
-    return words.default_backend(layout.strategy, zero=zero)
-
-
 def configuration_of(request: Request, layout: CandidateLayout, micro_batch: int) -> Configuration:
     """The configuration of a layout with one of its micro-batches."""
     workload = request.workload
     return Configuration(
         strategy=layout.strategy,
-        backend=_backend(request, layout),
+        backend=request.backend_of(layout.strategy, splits_model=layout.splits_model),
         dp_replicate=layout.dp_replicate,
         dp_shard=layout.dp_shard,
         tp=layout.tp,

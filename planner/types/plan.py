@@ -166,8 +166,11 @@ class Configuration:
 
     @property
     def degrees_text(self) -> str:
-        """The degrees over which ranks share a sample, as they follow a strategy's name: `, tp 2, pp 2`."""
-        return "".join(f", {name} {getattr(self, name)}" for name in words.DEGREES if getattr(self, name) > 1)
+        """The degrees over which ranks share a sample, as they follow a strategy's name: `, tp 2, pp 2 (1f1b)`."""
+        pieces = f", {self.virtual_stages} stages a rank" if self.virtual_stages > 1 else ""
+        more = {"pp": f" ({self.pp_schedule}{pieces})"}
+        degrees = {name: getattr(self, name) for name in words.DEGREES}
+        return "".join(f", {name} {degree}{more.get(name, '')}" for name, degree in degrees.items() if degree > 1)
 
     @property
     def uses_host(self) -> bool:

@@ -4,8 +4,8 @@
     python -m scripts.measure.compositions --score                                the planner's error, row by row
 
 Ranks talk over gloo and run dsplan's own engine; live bytes are counted as `scripts.measure.memory` counts them, and
-steps are timed afterwards. A NAME is a model or a degree ("gpt2", "tp2"). "own gpt" and "own grouped" are modules of a
-user's own (`scripts.measure.modules`), which the planner knows from a trace: `--score` asks it anew.
+steps are timed afterwards. A NAME is a model or a degree ("gpt2", "tp2"). "own gpt", "own grouped" and "own mixture"
+are modules of a user's own (`scripts.measure.modules`), which the planner knows from a trace: `--score` asks it anew.
 Rows go to hardware_db/measurements/compositions_cpu.csv as each run ends.
 """
 
@@ -78,7 +78,15 @@ GROUPED: Mapping[str, Any] = {
     "inner": 704,
     "vocabulary": 4096,
 }
-MODELS = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "own gpt": EXAMPLE, "own grouped": GROUPED}
+MIXTURE: Mapping[str, Any] = {**EXAMPLE, "experts": 4}
+MODELS = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "mixtral": MIXTRAL,
+    "own gpt": EXAMPLE,
+    "own grouped": GROUPED,
+    "own mixture": MIXTURE,
+}
 STEPS = 4
 RUN_SECONDS = 150.0
 
@@ -180,6 +188,12 @@ _OWN: tuple[dict[str, Any], ...] = (
     {"strategy": "fsdp", "pp": 2, "dp_shard": 2},
     {"strategy": "ddp", "tp": 2, "pp": 2},
 )
+_OWN_EXPERTS: tuple[dict[str, Any], ...] = (
+    {"strategy": "fsdp", "dp_shard": 2},
+    {"strategy": "fsdp", "dp_shard": 2, "ep": 2},
+    {"strategy": "zero2", "backend": "native", "dp_shard": 2, "ep": 2},
+    {"strategy": "ddp", "tp": 2},
+)
 _OWN_SEQUENCES: tuple[dict[str, Any], ...] = ({"strategy": "fsdp", "cp": 2}, {"strategy": "fsdp", "tp": 2, "cp": 2})
 """Of the example alone: blocks that count positions themselves are refused."""
 
@@ -197,6 +211,8 @@ def grid() -> Iterator[CompositionRun]:
         yield _case(model, precision=precision, activation_checkpointing=checkpointing, **degrees)
     for degrees, (precision, checkpointing) in product(_OWN_SEQUENCES, ways):
         yield _case("own gpt", precision=precision, activation_checkpointing=checkpointing, **degrees)
+    for degrees, (precision, checkpointing) in product(_OWN_EXPERTS, ways):
+        yield _case("own mixture", precision=precision, activation_checkpointing=checkpointing, **degrees)
     for degrees, (precision, checkpointing) in product(_MIXTURES, ways):
         yield _case("mixtral", precision=precision, activation_checkpointing=checkpointing, **degrees)
 
@@ -229,7 +245,7 @@ def facts_of(run: CompositionRun) -> ModelFacts | None:
     """What a trace says of a module of a user's own, as `dsplan.initialize` plans for it; None of other models."""
     if not run.is_own:
         return None
-    return _traced(run.config, run.sequence_length, run.precision, (run.tp, run.cp))
+    return _traced(run.config, run.sequence_length, run.precision, (run.tp, run.cp, run.ep, run.sequence_parallel))
 
 
 @cache

@@ -20,9 +20,9 @@ Rows of GPT-2, and of Mixtral in bf16, were to be held out{held}; but GPT-2's er
 looked at, and two mistakes of the model were mended after them: its fused queries, keys and values, and its table of
 positions. Its other rows were not.
 
-"own gpt" is the model of scripts/examples/train_gpt.py, and "own grouped" one with grouped keys and a gated MLP:
-modules of a user's own, which the planner knows from a trace of what a rank has of them. Of their {own} runs the median
-error is {own_middle:.1%} and the worst {own_worst:.1%}.
+"own gpt" is the model of scripts/examples/train_gpt.py, "own mixture" the same with experts, and "own grouped" one
+with grouped keys and a gated MLP: modules of a user's own, which the planner knows from a trace of what a rank has of
+them. Of their {own} runs the median error is {own_middle:.1%} and the worst {own_worst:.1%}.
 
 `time` is the step beside that of the same model, precision and checkpointing under `fsdp` alone on as many ranks, the
 measured ratio over the predicted one; no data sheet knows this machine's speed, which cancels. Above 1 the composition

@@ -19,10 +19,10 @@ from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.rates import rates_from_measurements
 from planner.cluster.resolve import probed_cluster
-from planner.cost.combinations import compresses
+from planner.cost.combinations import compresses, refusal
 from planner.search.recall import recalled
 from planner.search.request import Degrees, Request, WorkOptions, make_request
-from planner.search.space import enumerate_candidates, inapplicable, unfit_degrees
+from planner.search.space import configuration_of, enumerate_candidates, inapplicable, micro_batches, unfit_degrees
 from planner.types.plan import Configuration, Plan
 from strategies.autoplan.fallback import best_plan
 from strategies.autoplan.rates import machine_rates
@@ -83,8 +83,25 @@ def live_request(
                 " here; drop communication.compression, or choose ddp, or ZeRO with backend 'native'"
             )
         reason = (strategy and inapplicable(request, strategy)) or "needs several ranks, or a GPU to offload from"
-        raise CannotRun(f"{word} {value!r} {reason}; start more ranks with `dsplan run`, or leave {word}= out")
+        remedy = (
+            "choose fsdp" if strategy == "hsdp" and request.cluster.gpus > 1 else "start more ranks with `dsplan run`"
+        )
+        raise CannotRun(f"{word} {value!r} {reason}; {remedy}, or leave the {word} out")
+    if asked.backend == "deepspeed":
+        _require_whole(request)
     return with_measured_rates(request, measured)
+
+
+def _require_whole(request: Request) -> None:
+    """
+    Raises:
+        CannotRun: DeepSpeed was asked for, and every plan splits the model, which it is handed whole.
+    """
+    layouts = enumerate_candidates(request)
+    first = next(layouts)
+    if first.splits_model and all(layout.splits_model for layout in layouts):
+        micro_batch = micro_batches(request, first)[0]
+        raise CannotRun(refusal(replace(configuration_of(request, first, micro_batch), backend="deepspeed")))
 
 
 def _micro_batch(asked: PlanningOptions, environment: Environment, global_batch: int) -> int | None:

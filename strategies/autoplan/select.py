@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hardware_db.notices import labelled, notice
@@ -167,6 +168,18 @@ def another_model(plan: Plan, model: nn.Module) -> str:
     return (
         f"the plan is for {plan.model.get('name')} with {planned:,} parameters and this model has {here:,}: its"
         " memory and time do not hold here; plan again for this model"
+    )
+
+
+def another_device(plan: Plan, device: torch.device) -> str:
+    """What to say where a given plan for GPUs runs on a CPU, or one for CPUs on GPUs; empty where it does not."""
+    vendor = plan.cluster.get("vendor")
+    if vendor is None or (vendor == "cpu") == (device.type == "cpu"):
+        return ""
+    here = "a CPU" if device.type == "cpu" else "GPUs"
+    return (
+        f"the plan is for {'a CPU' if vendor == 'cpu' else plan.cluster.get('device')} and its ranks are on {here}: its"
+        " memory and time do not hold here; plan again on this machine"
     )
 
 

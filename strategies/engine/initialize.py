@@ -18,6 +18,7 @@ from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import plan_to_dict
 from strategies.autoplan.select import (
     PlanningOptions,
+    another_device,
     another_model,
     degrees_of,
     describe,
@@ -244,8 +245,9 @@ def _settle(model: nn.Module, options: PlanningOptions, environment: Environment
         from strategies.autoplan.live import make_plan  # with the planner's search, which a given plan does not need
 
         plan = make_plan(model, options, environment)
-    elif environment.is_main and (warning := another_model(plan, model)):
-        notice(warning)
+    elif environment.is_main:
+        for warning in filter(None, (another_model(plan, model), another_device(plan, environment.device))):
+            notice(warning)
     if not current().chooses_anew:
         _require_same_choice(plan, options.strategy, options.backend)
     return plan, is_new

@@ -183,7 +183,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
                 optimizer=configuration.optimizer,
             )
             cluster = probed_cluster(probe(), ranks=configuration.world_size)
-            degrees = (configuration.tp, configuration.cp)
+            degrees = (configuration.tp, configuration.cp, configuration.ep, configuration.sequence_parallel)
             request = traced_request(make_request(facts, cluster, work), model, self._example, degrees)
             return estimate(with_measured_rates(request, measured), configuration)
 

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from strategies.errors import CannotRun
 from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.layers import Columns
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
 from strategies.parallel.ranks import SEQUENCE, TensorRanks, gather_from_ranks, split_between_ranks, tokens_of_each
@@ -109,7 +110,8 @@ def _require_no_positions(blocks: Sequence[nn.Module], ranks: TensorRanks, mesh:
         CannotRun: it does not.
     """
     block, device = blocks[0], mesh.environment.device
-    inputs = [widths(module)[0] for module in block.modules() if is_linear(module)]
+    # What tp ranks have split is given whole rows too, but for what their row-parallel layers take.
+    inputs = [widths(module)[0] for module in block.modules() if is_linear(module) or isinstance(module, Columns)]
     weights = list(block.parameters())
     if not inputs or any(isinstance(part, FakeTensor) or part.is_meta for part in weights):
         return

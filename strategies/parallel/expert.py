@@ -20,7 +20,7 @@ from strategies.errors import CannotRun
 from strategies.parallel.context import scaled_gradient
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
-from strategies.parallel.ranks import TensorRanks
+from strategies.parallel.ranks import ImaginedGroup, TensorRanks
 from strategies.parallel.split import ModelParts, even_split, hold_part, note_split
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
@@ -90,10 +90,12 @@ def _with_tokens_of_all(
         return whole
     numbers = chosen.reshape(-1)
     order = numbers.argsort(stable=True)
-    counts = torch.bincount(numbers, minlength=experts.num_experts * ranks.size).view(ranks.size, -1)
-    coming = torch.empty_like(counts)
-    dist.all_to_all_single(coming, counts, group=ranks.group)
-    sent, received = counts.sum(1).tolist(), coming.sum(1).tolist()
+    counts, coming = _counted(numbers, experts.num_experts, ranks)
+    if isinstance(ranks.group, ImaginedGroup):
+        each = numbers.numel() // ranks.size
+        sent, received = [each] * ranks.size, [round(ranks.group.uneven * each)] * ranks.size
+    else:
+        sent, received = counts.sum(1).tolist(), coming.sum(1).tolist()
     tokens = exchanged(hidden[order // chosen.shape[-1]], ranks, sent, received)
     local = torch.arange(experts.num_experts, device=hidden.device).repeat(ranks.size)
     own = local.repeat_interleave(coming.reshape(-1), output_size=sum(received)).unsqueeze(-1)
@@ -101,6 +103,17 @@ def _with_tokens_of_all(
     back = exchanged(made, ranks, received, sent)
     of_token = back[order.argsort()].view(*chosen.shape, -1)
     return (of_token * weights.unsqueeze(-1).to(of_token.dtype)).sum(1)
+
+
+def _counted(numbers: torch.Tensor, experts: int, ranks: TensorRanks) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many tokens this rank sends to each expert of each rank, and each sends to those of this one: [ranks,
+    experts]."""
+    if isinstance(ranks.group, ImaginedGroup):
+        return numbers.new_empty((ranks.size, experts)), numbers.new_empty((ranks.size, experts))
+    counts = torch.bincount(numbers, minlength=experts * ranks.size).view(ranks.size, -1)
+    coming = torch.empty_like(counts)
+    dist.all_to_all_single(coming, counts, group=ranks.group)
+    return counts, coming
 
 
 def _made(forward: Any, tokens: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -134,6 +147,7 @@ class _Exchange(Function):
 
 
 def _all_to_all(rows: torch.Tensor, ranks: TensorRanks, sent: list[int], received: list[int]) -> torch.Tensor:
-    found = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=ranks.group)
+    found, rows = rows.new_empty(sum(received), *rows.shape[1:]), rows.contiguous()
+    if not isinstance(ranks.group, ImaginedGroup):
+        dist.all_to_all_single(found, rows, received, sent, group=ranks.group)
     return found

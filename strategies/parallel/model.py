@@ -127,8 +127,10 @@ def _split(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: ModelPart
 class _ImaginedMesh(Mesh):
     """The mesh of a plan of whose ranks only the first is there."""
 
+    uneven = 1.0
+
     def _make_group(self, name: Group) -> dist.ProcessGroup:
-        imagined: Any = ImaginedGroup(size=self.size(name))
+        imagined: Any = ImaginedGroup(size=self.size(name), uneven=self.uneven)
         group: dist.ProcessGroup = imagined
         return group
 
@@ -144,24 +146,29 @@ class _FirstRank:
         return self.world_size
 
 
-def split_imagined(model: nn.Module, tp: int, cp: int) -> None:
+def split_imagined(model: nn.Module, tp: int, cp: int, ep: int, splits_sequences: bool, *, uneven: float = 1.0) -> None:
     """Leave the first rank's part of a model of fake tensors, with no other rank there. What a rule finds is split as
-    it runs, without the values that prove it right.
+    it runs, without the values that prove it right. `uneven` is by how much more tokens than the mean come to the
+    experts of the rank.
 
     Raises:
         CannotRun: as `split_model`.
     """
     chosen = Configuration(
-        strategy="ddp",
+        strategy="fsdp",
         backend="torch",
+        dp_shard=ep,
         tp=tp,
         cp=cp,
+        ep=ep,
+        sequence_parallel=splits_sequences,
         micro_batch_size=1,
         gradient_accumulation_steps=1,
-        global_batch_size=1,
+        global_batch_size=ep,
         sequence_length=1,
         precision="fp32",
         optimizer="adamw",
     )
-    mesh, parts = _ImaginedMesh.of(chosen, _FirstRank(world_size=tp * cp)), ModelParts(tp=(0, tp))
+    mesh, parts = _ImaginedMesh(chosen.dims, _FirstRank(world_size=ep * tp * cp)), ModelParts(tp=(0, tp))
+    mesh.uneven = uneven
     _split(model, mesh, SplitOptions(configuration=chosen), parts)

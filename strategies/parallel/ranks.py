@@ -19,9 +19,11 @@ SEQUENCE = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImaginedGroup:
-    """So many ranks of which only the first is there, in a trace: on fake tensors collectives make shapes alone."""
+    """So many ranks of which only the first is there, in a trace: on fake tensors collectives make shapes alone.
+    `uneven` is by how much more than the mean comes to it where others choose what they send."""
 
     size: int
+    uneven: float = 1.0
     group_name: str = "imagined"
 
 
@@ -32,10 +34,9 @@ class TensorRanks:
     """
 
     def __init__(self, group: dist.ProcessGroup | ImaginedGroup | None = None) -> None:
-        self.group: dist.ProcessGroup | None
+        self.group: Any
         if isinstance(group, ImaginedGroup):
-            imagined: Any = group
-            self.group, self.size, self.rank = imagined, group.size, 0
+            self.group, self.size, self.rank = group, group.size, 0
         else:
             joined = dist.is_available() and dist.is_initialized()
             self.group = dist.group.WORLD if group is None and joined else group
@@ -102,7 +103,8 @@ def _ops() -> Any:
 
 def _name(ranks: TensorRanks) -> str:
     assert ranks.group is not None
-    return ranks.group.group_name
+    name: str = ranks.group.group_name
+    return name
 
 
 def _all_gather(part: torch.Tensor, ranks: TensorRanks, dim: int, length: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any, TypeAlias
 
@@ -31,6 +32,7 @@ from planner.search.estimate import heads_left_over
 from planner.search.request import Request
 from planner.vocabulary import Precision, Task
 from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.expert import is_mixture
 from strategies.parallel.model import split_imagined
 from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.example import arguments_of, examples_for
@@ -51,9 +53,9 @@ MODES: Mapping[Precision, tuple[str, ...]] = {
 """Which runs a plan of each precision may choose between (docs/explanation/strategies.md, "What a precision means")."""
 BATCHES = (2, 4)
 """Batch sizes traced; one sample is special, since dimensions of size one make copies into views."""
-Degrees: TypeAlias = tuple[int, int]
-"""Over how many ranks layers are split (tp), and tokens (cp)."""
-WHOLE: Degrees = (1, 1)
+Degrees: TypeAlias = tuple[int, int, int, bool]
+"""Over how many ranks layers are split (tp), tokens (cp), and experts spread (ep); whether tp ranks split sequences."""
+WHOLE: Degrees = (1, 1, 1, False)
 Shaped: TypeAlias = tuple[tuple[int, ...], int]
 """A shape, and the bytes of an item."""
 
@@ -80,7 +82,8 @@ def traced_request(request: Request, module: nn.Module, batch: Any, asked: Degre
     degrees that a plan is to have whatever the request says."""
     work = request.workload
     degrees = _degrees_of(request) if asked == WHOLE else (asked,)
-    facts = traced_facts(request.facts, module, batch, work.precision, request.cluster.device, degrees)
+    device, uneven = request.cluster.device, work.expert_imbalance
+    facts = traced_facts(request.facts, module, batch, work.precision, device, degrees, uneven)
     return replace(request, facts=facts)
 
 
@@ -88,10 +91,11 @@ def _degrees_of(request: Request) -> tuple[Degrees, ...]:
     """The degrees that a module of the user's own is to be traced with beside the whole: those that are asked for, or
     of two ranks that split layers where the search may choose how many do."""
     if request.degrees is not None:
-        wanted = (request.degrees.tp, request.degrees.cp)
+        asked = request.degrees
+        wanted = asked.tp, asked.cp, asked.ep, asked.tp > 1 and bool(asked.sequence_parallel)
         return (wanted,) if wanted != WHOLE else ()
     can_split = request.cluster.gpus > 1 and "tp" in (request.splits or ())
-    return ((2, 1),) if can_split and not heads_left_over(request.facts, 2) else ()
+    return ((2, 1, 1, False),) if can_split and not heads_left_over(request.facts, 2) else ()
 
 
 def traced_facts(
@@ -101,10 +105,11 @@ def traced_facts(
     precision: Precision,
     device: Device,
     degrees: Sequence[Degrees] = (),
+    uneven: float = 1.0,
 ) -> ModelFacts:
     """The facts with what a trace found, for a module that no closed form describes; `batch` is one of its own, of any
     number of samples (`strategies.tracing.example.arguments_of` says in which shapes), or None. It is traced as a rank
-    of each of `degrees` too, where it can be split so.
+    of each of `degrees` too, where it can be split so, to whose experts `uneven` times as many tokens come as the mean.
 
     A module may do anything in its forward pass, also what fake tensors cannot follow; the note then says that its
     activations are a rule of thumb, and why.
@@ -122,31 +127,33 @@ def traced_facts(
             problems.append(problem)
             continue
         for each in degrees:
-            found = _with_part(found, module, example.batch_of, precision, device, each)
+            trace = partial(trace_activations, module, example.batch_of, precision, device, each, uneven=uneven)
+            found = _with_part(found, each, trace)
         return replace(facts, traced=found)
     reason = str(problems[0]).strip().splitlines() or [type(problems[0]).__name__]
     return replace(facts, note=f"tracing it on fake tensors failed: {reason[0][:120]}")
 
 
 def _with_part(
-    found: dict[str, TracedActivations],
-    module: nn.Module,
-    batch_of: Callable[[int], Any],
-    precision: Precision,
-    device: Device,
-    degrees: Degrees,
+    found: dict[str, TracedActivations], degrees: Degrees, trace: Callable[[], dict[str, TracedActivations]]
 ) -> dict[str, TracedActivations]:
     """With what a rank of these degrees holds; one of a module that cannot be split so is taken to hold it whole."""
     try:
         with guarded():
-            part = trace_activations(module, batch_of, precision, device, degrees)
+            part = trace()
     except Exception:  # whatever code of the user's own raises with a part of its layers or tokens
         return found
     return {mode: replace(whole, parts={**whole.parts, degrees: part[mode]}) for mode, whole in found.items()}
 
 
 def trace_activations(
-    module: nn.Module, batch_of: Callable[[int], Any], precision: Precision, device: Device, degrees: Degrees = WHOLE
+    module: nn.Module,
+    batch_of: Callable[[int], Any],
+    precision: Precision,
+    device: Device,
+    degrees: Degrees = WHOLE,
+    *,
+    uneven: float = 1.0,
 ) -> dict[str, TracedActivations]:
     """Activations in every mode that `precision` can mean, on the first of the ranks that share the module.
 
@@ -158,7 +165,7 @@ def trace_activations(
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     if degrees != WHOLE:
-        module = _part_of(module, fake, degrees)
+        module = _part_of(module, fake, degrees, uneven)
     with _training(module):
         return {
             mode: _per_sample(*(_run(module, batch_of(samples), mode, device, fake) for samples in BATCHES))
@@ -287,7 +294,8 @@ def _run(module: nn.Module, batch: Any, mode: str, device: Device, fake: FakeTen
         found = Reading(buffers=tracker.live_bytes, timeline=recorder.timeline)
         tracker.meet(weights.values())
         resting = tracker.live_bytes
-        with _BlockWatch(tracker, repeated_blocks(module), found, recorder), work_counted(found), autocast:
+        watch = _BlockWatch(tracker, repeated_blocks(module), found, recorder)
+        with experts_balanced(module), watch, work_counted(found), autocast:
             loss = loss_of(torch.func.functional_call(module, {**weights, **buffers}, *inputs))
         recorder.timeline.mark("loss")
         found.kept, found.forward = tracker.live_bytes - resting, tracker.peak_bytes - resting
@@ -308,11 +316,11 @@ def _run(module: nn.Module, batch: Any, mode: str, device: Device, fake: FakeTen
     return found
 
 
-def _part_of(module: nn.Module, fake: FakeTensorMode, degrees: Degrees) -> nn.Module:
+def _part_of(module: nn.Module, fake: FakeTensorMode, degrees: Degrees, uneven: float) -> nn.Module:
     """A copy of the module on fake tensors, split as `dsplan.initialize` splits it."""
     copied, _ = fake_copy(module, (), fake, None)
-    with fake:
-        split_imagined(copied, *degrees)
+    with fake, experts_balanced(copied):
+        split_imagined(copied, *degrees, uneven=uneven)
     return copied
 
 
@@ -393,6 +401,47 @@ def _kind(block: nn.Module) -> str:
     """Blocks of one class whose weights have the same shapes are alike."""
     shapes = ", ".join("x".join(map(str, weight.shape)) for weight in block.parameters())
     return f"{type(block).__name__} of {shapes}"
+
+
+# Mixtures: which tokens choose an expert is a value.
+
+
+@contextlib.contextmanager
+def experts_balanced(module: nn.Module) -> Iterator[None]:
+    """Inside, routed experts (`strategies.parallel.expert.is_mixture`) that look up which tokens chose them find as
+    many each as if all were chosen alike."""
+    make: Any = _Balanced
+    handles: list[Any] = []
+    for mixture in filter(is_mixture, module.modules()):
+        found = make(mixture)
+        handles.append(mixture.register_forward_pre_hook(partial(_enter, found)))
+        handles.append(mixture.register_forward_hook(partial(_leave, found), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _enter(mode: Any, *_: object) -> None:
+    mode.__enter__()
+
+
+def _leave(mode: Any, *_: object) -> None:
+    mode.__exit__(None, None, None)
+
+
+class _Balanced(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, mixture: Any) -> None:
+        initialize: Any = super().__init__
+        initialize()
+        self._mixture = mixture
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.nonzero.default:
+            return func(*args, **(kwargs or {}))
+        chosen = args[0]
+        return chosen.new_empty((chosen.numel() // self._mixture.num_experts, chosen.dim()), dtype=torch.int64)
 
 
 # The work of a forward pass: operations of products and convolutions, and bytes that all other kernels move.

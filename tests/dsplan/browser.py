@@ -77,6 +77,10 @@ class CheckedPage:
         """The plotly pictures of the page by title, else by the id of what they are in: how many marks take up room."""
         return dict(self.page.evaluate(_PICTURES))
 
+    def unreadable(self) -> list[str]:
+        """Words in pictures that others overlap, or that the picture cuts."""
+        return list(self.page.evaluate(_UNREADABLE))
+
     def problems(self, within: str | None = None, rule: str | None = None) -> list[str]:
         """All that must not be on any page: complaints, requests to elsewhere, violations, scrolling sideways."""
         wide = [f"{self.sideways()} pixels too wide"] if self.sideways() > 0 else []
@@ -109,6 +113,22 @@ _PICTURES = """() => [...document.querySelectorAll('.js-plotly-plot')].map((plot
   const marks = [...plot.querySelectorAll('.trace :is(path, rect, circle), .heatmaplayer image')]
   const drawn = marks.filter(mark => { const box = mark.getBoundingClientRect(); return box.width + box.height > 0 })
   return [plot.layout?.title?.text || plot.closest('[id]')?.id || `${number}`, drawn.length]
+})"""
+
+_UNREADABLE = """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap(plot => {
+  const sheet = plot.getBoundingClientRect()
+  const words = [...plot.querySelectorAll('svg text')].filter(text => text.textContent.trim() && text.checkVisibility())
+    .flatMap(text => {
+      const lines = [...text.querySelectorAll('tspan.line')]
+      return lines.length ? lines : [text]
+    })
+    .map(text => [text.textContent, text.getBoundingClientRect()])
+  const cut = words.filter(([_, box]) => box.left < sheet.left - 1 || box.right > sheet.right + 1
+    || box.top < sheet.top - 1 || box.bottom > sheet.bottom + 1)
+  const apart = (a, b) => a.right - 1 < b.left || b.right - 1 < a.left || a.bottom - 3 < b.top || b.bottom - 3 < a.top
+  const over = words.flatMap(([text, box], index) => words.slice(index + 1)
+    .filter(([_, other]) => !apart(box, other)).map(([other]) => `${other} over ${text}`))
+  return [...cut.map(([text]) => `${text} is cut`), ...over].map(said => `${plot.id}: ${said}`)
 })"""
 
 

@@ -237,6 +237,15 @@ def test_an_estimate_is_written_for_viewers(cli: Cli, tmp_path: Path) -> None:
     assert (refused.status, refused.err.count("\n")) == (2, 1)
 
 
+def test_a_plan_of_ones_own_is_written_for_other_commands(cli: Cli, tmp_path: Path) -> None:
+    assert "`dsplan estimate` prices a plan of your own" in cli.refuses("recommend --model gpt2 --tp 2")
+    file = tmp_path / "plan.yaml"
+    shown = cli(f"estimate --model gpt2 --gpus 4 --gpu A100-SXM4-80GB --strategy fsdp --tp 2 --out {file}")
+    assert shown.out.splitlines()[-1] == f"the plan is in {file}"
+    assert "parallelism_config_tp_size: 2" in cli(f"emit {file} --format accelerate").out
+    assert "fsdp (torch), dp 2 tp 2" in cli(f"explain {file}").out
+
+
 def test_every_shell_is_shown_its_own_completion(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     for shell, begins in (
         ("bash", "_dsplan_completion() {"),
@@ -279,7 +288,7 @@ def test_the_command_prints_a_row_for_each_way_and_ends_by_what_fits(cli: Cli) -
     assert cli("max --model llama3.1-405b --gpus 1 --gpu RTX-3070").status == 1
     for wrong, words in (
         (f"{line} --global-batch 8", "leave it out"),
-        (f"{line} --strategy hsdp", "--strategy hsdp: the same as fsdp"),
+        (f"{line} --strategy hsdp", "--strategy hsdp: is fsdp unless"),
         (f"{line} --tp 3", "does not divide 8 GPUs"),
         (f"{line} --strategy ddp --offload optimizer", "offload optimizer is not possible with ddp"),
     ):

@@ -78,6 +78,17 @@ def test_a_control_that_no_key_reaches_is_seen(tmp_path: Path, open_page: OpenPa
     assert ["beyond" in html for html in open_page((tmp_path / "trapped.html").as_uri()).not_reached_by_tab()] == [True]
 
 
+def test_words_of_pictures_that_overlap_or_are_cut_are_seen(tmp_path: Path, open_page: OpenPage) -> None:
+    words = "".join(f"<text x='{x}' y='40'>{word}</text>" for word, x in (("well", 20), ("long", 150), ("over", 160)))
+    cut = "<text x='380' y='80'>beyond the sheet</text>"
+    picture = f"<div id='p' class='js-plotly-plot' style='width:400px'><svg width='900'>{words}{cut}</svg></div>"
+    (tmp_path / "page.html").write_text(_PAGE.format(picture))
+    assert open_page((tmp_path / "page.html").as_uri()).unreadable() == [
+        "p: beyond the sheet is cut",
+        "p: over over long",
+    ]
+
+
 # Reports.
 
 
@@ -107,11 +118,13 @@ def test_a_report_is_drawn_reached_read_and_printed(
     checked = open_page((tmp_path / "page.html").as_uri(), width=NARROW)
     assert list(checked.pictures()) == [f"plot-{name}" for name in page.pictures]
     assert min(checked.pictures().values()) > 0
+    assert checked.unreadable() == []
     assert checked.not_reached_by_tab() == []
     checked.page.locator("summary").first.click()  # all tables look alike, and axe-core takes long over each
     assert checked.problems() == []
     checked.changed_to(dark=True, width=WIDE)
     assert checked.problems(rule="color-contrast") == []
+    assert checked.unreadable() == []
     assert checked.page.evaluate("window.hacked") is None
     on_paper(checked)
 
@@ -232,6 +245,10 @@ def test_everything_on_a_page_can_be_seen_and_reached(server: Server, open_page:
     for number, view in enumerate(views(checked)):
         assert checked.problems(within="#views" if number else None) == [], view
     checked.changed_to(dark=True, width=NARROW)
+    # The pictures were hidden behind the last view while the window became narrow.
+    page.get_by_role("tab", name="Pictures").click()
+    page.wait_for_function("[...document.querySelectorAll('.main-svg')].every(svg => svg.clientWidth < innerWidth)")
+    assert checked.unreadable() == []
     for number, view in enumerate(views(checked)):
         assert checked.problems(within="#views" if number else None, rule="color-contrast") == [], view
 

@@ -377,10 +377,10 @@ def evaluated_in_stages(composition: Composition) -> InStages:
 Unfit = Literal["positions", "eager", "eager llama", "bert", "mamba", "packed", "window", "tuple"]
 
 
-def refused_sequences(kind: Unfit) -> str:
+def refused_sequences(kind: Unfit, tp: int = 1) -> str:
     """What cp 2 says to a model, or to a call of it, that it cannot split."""
     transformers: Any = importlib.import_module("transformers")
-    given, step = dict(batch_of(0)), Composition(cp=2)
+    given, step = dict(batch_of(0)), Composition(cp=2, tp=tp)
     if kind in ("positions", "eager"):
         model = build("gpt")
         for block in model.get_submodule("blocks").children():

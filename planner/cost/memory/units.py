@@ -159,19 +159,21 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What part of a model one rank has: its degrees, and its stage of the pipeline."""
+    """What part of a model one rank has: its degrees, and its stage of the pipeline. `whole_experts`: tp leaves routed
+    experts whole, as it does where no plan of the model names them."""
 
     tp: int = 1
     pp: int = 1
     virtual_stages: int = 1
     stage: int = 0
     ep: int = 1
+    whole_experts: bool = False
 
 
 def part_of(job: Job) -> Part:
     """The part of the job's model that a rank of its stage has."""
     chosen = job.configuration
-    return Part(chosen.tp, chosen.pp, chosen.virtual_stages, job.stage, chosen.ep)
+    return Part(chosen.tp, chosen.pp, chosen.virtual_stages, job.stage, chosen.ep, job.facts.kind == "custom")
 
 
 def shards_over(job: Job) -> Shards:
@@ -259,6 +261,8 @@ def _on_rank(shape: Shape, part: Part, *, is_expert: bool) -> Shape:
     if is_expert and len(shape) == _STACKED:
         if part.ep > 1:
             return _shard(shape, part.ep)
+        if part.whole_experts:
+            return shape
         return (shape[0], -(-shape[1] // part.tp), shape[2])
     is_vector = len(shape) < 2 and prod(shape) <= _NO_VECTOR
     return shape if is_vector else _shard(shape, part.tp)

@@ -159,9 +159,11 @@ def refuse_unplanned_step() -> None:
     """
     if claim.is_planned() or not asked():
         return
+    changes_model = _handed(PARALLEL) or _changes()
+    remedy = "call dsplan.initialize in the script" if changes_model else "wrap the model in DDP"
     raise CannotRun(
         f"{asked()} cannot be applied: {own_line(traceback.extract_stack()) or 'the script'} trains with none of"
-        f" {LIBRARIES}; wrap the model in DDP, or leave the option out"
+        f" {LIBRARIES}; {remedy}, or leave the option out"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from planner.cost.code_bases import code_base
@@ -91,8 +91,15 @@ UNPROVEN = 0.08
 largest difference from a trace that the closed forms of known architectures are allowed (docs/how-to/exact.md)."""
 
 
-def traced_estimate(request: Request, configuration: Configuration, source: ModelSource, tracing: Tracing) -> Plan:
+def traced_estimate(
+    request: Request,
+    configuration: Configuration,
+    source: ModelSource,
+    tracing: Tracing,
+    without: Callable[[], Request] | None = None,
+) -> Plan:
     """The plan with traced memory; with the closed form's and a wider bound where the tracer cannot follow the module.
+    `without` asks, for that, what takes time to know of a module of the user's own.
 
     Raises:
         ContradictoryRequest: as `planner.search.estimate.possible`.
@@ -100,14 +107,12 @@ def traced_estimate(request: Request, configuration: Configuration, source: Mode
     """
     priced = possible(request, configuration)
     coverage = coverage_of(priced.job)
-    if coverage.job is None:
-        found = _unproven(priced, coverage.remark)
+    answer = ask(coverage.job, source, tracing) if coverage.job is not None else None
+    if answer is None or isinstance(answer, Refusal):
+        reason = f"trace: {answer.reason}; the closed form is used, with a wider bound" if answer else coverage.remark
+        found = _unproven(possible(without(), configuration) if without else priced, reason)
     else:
-        answer = ask(coverage.job, source, tracing)
-        if isinstance(answer, Refusal):
-            found = _unproven(priced, f"trace: {answer.reason}; the closed form is used, with a wider bound")
-        else:
-            found = _traced(priced, coverage, answer)
+        found = _traced(priced, coverage, answer)
     if tracing.cache.problem:
         found = replace(found, notes=(*found.notes, f"traces are not kept: {tracing.cache.problem}"))
     return plan_of(found, step_time(found.job))
@@ -124,7 +129,8 @@ def _traced(priced: Priced, coverage: Coverage, reading: Reading) -> Priced:
         phases, margin = {**closed, **seen}, TRACED_MARGIN
     memory = composed(job, phases, margin + (AGREEMENT if reading.taken_from else 0.0))
     off = priced.memory.peak_allocated_bytes / memory.peak_allocated_bytes - 1
-    notes = (_what_was_traced(job, reading, partly=coverage.partly) + _distance(off), coverage.remark)
+    distance = "" if job.facts.kind == "custom" and not job.facts.traced else _distance(off)
+    notes = (_what_was_traced(job, reading, partly=coverage.partly) + distance, coverage.remark)
     return replace(
         priced,
         memory=memory,

@@ -1,8 +1,7 @@
-"""Rank 0's part of a model that ranks split among them: tensor, sequence and expert parallelism over fake ranks.
+"""Rank 0's part of a model that ranks split among them, over fake ranks.
 
-Tensor and expert parallelism are transformers' own (`transformers.distributed`), which shards by the plan in a model's
-config; its sequence parallelism is not wired up yet, so that split sequences follow the plan that torchtitan has for
-Llama (`torchtitan/models/llama3/sharding.py`), with torch's `parallelize_module`.
+Layers are split as `dsplan.initialize` splits them, and so are the tokens of a module of the user's own. Expert
+parallelism is transformers' (`transformers.distributed`), which spreads experts by the plan in a model's config.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.types.plan import Configuration
 from strategies.errors import CannotRun
-from strategies.parallel.mesh import Mesh
-from strategies.parallel.model import SplitOptions
+from strategies.parallel.context import split_sequences
+from strategies.parallel.mesh import Group, Mesh
+from strategies.parallel.model import SplitOptions, Splitter
 from strategies.parallel.split import ModelParts
 from strategies.parallel.tensor import split_layers
 from strategies.tracing.step.refusal import TraceFailed
@@ -56,13 +56,25 @@ def split_weights(module: nn.Module, configuration: Configuration) -> None:
     Raises:
         TraceFailed: nothing says how, or widths do not divide.
     """
+    _split(module, configuration, "tp", split_layers)
+
+
+def split_tokens(module: nn.Module, configuration: Configuration) -> None:
+    """Have a module of the user's own compute with rank 0's tokens of every sample, as `dsplan.initialize` does.
+
+    Raises:
+        TraceFailed: its blocks are not such as can be split so.
+    """
+    _split(module, configuration, "cp", split_sequences)
+
+
+def _split(module: nn.Module, configuration: Configuration, degree: Group, split: Splitter) -> None:
     ranks = _FirstRank(world_size=configuration.world_size, local_world_size=configuration.world_size)
-    options = SplitOptions(configuration=configuration)
     mesh = Mesh.of(configuration, ranks)
     with _disable_current_modes():  # torch looks for this rank in a tensor of rank numbers
-        mesh.group("tp")
+        mesh.group(degree)
     try:
-        split_layers(module, mesh, options, ModelParts())
+        split(module, mesh, SplitOptions(configuration=configuration), ModelParts())
     except CannotRun as problem:
         raise TraceFailed("", "", str(problem)) from problem
 

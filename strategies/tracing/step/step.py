@@ -49,6 +49,7 @@ from strategies.tracing.step.split import (
     enough_micro_batches,
     split_attention,
     split_experts,
+    split_tokens,
     split_weights,
 )
 from strategies.tracing.step.storages import Category, Storages
@@ -171,7 +172,7 @@ def _traced(job: Job, chosen: Traceable, rank: int) -> TracedStep:
         stack.enter_context(images_followed(chosen.module))
         if configuration.attention == "flash":
             stack.enter_context(windows_without_masks())
-        if configuration.cp > 1 and mesh is not None:
+        if configuration.cp > 1 and mesh is not None and job.facts.kind != "custom":
             stack.enter_context(split_attention(mesh["cp"]))
         run = _PipelineRun if configuration.pp > 1 else _Run
         return run(job, chosen, mode, Meshes(ranks=mesh, experts=experts), rank).steps()
@@ -254,6 +255,8 @@ class _Run:
             return
         if chosen.tp > 1:
             split_weights(model, chosen)
+        if self._takes_whole_samples:
+            split_tokens(model, chosen)
         if meshes.experts is not None:
             split_experts(model, meshes.experts)
         if chosen.strategy in FSDP_STRATEGIES:
@@ -261,9 +264,15 @@ class _Run:
             shard(part, [block for block in self._blocks if id(block) in inside], meshes.ranks, chosen, meshes.experts)
 
     @property
+    def _takes_whole_samples(self) -> bool:
+        """Whether the model is given all tokens and splits them itself, at its first block."""
+        return self._configuration.cp > 1 and self._job.facts.kind == "custom"
+
+    @property
     def _length(self) -> int:
-        """Tokens of a sample that this rank's blocks attend from."""
-        return self._configuration.sequence_length // self._configuration.cp
+        """Tokens of a sample that the model is given."""
+        parts = 1 if self._takes_whole_samples else self._configuration.cp
+        return self._configuration.sequence_length // parts
 
     def steps(self) -> TracedStep:
         storages, module = self._storages, self._module

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 
 from dsplan.__main__ import main
 from dsplan.question import Question
+from dsplan.report.plans import trade
+from dsplan.report.question import _log_axis, answer_pictures
 from planner.search.scaling import over_devices, over_lengths, over_micro_batches
 from planner.search.search import recommend
 from tests.dsplan.cli import Cli
@@ -107,7 +110,39 @@ def test_what_does_not_fit_is_a_page_with_the_closest_miss(cli: Cli, tmp_path: P
     assert printed.status == 1
     assert printed.json["pictures"] == ["memory", "phases", "seconds"]
     assert printed.json["bytes"] == (tmp_path / "page.html").stat().st_size
-    assert "No plan fits" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "No plan fits" in text
+    # The reason is beside the bars too: they are below the limit where it is the host whose memory does not do.
+    assert len(re.findall("The verdict: does not fit: needs", text)) == 1
+
+
+def test_one_gpu_has_no_words_about_communication() -> None:
+    request = Question(model="openai-community/gpt2", gpus=1, gpu="RTX-4090").request()
+    pictures = {picture.name: picture for picture in answer_pictures(recommend(request, with_front=True))}
+    assert "communication" not in pictures["seconds"].legend
+    assert "Communication" not in pictures["seconds"].caption
+    assert pictures["timeline"].title == "The step of plan 1 on one stream: single"
+    assert pictures["timeline"].caption.endswith("nothing is communicated.")
+    # A single bar leaves plotly room for the words of its axis.
+    layout = pictures["timeline"].figure["layout"]
+    assert layout["height"] - layout["margin"]["t"] - layout["margin"]["b"] >= 64
+
+
+def test_numbers_of_plans_in_one_place_are_one_label() -> None:
+    plan = recommend(Question(model="facebook/opt-125m", gpus=1, gpu="RTX-4090").request()).plans[0]
+    slower = replace(plan, time=replace(plan.time, step_seconds=2 * plan.time.step_seconds))
+    assert trade([plan, slower, plan])["data"][0]["text"] == ["1, 3", "2", ""]
+
+
+@pytest.mark.parametrize("values", [(0.0057, 0.0167), (2.1, 9.0), (0.95, 1.05), (12.0, 900.0), (3.0, 40000.0)])
+def test_an_axis_has_two_marks_or_more_between_its_ends(values: tuple[float, float]) -> None:
+    axis, (low, high) = _log_axis(values), values
+    decades = [10.0**power for power in range(-3, 6)]
+    marks = axis.get("tickvals") or [
+        step * decade for decade in decades for step in ((1, 2, 5) if axis.get("dtick") == "D2" else (1,))
+    ]
+    assert ("type" in axis) == (high >= 2 * low)  # plotly chooses the marks where it is linear
+    assert "type" not in axis or sum(low <= mark <= high for mark in marks) >= 2
 
 
 def test_scaling_keeps_what_it_does_not_vary() -> None:

@@ -123,6 +123,32 @@ def test_a_run_without_a_plan_has_only_what_was_measured(tmp_path: Path) -> None
     assert ["time of a step", "run", "-", "2 s (2 s to 2 s)", "-"] in [list(row) for row in picture.table.rows]
 
 
+def test_a_run_that_measured_nothing_is_named_and_has_no_empty_place(tmp_path: Path) -> None:
+    begun = run_directory(tmp_path / "begun")
+    for file in begun.glob("metrics-rank*.jsonl"):
+        file.write_text("")
+    long = "20261123-124510-finetune_a_model_with_adapters_and_more"
+    runs = [read_run(begun), read_run(run_directory(tmp_path / long)), read_run(run_directory(tmp_path / "other"))]
+    picture = predicted_and_measured(runs)
+    assert picture is not None
+    assert "Nothing was measured of begun." in picture.caption
+    assert {row[1] for row in picture.table.rows} == {long, "other"}
+    words = [note["text"] for note in picture.figure["layout"]["annotations"]]
+    # On a phone there is room for the end of a long name, and the numbers are on a line of their own.
+    assert f"…{long[-33:]}<br>2 s, predicted -" in words
+
+
+def test_lines_from_top_to_bottom_are_explained_where_there_are_any(tmp_path: Path) -> None:
+    directory = run_directory(tmp_path / "run")
+    before = course(read_run(directory))
+    (directory / "run.jsonl").unlink()
+    after = course(read_run(directory))
+    assert before is not None
+    assert after is not None
+    assert "alerts (dotted) and endings" in before.caption
+    assert "alerts (dotted) and endings" not in after.caption
+
+
 def test_what_is_shown_of_a_calibration_is_what_was_learnt() -> None:
     store = MemoryStore()
     store.add(*User().runs(8))

@@ -81,12 +81,14 @@ def test_every_optimizer_of_a_plan_can_be_made_or_names_what_to_install() -> Non
                 OPTIMIZERS[name]([nn.Parameter(torch.zeros(2))])
 
 
-def test_a_plan_of_another_model_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_of_another_model_or_device_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
     plan = Recipe().plan()
     initialize(model=TinyModel(), plan=plan)
     assert capsys.readouterr().err == ""
     initialize(model=TinyModel(), plan=replace(plan, model={**plan.model, "parameters": 124_000_000}))
     assert "the plan is for tiny with 124,000,000 parameters and this model has" in capsys.readouterr().err
+    initialize(model=TinyModel(), plan=replace(plan, cluster={"device": "A100-SXM4-80GB", "vendor": "nvidia"}))
+    assert "the plan is for A100-SXM4-80GB and its ranks are on a CPU" in capsys.readouterr().err
 
 
 def test_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

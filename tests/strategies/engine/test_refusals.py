@@ -16,13 +16,16 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from hardware_db.errors import DsplanError
+from planner.search.request import Degrees
 from planner.types.plan import Plan
 from planner.types.plan_io import save_plan
+from strategies.autoplan.live import PlanningOptions, live_request
 from strategies.config import read_config
 from strategies.data.loader import ShardedLoader
 from strategies.distributed.environment import Environment
 from strategies.engine.initialize import initialize
 from strategies.engine.registry import STRATEGIES, find_strategy
+from strategies.errors import CannotRun
 from tests.strategies import training_bodies
 from tests.strategies.training_bodies import Recipe, TinyModel
 
@@ -93,6 +96,22 @@ def test_a_plan_of_other_degrees_than_the_script_asks_for() -> None:
     assert "has tp 1 and tp 2 was asked for" in refusal(
         initialize, TinyModel(), plan=Recipe().plan(), parallel={"tp": 2}
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"backend": "deepspeed", "parallel": Degrees(tp=2)}, "hands whole models to DeepSpeed, and tp 2 splits them"),
+        ({"strategy": "hsdp", "parallel": Degrees(tp=2)}, "hsdp is fsdp unless there are several nodes"),
+        ({"strategy": "hsdp"}, "strategy 'hsdp' is fsdp unless there are .*; choose fsdp, or leave the strategy out"),
+        ({"parallel": Degrees(ep=2)}, "ep 2 spreads experts over ranks, and TinyModel has none; use ep 1"),
+    ],
+)
+def test_what_is_asked_of_four_ranks_and_cannot_be_planned(asked: dict[str, Any], words: str) -> None:
+    options = PlanningOptions(config=read_config({"train_batch_size": 8}), **asked)
+    four = replace(ALONE, world_size=4, local_world_size=4)
+    with pytest.raises(CannotRun, match=words):
+        live_request(TinyModel(), options, four, ())
 
 
 def test_an_unreadable_plan_file_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,12 @@ def test_what_would_train_wrong_in_silence_is_refused(ranks: RankPool, kind: Unf
         assert reason in said
 
 
+@pytest.mark.slow
+def test_positions_are_seen_in_blocks_that_are_split_too(four_ranks: RankPool) -> None:
+    for said in four_ranks.run(parallel_bodies.refused_sequences, "positions", 2):
+        assert "positions that it counts itself" in said
+
+
 def test_every_stage_refuses_padding_before_it_waits_for_another(four_ranks: RankPool) -> None:
     for said in four_ranks.run(parallel_bodies.refused_in_stages, replace(CP, pp=2, accumulation=4)):
         assert "attention_mask has zeros" in said

@@ -22,6 +22,7 @@ from planner.search.estimate import price
 from planner.types.job import Job, Workload
 from planner.types.plan import Configuration
 from scripts.measure.compositions import question, read_compositions
+from scripts.measure.modules import language_module, token_batch
 from strategies.distributed.gloo import quiet
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_facts
@@ -195,6 +196,19 @@ def test_what_is_planned_for_frozen_weights_is_what_a_trace_shows(strategy: str)
     assert (planned["step"].gradients, planned["step"].optimizer) == pytest.approx(
         (traced.phases["step"]["gradients"], traced.phases["step"]["optimizer"]), rel=0.02
     )
+
+
+def test_what_is_planned_for_a_part_of_a_module_is_what_a_trace_of_its_step_shows() -> None:
+    tp = cp = 2
+    module = language_module({"own": "example", "layers": 3, "width": 128, "heads": 4, "length": LENGTH})
+    batch = token_batch(2, LENGTH)
+    facts = facts_from_module(module)
+    split = configuration_of(strategy="fsdp", ranks=1, tp=tp, cp=cp, activation_checkpointing="full")
+    job = job_of(facts, split)
+    traced = trace_step(job, own_subject(module, facts, "sdpa", batch=batch))
+    job = replace(job, facts=traced_facts(facts, module, batch, "fp32", job.cluster.device, [(tp, cp, 1, False)]))
+    for phase in ("backward", "step"):
+        assert phases_of(job)[phase].total == pytest.approx(traced.totals[phase], rel=0.01)
 
 
 def test_a_frozen_table_leaves_a_model_what_its_config_says() -> None:

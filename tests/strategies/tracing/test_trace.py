@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from planner.search.estimate import estimate
 from planner.search.exact import ExactOptions, exact
 from planner.search.request import WorkOptions, make_request
 from scripts.measure.compositions import CompositionRun, facts_of, read_compositions
+from scripts.measure.modules import language_module, token_batch
 from scripts.measure.term_rows import scored as scored_by
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import trace_activations, traced_facts, traced_request, work_of
@@ -129,8 +131,27 @@ def test_blocks_that_run_again_are_taken_one_by_one(shared_by_two: ModelFacts) -
 def test_a_module_that_cannot_be_split_is_taken_as_whole() -> None:
     model = Model()
     whole = traced_facts(facts_from_module(model), model, batch_of(3), "fp32", CPU)
-    split = traced_facts(facts_from_module(model), model, batch_of(3), "fp32", CPU, [(1, 2)])
+    split = traced_facts(facts_from_module(model), model, batch_of(3), "fp32", CPU, [(1, 2, 1, False)])
     assert split.traced["fp32"].of(1, 2) == whole.traced["fp32"]
+
+
+def test_experts_are_traced_as_if_all_were_chosen_alike() -> None:
+    sizes = {"own": "example", "layers": 2, "width": 64, "heads": 4, "length": LENGTH, "experts": 4}
+    model, batch = language_module(sizes), token_batch(BATCH, LENGTH)
+    traced = trace_activations(model, lambda samples: token_batch(samples, LENGTH), "fp32", CPU)["fp32"]
+    with StorageTracker([*model.parameters(), *batch.values()]) as tracker:
+        at_rest = tracker.live_bytes
+        loss = model(**batch)
+        kept = tracker.live_bytes - at_rest
+    assert loss.requires_grad
+    assert BATCH * traced.kept == pytest.approx(kept, rel=0.01)
+    spread = partial(
+        trace_activations, model, lambda samples: token_batch(samples, LENGTH), "fp32", CPU, (1, 1, 2, False)
+    )
+    alike, uneven = (spread(uneven=factor)["fp32"].kept for factor in (1.0, 1.5))
+    # Tokens come and go, and a rank that is sent half as many more keeps the rows of its experts for these.
+    assert 1.0 < alike / traced.kept < 1.1
+    assert 1.1 < uneven / alike < 1.5
 
 
 class Convolved(nn.Module):

@@ -73,8 +73,9 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
     """The figures of a job's model on one device, with heads and widths divided by its tensor-parallel degree."""
     facts = job.facts
     if facts.kind == "custom":
-        traced = facts.traced.get(precision_mode(recipe))
-        traced = traced and traced.of(job.configuration.tp, job.configuration.cp)
+        traced, chosen = facts.traced.get(precision_mode(recipe)), job.configuration
+        splits_sequences = chosen.sequence_parallel and chosen.tp > 1
+        traced = traced and traced.of(chosen.tp, chosen.cp, chosen.ep, splits_sequences)
         return _traced(job, recipe, traced) if traced is not None else _untraced(job, recipe)
     configuration = job.configuration
     question = _Question(
