@@ -152,6 +152,39 @@ def refused_layers(composition: Composition, members: Sequence[Sequence[int]] | 
     return _refused(lambda: initialize(OwnLayers(group), optimizer=_optimizer, plan=composition.plan()))
 
 
+class _Unnamed(nn.Module):
+    """Attention whose number of heads has no name that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = 4
+        self.query, self.key, self.value, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            layer(x).unflatten(-1, (self.h, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def said_of_splits(composition: Composition, tp_plan: Mapping[str, str]) -> list[str]:
+    """What is said while the example's model is split by a plan, or one with `_Unnamed` attention by the rule."""
+    model: Any = build("gpt")
+    model.blocks = model.blocks[:2]
+    if not tp_plan:
+        model = OwnLayers(dist.new_subgroups(group_size=1)[0])
+        for block in model.blocks:
+            block.attention = _Unnamed()
+    tensor, said = importlib.import_module("strategies.parallel.tensor"), list[str]()
+    usual, tensor.notice = tensor.notice, said.append
+    try:
+        initialize(model, optimizer=_optimizer, plan=composition.plan(), tp_plan=tp_plan)
+    finally:
+        tensor.notice = usual
+    return said
+
+
 class _Numbered(nn.Module):
     """The example's model as torchtitan writes its own: blocks in a `ModuleDict`, which take a mask too."""
 

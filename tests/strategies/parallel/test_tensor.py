@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hardware_db.spawn import RankPool
+from strategies.parallel.mesh import Mesh
+from strategies.parallel.model import _FirstRank
+from strategies.tracing.step.checkpointing import checkpoint_activations
 from tests.strategies import parallel_bodies
 from tests.strategies.parallel_bodies import Composition, Difference, Kind
 
@@ -69,3 +76,49 @@ def test_four_ranks_train_as_one_process(four_ranks: RankPool, kind: Kind, compo
         pytest.skip(f"{kind} has no tensor-parallel plan that says where it gathers tokens")
     worst = _worst(four_ranks.run(parallel_bodies.train, kind, composition))
     assert max(worst.loss, worst.parameter) < (2e-2 if composition.precision == "bf16" else 1e-5), worst
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (
+            {"blocks.*.up": "colwise"},
+            "weights of blocks.0 and 1 like it and gathers what they compute, which is slower: give the layer that"
+            ' takes what up makes the style "rowwise" in tp_plan=',
+        ),
+        (
+            {},
+            "weights of blocks.0.attention and 1 like it and gathers what they compute, which is slower: if it is"
+            " attention, name the attribute with its number of heads num_heads, to split by heads",
+        ),
+    ],
+)
+def test_gathered_layers_say_what_to_do(ranks: RankPool, plan: dict[str, str], sentence: str) -> None:
+    said = ranks.run(parallel_bodies.said_of_splits, TP, plan)[0]
+    assert said == [f"tensor parallelism splits {sentence}"]
+
+
+@pytest.fixture
+def eight_imagined() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("eight_imagined")
+def test_ranks_that_shard_samples_and_states_make_no_warning() -> None:
+    there = _FirstRank(world_size=8)
+    for replicas, expected in ((1, [0, 1, 2, 3, 4, 5, 6, 7]), (2, [[0, 1, 2, 3], [4, 5, 6, 7]])):
+        plan = Composition(strategy="hsdp", dp_replicate=replicas, dp_shard=4 // replicas, cp=2).plan()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = Mesh.of(plan.configuration, there).shard_mesh
+        assert found.mesh.tolist() == expected
+
+
+def test_transformers_recomputes_without_a_warning() -> None:
+    model = parallel_bodies.build("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint_activations(model, "full")
+    assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
