@@ -29,22 +29,24 @@ from torch.utils.checkpoint import checkpoint
 from planner.errors import UnknownName
 from planner.vocabulary import Loss
 from strategies.errors import CannotRun
+from strategies.modules.kernel_forms import (
+    IGNORED,
+    KERNELS,
+    Function,
+    eps_of,
+    is_gated,
+    is_layer_norm,
+    is_rms_norm,
+    layer_norm,
+    require_right,
+    rms_norm,
+    rotary,
+    swiglu,
+)
 from strategies.variables import KERNELS as ASKED
 
-Function = Callable[..., Any]
-KERNELS: Mapping[str, str] = {
-    "rms_norm": "(hidden [..., width], weight [width], eps) -> [..., width]",
-    "layer_norm": "(hidden [..., width], weight [width], bias [width] or None, eps) -> [..., width]",
-    "swiglu": "(gate [..., width], up [..., width]) -> silu(gate) * up, [..., width]",
-    "rotary": "(query and key [batch, heads, tokens, size], cos and sin [batch, tokens, size]) -> (query, key)",
-    "linear_cross_entropy": "(hidden [n, width], weight [vocabulary, width], labels [n], -100 for none) -> mean, nats",
-    "attention": "(module, query, key, value, attention_mask, **options) -> (output, None), as transformers calls it",
-}
-"""What can be replaced, and the signature of a function that does it."""
 _DEVICES = ("cuda", "cpu")
 _CHUNK_ROWS = 1024
-_IGNORED = -100
-"""torch's and transformers' label of what counts for no loss."""
 _PLAIN_LOSS = (
     *(
         "apertus",
@@ -146,11 +148,11 @@ def _chunked_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tens
 
     def of_part(rows: torch.Tensor, matrix: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = functional.linear(rows, matrix).float()
-        return functional.cross_entropy(logits, targets, ignore_index=_IGNORED, reduction="sum")
+        return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
     parts = zip(hidden.split(_CHUNK_ROWS), labels.split(_CHUNK_ROWS), strict=True)  # type: ignore[no-untyped-call]
     losses = [checkpoint(of_part, rows, weight, targets, use_reentrant=False) for rows, targets in parts]
-    return torch.stack(losses).sum() / (labels != _IGNORED).sum()
+    return torch.stack(losses).sum() / (labels != IGNORED).sum()
 
 
 def _liger_rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -178,7 +180,7 @@ def _liger_rotary(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin
 
 
 def _liger_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = _liger().liger_fused_linear_cross_entropy(hidden, weight, labels, ignore_index=_IGNORED)
+    found: torch.Tensor = _liger().liger_fused_linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORED)
     return found
 
 
@@ -289,7 +291,7 @@ def install_kernels(model: nn.Module, asked: Mapping[str, str], device: torch.de
             continue
         if chosen[0].provider not in _LIBRARIES:
             for registered in chosen:
-                _require_right(registered, model, device)
+                require_right(name, registered.provider, registered.function, registered.dtype, model, device)
         if _REPLACE[name](model, _Dispatch(chosen)):
             used[name] = chosen[0].provider
             continue
@@ -383,49 +385,17 @@ def _computes(module: nn.Module, width: int, reference: Callable[[torch.Tensor],
     )
 
 
-def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return functional.rms_norm(hidden.float(), weight.shape, weight.float(), eps).to(hidden.dtype)
-
-
-def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return functional.silu(gate) * up
-
-
-def _layer_norm(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-    return functional.layer_norm(hidden, weight.shape, weight, bias, eps)
-
-
-def _is_rms_norm(module: Any) -> bool:
-    weight = getattr(module, "weight", None)
-    return "RMSNorm" in type(module).__name__ and isinstance(weight, nn.Parameter) and weight.dim() == 1
-
-
-def _eps_of(norm: Any, dtype: torch.dtype) -> float:
-    """Of an RMSNorm, by either name; torch's own may have none, and takes that of the dtype."""
-    eps: float | None = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
-    return torch.finfo(dtype).eps if eps is None else eps
-
-
-def _is_layer_norm(module: Any) -> bool:
-    return type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.elementwise_affine
-
-
-def _is_gated(module: Any) -> bool:
-    names = ("gate_proj", "up_proj", "down_proj")
-    return all(isinstance(getattr(module, name, None), nn.Module) for name in names)
-
-
 def _replace_rms_norms(model: nn.Module, dispatch: _Dispatch) -> bool:
     def found() -> Iterator[tuple[nn.Module, int, Callable[..., Any], Function]]:
         for part in model.modules():
             module: Any = part
-            if not _is_rms_norm(module):
+            if not is_rms_norm(module):
                 continue
 
             def compute(function: Function, hidden: torch.Tensor, own: Any = module) -> Any:
-                return function(hidden, own.weight, _eps_of(own, hidden.dtype))
+                return function(hidden, own.weight, eps_of(own, hidden.dtype))
 
-            yield part, module.weight.numel(), compute, _rms_norm
+            yield part, module.weight.numel(), compute, rms_norm
 
     return _replace_where(model, dispatch, found())
 
@@ -434,13 +404,13 @@ def _replace_layer_norms(model: nn.Module, dispatch: _Dispatch) -> bool:
     def found() -> Iterator[tuple[nn.Module, int, Callable[..., Any], Function]]:
         for part in model.modules():
             module: Any = part
-            if not _is_layer_norm(module):
+            if not is_layer_norm(module):
                 continue
 
             def compute(function: Function, hidden: torch.Tensor, own: Any = module) -> Any:
                 return function(hidden, own.weight, own.bias, own.eps)
 
-            yield part, module.normalized_shape[0], compute, _layer_norm
+            yield part, module.normalized_shape[0], compute, layer_norm
 
     return _replace_where(model, dispatch, found())
 
@@ -449,7 +419,7 @@ def _replace_gated_mlps(model: nn.Module, dispatch: _Dispatch) -> bool:
     def found() -> Iterator[tuple[nn.Module, int, Callable[..., Any], Function]]:
         for part in model.modules():
             module: Any = part
-            if not _is_gated(module):
+            if not is_gated(module):
                 continue
             width = getattr(module.gate_proj, "in_features", None)
             if width is None or "silu" not in type(getattr(module, "act_fn", None)).__name__.lower():
@@ -458,17 +428,9 @@ def _replace_gated_mlps(model: nn.Module, dispatch: _Dispatch) -> bool:
             def compute(function: Function, hidden: torch.Tensor, own: Any = module) -> Any:
                 return own.down_proj(function(own.gate_proj(hidden), own.up_proj(hidden)))
 
-            yield part, width, compute, _swiglu
+            yield part, width, compute, swiglu
 
     return _replace_where(model, dispatch, found())
-
-
-def _rotary(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-    def turned(tensor: torch.Tensor) -> torch.Tensor:
-        first, second = tensor.chunk(2, dim=-1)
-        return tensor * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
-
-    return turned(query), turned(key)
 
 
 class _RotaryFunction:
@@ -497,7 +459,7 @@ def _replace_rotary(model: nn.Module, dispatch: _Dispatch) -> bool:
         query, angle = torch.linspace(-1, 1, 16).view(1, 1, 2, 8), torch.linspace(0, 1, 8).view(1, 2, 4)
         cos, sin = (torch.cat((side, side), dim=-1) for side in (angle.cos(), angle.sin()))
         try:
-            alike = all(map(torch.allclose, original(query, query, cos, sin), _rotary(query, query, cos, sin)))
+            alike = all(map(torch.allclose, original(query, query, cos, sin), rotary(query, query, cos, sin)))
         except (TypeError, RuntimeError, ValueError):
             continue  # another signature
         if alike:
@@ -530,7 +492,7 @@ class _LossForward:
         function = self._dispatch.for_(hidden)
         if function is None:
             return self._original(labels=labels, shift_labels=ahead, **kwargs)
-        shifted = (functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:] if ahead is None else ahead).reshape(-1)
+        shifted = (functional.pad(labels, (0, 1), value=IGNORED)[..., 1:] if ahead is None else ahead).reshape(-1)
         loss = function(hidden.reshape(-1, hidden.shape[-1]), weight.to(hidden.dtype), shifted)
         output["loss"] = loss
         return output
@@ -570,158 +532,6 @@ def _replace_attention(model: nn.Module, dispatch: _Dispatch) -> bool:
     masks.ALL_MASK_ATTENTION_FUNCTIONS.register(name, masks.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     unwrapped.set_attn_implementation(name)
     return True
-
-
-# A script's own functions, tried beside torch's.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Example:
-    """What a kernel is called with, and torch's form of it."""
-
-    trained: Mapping[str, torch.Tensor]
-    """Arguments with gradients, by name."""
-    others: tuple[Any, ...] = ()
-    """Those after them."""
-    reference: Function
-    called: Callable[[Function], Function] = lambda function: function
-    """Makes of a kernel a function of these arguments alone."""
-
-
-_TOLERANCES = {torch.bfloat16: 6e-2, torch.float16: 1e-2}
-"""Of the largest element: a few roundings, eps 2^-8 and 2^-11; 2e-3 for others, as products in TF32 differ."""
-
-
-def _require_right(registered: Registered, model: nn.Module, device: torch.device) -> None:
-    """Check a function's outputs and gradients against torch's, with a few numbers of the model's widths.
-
-    Raises:
-        CannotRun: they differ.
-    """
-    name = registered.kernel
-    example = _example_of(name, model)
-    if example is None:
-        return
-    weight = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
-    dtype = registered.dtype or (torch.float32 if weight is None else weight.dtype)
-    trained = {argument: values.to(device, dtype) for argument, values in example.trained.items()}
-    others = [value.to(device) if isinstance(value, torch.Tensor) else value for value in example.others]
-    others = [value.to(dtype) if _is_floating(value) else value for value in others]
-    wide = [value.float() if _is_floating(value) else value for value in others]
-    reference, function = example.called(example.reference), example.called(registered.function)
-    expected = _outputs_and_gradients(reference, {key: value.float() for key, value in trained.items()}, wide)
-    problem = ""
-    try:
-        found = _outputs_and_gradients(function, trained, others)
-    except Exception as raised:  # whatever a script's function raises
-        problem = f"raises {type(raised).__name__} ({str(raised).partition(chr(10))[0]})"
-    else:
-        bound = _TOLERANCES.get(dtype, 2e-3)
-        for what, values in expected.items():
-            other = found.get(what)
-            if other is None or other.shape != values.shape:
-                problem = f"gives {what} as {None if other is None else list(other.shape)} for {list(values.shape)}"
-            elif not (difference := float((other.float() - values).abs().max() / values.abs().max())) <= bound:
-                problem = f"gives {what} that differs by {difference:.1g} of the largest from torch's"
-            if problem:
-                break
-    if problem:
-        kind = str(dtype).removeprefix("torch.")
-        raise CannotRun(
-            f"kernels: {registered.provider}'s {name}, tried on a few {kind} numbers on {device.type}, {problem}; it"
-            f" computes {KERNELS[name]}, differentiably; mend it, or leave it out of kernels"
-        )
-
-
-def _is_floating(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _outputs_and_gradients(
-    function: Function, trained: Mapping[str, torch.Tensor], others: list[Any]
-) -> dict[str, torch.Tensor]:
-    """What a function returns, and the gradients of a sum of it with fixed weights, by what they are."""
-    with torch.enable_grad():
-        leaves = [values.detach().clone().requires_grad_() for values in trained.values()]
-        # Clones: a function may write over what it is given, which a leaf does not allow.
-        returned = function(*[leaf.clone() for leaf in leaves], *others)
-        outputs = [value for value in (returned if isinstance(returned, tuple) else (returned,)) if value is not None]
-        total = torch.zeros((), device=leaves[0].device)
-        for output in outputs:
-            weights = torch.linspace(1, 2, output.numel(), device=output.device).view(output.shape)
-            total = total + (output.float() * weights).sum()
-        gradients = torch.autograd.grad(total, leaves, allow_unused=True)
-    found = {f"output {place}" if place else "an output": value.detach() for place, value in enumerate(outputs)}
-    found |= {
-        f"a gradient of {name}": gradient
-        for name, gradient in zip(trained, gradients, strict=True)
-        if gradient is not None
-    }
-    return found
-
-
-def _example_of(name: str, model: Any) -> _Example | None:
-    """Small inputs of the widths that a model has; None: it has nothing that the kernel replaces."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    unwrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = getattr(unwrapped, "config", None)
-    parts: list[Any] = list(model.modules())
-    if name == "rms_norm":
-        norm = next((part for part in parts if _is_rms_norm(part)), None)
-        if norm is None:
-            return None
-        width, eps = norm.weight.numel(), _eps_of(norm, torch.float32)
-        return _Example(
-            trained={"hidden": drawn(2, 3, width), "weight": drawn(width)}, others=(eps,), reference=_rms_norm
-        )
-    if name == "layer_norm":
-        norm = next((part for part in parts if _is_layer_norm(part)), None)
-        if norm is None:
-            return None
-        width = norm.weight.numel()
-        trained = {"hidden": drawn(2, 3, width), "weight": drawn(width)}
-        if norm.bias is not None:
-            return _Example(trained={**trained, "bias": drawn(width)}, others=(norm.eps,), reference=_layer_norm)
-        return _Example(trained=trained, others=(None, norm.eps), reference=_layer_norm)
-    if name == "swiglu":
-        mlp = next((part for part in parts if _is_gated(part)), None)
-        width = getattr(mlp and mlp.gate_proj, "out_features", None)
-        if width is None:
-            return None
-        return _Example(trained={"gate": drawn(2, 3, width), "up": drawn(2, 3, width)}, reference=_swiglu)
-    if config is None or not getattr(config, "num_attention_heads", None):
-        return None
-    heads, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    keys = keys or heads
-    if name == "rotary":
-        angle = torch.linspace(0, 2, 8 * (size // 2)).view(2, 4, size // 2)
-        cos, sin = (torch.cat((side, side), dim=-1) for side in (angle.cos(), angle.sin()))
-        trained = {"query": drawn(2, heads, 4, size), "key": drawn(2, keys, 4, size)}
-        return _Example(trained=trained, others=(cos, sin), reference=_rotary)
-    if name == "linear_cross_entropy":
-        vocabulary = min(64, config.vocab_size)
-        labels = torch.randint(0, vocabulary, (6,), generator=generator).index_fill(0, torch.tensor([1]), _IGNORED)
-        trained = {"hidden": drawn(6, config.hidden_size), "weight": drawn(vocabulary, config.hidden_size) / 8}
-        return _Example(trained=trained, others=(labels,), reference=_plain_loss)
-    layer = next((part for part in parts if hasattr(part, "num_key_value_groups") and hasattr(part, "scaling")), None)
-    if name != "attention" or layer is None:
-        return None
-    utilities: Any = import_module("transformers.modeling_utils")
-
-    def called(function: Function) -> Function:
-        return lambda *given: function(layer, *given, None, dropout=0.0, scaling=layer.scaling)[0]
-
-    trained = {"query": drawn(2, heads, 4, size), **{side: drawn(2, keys, 4, size) for side in ("key", "value")}}
-    return _Example(trained=trained, reference=utilities.ALL_ATTENTION_FUNCTIONS["sdpa"], called=called)
-
-
-def _plain_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(functional.linear(hidden, weight), labels, ignore_index=_IGNORED)
 
 
 _REPLACE: Mapping[str, Callable[[nn.Module, _Dispatch], bool]] = {
