@@ -51,14 +51,14 @@ def _glance(request: Request, plan: Plan) -> str:
         rate = ("samples/s", f"{rates.samples_per_second:,.3g}", "")
     else:
         rate = ("tokens/s per GPU", f"{rates.tokens_per_second_per_gpu:,.0f}", "")
-    have, needed = limit_bytes(plan), memory.device_needed_bytes or memory.device_used_upper_bytes
+    have, most = limit_bytes(plan), memory.device_used_upper_bytes
     tiles = [
         ("one step", format_seconds(plan.time.step_seconds), f"nine of ten: {interval}" if interval else ""),
         rate,
         (
             "memory per GPU",
             format_bytes(memory.device_used_bytes),
-            f"of {format_bytes(have)}; needs {format_bytes(needed)}",
+            f"of {format_bytes(have)}; nineteen of twenty below {format_bytes(most)}",
         ),
     ]
     if rates.mfu is not None:

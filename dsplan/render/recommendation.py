@@ -124,7 +124,7 @@ def scaling_blocks(found: Sequence[Rate]) -> list[Block]:
         return [Text(text=f"nothing to plot: no plan fits {where}", style="warning")]
     growing = len({rate.plan.configuration.global_batch_size for rate in found}) > 1
     batch = "the global batch grows with the GPUs (--global-batch holds it)" if growing else "the same global batch"
-    note = f"the fastest plan on each number of GPUs; {batch}; of linear: against {_gpus(found[0])} times as many"
+    note = f"the first plan on each number of GPUs; {batch}; of linear: against {_gpus(found[0])} times as many"
     return [scaling_table(found, "throughput over GPUs", bar=_SCALING_BAR), Text(text=note, style="faint")]
 
 

@@ -64,7 +64,11 @@ class Frame:
 
     @property
     def step(self) -> int:
-        return max((point.step for point in self.run.points), default=0)
+        """The last that was done; a new attempt begins at its checkpoint."""
+        done = 0
+        for point in self.run.points:
+            done = point.step
+        return done
 
     @property
     def step_seconds(self) -> float | None:

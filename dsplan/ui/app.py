@@ -377,6 +377,8 @@ def _found(answers: Answers, query: str, kind: str) -> Answer:
     found = answers.ask(Task(kind=kind, query=asked.address(), plan=address_plan(query)))
     if "error" in found:
         raise DsplanError(found["error"])
+    if kind == "plan" and found["files"] and found["rank"] != address_plan(query):
+        raise DsplanError(f"there is no plan {address_plan(query)}; the last is {found['rank']}")
     return found
 
 

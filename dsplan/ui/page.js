@@ -25,6 +25,14 @@ window.dsplanCopy = async () => {
   setTimeout(() => (button.textContent = before), 2000)
 }
 
+// Gradio names every button of a choice apart, and arrow keys go through those of one name.
+new MutationObserver(() => {
+  for (const button of document.querySelectorAll("fieldset input[type=radio], .wrap input[type=radio]")) {
+    const choice = button.closest("[id]:not(input)")
+    if (choice && button.name !== choice.id) button.name = choice.id
+  }
+}).observe(document, { childList: true, subtree: true })
+
 // A picture of a view that was hidden while the window changed still has its old width: plotly looks when it is told.
 addEventListener("click", ({ target }) => {
   if (target instanceof Element && target.closest("[role=tab]")) {

@@ -244,8 +244,8 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
     sections = described(job)
     rates = throughput(job, expected)
     slow = f"a last resort: {rates.mfu or 0:.1%} of the dense peak, the rest of a step waits for offloaded states"
-    notes = (blocked, priced.judgement.reason, seen, *priced.notes, *_remarks(priced))
-    notes = (slow, *notes) if _is_slow(configuration, rates.mfu) else notes
+    slow = slow if _is_slow(configuration, rates.mfu) else ""
+    notes = (blocked, priced.judgement.reason, slow, seen, *priced.notes, *_remarks(priced))
     return Plan(
         model=sections["model"],
         cluster=sections["cluster"],

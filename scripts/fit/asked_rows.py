@@ -445,6 +445,8 @@ def degrees(row: Row, notes: Row, assumed: list[str]) -> Flags:
         flags |= {"pp_schedule": "interleaved", "virtual_stages": 2}
         assumed.append("2 stages per rank")
     flags["strategy"] = strategy_of(row, notes, ranks * cp, assumed)
+    if row["source_id"].startswith("easycontext"):
+        flags["backend"] = "deepspeed"  # accelerate's, with tokens split in the model's own code
     return flags
 
 

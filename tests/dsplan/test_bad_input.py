@@ -71,7 +71,7 @@ ESTIMATE = "estimate --model opt-125m --gpus 2 --gpu A100-SXM4-80GB"
         (f"{ESTIMATE} --strategy ddp --offload optimizer", ("ddp", "offload")),
         (f"{ESTIMATE} --strategy single", ("single", "2")),
         (f"{ESTIMATE} --strategy hsdp", ("hsdp", "fsdp")),
-        (f"{ESTIMATE} --strategy zero3 --pp 2", ("zero3", "pp 2", "use zero1")),
+        (f"{ESTIMATE} --strategy zero3 --backend deepspeed --pp 2", ("zero3", "pp 2", "use zero1")),
         (f"{ESTIMATE} --tp 3", ("--tp 3", "2 GPUs")),
         (f"{ESTIMATE} --micro-batch 3 --global-batch 32", ("32", "30 or 36")),
         (f"{ESTIMATE} --micro-batch 3 --grad-accum 2 --global-batch 32", ("32", "leave one out")),

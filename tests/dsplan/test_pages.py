@@ -350,6 +350,8 @@ def test_the_files_are_those_of_the_command_line(server: Server, tmp_path: Path)
     assert found == {"plan.yaml": (tmp_path / "plan-2.yaml").read_text(), **written}
     name = next(name for name in found if name.startswith("torchrun/"))
     assert fetched(f"{server.url}files?{SMALL}&plan=2&file={name}") == (200, found[name].encode())
+    status, text = fetched(f"{server.url}files?{SMALL}&plan=77")
+    assert (status, b"there is no plan 77" in text) == (400, True)
 
 
 def test_a_report_is_to_be_had_with_every_curve(server: Server) -> None:

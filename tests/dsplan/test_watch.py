@@ -83,6 +83,18 @@ def test_memory_is_the_highest_of_the_attempt_wherever_it_was_measured(cli: Cli,
     assert [rank["peak_bytes"] for rank in cli(f"watch {run} --json").json["ranks"]] == [1 << 20, 3 << 20]
 
 
+def test_a_new_attempt_is_where_it_is_and_not_where_the_last_one_was(cli: Cli, run: Path) -> None:
+    with (run / "run.jsonl").open("w") as file:
+        for attempt in (0, 1):
+            row = {"event": "attempt", "attempt": attempt, "time": time.time() - 100 + 60 * attempt, "ranks": 2}
+            file.write(json.dumps(row) + "\n")
+    for rank in range(2):
+        with (run / f"metrics-rank{rank}.jsonl").open("a") as file:
+            file.write(json.dumps({"event": "attempt", "attempt": 1}) + "\n")
+            file.write(json.dumps({"event": "step", "step": 0, "global_step": 2, "seconds": 0.5}) + "\n")
+    assert cli(f"watch {run} --steps 100 --json").json["step"] == 2
+
+
 @pytest.fixture
 def wide_run(run: Path) -> Path:
     """A running one of 64 ranks, one of which is silent, with an alert before many checkpoints."""

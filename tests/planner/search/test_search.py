@@ -247,6 +247,11 @@ def test_plans_that_mostly_wait_are_last_resorts() -> None:
     slow = [plan for plan in answer.plans if (plan.throughput.mfu or 0) < 0.02]
     assert slow
     assert all("a last resort" in plan.notes[0] for plan in slow)
+    llama = make_request(find_model("llama3-70b"), resolve_cluster(HardwareRequest(gpu="H100", gpus=1)), WorkOptions())
+    closest = recommend(llama).closest
+    assert closest is not None
+    assert "host memory" in closest.notes[0]
+    assert "a last resort" in closest.notes[1]
     order = [(plan.throughput.mfu or 0) < 0.02 for plan in answer.plans]
     assert order == sorted(order)
 
