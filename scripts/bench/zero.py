@@ -25,10 +25,12 @@ from typing import Any
 import psutil
 
 from hardware_db.measured_rows import SHIPPED
+from hardware_db.probe import probe
 from hardware_db.spawn import RankPool
 from hardware_db.units import GIB
 from planner.search.estimate import estimate
 from planner.types.plan_io import plan_to_dict
+from scripts.measure.machines import columns_of
 from scripts.measure.memory_grid import Case
 from scripts.measure.memory_rows import question
 from scripts.measure.zero_rows import ENGINES, LENGTH, SIZES, Engine, Row, Setting, write
@@ -51,11 +53,12 @@ def main() -> None:
         for model, precision, steps in chosen
     ]
     engines = [engine for engine in ENGINES if not arguments.only or "-".join(engine) in arguments.only]
+    here = columns_of(probe())
     with Pools(arguments.ranks) as pools:
         for rows in (_bytes if arguments.bytes else _times)(pools, settings, engines, arguments):
             print(*(row.line for row in rows), sep="\n", flush=True)
             if not arguments.dry:
-                write(arguments.out, rows)
+                write(arguments.out, [replace(row, **here) for row in rows])
 
 
 def _arguments() -> argparse.Namespace:
