@@ -13,7 +13,6 @@ is slow for a while is slow to all of them; a ratio is one of medians over all t
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ import psutil
 
 from hardware_db.measured_rows import SHIPPED
 from hardware_db.probe import probe
+from hardware_db.probe.cgroup import usable_cores
 from hardware_db.spawn import RankPool
 from hardware_db.units import GIB
 from planner.search.estimate import estimate
@@ -123,7 +123,7 @@ def _times(
     """The rows of a setting after each of its turns; the first turn is taken whatever time there is."""
     timed: dict[tuple[Setting, Engine], list[TimedStep]] = {}
     longest: dict[Setting, float] = {}
-    threads = max(1, (os.cpu_count() or 1) // arguments.ranks)
+    threads = max(1, usable_cores() // arguments.ranks)
     ends = time.perf_counter() + 60 * arguments.minutes
     for turn in count():
         fitting = [
