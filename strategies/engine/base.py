@@ -28,8 +28,7 @@ from strategies.modules.precision import LossScale
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import CALL_TRAIN_BATCH
 from strategies.parallel.split import parts_of
-from strategies.parallel.tensor import whole_layers
-from strategies.parallel.whole import whole_tensors
+from strategies.parallel.whole import whole_layers, whole_tensors
 from strategies.protocols import Observer, Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE, beat
 from strategies.telemetry.timers import Section

@@ -25,8 +25,7 @@ from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_par
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.pipeline import sum_shared
 from strategies.parallel.split import ModelParts, parts_of
-from strategies.parallel.tensor import sum_copies
-from strategies.parallel.whole import share_of_square
+from strategies.parallel.whole import share_of_square, sum_copies
 from strategies.protocols import Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE
 

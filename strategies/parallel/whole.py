@@ -6,20 +6,24 @@ looked at here. Every rank calls each of these together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from strategies.parallel.mesh import Group, Mesh
-from strategies.parallel.split import ModelParts, Split
+from strategies.parallel.ranks import TensorRanks, all_reduce, gather_from_ranks
+from strategies.parallel.split import ModelParts, Split, parts_of
 
 Value = TypeVar("Value")
 
 
 def gathered(value: Value, mesh: Mesh, groups: tuple[Group, ...] = ("ep", "pp")) -> list[Value]:
-    """The values of all ranks that differ from this one in their places in `groups` alone, stages in order.
+    """Return the values of all ranks that differ from this one in their places in `groups` alone, stages in order.
 
     Without tp: its ranks have parts of the same names.
     """
@@ -33,7 +37,7 @@ def gathered(value: Value, mesh: Mesh, groups: tuple[Group, ...] = ("ep", "pp"))
 
 
 def share_of_square(name: str, parts: ModelParts, mesh: Mesh, shards: int = 1) -> float:
-    """What a rank's square of a gradient counts for in a sum over all ranks, of which several may have the same.
+    """Return what a rank's square of a gradient counts for in a sum over all ranks: several may have the same.
 
     Args:
         shards: how many ranks share the states of one part of it.
@@ -45,26 +49,26 @@ def share_of_square(name: str, parts: ModelParts, mesh: Mesh, shards: int = 1) -
 
 
 def whole_tensors(tensors: Mapping[str, torch.Tensor], parts: ModelParts, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """The whole model's tensors on every rank, in host memory, from those that this rank has whole or a part of.
+    """Return the whole model's tensors on every rank, in host memory, from what each has whole or a part of.
 
     What has the shape of the whole is taken as it is, though `parts` may have it split.
     """
-    found: dict[str, torch.Tensor] = {}
+    wholes: dict[str, torch.Tensor] = {}
     tied = {id(tensors[name]): split for name, split in parts.splits.items() if name in tensors}
     for name, tensor in tensors.items():
         split = tied.get(id(tensor))
         # Where layers are open (`ModelParts.opened`) they are whole already.
         is_whole = split is None or tuple(tensor.shape) == tuple(split.shape)
-        whole = tensor.detach() if split is None or is_whole else _whole(tensor.detach(), split, mesh)
-        found[name] = whole.to("cpu", copy=True)
+        whole = tensor.detach() if split is None or is_whole else _join_parts(tensor.detach(), split, mesh)
+        wholes[name] = whole.to("cpu", copy=True)
     for group in ("ep", "pp"):
         if mesh.size(group) > 1:
-            found = _exchanged(found, mesh, group)
-    return found
+            wholes = _exchange(wholes, mesh, group)
+    return wholes
 
 
-def _whole(part: torch.Tensor, split: Split, mesh: Mesh) -> torch.Tensor:
-    """A whole tensor from the parts of the ranks that split it."""
+def _join_parts(part: torch.Tensor, split: Split, mesh: Mesh) -> torch.Tensor:
+    """Build a whole tensor from the parts of the ranks that split it."""
     group = mesh.group(split.over)
     everyones = gathered(split.pieces, mesh, (split.over,))
     whole = part.new_empty(split.shape)
@@ -81,17 +85,72 @@ def _whole(part: torch.Tensor, split: Split, mesh: Mesh) -> torch.Tensor:
     return whole
 
 
-def _exchanged(own: dict[str, torch.Tensor], mesh: Mesh, name: Group) -> dict[str, torch.Tensor]:
-    """What the ranks of a group have, each tensor from the first that has it."""
+def _exchange(own: dict[str, torch.Tensor], mesh: Mesh, name: Group) -> dict[str, torch.Tensor]:
+    """Return what the ranks of a group have, each tensor from the first that has it."""
     group, device = mesh.group(name), mesh.environment.device
     everyones = gathered([(key, value.dtype, value.shape) for key, value in own.items()], mesh, (name,))
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for rank, theirs in enumerate(everyones):
         for key, dtype, shape in theirs:
-            if key in found:
+            if key in tensors:
                 continue
             is_own = rank == mesh.rank(name)
             value = own[key].to(device) if is_own else torch.empty(shape, dtype=dtype, device=device)
             dist.broadcast(value, dist.get_global_rank(group, rank), group=group)
-            found[key] = own[key] if is_own else value.cpu()
-    return found
+            tensors[key] = own[key] if is_own else value.cpu()
+    return tensors
+
+
+# Layers that tp ranks split.
+
+
+def sum_over_copies(part: torch.Tensor, split: Split, ranks: TensorRanks) -> torch.Tensor:
+    """Return the sum of the gradients of the ranks that have the same pieces of a parameter."""
+    if split.copies == 1:
+        return part
+    parts = gather_from_ranks(part.detach().unsqueeze(0), ranks, 0)
+    first = ranks.rank // split.copies * split.copies
+    return parts[first : first + split.copies].sum(0)
+
+
+def sum_copies(model: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
+    """Add up the gradients of the parameters of which several tp ranks have the same part."""
+    ranks = TensorRanks(mesh.group("tp"))
+    for name, parameter in model.named_parameters():
+        split = parts.splits.get(name)
+        if split is None or split.over != "tp" or split.copies == 1 or parameter.grad is None:
+            continue
+        gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        gradient.copy_(sum_over_copies(gradient.to(mesh.environment.device), split, ranks))
+
+
+@contextmanager
+def whole_layers(model: nn.Module, mesh: Mesh, *, keeps_changes: bool) -> Iterator[None]:
+    """Make parameters that tp ranks have parts of whole inside; `keeps_changes` takes over what the first wrote."""
+    parts = parts_of(model)
+    splits = {name: split for name, split in parts.splits.items() if split.over == "tp"}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    sharded = {named[name]: (named[name].data, split) for name, split in splits.items() if name in named}
+    ranks = TensorRanks(mesh.group("tp"))
+    for parameter, (part, split) in sharded.items():
+        parameter.data = _assemble(part, split, ranks)
+    with ExitStack() as opened:
+        for make in parts.opened:
+            opened.enter_context(make())
+        yield
+    for parameter in dict.fromkeys(model.parameters()) if keeps_changes else ():
+        dist.broadcast(parameter.data, dist.get_global_rank(mesh.group("tp"), 0), group=mesh.group("tp"))
+    for parameter, (part, split) in sharded.items():
+        if keeps_changes:
+            part.copy_(split.take(parameter.data))
+        parameter.data = part
+
+
+def _assemble(part: torch.Tensor, split: Split, ranks: TensorRanks) -> torch.Tensor:
+    whole = part.new_zeros(split.shape)
+    if ranks.rank % split.copies == 0:
+        start = 0
+        for first, end in split.pieces:
+            whole.narrow(split.dim, first, end - first).copy_(part.narrow(split.dim, start, end - first))
+            start += end - first
+    return all_reduce(whole, ranks)

@@ -38,8 +38,7 @@ from strategies.parallel.mesh import Mesh
 from strategies.parallel.pipeline import sum_shared
 from strategies.parallel.ranks import TensorRanks
 from strategies.parallel.split import ModelParts, parts_of
-from strategies.parallel.tensor import sum_over_copies
-from strategies.parallel.whole import share_of_square
+from strategies.parallel.whole import share_of_square, sum_over_copies
 from strategies.protocols import TrainingParts
 
 # Parameters that are unfrozen, or added to the optimizer, after the engine was made.

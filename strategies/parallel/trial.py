@@ -1,0 +1,178 @@
+"""The numeric trial: a block of a model, split, has to compute what it computes whole.
+
+Outputs, gradients of its input and of every parameter are compared, on a copy and in fp32.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
+
+from strategies.parallel.capture import arguments_of
+from strategies.parallel.ranks import TensorRanks, all_reduce
+from strategies.parallel.styles import Applied, RegionEnd, RegionStart
+from strategies.parallel.units import Choice
+from strategies.parallel.whole import sum_over_copies
+
+_log = logging.getLogger(__name__)
+_TOLERANCE = 1e-3
+"""Of a block computed in fp32, against the largest element: sums in another order differ by 2^-24 each."""
+
+
+class Trial:
+    """A block of a model run whole and split, on a copy and in fp32, with the arguments of the model's call."""
+
+    problem = ""
+    """What was raised by a run that failed, in parentheses."""
+
+    def __init__(
+        self, inner: nn.Module, block: nn.Module, ranks: TensorRanks, device: torch.device, *, sequence: bool
+    ) -> None:
+        self._ranks, self._device, self._sequence = ranks, device, sequence
+        self._is_fake = is_fake(block)
+        positions = getattr(getattr(inner, "config", None), "max_position_embeddings", None) or 4 * ranks.size
+        self._arguments = arguments_of(inner, block, ranks.size * max(1, min(4, positions // ranks.size)))
+        self._references: dict[nn.Module, tuple[nn.Module, _Outcome] | None] = {}
+
+    def runs(self, block: nn.Module) -> bool:
+        """Return whether the block can be run by itself."""
+        return self._reference(block) is not None
+
+    def agrees(
+        self, block: nn.Module, choices: Sequence[Choice], split: Callable[[nn.Module, Sequence[Choice]], Applied]
+    ) -> frozenset[str] | None:
+        """Split a copy of a block, and return which unsplit parameters have a part of their gradient on each rank.
+
+        None where the copy does not compute what the whole block computes, on some rank.
+
+        Raises:
+            NotSplit: it cannot be split so.
+        """
+        reference = self._reference(block)
+        if reference is None:
+            return frozenset(split(copy.deepcopy(block), choices).summed)
+        module, whole = reference
+        copied = copy.deepcopy(module)
+        applied = split(copied, choices)
+        if self._sequence:
+            copied.register_forward_pre_hook(RegionStart(self._ranks), prepend=True, with_kwargs=True)
+            copied.register_forward_hook(RegionEnd(self._ranks))
+        self.problem = ""
+        try:
+            outcome = self._run(copied)
+        except Exception as problem:  # whatever a forward raises with shapes that it does not expect, on every rank
+            outcome, self.problem = None, f" ({type(problem).__name__}: {str(problem).partition(chr(10))[0]})"
+        if outcome is None or self._is_fake:
+            return None if outcome is None else frozenset(applied.summed)
+        return self._compare(outcome, whole, applied)
+
+    def _compare(self, outcome: _Outcome, whole: _Outcome, applied: Applied) -> frozenset[str] | None:
+        ranks, floor = self._ranks, 1e-3 * max(float(g.abs().max()) for g in whole.gradients.values())
+        is_right = [_is_close(outcome.output, whole.output, 0.0), _is_close(outcome.input, whole.input, 0.0)]
+        names, own, total = [], [], []
+        for name, gradient in outcome.gradients.items():
+            expected = whole.gradients[name]
+            if split := applied.splits.get(name):
+                complete = sum_over_copies(gradient, split, ranks)
+                is_right.append(_is_close(complete, split.take(expected), floor))
+                continue
+            names.append(name)
+            own.append(_is_close(gradient, expected, floor))
+            total.append(_is_close(all_reduce(gradient.clone(), ranks), expected, floor))
+        flags = torch.tensor([*is_right, *own, *total], dtype=torch.int32, device=self._device)
+        seen = all_reduce(flags, ranks, "min").tolist()
+        count = len(is_right)
+        summed = set()
+        for name, whole_there, parts_there in zip(
+            names, seen[count : count + len(names)], seen[count + len(names) :], strict=True
+        ):
+            if not whole_there and not parts_there:
+                return None
+            if parts_there and (name in applied.summed or not whole_there):
+                summed.add(name)
+        return frozenset(summed) if all(seen[:count]) else None
+
+    def _reference(self, block: nn.Module) -> tuple[nn.Module, _Outcome] | None:
+        """Return a copy of the whole block and what it computes; None: it does not run by itself."""
+        if block not in self._references:
+            self._references.clear()  # one block's copy at a time
+            self._references[block] = self._run_whole(block)
+        return self._references[block]
+
+    def _run_whole(self, block: nn.Module) -> tuple[nn.Module, _Outcome] | None:
+        if self._arguments is None:
+            return None
+        reference = copy.deepcopy(block).eval()
+        if not self._is_fake:
+            reference.to(self._device).float()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                if parameter.is_floating_point():
+                    parameter.requires_grad_()
+                    if not self._is_fake and not parameter.any():  # zeros hide what they are multiplied with
+                        parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+        try:
+            return reference, self._run(reference)
+        except Exception:  # a block that wants other arguments may raise anything
+            _log.debug("%s does not run by itself", type(block).__name__, exc_info=True)
+            return None
+
+    def _run(self, block: nn.Module) -> _Outcome:
+        assert self._arguments is not None
+        positional, named = self._arguments
+        with torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
+            dtype = next(parameter.dtype for parameter in block.parameters() if parameter.is_floating_point())
+            states, *rest = tree_map(lambda leaf: _move(leaf, self._device, dtype), positional)
+            named = tree_map(lambda leaf: _move(leaf, self._device, dtype), named)
+            states = states.clone().requires_grad_()
+            output = block(states, *rest, **named)
+            output = output if isinstance(output, torch.Tensor) else output[0]
+            generator = torch.Generator().manual_seed(1)
+            weights = torch.randn(output.shape, generator=generator).to(output)
+            names = [name for name, parameter in block.named_parameters() if parameter.requires_grad]
+            wanted = [dict(block.named_parameters())[name] for name in names]
+            of_input, *of_weights = torch.autograd.grad((output * weights).sum(), [states, *wanted], allow_unused=True)
+        gradients = {
+            name: torch.zeros_like(parameter) if gradient is None else gradient
+            for name, parameter, gradient in zip(names, wanted, of_weights, strict=True)
+        }
+        of_input = torch.zeros_like(states) if of_input is None else of_input
+        return _Outcome(output=output.detach(), input=of_input, gradients=gradients)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    """What a block computed."""
+
+    output: torch.Tensor
+    input: torch.Tensor
+    """The gradient of the activations that it was given."""
+    gradients: dict[str, torch.Tensor]
+
+
+def _is_close(actual: torch.Tensor, expected: torch.Tensor, floor: float) -> bool:
+    if actual.shape != expected.shape:
+        return False
+    scale = max(float(expected.abs().max()), floor) if expected.numel() else 0.0
+    return not expected.numel() or float((actual - expected).abs().max()) <= _TOLERANCE * scale
+
+
+def is_fake(module: nn.Module) -> bool:
+    """Return whether a module has shapes and no values, so that a split can be tried and not compared."""
+    return any(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in module.parameters())
+
+
+def _move(leaf: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    leaf = leaf.detach() if isinstance(leaf, FakeTensor) else leaf.detach().to(device)
+    return leaf.to(dtype) if leaf.is_floating_point() else leaf
