@@ -8,8 +8,7 @@ from torch import nn
 
 
 class Elsewhere(nn.Module):
-    """Takes the place of a block that another pipeline stage has: what the model reads of a block besides running it
-    (its kind of attention, its number) is still there, its weights are not."""
+    """A stand-in for a block that another pipeline stage has: it keeps its plain attributes and no weights."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -17,29 +16,30 @@ class Elsewhere(nn.Module):
         vars(self).update({name: value for name, value in plain.items() if name not in ("training", "forward")})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise, as a pipeline gives each stand-in a forward pass of its own."""
         raise NotImplementedError  # a pipeline gives each its own
 
 
 def block_stacks(model: nn.Module) -> list[nn.Module]:
-    """The outermost stacks of like modules (`repeated_blocks`), in the order of the model."""
+    """Return the outermost stacks of like modules (`repeated_blocks`), in the order of the model."""
     if _is_stack(model):
         return [model]
     return [stack for child in model.children() for stack in block_stacks(child)]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of every outermost stack of like modules, in the order of the model.
+    """Return the members of every outermost stack of like modules, in the order of the model.
 
     A stack is a `ModuleList`, a `Sequential` or a `ModuleDict` whose keys are numbers (torchtitan's models); its
-    members are all of one class, have parameters, and are made of other modules (`nn.Sequential(Linear, Linear)` is
-    one block's inside, not a stack of blocks). Encoder and decoder are two stacks; stacks inside a stack's members (the
+    members are all of one class, have parameters, and are made of other modules (`nn.Sequential(Linear, Linear)` is one
+    block's inside, not a stack of blocks). Encoder and decoder are two stacks; stacks inside a stack's members (the
     experts of a layer) belong to the member. Blocks that another pipeline stage has are left out.
     """
     return [block for stack in block_stacks(model) for block in members(stack)]
 
 
 def members(stack: nn.Module) -> list[nn.Module]:
-    """The members of a stack that are here."""
+    """Return the members of a stack that are here."""
     return [member for member in stack.children() if not isinstance(member, Elsewhere)]
 
 
@@ -62,7 +62,6 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def quantised_weights(model: nn.Module) -> list[str]:
-    """The names of the weights that bitsandbytes stores in 4 bits; FSDP2 puts tensors of its own in their place, so the
-    layers are asked."""
+    """Name the weights that bitsandbytes stores in 4 bits; their layers are asked, as FSDP2 replaces the tensors."""
     linears = (name for name, module in model.named_modules() if type(module).__name__ == "Linear4bit")
     return [f"{name}.weight" for name in linears]

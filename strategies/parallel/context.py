@@ -83,10 +83,7 @@ def split_sequences(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: 
 
 
 def _require_attention_alone(model: Any, blocks: Sequence[nn.Module], ranks: int) -> None:
-    """
-    Raises:
-        CannotRun: blocks are no decoder's of attention alone, or the model's loss is not that of the next token.
-    """
+    """Check that attention alone mixes the tokens of a model."""
     kind = type(model).__name__
     if not blocks:
         raise CannotRun(f"cp {ranks} splits what blocks compute, and {kind} has none; use cp 1")
@@ -103,8 +100,9 @@ def _require_attention_alone(model: Any, blocks: Sequence[nn.Module], ranks: int
 
 
 def _require_no_positions(blocks: Sequence[nn.Module], ranks: TensorRanks, mesh: Mesh, options: SplitOptions) -> None:
-    """Blocks that make positions of their own would count each rank's tokens from 0: a copy of the first with random
-    weights must make the same of parts of a sequence as of the whole.
+    """Check on a copy of the first block that it makes of parts of a sequence what it makes of all.
+
+    Blocks that make positions of their own would count each rank's tokens from 0.
 
     Raises:
         CannotRun: it does not.
@@ -148,7 +146,7 @@ def _first(output: Any) -> torch.Tensor:
 
 
 def own_chunks(whole: torch.Tensor, ranks: TensorRanks, dim: int = SEQUENCE) -> torch.Tensor:
-    """This rank's two chunks of a tensor along its sequence; gradients are all-gathered.
+    """Return the rank's two chunks of a tensor along its sequence; gradients are all-gathered.
 
     Raises:
         CannotRun: the sequence does not divide into two chunks per rank.
@@ -160,7 +158,7 @@ def own_chunks(whole: torch.Tensor, ranks: TensorRanks, dim: int = SEQUENCE) -> 
 
 
 def all_chunks(own: torch.Tensor, ranks: TensorRanks, dim: int = SEQUENCE, *, sums: bool = False) -> torch.Tensor:
-    """The whole sequence, in its order, of the ranks' chunks; `sums`: gradients are reduce-scattered."""
+    """Return the whole sequence, in its order, of the ranks' chunks; `sums`: gradients are reduce-scattered."""
     gathered = gather_from_ranks(own.contiguous(), ranks, dim, sums=sums).chunk(2 * ranks.size, dim=dim)
     order = [place for rank in range(ranks.size) for place in _places(rank, ranks.size)]
     return torch.cat([gathered[order.index(place)] for place in range(2 * ranks.size)], dim=dim)
@@ -222,8 +220,10 @@ def _attention(
 def _gathered_again(
     ranks: TensorRanks, own: Sequence[torch.Tensor], whole: Sequence[torch.Tensor]
 ) -> AbstractContextManager[object]:
-    """Have backward all-gather keys and values once more instead of keeping those of all ranks from forward, as torch's
-    `context_parallel` does. Where somebody else keeps what is saved (activation checkpointing) it is left to them."""
+    """Have backward all-gather keys and values once more instead of keeping those of all ranks from forward.
+
+    So does torch's `context_parallel`. Where activation checkpointing keeps what is saved, it is left to it.
+    """
     autograd: Any = torch._C._autograd
     if not torch.is_grad_enabled() or autograd._top_saved_tensors_default_hooks(False) is not None:
         return nullcontext()
@@ -237,8 +237,7 @@ def _gathered_again(
 
 
 class _Again:
-    """Keys or values of all ranks, which backward gathers at the first view that it asks for and frees after the last
-    one that forward saved."""
+    """Keys or values of all ranks, gathered at the first view that backward asks for and freed after the last."""
 
     def __init__(self, ranks: TensorRanks, own: torch.Tensor) -> None:
         self._ranks, self._own = ranks, own.detach()
@@ -246,7 +245,7 @@ class _Again:
         self._whole: torch.Tensor | None = None
 
     def view_of(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """What gives the same view of the tensor that will be gathered."""
+        """Return what gives the same view of the tensor that will be gathered."""
         self._saved += 1
         return partial(self._view, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
@@ -261,8 +260,7 @@ class _Again:
 
 
 def earlier_tokens(queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """Which keys come before each of the last `queries` tokens; on a GPU in the form that flash attention needs no mask
-    for."""
+    """Say which keys come before each of the last `queries` tokens; on a GPU so that flash attention needs no mask."""
     if device.type == "cuda":
         with _disable_current_modes():  # selective checkpointing's cannot make a subclass of tensors
             return causal_lower_right(queries, keys)
@@ -280,10 +278,7 @@ def _is_causal(mask: torch.Tensor) -> bool:
 
 
 def _with_all_keys(forward: Any, block: str, ranks: TensorRanks, *args: Any, **kwargs: Any) -> Any:
-    """
-    Raises:
-        CannotRun: the block's attention is not torch's: it would be over this rank's tokens alone.
-    """
+    """Let a block attend to all tokens, whose keys and values are all-gathered."""
     if ranks.is_whole:
         return forward(*args, **kwargs)
     with _AllKeys(ranks) as attention:
@@ -308,8 +303,10 @@ class _Attending(nn.Module):
 
 
 def _attend_to_all(block: Any, ranks: TensorRanks) -> None:
-    """Have a block's attention see all tokens, in its forward pass and where that is run again: transformers recomputes
-    the forward pass of a block's class, and `Recomputation` what it was given."""
+    """Have a block's attention see all tokens, in its forward pass and where that is run again.
+
+    Transformers recomputes the forward pass of a block's class, and `Recomputation` what it was given.
+    """
     forward, kind = vars(block).get("forward"), type(block).__name__
     if forward is None:
         block.__class__, block.cp_ranks, block.cp_block = derived(_Attending, type(block)), ranks, kind
@@ -323,7 +320,7 @@ def _attend_to_all(block: Any, ranks: TensorRanks) -> None:
 
 
 def _named(model: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments by name."""
+    """Return a call's arguments by name."""
     given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
     for name, parameter in inspect.signature(model.forward).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -332,8 +329,7 @@ def _named(model: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own_inputs(ranks: TensorRanks, is_required: bool, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Inputs of this rank's tokens, with their positions, and labels that are shifted before they are cut;
-    `is_required`: what they must be was asked before."""
+    """Cut inputs to this rank's tokens, with positions and shifted labels; `is_required`: they were checked before."""
     if ranks.is_whole:
         return args, kwargs
     given = _named(model, args, kwargs)
@@ -372,11 +368,7 @@ def _tokens_of(given: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _require_plain(model: Any, given: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        CannotRun: samples are padded or packed, attention ends at a window that is shorter than they are, or the model
-            is given something for each token that is not known here.
-    """
+    """Check that each token of the samples attends to all before it."""
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all())):
         raise CannotRun(
@@ -409,8 +401,11 @@ def _is_of_tokens(value: Any, length: int) -> bool:
 
 
 def _whole_loss(ranks: TensorRanks, model: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
-    """The loss over the whole sequences. Logits are whole where the script makes its own loss of them and in
-    evaluation; a training step that has its loss leaves them out."""
+    """Return the loss over the whole sequences.
+
+    Logits are whole where the script makes its own loss of them and in evaluation; a training step that has its loss
+    leaves them out.
+    """
     if ranks.is_whole or isinstance(output, torch.Tensor):  # hidden states, which the next stage receives
         return output
     if isinstance(output, tuple):
@@ -434,8 +429,11 @@ def _whole_loss(ranks: TensorRanks, model: Any, args: Any, kwargs: Mapping[str, 
 
 
 class _Whole(Function):
-    """The sum of the ranks' losses by their shares; each rank's own gets as many times its share of the gradient as
-    there are ranks, over which gradients of weights are averaged."""
+    """The sum of the ranks' losses by their shares.
+
+    Each rank's own gets as many times its share of the gradient as there are ranks, over which gradients of weights are
+    averaged.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, share: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
@@ -466,7 +464,7 @@ class _Scaled(Function):
 
 
 def scaled_gradient(values: torch.Tensor, factor: float) -> torch.Tensor:
-    """The same values; their gradient is multiplied by a factor."""
+    """Return the same values; their gradient is multiplied by a factor."""
     scaled: torch.Tensor = _Scaled.apply(values, factor)  # type: ignore[no-untyped-call]
     return scaled
 
@@ -483,10 +481,7 @@ def _own_tokens(ranks: TensorRanks, block: nn.Module, args: Any, kwargs: dict[st
 
 
 def _of_own_tokens(ranks: TensorRanks, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """
-    Raises:
-        CannotRun: the block takes something else of every token of the samples.
-    """
+    """Cut what a block is given beside hidden states to this rank's tokens."""
     if ranks.is_whole:
         return args, kwargs
     length = args[0].shape[SEQUENCE] * ranks.size

@@ -84,7 +84,7 @@ def _with_tokens_of_all(
     chosen: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """What the chosen experts make of tokens, [tokens, width], weighted and summed."""
+    """Return what the chosen experts make of tokens, [tokens, width], weighted and summed."""
     if ranks.is_whole:
         whole: torch.Tensor = forward(hidden, chosen, weights)
         return whole
@@ -106,8 +106,7 @@ def _with_tokens_of_all(
 
 
 def _counted(numbers: torch.Tensor, experts: int, ranks: TensorRanks) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many tokens this rank sends to each expert of each rank, and each sends to those of this one: [ranks,
-    experts]."""
+    """Count the tokens that this rank sends to each expert, and gets from each rank for each: [ranks, experts]."""
     if isinstance(ranks.group, ImaginedGroup):
         return numbers.new_empty((ranks.size, experts)), numbers.new_empty((ranks.size, experts))
     counts = torch.bincount(numbers, minlength=experts * ranks.size).view(ranks.size, -1)
@@ -117,8 +116,7 @@ def _counted(numbers: torch.Tensor, experts: int, ranks: TensorRanks) -> tuple[t
 
 
 def _made(forward: Any, tokens: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Each token through the one expert that it was sent to. Without a token there is still a graph: what gathers the
-    experts' weights must do so on every rank."""
+    """Run each token through its expert; with no token too, since all ranks gather the experts' weights."""
     if tokens.shape[0]:
         made: torch.Tensor = forward(tokens, own, torch.ones_like(own, dtype=tokens.dtype))
         return made
@@ -130,7 +128,7 @@ def _made(forward: Any, tokens: torch.Tensor, own: torch.Tensor) -> torch.Tensor
 
 
 def exchanged(rows: torch.Tensor, ranks: TensorRanks, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-    """The rows that the ranks send here, by rank: an all-to-all of `sent` rows to each and `received` from each."""
+    """Exchange rows, an all-to-all: `sent` of them go to each rank, `received` come from each, by rank."""
     found: torch.Tensor = _Exchange.apply(rows, ranks, list(sent), list(received))  # type: ignore[no-untyped-call]
     return found
 

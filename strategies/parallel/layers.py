@@ -69,7 +69,7 @@ class Columns(nn.Module):
     """All outputs, where they are all-gathered."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., this rank's] (all of them where they are gathered) from inputs [..., in]."""
+        """Compute outputs [..., this rank's] (all of them where they are gathered) from inputs [..., in]."""
         ranks = self.ranks
         if ranks.is_whole:
             return super().forward(x)  # type: ignore[no-any-return]
@@ -106,7 +106,7 @@ class Rows(nn.Module):
     """Whether the output is this rank's part of the sequence."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., out] from inputs [..., this rank's], or all inputs where the layer splits them."""
+        """Compute outputs [..., out] from inputs [..., this rank's], or all inputs where the layer splits them."""
         if self.ranks.is_whole:
             return super().forward(x)  # type: ignore[no-any-return]
         if self.splits_input:
@@ -137,8 +137,7 @@ class VocabularyRows(nn.Module):
 
 
 class ColumnParallelLinear(Columns, nn.Linear):
-    """`nn.Linear` whose outputs are split over the ranks of a group; it starts from the values that `nn.Linear` has
-    under the same seed.
+    """`nn.Linear` with outputs split over the ranks of a group; a seed gives the values of `nn.Linear`.
 
     Args:
         gather_output: give all outputs, [..., out_features], on every rank; else this rank's, as `RowParallelLinear`
@@ -181,8 +180,9 @@ class ColumnParallelLinear(Columns, nn.Linear):
 
 
 class RowParallelLinear(Rows, nn.Linear):
-    """`nn.Linear` whose inputs are split over the ranks of a group; the bias, which every rank has, is added once. It
-    starts from the values that `nn.Linear` has under the same seed.
+    """`nn.Linear` with inputs split over the ranks of a group; the bias, which every rank has, is added once.
+
+    It starts from the values that `nn.Linear` has under the same seed.
 
     Args:
         split_input: every rank is given all inputs, [..., in_features], and takes its own.
@@ -216,8 +216,9 @@ class RowParallelLinear(Rows, nn.Linear):
 
 
 class VocabParallelEmbedding(VocabularyRows, nn.Embedding):
-    """`nn.Embedding` whose rows are split over the ranks of a group; any vocabulary, the last ranks may have a row
-    less. It starts from the values that `nn.Embedding` has under the same seed.
+    """`nn.Embedding` with rows split over the ranks of a group; the last ranks may have a row less.
+
+    It starts from the values that `nn.Embedding` has under the same seed.
 
     Args:
         group: as of `ColumnParallelLinear`.
@@ -243,7 +244,7 @@ class VocabParallelEmbedding(VocabularyRows, nn.Embedding):
 
 
 def split_pieces(lengths: Sequence[int], ranks: TensorRanks, what: str) -> tuple[tuple[int, int], ...]:
-    """This rank's equal range of each of several blocks that lie one after the other along a dimension.
+    """Return the rank's equal range of each of several blocks that lie one after the other along a dimension.
 
     Raises:
         CannotRun: a block does not divide over the ranks.
@@ -261,8 +262,7 @@ def split_pieces(lengths: Sequence[int], ranks: TensorRanks, what: str) -> tuple
 def split_in_place(
     module: nn.Module, dims: dict[str, int], pieces: tuple[tuple[int, int], ...], *, copies: int = 1
 ) -> dict[str, Split]:
-    """Leave a rank's pieces of parameters, by name in the module and dimension; those that it does not have are passed
-    over."""
+    """Leave a rank's pieces of parameters, by name in the module and dimension; what is not there is skipped."""
     splits = {}
     for name, dim in dims.items():
         parameter = getattr(module, name, None)
@@ -331,7 +331,7 @@ class ParallelAttention(nn.Module):
         self.out = RowParallelLinear(width, width, bias, group=group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Outputs [samples, length, width] from inputs of the same shape, alike on every rank."""
+        """Compute outputs [samples, length, width] from inputs of the same shape, alike on every rank."""
         ranks = 1 if self.qkv.ranks.is_whole else self.qkv.ranks.size
         query, key, value = (
             product.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
@@ -378,7 +378,7 @@ class ParallelMLP(nn.Module):
         self.down = RowParallelLinear(inner, width, bias, group=group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., width] from inputs of the same shape, alike on every rank."""
+        """Compute outputs [..., width] from inputs of the same shape, alike on every rank."""
         units = self.up(x)
         if self.is_gated:
             gate, units = units.chunk(2, dim=-1)
@@ -409,7 +409,7 @@ class LayerSplit(nn.Module):
         self.layers = nn.ModuleDict({str(number): whole[number] for number in range(first, end)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The output of the last layer."""
+        """Return the output of the last layer."""
         if self.ranks.rank > 0 or (self.ranks.size > 1 and x.requires_grad):
             # Gradients go back to the rank before also where the inputs, tokens say, want none.
             anchor = torch.zeros((), device=x.device, requires_grad=torch.is_grad_enabled())
@@ -463,7 +463,7 @@ class _ToNext(Function):
 
 
 def _send(values: torch.Tensor, ranks: TensorRanks, rank: int) -> None:
-    """A tensor with its shape and dtype, which the receiver does not know."""
+    """Send a tensor with its shape and dtype, which the receiver does not know."""
     to = _global(ranks, rank)
     header = [values.dim(), _DTYPES.index(values.dtype), *values.shape]
     sizes = torch.tensor([*header, *[0] * (10 - len(header))], device=values.device)

@@ -24,13 +24,15 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     group: dist.ProcessGroup | TensorRanks | None = None,
 ) -> torch.Tensor:
-    """Cross-entropy, nats, of logits whose vocabulary is split over ranks, without gathering them: three all-reduces of
-    one number per target.
+    """Return the cross-entropy, nats, of logits whose vocabulary is split over ranks.
+
+    They are not gathered: three all-reduces of one number per target suffice.
 
     Args:
         logits: this rank's part, [..., part of the vocabulary], as a column layer over the vocabulary gives it.
         targets: tokens, [...].
         vocabulary: its whole length; None: that of the part times the number of ranks.
+        ignore_index: the target that counts for nothing.
         reduction: `mean` over the targets that are not `ignore_index`, `sum`, or `none`: [...].
         group: the ranks that share the vocabulary, or `ranks` of the layer that made the logits; None: all of the job.
 
@@ -114,7 +116,7 @@ class CausalLoss:
         shift_labels: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """The mean over labels that count, or their sum over `num_items_in_batch`."""
+        """Return the mean over labels that count, or their sum over `num_items_in_batch`."""
         if self._ranks.is_whole or logits.shape[-1] == self._vocabulary:
             given = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels, **others}
             return self._whole(logits, labels, vocab_size, ignore_index=ignore_index, **given)
@@ -133,13 +135,13 @@ class CausalLoss:
 
 
 class WholeLogits:
-    """A hook that gathers a model's logits where somebody reads them: without a loss, and in evaluation; in training,
-    where the loss is all that is made of them, they are left out."""
+    """A hook that gathers logits without a loss and in evaluation; training with a loss leaves them out."""
 
     def __init__(self, ranks: TensorRanks, vocabulary: int) -> None:
         self._ranks, self._vocabulary = ranks, vocabulary
 
     def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
+        """Gather the logits of an output, or drop them."""
         logits = getattr(output, "logits", None)
         if self._ranks.is_whole or not isinstance(logits, torch.Tensor) or logits.shape[-1] == self._vocabulary:
             return output

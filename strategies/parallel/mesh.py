@@ -35,21 +35,24 @@ class Member(Protocol):
     """A process of a job: `strategies.distributed.environment.Environment`, whose words these are."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Its number among all, from 0."""
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """The number of all."""
 
     @property
-    def local_world_size(self) -> int: ...
+    def local_world_size(self) -> int:
+        """The number of those on its node."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """The device that its tensors lie on."""
 
 
 class Mesh:
-    """This rank's place among the ranks of a plan, and its process groups, which are made when they are first used, in
-    the default group that the job has joined by then.
+    """A rank's place among the ranks of a plan, and its process groups, made when first used in the default group.
 
     Every rank makes the same groups in the same order, so that what asks for one asks on every rank.
 
@@ -76,7 +79,7 @@ class Mesh:
 
     @classmethod
     def of(cls, configuration: Configuration, environment: Member) -> Mesh:
-        """The mesh of a plan's configuration."""
+        """Return the mesh of a plan's configuration."""
         return cls(configuration.dims, environment)
 
     @property
@@ -93,7 +96,7 @@ class Mesh:
         return total
 
     def rank(self, name: Group) -> int:
-        """This rank's number in its group."""
+        """Return the rank's number in its group."""
         place = 0
         coordinates = self._expert_coordinates if name in ("ep", "expert_shard", "expert_dp") else self._coordinates
         for part in _JOINED.get(name, (name,)):
@@ -101,18 +104,18 @@ class Mesh:
         return place
 
     def group(self, name: Group) -> dist.ProcessGroup:
-        """This rank's process group; every rank asks for the same ones in the same order."""
+        """Return the rank's process group; every rank asks for the same ones in the same order."""
         if name not in self._groups:
             self._groups[name] = self._make_group(name)
         return self._groups[name]
 
     def ranks(self, name: Group) -> list[int]:
-        """The global ranks of this rank's group, in order."""
+        """Return the global ranks of this rank's group, in order."""
         return dist.get_process_group_ranks(self.group(name))
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """torch's mesh of all dimensions, for what wants one."""
+        """Return torch's mesh of all dimensions, for what wants one."""
         sizes = tuple(self._sizes[name] for name in DIMENSIONS)
         return init_device_mesh(self.environment.device.type, sizes, mesh_dim_names=DIMENSIONS)
 
@@ -135,7 +138,7 @@ class Mesh:
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh:
-        """torch's mesh of the same ranks as routed experts see them: (pp, dp_replicate, expert_shard, ep)."""
+        """Return torch's mesh of the same ranks as routed experts see them: (pp, dp_replicate, expert_shard, ep)."""
         sizes = tuple(self._sizes[name] for name in _EXPERT_DIMENSIONS)
         return init_device_mesh(self.environment.device.type, sizes, mesh_dim_names=_EXPERT_DIMENSIONS)
 

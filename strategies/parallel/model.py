@@ -68,8 +68,9 @@ Splitter = Callable[[nn.Module, Mesh, SplitOptions, ModelParts], None]
 
 
 def split_model(model: nn.Module, mesh: Mesh, options: SplitOptions) -> ModelParts:
-    """Leave this rank's part of a model in place, and note what it is of the whole (`parts_of`); called on every rank
-    with the whole model, whose weights are rank 0's.
+    """Leave this rank's part of a model in place, and note what it is of the whole (`parts_of`).
+
+    It is called on every rank with the whole model, whose weights are rank 0's.
 
     Raises:
         CannotRun: the model cannot be split so; the line names what stands against it.
@@ -147,9 +148,10 @@ class _FirstRank:
 
 
 def split_imagined(model: nn.Module, tp: int, cp: int, ep: int, splits_sequences: bool, *, uneven: float = 1.0) -> None:
-    """Leave the first rank's part of a model of fake tensors, with no other rank there. What a rule finds is split as
-    it runs, without the values that prove it right. `uneven` is by how much more tokens than the mean come to the
-    experts of the rank.
+    """Leave the first rank's part of a model of fake tensors, with no other rank there.
+
+    What a rule finds is split as it runs, without the values that prove it right. `uneven` is by how much more tokens
+    than the mean come to the experts of the rank.
 
     Raises:
         CannotRun: as `split_model`.

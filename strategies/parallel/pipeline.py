@@ -78,7 +78,7 @@ def order_of(schedule: Schedule, *, ranks: int, virtual_stages: int, micro_batch
 
 
 def forward_order(stages: Sequence[int], micro_batches: int) -> list[Action]:
-    """The order of a rank that evaluates: the passes of its first stage, then of the next."""
+    """Return the order of a rank that evaluates: the passes of its first stage, then of the next."""
     return [Action("forward", stage, index) for stage in stages for index in range(micro_batches)]
 
 
@@ -133,7 +133,7 @@ def _no_loss(*_: Any) -> torch.Tensor:
 
 
 def with_messages(order: Order, lies_on: Callable[[int], int], stages: int) -> Order:
-    """The same order with what ranks send and receive.
+    """Add what ranks send and receive to an order.
 
     A message is sent as soon as it is made and received at that place of the receiver's order, so that all ranks see
     all messages in one order and nobody waits for ever, however few of them are on their way at once.
@@ -173,7 +173,7 @@ def _is_possible(action: Action, done: set[Action], stages: int) -> bool:
 
 
 def _message_after(action: Action, stages: int) -> tuple[Action, Action] | None:
-    """The sender's and the receiver's action for what an action makes."""
+    """Return the sender's and the receiver's action for what an action makes."""
     kind, stage, index = action
     if kind == "forward" and stage < stages - 1:
         return Action("send_forward", stage, index), Action("receive_forward", stage + 1, index)
@@ -245,10 +245,10 @@ class Passes(Protocol):
     """How an engine runs a stage's forward and backward pass."""
 
     def forward(self, arguments: Arguments, *, is_last: bool) -> torch.Tensor:
-        """The running stage's hidden states, or the last stage's loss."""
+        """Return the running stage's hidden states, or the last stage's loss."""
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as its backward pass begins with it."""
+        """Return the loss as its backward pass begins with it."""
 
     def backward(
         self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
@@ -256,12 +256,14 @@ class Passes(Protocol):
         """Add the gradients of a pass; whether it is the last of its stage, and the last of all on this rank."""
 
     def backward_weights(self, run: Callable[[], None], *, ends_step: bool) -> None:
-        """The same of a pass that was split: `run` adds the gradients of weights to `.grad`."""
+        """Do the same of a pass that was split: `run` adds the gradients of weights to `.grad`."""
 
 
 class _Made:
-    """What a stage made of a micro-batch: a tensor, and once that was sent only where its backward pass begins
-    (Megatron-LM frees it too: `core/pipeline_parallel/schedules.py`, deallocate_output_tensor)."""
+    """A stage's tensor of a micro-batch, of which only where its backward pass begins is kept once it was sent.
+
+    Megatron-LM frees it too: `core/pipeline_parallel/schedules.py`, deallocate_output_tensor.
+    """
 
     __slots__ = ("dtype", "root")
 
@@ -308,7 +310,7 @@ class Pipeline:
         self._orders: dict[tuple[bool, int], list[Action]] = {}
 
     def actions(self, micro_batches: int, *, trains: bool) -> list[Action]:
-        """This rank's actions, which were simulated with all others'.
+        """Return the rank's actions, which were simulated with all others'.
 
         Raises:
             CannotRun: the schedule cannot run so many micro-batches.
@@ -331,7 +333,7 @@ class Pipeline:
         return self._orders[key]
 
     def run(self, micro_batches: Sequence[Arguments], passes: Passes, *, trains: bool) -> list[torch.Tensor]:
-        """The losses of the micro-batches where the last stage is, nothing elsewhere; gradients are added."""
+        """Return the losses of the micro-batches where the last stage is, nothing elsewhere; gradients are added."""
         state, losses = _State(trains=trains), list[torch.Tensor]()
         for arguments in micro_batches:
             self.stages.require(arguments)
@@ -438,7 +440,7 @@ class Pipeline:
 
 
 def _last_of_each(actions: Sequence[Action]) -> dict[int, int]:
-    """The place of the last pass of each stage that adds gradients of weights."""
+    """Find the last pass of each stage that adds gradients of weights."""
     return {
         action.stage: number for number, action in enumerate(actions) if action.kind in ("backward", "backward_weight")
     } or {-1: -1}
@@ -468,8 +470,7 @@ def _backward_weight(left: Any) -> None:
 def sum_shared(gradients: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
     """Add up over the first stage and the last the gradients of weights that both have, in place.
 
-    Args:
-        gradients: this rank's whole gradients or shards, which both stages cut alike, by names that both have for them.
+    They are whole or shards, which both stages cut alike, by names that both have for them.
     """
     if not gradients:
         return

@@ -20,7 +20,9 @@ SEQUENCE = 1
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImaginedGroup:
     """So many ranks of which only the first is there, in a trace: on fake tensors collectives make shapes alone.
-    `uneven` is by how much more than the mean comes to it where others choose what they send."""
+
+    `uneven` is by how much more than the mean comes to it where others choose what they send.
+    """
 
     size: int
     uneven: float = 1.0
@@ -48,7 +50,7 @@ class TensorRanks:
         return self  # process groups have no copies
 
     def share(self, length: int) -> tuple[int, int]:
-        """This rank's range (first, end) of `length` rows; the first ranks have one more where it does not divide."""
+        """Return the rank's range (first, end) of `length` rows; the first ranks have one more of a remainder."""
         return _share(length, self.size, self.rank)
 
     @contextmanager
@@ -85,15 +87,17 @@ def tokens_of_each(length: int, ranks: int) -> int:
 
 
 def all_reduce(values: torch.Tensor, ranks: TensorRanks, kind: str = "sum") -> torch.Tensor:
+    """All-reduce values in place, without a gradient; one rank alone has them already."""
     return waited_for(started_sum(values, ranks, kind))
 
 
 def started_sum(values: torch.Tensor, ranks: TensorRanks, kind: str = "sum") -> torch.Tensor:
-    """A sum on its way, of a tensor that nobody else reads until it is waited for."""
+    """Start a sum of a tensor that nobody else reads until it is waited for."""
     return _ops().all_reduce_(values.contiguous(), kind, _name(ranks))  # type: ignore[no-any-return]
 
 
 def waited_for(values: torch.Tensor) -> torch.Tensor:
+    """Wait for a sum that was started."""
     return _ops().wait_tensor(values)  # type: ignore[no-any-return]
 
 
@@ -108,7 +112,7 @@ def _name(ranks: TensorRanks) -> str:
 
 
 def _all_gather(part: torch.Tensor, ranks: TensorRanks, dim: int, length: int) -> torch.Tensor:
-    """The ranks' parts side by side along a dimension that is `length` long as a whole."""
+    """Lay the ranks' parts side by side along a dimension that is `length` long as a whole."""
     sizes = [end - first for first, end in (_share(length, ranks.size, rank) for rank in range(ranks.size))]
     rows = part.movedim(dim, 0)
     if part.shape[dim] < sizes[0]:
@@ -136,24 +140,22 @@ def _reduce_scatter(values: torch.Tensor, ranks: TensorRanks, dim: int) -> torch
 
 
 def copy_to_ranks(values: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
-    """What every rank has, before each computes a part with it: the gradients of the parts are all-reduced."""
+    """Pass on what every rank has, before each computes a part with it: the gradients of the parts are all-reduced."""
     return values if ranks.is_whole else _Copy.apply(values, ranks)  # type: ignore[no-untyped-call]
 
 
 def sum_over_ranks(values: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
-    """The ranks' terms all-reduced; the gradient is that of the sum."""
+    """All-reduce the ranks' terms; the gradient is that of the sum."""
     return values if ranks.is_whole else _Sum.apply(values, ranks)  # type: ignore[no-untyped-call]
 
 
 def gather_from_ranks(
     part: torch.Tensor, ranks: TensorRanks, dim: int, *, length: int | None = None, sums: bool = False
 ) -> torch.Tensor:
-    """The ranks' parts all-gathered along a dimension.
+    """All-gather the ranks' parts along a dimension, `length` as a whole (None: this part's times the ranks).
 
-    Args:
-        length: of the whole dimension; None: that of this part times the number of ranks.
-        sums: ranks compute different parts with the result, so that its gradients are reduce-scattered; else each rank
-            takes its own part of the gradient, which is alike everywhere.
+    With `sums` ranks compute different parts with the result, so that its gradients are reduce-scattered; else each
+    takes its own part of the gradient, which is alike everywhere.
     """
     if ranks.is_whole:
         return part
@@ -162,12 +164,12 @@ def gather_from_ranks(
 
 
 def split_between_ranks(values: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-    """This rank's part of what all have along a dimension; the gradients of the parts are all-gathered."""
+    """Take the rank's part of what all have along a dimension; the gradients of the parts are all-gathered."""
     return values if ranks.is_whole else _Part.apply(values, ranks, dim % values.dim())  # type: ignore[no-untyped-call]
 
 
 def scatter_sum(values: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-    """This rank's part, along a dimension that divides, of the sum of the ranks' terms: a reduce-scatter."""
+    """Reduce-scatter the ranks' terms: the rank's part, along a dimension that divides, of their sum."""
     return values if ranks.is_whole else _Scatter.apply(values, ranks, dim % values.dim())  # type: ignore[no-untyped-call]
 
 

@@ -50,7 +50,7 @@ class Split:
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """A copy of the part of a whole tensor of `shape`."""
+        """Return a copy of the part of a whole tensor of `shape`."""
         parts = [whole.narrow(self.dim, first, end - first) for first, end in self.pieces]
         return torch.cat(parts, dim=self.dim)
 
@@ -69,7 +69,7 @@ class Split:
 
 
 def even_split(shape: Sequence[int], dim: int, *, rank: int, ranks: int, fused: int = 1, over: str = "tp") -> Split:
-    """This rank's equal share of a dimension of `fused` equal blocks, each of which is split over the ranks.
+    """Return the rank's equal share of a dimension of `fused` equal blocks, each of which is split over the ranks.
 
     Raises:
         ValueError: the dimension does not divide.
@@ -122,7 +122,7 @@ class ModelParts:
 
 
 def parts_of(module: nn.Module) -> ModelParts:
-    """What a module is of the whole model; of one that was not split, the whole."""
+    """Return what a module is of the whole model; of one that was not split, the whole."""
     found = module.__dict__.get(_PARTS)
     return found if isinstance(found, ModelParts) else ModelParts(splits=splits_in(module))
 
@@ -138,7 +138,7 @@ def note_split(module: nn.Module, name: str, split: Split) -> None:
 
 
 def splits_in(model: nn.Module) -> dict[str, Split]:
-    """The splits that modules carry, by the parameters' names in the model."""
+    """Return the splits that modules carry, by the parameters' names in the model."""
     found: dict[str, Split] = {}
     for prefix, module in model.named_modules():
         for name, split in module.__dict__.get(_SPLITS, {}).items():

@@ -95,16 +95,16 @@ class Stages:
             requirement(arguments)
 
     def received_by(self, stage: int) -> Travel:
-        """What a stage but the first receives."""
+        """Return what a stage but the first receives."""
         return self._travels[self.ranges[stage].start - 1]
 
     def lies_on(self, stage: int) -> int:
-        """The rank of the pipeline that has a stage."""
+        """Return the rank of the pipeline that has a stage."""
         return stage % self._ranks
 
     @contextmanager
     def running(self, stage: int, received: torch.Tensor | None) -> Iterator[None]:
-        """Calls of the model inside run a stage, with what the stage before it made."""
+        """Have calls of the model inside run a stage, with what the stage before it made."""
         self._running, self._received = stage, received
         before = self._stack._modules
         self._stack._modules = self._of.get(stage, before)
@@ -115,8 +115,7 @@ class Stages:
             self._running = self._received = None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass of the running stage, in the place of the model's: hidden states, or of the last stage what
-        the model returns."""
+        """Run the stage in the place of the model: return hidden states, or the last stage's result."""
         if self._running is None:
             raise CannotRun(CALL_TRAIN_BATCH)
         try:
@@ -126,7 +125,7 @@ class Stages:
             return hidden
 
     def pass_on(self, place: int, hidden: torch.Tensor) -> torch.Tensor:
-        """What a block that is elsewhere gives: nothing before the stage's, and behind them nothing comes."""
+        """Return what a block that is elsewhere gives: nothing before the stage's, and behind them nothing comes."""
         assert self._running is not None
         here = self.ranges[self._running]
         if place >= here.stop:
@@ -147,15 +146,17 @@ class _Passed(Exception):
 
 
 def stages_of(model: nn.Module) -> Stages | None:
-    """The stages of a model that was cut; None of a whole one."""
+    """Return the stages of a model that was cut; None of a whole one."""
     found = model.__dict__.get(_ATTRIBUTE)
     return found if isinstance(found, Stages) else None
 
 
 @contextmanager
 def looked_at(model: nn.Module) -> Iterator[None]:
-    """Calls of a model inside show what this rank's first blocks are called with, hidden states being random where
-    another stage makes them; what the call returns, or raises, is of no interest."""
+    """Have calls of a model inside show what this rank's first blocks are called with, whatever they return.
+
+    Hidden states are random where another stage makes them.
+    """
     stages = next((vars(module)["stages"] for module in model.modules() if isinstance(module, Elsewhere)), None)
     if stages is None:
         yield
@@ -432,7 +433,7 @@ def _read(
 
 
 def _place_of_hidden(name: str, watch: _Watch) -> str | int:
-    """The argument of every block that is what the block before it made."""
+    """Find the argument of every block that is what the block before it made."""
     found: set[str | int] = set(watch.given[0])
     for output, given in zip(watch.made, watch.given[1:], strict=False):
         leaves = {id(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)}
@@ -446,7 +447,7 @@ def _place_of_hidden(name: str, watch: _Watch) -> str | int:
 
 
 def _require_one_way(name: str, first: torch.Tensor, last: Any, found: Any) -> None:
-    """What comes after the blocks must take from what comes before them nothing but what the blocks made."""
+    """Check that what comes after the blocks takes nothing of what comes before them but what the blocks made."""
     earlier = _nodes([first.grad_fn], stop=set())
     last_nodes = {leaf.grad_fn for leaf in tree_leaves(last) if isinstance(leaf, torch.Tensor)}
     results = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
@@ -460,7 +461,7 @@ def _require_one_way(name: str, first: torch.Tensor, last: Any, found: Any) -> N
 
 
 def _nodes(roots: Iterable[Any], *, stop: set[Any]) -> set[Any]:
-    """The nodes of an autograd graph that are reached from some without passing others."""
+    """Return the nodes of an autograd graph that are reached from some without passing others."""
     found, waiting = set[Any](), [node for node in roots if node is not None and node not in stop]
     while waiting:
         node = waiting.pop()
@@ -495,7 +496,7 @@ def _autocast(plan: Configuration, device: torch.device) -> AbstractContextManag
 
 
 def _travel(hidden: torch.Tensor, inputs: Arguments, plan: Configuration) -> Travel:
-    """The shape in terms of what the model is called with; the last dimension is always the model's own."""
+    """Write the shape in terms of what the model is called with; the last dimension is always the model's own."""
     sizes: list[int | tuple[str | int, int]] = []
     for dimension, size in enumerate(hidden.shape):
         sources = [
@@ -510,12 +511,12 @@ def _travel(hidden: torch.Tensor, inputs: Arguments, plan: Configuration) -> Tra
 
 
 def _computed_in(dtype: torch.dtype, plan: Configuration) -> torch.dtype:
-    """The dtype of weights and hidden states: sharded weights compute in the plan's, whatever they were loaded in."""
+    """Return the dtype of hidden states: sharded weights compute in the plan's, whatever they were loaded in."""
     return dtype if _is_cast(plan) else _COMPUTE.get(plan.precision, dtype)
 
 
 def _maker(name: str, output: Any, hidden: torch.Tensor) -> Callable[[torch.Tensor], Any]:
-    """What a block returns, with other hidden states in it."""
+    """Return what makes a block's result with other hidden states in it."""
     if isinstance(output, torch.Tensor):
         return lambda states: states
     if not isinstance(output, tuple):
@@ -550,8 +551,7 @@ def _costs(model: nn.Module, stack: nn.Module, record: _Record, partition: Parti
 
 
 def _counts(costs: _Costs, number: int) -> tuple[int, ...]:
-    """How many blocks each stage has so that the largest stage is as small as can be, and among those cuts the earlier
-    stages are the smaller ones."""
+    """Share blocks out so that the largest stage is as small as can be, and of such cuts the earlier are smaller."""
     blocks = len(costs.blocks)
     sums = list(accumulate(costs.blocks, initial=0.0))
 
@@ -576,8 +576,7 @@ def _counts(costs: _Costs, number: int) -> tuple[int, ...]:
 def _drop_outside(
     model: nn.Module, record: _Record, cut: _Cut, parts: ModelParts, nothing: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Put a stand-in of no memory, `nothing`, for every weight outside the blocks that another stage has: of what is
-    computed with it before the blocks the dtype alone is used."""
+    """Put `nothing`, a stand-in of no memory, for other stages' weights outside the blocks: only their dtype counts."""
     is_first, is_last = 0 in cut.own, cut.number - 1 in cut.own
     names: dict[nn.Parameter, str] = {parameter: name for name, parameter in model.named_parameters()}
     shared = record.before & record.after
@@ -599,7 +598,7 @@ def _drop_outside(
 
 
 def _head_of(model: nn.Module, parameter: nn.Parameter, canonical: str, record: _Record) -> tuple[str, ...]:
-    """The names of a weight in the modules that use it after the blocks.
+    """Name a weight in the modules that use it after the blocks.
 
     Raises:
         CannotRun: no module but that before the blocks has it.
@@ -661,7 +660,7 @@ def _free(names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
 
 
 def without_elsewhere(model: nn.Module, given: Any) -> Any:
-    """An optimizer, or parameters, (name, parameter) pairs and groups of either, without what other stages have."""
+    """Leave what other stages have out of an optimizer, or of parameters, (name, parameter) pairs or their groups."""
     here = set(model.parameters())
 
     def left(items: Iterable[Any]) -> list[Any]:

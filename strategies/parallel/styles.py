@@ -36,8 +36,10 @@ def is_columns(style: str) -> bool:
 
 
 def is_style(style: str) -> bool:
-    """Whether a style is one of transformers' (`transformers.distributed.tensor_parallel`) or of ours: `packed:3` are
-    three products of one width, `packed:8,4,4` three of such widths."""
+    """Return whether a style is one of transformers' (`transformers.distributed.tensor_parallel`) or of ours.
+
+    `packed:3` are three products of one width, `packed:8,4,4` three of such widths.
+    """
     return style in (*COLUMNS, *ROWS, *TABLES, *WHOLE, *OTHERS) or bool(re.fullmatch(r"packed:\d+(,\d+)*", style))
 
 
@@ -154,7 +156,7 @@ def _parameters_below(unit: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 def _placed(unit: nn.Module, name: str) -> tuple[str, str]:
-    """Module and parameter ("" for none) of a name in a plan."""
+    """Return module and parameter ("" for none) of a name in a plan."""
     try:
         unit.get_submodule(name)
     except AttributeError:
@@ -213,8 +215,7 @@ def _module(
 def _adapted_linear(
     module: Any, style: str, ranks: TensorRanks, heads: _Heads, variant: Variant, **where: bool
 ) -> Applied:
-    """PEFT's LoRA around a linear layer: of a column layer, B has some of the outputs; of a row layer, A some of the
-    inputs."""
+    """Split PEFT's LoRA around a linear layer: a column layer's B has some outputs, a row layer's A some inputs."""
     if getattr(module, "lora_magnitude_vector", None) or not hasattr(module, "lora_A"):
         raise CannotRun(
             f"tensor parallelism splits LoRA's adapters and no other kind, and {type(module).__name__} is another; use"
@@ -231,7 +232,7 @@ def _adapted_linear(
 
 
 def _parameter(module: nn.Module, name: str, style: str, ranks: TensorRanks) -> Applied:
-    """A parameter of its own, such as all experts' weights [experts, out, in]."""
+    """Split a parameter of its own, such as all experts' weights [experts, out, in]."""
     parameter = getattr(module, name)
     if style in WHOLE or (style in ROWS and parameter.dim() == 1):
         return Applied()
@@ -269,7 +270,7 @@ _DERIVED: dict[tuple[type, type], type] = {}
 
 
 def derived(kind: type, base: type) -> type:
-    """A module's own class with the forward pass of `kind`: what asks for the module's class still finds it."""
+    """Return a module's own class with the forward pass of `kind`: what asks for the module's class still finds it."""
     if (kind, base) not in _DERIVED:
         _DERIVED[kind, base] = type(f"{kind.__name__}Of{base.__name__}", (kind, base), {})
     return _DERIVED[kind, base]
@@ -297,7 +298,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def widths(module: Any) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer as it is."""
+    """Return inputs and outputs of a linear layer as it is."""
     first, second = module.weight.shape
     return (first, second) if _is_transposed(module) else (second, first)
 
@@ -383,7 +384,7 @@ _WIDTHS = ("split_size", "all_head_size", "inner_dim", "embed_dim", "hidden_size
 
 
 def _counts(module: nn.Module) -> dict[str, int]:
-    """A module's own numbers of heads, by attribute."""
+    """Return a module's own numbers of heads, by attribute."""
     numbers = {name: value for name, value in module.__dict__.items() if type(value) is int}
     return {name: value for name, value in numbers.items() if _COUNTS.fullmatch(name)}
 
@@ -424,7 +425,7 @@ def _heads_of(unit: nn.Module, styles: Mapping[str, str]) -> _Heads:
 def _pieces_of(
     module: Any, style: str, ranks: TensorRanks, heads: _Heads, *, gathers: bool
 ) -> tuple[tuple[tuple[int, int], ...], int]:
-    """This rank's outputs of a column layer, and on how many ranks they are."""
+    """Return the rank's outputs of a column layer, and on how many ranks they are."""
     outputs, name = widths(module)[1], type(module).__name__
     if gathers or style in ("colwise_rep", "colwise_gather_output"):
         return (ranks.share(outputs),), 1
@@ -504,14 +505,17 @@ def _with_first(output: Any, change: Any) -> Any:
 
 
 class UnitInput(_Hook):
-    """The edge of a unit: `copied` to ranks that compute parts; all-gathered along the sequence for ranks that compute
-    parts (`shared`) or all the same but for what their layers exchange (`own`)."""
+    """The edge of a unit: `copied` to ranks that compute parts, or all-gathered along the sequence.
+
+    `shared`: for ranks that compute parts; `own`: all the same but for what their layers exchange.
+    """
 
     def __init__(self, ranks: TensorRanks, mode: str) -> None:
         super().__init__(ranks)
         self.mode = mode
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the unit's arguments with hidden states as its layers take them."""
         ranks = self.ranks
         if self.mode == "copied":
             return _with_states(args, kwargs, lambda x: copy_to_ranks(x, ranks), lambda x: copy_to_ranks(x, ranks))
@@ -524,6 +528,7 @@ class UnitOutput(_Hook):
     """What every rank has computed whole is split along the sequence again."""
 
     def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output with hidden states split along the sequence."""
         return _with_first(output, lambda x: split_between_ranks(x, self.ranks, SEQUENCE))
 
 
@@ -531,6 +536,7 @@ class RegionStart(_Hook):
     """The input of the first block, split along the sequence."""
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the first block's arguments with hidden states split along the sequence."""
         return _with_states(args, kwargs, self._split)
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
@@ -546,6 +552,7 @@ class RegionEnd(_Hook):
     """The output of the last block, all-gathered along the sequence."""
 
     def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
+        """Return the last block's output with hidden states all-gathered."""
         return _with_first(output, lambda x: gather_from_ranks(x, self.ranks, SEQUENCE))
 
 
@@ -553,6 +560,7 @@ class ExpertsInput(_Hook):
     """Tokens and the weights of their experts, copied to ranks that have a part of every expert."""
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return tokens and weights whose gradients the ranks all-reduce."""
         copied = [self._copied(value) for value in args]
         return tuple(copied), {name: self._copied(value) for name, value in kwargs.items()}
 
@@ -565,6 +573,7 @@ class SummedOutput(_Hook):
     """The terms of ranks added up."""
 
     def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output with the sum of the ranks' terms."""
         return _with_first(output, lambda x: sum_over_ranks(x, self.ranks))
 
 
@@ -572,6 +581,7 @@ class DividedInput(_Hook):
     """An expert that returns its input on every rank, whose outputs are added up."""
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Return the arguments with an input of which every rank has its share."""
         return args if self.ranks.is_whole else (args[0] / self.ranks.size, *args[1:])
 
 
@@ -583,6 +593,7 @@ class RotaryCopy(_Hook):
         self.width = width
 
     def __call__(self, _: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        """Return the key's projection with a rotary part whose gradients are all-reduced."""
         rest, rotary = torch.split(output, [output.shape[-1] - self.width, self.width], dim=-1)
         return torch.cat((rest, copy_to_ranks(rotary, self.ranks)), dim=-1)
 
@@ -600,8 +611,9 @@ def _draws(module: nn.Module) -> bool:
 
 
 class Randomness:
-    """Random numbers of this rank's own in places, made of the state that all ranks have there, so that a block that is
-    computed again draws the same; outside, the state goes on alike on all ranks.
+    """Random numbers of this rank's own in places, so that a block that is computed again draws the same.
+
+    They are made of the state that all ranks have there; outside, the state goes on alike on all ranks.
 
     Megatron-LM has a generator of its own for it (`core/tensor_parallel/random.py`), which recomputation must know.
     """
@@ -635,7 +647,7 @@ class Randomness:
         self._common = common
 
     def leave(self) -> None:
-        """What was before the last `enter`."""
+        """Return to what was before the last `enter`."""
         generator, state, self._common = self._left.pop()
         if isinstance(state, int):
             self._reseed(generator, state)

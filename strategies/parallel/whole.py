@@ -37,10 +37,9 @@ def gathered(value: Value, mesh: Mesh, groups: tuple[Group, ...] = ("ep", "pp"))
 
 
 def share_of_square(name: str, parts: ModelParts, mesh: Mesh, shards: int = 1) -> float:
-    """Return what a rank's square of a gradient counts for in a sum over all ranks: several may have the same.
+    """Return what a rank's square of a gradient counts for in a sum over all, of whom several may have the same.
 
-    Args:
-        shards: how many ranks share the states of one part of it.
+    So many ranks as `shards` share the states of one part of it.
     """
     if not parts.is_counted(name):
         return 0.0
