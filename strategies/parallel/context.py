@@ -129,8 +129,8 @@ def _require_no_positions(blocks: Sequence[nn.Module], ranks: TensorRanks, mesh:
                 expected = _first(tried(hidden))
             except Exception:  # whatever a block raises that takes other arguments, which `_own_tokens` looks at
                 return
-        found = all_chunks(_first(tried(own_chunks(hidden, ranks))), ranks)
-    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+        together = all_chunks(_first(tried(own_chunks(hidden, ranks))), ranks)
+    if not torch.allclose(together, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
         raise CannotRun(
             f"cp {ranks.size} splits sequences between blocks, and {type(block).__name__} makes something else of a"
             " part of a sequence than of the whole, as with positions that it counts itself; use cp 1"
@@ -138,8 +138,8 @@ def _require_no_positions(blocks: Sequence[nn.Module], ranks: TensorRanks, mesh:
 
 
 def _first(output: Any) -> torch.Tensor:
-    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return found
+    hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
 
 
 # Chunks of a sequence.
@@ -153,15 +153,15 @@ def own_chunks(whole: torch.Tensor, ranks: TensorRanks, dim: int = SEQUENCE) -> 
     """
     tokens_of_each(whole.shape[dim], ranks.size)
     chunks = whole.chunk(2 * ranks.size, dim=dim)
-    pairs = [chunks[place] for rank in range(ranks.size) for place in _places(rank, ranks.size)]
+    pairs = [chunks[chunk] for rank in range(ranks.size) for chunk in _places(rank, ranks.size)]
     return split_between_ranks(torch.cat(pairs, dim=dim), ranks, dim)
 
 
 def all_chunks(own: torch.Tensor, ranks: TensorRanks, dim: int = SEQUENCE, *, sums: bool = False) -> torch.Tensor:
     """Return the whole sequence, in its order, of the ranks' chunks; `sums`: gradients are reduce-scattered."""
     gathered = gather_from_ranks(own.contiguous(), ranks, dim, sums=sums).chunk(2 * ranks.size, dim=dim)
-    order = [place for rank in range(ranks.size) for place in _places(rank, ranks.size)]
-    return torch.cat([gathered[order.index(place)] for place in range(2 * ranks.size)], dim=dim)
+    order = [chunk for rank in range(ranks.size) for chunk in _places(rank, ranks.size)]
+    return torch.cat([gathered[order.index(chunk)] for chunk in range(2 * ranks.size)], dim=dim)
 
 
 def _places(rank: int, ranks: int) -> tuple[int, int]:
@@ -206,8 +206,8 @@ def _attention(
     length = query.shape[-2] // 2
     attended = []
     with _gathered_again(ranks, (key, value), (keys, values)):
-        for place, queries in zip(_places(ranks.rank, ranks.size), query.chunk(2, dim=-2), strict=True):
-            end = (place + 1) * length
+        for chunk, queries in zip(_places(ranks.rank, ranks.size), query.chunk(2, dim=-2), strict=True):
+            end = (chunk + 1) * length
             bias = earlier_tokens(length, end, query.device)
             attended.append(
                 functional.scaled_dot_product_attention(

@@ -38,9 +38,9 @@ def split_experts(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: Mo
     Raises:
         CannotRun: there is none, or its experts do not divide.
     """
-    found = {name: module for name, module in model.named_modules() if is_mixture(module)}
+    mixtures = {name: module for name, module in model.named_modules() if is_mixture(module)}
     ranks, exchange = mesh.size("ep"), TensorRanks(mesh.group("ep"))
-    if not found:
+    if not mixtures:
         raise CannotRun(
             f"ep {ranks} spreads routed experts, and {type(model).__name__} has none in the form of transformers'"
             " (num_experts, gate_up_proj, down_proj); use ep 1"
@@ -48,7 +48,7 @@ def split_experts(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: Mo
     # DDP and FSDP2 average experts' gradients over the ranks that have the same ones, and those of the others over all;
     # ZeRO divides all by the same number.
     share = 1.0 if options.configuration.zero_stage else mesh.size("expert_dp") / mesh.size("dp_cp")
-    for name, module in found.items():
+    for name, module in mixtures.items():
         experts: Any = module
         if experts.num_experts % ranks:
             raise CannotRun(
@@ -99,8 +99,8 @@ def _with_tokens_of_all(
     tokens = exchanged(hidden[order // chosen.shape[-1]], ranks, sent, received)
     local = torch.arange(experts.num_experts, device=hidden.device).repeat(ranks.size)
     own = local.repeat_interleave(coming.reshape(-1), output_size=sum(received)).unsqueeze(-1)
-    made = scaled_gradient(_made(forward, scaled_gradient(tokens, 1 / share), own), share)
-    back = exchanged(made, ranks, received, sent)
+    outputs = scaled_gradient(_made(forward, scaled_gradient(tokens, 1 / share), own), share)
+    back = exchanged(outputs, ranks, received, sent)
     of_token = back[order.argsort()].view(*chosen.shape, -1)
     return (of_token * weights.unsqueeze(-1).to(of_token.dtype)).sum(1)
 
@@ -118,8 +118,8 @@ def _counted(numbers: torch.Tensor, experts: int, ranks: TensorRanks) -> tuple[t
 def _made(forward: Any, tokens: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Run each token through its expert; with no token too, since all ranks gather the experts' weights."""
     if tokens.shape[0]:
-        made: torch.Tensor = forward(tokens, own, torch.ones_like(own, dtype=tokens.dtype))
-        return made
+        outputs: torch.Tensor = forward(tokens, own, torch.ones_like(own, dtype=tokens.dtype))
+        return outputs
     row = tokens.sum(0, keepdim=True)
     nothing: torch.Tensor = forward(
         row, own.new_zeros(1, 1), torch.ones(1, 1, dtype=tokens.dtype, device=tokens.device)
@@ -129,8 +129,8 @@ def _made(forward: Any, tokens: torch.Tensor, own: torch.Tensor) -> torch.Tensor
 
 def exchanged(rows: torch.Tensor, ranks: TensorRanks, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
     """Exchange rows, an all-to-all: `sent` of them go to each rank, `received` come from each, by rank."""
-    found: torch.Tensor = _Exchange.apply(rows, ranks, list(sent), list(received))  # type: ignore[no-untyped-call]
-    return found
+    arrived: torch.Tensor = _Exchange.apply(rows, ranks, list(sent), list(received))  # type: ignore[no-untyped-call]
+    return arrived
 
 
 class _Exchange(Function):
@@ -145,7 +145,7 @@ class _Exchange(Function):
 
 
 def _all_to_all(rows: torch.Tensor, ranks: TensorRanks, sent: list[int], received: list[int]) -> torch.Tensor:
-    found, rows = rows.new_empty(sum(received), *rows.shape[1:]), rows.contiguous()
+    arrived, rows = rows.new_empty(sum(received), *rows.shape[1:]), rows.contiguous()
     if not isinstance(ranks.group, ImaginedGroup):
-        dist.all_to_all_single(found, rows, received, sent, group=ranks.group)
-    return found
+        dist.all_to_all_single(arrived, rows, received, sent, group=ranks.group)
+    return arrived

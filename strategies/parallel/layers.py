@@ -132,8 +132,8 @@ class VocabularyRows(nn.Module):
         weight: Any = self.weight
         own = tokens - self.first
         absent = (own < 0) | (own >= weight.shape[0])
-        found: torch.Tensor = super().forward(own.masked_fill(absent, 0))
-        return sum_over_ranks(found.masked_fill(absent.unsqueeze(-1), 0), self.ranks)
+        vectors: torch.Tensor = super().forward(own.masked_fill(absent, 0))
+        return sum_over_ranks(vectors.masked_fill(absent.unsqueeze(-1), 0), self.ranks)
 
 
 class ColumnParallelLinear(Columns, nn.Linear):

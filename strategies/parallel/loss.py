@@ -95,9 +95,9 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         shares, own, absent, counts = ctx.saved_tensors
         scale = gradient.float().masked_fill(~counts, 0)
-        found = shares * scale.unsqueeze(-1)
-        found.scatter_add_(-1, own.unsqueeze(-1), -scale.masked_fill(absent, 0).unsqueeze(-1))
-        return found.to(ctx.dtype), None, None, None, None
+        gradients = shares * scale.unsqueeze(-1)
+        gradients.scatter_add_(-1, own.unsqueeze(-1), -scale.masked_fill(absent, 0).unsqueeze(-1))
+        return gradients.to(ctx.dtype), None, None, None, None
 
 
 class CausalLoss:

@@ -97,11 +97,11 @@ class Mesh:
 
     def rank(self, name: Group) -> int:
         """Return the rank's number in its group."""
-        place = 0
+        number = 0
         coordinates = self._expert_coordinates if name in ("ep", "expert_shard", "expert_dp") else self._coordinates
         for part in _JOINED.get(name, (name,)):
-            place = place * self._sizes[part] + coordinates[part]
-        return place
+            number = number * self._sizes[part] + coordinates[part]
+        return number
 
     def group(self, name: Group) -> dist.ProcessGroup:
         """Return the rank's process group; every rank asks for the same ones in the same order."""
@@ -172,7 +172,7 @@ class Mesh:
 
 def _place(rank: int, sizes: dict[str, int]) -> dict[str, int]:
     """Coordinates of a rank, the last dimension innermost."""
-    found: dict[str, int] = {}
+    coordinates: dict[str, int] = {}
     for name, size in reversed(sizes.items()):
-        rank, found[name] = divmod(rank, size)
-    return found
+        rank, coordinates[name] = divmod(rank, size)
+    return coordinates

@@ -115,9 +115,9 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _split(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: ModelParts) -> None:
-    for degree, place in _SPLITS.items():
+    for degree, splitter in _SPLITS.items():
         if mesh.size(degree) > 1:
-            module, _, name = place.partition(":")
+            module, _, name = splitter.partition(":")
             split: Splitter = getattr(import_module(module), name)
             split(model, mesh, options, parts)
 

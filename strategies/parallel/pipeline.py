@@ -84,10 +84,10 @@ def forward_order(stages: Sequence[int], micro_batches: int) -> list[Action]:
 
 def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
     ahead = min(ranks - rank - 1, micro_batches)
-    found = [Action("forward", rank, index) for index in range(ahead)]
+    actions = [Action("forward", rank, index) for index in range(ahead)]
     for index in range(micro_batches - ahead):
-        found += [Action("forward", rank, ahead + index), Action("backward", rank, index)]
-    return found + [Action("backward", rank, index) for index in range(micro_batches - ahead, micro_batches)]
+        actions += [Action("forward", rank, ahead + index), Action("backward", rank, index)]
+    return actions + [Action("backward", rank, index) for index in range(micro_batches - ahead, micro_batches)]
 
 
 def _torch_order(schedule: Schedule, ranks: int, virtual_stages: int, micro_batches: int) -> Order:
@@ -112,7 +112,7 @@ def _torch_order(schedule: Schedule, ranks: int, virtual_stages: int, micro_batc
         for turn in range(virtual_stages)
     ]
     try:
-        made = kind(stages, micro_batches, loss_fn=_no_loss)
+        schedule_of_torch = kind(stages, micro_batches, loss_fn=_no_loss)
     except ValueError as problem:
         raise CannotRun(f"schedule {schedule}: {str(problem).splitlines()[0]}") from None
     return {
@@ -121,7 +121,7 @@ def _torch_order(schedule: Schedule, ranks: int, virtual_stages: int, micro_batc
             for action in actions
             if action is not None and str(action.computation_type.value) in _OF_TORCH
         ]
-        for rank, actions in made.pipeline_order.items()
+        for rank, actions in schedule_of_torch.pipeline_order.items()
     }
 
 
@@ -141,35 +141,35 @@ def with_messages(order: Order, lies_on: Callable[[int], int], stages: int) -> O
     Raises:
         CannotRun: a rank would wait for ever; the line names it and its action.
     """
-    found: Order = {rank: [] for rank in order}
+    merged: Order = {rank: [] for rank in order}
     left = {rank: deque(actions) for rank, actions in order.items()}
-    done: set[Action] = set()
+    taken: set[Action] = set()
     while any(left.values()):
         moved = False
         for rank, waiting in left.items():
-            if not waiting or not _is_possible(waiting[0], done, stages):
+            if not waiting or not _is_possible(waiting[0], taken, stages):
                 continue
             action, moved = waiting.popleft(), True
-            done.add(action)
-            found[rank].append(action)
+            taken.add(action)
+            merged[rank].append(action)
             message = _message_after(action, stages)
             if message is not None and lies_on(message[1].stage) != rank:
-                found[rank].append(message[0])
-                found[lies_on(message[1].stage)].append(message[1])
+                merged[rank].append(message[0])
+                merged[lies_on(message[1].stage)].append(message[1])
         if not moved:
             rank, waiting = next((rank, waiting) for rank, waiting in left.items() if waiting)
             raise CannotRun(f"the schedule never ends: rank {rank} of the pipeline waits for ever for {waiting[0]}")
-    return found
+    return merged
 
 
-def _is_possible(action: Action, done: set[Action], stages: int) -> bool:
+def _is_possible(action: Action, past: set[Action], stages: int) -> bool:
     kind, stage, index = action
     if kind == "forward":
-        return stage == 0 or Action("forward", stage - 1, index) in done
+        return stage == 0 or Action("forward", stage - 1, index) in past
     if kind == "backward_weight":
-        return Action("backward_input", stage, index) in done
+        return Action("backward_input", stage, index) in past
     after = (Action("backward", stage + 1, index), Action("backward_input", stage + 1, index))
-    return Action("forward", stage, index) in done and (stage == stages - 1 or any(member in done for member in after))
+    return Action("forward", stage, index) in past and (stage == stages - 1 or any(member in past for member in after))
 
 
 def _message_after(action: Action, stages: int) -> tuple[Action, Action] | None:
@@ -189,17 +189,17 @@ def require_end(order: Order, lies_on: Callable[[int], int], stages: int) -> Non
         CannotRun: they wait for ever, or a pass is missing; the line names a rank and its action.
     """
     left = {rank: deque(actions) for rank, actions in order.items()}
-    done: set[Action] = set()
+    taken: set[Action] = set()
     while any(left.values()):
         moved = False
         for rank, waiting in left.items():
-            while waiting and _can_go(waiting[0], rank, left, done, lies_on, stages):
+            while waiting and _can_go(waiting[0], rank, left, taken, lies_on, stages):
                 action, moved = waiting.popleft(), True
-                done.add(action)
+                taken.add(action)
                 if action.kind in _PARTNER:
                     partner = _received(action)
                     left[lies_on(partner.stage)].popleft()
-                    done.add(partner)
+                    taken.add(partner)
         if not moved:
             rank, waiting = next((rank, waiting) for rank, waiting in left.items() if waiting)
             raise CannotRun(f"the schedule never ends: rank {rank} of the pipeline waits for ever at {waiting[0]}")
@@ -209,7 +209,7 @@ def _can_go(
     action: Action,
     rank: int,
     left: Mapping[int, deque[Action]],
-    done: set[Action],
+    taken: set[Action],
     lies_on: Callable[[int], int],
     stages: int,
 ) -> bool:
@@ -219,12 +219,12 @@ def _can_go(
         return bool(there) and there[0] == _received(action)
     if kind in ("receive_forward", "receive_backward"):
         return False  # goes with its partner
-    if not _is_possible(action, done, stages):
+    if not _is_possible(action, taken, stages):
         return False
     if kind == "forward" and stage > 0 and lies_on(stage - 1) != rank:
-        return Action("receive_forward", stage, index) in done
+        return Action("receive_forward", stage, index) in taken
     if kind in ("backward", "backward_input") and stage < stages - 1 and lies_on(stage + 1) != rank:
-        return Action("receive_backward", stage, index) in done
+        return Action("receive_backward", stage, index) in taken
     return True
 
 
@@ -251,7 +251,7 @@ class Passes(Protocol):
         """Return the loss as its backward pass begins with it."""
 
     def backward(
-        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
+        self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
     ) -> None:
         """Add the gradients of a pass; whether it is the last of its stage, and the last of all on this rank."""
 
@@ -267,9 +267,9 @@ class _Made:
 
     __slots__ = ("dtype", "root")
 
-    def __init__(self, made: torch.Tensor) -> None:
-        self.root: torch.Tensor | GradientEdge = made
-        self.dtype = made.dtype
+    def __init__(self, output: torch.Tensor) -> None:
+        self.root: torch.Tensor | GradientEdge = output
+        self.dtype = output.dtype
 
     @property
     def values(self) -> torch.Tensor:
@@ -354,51 +354,51 @@ class Pipeline:
         return losses
 
     def _forward(self, action: Action, arguments: Arguments, passes: Passes, state: _State) -> torch.Tensor | None:
-        stage, place = action.stage, (action.stage, action.micro_batch)
+        stage, key = action.stage, (action.stage, action.micro_batch)
         received, is_last = None, stage == self.stages.number - 1
         if stage > 0:
-            received = self._arrived("receive_forward", place, state)
+            received = self._arrived("receive_forward", key, state)
             if received is None:  # the stage before it is on this rank too
                 received = state.made[stage - 1, action.micro_batch].values
                 received = received.to(self.stages.received_by(stage).dtype)
             if state.trains:
-                state.given[place] = received.requires_grad_()
+                state.given[key] = received.requires_grad_()
         with self.stages.running(stage, received):
-            made = passes.forward(arguments, is_last=is_last)
+            output = passes.forward(arguments, is_last=is_last)
         if not state.trains:
             if stage > 0:
                 state.made.pop((stage - 1, action.micro_batch), None)
-            state.made |= {} if is_last else {place: _Made(made)}
+            state.made |= {} if is_last else {key: _Made(output)}
         else:
-            state.made[place] = _Made(passes.scaled(made) if is_last else made)
-        return made.detach() if is_last else None
+            state.made[key] = _Made(passes.scaled(output) if is_last else output)
+        return output.detach() if is_last else None
 
     def _backward(self, action: Action, passes: Passes, state: _State, *, ends_stage: bool, ends_step: bool) -> None:
-        place, stage = (action.stage, action.micro_batch), action.stage
+        key, stage = (action.stage, action.micro_batch), action.stage
         if action.kind == "backward_weight":
-            left = state.weights.pop(place)
+            left = state.weights.pop(key)
             passes.backward_weights(lambda: _backward_weight(left), ends_step=ends_step)
             return
-        made, gradient = state.made.pop(place), None
+        output, gradient = state.made.pop(key), None
         if stage < self.stages.number - 1:
-            gradient = self._arrived("receive_backward", place, state)
+            gradient = self._arrived("receive_backward", key, state)
             if gradient is None:
                 gradient = state.returned.pop((stage + 1, action.micro_batch))
-            gradient = gradient.to(made.dtype)
-        given = state.given.pop(place, None)
+            gradient = gradient.to(output.dtype)
+        given = state.given.pop(key, None)
         if action.kind == "backward_input" and given is not None:
-            assert isinstance(made.root, torch.Tensor)
-            state.weights[place] = _backward_input(made.root, gradient, given, self._weights)
+            assert isinstance(output.root, torch.Tensor)
+            state.weights[key] = _backward_input(output.root, gradient, given, self._weights)
         else:
-            passes.backward(made.root, gradient, ends_stage=ends_stage, ends_step=ends_step)
+            passes.backward(output.root, gradient, ends_stage=ends_stage, ends_step=ends_step)
             if action.kind == "backward_input":
-                state.weights[place] = None
+                state.weights[key] = None
         if given is not None:
             assert given.grad is not None
-            state.returned[place] = given.grad
+            state.returned[key] = given.grad
 
     def _message(self, action: Action, arguments: Arguments, state: _State) -> None:
-        place = (action.stage, action.micro_batch)
+        key = (action.stage, action.micro_batch)
         group = self._mesh.group("pp")
         other = action.stage + (1 if action.kind in ("send_forward", "receive_backward") else -1)
         rank = dist.get_global_rank(group, self.stages.lies_on(other))
@@ -408,9 +408,9 @@ class Pipeline:
             state.arriving[action] = dist.irecv(room, rank, group=group), room
             return
         if action.kind == "send_backward":
-            message = state.returned.pop(place)
+            message = state.returned.pop(key)
         else:
-            message = (state.made[place] if state.trains else state.made.pop(place)).values
+            message = (state.made[key] if state.trains else state.made.pop(key)).values
         expected = travel.shape(arguments)
         if tuple(message.shape) != expected:
             raise CannotRun(
@@ -419,7 +419,7 @@ class Pipeline:
             )
         message = message.to(travel.dtype).contiguous()
         if action.kind == "send_forward" and state.trains and self._plan.pp_schedule != "zero-bubble":
-            state.made[place].is_sent()  # a backward pass of inputs alone walks the graph from the tensor
+            state.made[key].is_sent()  # a backward pass of inputs alone walks the graph from the tensor
         while len(state.sent) >= _ON_THEIR_WAY or (state.sent and state.sent[0][0].is_completed()):
             work, _ = state.sent.pop(0)
             work.wait()
@@ -429,11 +429,11 @@ class Pipeline:
         is_own = action.kind in ("receive_forward", "send_backward")
         return self.stages.received_by(action.stage if is_own else action.stage + 1)
 
-    def _arrived(self, kind: Kind, place: tuple[int, int], state: _State) -> torch.Tensor | None:
-        found = state.arriving.pop(Action(kind, *place), None)
-        if found is None:
+    def _arrived(self, kind: Kind, key: tuple[int, int], state: _State) -> torch.Tensor | None:
+        arrival = state.arriving.pop(Action(kind, *key), None)
+        if arrival is None:
             return None
-        work, tensor = found
+        work, tensor = arrival
         work.wait()
         received: torch.Tensor = tensor
         return received
@@ -447,12 +447,12 @@ def _last_of_each(actions: Sequence[Action]) -> dict[int, int]:
 
 
 def _backward_input(
-    made: torch.Tensor, gradient: torch.Tensor | None, given: torch.Tensor, weights: Sequence[nn.Parameter]
+    output: torch.Tensor, gradient: torch.Tensor | None, given: torch.Tensor, weights: Sequence[nn.Parameter]
 ) -> Any:
     from torch.distributed.pipelining._backward import stage_backward_input
 
     run: Any = stage_backward_input
-    _, groups = run([made], None if gradient is None else [gradient], [given], iter(weights))
+    _, groups = run([output], None if gradient is None else [gradient], [given], iter(weights))
     return groups, weights
 
 

@@ -123,8 +123,8 @@ class ModelParts:
 
 def parts_of(module: nn.Module) -> ModelParts:
     """Return what a module is of the whole model; of one that was not split, the whole."""
-    found = module.__dict__.get(_PARTS)
-    return found if isinstance(found, ModelParts) else ModelParts(splits=splits_in(module))
+    parts = module.__dict__.get(_PARTS)
+    return parts if isinstance(parts, ModelParts) else ModelParts(splits=splits_in(module))
 
 
 def note_parts(module: nn.Module, parts: ModelParts) -> None:
@@ -139,18 +139,18 @@ def note_split(module: nn.Module, name: str, split: Split) -> None:
 
 def splits_in(model: nn.Module) -> dict[str, Split]:
     """Return the splits that modules carry, by the parameters' names in the model."""
-    found: dict[str, Split] = {}
+    splits: dict[str, Split] = {}
     for prefix, module in model.named_modules():
         for name, split in module.__dict__.get(_SPLITS, {}).items():
-            found[f"{prefix}.{name}" if prefix else name] = split
-    return found
+            splits[f"{prefix}.{name}" if prefix else name] = split
+    return splits
 
 
 def hold_part(parameter: torch.Tensor, split: Split) -> None:
     """Make a whole parameter this rank's part of it, in place: optimizers that have it go on having it."""
     is_stand_in = not isinstance(parameter, nn.Parameter) and parameter.dim() > 0 and not any(parameter.stride())
-    made = stand_in(split.local_shape, parameter.dtype, parameter.device) if is_stand_in else split.take(parameter.data)
-    parameter.data = made
+    part = stand_in(split.local_shape, parameter.dtype, parameter.device) if is_stand_in else split.take(parameter.data)
+    parameter.data = part
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -124,17 +124,17 @@ class Stages:
             hidden, passed.hidden = passed.hidden, None
             return hidden
 
-    def pass_on(self, place: int, hidden: torch.Tensor) -> torch.Tensor:
+    def pass_on(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Return what a block that is elsewhere gives: nothing before the stage's, and behind them nothing comes."""
         assert self._running is not None
         here = self.ranges[self._running]
-        if place >= here.stop:
+        if index >= here.stop:
             raise _Passed(hidden)
-        if self.is_looked_at and place == here.start - 1:
+        if self.is_looked_at and index == here.start - 1:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 return torch.randn(hidden.shape, dtype=hidden.dtype).to(hidden.device)
-        return hidden if self._received is None or place < here.start - 1 else self._received
+        return hidden if self._received is None or index < here.start - 1 else self._received
 
 
 class _Passed(Exception):
@@ -147,8 +147,8 @@ class _Passed(Exception):
 
 def stages_of(model: nn.Module) -> Stages | None:
     """Return the stages of a model that was cut; None of a whole one."""
-    found = model.__dict__.get(_ATTRIBUTE)
-    return found if isinstance(found, Stages) else None
+    stages = model.__dict__.get(_ATTRIBUTE)
+    return stages if isinstance(stages, Stages) else None
 
 
 @contextmanager
@@ -264,7 +264,7 @@ class _Watch(TorchFunctionMode):
         self.made: list[Any] = []
         self.counter = FlopCounterMode(display=False)
         self.products: list[int] = []
-        self._blocks = {block: place for place, block in enumerate(members(stack))}
+        self._blocks = {block: index for index, block in enumerate(members(stack))}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ not in _READS:
@@ -315,11 +315,11 @@ def _recorded(model: nn.Module, stack: nn.Module, options: SplitOptions) -> _Rec
             with _silent(), kinds(stack), fake, torch.random.fork_rng(devices=[]):
                 inputs = tree_map_only(torch.Tensor, lambda leaf: _empty(leaf, device), arguments)
                 with watch.watching(), _autocast(options.configuration, device), torch.enable_grad():
-                    found = model(*inputs[0], **inputs[1])
+                    output = model(*inputs[0], **inputs[1])
         except Exception as error:  # a script's own module may raise anything
             problem = problem or (str(error).strip().splitlines() or [type(error).__name__])[0]
             continue
-        return _read(model, stack, watch, inputs, found, options.configuration)
+        return _read(model, stack, watch, inputs, output, options.configuration)
     raise CannotRun(
         f"a pipeline is cut by a look at a forward pass of {name}, and there is none: "
         + (problem or "give training_data= or sample_data= to dsplan.initialize")
@@ -379,32 +379,32 @@ def _usual_arguments(model: nn.Module, options: SplitOptions) -> list[Arguments]
     accepted = inspect.signature(model.forward).parameters.values()
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [item.name for item in accepted if item.default is item.empty and item.kind not in kinds]
-    known = [item.name for item in accepted if item.name in _TOKENS]
-    if not known or not set(required) <= set(_TOKENS):
+    tokens = [item.name for item in accepted if item.name in _TOKENS]
+    if not tokens or not set(required) <= set(_TOKENS):
         return []
     ids = torch.zeros(2, options.configuration.sequence_length, dtype=torch.long)
-    return [((), dict.fromkeys(known, ids))]
+    return [((), dict.fromkeys(tokens, ids))]
 
 
 def _read(
-    model: nn.Module, stack: nn.Module, watch: _Watch, inputs: Arguments, found: Any, plan: Configuration
+    model: nn.Module, stack: nn.Module, watch: _Watch, inputs: Arguments, output: Any, plan: Configuration
 ) -> _Record:
     name, blocks = type(model).__name__, members(stack)
     if len(watch.made) != len(blocks):
         raise CannotRun(
             f"{name} runs {len(watch.made)} blocks and has {len(blocks)}; a pipeline runs each of them once"
         )
-    place = _place_of_hidden(name, watch)
-    hidden = [given[place] for given in watch.given]
+    key_of_hidden = _place_of_hidden(name, watch)
+    hidden = [given[key_of_hidden] for given in watch.given]
     for given in watch.given:
-        beside = {key: leaf for key, value in given.items() if key != place for leaf in tree_leaves(value)}
-        asked = [key for key, leaf in beside.items() if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if asked:
+        beside = {key: leaf for key, value in given.items() if key != key_of_hidden for leaf in tree_leaves(value)}
+        trained = [key for key, leaf in beside.items() if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if trained:
             raise CannotRun(
-                f"the blocks of {name} take {asked[0]!r} beside hidden states, which is made from weights; a pipeline"
+                f"the blocks of {name} take {trained[0]!r} beside hidden states, which is made from weights; a pipeline"
                 " sends hidden states alone, so use tp or cp"
             )
-    _require_one_way(name, hidden[0], watch.made[-1], found)
+    _require_one_way(name, hidden[0], watch.made[-1], output)
     in_blocks = [set(block.parameters()) for block in blocks]
     inside = set().union(*in_blocks)
     if sum(map(len, in_blocks)) > len(inside):
@@ -427,30 +427,30 @@ def _read(
         called_after=watch.called_after,
         travels=[_travel(output, inputs, plan) for output in hidden[1:]],
         makers=[_maker(name, output, states) for output, states in zip(watch.made, hidden[1:], strict=False)],
-        place=place,
+        place=key_of_hidden,
         products=[end - begin for begin, end in pairwise([*watch.products, watch.counter.get_total_flops()])],
     )
 
 
 def _place_of_hidden(name: str, watch: _Watch) -> str | int:
     """Find the argument of every block that is what the block before it made."""
-    found: set[str | int] = set(watch.given[0])
+    candidates: set[str | int] = set(watch.given[0])
     for output, given in zip(watch.made, watch.given[1:], strict=False):
         leaves = {id(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)}
-        found &= {key for key, value in given.items() if id(value) in leaves}
-    if not found:
+        candidates &= {key for key, value in given.items() if id(value) in leaves}
+    if not candidates:
         raise CannotRun(
             f"{name} changes hidden states between its blocks, or blocks do not take them as an argument of their own;"
             " put the change into the block, or use tp or cp"
         )
-    return min(found, key=str)
+    return min(candidates, key=str)
 
 
-def _require_one_way(name: str, first: torch.Tensor, last: Any, found: Any) -> None:
+def _require_one_way(name: str, first: torch.Tensor, last: Any, output: Any) -> None:
     """Check that what comes after the blocks takes nothing of what comes before them but what the blocks made."""
     earlier = _nodes([first.grad_fn], stop=set())
     last_nodes = {leaf.grad_fn for leaf in tree_leaves(last) if isinstance(leaf, torch.Tensor)}
-    results = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     later = _nodes([leaf.grad_fn for leaf in results], stop=last_nodes)
     crossing = {node for node in earlier & later if not hasattr(node, "variable")}
     if crossing:
@@ -462,25 +462,25 @@ def _require_one_way(name: str, first: torch.Tensor, last: Any, found: Any) -> N
 
 def _nodes(roots: Iterable[Any], *, stop: set[Any]) -> set[Any]:
     """Return the nodes of an autograd graph that are reached from some without passing others."""
-    found, waiting = set[Any](), [node for node in roots if node is not None and node not in stop]
+    reached, waiting = set[Any](), [node for node in roots if node is not None and node not in stop]
     while waiting:
         node = waiting.pop()
-        if node in found:
+        if node in reached:
             continue
-        found.add(node)
+        reached.add(node)
         waiting += [after for after, _ in node.next_functions if after is not None and after not in stop]
-    return found
+    return reached
 
 
 def _tensors(arguments: Arguments) -> dict[str | int, torch.Tensor]:
-    found = _by_place_or_name(*arguments)
-    return {key: value for key, value in found.items() if isinstance(value, torch.Tensor) and value.dim()}
+    arguments_by_key = _by_place_or_name(*arguments)
+    return {key: value for key, value in arguments_by_key.items() if isinstance(value, torch.Tensor) and value.dim()}
 
 
 def _by_place_or_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str | int, Any]:
-    found: dict[str | int, Any] = dict(enumerate(args))
-    found.update(kwargs)
-    return found
+    by_key: dict[str | int, Any] = dict(enumerate(args))
+    by_key.update(kwargs)
+    return by_key
 
 
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
@@ -500,9 +500,9 @@ def _travel(hidden: torch.Tensor, inputs: Arguments, plan: Configuration) -> Tra
     sizes: list[int | tuple[str | int, int]] = []
     for dimension, size in enumerate(hidden.shape):
         sources = [
-            (key, place)
+            (key, axis)
             for key, tensor in _tensors(inputs).items()
-            for place, length in enumerate(tensor.shape)
+            for axis, length in enumerate(tensor.shape)
             if length == size and dimension < hidden.dim() - 1
         ]
         sources.sort(key=lambda source: (source[1] != dimension, str(source[0]) != "input_ids"))
@@ -564,8 +564,8 @@ def _counts(costs: _Costs, number: int) -> tuple[int, ...]:
         row: dict[int, tuple[float, tuple[int, ...]]] = {}
         for first, (largest, counts) in best[-1].items():
             for end in range(first + 1, blocks - (number - stage - 1) + 1):
-                found = max(largest, cost(first, end, stage)), (*counts, end - first)
-                row[end] = min(row.get(end, found), found)
+                cut = max(largest, cost(first, end, stage)), (*counts, end - first)
+                row[end] = min(row.get(end, cut), cut)
         best.append(row)
     return best[-1][blocks][1]
 
@@ -606,29 +606,29 @@ def _head_of(model: nn.Module, parameter: nn.Parameter, canonical: str, record: 
     # A loss that makes no logits takes the weight from its layer, and does not call that.
     whole: Any = model
     head = whole.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    found = tuple(
+    names = tuple(
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
         for name, weight in module._parameters.items()
         if weight is parameter and (module in record.called_after or module is head)
     )
-    if not found or canonical in found:
+    if not names or canonical in names:
         raise CannotRun(
             f"{type(model).__name__} uses {canonical} before its blocks and after them; give the head a layer of its"
             " own whose weight is tied to it (head.weight = embedding.weight)"
         )
-    return found
+    return names
 
 
 def _drop_blocks(stack: nn.Module, stages: Stages, record: _Record) -> None:
     """Replace the blocks of other stages, and for each stage those of this rank's other stages."""
     blocks = dict(stack._modules)
-    places = {key: place for place, key in enumerate(blocks)}
-    away = {key: _elsewhere(block, places[key], stages, record) for key, block in blocks.items() if block is not None}
+    indices = {key: index for index, key in enumerate(blocks)}
+    away = {key: _elsewhere(block, indices[key], stages, record) for key, block in blocks.items() if block is not None}
 
     def with_own(own: Iterable[range]) -> dict[str, nn.Module | None]:
-        here = {place for part in own for place in part}
-        return {key: blocks[key] if place in here else away[key] for key, place in places.items()}
+        here = {index for part in own for index in part}
+        return {key: blocks[key] if index in here else away[key] for key, index in indices.items()}
 
     stack._modules = with_own(stages.ranges[stage] for stage in stages.own)
     if len(stages.own) > 1:
@@ -639,17 +639,17 @@ def _drop_blocks(stack: nn.Module, stages: Stages, record: _Record) -> None:
                 tensor.data = tensor.data.new_empty(0)
 
 
-def _elsewhere(block: nn.Module, place: int, stages: Stages, record: _Record) -> Elsewhere:
-    made = Elsewhere(block)
-    returned = record.makers[min(place, len(record.makers) - 1)]
+def _elsewhere(block: nn.Module, index: int, stages: Stages, record: _Record) -> Elsewhere:
+    stand_in = Elsewhere(block)
+    returned = record.makers[min(index, len(record.makers) - 1)]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = args[record.place] if isinstance(record.place, int) else kwargs[record.place]
-        return returned(stages.pass_on(place, hidden))
+        return returned(stages.pass_on(index, hidden))
 
-    made.forward = forward  # type: ignore[method-assign]
-    vars(made)["stages"] = stages
-    return made
+    stand_in.forward = forward  # type: ignore[method-assign]
+    vars(stand_in)["stages"] = stages
+    return stand_in
 
 
 def _free(names: Mapping[nn.Parameter, str], model: nn.Module) -> None:

@@ -115,12 +115,12 @@ def split_unit(
         module_name, parameter = _placed(unit, name)
         module = unit.get_submodule(module_name)
         if parameter:
-            made = _parameter(module, parameter, style, ranks)
+            split = _parameter(module, parameter, style, ranks)
         elif isinstance(module, (Columns, Rows, VocabularyRows)):
             continue
         else:
-            made = _module(module, style, ranks, heads, variant, sequence=sequence, direct=direct)
-        applied.add(module_name, made)
+            split = _module(module, style, ranks, heads, variant, sequence=sequence, direct=direct)
+        applied.add(module_name, split)
     applied.changes += _adapted(unit, heads, ranks, variant.adapts) if not variant.gathers else []
     if not is_block:
         if sequence:
@@ -250,10 +250,10 @@ def _sizes(style: str, length: int) -> tuple[int, ...]:
     if not style.startswith("packed:"):
         return ()
     numbers = tuple(int(number) for number in style.removeprefix("packed:").split(","))
-    found = (length // numbers[0],) * numbers[0] if len(numbers) == 1 else numbers
-    if sum(found) != length:
+    pieces = (length // numbers[0],) * numbers[0] if len(numbers) == 1 else numbers
+    if sum(pieces) != length:
         raise CannotRun(f"style {style!r} is for a weight of other widths than {length}")
-    return found
+    return pieces
 
 
 def _divided(sizes: tuple[int, ...], ranks: TensorRanks, what: str) -> tuple[tuple[int, int], ...]:
@@ -687,18 +687,18 @@ class _Place:
 def draw_own(module: nn.Module, randomness: Randomness, *, is_own: bool = True) -> None:
     """Let a module draw numbers of this rank's own, or the same on all ranks, from its input to its output."""
     if _draws(module):
-        place = _Place(randomness, is_own=is_own)
-        module.register_forward_pre_hook(place.enter, prepend=True)
-        module.register_forward_hook(place.leave, always_call=True)
+        area = _Place(randomness, is_own=is_own)
+        module.register_forward_pre_hook(area.enter, prepend=True)
+        module.register_forward_hook(area.leave, always_call=True)
 
 
 def _draw_own_between(unit: nn.Module, columns: list[nn.Module], rows: list[nn.Module], randomness: Randomness) -> None:
     """Let what lies between column and row layers, where each rank has its own heads, draw numbers of its own."""
     if not _draws(unit) or not rows:
         return
-    place = _Place(randomness, is_own=True)
+    area = _Place(randomness, is_own=True)
     for module in (*columns, *rows):
-        module.register_forward_pre_hook(place.leave, prepend=True)
+        module.register_forward_pre_hook(area.leave, prepend=True)
     for module in columns:
-        module.register_forward_hook(place.enter)
-    unit.register_forward_hook(place.leave, always_call=True)
+        module.register_forward_hook(area.enter)
+    unit.register_forward_hook(area.leave, always_call=True)

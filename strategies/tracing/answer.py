@@ -22,8 +22,7 @@ _NO_ARGUMENTS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtyp
 
 
 def trace_answer(job: Job, source: ModelSource, report: Callable[[str], None]) -> Answer:
-    """Builds the module without memory for its weights and traces a step of the job; `report` is called with what is
-    done.
+    """Build the module without memory for its weights and trace a step of the job; `report` is called with each phase.
 
     Raises:
         DsplanError: the factory that makes the module fails.

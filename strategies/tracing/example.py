@@ -33,7 +33,7 @@ class Example:
     samples: int
 
     def batch_of(self, samples: int) -> Arguments:
-        """The same for another number of samples; tensors on the meta device."""
+        """Return the same for another number of samples; tensors on the meta device."""
         resized = tree_map(lambda leaf: self._resized(leaf, samples), (self.positional, dict(self.named)))
         positional, named = resized
         return positional, named
@@ -49,8 +49,7 @@ class Example:
 
     @property
     def tokens(self) -> int:
-        """Tokens per sample: the length of the longest token ids, which are whole numbers in two dimensions, and of
-        `input_ids` where there are such; 0 for a batch without."""
+        """Return tokens per sample: the longest token ids (whole numbers in two dimensions); 0 without any."""
         ids = self.named.get("input_ids")
         leaves = [ids] if isinstance(ids, torch.Tensor) else tree_leaves((self.positional, dict(self.named)))
         return max((_ids_in(leaf) for leaf in leaves), default=0)
@@ -79,10 +78,10 @@ def arguments_of(batch: Any) -> Arguments:
 
 
 def examples_for(module: nn.Module, batch: Any) -> Iterator[Example]:
-    """What the module may be called with where a loader or a script holds `batch`, the likeliest first.
+    """Return what the module may be called with where a loader or a script holds `batch`, the likeliest first.
 
-    A batch may hold more than the module takes (the labels of a loss that the script computes itself), and what is
-    left may be no argument of the module for all that it has room for one.
+    A batch may hold more than the module takes (the labels of a loss that the script computes itself), and what is left
+    may be no argument of the module for all that it has room for one.
     """
     positional, named = arguments_of(batch)
     samples = samples_in((positional, named))
@@ -101,7 +100,7 @@ def examples_for(module: nn.Module, batch: Any) -> Iterator[Example]:
 
 
 def samples_in(batch: Any) -> int:
-    """The rows that most of its tensors have, 1 where it has no tensor with rows."""
+    """Return the rows that most of its tensors have, 1 where it has no tensor with rows."""
     rows = [leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     return Counter(rows).most_common(1)[0][0] if rows else 1
 
@@ -110,7 +109,7 @@ def samples_in(batch: Any) -> int:
 
 
 def first_samples(dataset: Any) -> list[Any]:
-    """The first samples of a dataset that can be indexed or iterated over; an iterator would lose them."""
+    """Return the first samples of a dataset that can be indexed or iterated over; an iterator would lose them."""
     if dataset is None or isinstance(dataset, Iterator):
         return []
     with _random_numbers_kept():
@@ -121,7 +120,7 @@ def first_samples(dataset: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _random_numbers_kept() -> Iterator[None]:
-    """What a sample is cut or turned by is drawn again in training, on every rank alike."""
+    """Have what a sample is cut or turned by drawn again in training, on every rank alike."""
     state = random.getstate()
     with torch.random.fork_rng(devices=[]):
         yield
@@ -129,8 +128,7 @@ def _random_numbers_kept() -> Iterator[None]:
 
 
 def example_batch(dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> Any:
-    """Return a batch of the dataset's first samples, put together as the script does it, or None if there are no
-    samples or they cannot be put together."""
+    """Return a batch of the dataset's first samples as the script puts it together; None where it cannot be."""
     samples = first_samples(dataset)
     for chosen in (samples, samples[:1] * 2):
         # A collator is the script's own code, which may raise anything; torch's wants samples of one length.
@@ -140,7 +138,7 @@ def example_batch(dataset: Any, collate: Callable[[list[Any]], Any] | None = Non
 
 
 def longest_tokens(item: Any) -> int:
-    """The length of the token ids in a sample or a batch of them; 0 where there are none."""
+    """Return the length of the token ids in a sample or a batch of them; 0 where there are none."""
     if isinstance(item, Mapping):
         return longest_tokens(item.get("input_ids"))
     if isinstance(item, torch.Tensor):

@@ -34,7 +34,7 @@ def any_model(name: str | None, *, model_size: str | None = None) -> ModelFacts:
 
 
 def model_and_made(name: str | None, *, model_size: str | None = None) -> tuple[ModelFacts, Made | None]:
-    """The model's facts, and what a factory made where it comes from one.
+    """Return the model's facts, and what a factory made where it comes from one.
 
     Raises:
         DsplanError: as `resolve_model`, `made_by` and `facts_of_made`.
@@ -46,7 +46,7 @@ def model_and_made(name: str | None, *, model_size: str | None = None) -> tuple[
 
 
 def made_by(spec: str) -> Made:
-    """What `package.module:factory` returns, called without arguments and, with torch, on the meta device.
+    """Return what `package.module:factory` returns, called without arguments and, with torch, on the meta device.
 
     The working directory is searched first, as `python -m` does.
 
@@ -100,7 +100,7 @@ def _attribute(module: ModuleType, path: str, spec: str) -> Any:
 
 
 def _callables(holder: Any) -> list[str]:
-    """What could be meant."""
+    """Name what could be meant."""
     return [name for name in dir(holder) if not name.startswith("_") and callable(getattr(holder, name))]
 
 
@@ -123,7 +123,7 @@ def _meta_device() -> contextlib.AbstractContextManager[Any]:
 
 
 def facts_of_made(spec: str, made: Made) -> ModelFacts:
-    """The facts of what a factory made: an `nn.Module`, a transformers config, or a dict such as a parsed config.json.
+    """Return the facts of what a factory made: an `nn.Module`, a transformers config, or a dict such as a config.json.
 
     Raises:
         DsplanError: it is something else, or a config that cannot be planned with.

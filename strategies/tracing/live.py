@@ -31,7 +31,7 @@ def meta_device() -> AbstractContextManager[Any]:
 
 
 def facts_from_module(module: nn.Module, *, name: str = "") -> ModelFacts:
-    """The facts of a module, whose parameter count is the module's own.
+    """Return the facts of a module, whose parameter count is the module's own.
 
     A transformers model of a known model_type is described by its config. Anything else becomes kind `custom`: the
     blocks are the repeated children of its ModuleLists, and widths are read from embeddings and linear layers.
@@ -77,14 +77,13 @@ def _described(module: nn.Module, name: str) -> ModelFacts | None:
 
 
 def _freezes_layers(module: nn.Module) -> bool:
-    """Whether layers keep other activations than a config says, since some of their weights are frozen; a table keeps
-    the same (Pegasus has frozen ones by itself)."""
+    """Return whether frozen weights change what layers keep; a table keeps the same (Pegasus freezes some)."""
     layers = (part for part in module.modules() if not isinstance(part, nn.Embedding))
     return not all(weight.requires_grad for part in layers for weight in part.parameters(recurse=False))
 
 
 def _stacks(module: nn.Module, block_classes: list[str]) -> list[_Stack]:
-    """The outermost repeated blocks, by the path of the container that holds them."""
+    """Return the outermost repeated blocks, by the path of the container that holds them."""
     found: list[_Stack] = []
     _search(module, "", block_classes, found)
     return found
@@ -113,7 +112,7 @@ def _repeated(container: nn.Module, block_classes: list[str]) -> tuple[nn.Module
 
 
 def _take(module: nn.Module | None, seen: set[int]) -> Weights:
-    """The parameters not seen before, which are marked as seen."""
+    """Return the parameters not seen before, which are marked as seen."""
     fresh = [parameter for parameter in module.parameters() if id(parameter) not in seen] if module is not None else []
     seen.update(map(id, fresh))
     frozen = tuple(place for place, parameter in enumerate(fresh) if not parameter.requires_grad)
@@ -127,7 +126,7 @@ def _outside(module: nn.Module, stacks: list[_Stack]) -> list[nn.Module]:
 
 
 def _last_linear(parts: list[nn.Module]) -> nn.Linear | None:
-    """The output layer, as far as a module shows which one it is."""
+    """Return the output layer, as far as a module shows which one it is."""
     return next((part for part in reversed(parts) if isinstance(part, nn.Linear)), None)
 
 
@@ -149,7 +148,7 @@ def _role(path: str, experts: int) -> str:
 
 
 def _merged(blocks: list[BlockCount]) -> tuple[BlockCount, ...]:
-    """Runs of equal blocks as one entry; blocks whose weights were all counted before (shared layers) add nothing."""
+    """Merge runs of equal blocks; blocks whose weights were all counted before (shared layers) add nothing."""
     merged: list[BlockCount] = []
     for block in blocks:
         if merged and replace(merged[-1], repeats=1) == block:
@@ -193,7 +192,7 @@ def _custom(module: nn.Module, name: str, counts: ParameterCounts) -> ModelFacts
 
 
 def _mixture(block: nn.Module) -> dict[str, Any]:
-    """What facts say of routed experts, where a block has some in the form that expert parallelism takes."""
+    """Return what facts say of routed experts, where a block has some in the form that expert parallelism takes."""
     experts: Any = next((part for part in block.modules() if is_mixture(part)), None)
     if experts is None:
         return {}
@@ -214,7 +213,7 @@ def _embeddings(module: nn.Module) -> list[nn.Embedding]:
 
 
 def _hidden_size(module: nn.Module, block: nn.Module) -> int:
-    """The width of the largest embedding, the commonest input width of linear layers, or the widest weight's."""
+    """Return the width of the largest embedding, the commonest input of linear layers, or the widest weight's."""
     tables = _embeddings(module)
     if tables:
         return max(tables, key=lambda table: table.num_embeddings).embedding_dim
@@ -243,7 +242,7 @@ def _heads(block: nn.Module, hidden: int) -> int:
 
 
 def _positions(module: nn.Module, hidden: int, vocabulary: int) -> int:
-    """The length named by the module or its config, or the rows of a second embedding as wide as the first."""
+    """Return the length named by the module or its config, or the rows of a second embedding as wide as the first."""
     for holder in (getattr(module, "config", None), module):
         for attribute in _LENGTHS:
             length = getattr(holder, attribute, None)

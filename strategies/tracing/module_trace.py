@@ -63,11 +63,10 @@ Shaped: TypeAlias = tuple[tuple[int, ...], int]
 def work_of(
     facts: ModelFacts, module: nn.Module, batch: Any, length: int | None = None
 ) -> tuple[Task | None, int | None]:
-    """Task and length of a module's samples: `length` where it is known, else that of the token ids in a batch of its
-    own. What nothing is known of is None.
+    """Return task and length of a module's samples: `length` where it is known, else that of its batch's token ids.
 
-    A module that no catalogue knows and whose batch has no tokens has a task of its own, and a sample is one position
-    long; only a matrix of features has as many as it has rows.
+    What nothing is known of is None. A module that no catalogue knows and whose batch has no tokens has a task of its
+    own, and a sample is one position long; only a matrix of features has as many as it has rows.
     """
     if length is not None or batch is None:
         return None, length
@@ -78,8 +77,10 @@ def work_of(
 
 
 def traced_request(request: Request, module: nn.Module, batch: Any, asked: Degrees = WHOLE) -> Request:
-    """The request with what a trace of the module found, in the precision and on the device that it is for; `asked` are
-    degrees that a plan is to have whatever the request says."""
+    """Return the request with what a trace of the module found, in its precision and on its device.
+
+    A plan is to have the degrees `asked`, whatever the request says.
+    """
     work = request.workload
     degrees = _degrees_of(request) if asked == WHOLE else (asked,)
     device, uneven = request.cluster.device, work.expert_imbalance
@@ -88,8 +89,7 @@ def traced_request(request: Request, module: nn.Module, batch: Any, asked: Degre
 
 
 def _degrees_of(request: Request) -> tuple[Degrees, ...]:
-    """The degrees that a module of the user's own is to be traced with beside the whole: those that are asked for, or
-    of two ranks that split layers where the search may choose how many do."""
+    """Return the degrees to trace a module with beside the whole: those asked for, or two ranks that split layers."""
     if request.degrees is not None:
         asked = request.degrees
         wanted = asked.tp, asked.cp, asked.ep, asked.tp > 1 and bool(asked.sequence_parallel)
@@ -107,9 +107,11 @@ def traced_facts(
     degrees: Sequence[Degrees] = (),
     uneven: float = 1.0,
 ) -> ModelFacts:
-    """The facts with what a trace found, for a module that no closed form describes; `batch` is one of its own, of any
-    number of samples (`strategies.tracing.example.arguments_of` says in which shapes), or None. It is traced as a rank
-    of each of `degrees` too, where it can be split so, to whose experts `uneven` times as many tokens come as the mean.
+    """Return the facts with what a trace found, for a module that no closed form describes.
+
+    `batch` is one of its own, of any number of samples (`strategies.tracing.example.arguments_of` says in which
+    shapes), or None. It is traced as a rank of each of `degrees` too, where it can be split so, to whose experts
+    `uneven` times as many tokens come as the mean.
 
     A module may do anything in its forward pass, also what fake tensors cannot follow; the note then says that its
     activations are a rule of thumb, and why.
@@ -175,7 +177,7 @@ def trace_activations(
 
 @contextlib.contextmanager
 def _training(module: nn.Module) -> Iterator[None]:
-    """A module is planned for before the script calls `train()`; one that is frozen on purpose stays so."""
+    """Have a module train inside, as it will when the script has called `train()`; one that is frozen stays so."""
     if module.training:
         yield
         return
@@ -190,8 +192,7 @@ def _training(module: nn.Module) -> Iterator[None]:
 
 @dataclass(kw_only=True, slots=True)
 class Reading:
-    """One run over a whole batch, in bytes, elements and operations; `kinds` are those of the blocks, in the order they
-    ran."""
+    """One run over a whole batch, in bytes, elements and operations; `kinds` are those of the blocks in their order."""
 
     kept: int = 0
     forward: int = 0
@@ -228,7 +229,7 @@ def _per_sample(few: Reading, many: Reading) -> TracedActivations:
 
 
 def _figures(few: Reading, many: Reading) -> Figures | None:
-    """The figures of a module whose blocks run once each, and alike for both batches."""
+    """Return the figures of a module whose blocks run once each, and alike for both batches."""
     joined = _joined(few.timeline, many.timeline)
     if joined is None or not few.kinds or len(joined.outputs) != len(few.kinds):
         return None
@@ -243,7 +244,7 @@ _POINTS: tuple[Mapping[str, float], ...] = tuple({"b": float(samples)} for sampl
 
 
 def _joined(few: Timeline, many: Timeline) -> Timeline | None:
-    """The same step over both batches, each shape the elements of both; None where they are not the same."""
+    """Join the same step over both batches, each shape the elements of both; None where they are not the same."""
     alike = few.marks == many.marks and len(few.storages) == len(many.storages)
     if not alike or any(a.operation != b.operation for a, b in zip(few.storages, many.storages, strict=True)):
         return None
@@ -317,7 +318,7 @@ def _run(module: nn.Module, batch: Any, mode: str, device: Device, fake: FakeTen
 
 
 def _part_of(module: nn.Module, fake: FakeTensorMode, degrees: Degrees, uneven: float) -> nn.Module:
-    """A copy of the module on fake tensors, split as `dsplan.initialize` splits it."""
+    """Return a copy of the module on fake tensors, split as `dsplan.initialize` splits it."""
     copied, _ = fake_copy(module, (), fake, None)
     with fake, experts_balanced(copied):
         split_imagined(copied, *degrees, uneven=uneven)
@@ -325,7 +326,7 @@ def _part_of(module: nn.Module, fake: FakeTensorMode, degrees: Degrees, uneven: 
 
 
 def _fake(mode: FakeTensorMode, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A stand-in on the CPU, whatever the device of the original."""
+    """Return a stand-in on the CPU, whatever the device of the original."""
     wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
     with mode:
         return torch.empty_strided(value.shape, value.stride(), dtype=wanted, device="cpu")
@@ -358,8 +359,10 @@ class _Gradients:
 
 
 class _BlockWatch(Marks):
-    """Reads the tracker around one repeated block: the second where there is one, since the first may differ; and names
-    the moments at which each block begins and ends, as far as it takes and gives activations."""
+    """Reads the tracker around one repeated block: the second where there is one, since the first may differ.
+
+    It also names the moments at which each block begins and ends, as far as it takes and gives activations.
+    """
 
     def __init__(
         self, tracker: StorageTracker, blocks: Sequence[nn.Module], found: Reading, recorder: Recorder
@@ -408,8 +411,7 @@ def _kind(block: nn.Module) -> str:
 
 @contextlib.contextmanager
 def experts_balanced(module: nn.Module) -> Iterator[None]:
-    """Inside, routed experts (`strategies.parallel.expert.is_mixture`) that look up which tokens chose them find as
-    many each as if all were chosen alike."""
+    """Have routed experts (`strategies.parallel.expert.is_mixture`) that look up their tokens find as many each."""
     make: Any = _Balanced
     handles: list[Any] = []
     for mixture in filter(is_mixture, module.modules()):
@@ -448,6 +450,7 @@ class _Balanced(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def work_counted(found: Reading) -> AbstractContextManager[object]:
+    """Count the work of what runs inside."""
     make: Any = _Work
     made: AbstractContextManager[object] = make(found)
     return made

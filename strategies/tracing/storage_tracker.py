@@ -114,7 +114,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors that an operation changes in place or writes its result to."""
+    """Return the tensors that an operation changes in place or writes its result to."""
     places = [argument for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write]
     if not places:
         return []
@@ -146,7 +146,7 @@ def resizes_reported(measure: Callable[[torch.UntypedStorage], None]) -> Iterato
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors a tensor is made of: a DTensor's local shard, a wrapper subclass's parts, or itself."""
+    """Return the plain tensors a tensor is made of: a DTensor's local shard, a wrapper subclass's parts, or itself."""
     if isinstance(tensor, FakeTensor) or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

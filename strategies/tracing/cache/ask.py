@@ -97,7 +97,7 @@ Report: TypeAlias = Callable[[str], None]
 
 
 def silent(_: str) -> None:
-    """The report of those who do not watch."""
+    """Report nothing, for those who do not watch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +109,9 @@ class Tracing:
 
 
 def ask(job: Job, source: ModelSource, tracing: Tracing) -> Answer:
-    """What a step of `job` holds on rank 0. A trace is kept once it is whole, so an interrupted one leaves nothing.
+    """Return what a step of `job` holds on rank 0.
+
+    A trace is kept once it is whole, so an interrupted one leaves nothing.
 
     Raises:
         DsplanError: torch or transformers is missing, or has no such model.

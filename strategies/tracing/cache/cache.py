@@ -26,8 +26,9 @@ _TRACER = (
 
 
 def trace_versions() -> dict[str, str]:
-    """torch and transformers as installed, transformers empty where it is missing, and the tracer's own version: the
-    hash of its code, so that no answer of another tracer is taken for its own.
+    """Return the versions of torch and transformers, "" where it is missing, and of the tracer: the hash of its code.
+
+    So no answer of another tracer is taken for its own.
 
     Raises:
         DsplanError: torch is not installed.
@@ -40,7 +41,7 @@ def trace_versions() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def tracer_version() -> str:
-    """The hash of the tracer's files."""
+    """Return the hash of the tracer's files."""
     root = Path(__file__).parents[3]
     files = sorted(path for pattern in _TRACER for path in root.glob(pattern))
     code = hashlib.sha256()
@@ -70,12 +71,15 @@ class TraceCache:
         self.problem = ""
 
     def find(self, key: str) -> TraceRecord | None:
+        """Return the record of a question, if it was answered."""
         return self._asked(lambda store: store.trace(key), None)
 
     def series(self, series: str) -> tuple[TraceRecord, ...]:
+        """Return all records of a series."""
         return self._asked(lambda store: store.traces(series), ())
 
     def keep(self, record: TraceRecord) -> None:
+        """Keep a record in place of an older one."""
         self._asked(lambda store: store.add_trace(record), False)
 
     def _asked(self, question: Callable[[Store], Found], without: Found) -> Found:

@@ -43,7 +43,7 @@ class Coverage:
 
 
 def coverage_of(job: Job) -> Coverage:
-    """The traced step is the asked one, or the same without offload, of which only the activations count."""
+    """Return how a traced step covers the asked one: as a whole, or only its activations, without offload."""
     asked = job.configuration
     beyond = _beyond_traces(job)
     if beyond:
@@ -63,7 +63,7 @@ def coverage_of(job: Job) -> Coverage:
 
 
 def _not_transformers(job: Job) -> str:
-    """What is asked for that transformers' modules in eager torch, which are traced, do not do."""
+    """Return what is asked for that transformers' modules in eager torch, which are traced, do not do."""
     work = job.workload
     if not code_base(work.code).name.startswith("transformers"):
         return f"--code {work.code}"
@@ -71,7 +71,7 @@ def _not_transformers(job: Job) -> str:
 
 
 def _beyond_traces(job: Job) -> str:
-    """The first part of a configuration that the tracer does not run; empty where it runs all."""
+    """Return the first part of a configuration that the tracer does not run; empty where it runs all."""
     asked = job.configuration
     whole_only = asked.zero_stage or asked.offload != "none"
     more = "".join(f" x {name} {n}" for name, n in (("cp", asked.cp), ("ep", asked.ep)) if n > 1)
@@ -98,7 +98,8 @@ def traced_estimate(
     tracing: Tracing,
     without: Callable[[], Request] | None = None,
 ) -> Plan:
-    """The plan with traced memory; with the closed form's and a wider bound where the tracer cannot follow the module.
+    """Return the plan with traced memory, or the closed form's with a wider bound where the module cannot be followed.
+
     `without` asks, for that, what takes time to know of a module of the user's own.
 
     Raises:
@@ -141,7 +142,7 @@ def _traced(priced: Priced, coverage: Coverage, reading: Reading) -> Priced:
 
 
 def _corrected(job: Job, closed: Mapping[str, Ledger], seen: Mapping[str, Ledger]) -> dict[str, Ledger]:
-    """Closed forms whose activations are off as much as their largest ones are off those of a trace."""
+    """Return closed forms whose activations are off as much as their largest ones are off those of a trace."""
     largest: dict[str, float] = {}
     for instant in instants_of(job, recipe_of(job)):
         alive = bytes_at(instant.activations, job.configuration.micro_batch_size)
@@ -172,7 +173,7 @@ def _what_was_traced(job: Job, reading: Reading, *, partly: bool) -> str:
 
 
 def _sizes(reading: Reading) -> str:
-    """The sizes that the traces behind an extrapolated reading differ in: `micro-batch 2 and 4`."""
+    """Name the sizes that the traces behind an extrapolated reading differ in: `micro-batch 2 and 4`."""
     known, asked = reading.taken_from, reading.sizes
     by_samples = any(sizes.micro_batch != asked.micro_batch for sizes in known)
     numbers = [str(_size(sizes, by_samples=by_samples)) for sizes in known]

@@ -34,6 +34,7 @@ class Reading:
 
     @property
     def peak_bytes(self) -> float:
+        """Return the peak of all phases, bytes."""
         return max(ledger.total for ledger in self.phases.values())
 
 
@@ -49,7 +50,7 @@ Answer: TypeAlias = "Reading | Refusal"
 
 
 def sizes_of(job: Job) -> Sizes:
-    """The sizes that a job asks for."""
+    """Return the sizes that a job asks for."""
     configuration, workload = job.configuration, job.workload
     return Sizes(
         micro_batch=configuration.micro_batch_size,
@@ -59,7 +60,7 @@ def sizes_of(job: Job) -> Sizes:
 
 
 def to_document(answer: Answer) -> dict[str, object]:
-    """The JSON object that the database keeps; extrapolated readings are not kept."""
+    """Return the JSON object that the database keeps; extrapolated readings are not kept."""
     if isinstance(answer, Refusal):
         return {"sizes": asdict(answer.sizes), "refused": answer.reason}
     phases = {name: ledger.rounded() for name, ledger in answer.phases.items()}
@@ -67,7 +68,7 @@ def to_document(answer: Answer) -> dict[str, object]:
 
 
 def from_document(document: Mapping[str, Any]) -> Answer:
-    """The answer that such an object holds."""
+    """Return the answer that such an object holds."""
     sizes = Sizes(**document["sizes"])
     if "refused" in document:
         return Refusal(sizes=sizes, reason=document["refused"])
@@ -96,7 +97,7 @@ class Question:
 
 
 def question_of(job: Job, source: ModelSource, versions: Mapping[str, str]) -> Question:
-    """What a job asks of the tracer. Of a device only the compute capability counts, which decides the kernels."""
+    """Return what a job asks of the tracer; of a device only the compute capability counts: it decides the kernels."""
     configuration = {name: value for name, value in asdict(job.configuration).items() if name not in _LEFT_OUT}
     if not job.configuration.activations_on_host:
         del configuration["activations_on_host"]  # traces that are older than it
@@ -116,7 +117,7 @@ def question_of(job: Job, source: ModelSource, versions: Mapping[str, str]) -> Q
 
 
 def _training_code(job: Job) -> dict[str, object]:
-    """What the code does that makes other tensors; nothing where it trains all weights with a plain loss."""
+    """Return what the code does that makes other tensors; nothing where it trains all weights with a plain loss."""
     work = job.workload
     adapters = {name: getattr(work, name) for name in ("method", "lora_rank", "lora_targets", "load_dtype")}
     return (adapters if work.method != "full" else {}) | ({"loss": work.loss} if work.loss != "plain" else {})

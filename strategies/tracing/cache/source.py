@@ -58,7 +58,7 @@ def _is_own(path: str) -> bool:
 
 
 def _used_by(module: ModuleType) -> set[str]:
-    """The modules that a module's names are or come from."""
+    """Return the modules that a module's names are or come from."""
     names = [
         value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
         for value in list(vars(module).values())
@@ -67,7 +67,7 @@ def _used_by(module: ModuleType) -> set[str]:
 
 
 def _digest(path: str) -> str:
-    """The hash of a file's contents; empty where it cannot be read, which equals no file's."""
+    """Return the hash of a file's contents; empty where it cannot be read, which equals no file's."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:
@@ -80,9 +80,11 @@ _NOT_BUILT = ("name", "aliases", "note", "traced")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """A model as facts, and where it is built from: the facts alone, a `config` (parsed JSON), or a `factory`
-    (`package.module:function`). `identity` is what the module depends on, as JSON; `work` the task and the length of a
-    sample that a factory's batch shows.
+    """A model as facts, and where it is built from.
+
+    From the facts alone, a `config` (parsed JSON) or a `factory` (`package.module:function`).
+    `identity` is what the module depends on, as JSON; `work` the task and the length of a sample that a factory's batch
+    shows.
     """
 
     facts: ModelFacts
@@ -93,7 +95,7 @@ class ModelSource:
 
 
 def model_source(name: str | None, model_size: str | None, cache: TraceCache) -> ModelSource:
-    """The source of what `--model` or `--model-size` names.
+    """Return the source of what `--model` or `--model-size` names.
 
     Raises:
         DsplanError: as `resolve_model`.
@@ -111,7 +113,7 @@ def model_source(name: str | None, model_size: str | None, cache: TraceCache) ->
 
 
 def facts_identity(facts: ModelFacts) -> dict[str, object]:
-    """The facts that decide what is built."""
+    """Return the facts that decide what is built."""
     return {name: value for name, value in asdict(facts).items() if name not in _NOT_BUILT}
 
 
@@ -122,7 +124,7 @@ _DIGITS = 32
 
 
 def factory_source(spec: str, cache: TraceCache) -> ModelSource:
-    """The source of a factory's module. Its code runs only where it was never asked for or one of its files changed.
+    """Return the source of a factory's module, whose code runs only where it is new or one of its files changed.
 
     Raises:
         DsplanError: as `made_by` and `facts_of_made`.
@@ -161,13 +163,13 @@ def _work_of(facts: ModelFacts, made: Made) -> tuple[Task | None, int | None]:
 
 
 def _modules(spec: str, made: Any) -> set[str]:
-    """The Python modules that define the factory and every class of what it made."""
+    """Return the Python modules that define the factory and every class of what it made."""
     parts = made.modules() if hasattr(made, "modules") else (made,)
     return {spec.partition(":")[0], *(type(part).__module__ for part in parts)}
 
 
 def _structure(made: Made) -> str:
-    """The hash of a module's parts, weights, buffers and inputs, or of a config."""
+    """Hash a module's parts, weights, buffers and inputs, or a config."""
     model = made.model
     if hasattr(model, "named_parameters"):
         parts = [[name, type(part).__name__] for name, part in model.named_modules()]
@@ -178,7 +180,7 @@ def _structure(made: Made) -> str:
 
 
 def _inputs(batch: Any) -> object:
-    """The structure of a batch in JSON: tensors by shape and dtype, all else as it is printed."""
+    """Return the structure of a batch in JSON: tensors by shape and dtype, all else as it is printed."""
     if isinstance(batch, Mapping):
         return {str(name): _inputs(part) for name, part in batch.items()}
     if isinstance(batch, list | tuple):

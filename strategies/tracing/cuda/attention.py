@@ -38,16 +38,18 @@ class Call:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values."""
         return self.query, self.key, self.value
 
     @property
     def widths(self) -> tuple[int, int, int]:
+        """Return the widths of queries, keys and values."""
         query, key, value = (tensor.size(-1) for tensor in self.tensors)
         return query, key, value
 
 
 def kernel_for(call: Call, capability: tuple[int, int]) -> Kernel:
-    """The kernel torch chooses on a device of that compute capability."""
+    """Return the kernel torch chooses on a device of that compute capability."""
     if any(tensor.dim() != 4 for tensor in call.tensors) or 0 in (call.query.size(2), call.key.size(2)):
         return "math"
     if _flash_takes(call, capability):
@@ -56,7 +58,7 @@ def kernel_for(call: Call, capability: tuple[int, int]) -> Kernel:
 
 
 def attention(call: Call, capability: tuple[int, int]) -> torch.Tensor:
-    """The output [batch, heads, length, value width], made by the kernel that CUDA would choose."""
+    """Return the output [batch, heads, length, value width], made by the kernel that CUDA would choose."""
     kernel = kernel_for(call, capability)
     if kernel == "flash":
         return _flash(call)
@@ -162,7 +164,7 @@ def _math(call: Call, mask: torch.Tensor | None) -> torch.Tensor:
 
 @contextlib.contextmanager
 def windows_without_masks() -> Iterator[None]:
-    """transformers makes no masks for torch's attention function: the tensors of a step with flash attention."""
+    """Have transformers make no masks for torch's attention function: the tensors of a step with flash attention."""
     try:
         masks: Any = import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
     except ImportError:  # a module of the user's own, and no transformers

@@ -22,7 +22,7 @@ def cuda_outputs() -> AbstractContextManager[object]:
 
 
 def cpu_outputs() -> AbstractContextManager[object]:
-    """Grouped products of every dtype have an output: torch's fake kernel knows bf16 only."""
+    """Give grouped products of every dtype an output: torch's fake kernel knows bf16 only."""
     make: Any = _Outputs
     made: AbstractContextManager[object] = make(fp32_statistics=False)
     return made
@@ -74,7 +74,7 @@ def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
 
 
 def scratch(func: Any, args: tuple[Any, ...]) -> list[Allocation]:
-    """The same, one by one."""
+    """Return the same, one by one."""
     if func is _aten_ops._scaled_dot_product_flash_attention_backward.default:
         return _flash_backward(*args[:5])
     if func is _aten_ops._scaled_dot_product_efficient_attention_backward.default:
@@ -85,8 +85,9 @@ def scratch(func: Any, args: tuple[Any, ...]) -> list[Allocation]:
 def _flash_backward(
     gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
 ) -> list[Allocation]:
-    """The queries' gradient in fp32, one figure per row, and for grouped heads the gradients of keys and values as if
-    each query head had its own. The kernel wants [batch, length, heads, width] and copies what is laid out otherwise.
+    """Return the queries' gradient in fp32, one figure per row, and gradients of keys and values of ungrouped heads.
+
+    The kernel wants [batch, length, heads, width] and copies what is laid out otherwise.
     """
     batch, heads, length, width = query.shape
     rows = (batch, heads, _up(length, 128))
@@ -98,7 +99,7 @@ def _flash_backward(
 
 
 def _efficient_backward(query: torch.Tensor, output: torch.Tensor) -> list[Allocation]:
-    """The queries' gradient in fp32; fp32 inputs also have their product with the output's gradient made outside."""
+    """Return the queries' gradient in fp32; of fp32 inputs also their product with the output's gradient."""
     batch, heads, length, width = query.shape
     made: list[Allocation] = [((batch, heads, _up(length, 64), _up(width, 32)), _FP32)]
     return made + ([(tuple(output.shape), _FP32)] if query.dtype == torch.float32 else [])

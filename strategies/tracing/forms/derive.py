@@ -36,7 +36,7 @@ _WEIGHTS = ((2.0, 0.0), (4.0, 1.0), (0.0, 0.0), (6.0, 0.0))
 
 
 def distinctive(points: Sequence[Dimensions], moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    """The fewest moments that come within 0.2 % of the largest at every point."""
+    """Return the fewest moments that come within 0.2 % of the largest at every point."""
     pool = list({str((m.activations, m.cast, m.gradients)): m for m in moments}.values())
     terms = {term for moment in pool for part in _parts(moment) for term in part}
     rows = []
@@ -100,11 +100,13 @@ class _Alive:
 
 
 class Derivation:
-    """Reads a timeline; `labels` name the kind of each block in the order they ran, `elements` turns a storage's shape
-    into a polynomial, `points` are sizes at which a moment may be the peak. `asks_for_biases`: under checkpointing what
-    the first block hands on has a gradient, and stays beside what it makes when it is run again. `counted` says, of
-    the elements of a storage, the number alive of its like and the number that the whole step makes, what that number
-    depends on, where a loop over positions or images makes one for each."""
+    """Reads a timeline, whose blocks have the kinds `labels`, into a form.
+
+    `elements` turns a storage's shape into a polynomial, `points` are sizes at which a moment may be the peak.
+    `asks_for_biases`: under checkpointing what the first block hands on has a gradient, and stays beside what it makes
+    when it is run again. `counted` says, of the elements of a storage, the number alive of its like and the number that
+    the whole step makes, what that number depends on, where a loop over positions or images makes one for each.
+    """
 
     def __init__(
         self,
@@ -128,6 +130,7 @@ class Derivation:
         self._in_all = Counter(map(_likeness, timeline.storages))
 
     def form(self) -> Form:
+        """Return the memory form of the step."""
         marks, last = self._timeline.marks, len(self._labels) - 1
         start = self._settled(marks["enter0"])
         blocks: dict[str, BlockForm] = {}
@@ -156,7 +159,7 @@ class Derivation:
         )
 
     def _representative(self, label: str) -> int:
-        """The second block of a kind where there are three: the first and the last may differ."""
+        """Return the second block of a kind where there are three: the first and the last may differ."""
         places = [index for index, name in enumerate(self._labels) if name == label]
         return places[min(1, len(places) - 1)]
 
@@ -185,7 +188,7 @@ class Derivation:
         )
 
     def _once(self, index: int, kept: _Alive, in_front: _Alive) -> dict[str, Polynomial]:
-        """What the first block of this one's kind keeps beyond what this one does, over what was there `in_front`."""
+        """Return what the first block of a kind keeps beyond what this one does, over what was there `in_front`."""
         first = self._labels.index(self._labels[index])
         if first == index:
             return {}
@@ -233,7 +236,7 @@ class Derivation:
         return max(made, default=leave)
 
     def _beside_products(self, moment: int, leave: int, before: _Alive) -> Moment:
-        """A moment of a block that is run again, with the products that it will be given later."""
+        """Return a moment of a block that is run again, with the products that it will be given later."""
         alive = self._alive(moment).less(before).moment()
         return replace(alive, activations=added((alive.activations, self._products(moment, leave))), gradients={})
 
@@ -252,8 +255,7 @@ class Derivation:
         return added(scaled(elements, storage.item_bytes) for storage, elements in made)
 
     def _within(self, start: int, end: int) -> list[int]:
-        """The moments at which something was made; of a loop's thousands, not those at which less was alive than at
-        the next one."""
+        """Return when something was made; of a loop's thousands of moments only those before something is freed."""
         made = [moment for moment in self._made if start < moment <= end]
         if self._counted is None:
             return made
@@ -264,8 +266,7 @@ class Derivation:
         return bisect_right(self._freed, start) < bisect_right(self._freed, end)
 
     def _moments(self, start: int, end: int, base: _Alive) -> list[Moment]:
-        """Every moment after `start` up to `end` at which something was made, over `base`, with the gradients made
-        since."""
+        """Return every moment after `start` up to `end`, over `base`, with the gradients made since."""
         base = replace(base, gradients=self._alive(start).gradients)
         return [self._alive(made).less(base).moment() for made in self._within(start, end)]
 

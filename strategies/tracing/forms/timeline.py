@@ -40,6 +40,7 @@ class Storage:
     freed: int | None = None
 
     def lives_at(self, moment: int) -> bool:
+        """Return whether the storage is alive at a moment."""
         return self.made <= moment and (self.freed is None or self.freed > moment)
 
     def outlives(self, moment: int) -> bool:
@@ -71,8 +72,10 @@ class Timeline:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fills a timeline while it is active; `existing` were alive before. With `on_cuda` it has also what CUDA's kernels
-    allocate and free inside one operation."""
+    """Fills a timeline while it is active; `existing` were alive before.
+
+    With `on_cuda` it has also what CUDA's kernels allocate and free inside one operation.
+    """
 
     def __init__(
         self, existing: Iterable[torch.Tensor], weights: Iterable[torch.Tensor], *, on_cuda: bool = False
@@ -156,7 +159,7 @@ class Marks:
             self.handles.append(block.register_forward_hook(self.leave))
 
     def enter(self, _block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """A block begins."""
+        """Mark that a block begins."""
         self._timeline.mark(f"enter{self.entered}")
         hidden = inputs[0] if inputs else named["hidden_states"]
         self._recorder.given(leaf for leaf in tree_leaves((inputs, named)) if isinstance(leaf, torch.Tensor))
@@ -164,7 +167,7 @@ class Marks:
             hidden.register_hook(lambda _gradient: self._timeline.mark("back_first"))
 
     def leave(self, block: nn.Module, _inputs: Any, output: Any) -> None:
-        """A block ends."""
+        """Mark that a block ends."""
         index = self.entered
         self.entered += 1
         self._timeline.mark(f"leave{index}")

@@ -81,7 +81,7 @@ def subject_of(
     task: Task | None = None,
     overrides: Mapping[str, object] | None = None,
 ) -> Subject:
-    """The model that `facts` describe, on the meta device in training mode, its caches off, dropout as configured.
+    """Return the model that `facts` describe, on the meta device, in training, its caches off, dropout as configured.
 
     `layers` shortens every stack to at most as many blocks; `overrides` are arguments of the transformers config that
     replace those from `facts`. A row whose class has no loss takes the class with the head of `task`. With `flash`
@@ -125,7 +125,7 @@ _HIDDEN_DROPOUTS = ("resid_pdrop", "embd_pdrop", "hidden_dropout_prob", "hidden_
 
 
 def _set_dropout(config: Any, facts: ModelFacts) -> None:
-    """What the figures say, which may come from a config that differs from its class's defaults."""
+    """Set what the figures say, which may come from a config that differs from its class's defaults."""
     for names, chance in ((_ATTENTION_DROPOUTS, facts.attention_dropout), (_HIDDEN_DROPOUTS, facts.hidden_dropout)):
         for name in names:
             if isinstance(getattr(config, name, None), int | float):
@@ -168,8 +168,7 @@ class OwnSubject(Subject):
     batch: Any = None
 
     def batch_of(self, samples: int, length: int, source_length: int | None = None) -> dict[str, Any]:
-        """Arguments by name: those of its own batch, what the module's `example_batch(samples, length)` says, or what
-        its parts suggest."""
+        """Return arguments by name: its own batch, its `example_batch(samples, length)`, or what its parts suggest."""
         own: Any = self.module
         if self.batch is not None:
             return _named(own, _on_cpu(next(examples_for(own, self.batch)).batch_of(samples)))
@@ -179,7 +178,7 @@ class OwnSubject(Subject):
 
 
 def own_subject(module: nn.Module, facts: ModelFacts, attention: Attention, *, batch: Any = None) -> Subject:
-    """The subject of a module that a factory made. A transformers model is run as dsplan runs its own."""
+    """Return the subject of a module that a factory made; a transformers model is run as dsplan runs its own."""
     module.train()
     blocks, config = tuple(repeated_blocks(module)), getattr(module, "config", None)
     if facts.kind == "custom":
@@ -208,7 +207,7 @@ def _named(module: nn.Module, batch: Any) -> dict[str, Any]:
 
 
 def _inferred(module: nn.Module, samples: int, length: int) -> dict[str, Any]:
-    """The first parameter is fed what the first layer takes, targets and masks one number a position.
+    """Return a batch whose first parameter is what the first layer takes, targets and masks one number a position.
 
     Raises:
         DsplanError: there is another parameter, of which nothing is known.
@@ -245,7 +244,7 @@ def _first_input(module: nn.Module, samples: int, length: int) -> torch.Tensor:
 
 
 def with_adapters(subject: Subject, counts: ParameterCounts, workload: Workload) -> Subject:
-    """The subject with the workload's adapters, its other weights frozen and in the dtype they are loaded as.
+    """Return the subject with the workload's adapters, its other weights frozen and in the dtype they are loaded as.
 
     PEFT makes the adapters where the weights are not quantised. bitsandbytes has no kernels without a GPU: a quantised
     layer is a stand-in that holds and saves what its own does.

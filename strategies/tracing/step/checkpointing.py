@@ -52,7 +52,7 @@ def park(tensor: torch.Tensor) -> Parked | FakeParked:
 
 
 def unpark(parked: Parked | FakeParked) -> torch.Tensor:
-    """The tensor on its device again."""
+    """Return the tensor to its device."""
     return parked.back()
 
 
@@ -64,6 +64,7 @@ class FakeParked:
         self._shape, self._stride = tensor.shape, tensor.stride()
 
     def back(self) -> torch.Tensor:
+        """Return the tensor."""
         return torch.empty_strided(self._shape, self._stride, **self._like)
 
 
@@ -95,7 +96,7 @@ class Parked:
             self._coming = self._host.to(self._device, non_blocking=True)
 
     def back(self) -> torch.Tensor:
-        """The tensor on its device; the one that backward asks for next begins its way."""
+        """Return the tensor on its device; the one that backward asks for next begins its way."""
         self.fetch()
         tensor, self._coming = self._coming, None
         assert tensor is not None
@@ -172,7 +173,7 @@ def recompute(model: nn.Module, chosen: Iterable[nn.Module], kind: str, *, on_ho
 
 
 def recomputed_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that recompute by `recompute`."""
+    """Return the modules that recompute by `recompute`."""
     return [module for module in model.modules() if isinstance(module.__dict__.get("forward"), Recomputation)]
 
 
@@ -190,6 +191,7 @@ class Recomputation:
         self._kept, self._on_host = kept, on_host
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass, of which backward recomputes what it does not keep."""
         options: dict[str, Any] = {}
         if self.kind == "selective":
             make: Callable[..., Any] = create_selective_checkpoint_contexts
@@ -224,7 +226,7 @@ class Recomputation:
 
 
 def _owner(forward: Callable[..., Any]) -> str:
-    """The class whose forward it is."""
+    """Return the class whose forward it is."""
     return type(getattr(forward, "__self__", forward)).__name__
 
 

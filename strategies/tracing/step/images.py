@@ -25,8 +25,10 @@ _READ_FROM_GRIDS = ("get_vision_position_ids", "get_vision_attention_seqlens", "
 
 
 def images_of(config: Any, samples: int, length: int) -> dict[str, Any]:
-    """An image for each sample, of the size that the config of the image tower gives, beside texts of `length` tokens;
-    to be called inside a `FakeTensorMode`."""
+    """Return an image for each sample, sized by the image tower's config, beside texts of `length` tokens.
+
+    To be called inside a `FakeTensorMode`.
+    """
     vision = config.vision_config
     if not hasattr(vision, "spatial_merge_size"):
         return {"pixel_values": torch.zeros(samples, vision.num_channels, vision.image_size, vision.image_size)}
@@ -49,8 +51,7 @@ def is_known(value: object) -> bool:
 
 @contextlib.contextmanager
 def images_followed(module: nn.Module) -> Iterator[None]:
-    """A transformers model does not compare the number of image tokens in the text with its images, and reads the
-    grids of its patches."""
+    """Keep a transformers model from comparing image tokens with images, and give it the grids of its patches."""
     home: Any = sys.modules.get(type(module).__module__)
     with contextlib.ExitStack() as restored:
         _replace(home, "torch_compilable_check", lambda _: _passed, restored)
@@ -73,7 +74,7 @@ def _passed(*_arguments: object, **_named: object) -> None:
 
 
 def _computed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with real tensors, whatever mode is on."""
+    """Return the function with real tensors, whatever mode is on."""
 
     @functools.wraps(function)
     def computed(*arguments: Any, **named: Any) -> Any:

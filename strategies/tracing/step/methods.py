@@ -1,5 +1,4 @@
-"""What training code runs beside a model's modules in a traced step: losses without whole logits, compiled blocks, and
-optimizers.
+"""Losses without whole logits, compiled blocks and optimizers: what a traced step runs beside a model's modules.
 
 Nothing of Liger-Kernel or torchtitan runs here, since their kernels want a GPU: what they keep and make is written down
 as autograd functions that make tensors of the same sizes in the same order (Liger-Kernel
@@ -80,8 +79,10 @@ def _fused_loss(head: Any, states: torch.Tensor, labels: torch.Tensor) -> torch.
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
-    """Liger's: gradients of the states and of the head are made in forward, chunk by chunk; a chunk has so many rows
-    that its logits have about the elements of the states."""
+    """Liger's loss: gradients of the states and of the head are made in forward, chunk by chunk.
+
+    A chunk has so many rows that its logits have about the elements of the states.
+    """
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -112,8 +113,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _chunked_loss(head: Any, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """torchtitan's: every chunk's backward runs before the next chunk's forward, into one fp32 gradient of the
-    states."""
+    """Return torchtitan's loss: each chunk's backward runs before the next one's forward, into one fp32 gradient."""
     shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
     gradient = torch.zeros_like(states, dtype=torch.float32)
     total = states.new_zeros((), dtype=torch.float32)
@@ -200,7 +200,7 @@ _VALUES_PER_SCALE = 256
 
 
 def make_optimizer(name: Optimizer, parameters: Iterable[torch.nn.Parameter], *, on_cpu: bool) -> torch.optim.Optimizer:
-    """The optimizer that the plan's word means on a GPU or on a CPU, where torch takes no foreach form by itself.
+    """Return the optimizer that the plan's word means on a device; on a CPU torch takes no foreach form by itself.
 
     Raises:
         TraceFailed: its states or its step are left to the closed forms.
@@ -228,13 +228,16 @@ def host_states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """What bitsandbytes' 8-bit Adam keeps (`optim/optimizer.py`): two moments of one byte with an fp32 scale per 256
-    values, fp32 moments for small tensors. Its kernel needs no temporaries."""
+    """What bitsandbytes' 8-bit Adam keeps (`optim/optimizer.py`); its kernel needs no temporaries.
+
+    Two moments of one byte with an fp32 scale per 256 values, fp32 moments for small tensors.
+    """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {})
 
     def step(self, closure: Any = None) -> Any:
+        """Make the states that a first step leaves."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and not self.state[parameter]:
@@ -252,14 +255,17 @@ def _moments_8bit(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class Lion(torch.optim.Optimizer):
-    """Chen et al. 2023 (arXiv:2302.06675), algorithm 2, written as the package lion-pytorch does: one moment, and per
-    tensor a copy of it and the sum with the gradient."""
+    """Chen et al. 2023 (arXiv:2302.06675), algorithm 2, as the package lion-pytorch writes it.
+
+    One moment, and per tensor a copy of it and the sum with the gradient.
+    """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 1e-4, "betas": (0.9, 0.99)})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        """Take a step as lion-pytorch does."""
         for group in self.param_groups:
             first, second = group["betas"]
             for parameter in group["params"]:
@@ -276,6 +282,6 @@ class Lion(torch.optim.Optimizer):
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """A sharded parameter's own part."""
+    """Return a sharded parameter's own part."""
     to_local: Callable[[], torch.Tensor] | None = getattr(parameter, "to_local", None)
     return to_local() if to_local is not None else parameter

@@ -27,7 +27,7 @@ _SIXTEEN_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": tor
 
 
 def weight_dtype(configuration: Configuration) -> torch.dtype | None:
-    """What the model's weights are cast to before training; None leaves them as they are."""
+    """Return what the model's weights are cast to before training; None leaves them as they are."""
     casts = configuration.precision == "bf16-pure" or configuration.zero_stage > 0
     return _SIXTEEN_BITS.get(configuration.precision) if casts else None
 
@@ -51,7 +51,7 @@ _BUCKET_BYTES = 25 << 20
 
 @contextlib.contextmanager
 def ranks(configuration: Configuration) -> Iterator[DeviceMesh]:
-    """A mesh of the plan's data-parallel ranks, of which this process is rank 0 and the others do not exist.
+    """Make a mesh of the plan's data-parallel ranks, of which this process is rank 0 and the others do not exist.
 
     Raises:
         TraceFailed: this process belongs to a real process group.
@@ -73,7 +73,7 @@ def ranks(configuration: Configuration) -> Iterator[DeviceMesh]:
 
 
 def expert_ranks(configuration: Configuration) -> DeviceMesh:
-    """The mesh of a job whose experts are spread: `ep`, and `alone` of one rank that splits no batch."""
+    """Return the mesh of a job whose experts are spread: `ep`, and `alone` of one rank that splits no batch."""
     others = configuration.world_size // configuration.ep
     return init_device_mesh("cpu", (others, configuration.ep, 1), mesh_dim_names=("efsdp", "ep", "alone"))
 
@@ -85,8 +85,10 @@ def shard(
     configuration: Configuration,
     experts: DeviceMesh | None = None,
 ) -> None:
-    """FSDP2 over the blocks and the root, as `strategies.backends.fsdp` wraps them. Experts that are spread over ranks
-    are units of their own, shared by those ranks that have the same ones, as transformers has it.
+    """Apply FSDP2 to the blocks and the root, as `strategies.backends.fsdp` wraps them.
+
+    Experts that are spread over ranks are units of their own, shared by those ranks that have the same ones, as
+    transformers has it.
 
     Raises:
         TraceFailed: FSDP2 does not take the module; a parameter that is a scalar, say.
@@ -119,7 +121,7 @@ def synchronize(module: nn.Module, configuration: Configuration, *, reduces: boo
 
 
 def reduction_buckets(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """The buckets that DistributedDataParallel keeps with its defaults: a second copy of the gradients.
+    """Return the buckets that DistributedDataParallel keeps with its defaults: a second copy of the gradients.
 
     torch's reducer, which is C++, does not run on fake tensors; its own function says how it cuts the buckets.
     """
@@ -136,7 +138,7 @@ def reduction_buckets(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def sharding_counted(storages: Storages, watch: Callable[[Sequence[nn.Parameter]], None]) -> Iterator[None]:
-    """What FSDP2 gathers and reduces counts as buffers, the gradients it leaves as gradients.
+    """Count what FSDP2 gathers and reduces as buffers, the gradients it leaves as gradients.
 
     `watch` is called with the whole parameters, which FSDP2 makes when it first gathers them.
     """
@@ -195,8 +197,7 @@ def _meshes_apart() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _shapes_apart() -> Iterator[None]:
-    """DTensor works out shapes by running an operation on whole fake tensors, which a real step never has; it takes
-    them from the fake mode that is on, where nothing tells them from the step's own."""
+    """Keep the fake tensors on which DTensor works out shapes apart from those of the step."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     propagator: Any = ShardingPropagator

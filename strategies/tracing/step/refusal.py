@@ -82,7 +82,7 @@ class Following:
 
 
 def _class_name(module: nn.Module) -> str:
-    """The name that the module's author gave its class; `fully_shard` makes one of its own from it."""
+    """Return the name that the module's author gave its class; `fully_shard` makes one of its own from it."""
     made = type(module)
     return (made.__bases__[-1] if issubclass(made, FSDPModule) else made).__name__
 
@@ -104,8 +104,7 @@ class MemoryRead(Exception):
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Nothing inside gets at the memory that fake tensors do not have, or writes to stderr what is reported in one
-    line."""
+    """Keep what runs inside off the memory that fake tensors lack, and off stderr what is reported in one line."""
     kind: Any = FakeTensor
     inherited = torch.Tensor.data_ptr
 
@@ -135,7 +134,7 @@ def _quiet() -> Iterator[None]:
 
 
 def why_refused(problem: TraceFailed, module: nn.Module) -> str:
-    """What cannot be followed, and where; for other failures what the module raised."""
+    """Return what cannot be followed, and where; for other failures what the module raised."""
     where = _place(problem.module_path, type(module).__name__)
     for raised in _causes(problem):
         found = _cannot(raised)
@@ -148,7 +147,7 @@ def why_refused(problem: TraceFailed, module: nn.Module) -> str:
 
 
 def _cannot(raised: BaseException) -> tuple[str, str] | None:
-    """The operation that fake tensors do not have, and what it lacks; None for a failure of another kind."""
+    """Return the operation that fake tensors do not have, and what it lacks; None for a failure of another kind."""
     if isinstance(raised, DynamicOutputShapeException):
         return _name(raised.func), _SHAPE
     if isinstance(raised, DataDependentOutputException):
@@ -170,7 +169,7 @@ def _place(path: str, root: str) -> str:
 
 
 def _causes(problem: BaseException) -> Iterator[BaseException]:
-    """The exceptions that a failure was raised from."""
+    """Return the exceptions that a failure was raised from."""
     current = problem.__cause__
     while current is not None:
         yield current
@@ -178,13 +177,13 @@ def _causes(problem: BaseException) -> Iterator[BaseException]:
 
 
 def _name(func: Any) -> str:
-    """An operation as torch's schemas spell it: `aten::nonzero`."""
+    """Spell an operation as torch's schemas do: `aten::nonzero`."""
     name = str(func._schema.name)
     return _KNOWN_AS.get(name, name)
 
 
 def _own_line(problem: BaseException) -> str:
-    """The innermost line of the module's code that led to an exception: `attention.py line 12 (forward)`."""
+    """Return the innermost line of the module's code that led to an exception: `attention.py line 12 (forward)`."""
     frames = traceback.extract_tb(problem.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _HERE))]
     return f"{Path(own[-1].filename).name} line {own[-1].lineno} ({own[-1].name})" if own else "compiled code"

@@ -35,7 +35,7 @@ def splits_sequences(configuration: Configuration) -> bool:
 
 
 def unwrapped(module: nn.Module) -> Any:
-    """The model inside adapters."""
+    """Return the model inside adapters."""
     inner: Any = module
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
@@ -91,8 +91,10 @@ def enough_micro_batches(configuration: Configuration) -> int:
 
 
 class Chunk(nn.Module):
-    """Consecutive blocks of a causal language model, with the token table if they are the first and norm, head and loss
-    if they are the last. It is given token ids or the states that the chunk before it made."""
+    """Consecutive blocks of a causal language model, with the token table if they come first, head and loss if last.
+
+    It is given token ids or the states that the chunk before it made.
+    """
 
     def __init__(self, model: Any, blocks: range, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
@@ -106,6 +108,7 @@ class Chunk(nn.Module):
         self.model, self.is_first, self.is_last = model, is_first, is_last
 
     def forward(self, given: torch.Tensor, labels: torch.Tensor, **others: Any) -> torch.Tensor:
+        """Return the hidden states, or the last chunk's loss."""
         model: Any = self.model
         arguments = {"input_ids" if self.is_first else "inputs_embeds": given, **others}
         if self.is_last:
@@ -116,7 +119,7 @@ class Chunk(nn.Module):
 
 
 def chunks_of(module: nn.Module, configuration: Configuration, rank: int) -> list[Chunk]:
-    """A pipeline rank's chunks, as equal as the number of blocks allows; the first ones have one block more.
+    """Return a pipeline rank's chunks, as equal as the number of blocks allows; the first ones have one block more.
 
     Raises:
         TraceFailed: the model's blocks are not in `layers` of its base model, or there are fewer than chunks.
@@ -141,10 +144,10 @@ def chunks_of(module: nn.Module, configuration: Configuration, rank: int) -> lis
 
 @contextlib.contextmanager
 def split_attention(mesh: DeviceMesh) -> Iterator[None]:
-    """Attention over the ranks of a mesh as `torch.distributed.tensor.experimental.context_parallel` runs it, with its
-    defaults: keys and values are all-gathered, and the parts of a causal mask are balanced.
+    """Split attention over a mesh as `torch.distributed.tensor.experimental.context_parallel` does with its defaults.
 
-    Queries, keys and values inside are this rank's part of the sequence.
+    Keys and values are all-gathered, and the parts of a causal mask are balanced. Queries, keys and values inside are
+    this rank's part of the sequence.
     """
     experimental: Any = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
     experimental._enable_context_parallel_dispatcher_impl(seq_dim=2, mesh=mesh)

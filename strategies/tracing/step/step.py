@@ -60,8 +60,7 @@ from strategies.tracing.step.storages import Category, Storages
 def fake_copy(
     module: nn.Module, blocks: Sequence[nn.Module], mode: FakeTensorMode, dtype: torch.dtype | None
 ) -> tuple[nn.Module, tuple[nn.Module, ...]]:
-    """The module with fake CPU tensors for its weights and buffers, and the copies of `blocks`; shared weights stay
-    shared.
+    """Return the module with fake CPU tensors for its weights and buffers, and the copies of `blocks`.
 
     Floating-point tensors become `dtype` where it is not None, as `module.to(dtype)` would make them. The original may
     be on any device, also `meta`, and is left as it is.
@@ -87,20 +86,22 @@ PHASES = ("forward", "loss", "backward", "step")
 
 
 class Traceable(Protocol):
-    """A module, its repeated blocks in the order they run, and batches of it (`strategies.tracing.step.build.Subject`
-    is one).
+    """A module, its blocks in the order they run, and batches of it (`strategies.tracing.step.build.Subject` is one).
 
     `batch_of` gives a mapping of keyword arguments, a sequence of arguments, or one tensor. The module returns a loss,
     an object with `.loss`, or tensors whose sum is taken as the loss.
     """
 
     @property
-    def module(self) -> nn.Module: ...
+    def module(self) -> nn.Module:
+        """The whole module."""
 
     @property
-    def blocks(self) -> Sequence[nn.Module]: ...
+    def blocks(self) -> Sequence[nn.Module]:
+        """Its repeated blocks."""
 
-    def batch_of(self, samples: int, length: int, source_length: int | None = None) -> Any: ...
+    def batch_of(self, samples: int, length: int, source_length: int | None = None) -> Any:
+        """Return a batch of so many samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,14 +116,17 @@ class TracedStep:
 
     @property
     def totals(self) -> dict[str, int]:
+        """Bytes of each phase."""
         return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
 
     @property
     def peak_phase(self) -> str:
+        """The phase with the largest peak."""
         return max(self.phases, key=lambda phase: self.totals[phase])
 
     @property
     def peak_bytes(self) -> int:
+        """Bytes of the largest phase."""
         return self.totals[self.peak_phase]
 
 
@@ -144,7 +148,7 @@ def trace_step(job: Job, subject: Traceable | None = None) -> TracedStep:
 
 
 def trace_stages(job: Job, subject: Traceable | None = None) -> list[TracedStep]:
-    """The step of every rank of a pipeline, the first one's first; of one rank where there is no pipeline.
+    """Return the step of every rank of a pipeline, the first one's first; of one rank where there is no pipeline.
 
     Raises:
         TraceFailed, DsplanError: as `trace_step`.
@@ -184,7 +188,7 @@ def _described(job: Job) -> Subject:
 
 
 def _trained_as(chosen: Traceable, job: Job) -> Traceable:
-    """The subject with what is trained of it, adapters or some of its weights, and loaded as it is asked."""
+    """Return the subject with what is trained of it, adapters or some of its weights, and loaded as it is asked."""
     work = job.workload
     if work.method != "full":
         if not isinstance(chosen, Subject):
@@ -202,7 +206,7 @@ _LOADED = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def on_device(device: Device) -> AbstractContextManager[object]:
-    """The kernels of a device, as far as they decide what is alive; to be entered inside a `FakeTensorMode`."""
+    """Use the kernels of a device, as far as they decide what is alive; to be entered inside a `FakeTensorMode`."""
     if device.is_cpu:
         return cpu_outputs()
     major, _, minor = (device.compute_capability or "").partition(".")
@@ -236,11 +240,11 @@ class _Run:
             block.register_forward_hook(self._block_done)
 
     def _part_of(self, subject: Traceable) -> tuple[nn.Module, Sequence[nn.Module]]:
-        """What this rank has of the model, and its blocks."""
+        """Return what this rank has of the model, and its blocks."""
         return subject.module, subject.blocks
 
     def _parts(self) -> Iterable[nn.Module]:
-        """The modules that are called one by one."""
+        """Return the modules that are called one by one."""
         return (self._module,)
 
     def _prepare(self, part: nn.Module, meshes: Meshes) -> None:
@@ -303,8 +307,7 @@ class _Run:
         self._module.zero_grad(set_to_none=True)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """With their states, as after a first step. One kernel takes no DTensors beside plain tensors, so that a model
-        that has both has two; none under ZeRO."""
+        """Return optimizers with states: two where DTensors are beside plain tensors, none under ZeRO."""
         if self._configuration.zero_stage:
             return []
         trained = [weight for weight in self._module.parameters() if weight.requires_grad]
@@ -318,8 +321,10 @@ class _Run:
         return optimizers
 
     def _accumulate(self) -> None:
-        """Two micro-batches stand for any larger number: from the second on, gradients are there. Three do where
-        only the last one is reduced, so that one finds gradients and leaves them."""
+        """Run two micro-batches, which stand for any larger number: from the second on, gradients are there.
+
+        Three do where only the last one is reduced, so that one finds gradients and leaves them.
+        """
         enough = 2 if self._configuration.sync_each_micro_batch else 3
         micro_batches = min(self._configuration.gradient_accumulation_steps, enough)
         for index in range(micro_batches):
@@ -362,7 +367,7 @@ class _Run:
             self._end("forward")
 
     def _end(self, phase: str) -> None:
-        """What came since the last end was this phase; its largest moment counts."""
+        """Take what came since the last end for this phase; its largest moment counts."""
         peak = self._storages.take_peak()
         found: dict[Category, int] = {name: size for name, size in peak.items() if name != "host"}
         if sum(found.values()) >= sum(self._phases.get(phase, {}).values()):
@@ -449,7 +454,7 @@ class _PipelineRun(_Run):
 
 
 def _narrowed(batch: Any, dtype: torch.dtype | None) -> Any:
-    """The batch as fake tensors but for values that are known, images and audio in the dtype of the weights."""
+    """Return the batch as fake tensors but for known values, images and audio in the dtype of the weights."""
 
     def narrowed(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or is_known(leaf):
@@ -461,8 +466,7 @@ def _narrowed(batch: Any, dtype: torch.dtype | None) -> Any:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """`output.loss`, the first single number (nanoGPT returns logits and a loss), or the sum of all that depends on
-    weights."""
+    """Return `output.loss`, the first single number (nanoGPT's), or the sum of all that depends on weights."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss

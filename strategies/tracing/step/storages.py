@@ -44,7 +44,7 @@ class Replay:
         self._seen: dict[Any, tuple[type, tuple[_Made | None, ...]] | None] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `func(*args, **kwargs)` returns."""
+        """Return what `func(*args, **kwargs)` returns."""
         if func in _IN_PLACE and self._is_mine(args[0]):
             return args[0]
         kind = self._kinds.get(func)
@@ -198,7 +198,7 @@ class Storages:
                 self._set(weakref.ref(storage, self._died), storage.nbytes(), category)
 
     def cast_is_temporary(self, weights: Iterable[torch.Tensor]) -> None:
-        """Copies of these weights in another dtype, which autocast makes, are temporaries."""
+        """Take copies of these weights in another dtype, which autocast makes, for temporaries."""
         self._weights = {weakref.ref(part.untyped_storage()) for weight in weights for part in plain_parts(weight)}
 
     @contextlib.contextmanager
@@ -211,7 +211,7 @@ class Storages:
             self.category = before
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operation, its inputs and results counted."""
+        """Run the operation, with its inputs and results counted."""
         if func is _ITEM and self.answers_items:
             return 1
         if func is _WAIT:

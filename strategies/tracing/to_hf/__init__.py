@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from planner.errors import DsplanError
 from planner.models.catalogue import recorded_config
 from planner.models.facts import ModelFacts
-from strategies.tracing.to_hf import decoders, encoders
-from strategies.tracing.to_hf import decoders as common
-from strategies.tracing.to_hf.decoders import Arguments
+from strategies.tracing.to_hf.decoders import DECODERS, Arguments
+from strategies.tracing.to_hf.encoders import ENCODERS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,68 +39,12 @@ STAND_IN_CLASSES: Mapping[str, str] = {
 }
 # No class of transformers 5.23 has these weights.
 NOT_IN_TRANSFORMERS = frozenset({"deepseek"})
-ARGUMENTS: Mapping[str, Callable[[ModelFacts], Arguments]] = {
-    "albert": encoders.albert,
-    "bart": encoders.bart,
-    "bert": encoders.bert,
-    "bloom": decoders.bloom,
-    "clip": encoders.clip,
-    "codegen": decoders.rotary_gpt2,
-    "cohere": decoders.cohere,
-    "deberta-v2": encoders.deberta,
-    "deepseek_v2": decoders.deepseek,
-    "deepseek_v3": decoders.deepseek,
-    "dinov2": encoders.dinov2,
-    "distilbert": encoders.distilbert,
-    "electra": encoders.albert,
-    "falcon": decoders.falcon,
-    "gemma": decoders.gemma,
-    "gemma2": decoders.gemma,
-    "gemma3": encoders.gemma3,
-    "gemma3_text": decoders.gemma,
-    "glm": decoders.glm,
-    "glm4_moe": decoders.glm4_moe,
-    "gpt2": decoders.gpt2,
-    "gpt_bigcode": decoders.gpt_bigcode,
-    "gpt_neo": decoders.gpt_neo,
-    "gpt_neox": decoders.gpt_neox,
-    "gpt_oss": decoders.gpt_oss,
-    "gptj": decoders.rotary_gpt2,
-    "granite": decoders.llama,
-    "granitemoe": decoders.mixtral,
-    "llama": decoders.llama,
-    "m2m_100": encoders.bart,
-    "mbart": encoders.bart,
-    "mistral": common.windowed,
-    "mixtral": decoders.mixtral,
-    "modernbert": encoders.modernbert,
-    "mpt": decoders.mpt,
-    "mt5": encoders.t5,
-    "olmo": common.grouped,
-    "olmo2": common.grouped,
-    "olmoe": decoders.olmoe,
-    "opt": decoders.opt,
-    "pegasus": encoders.bart,
-    "phi": decoders.phi,
-    "phi3": decoders.phi3,
-    "phimoe": decoders.phimoe,
-    "qwen2": common.windowed,
-    "qwen2_moe": decoders.qwen_moe,
-    "qwen3": common.windowed,
-    "qwen3_moe": decoders.qwen_moe,
-    "roberta": encoders.bert,
-    "smollm3": decoders.llama,
-    "stablelm": decoders.stablelm,
-    "starcoder2": decoders.starcoder2,
-    "t5": encoders.t5,
-    "vit": encoders.vit,
-    "whisper": encoders.whisper,
-    "xlm-roberta": encoders.bert,
-}
+ARGUMENTS: Mapping[str, Callable[[ModelFacts], Arguments]] = {**DECODERS, **ENCODERS}
+"""By model type, what its config class of transformers takes."""
 
 
 def hf_config(facts: ModelFacts, overrides: Mapping[str, object] | None = None) -> Any:
-    """The transformers config with the figures of `facts`, arguments in `overrides` replacing those made from them.
+    """Return the transformers config with the figures of `facts`; `overrides` replace arguments made from them.
 
     Raises:
         DsplanError: transformers has no such model, or dsplan does not know how to describe it.
@@ -119,7 +62,7 @@ def hf_config(facts: ModelFacts, overrides: Mapping[str, object] | None = None) 
 
 
 def config_of(recorded: Mapping[str, Any]) -> Any:
-    """The transformers config of a recorded model: its `model_type`, `architecture` and `arguments`."""
+    """Return the transformers config of a recorded model: its `model_type`, `architecture` and `arguments`."""
     arguments = copy.deepcopy(dict(recorded["arguments"]))
     config = _transformers().AutoConfig.for_model(recorded["model_type"], **arguments)
     config.architectures = [recorded["architecture"]]
@@ -127,13 +70,13 @@ def config_of(recorded: Mapping[str, Any]) -> Any:
 
 
 def model_class(facts: ModelFacts) -> type[nn.Module]:
-    """The class of transformers that the row names, or the one with the same weights."""
+    """Return the class of transformers that the row names, or the one with the same weights."""
     found: type[nn.Module] = getattr(_transformers(), STAND_IN_CLASSES.get(facts.architecture, facts.architecture))
     return found
 
 
 def shortened(facts: ModelFacts, depth: int) -> ModelFacts:
-    """The same architecture with at most `depth` blocks in every tower."""
+    """Return the same architecture with at most `depth` blocks in every tower."""
     return replace(
         facts,
         num_layers=min(facts.num_layers, depth),

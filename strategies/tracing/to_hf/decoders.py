@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from planner.models.facts import ModelFacts
 
 # Arguments of transformers configs that many families share.
+
+__all__ = ["DECODERS", "Arguments"]
 
 
 Arguments = dict[str, Any]
@@ -230,3 +233,44 @@ def glm4_moe(facts: ModelFacts) -> Arguments:
         "first_k_dense_replace": facts.first_k_dense,
         "num_nextn_predict_layers": facts.num_nextn_predict_layers,
     }
+
+
+DECODERS: Mapping[str, Callable[[ModelFacts], Arguments]] = {
+    "bloom": bloom,
+    "codegen": rotary_gpt2,
+    "cohere": cohere,
+    "deepseek_v2": deepseek,
+    "deepseek_v3": deepseek,
+    "falcon": falcon,
+    "gemma": gemma,
+    "gemma2": gemma,
+    "gemma3_text": gemma,
+    "glm": glm,
+    "glm4_moe": glm4_moe,
+    "gpt2": gpt2,
+    "gpt_bigcode": gpt_bigcode,
+    "gpt_neo": gpt_neo,
+    "gpt_neox": gpt_neox,
+    "gpt_oss": gpt_oss,
+    "gptj": rotary_gpt2,
+    "granite": llama,
+    "granitemoe": mixtral,
+    "llama": llama,
+    "mistral": windowed,
+    "mixtral": mixtral,
+    "mpt": mpt,
+    "olmo": grouped,
+    "olmo2": grouped,
+    "olmoe": olmoe,
+    "opt": opt,
+    "phi": phi,
+    "phi3": phi3,
+    "phimoe": phimoe,
+    "qwen2": windowed,
+    "qwen2_moe": qwen_moe,
+    "qwen3": windowed,
+    "qwen3_moe": qwen_moe,
+    "smollm3": llama,
+    "stablelm": stablelm,
+    "starcoder2": starcoder2,
+}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from planner.models.facts import ModelFacts, TowerFacts
 from strategies.tracing.to_hf.decoders import Arguments, gemma, standard
+
+__all__ = ["ENCODERS"]
 
 
 def bert(facts: ModelFacts) -> Arguments:
@@ -164,3 +168,26 @@ def _tower(tower: TowerFacts) -> Arguments:
         "num_attention_heads": tower.num_heads,
         "intermediate_size": tower.intermediate_size,
     }
+
+
+ENCODERS: Mapping[str, Callable[[ModelFacts], Arguments]] = {
+    "albert": albert,
+    "bart": bart,
+    "bert": bert,
+    "clip": clip,
+    "deberta-v2": deberta,
+    "dinov2": dinov2,
+    "distilbert": distilbert,
+    "electra": albert,
+    "gemma3": gemma3,
+    "m2m_100": bart,
+    "mbart": bart,
+    "modernbert": modernbert,
+    "mt5": t5,
+    "pegasus": bart,
+    "roberta": bert,
+    "t5": t5,
+    "vit": vit,
+    "whisper": whisper,
+    "xlm-roberta": bert,
+}
