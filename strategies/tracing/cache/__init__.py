@@ -1,6 +1,7 @@
 """The trace cache: questions to the tracer and its answers, without torch.
 
-`strategies.tracing.step` runs the module itself. An answer is kept in the database under everything it depends on, so that only the first question costs a trace.
+`strategies.tracing.step` runs the module itself. An answer is kept in the database under everything it depends on, so
+that only the first question costs a trace.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ from typing import Any
 
 from planner.models.facts import ModelFacts
 
-# Arguments of transformers configs that many families share.
-
 __all__ = ["DECODERS", "Arguments"]
 
 
