@@ -28,11 +28,11 @@ def trace_answer(job: Job, source: ModelSource, report: Callable[[str], None]) -
         DsplanError: the factory that makes the module fails.
     """
     sizes = sizes_of(job)
-    made = made_by(source.factory) if source.factory else None
+    product = made_by(source.factory) if source.factory else None
     try:
         with guarded():
             report(f"building {source.facts.architecture} without its weights")
-            subject = _subject(job, source, made)
+            subject = _subject(job, source, product)
             report(f"tracing a step of {source.facts.architecture} on fake tensors")
             step = trace_step(job, subject)
     except TraceFailed as problem:
@@ -41,20 +41,20 @@ def trace_answer(job: Job, source: ModelSource, report: Callable[[str], None]) -
         return Refusal(sizes=sizes, reason=str(problem))
     except Exception as problem:
         # Code of the user's own may raise anything, also where it is copied or sharded; ours has its traceback.
-        if made is None:
+        if product is None:
             raise
         lines = str(problem).strip().splitlines() or ["no message"]
-        name = type(made.model).__name__
+        name = type(product.model).__name__
         return Refusal(sizes=sizes, reason=f"{name} raised {type(problem).__name__}: {lines[0][:200]}")
     phases = {phase: {str(name): size for name, size in parts.items()} for phase, parts in step.phases.items()}
     return Reading(sizes=sizes, phases={phase: Ledger(**parts) for phase, parts in phases.items()})
 
 
-def _subject(job: Job, source: ModelSource, made: Made | None) -> Subject:
+def _subject(job: Job, source: ModelSource, product: Made | None) -> Subject:
     attention = job.configuration.attention
-    model: Any = None if made is None else made.model
-    if made is not None and isinstance(model, nn.Module):
-        return own_subject(model, source.facts, attention, batch=made.batch)
+    model: Any = None if product is None else product.model
+    if product is not None and isinstance(model, nn.Module):
+        return own_subject(model, source.facts, attention, batch=product.batch)
     config = model.to_dict() if hasattr(model, "to_dict") else model or source.config
     arguments = {name: value for name, value in config.items() if name not in _NO_ARGUMENTS}
     return subject_of(source.facts, attention=attention, task=job.workload.task, overrides=arguments)

@@ -41,8 +41,8 @@ def model_and_made(name: str | None, *, model_size: str | None = None) -> tuple[
     """
     if name is None or model_size is not None or not is_factory(name):
         return resolve_model(name, model_size=model_size), None
-    made = made_by(name.strip())
-    return facts_of_made(name.strip(), made), made
+    product = made_by(name.strip())
+    return facts_of_made(name.strip(), product), product
 
 
 def made_by(spec: str) -> Made:
@@ -59,10 +59,10 @@ def made_by(spec: str) -> Made:
         if not callable(factory):
             kind = type(factory).__name__
             raise DsplanError(f"{spec}: {attribute} is of type {kind}; name a function that returns a model")
-        found = _call(spec, factory)
-    if isinstance(found, tuple) and len(found) == 2 and hasattr(found[0], "named_parameters"):
-        return Made(model=found[0], batch=found[1])
-    return Made(model=found)
+        product = _call(spec, factory)
+    if isinstance(product, tuple) and len(product) == 2 and hasattr(product[0], "named_parameters"):
+        return Made(model=product[0], batch=product[1])
+    return Made(model=product)
 
 
 @contextlib.contextmanager
@@ -90,13 +90,13 @@ def _module(spec: str, name: str) -> ModuleType:
 
 
 def _attribute(module: ModuleType, path: str, spec: str) -> Any:
-    found: Any = module
+    value: Any = module
     before = f"{module.__name__}:"
     for name in path.split("."):
-        if not hasattr(found, name):
-            raise UnknownName("factory", spec, [before + known for known in _callables(found)])
-        found, before = getattr(found, name), f"{before}{name}."
-    return found
+        if not hasattr(value, name):
+            raise UnknownName("factory", spec, [before + member for member in _callables(value)])
+        value, before = getattr(value, name), f"{before}{name}."
+    return value
 
 
 def _callables(holder: Any) -> list[str]:
@@ -122,7 +122,7 @@ def _meta_device() -> contextlib.AbstractContextManager[Any]:
     return device
 
 
-def facts_of_made(spec: str, made: Made) -> ModelFacts:
+def facts_of_made(spec: str, product: Made) -> ModelFacts:
     """Return the facts of what a factory made: an `nn.Module`, a transformers config, or a dict such as a config.json.
 
     Raises:
@@ -130,7 +130,7 @@ def facts_of_made(spec: str, made: Made) -> ModelFacts:
     """
     from planner.models.from_hf.config import facts_from_config
 
-    model = made.model
+    model = product.model
     if hasattr(model, "named_parameters"):
         from strategies.tracing.live import facts_from_module
 

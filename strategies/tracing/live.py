@@ -84,19 +84,19 @@ def _freezes_layers(module: nn.Module) -> bool:
 
 def _stacks(module: nn.Module, block_classes: list[str]) -> list[_Stack]:
     """Return the outermost repeated blocks, by the path of the container that holds them."""
-    found: list[_Stack] = []
-    _search(module, "", block_classes, found)
-    return found
+    stacks: list[_Stack] = []
+    _search(module, "", block_classes, stacks)
+    return stacks
 
 
-def _search(module: nn.Module, path: str, block_classes: list[str], found: list[_Stack]) -> None:
+def _search(module: nn.Module, path: str, block_classes: list[str], stacks: list[_Stack]) -> None:
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
         blocks = _repeated(child, block_classes)
         if blocks:
-            found.append((inner, blocks))
+            stacks.append((inner, blocks))
         else:
-            _search(child, inner, block_classes, found)
+            _search(child, inner, block_classes, stacks)
 
 
 def _repeated(container: nn.Module, block_classes: list[str]) -> tuple[nn.Module, ...]:
@@ -115,7 +115,7 @@ def _take(module: nn.Module | None, seen: set[int]) -> Weights:
     """Return the parameters not seen before, which are marked as seen."""
     fresh = [parameter for parameter in module.parameters() if id(parameter) not in seen] if module is not None else []
     seen.update(map(id, fresh))
-    frozen = tuple(place for place, parameter in enumerate(fresh) if not parameter.requires_grad)
+    frozen = tuple(index for index, parameter in enumerate(fresh) if not parameter.requires_grad)
     return Weights(tuple(tuple(parameter.shape) for parameter in fresh), frozen)
 
 

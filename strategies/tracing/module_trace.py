@@ -76,23 +76,23 @@ def work_of(
     return "custom", shown.positions
 
 
-def traced_request(request: Request, module: nn.Module, batch: Any, asked: Degrees = WHOLE) -> Request:
+def traced_request(request: Request, module: nn.Module, batch: Any, degrees: Degrees = WHOLE) -> Request:
     """Return the request with what a trace of the module found, in its precision and on its device.
 
-    A plan is to have the degrees `asked`, whatever the request says.
+    A plan is to have other `degrees` than WHOLE, whatever the request says.
     """
     work = request.workload
-    degrees = _degrees_of(request) if asked == WHOLE else (asked,)
+    parts = _degrees_of(request) if degrees == WHOLE else (degrees,)
     device, uneven = request.cluster.device, work.expert_imbalance
-    facts = traced_facts(request.facts, module, batch, work.precision, device, degrees, uneven)
+    facts = traced_facts(request.facts, module, batch, work.precision, device, parts, uneven)
     return replace(request, facts=facts)
 
 
 def _degrees_of(request: Request) -> tuple[Degrees, ...]:
     """Return the degrees to trace a module with beside the whole: those asked for, or two ranks that split layers."""
     if request.degrees is not None:
-        asked = request.degrees
-        wanted = asked.tp, asked.cp, asked.ep, asked.tp > 1 and bool(asked.sequence_parallel)
+        degrees = request.degrees
+        wanted = degrees.tp, degrees.cp, degrees.ep, degrees.tp > 1 and bool(degrees.sequence_parallel)
         return (wanted,) if wanted != WHOLE else ()
     can_split = request.cluster.gpus > 1 and "tp" in (request.splits or ())
     return ((2, 1, 1, False),) if can_split and not heads_left_over(request.facts, 2) else ()
@@ -124,28 +124,28 @@ def traced_facts(
     for example in examples_for(module, batch):
         try:
             with guarded():
-                found = trace_activations(module, example.batch_of, precision, device)
+                traces = trace_activations(module, example.batch_of, precision, device)
         except Exception as problem:
             problems.append(problem)
             continue
         for each in degrees:
             trace = partial(trace_activations, module, example.batch_of, precision, device, each, uneven=uneven)
-            found = _with_part(found, each, trace)
-        return replace(facts, traced=found)
+            traces = _with_part(traces, each, trace)
+        return replace(facts, traced=traces)
     reason = str(problems[0]).strip().splitlines() or [type(problems[0]).__name__]
     return replace(facts, note=f"tracing it on fake tensors failed: {reason[0][:120]}")
 
 
 def _with_part(
-    found: dict[str, TracedActivations], degrees: Degrees, trace: Callable[[], dict[str, TracedActivations]]
+    traces: dict[str, TracedActivations], degrees: Degrees, trace: Callable[[], dict[str, TracedActivations]]
 ) -> dict[str, TracedActivations]:
     """With what a rank of these degrees holds; one of a module that cannot be split so is taken to hold it whole."""
     try:
         with guarded():
             part = trace()
     except Exception:  # whatever code of the user's own raises with a part of its layers or tokens
-        return found
-    return {mode: replace(whole, parts={**whole.parts, degrees: part[mode]}) for mode, whole in found.items()}
+        return traces
+    return {mode: replace(whole, parts={**whole.parts, degrees: part[mode]}) for mode, whole in traces.items()}
 
 
 def trace_activations(
@@ -216,7 +216,7 @@ def _per_sample(few: Reading, many: Reading) -> TracedActivations:
     names = ("kept", "forward", "backward", "block", "boundary", "products", "operations", "operands", "moved")
     slopes = {name: max((getattr(many, name) - getattr(few, name)) / added, 0.0) for name in names}
     # The order in which gradients are made is the same; a module that decides by its batch has another one.
-    alike = [made for _, made in few.moments] == [made for _, made in many.moments]
+    alike = [elements for _, elements in few.moments] == [elements for _, elements in many.moments]
     moments = _moments(few, many) if alike else ()
     return TracedActivations(
         **slopes,
@@ -268,12 +268,12 @@ def _grown(elements: tuple[int, ...]) -> dict[str, float]:
 
 def _moments(few: Reading, many: Reading) -> tuple[TracedMoment, ...]:
     """Those that can be the largest for some batch and width of gradients."""
-    added, found = BATCHES[1] - BATCHES[0], list[TracedMoment]()
-    for (small, made), (large, _) in zip(few.moments, many.moments, strict=True):
+    added, moments = BATCHES[1] - BATCHES[0], list[TracedMoment]()
+    for (small, gradients), (large, _) in zip(few.moments, many.moments, strict=True):
         grows = max((large - small) / added, 0.0)
-        found.append(TracedMoment(fixed=max(large - BATCHES[1] * grows, 0.0), per_sample=grows, gradients=made))
+        moments.append(TracedMoment(fixed=max(large - BATCHES[1] * grows, 0.0), per_sample=grows, gradients=gradients))
     kept: list[TracedMoment] = []
-    for moment in reversed(found):  # gradients only become more
+    for moment in reversed(moments):  # gradients only become more
         if not any(other.fixed >= moment.fixed and other.per_sample >= moment.per_sample for other in kept):
             kept.append(moment)
     return tuple(reversed(kept))
@@ -292,29 +292,29 @@ def _run(module: nn.Module, batch: Any, mode: str, device: Device, fake: FakeTen
     given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     recorder = Recorder([*weights.values(), *buffers.values(), *given], weights.values(), on_cuda=not device.is_cpu)
     with fake, on_device(device), unpadded(), StorageTracker(buffers.values(), fake=True) as tracker, recorder:
-        found = Reading(buffers=tracker.live_bytes, timeline=recorder.timeline)
+        reading = Reading(buffers=tracker.live_bytes, timeline=recorder.timeline)
         tracker.meet(weights.values())
         resting = tracker.live_bytes
-        watch = _BlockWatch(tracker, repeated_blocks(module), found, recorder)
-        with experts_balanced(module), watch, work_counted(found), autocast:
+        watch = _BlockWatch(tracker, repeated_blocks(module), reading, recorder)
+        with experts_balanced(module), watch, work_counted(reading), autocast:
             loss = loss_of(torch.func.functional_call(module, {**weights, **buffers}, *inputs))
         recorder.timeline.mark("loss")
-        found.kept, found.forward = tracker.live_bytes - resting, tracker.peak_bytes - resting
-        gradients = _Gradients(tracker, resting, found, recorder)
+        reading.kept, reading.forward = tracker.live_bytes - resting, tracker.peak_bytes - resting
+        gradients = _Gradients(tracker, resting, reading, recorder)
         for weight in weights.values():
             if weight.requires_grad:
                 weight.register_post_accumulate_grad_hook(gradients.made)  # type: ignore[no-untyped-call]
         tracker.restart_peak()
         loss.backward()  # type: ignore[no-untyped-call]
         gradients.rest()
-        found.backward = max(size for size, _ in found.moments)
+        reading.backward = max(size for size, _ in reading.moments)
     for name in ("back_first", "end"):  # a first block that is given no activations has no gradient of them
         recorder.timeline.mark(name)
     inside = {id(buffer) for block in repeated_blocks(module) for buffer in block.buffers()}
     outside = [buffer for buffer in module.buffers() if id(buffer) not in inside]
     recorder.timeline.outside = [(tuple(buffer.shape), buffer.element_size()) for buffer in outside]
     recorder.timeline.inputs = [(tuple(leaf.shape), leaf.element_size()) for leaf in given]
-    return found
+    return reading
 
 
 def _part_of(module: nn.Module, fake: FakeTensorMode, degrees: Degrees, uneven: float) -> nn.Module:
@@ -342,8 +342,8 @@ class _Gradients:
     A strategy decides what becomes of a gradient; here it is let go of at once.
     """
 
-    def __init__(self, tracker: StorageTracker, resting: int, found: Reading, recorder: Recorder) -> None:
-        self._tracker, self._resting, self._found, self._recorder = tracker, resting, found, recorder
+    def __init__(self, tracker: StorageTracker, resting: int, reading: Reading, recorder: Recorder) -> None:
+        self._tracker, self._resting, self._reading, self._recorder = tracker, resting, reading, recorder
         self._elements = 0
 
     def made(self, weight: torch.Tensor) -> None:
@@ -355,7 +355,7 @@ class _Gradients:
         self._tracker.restart_peak()
 
     def rest(self) -> None:
-        self._found.moments.append((self._tracker.peak_bytes - self._resting, self._elements))
+        self._reading.moments.append((self._tracker.peak_bytes - self._resting, self._elements))
 
 
 class _BlockWatch(Marks):
@@ -365,10 +365,10 @@ class _BlockWatch(Marks):
     """
 
     def __init__(
-        self, tracker: StorageTracker, blocks: Sequence[nn.Module], found: Reading, recorder: Recorder
+        self, tracker: StorageTracker, blocks: Sequence[nn.Module], reading: Reading, recorder: Recorder
     ) -> None:
         super().__init__(recorder, blocks)
-        self._tracker, self._found, self._before = tracker, found, 0
+        self._tracker, self._reading, self._before = tracker, reading, 0
         self._block = blocks[min(1, len(blocks) - 1)] if blocks else None
         linears = self._block.modules() if self._block is not None else ()
         self.handles += [
@@ -390,14 +390,14 @@ class _BlockWatch(Marks):
 
     def leave(self, block: nn.Module, inputs: Any, output: Any) -> None:
         if block is self._block:
-            self._found.block = self._tracker.live_bytes - self._before
-            self._found.boundary = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-        self._found.kinds = (*self._found.kinds, _kind(block))
+            self._reading.block = self._tracker.live_bytes - self._before
+            self._reading.boundary = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        self._reading.kinds = (*self._reading.kinds, _kind(block))
         with contextlib.suppress(Exception):
             super().leave(block, inputs, output)
 
     def _leave_linear(self, _module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
-        self._found.products += output.nbytes
+        self._reading.products += output.nbytes
 
 
 def _kind(block: nn.Module) -> str:
@@ -415,9 +415,9 @@ def experts_balanced(module: nn.Module) -> Iterator[None]:
     make: Any = _Balanced
     handles: list[Any] = []
     for mixture in filter(is_mixture, module.modules()):
-        found = make(mixture)
-        handles.append(mixture.register_forward_pre_hook(partial(_enter, found)))
-        handles.append(mixture.register_forward_hook(partial(_leave, found), always_call=True))
+        mode = make(mixture)
+        handles.append(mixture.register_forward_pre_hook(partial(_enter, mode)))
+        handles.append(mixture.register_forward_hook(partial(_leave, mode), always_call=True))
     try:
         yield
     finally:
@@ -449,33 +449,33 @@ class _Balanced(TorchDispatchMode):  # type: ignore[no-untyped-call]
 # The work of a forward pass: operations of products and convolutions, and bytes that all other kernels move.
 
 
-def work_counted(found: Reading) -> AbstractContextManager[object]:
+def work_counted(reading: Reading) -> AbstractContextManager[object]:
     """Count the work of what runs inside."""
     make: Any = _Work
-    made: AbstractContextManager[object] = make(found)
-    return made
+    mode: AbstractContextManager[object] = make(reading)
+    return mode
 
 
 class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, found: Reading) -> None:
+    def __init__(self, reading: Reading) -> None:
         initialize: Any = super().__init__
         initialize()
-        self._found = found
+        self._reading = reading
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _makes_nothing(func, args, kwargs, result):
             return result
-        found = self._found
+        reading = self._reading
         touched = {id(leaf): leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)}
-        found.kernels_launched += 1
+        reading.kernels_launched += 1
         count = flop_registry.get(func._overloadpacket) or _COUNTED_HERE.get(func)
         if count is None:
-            found.moved += sum(leaf.nbytes for leaf in touched.values())
+            reading.moved += sum(leaf.nbytes for leaf in touched.values())
         else:
-            found.products_launched += 1
-            found.operations += count(*args, **(kwargs or {}), out_val=result)
-            found.operands += sum(leaf.numel() for leaf in touched.values())
+            reading.products_launched += 1
+            reading.operations += count(*args, **(kwargs or {}), out_val=result)
+            reading.operands += sum(leaf.numel() for leaf in touched.values())
         return result
 
 
@@ -484,8 +484,8 @@ def _makes_nothing(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     if func._schema.is_mutable:
         return False
     given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-    made = [leaf.untyped_storage()._cdata for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    return set(made) <= given
+    results = [leaf.untyped_storage()._cdata for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return set(results) <= given
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_others: Any, **_named: Any) -> int:

@@ -115,14 +115,14 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the tensors that an operation changes in place or writes its result to."""
-    places = [argument for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write]
-    if not places:
+    outputs = [argument for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    if not outputs:
         return []
     positions = {argument.name: index for index, argument in enumerate(func._schema.arguments)}
     values = [
-        kwargs[place.name] if place.name in kwargs else args[positions[place.name]]
-        for place in places
-        if place.name in kwargs or positions[place.name] < len(args)
+        kwargs[output.name] if output.name in kwargs else args[positions[output.name]]
+        for output in outputs
+        if output.name in kwargs or positions[output.name] < len(args)
     ]
     return tree_leaves(values)
 

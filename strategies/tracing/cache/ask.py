@@ -30,17 +30,17 @@ _POINTS = {"micro_batch": 2, "sequence": 3}
 def extrapolated(readings: Sequence[Reading], sizes: Sizes, closed: Callable[[Sizes], Phases]) -> Reading | None:
     """Return the reading at `sizes`, or None if the traces do not allow it. `closed` gives closed forms by sizes."""
     for axis, points in _POINTS.items():
-        known = _along(axis, readings, sizes)
+        readings_by_size = _along(axis, readings, sizes)
         target: int = getattr(sizes, axis)
-        nearest = sorted(known, key=lambda at: (abs(at - target), at))
+        nearest = sorted(readings_by_size, key=lambda at: (abs(at - target), at))
         used, checks = nearest[:points], nearest[points:]
         if len(used) < points:
             continue
-        curve = _Curve({at: known[at].phases for at in used})
-        shape = _Curve({at: closed(known[at].sizes) for at in used})
-        on_curve = all(_are_close(curve.at(at), known[at].phases) for at in checks)
+        curve = _Curve({at: readings_by_size[at].phases for at in used})
+        shape = _Curve({at: closed(readings_by_size[at].sizes) for at in used})
+        on_curve = all(_are_close(curve.at(at), readings_by_size[at].phases) for at in checks)
         if on_curve and _are_close(shape.at(target), closed(sizes)):
-            taken_from = tuple(sorted(known[at].sizes for at in used))
+            taken_from = tuple(sorted(readings_by_size[at].sizes for at in used))
             return Reading(sizes=sizes, phases=curve.at(target), taken_from=taken_from)
     return None
 
@@ -48,18 +48,18 @@ def extrapolated(readings: Sequence[Reading], sizes: Sizes, closed: Callable[[Si
 def _along(axis: str, readings: Sequence[Reading], sizes: Sizes) -> dict[int, Reading]:
     """By its size along the axis, the readings that differ from `sizes` in nothing else."""
     changes = {axis: getattr(sizes, axis)}
-    known = {
+    along = {
         getattr(reading.sizes, axis): reading for reading in readings if replace(reading.sizes, **changes) == sizes
     }
     fewest = FEWEST_SAMPLES if axis == "micro_batch" else 1
-    return {at: reading for at, reading in known.items() if min(at, changes[axis]) >= fewest}
+    return {at: reading for at, reading in along.items() if min(at, changes[axis]) >= fewest}
 
 
 class _Curve:
     """The polynomial of least degree through the phases at some sizes (Lagrange)."""
 
-    def __init__(self, known: Mapping[int, Phases]) -> None:
-        self._known = known
+    def __init__(self, phases_by_size: Mapping[int, Phases]) -> None:
+        self._known = phases_by_size
 
     def at(self, size: int) -> dict[str, Ledger]:
         weights = {at: self._weight(at, size) for at in self._known}
@@ -117,9 +117,9 @@ def ask(job: Job, source: ModelSource, tracing: Tracing) -> Answer:
         DsplanError: torch or transformers is missing, or has no such model.
     """
     question = question_of(job, source, trace_versions())
-    known = tracing.cache.find(question.key)
-    if known is not None:
-        return from_document(known.document)
+    record = tracing.cache.find(question.key)
+    if record is not None:
+        return from_document(record.document)
     return _extrapolated(job, question, tracing.cache) or _traced(job, source, question, tracing)
 
 
@@ -130,10 +130,10 @@ def _extrapolated(job: Job, question: Question, cache: TraceCache) -> Reading | 
 
 
 def _closed(job: Job, sizes: Sizes) -> Phases:
-    asked = job.configuration
-    ranks = asked.dims.data_parallel * asked.gradient_accumulation_steps
+    configuration = job.configuration
+    ranks = configuration.dims.data_parallel * configuration.gradient_accumulation_steps
     resized = replace(
-        asked,
+        configuration,
         micro_batch_size=sizes.micro_batch,
         global_batch_size=sizes.micro_batch * ranks,
         sequence_length=sizes.sequence,

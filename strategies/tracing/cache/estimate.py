@@ -44,21 +44,21 @@ class Coverage:
 
 def coverage_of(job: Job) -> Coverage:
     """Return how a traced step covers the asked one: as a whole, or only its activations, without offload."""
-    asked = job.configuration
+    wanted = job.configuration
     beyond = _beyond_traces(job)
     if beyond:
         remark = f"the trace does not cover {beyond}; the closed form is used, with a wider bound"
         return Coverage(job=None, remark=remark)
     if own := _not_transformers(job):
         return Coverage(job=None, remark=f"the trace does not cover {own}; the closed form is used, with a wider bound")
-    if asked.precision in SCALED_PRECISIONS:
-        remark = f"the trace does not cover {asked.precision} products; the closed form is used, with a wider bound"
+    if wanted.precision in SCALED_PRECISIONS:
+        remark = f"the trace does not cover {wanted.precision} products; the closed form is used, with a wider bound"
         return Coverage(job=None, remark=remark)
-    if not asked.zero_stage and asked.offload == "none":
+    if not wanted.zero_stage and wanted.offload == "none":
         return Coverage(job=job)
-    what = asked.strategy if asked.offload == "none" else f"{asked.strategy} with --offload {asked.offload}"
+    what = wanted.strategy if wanted.offload == "none" else f"{wanted.strategy} with --offload {wanted.offload}"
     remark = f"the trace does not run {what}: its activations are traced, its states and buffers are closed forms"
-    kept = replace(asked, offload="none", offload_ratio=1.0)
+    kept = replace(wanted, offload="none", offload_ratio=1.0)
     return Coverage(job=replace(job, configuration=kept), partly=True, remark=remark)
 
 
@@ -72,13 +72,13 @@ def _not_transformers(job: Job) -> str:
 
 def _beyond_traces(job: Job) -> str:
     """Return the first part of a configuration that the tracer does not run; empty where it runs all."""
-    asked = job.configuration
-    whole_only = asked.zero_stage or asked.offload != "none"
-    more = "".join(f" x {name} {n}" for name, n in (("cp", asked.cp), ("ep", asked.ep)) if n > 1)
+    wanted = job.configuration
+    whole_only = wanted.zero_stage or wanted.offload != "none"
+    more = "".join(f" x {name} {n}" for name, n in (("cp", wanted.cp), ("ep", wanted.ep)) if n > 1)
     beyond = {
-        f"--pp-schedule {asked.pp_schedule}": asked.pp > 1 and asked.pp_schedule == "zero-bubble",
-        f"--checkpoint-every {asked.checkpoint_every}": asked.checkpoint_every > 1,
-        f"tp {asked.tp} x pp {asked.pp}{more} beside ZeRO or offload": whole_only and asked.splits_model,
+        f"--pp-schedule {wanted.pp_schedule}": wanted.pp > 1 and wanted.pp_schedule == "zero-bubble",
+        f"--checkpoint-every {wanted.checkpoint_every}": wanted.checkpoint_every > 1,
+        f"tp {wanted.tp} x pp {wanted.pp}{more} beside ZeRO or offload": whole_only and wanted.splits_model,
     }
     return next((name for name, is_asked in beyond.items() if is_asked), "")
 
@@ -111,12 +111,12 @@ def traced_estimate(
     answer = ask(coverage.job, source, tracing) if coverage.job is not None else None
     if answer is None or isinstance(answer, Refusal):
         reason = f"trace: {answer.reason}; the closed form is used, with a wider bound" if answer else coverage.remark
-        found = _unproven(possible(without(), configuration) if without else priced, reason)
+        estimated = _unproven(possible(without(), configuration) if without else priced, reason)
     else:
-        found = _traced(priced, coverage, answer)
+        estimated = _traced(priced, coverage, answer)
     if tracing.cache.problem:
-        found = replace(found, notes=(*found.notes, f"traces are not kept: {tracing.cache.problem}"))
-    return plan_of(found, step_time(found.job))
+        estimated = replace(estimated, notes=(*estimated.notes, f"traces are not kept: {tracing.cache.problem}"))
+    return plan_of(estimated, step_time(estimated.job))
 
 
 def _traced(priced: Priced, coverage: Coverage, reading: Reading) -> Priced:
@@ -174,9 +174,9 @@ def _what_was_traced(job: Job, reading: Reading, *, partly: bool) -> str:
 
 def _sizes(reading: Reading) -> str:
     """Name the sizes that the traces behind an extrapolated reading differ in: `micro-batch 2 and 4`."""
-    known, asked = reading.taken_from, reading.sizes
-    by_samples = any(sizes.micro_batch != asked.micro_batch for sizes in known)
-    numbers = [str(_size(sizes, by_samples=by_samples)) for sizes in known]
+    traced, wanted = reading.taken_from, reading.sizes
+    by_samples = any(sizes.micro_batch != wanted.micro_batch for sizes in traced)
+    numbers = [str(_size(sizes, by_samples=by_samples)) for sizes in traced]
     return f"{'micro-batch' if by_samples else 'sequence length'} {', '.join(numbers[:-1])} and {numbers[-1]}"
 
 

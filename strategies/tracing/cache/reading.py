@@ -103,7 +103,7 @@ def question_of(job: Job, source: ModelSource, versions: Mapping[str, str]) -> Q
         del configuration["activations_on_host"]  # traces that are older than it
     if job.configuration.pp > 1:
         configuration["micro_batches"] = job.configuration.gradient_accumulation_steps
-    asked: dict[str, object] = {
+    document: dict[str, object] = {
         "model": source.identity,
         "configuration": configuration,
         "accumulates": job.configuration.gradient_accumulation_steps > 1,
@@ -113,7 +113,7 @@ def question_of(job: Job, source: ModelSource, versions: Mapping[str, str]) -> Q
         "versions": dict(versions),
     }
     sizes = sizes_of(job)
-    return Question(key=trace_key({**asked, "sizes": asdict(sizes)}), series=trace_key(asked), sizes=sizes)
+    return Question(key=trace_key({**document, "sizes": asdict(sizes)}), series=trace_key(document), sizes=sizes)
 
 
 def _training_code(job: Job) -> dict[str, object]:

@@ -134,13 +134,13 @@ def factory_source(spec: str, cache: TraceCache) -> ModelSource:
         files: Any = record.document["files"]
         if unchanged(files):
             return _source(spec, record.document)
-    made = made_by(spec)
-    facts = facts_of_made(spec, made)
+    model = made_by(spec)
+    facts = facts_of_made(spec, model)
     document: dict[str, object] = {
         "facts": asdict(facts),
-        "files": source_files(_modules(spec, made.model)),
-        "structure": _structure(made),
-        "work": list(_work_of(facts, made)),
+        "files": source_files(_modules(spec, model.model)),
+        "structure": _structure(model),
+        "work": list(_work_of(facts, model)),
     }
     cache.keep(trace_record(trace_key({"series": series, **document}), series, document))
     return _source(spec, document)
@@ -154,28 +154,28 @@ def _source(spec: str, document: Mapping[str, Any]) -> ModelSource:
     return ModelSource(facts=facts, factory=spec, identity=identity, work=(task, length))
 
 
-def _work_of(facts: ModelFacts, made: Made) -> tuple[Task | None, int | None]:
-    if made.batch is None:
+def _work_of(facts: ModelFacts, model: Made) -> tuple[Task | None, int | None]:
+    if model.batch is None:
         return None, None
     from strategies.tracing.module_trace import work_of
 
-    return work_of(facts, made.model, made.batch)
+    return work_of(facts, model.model, model.batch)
 
 
-def _modules(spec: str, made: Any) -> set[str]:
+def _modules(spec: str, product: Any) -> set[str]:
     """Return the Python modules that define the factory and every class of what it made."""
-    parts = made.modules() if hasattr(made, "modules") else (made,)
+    parts = product.modules() if hasattr(product, "modules") else (product,)
     return {spec.partition(":")[0], *(type(part).__module__ for part in parts)}
 
 
-def _structure(made: Made) -> str:
+def _structure(product: Made) -> str:
     """Hash a module's parts, weights, buffers and inputs, or a config."""
-    model = made.model
+    model = product.model
     if hasattr(model, "named_parameters"):
         parts = [[name, type(part).__name__] for name, part in model.named_modules()]
         tensors = [*model.named_parameters(), *model.named_buffers()]
         shapes = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors]
-        return digest([parts, shapes, _inputs(made.batch)], _DIGITS)
+        return digest([parts, shapes, _inputs(product.batch)], _DIGITS)
     return digest(model.to_dict() if hasattr(model, "to_dict") else dict(model), _DIGITS)
 
 

@@ -48,14 +48,14 @@ _Kernel = Callable[..., Any]
 def register(library: Any) -> None:
     """Replace the rules for CPU tensors as long as `library`, a `torch.library.Library` of aten kernels, lives."""
     # An older torch lacks some of the operations.
-    known = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    here = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
     for names, rule in ((FP32, _in_fp32), (FP32_OUTPUT, _with_fp32_output), (PROMOTE, _promoted)):
-        for name in names & known:
+        for name in names & here:
             library.impl(name, rule(_operator(name)), "AutocastCPU")
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    with_rule = {name for name in known if has(f"aten::{name}", "AutocastCPU")}
+    with_rule = {name for name in here if has(f"aten::{name}", "AutocastCPU")}
     # torch caches the cast copies of weights in its own kernels, so those that exist stay.
-    for name in (LOWER_PRECISION & known) - with_rule:
+    for name in (LOWER_PRECISION & here) - with_rule:
         library.impl(name, _in_lower_precision(_operator(name)), "AutocastCPU")
     for name in with_rule - LOWER_PRECISION - FP32 - FP32_OUTPUT - PROMOTE - _SAME_ON_CPU:
         library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
@@ -92,12 +92,12 @@ def _in_lower_precision(operator: Any) -> _Kernel:
 
 
 def _with_fp32_output(operator: Any) -> _Kernel:
-    place = [argument.name for argument in operator._schema.arguments].index("dtype")
+    position = [argument.name for argument in operator._schema.arguments].index("dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        given = args[place] if len(args) > place else kwargs.get("dtype")
+        given = args[position] if len(args) > position else kwargs.get("dtype")
         if given is None and _eligible(args[0]):
-            args, kwargs = args[:place], {**kwargs, "dtype": torch.float32}
+            args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
             return operator(*args, **kwargs)
 
@@ -106,9 +106,9 @@ def _with_fp32_output(operator: Any) -> _Kernel:
 
 def _promoted(operator: Any) -> _Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        found: list[torch.dtype] = []
-        tree_map(lambda value: found.append(value.dtype) if _eligible(value) else None, (args, kwargs))
-        widest = torch.float32 if torch.float32 in found else torch.get_autocast_dtype("cpu")
+        dtypes: list[torch.dtype] = []
+        tree_map(lambda value: dtypes.append(value.dtype) if _eligible(value) else None, (args, kwargs))
+        widest = torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cpu")
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
             return operator(*_cast(args, widest), **_cast(kwargs, widest))
 

@@ -17,15 +17,15 @@ _WITH_STATISTICS = frozenset({_aten.native_layer_norm.default, _aten.native_grou
 def cuda_outputs() -> AbstractContextManager[object]:
     """Norms keep fp32 statistics, as on CUDA; grouped products of every dtype have an output."""
     make: Any = _Outputs
-    made: AbstractContextManager[object] = make(fp32_statistics=True)
-    return made
+    mode: AbstractContextManager[object] = make(fp32_statistics=True)
+    return mode
 
 
 def cpu_outputs() -> AbstractContextManager[object]:
     """Give grouped products of every dtype an output: torch's fake kernel knows bf16 only."""
     make: Any = _Outputs
-    made: AbstractContextManager[object] = make(fp32_statistics=False)
-    return made
+    mode: AbstractContextManager[object] = make(fp32_statistics=False)
+    return mode
 
 
 class _Outputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -91,18 +91,18 @@ def _flash_backward(
     """
     batch, heads, length, width = query.shape
     rows = (batch, heads, _up(length, 128))
-    made: list[Allocation] = [((*rows, _up(width, 32 if width <= 128 else 64)), _FP32), (rows, _FP32)]
+    allocations: list[Allocation] = [((*rows, _up(width, 32 if width <= 128 else 64)), _FP32), (rows, _FP32)]
     if key.size(1) != heads:
-        made += [((batch, heads, key.size(2), width), query.element_size())] * 2
+        allocations += [((batch, heads, key.size(2), width), query.element_size())] * 2
     copied = (tensor for tensor in (gradient, output) if not tensor.transpose(1, 2).is_contiguous())
-    return made + [(tuple(tensor.shape), tensor.element_size()) for tensor in copied]
+    return allocations + [(tuple(tensor.shape), tensor.element_size()) for tensor in copied]
 
 
 def _efficient_backward(query: torch.Tensor, output: torch.Tensor) -> list[Allocation]:
     """Return the queries' gradient in fp32; of fp32 inputs also their product with the output's gradient."""
     batch, heads, length, width = query.shape
-    made: list[Allocation] = [((batch, heads, _up(length, 64), _up(width, 32)), _FP32)]
-    return made + ([(tuple(output.shape), _FP32)] if query.dtype == torch.float32 else [])
+    allocations: list[Allocation] = [((batch, heads, _up(length, 64), _up(width, 32)), _FP32)]
+    return allocations + ([(tuple(output.shape), _FP32)] if query.dtype == torch.float32 else [])
 
 
 def _up(number: int, multiple: int) -> int:

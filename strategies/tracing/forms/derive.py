@@ -183,7 +183,7 @@ class Derivation:
             backward=distinctive(self._points, self._moments(marks[f"back{index}"], ends, before)),
             recomputed=distinctive(self._points, again),
             replayed=distinctive(
-                self._points, [self._beside_products(made, leave, before) for made in self._within(enter, needed)]
+                self._points, [self._beside_products(moment, leave, before) for moment in self._within(enter, needed)]
             ),
         )
 
@@ -205,7 +205,7 @@ class Derivation:
         ]
         inside = [storage for storage, _ in given if enter < storage.made <= leave]
         own = self._made_and_kept(marks[f"enter{index}"], marks[f"leave{index}"])
-        asked = [storage for storage, has_gradient in given if self._asks_for_biases and not has_gradient]
+        without_gradient = [storage for storage, has_gradient in given if self._asks_for_biases and not has_gradient]
         return {
             "once": subtracted(self._settled(leave).less(in_front).activations, kept.activations),
             "handed": added(map(self._size, (*between, *inside))),
@@ -213,27 +213,27 @@ class Derivation:
             "again": added(
                 (
                     subtracted(self._made_and_kept(enter, leave), added((own, *map(self._size, inside)))),
-                    *(scaled(self._size(storage), 2) for storage in asked if storage in inside),
+                    *(scaled(self._size(storage), 2) for storage in without_gradient if storage in inside),
                 )
             ),
         }
 
     def _made_and_kept(self, enter: int, leave: int) -> Polynomial:
         """Bytes of what a block made and left alive."""
-        made = self._numbered(
+        kept = self._numbered(
             lambda storage: storage.made > enter and storage.outlives(leave) and not storage.copies_weight
         )
-        return added(scaled(elements, storage.item_bytes) for storage, elements in made)
+        return added(scaled(elements, storage.item_bytes) for storage, elements in kept)
 
     def _last_needed(self, enter: int, leave: int, index: int) -> int:
         """When a block that is run again has made the last tensor that its backward needs; torch stops it there."""
         output = self._timeline.outputs[index]
-        made = [
+        moments = [
             storage.made
             for storage in self._timeline.storages
             if enter < storage.made and storage.outlives(leave) and storage is not output
         ]
-        return max(made, default=leave)
+        return max(moments, default=leave)
 
     def _beside_products(self, moment: int, leave: int, before: _Alive) -> Moment:
         """Return a moment of a block that is run again, with the products that it will be given later."""
@@ -245,21 +245,21 @@ class Derivation:
 
     def _products(self, start: int, end: int) -> Polynomial:
         """Bytes of the products made after `start` up to `end`."""
-        made = self._numbered(
+        products = self._numbered(
             lambda storage: (
                 start < storage.made <= end
                 and any(name in storage.operation for name in self._products_of)
                 and "backward" not in storage.operation
             )
         )
-        return added(scaled(elements, storage.item_bytes) for storage, elements in made)
+        return added(scaled(elements, storage.item_bytes) for storage, elements in products)
 
     def _within(self, start: int, end: int) -> list[int]:
         """Return when something was made; of a loop's thousands of moments only those before something is freed."""
-        made = [moment for moment in self._made if start < moment <= end]
+        moments = [moment for moment in self._made if start < moment <= end]
         if self._counted is None:
-            return made
-        return [moment for moment, later in pairwise([*made, end + 1]) if later > end or self._frees(moment, later)]
+            return moments
+        return [moment for moment, later in pairwise([*moments, end + 1]) if later > end or self._frees(moment, later)]
 
     def _frees(self, start: int, end: int) -> bool:
         """Whether anything is freed after `start` up to `end`."""
@@ -268,7 +268,7 @@ class Derivation:
     def _moments(self, start: int, end: int, base: _Alive) -> list[Moment]:
         """Return every moment after `start` up to `end`, over `base`, with the gradients made since."""
         base = replace(base, gradients=self._alive(start).gradients)
-        return [self._alive(made).less(base).moment() for made in self._within(start, end)]
+        return [self._alive(moment).less(base).moment() for moment in self._within(start, end)]
 
     def _size(self, storage: Storage) -> Polynomial:
         return scaled(self._decode(storage.shape), storage.item_bytes)
@@ -295,17 +295,17 @@ class Derivation:
 
     def _numbered(self, counts: Callable[[Storage], bool]) -> Iterator[tuple[Storage, Polynomial]]:
         """Storages and their elements; one for all that are alike, with the elements of all of them, in a loop."""
-        places = [place for place, storage in enumerate(self._timeline.storages) if counts(storage)]
+        indices = [index for index, storage in enumerate(self._timeline.storages) if counts(storage)]
         if self._counted is None:
-            yield from ((self._timeline.storages[place], self._elements[place]) for place in places)
+            yield from ((self._timeline.storages[index], self._elements[index]) for index in indices)
             return
         alike: dict[tuple[object, ...], list[int]] = {}
-        for place in places:
-            alike.setdefault(_likeness(self._timeline.storages[place]), []).append(place)
-        for kind, (place, *others) in alike.items():
-            elements = self._elements[place]
+        for index in indices:
+            alike.setdefault(_likeness(self._timeline.storages[index]), []).append(index)
+        for kind, (index, *others) in alike.items():
+            elements = self._elements[index]
             number = self._counted(elements, 1 + len(others), self._in_all[kind])
-            yield self._timeline.storages[place], multiplied(elements, number)
+            yield self._timeline.storages[index], multiplied(elements, number)
 
 
 def _likeness(storage: Storage) -> tuple[object, ...]:

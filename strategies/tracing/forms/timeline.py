@@ -99,18 +99,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._observe(leaf, func, args)
         if self._on_cuda:
             now = self.timeline.operations
-            inside = [Storage(*made, operation=str(func), made=now, freed=now + 1) for made in scratch(func, args)]
+            inside = [Storage(*item, operation=str(func), made=now, freed=now + 1) for item in scratch(func, args)]
             self.timeline.storages += inside
         return result
 
     def given(self, tensors: Iterable[torch.Tensor]) -> None:
         """Say that a block is given these tensors."""
-        found = {}
+        storages = {}
         for tensor in tensors:
             storage = self._known.get(weakref.ref(tensor.untyped_storage()))
             if storage is not None:
-                found[id(storage)] = storage, tensor.requires_grad
-        self.timeline.given.append(list(found.values()))
+                storages[id(storage)] = storage, tensor.requires_grad
+        self.timeline.given.append(list(storages.values()))
 
     def output(self, tensor: torch.Tensor) -> None:
         """Say that a tensor is what a block gives to the next one."""
@@ -131,9 +131,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if weakref.ref(tensor.untyped_storage()) in self._known:
             return
         cast = func is torch.ops.aten._to_copy.default and self._is_weight(args[0])
-        made = Storage(tuple(tensor.shape), tensor.element_size(), str(func), self.timeline.operations, cast)
-        self._known[self._reference(tensor)] = made
-        self.timeline.storages.append(made)
+        storage = Storage(tuple(tensor.shape), tensor.element_size(), str(func), self.timeline.operations, cast)
+        self._known[self._reference(tensor)] = storage
+        self.timeline.storages.append(storage)
 
     def _is_weight(self, tensor: Any) -> bool:
         """Whether it is a weight as its module holds it; autocast keeps no copy of a transposed one."""

@@ -138,8 +138,8 @@ def _training_class(facts: ModelFacts, config: Any, task: Task) -> type[nn.Modul
     if has_loss and task not in ("seq-cls", "reward"):
         return named
     automatic = getattr(import_module("transformers"), _AUTO_CLASSES[task])
-    found: type[nn.Module] = automatic._model_mapping[type(config)]
-    return found
+    automatic_class: type[nn.Module] = automatic._model_mapping[type(config)]
+    return automatic_class
 
 
 def _tokens(*shape: int) -> torch.Tensor:
@@ -192,8 +192,8 @@ def own_subject(module: nn.Module, facts: ModelFacts, attention: Attention, *, b
 
 def _on_cpu(arguments: Arguments) -> Arguments:
     """Made by `torch.empty`, as all of a subject's batches are."""
-    made: Arguments = tree_map(_made_again, arguments)
-    return made
+    copied: Arguments = tree_map(_made_again, arguments)
+    return copied
 
 
 def _made_again(leaf: Any) -> Any:

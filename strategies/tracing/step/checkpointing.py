@@ -179,8 +179,8 @@ def recomputed_modules(model: nn.Module) -> list[nn.Module]:
 
 def keeps_products(model: nn.Module) -> bool:
     """Whether a module of the model recomputes all but its products."""
-    found = (module.__dict__["forward"] for module in recomputed_modules(model))
-    return any(recomputation.kind == "selective" for recomputation in found)
+    recomputations = (module.__dict__["forward"] for module in recomputed_modules(model))
+    return any(recomputation.kind == "selective" for recomputation in recomputations)
 
 
 class Recomputation:

@@ -222,12 +222,12 @@ def _internals() -> tuple[Any, Any]:
 
 
 def _gradients(group: Any) -> list[torch.Tensor | None]:
-    found: list[torch.Tensor | None] = []
+    gradients: list[torch.Tensor | None] = []
     for parameter in group.fsdp_params:
         whole = getattr(parameter, "_unsharded_param", None)
-        found += [
+        gradients += [
             parameter.sharded_param.grad,
             parameter.unsharded_accumulated_grad,
             whole.grad if whole is not None else None,
         ]
-    return found
+    return gradients

@@ -83,8 +83,8 @@ class Following:
 
 def _class_name(module: nn.Module) -> str:
     """Return the name that the module's author gave its class; `fully_shard` makes one of its own from it."""
-    made = type(module)
-    return (made.__bases__[-1] if issubclass(made, FSDPModule) else made).__name__
+    kind = type(module)
+    return (kind.__bases__[-1] if issubclass(kind, FSDPModule) else kind).__name__
 
 
 _SHAPE = "has a data-dependent shape"
@@ -137,9 +137,9 @@ def why_refused(problem: TraceFailed, module: nn.Module) -> str:
     """Return what cannot be followed, and where; for other failures what the module raised."""
     where = _place(problem.module_path, type(module).__name__)
     for raised in _causes(problem):
-        found = _cannot(raised)
-        if found:
-            operation, why = found
+        refusal = _cannot(raised)
+        if refusal:
+            operation, why = refusal
             return f"{operation} in {where} {why}"
     if not problem.module_path and not problem.operation:
         return problem.reason
@@ -156,7 +156,7 @@ def _cannot(raised: BaseException) -> tuple[str, str] | None:
         return _name(raised.func), _KERNEL
     if isinstance(raised, MemoryRead):
         return f"data_ptr at {_own_line(raised)}", _MEMORY
-    if any(said in str(raised) for said in _SAID_OF_MEMORY):
+    if any(words in str(raised) for words in _SAID_OF_MEMORY):
         return _own_line(raised), _MEMORY
     return None
 

@@ -84,10 +84,10 @@ def _split(module: nn.Module, configuration: Configuration, degree: Group, split
 
 def enough_micro_batches(configuration: Configuration) -> int:
     """So many micro-batches that a rank reaches its largest moment."""
-    asked, pp = configuration.gradient_accumulation_steps, configuration.pp
+    micro_batches, pp = configuration.gradient_accumulation_steps, configuration.pp
     if configuration.pp_schedule == "gpipe":
-        return asked
-    return min(asked, 2 * pp if configuration.virtual_stages > 1 else pp + 2)
+        return micro_batches
+    return min(micro_batches, 2 * pp if configuration.virtual_stages > 1 else pp + 2)
 
 
 class Chunk(nn.Module):
@@ -131,12 +131,12 @@ def chunks_of(module: nn.Module, configuration: Configuration, rank: int) -> lis
         raise TraceFailed("", "", f"a pipeline of {stages} stages is traced for decoders with as many blocks or more")
     each, more = divmod(len(layers), stages)
     ends = list(accumulate((each + (index < more) for index in range(stages)), initial=0))
-    made = []
+    chunks = []
     for stage in range(rank, stages, configuration.pp):
         blocks = range(ends[stage], ends[stage + 1])
         is_last = stage == stages - 1
-        made.append(Chunk(copy.deepcopy(model), blocks, is_first=stage == 0, is_last=is_last))
-    return made
+        chunks.append(Chunk(copy.deepcopy(model), blocks, is_first=stage == 0, is_last=is_last))
+    return chunks
 
 
 # Context parallelism: every rank has a part of each sequence, and attention sees the keys and values of all.

@@ -71,9 +71,9 @@ def fake_copy(
     for buffer in module.buffers():
         stand_ins[id(buffer)] = _fake(mode, buffer, dtype)
     # A deep copy takes what it has already seen from its memo.
-    made = copy.deepcopy(module, stand_ins)
+    copied = copy.deepcopy(module, stand_ins)
     copies = [stand_ins[id(block)] for block in blocks]
-    return made, tuple(block for block in copies if isinstance(block, nn.Module))
+    return copied, tuple(block for block in copies if isinstance(block, nn.Module))
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -369,9 +369,9 @@ class _Run:
     def _end(self, phase: str) -> None:
         """Take what came since the last end for this phase; its largest moment counts."""
         peak = self._storages.take_peak()
-        found: dict[Category, int] = {name: size for name, size in peak.items() if name != "host"}
-        if sum(found.values()) >= sum(self._phases.get(phase, {}).values()):
-            self._phases[phase] = found
+        sizes: dict[Category, int] = {name: size for name, size in peak.items() if name != "host"}
+        if sum(sizes.values()) >= sum(self._phases.get(phase, {}).values()):
+            self._phases[phase] = sizes
 
     def _watch_gradients(self, parameters: Any) -> None:
         keep = self._configuration.zero_stage == 0
@@ -424,11 +424,11 @@ class _PipelineRun(_Run):
                 given = self._received(chunks[number])
                 kept[number, index] = given, self._forward_of(chunks[number], given)
                 continue
-            given, made = kept.pop((number, index))
+            given, output = kept.pop((number, index))
             synchronize(chunks[number], chosen, reduces=index == micro_batches - 1)
-            gradient = None if chunks[number].is_last else torch.empty_like(made)
-            torch.autograd.backward(made, gradient)
-            del given, made, gradient
+            gradient = None if chunks[number].is_last else torch.empty_like(output)
+            torch.autograd.backward(output, gradient)
+            del given, output, gradient
             self._end("backward")
 
     def _received(self, chunk: Chunk) -> torch.Tensor:
@@ -445,12 +445,12 @@ class _PipelineRun(_Run):
         others = {name: value for name, value in self._batch.items() if name not in ("input_ids", "labels")}
         self._in_forward = True
         with self._autocast():
-            made: torch.Tensor = chunk(given, self._batch["labels"], **others)
+            output: torch.Tensor = chunk(given, self._batch["labels"], **others)
             if chunk.is_last:
-                made = made / self._configuration.gradient_accumulation_steps
+                output = output / self._configuration.gradient_accumulation_steps
         self._in_forward = False
         self._end("loss" if chunk.is_last else "forward")
-        return made
+        return output
 
 
 def _narrowed(batch: Any, dtype: torch.dtype | None) -> Any:

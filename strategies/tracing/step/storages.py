@@ -62,8 +62,8 @@ class Replay:
             result = func(*args, **kwargs)
             self._seen[key] = self._description(result, args)
             return result
-        known = self._seen[key]
-        return func(*args, **kwargs) if known is None else self._again(*known)
+        results = self._seen[key]
+        return func(*args, **kwargs) if results is None else self._again(*results)
 
     def _is_mine(self, value: Any) -> bool:
         return isinstance(value, FakeTensor) and value.fake_mode is self._mode
@@ -88,18 +88,18 @@ class Replay:
         storages = [tensor.untyped_storage()._cdata for tensor in tensors]
         if len(set(storages)) < len(storages) or not set(storages).isdisjoint(_storages(args)):
             return None
-        made = tuple(None if item is None else _made(item) for item in results)
-        return type(result), made
+        described = tuple(None if item is None else _made(item) for item in results)
+        return type(result), described
 
-    def _again(self, kind: type, made: tuple[_Made | None, ...]) -> Any:
+    def _again(self, kind: type, described: tuple[_Made | None, ...]) -> Any:
         with torch._C._DisableTorchDispatch():
-            results = [None if item is None else self._tensor(item) for item in made]
+            results = [None if item is None else self._tensor(item) for item in described]
         if kind is list:
             return results
         return tuple(results) if kind is tuple else results[0]
 
-    def _tensor(self, made: _Made) -> torch.Tensor:
-        shape, stride, dtype, device = made
+    def _tensor(self, described: _Made) -> torch.Tensor:
+        shape, stride, dtype, device = described
         return FakeTensor(self._mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
 
@@ -113,9 +113,9 @@ def _kind(func: Any) -> _Kind:
     schema = func._schema
     if schema.name.startswith("aten::_foreach_") and schema.name.endswith("_"):
         return "changes lists"
-    places = [*schema.arguments, *schema.returns]
-    tensors = all(str(place.type) in ("Tensor", "List[Tensor]") for place in schema.returns)
-    makes = tensors and bool(schema.returns) and not any(place.alias_info for place in places)
+    values = [*schema.arguments, *schema.returns]
+    tensors = all(str(value.type) in ("Tensor", "List[Tensor]") for value in schema.returns)
+    makes = tensors and bool(schema.returns) and not any(value.alias_info for value in values)
     return "makes" if makes else "other"
 
 

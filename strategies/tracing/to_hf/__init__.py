@@ -71,8 +71,8 @@ def config_of(recorded: Mapping[str, Any]) -> Any:
 
 def model_class(facts: ModelFacts) -> type[nn.Module]:
     """Return the class of transformers that the row names, or the one with the same weights."""
-    found: type[nn.Module] = getattr(_transformers(), STAND_IN_CLASSES.get(facts.architecture, facts.architecture))
-    return found
+    kind: type[nn.Module] = getattr(_transformers(), STAND_IN_CLASSES.get(facts.architecture, facts.architecture))
+    return kind
 
 
 def shortened(facts: ModelFacts, depth: int) -> ModelFacts:
