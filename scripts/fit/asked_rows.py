@@ -14,7 +14,10 @@ import io
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from hardware_db.files import replace_text
 from hardware_db.units import GIB
@@ -48,140 +51,10 @@ class NotAskable(Exception):
     """Why a row is no question."""
 
 
-CODES = {
-    "torchtune": "torch",
-    "fms_fsdp": "torch",
-    "nemo_automodel": "automodel",
-    "fsdp_qlora": "transformers-2024",
-    **BY_SOURCE,
-    "megatron_bridge": "nemo",
-    "deepspeed_zero": "megatron-deepspeed",
-    "bmtrain": "megatron-deepspeed",
-    "megatron": "megatron",
-    "litgpt": "litgpt",
-}
-"""Whose modules a source ran, by the start of its name, the longer before the shorter; any other ran transformers'.
-Megatron-Bridge is what NeMo trains with today."""
-
-NAMED = {"transformers, deepspeed": "transformers-2021", "megatron": "megatron-deepspeed"}
-"""What `published_memory.csv` says of single rows, where it differs from the source's."""
-
-DEVICES = {
-    ("A100", "80"): "A100-SXM4-80GB",
-    ("A100", "40"): "A100-SXM4-40GB",
-    ("A100", ""): "A100-SXM4-80GB",
-    ("H100", "80"): "H100-SXM5-80GB",
-    ("H100", "96"): "H100-SXM5-96GB",
-    ("H100", "94"): "H100-SXM5-96GB",
-    ("H100", ""): "H100-SXM5-80GB",
-    # "2.4 TB per second, custom to Meta's H100 variant" (pytorch/ao@36027d82d1ad torchao/testing/training/
-    # roofline_utils.py line 24): the board of torchtitan's tables, which these runs use.
-    ("H100 of torchao", ""): "H100-SXM5-96GB",
-    ("B200", ""): "B200-SXM-180GB",
-    ("B300", ""): "B300-SXM-288GB",
-    ("GB200", ""): "GB200-186GB",
-    ("GB200", "186"): "GB200-186GB",
-    ("GB300", ""): "GB300-288GB",
-    ("MI300X", "192"): "MI300X",
-    ("RTX 3090", "24"): "RTX-3090",
-    ("RTX 4090", "24"): "RTX-4090",
-    ("A5000", "24"): "RTX-A5000",
-    ("A6000", "48"): "RTX-A6000",
-    ("A6000 Ada", "48"): "RTX-6000-Ada",
-    ("A10G", "24"): "A10G",
-}
-MODELS = {
-    "deepseekv3": "deepseek-ai/DeepSeek-V3",
-    "deepseek-v3-671b": "deepseek-ai/DeepSeek-V3",
-    "kimi_k2": "moonshotai/Kimi-K2-Base",
-    "kimi-k2": "moonshotai/Kimi-K2-Base",
-    "qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B",
-    "qwen3-moe-30b": "Qwen/Qwen3-30B-A3B",
-    "qwen3_235b_a22b": "Qwen/Qwen3-235B-A22B",
-    "gpt-oss-120b": "openai/gpt-oss-120b",
-    "gpt-oss-20b": "openai/gpt-oss-20b",
-    "gemma-2b": "google/gemma-2b",
-    "gemma-7b": "google/gemma-7b",
-    "gemma2-2b": "google/gemma-2-2b",
-    "gemma2b": "google/gemma-2-2b",  # litgpt's name for gemma2-2b/qlora.yaml, in the line under gemma2-2b/lora.yaml
-    "gemma2-9b": "google/gemma-2-9b",
-    "falcon-7b": "tiiuae/falcon-7b",
-    "falcon-40b": "tiiuae/falcon-40b",
-    "phi-2": "microsoft/phi-2",
-    "phi-1.5": "microsoft/phi-1_5",
-    "stablelm-base-alpha-3b": "stabilityai/stablelm-base-alpha-3b",
-}
-"""Models whose blocks are neither Llama's nor GPT-2's, by the catalogue's names."""
-
-WIDE_RECIPES = ("gemma", "phi-", "Phi-3", "tiny-llama")
-"""Models whose adapters litgpt's config_hub puts on every linear layer, the head too, which no flag says; those of
-others are on queries and values (Lightning-AI/litgpt@26857050fe3f config_hub/finetune/*/lora.yaml and qlora.yaml)."""
-ADAPTER_RANKS = {
-    ("gemma-2b", "lora"): 8,
-    ("gemma2-2b", "lora"): 8,
-    ("gemma", ""): 16,
-    ("phi-2", ""): 8,
-    ("Phi-3", ""): 8,
-}
-"""Ranks there, by the start of the model's name and the method; 32 in the other files."""
-
-RECOMPUTED: Flags = {"checkpointing": "full"}
-COMPILED: Flags = {**RECOMPUTED, "compile": True}
-AUTOMODEL: Mapping[str, Flags] = {
-    "deepseek-v3-671b": RECOMPUTED,
-    "kimi-k2": RECOMPUTED,
-    "qwen3-moe-30b": RECOMPUTED,
-    "gpt-oss-20b": {"ep": 8, "loss": "fused"},
-    "gpt-oss-120b": {"ep": 64, **RECOMPUTED},
-    "llama3-70b": COMPILED,
-    "llama3-8b-lora": {},
-    "qwen2.5-7b-lora": {},
-    "llama3-70b-lora": COMPILED,
-    "qwen2.5-32b-lora": COMPILED,
-}
-"""What the configs say that docs/performance-summary.mdx of NVIDIA-NeMo/Automodel names for its rows
-(examples/llm_benchmark/*/*.yaml: activation_checkpointing, enable_compile, ep_size, loss_fn). Those of deepseek-v3 and
-gpt-oss-120b have smaller batches than the table; without recomputation the table's would need the more memory."""
-
-STAGES_OF_340B = 12
-"""Virtual stages of nemotron4-340b on H100: the table of release 25.04.01 leaves them open; NeMo's recipe for the same
-GPUs, batch, tp and pp has 12 (NVIDIA/NeMo@8cfedd720346 scripts/performance/recommended_model_configs/
-model_configs_h100.csv lines 27-28), as has the next release's table, whose steps take as long."""
-
-BALANCED = ("megatron_bridge", "nemo_automodel")
-"""Whose mixtures of experts get the same tokens each: "we force-balance the token distribution among experts"
-(NVIDIA-NeMo/Megatron-Bridge@067f987df03b docs/performance-summary.md line 104), "fake balanced gate is enabled"
-(NVIDIA-NeMo/Automodel docs/performance-summary.mdx)."""
-
-NO_PLAN = (
-    "bigscience",
-    "alpa",
-    "bmtrain",
-    "hf_",
-    "fms",
-    "litgpt_thunder",
-    "torchao_optim",
-    "megatron_llama",
-    "colossalai",
-)
-"""Sources whose other rows the earlier files left out for good: no flag would help."""
-
-GATED = ("llama", "mistral", "yi-", "qwen", "internlm", "tiny", "swiglu", "openbuddy", "baichuan")
-LINKS = {
-    "H100-SXM5-96GB": {
-        "inter_link": "ib-ndr",
-        "nics_per_node": 8,
-    },  # what nemo, Megatron-Bridge and dgxc run on: DGX H100 has 8 x 400 Gb/s (assumed)
-    "H100-SXM5-80GB": {"inter_link": "ib-ndr", "nics_per_node": 8},
-    "A100-SXM4-80GB": {"inter_link": "ib-hdr", "nics_per_node": 8},
-}
-RECIPES = {
-    "MXFP8": "mxfp8",
-    "FP8-MX": "mxfp8",
-    "FP8-CS": "tensorwise",
-    "NVFP4": "nvfp4",
-    "FP8 alt granularity (parenthesised value)": "",
-}
+DATA: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+"""Of sources, GPUs and models, each with where it is from."""
+CODES: Mapping[str, str] = {**DATA["codes"], **BY_SOURCE}
+AUTOMODEL: Mapping[str, Flags] = DATA["automodel"]
 
 
 def notes_of(row: Row) -> dict[str, str]:
@@ -322,24 +195,12 @@ def beyond(row: Row, why: str) -> tuple[str, dict[str, Any], dict[str, Any], Fla
         raise NotAskable("sequence length or parallel plan not stated")
     if not (row["micro_batch_per_gpu"] or notes.get("local_batch_per_dp_rank")):
         raise NotAskable("batch not stated")
-    if source.startswith(
-        (
-            "bigscience",
-            "alpa",
-            "bmtrain",
-            "hf_",
-            "fms",
-            "litgpt_thunder",
-            "torchao_optim",
-            "megatron_llama",
-            "colossalai",
-        )
-    ):
+    if source.startswith(tuple(DATA["no_plan"])):
         raise NotAskable(why or "the parallel plan is not recorded")
     assumed: list[str] = []
     model, config = model_of(row, notes)
     named = "H100 of torchao" if source.startswith("torchao") and row["gpu_name"] == "H100" else row["gpu_name"]
-    device = DEVICES.get((named, row["gpu_mem_gb"]))
+    device = DATA["devices"].get(named, {}).get(row["gpu_mem_gb"])
     if device is None:
         raise NotAskable(f"{row['gpu_name']} {row['gpu_mem_gb']} GB is in no catalogue")
     if notes.get("config", "").endswith(SINGLE_DEVICE) and source.startswith("litgpt_config"):
@@ -374,8 +235,8 @@ def model_of(row: Row, notes: Row) -> tuple[str, dict[str, Any]]:
     """A catalogue name, or a name and a config."""
     name = row["model_name"]
     stem = name.removesuffix("-lora").removesuffix("-sft").removesuffix("-2-node").removesuffix("-sft")
-    if stem in MODELS:
-        return MODELS[stem], {}
+    if stem in DATA["models"]:
+        return DATA["models"][stem], {}
     if notes.get("moe") == "yes" or "chatglm" in name or "T0" in name:
         raise NotAskable(f"the architecture of {name} is not in the catalogue")
     if not (row["hidden"] and row["layers"] and row["heads"]):
@@ -386,7 +247,7 @@ def model_of(row: Row, notes: Row) -> tuple[str, dict[str, Any]]:
     full = {**row, "vocab": vocabulary}
     if "swiglu" in row["notes"] and notes.get("swiglu") == "1":
         return name, llama({**full, "ffn": row["ffn"] or str(4 * int(row["hidden"]))})
-    if stem.startswith(GATED):
+    if stem.startswith(tuple(DATA["gated"])):
         if not row["ffn"]:
             raise NotAskable("architecture not stated")
         return name, llama(full)
@@ -412,7 +273,7 @@ def degrees(row: Row, notes: Row, assumed: list[str]) -> Flags:
     cp, ep, virtual = number(notes.get("cp")), number(notes.get("ep")), number(notes.get("vp"))
     layers = int(row["layers"]) if row["layers"] else 0
     if row["source_id"] == "dgxc_h100" and row["model_name"] == "nemotron4-340b" and notes.get("vp") == "NA":
-        virtual = STAGES_OF_340B
+        virtual = DATA["stages_of_340b"]
         assumed.append("12 stages per rank, as NeMo's recipe for it says")
     if notes.get("vpp_layers"):  # Megatron's CI says layers per virtual stage
         virtual = layers // pp // int(notes["vpp_layers"])
@@ -437,7 +298,7 @@ def degrees(row: Row, notes: Row, assumed: list[str]) -> Flags:
         flags["cp"] = cp
     if ep > 1:
         flags["ep"] = ep
-        if row["source_id"].startswith(BALANCED):
+        if row["source_id"].startswith(tuple(DATA["balanced"])):
             flags["expert_imbalance"] = 1.0
     if virtual > 1 and pp > 1:
         flags |= {"pp_schedule": "interleaved", "virtual_stages": virtual}
@@ -518,7 +379,7 @@ def precision(row: Row, notes: Row, assumed: list[str]) -> Flags:
     if label == "nvfp4":
         return {"precision": "fp4", "fp8_recipe": "nvfp4"}
     if label == "fp8":
-        recipe = RECIPES.get(text.strip())
+        recipe = DATA["recipes"].get(text.strip())
         if recipe is None:
             recipe = "rowwise" if "rowwise" in scaling else "mxfp8" if "mxfp8" in (scaling + text).lower() else ""
         if not recipe:
@@ -575,8 +436,9 @@ def litgpt_adapters(row: Row) -> Flags:
     if row["source_id"].startswith("litgpt_peft"):
         return {"lora_rank": 8, "lora_targets": QUERIES_AND_VALUES}
     method = "qlora" if "qlora" in notes_of(row).get("config", "") else "lora"
-    ranks = (rank for (start, how), rank in ADAPTER_RANKS.items() if name.startswith(start) and how in ("", method))
-    wide = name.startswith(WIDE_RECIPES)
+    starts = (by_method for start, by_method in DATA["adapter_ranks"].items() if name.startswith(start))
+    ranks = (rank for by_method in starts for how, rank in by_method.items() if how in ("", method))
+    wide = name.startswith(tuple(DATA["wide_recipes"]))
     return {"lora_rank": next(ranks, 32), "lora_targets": "all-linear" if wide else QUERIES_AND_VALUES}
 
 
@@ -595,8 +457,8 @@ def cluster_of_collection(row: Row, device: str) -> dict[str, Any]:
     if device.startswith("GB") and gpus > 4:  # one NVLink domain of up to 72 GPUs
         per_node = next(size for size in (72, 64, 48, 36, 32, 16, 8, 4) if gpus % size == 0 and size <= gpus)
     given: dict[str, Any] = {"gpu": device, "nodes": gpus // per_node, "gpus_per_node": per_node}
-    if given["nodes"] > 1 and device in LINKS:
-        given |= LINKS[device]
+    if given["nodes"] > 1 and device in DATA["links"]:
+        given |= DATA["links"][device]
     if row["source_id"].startswith("fsdp_qlora") and device in ("RTX-3090", "RTX-4090"):
         given["host_memory_gb"] = 128  # "128GB CPU RAM" of both machines (benchmarks_03_2024.md)
     return given
@@ -631,7 +493,7 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
             if timed is not None:
                 name, config, cluster, flags = from_training(timed)
                 if source == "dgxc_h100" and name == "nemotron4-340b":
-                    flags |= {"pp_schedule": "interleaved", "virtual_stages": STAGES_OF_340B}
+                    flags |= {"pp_schedule": "interleaved", "virtual_stages": DATA["stages_of_340b"]}
                 if known is not None:
                     flags |= {name: known[name] for name in ("precision", "optimizer")}
                     cluster |= {key: value for key, value in cluster_of(known).items() if key == "capacity_gb"}
@@ -643,7 +505,7 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
                 name, config, cluster, flags, assumed = beyond(row, reasons.get(source, ""))
             if known is not None:
                 assumed = known["assumed"]
-                out["code"] = NAMED.get(known["code"], out["code"]) if source.startswith("big") else out["code"]
+                out["code"] = DATA["named"].get(known["code"], out["code"]) if source.startswith("big") else out["code"]
         except NotAskable as reason:
             yield out | {"why_not": str(reason)}
             continue
@@ -673,12 +535,6 @@ def _kind(row: Row, known: Row | None) -> str:
 
 NO_SPEED = "speed not asked: "
 """What `assumed` begins with where a printed speed is no measure of the plan."""
-UNFIT_SPEEDS = {
-    "megatron_golden": "deterministic kernels of a CI test",
-    "swift": "samples are shorter than the longest",
-    "litgpt": "samples are shorter than the longest",
-    "bigscience_gpt2": "its authors say that it cannot be compared",
-}
 
 
 def _no_speed(row: Row, *, timed: bool) -> str:
@@ -687,7 +543,7 @@ def _no_speed(row: Row, *, timed: bool) -> str:
         return "its GPUs' power is limited, to how much is not said"
     if timed:
         return ""
-    return next((why for start, why in UNFIT_SPEEDS.items() if row["source_id"].startswith(start)), "")
+    return next((why for start, why in DATA["unfit_speeds"].items() if row["source_id"].startswith(start)), "")
 
 
 def _reasons() -> dict[str, str]:
