@@ -35,20 +35,22 @@ def blocks_per_piece(blocks: int, pieces: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def blocks_per_stage(blocks: int, pp: int, virtual_stages: int = 1) -> tuple[int, ...]:
+def blocks_per_stage(blocks: int, *, pp: int, virtual_stages: int = 1) -> tuple[int, ...]:
     """How many of the blocks each rank of the pipeline has."""
     pieces = blocks_per_piece(blocks, pp * virtual_stages)
     return tuple(sum(pieces[stage::pp]) for stage in range(pp))
 
 
 @lru_cache(maxsize=1024)
-def kinds_on_stage(kinds: tuple[tuple[str, int], ...], pp: int, virtual_stages: int, stage: int) -> tuple[int, ...]:
+def kinds_on_stage(kinds: tuple[tuple[str, int], ...], *, pp: int, virtual_stages: int, stage: int) -> tuple[int, ...]:
     """How many blocks of each kind a rank has, where `kinds` are the names and numbers in the order of the model."""
     total = sum(count for _, count in kinds)
     if pp == 1:
         return tuple(count for _, count in kinds)
     if total and all(name in _MIXED for name, _ in kinds):
-        return _in_proportion([count for _, count in kinds], blocks_per_stage(total, pp, virtual_stages)[stage])
+        return _in_proportion(
+            [count for _, count in kinds], blocks_per_stage(total, pp=pp, virtual_stages=virtual_stages)[stage]
+        )
     pieces = blocks_per_piece(total, pp * virtual_stages)
     ranges = list(pairwise(accumulate(pieces, initial=0)))[stage::pp]
     ends = pairwise(accumulate((count for _, count in kinds), initial=0))

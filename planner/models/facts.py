@@ -241,7 +241,7 @@ class TracedActivations:
     figures: Figures | None = None
     parts: Mapping[tuple[int, int, int, bool], TracedActivations] = field(default_factory=dict)
 
-    def of(self, tp: int, cp: int, ep: int = 1, splits_sequences: bool = False) -> TracedActivations:
+    def of(self, *, tp: int, cp: int, ep: int = 1, splits_sequences: bool = False) -> TracedActivations:
         """On a rank of such degrees: as it was traced, or like one of two ranks that split layers, or of the whole."""
         two, asked = self.parts.get((2, 1, 1, False)), (tp, cp, ep, splits_sequences)
         if asked in self.parts or tp < 2 or cp > 1 or two is None:

@@ -134,11 +134,11 @@ def _layouts(request: Request, strategy: words.Strategy) -> Iterator[CandidateLa
     if not compresses(strategy, backend, request.gradient_compression):
         return
     for tp, pp, cp in _model_parallel_degrees(request, strategy):
-        for ep in _expert_degrees(request, strategy, tp, pp, cp):
-            yield from _with_memory_savers(request, strategy, _Split(tp, pp, cp, ep))
+        for ep in _expert_degrees(request, strategy, tp=tp, pp=pp, cp=cp):
+            yield from _with_memory_savers(request, strategy, _Split(tp=tp, pp=pp, cp=cp, ep=ep))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Split:
     """Degrees over which ranks share the work on one sample."""
 
@@ -269,7 +269,7 @@ def _context_degrees(request: Request, ranks: int, splits: tuple[words.Degree, .
     return tuple(cp for cp in _powers_of_two(most) if cp == 1 or length % (2 * cp) == 0)
 
 
-def _expert_degrees(request: Request, strategy: words.Strategy, tp: int, pp: int, cp: int) -> tuple[int, ...]:
+def _expert_degrees(request: Request, strategy: words.Strategy, *, tp: int, pp: int, cp: int) -> tuple[int, ...]:
     """Over how many ranks experts are spread: powers of two that divide both, those of a node at the least, whose links
     are the fastest; and none with tp where the code splits no sequence between its products."""
     if request.degrees is not None:

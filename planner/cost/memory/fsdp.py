@@ -177,7 +177,7 @@ class _Stack:
             left -= min(repeats, left)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Sharding:
     """What buffers depend on besides the parameters and the recipe."""
 
@@ -195,13 +195,13 @@ def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
     chosen = job.configuration
     steps = chosen.gradient_accumulation_steps
     sharding = _Sharding(
-        shards_over(job),
-        part_of(job),
-        chosen.offload != "none",
-        reshards(job),
-        steps,
-        steps == 1 or reduces_each_micro_batch(job),
-        job.cluster.device.is_cpu,
+        shards=shards_over(job),
+        part=part_of(job),
+        offloads=chosen.offload != "none",
+        reshards=reshards(job),
+        steps=steps,
+        synchronised=steps == 1 or reduces_each_micro_batch(job),
+        by_gloo=job.cluster.device.is_cpu,
     )
     return _buffers(job.counts, sharding, recipe)
 

@@ -53,7 +53,7 @@ def buffers_of(job: Job, recipe: Recipe, states: States) -> Buffers:
     return _Replica(ReplicaBuffers(job, recipe), step)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Replica:
     _buffers: ReplicaBuffers
     _step: Ledger
@@ -65,7 +65,7 @@ class _Replica:
         return (("step", self._step + Ledger(buffers=self._buffers.buckets)),)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Sharded:
     _buffers: FsdpBuffers
     _step: Ledger
@@ -94,7 +94,7 @@ def largest_moments(job: Job, recipe: Recipe, states: States) -> dict[str, Ledge
     }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Line:
     """A moment over the samples: the ledger, activations whatever the batch and by sample; `total` without those."""
 
@@ -174,10 +174,13 @@ def _of_steps(job: Job, steps: int) -> Job:
 def _lines_between(held: Job, run: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
     """The moments of `run` beside the buffers of `held`."""
     buffers = buffers_of(held, recipe, states)
-    lines = [_Line(phase, ledger, 0.0, 0.0, ledger.total) for phase, ledger in buffers.own_moments()]
+    lines = [
+        _Line(phase=phase, ledger=ledger, fixed=0.0, grows=0.0, total=ledger.total)
+        for phase, ledger in buffers.own_moments()
+    ]
     for instant in _instants(_Alike(run, recipe, _activations_key(run, recipe))):
         ledger, (fixed, grows) = buffers.at(instant), instant.activations
-        lines.append(_Line(instant.phase, ledger, fixed, grows, ledger.total + fixed))
+        lines.append(_Line(phase=instant.phase, ledger=ledger, fixed=fixed, grows=grows, total=ledger.total + fixed))
     return lines
 
 

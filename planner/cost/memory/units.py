@@ -27,7 +27,7 @@ def rounded(size: float) -> int:
     return -int(-size // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Shards:
     """Ranks over which a tensor is sharded: most of them, and those of routed experts. `evenly`: whether experts are
     cut in another dimension where there are fewer of them than ranks (torchtitan, `models/llama4/infra/parallelize.py`)
@@ -157,7 +157,7 @@ class Units:
         return sum(unit.repeats * rounded(unit.elements * width) for unit in self.every)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
     """What part of a model one rank has: its degrees, and its stage of the pipeline. `whole_experts`: tp leaves routed
     experts whole, as it does where no plan of the model names them."""
@@ -173,13 +173,20 @@ class Part:
 def part_of(job: Job) -> Part:
     """The part of the job's model that a rank of its stage has."""
     chosen = job.configuration
-    return Part(chosen.tp, chosen.pp, chosen.virtual_stages, job.stage, chosen.ep, job.facts.kind == "custom")
+    return Part(
+        tp=chosen.tp,
+        pp=chosen.pp,
+        virtual_stages=chosen.virtual_stages,
+        stage=job.stage,
+        ep=chosen.ep,
+        whole_experts=job.facts.kind == "custom",
+    )
 
 
 def shards_over(job: Job) -> Shards:
     """The ranks over which the job's strategy shards."""
     chosen = job.configuration
-    return Shards(chosen.state_shards, chosen.expert_shards, job.workload.code == "torchtitan")
+    return Shards(dense=chosen.state_shards, experts=chosen.expert_shards, evenly=job.workload.code == "torchtitan")
 
 
 def units_of(job: Job) -> Units:
@@ -229,7 +236,7 @@ def mean_width(job: Job, recipe: Recipe) -> float:
 def _units(counts: ParameterCounts, part: Part, shards: Shards) -> Units:
     in_order = sorted(counts.blocks, key=lambda block: block.name != "vision")  # image towers run first, count last
     kinds = tuple((block.name, block.repeats) for block in in_order)
-    repeats = kinds_on_stage(kinds, part.pp, part.virtual_stages, part.stage)
+    repeats = kinds_on_stage(kinds, pp=part.pp, virtual_stages=part.virtual_stages, stage=part.stage)
     blocks = tuple(
         Unit(
             shapes=tuple(_on_rank(shape, part, is_expert=bool(block.experts)) for shape in _shapes(block)),

@@ -142,7 +142,7 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     moved += tokens * (matmuls.unsplit_width + matmuls.split_width / tp)
     work = 2.0 * matmuls.active * tokens / tp, moved, matmuls.kernels
     waste = block_waste(stack, tokens, tp, rates.multiprocessors)
-    products, products_backward = _product_passes(stack, tokens, tp, work, waste, rates)
+    products, products_backward = _product_passes(stack, tokens=tokens, tp=tp, work=work, waste=waste, rates=rates)
     elementwise = _elementwise_seconds(stack, tokens, rates, tp, job.configuration.sequence_parallel)
     attention = _attention_passes(stack, job, shape, rates)
     host = _host_seconds(stack, rates)
@@ -221,7 +221,7 @@ DORA_BYTES = 30.0
 
 
 def _product_passes(
-    stack: Stack, tokens: float, tp: int, work: tuple[float, float, float], waste: Waste, rates: DeviceRates
+    stack: Stack, *, tokens: float, tp: int, work: tuple[float, float, float], waste: Waste, rates: DeviceRates
 ) -> tuple[float, float]:
     """Seconds of a block's weight products in the forward and in the backward."""
     forward, backward = rates.products(*work, waste.forward), rates.products_backward(*work, waste.backward)

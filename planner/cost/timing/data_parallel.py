@@ -64,7 +64,7 @@ class Walk:
         ):
             for count, compute, communication, _ in units:
                 total += repeats * count * communication
-                exposed += repeats * count * beside(compute, communication, slowdown)
+                exposed += repeats * count * beside(compute, communication, slowdown=slowdown)
         return Communication(total=total, exposed=exposed)
 
 
@@ -200,13 +200,17 @@ def _fully_sharded(context: StepContext) -> Walk:
     return Walk(
         forward=((1, 0.0, root + gather, "all_gather"), (layers - 1, block.forward, gather, "all_gather")),
         gathers=1 if keeps_stage_whole(context.job) else context.rounds,
-        quiet=_backward(context, again, 0.0, 0.0),
-        reduced=_backward(context, again, context.reduce_scatter_block(), context.reduce_scatter(where.root)),
+        quiet=_backward(context, gather=again),
+        reduced=_backward(
+            context, gather=again, reduce=context.reduce_scatter_block(), reduce_root=context.reduce_scatter(where.root)
+        ),
         reductions=context.rounds if reduces_each_micro_batch(context.job) else 1,
     )
 
 
-def _backward(context: StepContext, gather: float, reduce: float, reduce_root: float) -> tuple[Unit, ...]:
+def _backward(
+    context: StepContext, *, gather: float, reduce: float = 0.0, reduce_root: float = 0.0
+) -> tuple[Unit, ...]:
     """The head's backward hides the last block's gather; a block's own hides the gather of the one before it and the
     reduction of the one after it. The first block's reduction and the root's come after all compute."""
     stage, layers = context.stage, context.where.layers

@@ -21,21 +21,21 @@ SERIAL_SLOWDOWN = 2.0
 """The same on CPUs, where both run on the same cores: what one gets, the other waits for."""
 
 
-def beside(compute: float, communication: float, slowdown: float = SLOWDOWN) -> float:
+def beside(compute: float, communication: float, *, slowdown: float = SLOWDOWN) -> float:
     """Seconds that communication adds to compute that starts with it; `slowdown` holds while both run."""
     if communication > compute:
         return communication - compute + (slowdown - 1) * compute
     return (slowdown - 1) * communication
 
 
-def exposed_seconds(compute: float, communication: float, startup: float = 0.0, slowdown: float = SLOWDOWN) -> float:
+def exposed_seconds(compute: float, communication: float, *, startup: float = 0.0, slowdown: float = SLOWDOWN) -> float:
     """Seconds that communication adds to compute on a second stream.
 
     `startup` is the part that must finish before compute can begin or that only begins when compute has ended; the rest
     runs beside compute.
     """
     startup = min(startup, communication)
-    return startup + beside(compute, communication - startup, slowdown)
+    return startup + beside(compute, communication - startup, slowdown=slowdown)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +120,7 @@ def layout(job: Job) -> Layout:
     """The layout of a job's busiest stage."""
     configuration, counts = job.configuration, job.counts
     total_layers = executed_layers(job)
-    layers = max(blocks_per_stage(total_layers, configuration.pp, configuration.virtual_stages))
+    layers = max(blocks_per_stage(total_layers, pp=configuration.pp, virtual_stages=configuration.virtual_stages))
     outside = counts.outside_blocks
     if configuration.pp > 1:
         outside = max(counts.embedding, counts.head) + counts.other

@@ -173,7 +173,7 @@ def stages(job: Job, rates: DeviceRates) -> tuple[Stage, ...]:
     block, head = blocks * (1 / layers), head_passes(job, shape, rates)
     if pp == 1:
         return (Stage(layers=layers, block=block, head=head),)
-    counts = blocks_per_stage(layers, pp, job.configuration.virtual_stages)
+    counts = blocks_per_stage(layers, pp=pp, virtual_stages=job.configuration.virtual_stages)
     return (
         *(Stage(layers=count, block=block) for count in counts[:-1]),
         Stage(layers=counts[-1], block=block, head=head),

@@ -137,7 +137,7 @@ class _Pen:
 
     def _unit(self, kind: str, name: str, what: str, compute: float, communication: float) -> None:
         """Compute and communication that start together; each is slower while both run."""
-        exposed = beside(compute, communication, self.slowdown)
+        exposed = beside(compute, communication, slowdown=self.slowdown)
         both = self.slowdown * min(compute, communication)
         start, self.now = self.now, self.now + compute + exposed
         if compute:

@@ -13,7 +13,7 @@ _INPUTS_FIRST = ("gpt2",)
 _EXPERTS_INPUTS_FIRST = ("gpt_oss",)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
     """Some weight tensors, by their shapes as the module keeps them; `frozen` are the places of those not trained.
 
@@ -26,11 +26,11 @@ class Weights:
 
     def __add__(self, other: Weights) -> Weights:
         moved = (len(self.shapes) + place for place in other.frozen)
-        return Weights(self.shapes + other.shapes, (*self.frozen, *moved), self.names + other.names)
+        return Weights(shapes=self.shapes + other.shapes, frozen=(*self.frozen, *moved), names=self.names + other.names)
 
     def inside(self, part: str) -> Weights:
         """The same weights as those of a part of the model."""
-        return Weights(self.shapes, self.frozen, tuple(f"{part}.{name}" for name in self.names))
+        return Weights(shapes=self.shapes, frozen=self.frozen, names=tuple(f"{part}.{name}" for name in self.names))
 
     @property
     def total(self) -> int:
@@ -41,7 +41,7 @@ class Weights:
         return max(map(prod, self.shapes), default=0)
 
 
-NOTHING = Weights(())
+NOTHING = Weights(shapes=())
 
 
 def counted(*, embedding: Weights, blocks: tuple[BlockCount, ...], head: Weights, other: Weights) -> ParameterCounts:
@@ -73,7 +73,7 @@ def block_count(name: str, repeats: int, weights: Weights, experts: int = 0) -> 
 
 
 def tensor(*shape: int, name: str) -> Weights:
-    return Weights((shape,), names=(name,))
+    return Weights(shapes=(shape,), names=(name,))
 
 
 def vector(width: int, name: str) -> Weights:
@@ -159,7 +159,7 @@ def experts_as_stored(facts: ModelFacts, projections: Weights) -> Weights:
 def _swapped(matrices: Weights) -> Weights:
     """Last two dimensions exchanged; vectors stay as they are."""
     shapes = tuple((*s[:-2], s[-1], s[-2]) if len(s) > 1 else s for s in matrices.shapes)
-    return Weights(shapes, names=matrices.names)
+    return Weights(shapes=shapes, names=matrices.names)
 
 
 # Mixture-of-experts feed-forward parts.

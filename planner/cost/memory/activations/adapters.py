@@ -132,7 +132,7 @@ class Addition:
     cast: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Numbers:
     """Of a job, as far as additions depend on it: how its form was traced, `tp`, whether attention is written out,
     whether frozen matrices are quantised, and what the code base says: how often they keep their inputs then, whether

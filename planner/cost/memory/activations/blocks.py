@@ -357,13 +357,11 @@ class _Writer:
         return name
 
     def _mlp(self, source: str) -> None:
-        self._feed_forward(source, "out", "b", "f", "s", self._between(self._width))
+        self._feed_forward(source, out="out", batch="b", width="f", size=self._between(self._width))
 
-    def _feed_forward(
-        self, source: str, out: str, batch: str, width: str, positions: str, size: Polynomial, mark: str = ""
-    ) -> None:
+    def _feed_forward(self, source: str, *, out: str, batch: str, width: str, size: Polynomial, mark: str = "") -> None:
         """Gate and up, or one product; what they make together; down again."""
-        inner: Polynomial = {" ".join(sorted((*batch.split(), *width.split(), positions))): float(self._width)}
+        inner: Polynomial = {" ".join(sorted((*batch.split(), *width.split(), "s"))): float(self._width)}
         weights = {" ".join(sorted(("h", width.split()[-1]))): 1.0}
         gate, up, made = (f"{name}{mark}" for name in ("gate", "up", "made"))
         if self._facts.gated_mlp:
@@ -401,10 +399,12 @@ class _Writer:
         )
         copies = {"b h k s": width}
         self._add(Operation(reads=(source, "chosen"), makes=("copies",)), copies=copies)
-        self._feed_forward("copies", "expert out", "b k", "m", "s", copies, " of experts")
+        self._feed_forward("copies", out="expert out", batch="b k", width="m", size=copies, mark=" of experts")
         parts = ["expert out"]
         if self._facts.num_shared_experts or self._facts.shared_expert_intermediate_size:
-            self._feed_forward(source, "shared out", "b", "x", "s", self._between(width), " of shared")
+            self._feed_forward(
+                source, out="shared out", batch="b", width="x", size=self._between(width), mark=" of shared"
+            )
             parts.append("shared out")
         self._add(
             Operation(reads=tuple(parts), makes=("out",), keeps=("expert out",)),

@@ -44,7 +44,7 @@ from planner.types.job import Job
 from planner.vocabulary import Loss
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Question:
     """What figures depend on besides the model."""
 
@@ -75,27 +75,27 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
     if facts.kind == "custom":
         traced, chosen = facts.traced.get(precision_mode(recipe)), job.configuration
         splits_sequences = chosen.sequence_parallel and chosen.tp > 1
-        traced = traced and traced.of(chosen.tp, chosen.cp, chosen.ep, splits_sequences)
+        traced = traced and traced.of(tp=chosen.tp, cp=chosen.cp, ep=chosen.ep, splits_sequences=splits_sequences)
         return _traced(job, recipe, traced) if traced is not None else _untraced(job, recipe)
     configuration = job.configuration
     question = _Question(
-        precision_mode(recipe),
-        "eager" if job.eager_attention else configuration.attention,
-        job.cluster.device.is_cpu,
-        configuration.tp,
-        configuration.sequence_length,
-        job.source_length,
-        configuration.cp,
-        configuration.ep,
-        configuration.sequence_parallel and configuration.tp > 1,
-        attention_exchange(job) if configuration.cp > 1 else "ring",
-        configuration.tp > 1 and keeps_sequence_shards(job),
-        job.workload.code,
-        job.workload.compile,
-        job.workload.loss,
-        logit_parts(job),
-        job.workload.expert_imbalance,
-        configuration.tp > 1 and _fuses_heads(job),
+        mode=precision_mode(recipe),
+        attention="eager" if job.eager_attention else configuration.attention,
+        on_cpu=job.cluster.device.is_cpu,
+        tp=configuration.tp,
+        length=configuration.sequence_length,
+        source=job.source_length,
+        cp=configuration.cp,
+        ep=configuration.ep,
+        is_sequence_parallel=configuration.sequence_parallel and configuration.tp > 1,
+        exchange=attention_exchange(job) if configuration.cp > 1 else "ring",
+        keeps_shards=configuration.tp > 1 and keeps_sequence_shards(job),
+        code=job.workload.code,
+        compiled=job.workload.compile,
+        loss=job.workload.loss,
+        logit_parts=logit_parts(job),
+        imbalance=job.workload.expert_imbalance,
+        fuses_heads=configuration.tp > 1 and _fuses_heads(job),
     )
     if job.workload.freezes and not job.counts.trains_all:
         numbers = _numbers(job, recipe)
@@ -163,7 +163,9 @@ def _with_scaled_inputs(figures: Figures, job: Job, scaled: ScaledProducts) -> F
 
 def _moved(peaks: Sequence[Peak], amount: Amount) -> Sequence[Peak]:
     """Moments with `amount` more of activations."""
-    return [Peak(plus(peak.activations, amount), peak.cast, peak.gradients) for peak in peaks]
+    return [
+        Peak(activations=plus(peak.activations, amount), cast=peak.cast, gradients=peak.gradients) for peak in peaks
+    ]
 
 
 def buffer_bytes(job: Job, recipe: Recipe) -> float:
@@ -176,7 +178,7 @@ def buffer_bytes(job: Job, recipe: Recipe) -> float:
 def blocks_on_stage(job: Job, figures: Figures) -> tuple[int, ...]:
     """How many blocks of each kind a rank of the job's pipeline stage has."""
     chosen, kinds = job.configuration, tuple((block.name, block.count) for block in figures.blocks)
-    return kinds_on_stage(kinds, chosen.pp, chosen.virtual_stages, job.stage)
+    return kinds_on_stage(kinds, pp=chosen.pp, virtual_stages=chosen.virtual_stages, stage=job.stage)
 
 
 def precision_mode(recipe: Recipe) -> str:
@@ -198,7 +200,14 @@ def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
     if question.training is None or question.numbers is None:
         return _with_exchanges(figures, _exchanges(facts, question))
     fixed = _of_form(facts, question, *_form_of(facts, question, frozen=question.numbers.mode))
-    parts = _partly_trained(facts, question.training, question.numbers, figures, fixed, _lengths(facts, question))
+    parts = _partly_trained(
+        facts,
+        training=question.training,
+        numbers=question.numbers,
+        whole=figures,
+        frozen=fixed,
+        lengths=_lengths(facts, question),
+    )
     return _with_exchanges(parts, _exchanges(facts, question))
 
 
@@ -284,7 +293,7 @@ def _traced_form(facts: ModelFacts, question: _Question, modes: Sequence[str] = 
     return found.form, found.differences
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Sizes:
     """What symbols stand for on one rank: in activations, with how its tokens are spread, and in weights."""
 
@@ -318,12 +327,12 @@ def _sizes(facts: ModelFacts, question: _Question) -> _Sizes:
     )
     ends_whole = question.is_sequence_parallel and question.code == "transformers"
     if question.ep == 1:
-        return _Sizes(tokens, weights, spread, ends_whole)
+        return _Sizes(tokens=tokens, weights=weights, spread=spread, ends_whole=ends_whole)
     experts = {"E": facts.num_experts / question.ep, "m": tokens["m"] * question.tp}
-    return _Sizes(tokens, weights | experts, spread, ends_whole)
+    return _Sizes(tokens=tokens, weights=weights | experts, spread=spread, ends_whole=ends_whole)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Exchanges:
     """Bytes per sample that exchanges between ranks add: to what a block keeps, and to the moments of its passes and
     of the head's."""
@@ -381,6 +390,7 @@ def _with_exchanges(figures: Figures, exchanges: _Exchanges) -> Figures:
 
 def _partly_trained(
     facts: ModelFacts,
+    *,
     training: Training,
     numbers: Numbers,
     whole: Figures,
@@ -426,7 +436,12 @@ def _with_addition(block: BlockFigures, run: Run, addition: Addition, tokens: fl
         extra = (addition.fixed, (addition.kept + addition.beside) * tokens)
         gradients = float(run.gradients) if backward else 0.0
         return [
-            Peak(plus(peak.activations, extra), peak.cast + addition.cast, peak.gradients + gradients) for peak in peaks
+            Peak(
+                activations=plus(peak.activations, extra),
+                cast=peak.cast + addition.cast,
+                gradients=peak.gradients + gradients,
+            )
+            for peak in peaks
         ]
 
     return replace(
@@ -477,7 +492,7 @@ def _figures(form: Form, blocks: list[BlockFigures], sizes: _Sizes, differences:
 
 def figures_of_form(form: Form, kinds: Sequence[str]) -> Figures:
     """The figures of a form in which only samples are symbols, of a module with blocks of these kinds."""
-    sizes = _Sizes({}, {}, WHOLE)
+    sizes = _Sizes(tokens={}, weights={}, spread=WHOLE)
     blocks = [_block(name, kinds.count(name), block, sizes) for name, block in form.blocks.items()]
     return _figures(form, blocks, sizes, 0)
 
@@ -541,7 +556,11 @@ _WIDEST = 8.0
 
 
 def _peak(moment: Moment, sizes: _Sizes) -> Peak:
-    return Peak(sizes.amount(moment.activations), sizes.fixed(moment.cast), sizes.fixed(moment.gradients))
+    return Peak(
+        activations=sizes.amount(moment.activations),
+        cast=sizes.fixed(moment.cast),
+        gradients=sizes.fixed(moment.gradients),
+    )
 
 
 def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
@@ -559,7 +578,7 @@ def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
     count = sum(block.repeats for block in job.counts.blocks)
     trained = job.counts.trained
     cast = _cast_bytes(recipe, float(job.counts.largest_block))
-    run = [Peak((0.0, traced.block), cast, 0.0)]
+    run = [Peak(activations=(0.0, traced.block), cast=cast)]
     block = BlockFigures(
         name="block",
         count=count,
@@ -570,15 +589,21 @@ def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
         recomputed=run,
         replayed=run,
         forward=run,
-        backward=[Peak((0.0, traced.block + traced.backward - traced.kept), cast, float(trained.largest_block))],
+        backward=[
+            Peak(
+                activations=(0.0, traced.block + traced.backward - traced.kept),
+                cast=cast,
+                gradients=float(trained.largest_block),
+            )
+        ],
     )
     return Figures(
         blocks=[block] if count else [],
         buffers=traced.buffers,
-        before=Peak((0.0, traced.kept - count * traced.block), 0.0, 0.0),
-        loss=[Peak((0.0, traced.forward - traced.kept), 0.0, 0.0)],
-        loss_backward=[Peak((0.0, traced.backward - traced.kept), 0.0, 0.0)],
-        table_backward=[Peak(NOTHING, 0.0, float(trained.outside_blocks))],
+        before=Peak(activations=(0.0, traced.kept - count * traced.block)),
+        loss=[Peak(activations=(0.0, traced.forward - traced.kept))],
+        loss_backward=[Peak(activations=(0.0, traced.backward - traced.kept))],
+        table_backward=[Peak(activations=NOTHING, gradients=float(trained.outside_blocks))],
     )
 
 
@@ -587,11 +612,13 @@ def _replayed(traced: TracedActivations) -> Figures:
     return Figures(
         blocks=[],
         buffers=traced.buffers,
-        before=Peak((0.0, traced.forward), 0.0, 0.0),
-        loss=[Peak(NOTHING, 0.0, 0.0)],
+        before=Peak(activations=(0.0, traced.forward)),
+        loss=[Peak(activations=NOTHING)],
         loss_backward=[],
         table_backward=[],
-        moments=[Peak((moment.fixed, moment.per_sample), 0.0, moment.gradients) for moment in traced.moments],
+        moments=[
+            Peak(activations=(moment.fixed, moment.per_sample), gradients=moment.gradients) for moment in traced.moments
+        ],
     )
 
 
@@ -606,7 +633,7 @@ def _untraced(job: Job, recipe: Recipe) -> Figures:
     parameters = job.counts.in_blocks / count if count else 0.0
     cast = _cast_bytes(recipe, parameters)
     kept = 2.0 * recipe.compute * length * parameters / hidden
-    run = [Peak((0.0, kept), cast, 0.0)]
+    run = [Peak(activations=(0.0, kept), cast=cast)]
     block = BlockFigures(
         name="block",
         count=count,
@@ -617,16 +644,16 @@ def _untraced(job: Job, recipe: Recipe) -> Figures:
         recomputed=run,
         replayed=run,
         forward=run,
-        backward=[Peak((0.0, 2 * kept), cast, parameters)],
+        backward=[Peak(activations=(0.0, 2 * kept), cast=cast, gradients=parameters)],
     )
     logits = (0.0, 12.0 * length * job.facts.vocab_size)
     return Figures(
         blocks=[block] if count else [],
         buffers=0.0,
-        before=Peak(NOTHING, 0.0, 0.0),
-        loss=[Peak(logits, 0.0, 0.0)],
-        loss_backward=[Peak(logits, 0.0, float(job.counts.head if job.counts.trains_all else 0))],
-        table_backward=[Peak(NOTHING, 0.0, float(job.counts.embedding + job.counts.other))],
+        before=Peak(activations=NOTHING),
+        loss=[Peak(activations=logits)],
+        loss_backward=[Peak(activations=logits, gradients=float(job.counts.head if job.counts.trains_all else 0))],
+        table_backward=[Peak(activations=NOTHING, gradients=float(job.counts.embedding + job.counts.other))],
         differences=None,
     )
 

@@ -85,7 +85,7 @@ def per_sample(polynomial: Polynomial, dimensions: Mapping[str, float]) -> tuple
     return fixed, grows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
     """How the tokens of a sample are spread over ranks: over `cp`, and over `tp` between the products that tensor
     parallelism splits where it is sequence parallelism too. `uneven` is by how much more tokens than the mean come to
