@@ -291,7 +291,9 @@ class ModelFacts:
     counts a mixture of experts' layers that have a plain MLP, wherever they sit. `decoder_intermediate_size` is 0
     where it is the encoder's. `fused_qkv` and `fused_gate_up`: one weight holds all of these projections. The dropouts
     are the probabilities active in training by default. `measured_counts` is set where the counts come from a real
-    module that these figures do not describe: kind `custom`, or a transformers model with something added. `traced`
+    module that these figures do not describe: kind `custom`, or a transformers model with something added.
+    `splits_sequences`: sequence parallelism knows where the model gathers its tokens; transformers 5.23 has no
+    `base_model_tp_plan` of the others, whose layers are split by rule. `traced`
     maps `fp32`, `autocast` and `pure` to what a trace of the module found in that precision. `recorded_as` names the
     form of a model whose blocks were recorded as they are, with their `work`; empty for one that figures describe.
     """
@@ -355,6 +357,7 @@ class ModelFacts:
     new_decoder_architecture: bool = False
     num_ln_in_parallel_attn: int = 0
     attention_sinks: bool = False
+    splits_sequences: bool = True
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     hidden_dropout: float = 0.0

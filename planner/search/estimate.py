@@ -152,16 +152,6 @@ def _lacking(request: Request, configuration: Configuration) -> str:
     return ""
 
 
-_NO_PLAN = frozenset(
-    {
-        *("albert", "bart", "bert", "bloom", "codegen", "deberta-v2", "distilbert", "electra", "falcon", "gpt2"),
-        *("gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "mamba", "mamba2", "modernbert", "mpt", "opt", "roberta"),
-        *("stablelm", "xlm-roberta"),
-    }
-)
-"""Types of models whose config has no `base_model_tp_plan` (transformers 5.23): their layers are split by rule."""
-
-
 def indivisible(request: Request, configuration: Configuration) -> str:
     """Why a model cannot be split by a configuration's degrees, in one sentence; empty where it can."""
     if not configuration.splits_model:
@@ -176,7 +166,7 @@ def indivisible(request: Request, configuration: Configuration) -> str:
     if tp > 1 and code.key_heads == "divided" and facts.num_kv_heads % tp:
         heads = f"the {facts.num_kv_heads} heads of keys of {facts.name}"
         return f"tp {tp} does not divide {heads}, which {code.title} asks for"
-    if configuration.sequence_parallel and code.runs_here and facts.model_type in _NO_PLAN:
+    if configuration.sequence_parallel and code.runs_here and not facts.splits_sequences:
         return (
             f"sequence parallelism needs the places where {facts.name} gathers its tokens, and transformers has no"
             f" tensor-parallel plan of {facts.model_type}; use no sequence parallelism"

@@ -38,7 +38,7 @@ from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
 
 if TYPE_CHECKING:
-    from planner.search.remedies import Remedy
+    from planner.search.remedies import NoPlan, Remedy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +58,12 @@ class Recommendation:
     remedies: tuple[Remedy, ...] = ()
     on_devices: tuple[OnDevices, ...] = ()
     front: tuple[Plan, ...] = ()
+
+    def no_plan(self) -> NoPlan:
+        """Compose what is said of an answer without plans, or whose plans the caller cannot take."""
+        from planner.search.remedies import compose_no_plan  # takes milliseconds, and most answers have plans
+
+        return compose_no_plan(self.request, self.closest or next(iter(self.plans), None), self.remedies)
 
 
 def recommend(request: Request, *, with_front: bool = False) -> Recommendation:

@@ -49,8 +49,8 @@ def buffers_of(job: Job, recipe: Recipe, states: States) -> Buffers:
         return zero_buffers(job, recipe)
     step = Ledger(gradients=states.gradients, temporaries=step_temporaries(job, recipe, states))
     if job.configuration.strategy in FSDP_STRATEGIES:
-        return _Sharded(fsdp_buffers(job, recipe), step)
-    return _Replica(ReplicaBuffers(job, recipe), step)
+        return _Sharded(_buffers=fsdp_buffers(job, recipe), _step=step)
+    return _Replica(_buffers=ReplicaBuffers(job, recipe), _step=step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
