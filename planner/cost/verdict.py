@@ -35,7 +35,7 @@ def host_limit(workload: Workload, cluster: Cluster) -> int:
 
 
 def judge(job: Job, memory: MemoryEstimate, nvme_bytes: float = 0) -> Judgement:
-    """What is needed on the device against its capacity, then host memory, then NVMe.
+    """Return what is needed on the device against its capacity, then host memory, then NVMe.
 
     It is tight where one real run in twenty would go beyond the capacity, or where hardly anything is left.
     """
@@ -70,7 +70,7 @@ def why_it_misses(plan: Plan) -> str | None:
 
 
 def limited_by(time: StepTime) -> str:
-    """The largest part of a step that keeps it from being faster."""
+    """Return the largest part of a step that keeps it from being faster."""
     parts = {
         "compute": time.compute_seconds,
         "communication": time.exposed_communication_seconds,

@@ -89,7 +89,7 @@ def _from_architecture(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def compact_row(facts: ModelFacts) -> dict[str, Any]:
-    """The row without the fields at their defaults, as JSON keeps it."""
+    """Return the row without the fields at their defaults, as JSON keeps it."""
     given = {name: getattr(facts, name) for name in _FACTS}
     short = {name: value for name, value in given.items() if value != _default(_FACTS[name]) or name == "aliases"}
     return {

@@ -131,7 +131,7 @@ class ParameterCounts:
 
 @lru_cache(maxsize=64)
 def _parted(counts: ParameterCounts) -> tuple[ParameterCounts, ParameterCounts]:
-    """What is trained, and what is frozen."""
+    """Return what is trained, and what is frozen."""
     ends = tuple(accumulate(map(prod, counts.outside)))
     tables = tuple(shape for place, shape in enumerate(counts.outside) if ends[place] <= counts.embedding)
     fixed = set(counts.frozen)
@@ -409,7 +409,7 @@ class ModelFacts:
 
     @property
     def eager_only(self) -> bool:
-        """Whether the attention runs unfused, whatever is asked for."""
+        """True if the attention runs unfused, whatever is asked for."""
         return self.model_type in _EAGER_ONLY and not self.fuses_attention
 
     @property
@@ -419,5 +419,5 @@ class ModelFacts:
 
     @property
     def composite_activation(self) -> bool:
-        """Whether the activation is several kernels in Python rather than one of torch's."""
+        """True if the activation is several kernels in Python rather than one of torch's."""
         return self.activation in _COMPOSITE_ACTIVATIONS

@@ -55,7 +55,7 @@ def pareto_front(request: Request, known: Iterable[Candidate] = ()) -> tuple[Tim
 
 
 def _goes_before(other: tuple[_Point, Timed], item: tuple[_Point, Timed]) -> bool:
-    """Whether a plan is as good; of two that are equally good the one that ranks first."""
+    """Return whether a plan is as good; of two that are equally good the one that ranks first."""
     if other[0] == item[0]:
         return order(other[1], "throughput") <= order(item[1], "throughput")
     return other[0].no_worse_than(item[0])
@@ -72,7 +72,7 @@ def _candidates(request: Request, known: Iterable[Candidate]) -> Iterator[Candid
 
 
 def _unbeaten(family: Family, found: list[tuple[_Point, Timed]], objective: words.Objective) -> Iterator[Timed]:
-    """A family's configurations that fit, but for those of which it is known before that they are beaten."""
+    """Yield a family's configurations that fit, but for those of which it is known before that they are beaten."""
     weight = _weight(family.gpus, objective)
 
     def beaten(seconds: float, used: float) -> bool:

@@ -131,7 +131,7 @@ def _with_speed(plan: Plan, instead: Plan | None) -> str:
 
 
 def in_time_remedies(request: Request, on_devices: Iterable[OnDevices]) -> tuple[Remedy, ...]:
-    """The numbers of devices on which a plan ends in time, fewest first."""
+    """Return the numbers of devices on which a plan ends in time, fewest first."""
     here, asked = request.cluster.gpus, request.workload.global_batch_size
 
     def batch(devices: OnDevices, words: str) -> str:
@@ -182,7 +182,7 @@ def _shorter_sequence(request: Request, fits: Fits) -> Remedy | None:
 
 
 def _more_memory(request: Request, fits: Fits) -> Remedy | None:
-    """The smallest device memory, to a GiB, at which something fits on the same number of GPUs."""
+    """Return the smallest device memory, to a GiB, at which something fits on the same number of GPUs."""
     here = device_limit(request.workload, request.cluster)
     low, high, found = here, here * 64, None
     while high - low > (1 << 30):
@@ -240,7 +240,7 @@ def _model_parallel(request: Request, fits: Fits) -> Remedy | None:
 
 
 def _splits(chosen: Configuration) -> str:
-    """What ranks share of one sample's work: `the layers (tp 2 x pp 4) and the experts (ep 8)`."""
+    """Return what ranks share of one sample's work: `the layers (tp 2 x pp 4) and the experts (ep 8)`."""
     splits = [f"the layers (tp {chosen.tp} x pp {chosen.pp})"] if chosen.tp * chosen.pp > 1 else []
     splits += [f"every sample's tokens (cp {chosen.cp})"] if chosen.cp > 1 else []
     splits += [f"the experts (ep {chosen.ep})"] if chosen.ep > 1 else []

@@ -51,7 +51,7 @@ class CandidateLayout:
 
     @property
     def splits_model(self) -> bool:
-        """Whether ranks share the work on one sample."""
+        """True if ranks share the work on one sample."""
         return self.tp * self.pp * self.cp * self.ep > 1
 
     @property
@@ -60,7 +60,7 @@ class CandidateLayout:
 
 
 def inapplicable(request: Request, strategy: words.Strategy) -> str:
-    """Why a strategy is not considered on this cluster; empty when it is."""
+    """Return why a strategy is not considered on this cluster; empty when it is."""
     cluster = request.cluster
     code = code_base(request.workload.code)
     if strategy not in code.strategies:
@@ -114,7 +114,7 @@ def unfit_degrees(request: Request) -> str:
 
 
 def unfit(request: Request, layout: CandidateLayout) -> str:
-    """Why a layout does not go together or does not divide the model; empty where `dsplan run` can run it."""
+    """Return why a layout does not go together or does not divide the model; empty where `dsplan run` can run it."""
     sharing = layout.tp * layout.pp * layout.cp
     if layout.data_parallel * sharing != request.cluster.gpus:
         return f"{sharing} ranks that share samples cannot be spread so over {request.cluster.gpus} GPUs"
@@ -197,7 +197,7 @@ def _sequence_parallel(request: Request, split: _Split) -> bool:
 
 
 def _is_considered(request: Request, strategy: words.Strategy, shard: int, offload: words.Offload) -> bool:
-    """Whether an offload makes sense on the cluster; one that was asked for by name always does."""
+    """Return whether an offload makes sense on the cluster; one that was asked for by name always does."""
     if request.offload is not None:
         return offload == request.offload
     if offload != "none" and request.workload.optimizer == "muon":
@@ -306,7 +306,7 @@ def _pipelines(request: Request, pp: int) -> tuple[tuple[words.Schedule, int], .
 
 
 def _asked_pipeline(asked: Degrees) -> tuple[words.Schedule, int]:
-    """A schedule and its virtual stages, of which either says what the other is."""
+    """Return a schedule and its virtual stages, of which either says what the other is."""
     schedule, pieces = asked.pp_schedule, asked.virtual_stages
     if schedule is None:
         schedule = "1f1b" if pieces in (None, 1) else "interleaved"
@@ -314,7 +314,7 @@ def _asked_pipeline(asked: Degrees) -> tuple[words.Schedule, int]:
 
 
 def micro_batches(request: Request, layout: CandidateLayout) -> tuple[int, ...]:
-    """The micro-batches that keep the global batch whole, smallest first; none where it cannot be split.
+    """Return the micro-batches that keep the global batch whole, smallest first; none where it cannot be split.
 
     A layout that reduces once per step is one of its own only where several micro-batches make up a step.
     """
@@ -329,7 +329,7 @@ def micro_batches(request: Request, layout: CandidateLayout) -> tuple[int, ...]:
 
 
 def configuration_of(request: Request, layout: CandidateLayout, micro_batch: int) -> Configuration:
-    """The configuration of a layout with one of its micro-batches."""
+    """Return the configuration of a layout with one of its micro-batches."""
     workload = request.workload
     return Configuration(
         strategy=layout.strategy,

@@ -105,8 +105,10 @@ def _products_per_block(job: Job) -> float:
 
 
 def _gather_bytes(job: Job, recipe: Recipe, trained: float) -> float:
-    """Of a parameter on average: trained ones as they are computed in, frozen ones as they are loaded where that is
-    narrower."""
+    """Return the bytes of a parameter that an all-gather moves, on average.
+
+    Trained ones are as they are computed in, frozen ones as they are loaded where that is narrower.
+    """
     if recipe.frozen is None:
         return recipe.gather
     held = job.counts.held
@@ -117,7 +119,7 @@ def _gather_bytes(job: Job, recipe: Recipe, trained: float) -> float:
 
 
 def layout(job: Job) -> Layout:
-    """The layout of a job's busiest stage."""
+    """Return the layout of a job's busiest stage."""
     configuration, counts = job.configuration, job.counts
     total_layers = executed_layers(job)
     layers = max(blocks_per_stage(total_layers, pp=configuration.pp, virtual_stages=configuration.virtual_stages))

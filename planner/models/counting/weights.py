@@ -45,7 +45,7 @@ NOTHING = Weights(shapes=())
 
 
 def counted(*, embedding: Weights, blocks: tuple[BlockCount, ...], head: Weights, other: Weights) -> ParameterCounts:
-    """The counts of a model of which every weight is known."""
+    """Return the counts of a model of which every weight is known."""
     outside = embedding + other + head
     return ParameterCounts(
         embedding=embedding.total,
@@ -132,7 +132,7 @@ def _latent_attention(facts: ModelFacts, mla: MlaFacts) -> Weights:
 
 
 def mlp(facts: ModelFacts, width: int) -> Weights:
-    """The feed-forward part, `width` units between its projections; gated MLPs have a third projection."""
+    """Return the feed-forward part, `width` units between its projections; gated MLPs have a third projection."""
     hidden, bias = facts.hidden_size, facts.mlp_bias
     if not facts.gated_mlp:
         inputs = linear(hidden, width, "up", bias=bias)
@@ -152,7 +152,7 @@ def _as_stored(facts: ModelFacts, projections: Weights) -> Weights:
 
 
 def experts_as_stored(facts: ModelFacts, projections: Weights) -> Weights:
-    """The stacked projections of all experts, in the order of dimensions that the architecture keeps them in."""
+    """Return the stacked projections of all experts, in the order of dimensions that the architecture keeps them in."""
     return _swapped(projections) if facts.model_type in _EXPERTS_INPUTS_FIRST else projections
 
 
@@ -187,7 +187,7 @@ def _experts(facts: ModelFacts, kind: str, into: Shape, out: Shape) -> Weights:
 
 
 def router_and_shared(facts: ModelFacts) -> Weights:
-    """The router, the experts every token passes through, and their gate."""
+    """Return the router, the experts every token passes through, and their gate."""
     router = linear(facts.hidden_size, facts.num_experts, "router", bias=facts.router_bias)
     width = facts.shared_expert_intermediate_size or facts.num_shared_experts * facts.moe_intermediate_size
     shared = mlp(facts, width).inside("shared") if facts.num_shared_experts else NOTHING

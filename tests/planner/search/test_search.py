@@ -208,7 +208,8 @@ def test_a_deadline_that_nothing_meets_names_the_devices_that_would() -> None:
     assert answer.closest.verdict != "does_not_fit"
     no_plan = answer.no_plan()
     assert no_plan.headline == "no plan that fits ends in 9.6 h"
-    assert no_plan.takes and no_plan.takes in no_plan.sentence
+    assert no_plan.takes
+    assert no_plan.takes in no_plan.sentence
     assert "opt-1.3b on 8 x A100-SXM4-80GB does not end in 9.6 h: closest is " in no_plan.sentence
     (remedy,) = answer.remedies
     assert no_plan.steps == (f"  1. {remedy.change} ({remedy.flag}): {remedy.plan}",)

@@ -46,7 +46,7 @@ from planner.vocabulary import Loss
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Question:
-    """What figures depend on besides the model."""
+    """All that figures depend on besides the model."""
 
     mode: str
     attention: str
@@ -70,7 +70,7 @@ class _Question:
 
 
 def figures_of(job: Job, recipe: Recipe) -> Figures:
-    """The figures of a job's model on one device, with heads and widths divided by its tensor-parallel degree."""
+    """Return the figures of a job's model on one device, its heads and widths divided by the tensor-parallel degree."""
     facts = job.facts
     if facts.kind == "custom":
         traced, chosen = facts.traced.get(precision_mode(recipe)), job.configuration
@@ -105,8 +105,10 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
 
 
 def _fuses_heads(job: Job) -> bool:
-    """Whether one weight of three times the hidden width makes queries, keys and values, as GPT-2's does, in a form
-    that was traced; those that are written tell them from hidden states."""
+    """Return whether a traced form has one weight of three times the hidden width for queries, keys and values.
+
+    GPT-2's is one; forms that are written tell them from hidden states.
+    """
     hidden, code = job.facts.hidden_size, code_base(job.workload.code)
     is_traced = code.traits(compiled=job.workload.compile).block is None
     return is_traced and any(
@@ -129,8 +131,10 @@ def _numbers(job: Job, recipe: Recipe) -> Numbers:
 
 
 def _with_scaled_inputs(figures: Figures, job: Job, scaled: ScaledProducts) -> Figures:
-    """The figures where linear layers keep their inputs in 8 or 4 bits: a norm's output and what goes into the down
-    projection in place of the 16-bit tensor; attention's own output beside it, which its backward needs as it is.
+    """Return the figures where linear layers keep their inputs in 8 or 4 bits.
+
+    A norm's output and what goes into the down projection are kept so in place of the 16-bit tensor; attention's own
+    output beside it, which its backward needs as it is.
 
     Of blocks with experts the tokens that are dispatched go in; without a hidden width nothing is known.
     """
@@ -176,20 +180,20 @@ def buffer_bytes(job: Job, recipe: Recipe) -> float:
 
 
 def blocks_on_stage(job: Job, figures: Figures) -> tuple[int, ...]:
-    """How many blocks of each kind a rank of the job's pipeline stage has."""
+    """Return how many blocks of each kind a rank of the job's pipeline stage has."""
     chosen, kinds = job.configuration, tuple((block.name, block.count) for block in figures.blocks)
     return kinds_on_stage(kinds, pp=chosen.pp, virtual_stages=chosen.virtual_stages, stage=job.stage)
 
 
 def precision_mode(recipe: Recipe) -> str:
-    """The name a trace goes by: what a precision means for activations."""
+    """Return the name a trace goes by: what a precision means for activations."""
     if recipe.autocast:
         return "autocast"
     return "fp32" if recipe.compute == 4 else "pure"
 
 
 def _frozen_mode(recipe: Recipe) -> str:
-    """The same for frozen weights: `mixed` is autocast over 16-bit ones."""
+    """Return the mode of frozen weights: `mixed` is autocast over 16-bit ones."""
     mode = precision_mode(recipe)
     return "mixed" if mode == "autocast" and recipe.frozen_width < 4 else mode
 
@@ -224,9 +228,11 @@ def _of_form(facts: ModelFacts, question: _Question, form: Form, differences: in
 
 
 def _form_of(facts: ModelFacts, question: _Question, frozen: str = "") -> tuple[Form, int]:
-    """The form of the code that runs, and how far its structure is from the model's; `frozen` is the precision mode of
-    weights that get no gradients. Code bases other than transformers are written out for decoders; other kinds of
-    models go by transformers' modules."""
+    """Return the form of the code that runs, and how far its structure is from the model's.
+
+    `frozen` is the precision mode of weights that get no gradients. Code bases other than transformers are written out
+    for decoders; other kinds of models go by transformers' modules.
+    """
     written = has_written_form(facts, question.code, question.length, compiled=question.compiled)
     plain = question.loss == "plain" or not facts.vocab_size
     loss = code_base(question.code).traits(compiled=question.compiled).loss
@@ -237,7 +243,7 @@ def _form_of(facts: ModelFacts, question: _Question, frozen: str = "") -> tuple[
 
 
 def _frozen_modes(mode: str) -> Sequence[str]:
-    """The traces that will do for frozen weights, the best first; those of trained ones for no mode."""
+    """Return the traces that will do for frozen weights, the best first; those of trained ones for no mode."""
     if not mode:
         return ()
     return (f"frozen {mode}", "frozen pure") if mode == "mixed" else (f"frozen {mode}",)
@@ -246,7 +252,7 @@ def _frozen_modes(mode: str) -> Sequence[str]:
 def _written_form(
     facts: ModelFacts, question: _Question, *, blocks: bool, loss: Loss, frozen: str = ""
 ) -> tuple[Form, int]:
-    """The form with blocks or a loss that were written down; what is neither is as it was traced."""
+    """Return the form with blocks or a loss that were written down; what is neither is as it was traced."""
     from planner.cost.memory.activations import blocks as known  # takes milliseconds, and few ask
 
     mode, fixed = frozen or question.mode, bool(frozen)
@@ -275,8 +281,10 @@ def _written_form(
 
 
 def has_written_form(facts: ModelFacts, code: str, length: int, *, compiled: bool) -> bool:
-    """Whether the code base's own blocks are counted, rather than transformers' eager ones: of decoders whose windows,
-    where they have some, are no shorter than a sample."""
+    """Return whether the code base's own blocks are counted, rather than transformers' eager ones.
+
+    They are of decoders whose windows, where they have some, are no shorter than a sample.
+    """
     is_decoder = facts.kind == "decoder" and not facts.recorded_as and not 0 < facts.sliding_window < length
     return is_decoder and code_base(code).traits(compiled=compiled).block is not None
 
@@ -295,7 +303,7 @@ def _traced_form(facts: ModelFacts, question: _Question, modes: Sequence[str] = 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sizes:
-    """What symbols stand for on one rank: in activations, with how its tokens are spread, and in weights."""
+    """Values of the symbols on one rank: in activations, with how its tokens are spread, and in weights."""
 
     tokens: Dimensions
     weights: Dimensions
@@ -334,8 +342,10 @@ def _sizes(facts: ModelFacts, question: _Question) -> _Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Exchanges:
-    """Bytes per sample that exchanges between ranks add: to what a block keeps, and to the moments of its passes and
-    of the head's."""
+    """Bytes per sample that exchanges between ranks add.
+
+    They come to what a block `kept`, and to the moments of its passes and of the head's.
+    """
 
     kept: float = 0.0
     forward: float = 0.0
@@ -344,10 +354,12 @@ class _Exchanges:
 
 
 def _exchanges(facts: ModelFacts, question: _Question) -> _Exchanges:
-    """Under sequence parallelism the input of a column-parallel product is all-gathered, and what a row-parallel one
-    makes is whole until it is reduce-scattered: one whole residual stream in forward, two in backward (the gradient and
-    the input once more). torch's DTensor keeps the inputs it gathered, of attention and of a dense MLP; Megatron-LM
-    keeps its part and gathers again (arXiv 2205.05198, section 4.2.2).
+    """Return what sequence and context parallelism exchange.
+
+    Under sequence parallelism the input of a column-parallel product is all-gathered, and what a row-parallel one makes
+    is whole until it is reduce-scattered: one whole residual stream in forward, two in backward (the gradient and the
+    input once more). torch's DTensor keeps the inputs it gathered, of attention and of a dense MLP; Megatron-LM keeps
+    its part and gathers again (arXiv 2205.05198, section 4.2.2).
     """
     width, length = 4 if question.mode == "fp32" else 2, question.length / question.cp
     stream = 0.0
@@ -397,8 +409,11 @@ def _partly_trained(
     frozen: Figures,
     lengths: Mapping[str, float],
 ) -> Figures:
-    """Each block as it is trained: the `whole` model's, the `frozen` one's with what is trained beside it, or one that
-    keeps nothing; and the ends, each as it is trained."""
+    """Return the figures of a model of which a part is trained.
+
+    A block is the `whole` model's, the `frozen` one's with what is trained beside it, or one that keeps nothing; the
+    ends are each as it is trained.
+    """
     blocks = []
     for full, fixed in zip(whole.blocks, frozen.blocks, strict=True):
         source = facts.kind.endswith("encoder-decoder") and full.name == "encoder"
@@ -457,13 +472,13 @@ def _with_addition(block: BlockFigures, run: Run, addition: Addition, tokens: fl
 
 
 def _stacks(facts: ModelFacts, form: Form) -> Iterator[tuple[str, int, BlockForm]]:
-    """The model's kinds of blocks with their forms; a kind that the form of another structure lacks takes its last."""
+    """Yield the model's kinds of blocks with their forms; a kind that another structure's form lacks takes its last."""
     for name, count in block_kinds(facts, windows="local" in form.blocks):
         yield name, count, form.blocks.get(name) or list(form.blocks.values())[-1]
 
 
 def _attentions(attention: str, *, windows: bool) -> tuple[str, ...]:
-    """The forms that will do, the best first: a model without fused attention has only one."""
+    """Return the forms that will do, the best first: a model without fused attention has only one."""
     if attention == "eager":
         return ("eager",)
     return ("windows", "sdpa", "eager") if windows else ("sdpa", "eager")
@@ -491,14 +506,14 @@ def _figures(form: Form, blocks: list[BlockFigures], sizes: _Sizes, differences:
 
 
 def figures_of_form(form: Form, kinds: Sequence[str]) -> Figures:
-    """The figures of a form in which only samples are symbols, of a module with blocks of these kinds."""
+    """Return the figures of a form in which only samples are symbols, of a module with blocks of these kinds."""
     sizes = _Sizes(tokens={}, weights={}, spread=WHOLE)
     blocks = [_block(name, kinds.count(name), block, sizes) for name, block in form.blocks.items()]
     return _figures(form, blocks, sizes, 0)
 
 
 def _classifies(facts: ModelFacts) -> bool:
-    """Whether the head is a classifier of text, whose form is that of the language model with labels for words."""
+    """Return whether the head classifies text; its form is that of the language model with labels for words."""
     return bool(facts.vocab_size) and facts.architecture.endswith("ForSequenceClassification")
 
 
@@ -533,7 +548,7 @@ def _block(name: str, count: int, form: BlockForm, sizes: _Sizes) -> BlockFigure
 
 
 def _peaks(moments: Sequence[Moment], sizes: _Sizes) -> list[Peak]:
-    """The moments that can be the largest of their part for this model."""
+    """Return the moments that can be the largest of their part for this model."""
     found = [_peak(moment, sizes) for moment in moments]
     corners = [_corners(peak) for peak in found]
     kept: list[int] = []
@@ -544,8 +559,11 @@ def _peaks(moments: Sequence[Moment], sizes: _Sizes) -> list[Peak]:
 
 
 def _corners(peak: Peak) -> list[float]:
-    """The moment's bytes where they are extreme: few samples and many, cast weights counted or not, gradients freed
-    at once or held at eight bytes per element. What a strategy makes of a moment lies between."""
+    """Return the moment's bytes where they are extreme.
+
+    That is with few samples and many, cast weights counted or not, gradients freed at once or held at eight bytes per
+    element. What a strategy makes of a moment lies between.
+    """
     fixed, grows = peak.activations
     extremes = itertools.product(_FEW_AND_MANY, (peak.cast, 0.0), (_WIDEST * peak.gradients, 0.0))
     return [fixed + samples * grows + cast + gradients for samples, cast, gradients in extremes]
@@ -564,7 +582,7 @@ def _peak(moment: Moment, sizes: _Sizes) -> Peak:
 
 
 def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
-    """A module that was traced with its own batches.
+    """Return the figures of a module that was traced with its own batches.
 
     Where whole replicas keep all that forward made, the moments of the traced backward pass are the step's own. Other
     plans go by its blocks; where it has none that run one by one, by one of them, all of whose bytes are per sample.
@@ -608,7 +626,7 @@ def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
 
 
 def _replayed(traced: TracedActivations) -> Figures:
-    """The traced passes as they were."""
+    """Return the figures of the traced passes as they were."""
     return Figures(
         blocks=[],
         buffers=traced.buffers,
@@ -623,7 +641,7 @@ def _replayed(traced: TracedActivations) -> Figures:
 
 
 def _untraced(job: Job, recipe: Recipe) -> Figures:
-    """A module of which only the parameters are known.
+    """Return the figures of a module of which only the parameters are known.
 
     The blocks are taken as a transformer's of the same parameters: a block of P parameters of width h has P/h elements
     of matrix width per token, each kept once by the linear that reads it and once by what follows it.
