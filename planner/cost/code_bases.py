@@ -80,7 +80,7 @@ TRANSFORMERS = Implementation()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockTraits:
-    """Traits of a decoder block that decide what it keeps; `planner.cost.memory.activations.blocks` makes bytes of them."""
+    """Traits of a decoder block that decide what it keeps; `cost.memory.activations.blocks` makes bytes of them."""
 
     norm: Literal["composite", "fused"] = "composite"
     """`composite` keeps an fp32 copy of its input and the normalised one, `fused` the input itself and its scale."""
@@ -204,7 +204,6 @@ _WRITTEN = Path(__file__).with_suffix(".yaml")
 _REMEDY = "docs/explanation/code-bases.md has the keys of a code base's file"
 _GROUPS = ("time", "block", "loss")
 _CHOICES = {"strategies", "whole_strategies", "degrees", "schedules", "offloads", "checkpointings"}
-_DEFAULT = "transformers"
 
 
 @lru_cache(maxsize=64)

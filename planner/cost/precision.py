@@ -197,7 +197,7 @@ def _with_scaled(recipe: Recipe, scaled: ScaledProducts, configuration: Configur
 
 
 def has_own_states(code: CodeBase, configuration: Configuration) -> bool:
-    """Return whether a code base's own engine holds the states of a configuration, rather than torch's or DeepSpeed's."""
+    """Return whether a code base's own engine holds a configuration's states, rather than torch's or DeepSpeed's."""
     return stored_precision(configuration) in code.states and configuration.strategy in OWN_ENGINES
 
 

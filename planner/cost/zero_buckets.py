@@ -107,7 +107,7 @@ class OffloadRatio:
         self._seen = self._taken = 0
 
     def takes(self, elements: int) -> bool:
-        """Return whether the next bucket, of so many elements, is offloaded: where that is nearer to the ratio than not."""
+        """Return whether the next bucket, of so many elements, is offloaded: where that is nearer to the ratio."""
         self._seen += elements
         if self._taken + elements / 2 > self._ratio * self._seen:
             return False

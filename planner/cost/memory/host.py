@@ -40,7 +40,7 @@ CPU_PROCESS_BYTES = 335 * MIB
 
 
 def host_bytes(job: Job, states: States, device_used: float) -> float:
-    """Return what training or saving takes, whichever is more, on the node that holds rank 0; of a CPU it is its device."""
+    """Return what training or saving takes, whichever is more, on the node of rank 0. A CPU's device is its host."""
     ranks = job.cluster.gpus_per_node
     if job.cluster.device.is_cpu:
         return ranks * device_used

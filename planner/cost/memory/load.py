@@ -33,7 +33,7 @@ def made_bytes(job: Job) -> float:
 
 
 def load_ledger(job: Job, recipe: Recipe, states: States) -> Ledger:
-    """Return the most that one rank's device holds while the model is placed. On a CPU the model lies there before that."""
+    """Return the most that one rank's device holds while the model is placed; on a CPU it lies there before."""
     placed = _placed(job, recipe, states)
     if not job.cluster.device.is_cpu:
         return placed
@@ -60,7 +60,7 @@ def _placed(job: Job, recipe: Recipe, states: States) -> Ledger:
 
 
 def _beside_the_whole(job: Job, recipe: Recipe) -> float:
-    """Return what is made before any of the model's first form is freed: a unit's shards, or a cast copy of one weight."""
+    """Return what is made before any of the model's first form is freed: a unit's shards, or one weight's cast copy."""
     if job.configuration.strategy in FSDP_STRATEGIES:
         return recipe.weight * job.counts.largest_block / job.configuration.state_shards
     return recipe.weight * largest_matrix(job) if recipe.weight != MADE_BYTES else 0.0

@@ -259,7 +259,7 @@ def step_temporaries(job: Job, recipe: Recipe, states: States) -> float:
 
 
 def flat_step_temporaries(job: Job, elements: float, width: int) -> int:
-    """Return a step's temporaries where one flat tensor is stepped, as by DeepSpeed; Adafactor clones what has no rows."""
+    """Return a step's temporaries where one flat tensor is stepped, as by DeepSpeed; Adafactor clones such."""
     copies = {"adamw": 2 if job.cluster.device.is_cpu else 1, "adamw-forloop": 2, "adafactor": 2, "lion": 2}
     return copies.get(job.configuration.optimizer, 0) * rounded(elements * width)
 

@@ -264,7 +264,7 @@ def _converted(stack: Stack, scaled: ScaledProducts) -> float:
 
 
 def _cast_widths(stack: Stack, tp: int, parts: int) -> tuple[float, float]:
-    """Return elements per token of a block's linear layers' inputs, those that several read counted once, and of outputs.
+    """Return elements per token of the inputs of a block's linear layers, shared ones counted once, and of outputs.
 
     Of what is as wide as the model a rank casts one of `parts`.
     """

@@ -38,7 +38,7 @@ TENSORS_PER_BLOCK = 12
 
 
 def optimizer_seconds(job: Job, where: Layout, rates: DeviceRates) -> float:
-    """Return the step on the device, of this rank's states. On a CPU a measured AdamW counts before the bytes it moves."""
+    """Return the step of this rank's states on the device. On a CPU a measured AdamW counts before bytes moved."""
     configuration, measured = job.configuration, rates.measured
     curve = measured.cpu_optimizer_fused if configuration.optimizer == "adamw-fused" else measured.cpu_optimizer
     if rates.serial and curve is not None and configuration.optimizer.startswith("adamw"):

@@ -213,7 +213,7 @@ get_weight_norm)."""
 
 
 def _dropped_inputs(names: Sequence[tuple[str, int]], numbers: Numbers) -> Iterator[float]:
-    """Yield elements per token of what dropout makes for these matrices' adapters, one where they are a single product."""
+    """Yield elements per token of what dropout makes for these matrices' adapters, once for a single product."""
     whole: dict[str, float] = {}
     for name, inputs in names:
         role = name.rpartition(".")[0]

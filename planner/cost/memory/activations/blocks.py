@@ -228,7 +228,7 @@ class _Writer:
         return Walk(self._operations, self._sizes, self._views, casts=casts, frozen=self._frozen)
 
     def _norm(self, source: str, name: str, *, instead: str = "") -> None:
-        """Write a norm; a compiler that would keep the sum before the second one keeps `instead` what was added to it."""
+        """Write a norm; a compiler that would keep the sum before the second keeps `instead` what was added to it."""
         scale, statistics = f"{name} scale", f"{name} input"
         if self._facts.norm != "rmsnorm":
             self._sizes[scale] = {"b s": 8}

@@ -130,7 +130,7 @@ class _Step:
         return plus(boundary, block.products) if self._checkpointing == "selective" else boundary
 
     def _others(self) -> tuple[Amount, Amount]:
-        """Return what the other micro-batches in flight keep while the first block is at work, and while the last one is.
+        """Return what other micro-batches in flight keep while the first block is at work, and while the last is.
 
         Of an interleaved pipeline one piece of a `virtual_stages`-th is at work at a time.
         """
@@ -320,7 +320,7 @@ class _Step:
         return (3 if self._tied else 1) * self._gradient_width * self._table
 
     def _inside(self, block: BlockFigures) -> Iterator[tuple[Amount, float, float]]:
-        """Yield moments of one block's backward; under checkpointing it runs again first, beside its output's gradient."""
+        """Yield moments of one block's backward; checkpointed it runs again first, beside its output's gradient."""
         runs = {"none": (), "full": block.recomputed, "selective": block.replayed}[self._checkpointing]
         head = (-self._apart / 2, 0.0)  # which a form with one table for both has beside every block
         for peak in runs:

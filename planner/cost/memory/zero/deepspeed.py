@@ -54,7 +54,7 @@ class PartitionedZeroBuffers:
         self._resident = rounded(self._width * self._limits.reduce) + persisted
 
     def at(self, instant: Instant) -> Ledger:
-        """Return unsharded weights, and beside the buffer the gradients not reduced yet: the newest and the one before it."""
+        """Return unsharded weights, and beside the buffer the newest gradient and the one before it."""
         waiting = min(instant.unit_gradients, 2 * self._trained.largest)
         return Ledger(
             gradients=self._gradients + self._width * waiting,

@@ -102,7 +102,7 @@ class NativeZeroBuffers:
         return Ledger(gradients=width * (filling + on_the_way), buffers=width * received)
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
-        """Return the step, with gradients in the masters' dtype; on the host it takes memory of a device that is a CPU."""
+        """Return the step, with gradients in the masters' dtype; the host's is the device's where that is a CPU."""
         split, width = self._split, self._recipe.master or self._recipe.weight
         is_whole = steps_whole_tensors(self._job.configuration)
         stepped = trained_units_of(self._job) if is_whole else trained_shards_of(self._job)
