@@ -98,7 +98,7 @@ def initialize(
             docs/reference/config.md lists them. What it names, `optimizer=` and `lr_scheduler=` come before. As the
             second argument by position it is understood too.
         args: the command line's values, as argparse has them; its `deepspeed_config` or `dsplan_config` is the config.
-        plan: a plan or its file, as `dsplan recommend --emit` and `dsplan.plan` make them.
+        plan: a plan, or the file of one that `dsplan recommend --out` wrote.
         strategy: what a plan that is made now must have, and a given one has to agree with; None leaves it open.
         backend: the same.
         pipeline: whether the model has to be cut into pipeline stages: a plan that does not is refused.
