@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ import torch
 from hardware_db.files import replace_text
 from hardware_db.measured_rows import SHIPPED
 from hardware_db.probe import probe
+from hardware_db.probe.cgroup import usable_cores
 from hardware_db.spawn import RankError, RankPool
 from planner.search.estimate import estimate
 from planner.types.plan_io import plan_to_dict
@@ -168,7 +168,7 @@ def with_peak(body: Any, subject: Subject, steps: int) -> tuple[tuple[TimedStep,
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()  # what an earlier run left behind
-    found = body(subject, steps, os.cpu_count() or 1)
+    found = body(subject, steps, usable_cores())
     return found, torch.cuda.max_memory_allocated() - before if on_gpu else 0
 
 

@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from hardware_db.fingerprint import fingerprint
 from hardware_db.measured_rows import SHIPPED, TimeRun, read_time_runs, write_time_runs
 from hardware_db.probe import probe
 from hardware_db.spawn import RankError, RankPool
@@ -60,7 +59,7 @@ class Turn:
 
 def main() -> None:
     arguments = _arguments()
-    place = timed_place(place_of(probe(), arguments.device))
+    place = place_of(probe(), arguments.device)
     path = arguments.out or SHIPPED / f"times_{place.columns['device'].split('-')[0].lower()}.csv"
     groups = gpu_grid() if place.is_gpu else cpu_grid()
     effort = Effort(rounds=arguments.rounds, steps=arguments.steps, deadline=time.monotonic() + 60 * arguments.minutes)
@@ -78,12 +77,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", metavar="MODEL", help="time these models alone")
     parser.add_argument("--again", action="store_true", help="time anew what has a row")
     return parser.parse_args()
-
-
-def timed_place(place: Place) -> Place:
-    """The columns of a place with the processor that its ranks share."""
-    machine = fingerprint(probe()).machine
-    return replace(place, columns={**place.columns, "cpu": machine.cpu, "cores": machine.cores})
 
 
 def threads_of(columns: Mapping[str, Any], ranks: int) -> int:

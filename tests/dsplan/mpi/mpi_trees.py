@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from dsplan.mpi import ZeROOptimizer
-from strategies.mpi.arrays import leaves
+from dsplan.mpi.arrays import leaves
 
 STEP = 1000
 

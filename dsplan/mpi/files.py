@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from dsplan.mpi.arrays import Array
 from strategies.checkpoint.reading import Stored as Place
 from strategies.checkpoint.reading import fill, header_of, opened, shown
 from strategies.errors import BrokenFile, CannotRun
-from strategies.mpi.arrays import Array
 
 # A rank's part of an array; a checkpoint assembles the array from all ranks.
 

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from dsplan import DsplanError
 from dsplan.mpi import GradientManager, ModelParallelConfig, PerformanceMonitor
 from strategies.distributed.launcher_env import own_place
-from tests.strategies.mpi.mpi_trees import same, tree_of
+from tests.dsplan.mpi.mpi_trees import same, tree_of
 
 
 def _mean(trees: list[Any]) -> Any:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
+from dsplan.mpi.arrays import Array
+from dsplan.mpi.buckets import bounds
+from dsplan.mpi.communicator import Communicator
 from strategies.errors import CannotRun
-from strategies.mpi.arrays import Array
-from strategies.mpi.buckets import bounds
-from strategies.mpi.communicator import Communicator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from strategies.mpi.communicator import PerformanceMonitor
+    from dsplan.mpi.communicator import PerformanceMonitor
 
 Split = Literal["column", "row"]
 Value = TypeVar("Value")

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from dsplan.mpi import files
+from dsplan.mpi.arrays import Array, Tree, form_of, is_array, leaves, name_of, rebuilt
+from dsplan.mpi.files import Part, Region
+from dsplan.mpi.layout import Json
 from strategies.checkpoint.reading import Stored, counts, cover_problem, is_count, json_object, read_bytes, shown
 from strategies.errors import BrokenFile, CannotRun
-from strategies.mpi import files
-from strategies.mpi.arrays import Array, Tree, form_of, is_array, leaves, name_of, rebuilt
-from strategies.mpi.files import Part, Region
-from strategies.mpi.layout import Json
 
 INDEX = "index.json"
 VERSION = 1

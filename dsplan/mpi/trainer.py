@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from dsplan.mpi.arrays import Tree
+from dsplan.mpi.communicator import Communicator
+from dsplan.mpi.sizes import ModelParallelConfig, ParallelGroups, UpdateRule
+from dsplan.mpi.zero import ZeROOptimizer, ZeROStage
 from strategies.errors import CannotRun
-from strategies.mpi.arrays import Tree
-from strategies.mpi.communicator import Communicator
-from strategies.mpi.sizes import ModelParallelConfig, ParallelGroups, UpdateRule
-from strategies.mpi.zero import ZeROOptimizer, ZeROStage
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from strategies.mpi.communicator import PerformanceMonitor
+    from dsplan.mpi.communicator import PerformanceMonitor
 
 
 class Model(Protocol):

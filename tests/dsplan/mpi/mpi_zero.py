@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from dsplan import DsplanError
 from dsplan.mpi import SGD, AdamW, PerformanceMonitor, ReducedGradients, ZeROOptimizer, ZeROStage
-from strategies.mpi.arrays import leaves
+from dsplan.mpi.arrays import leaves
 
 STEPS, RATE = 6, 1e-2
 HALF = ("half",)

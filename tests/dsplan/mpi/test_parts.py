@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsplan import DsplanError
-from dsplan.mpi import SGD, AdamW, ModelParallelConfig, Part
-from strategies.mpi import files
-from strategies.mpi.arrays import leaves, rebuilt, subtree
-from strategies.mpi.buckets import bounds, checked_bucket_bytes, divided_buckets, whole_buckets
+from dsplan.mpi import SGD, AdamW, ModelParallelConfig, Part, files
+from dsplan.mpi.arrays import leaves, rebuilt, subtree
+from dsplan.mpi.buckets import bounds, checked_bucket_bytes, divided_buckets, whole_buckets
 
 ROOT = Path(__file__).parents[3]
 FLOAT = np.dtype(np.float32)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from dsplan.mpi.arrays import Tree, form_of, is_array, leaves, name_of, values_of
+from dsplan.mpi.files import Part, Region, bytes_of, can_hold, digest_of
 from strategies.errors import CannotRun
-from strategies.mpi.arrays import Tree, form_of, is_array, leaves, name_of, values_of
-from strategies.mpi.files import Part, Region, bytes_of, can_hold, digest_of
 
 Json = Any
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
+from dsplan.mpi.arrays import Array
 from strategies.errors import BackendMissing, CannotRun, DsplanError
-from strategies.mpi.arrays import Array
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from strategies.errors import CannotRun
-from strategies.mpi.arrays import Array, Form, Tree, rebuilt
-from strategies.mpi.buckets import (
+from dsplan.mpi.arrays import Array, Form, Tree, rebuilt
+from dsplan.mpi.buckets import (
     BUCKET_BYTES,
     Bucket,
     Exchange,
@@ -21,12 +20,13 @@ from strategies.mpi.buckets import (
     require_summable,
     whole_buckets,
 )
-from strategies.mpi.communicator import Communicator
+from dsplan.mpi.communicator import Communicator
+from strategies.errors import CannotRun
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from strategies.mpi.communicator import PerformanceMonitor
+    from dsplan.mpi.communicator import PerformanceMonitor
 
 
 class GradientManager:

@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsplan.mpi import files
+from dsplan.mpi.arrays import Array, Tree, form_of, leaves, name_of, values_of
+from dsplan.mpi.communicator import Communicator
+from dsplan.mpi.files import Part
+from dsplan.mpi.layout import Layout, TreeDescription, describe, file_of, lay_out
+from dsplan.mpi.reading import INDEX, VERSION, SavedTree
 from strategies.checkpoint import content
 from strategies.errors import BrokenFile, CannotRun, DsplanError
-from strategies.mpi import files
-from strategies.mpi.arrays import Array, Tree, form_of, leaves, name_of, values_of
-from strategies.mpi.communicator import Communicator
-from strategies.mpi.files import Part
-from strategies.mpi.layout import Layout, TreeDescription, describe, file_of, lay_out
-from strategies.mpi.reading import INDEX, VERSION, SavedTree
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from strategies.mpi.communicator import PerformanceMonitor
+    from dsplan.mpi.communicator import PerformanceMonitor
 
 
 class CheckpointManager:

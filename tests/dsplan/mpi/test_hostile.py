@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsplan.mpi import Part
+from dsplan.mpi import Part, checkpoints
+from dsplan.mpi.layout import describe, lay_out
+from dsplan.mpi.reading import INDEX, SavedTree
 from strategies.errors import DsplanError
-from strategies.mpi import checkpoints
-from strategies.mpi.layout import describe, lay_out
-from strategies.mpi.reading import INDEX, SavedTree
 
 FILE = "rank-00000.safetensors"
 DEEP = "[" * 5000 + "]" * 5000

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from dsplan.mpi import CheckpointManager
-from strategies.mpi import files
+from dsplan.mpi import CheckpointManager, files
 
 comm = MPI.COMM_WORLD
 checkpoints = CheckpointManager(comm, sys.argv[1])

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from dsplan.mpi.arrays import Array, Form, Path, name_of, run_of
+from dsplan.mpi.buckets import bounds
+from dsplan.mpi.files import Part
 from strategies.errors import CannotRun
-from strategies.mpi.arrays import Array, Form, Path, name_of, run_of
-from strategies.mpi.buckets import bounds
-from strategies.mpi.files import Part
 
 MASTER, STEP = "master", "step"
 

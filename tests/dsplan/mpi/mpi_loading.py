@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from dsplan import DsplanError
 from dsplan.mpi import CheckpointManager, Part, ZeROOptimizer
-from tests.strategies.mpi.mpi_trees import STEP, gradients, parameters, trained, whole_matrix
+from tests.dsplan.mpi.mpi_trees import STEP, gradients, parameters, trained, whole_matrix
 
 SAVED_BY = 3
 

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from dsplan import DsplanError
 from dsplan.mpi import CheckpointManager, Part
-from tests.strategies.mpi.mpi_trees import STEP, same, trained, tree_of, whole_matrix
+from tests.dsplan.mpi.mpi_trees import STEP, same, trained, tree_of, whole_matrix
 
 
 def a_state_for_other_numbers_of_ranks(comm: MPI.Intracomm, directory: Path) -> None:
@@ -117,7 +117,7 @@ def a_rank_that_cannot_write_ends_the_save_on_all(comm: MPI.Intracomm, directory
     """The checkpoint that was there stays, and nothing half-written does."""
     checkpoints = CheckpointManager(comm, directory / "full")
     checkpoints.save_checkpoint({"own": np.full(3, comm.rank)}, step=1)
-    from strategies.mpi import files
+    from dsplan.mpi import files
 
     write = files.write
 

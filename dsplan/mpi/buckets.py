@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from dsplan.mpi.arrays import Array, Form, Path, Tree, form_of, leaves, name_of, values_of
+from dsplan.mpi.communicator import Communicator
 from strategies.errors import CannotRun
-from strategies.mpi.arrays import Array, Form, Path, Tree, form_of, leaves, name_of, values_of
-from strategies.mpi.communicator import Communicator
 
 BUCKET_BYTES = 8 << 20
 _SMALLEST, _LARGEST = 1 << 10, 1 << 30  # MPI counts elements in 32 bits

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from tests.strategies.mpi.mpi_start import bodies
+from tests.dsplan.mpi.mpi_start import bodies
 
 LIMIT_SECONDS = 240
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.strategies.mpi.mpi_start import HERE, bodies, mpirun, needs_mpi, outcomes, run_bodies
+from tests.dsplan.mpi.mpi_start import HERE, bodies, mpirun, needs_mpi, outcomes, run_bodies
 
 pytestmark = needs_mpi
 

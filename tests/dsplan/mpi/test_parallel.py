@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from dsplan.mpi import ParallelTrainer
-from strategies.mpi import communicator
-from tests.strategies.mpi import mpi_parallel, thread_mpi
-from tests.strategies.mpi.mpi_start import bodies, needs_mpi, outcomes
+from dsplan.mpi import ParallelTrainer, communicator
+from tests.dsplan.mpi import mpi_parallel, thread_mpi
+from tests.dsplan.mpi.mpi_start import bodies, needs_mpi, outcomes
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from strategies.errors import CannotRun
-from strategies.mpi.arrays import (
+from dsplan.mpi.arrays import (
     Array,
     Form,
     Path,
@@ -25,7 +24,7 @@ from strategies.mpi.arrays import (
     values_of,
     write_into,
 )
-from strategies.mpi.buckets import (
+from dsplan.mpi.buckets import (
     BUCKET_BYTES,
     Bucket,
     Exchange,
@@ -36,14 +35,15 @@ from strategies.mpi.buckets import (
     divided_buckets,
     whole_buckets,
 )
-from strategies.mpi.communicator import Communicator
-from strategies.mpi.shards import Partitioning, Shard
-from strategies.mpi.sizes import AdamW, UpdateRule
+from dsplan.mpi.communicator import Communicator
+from dsplan.mpi.shards import Partitioning, Shard
+from dsplan.mpi.sizes import AdamW, UpdateRule
+from strategies.errors import CannotRun
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from strategies.mpi.communicator import PerformanceMonitor
+    from dsplan.mpi.communicator import PerformanceMonitor
 
 
 class ReducedGradients(Mapping[str, Array]):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
+from dsplan.mpi.arrays import Array
+from dsplan.mpi.communicator import Communicator
 from strategies.errors import CannotRun
-from strategies.mpi.arrays import Array
-from strategies.mpi.communicator import Communicator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
