@@ -201,7 +201,6 @@ _WRITTEN = Path(__file__).with_suffix(".yaml")
 _REMEDY = "docs/explanation/code-bases.md has the keys of a code base's file"
 _GROUPS = ("time", "block", "loss")
 _CHOICES = {"strategies", "whole_strategies", "degrees", "schedules", "offloads", "checkpointings"}
-_DEFAULT = "transformers"
 
 
 @lru_cache(maxsize=64)

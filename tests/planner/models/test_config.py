@@ -19,6 +19,7 @@ from planner.models.facts import ModelFacts
 from planner.models.from_hf.config import CLASS_ENDINGS, facts_from_config, read_config
 from planner.models.from_hf.reader import find_architecture, model_types
 from strategies.tracing import to_hf as builder
+from tests.planner.models.hf_modules import meta_model, real_count
 
 OUTSIDE = {*builder.STAND_INS, *builder.NOT_IN_TRANSFORMERS}
 NATIVE = [facts for facts in models() if facts.model_type not in OUTSIDE]
@@ -52,7 +53,7 @@ def test_count_of_a_small_config_is_that_of_the_model_built_from_it(facts: Model
     small = builder.shortened(facts, 2)
     config = builder.hf_config(small)
     read = facts_from_config(_as_json(config), "config.json")
-    assert read.parameters == builder.real_count(builder.meta_model(config, dataclasses.replace(small, **_tied(small))))
+    assert read.parameters == real_count(meta_model(config, dataclasses.replace(small, **_tied(small))))
 
 
 def _tied(facts: ModelFacts) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def test_inner_configs_may_leave_out_their_defaults(config_class: str) -> None:
     values = {key: value for key, value in _as_json(config).items() if not key.endswith("_config")}
     built = config_class.replace("Config", "Model" if "CLIP" in config_class else "ForConditionalGeneration")
     facts = facts_from_config({**values, "architectures": [built]}, "config.json")
-    assert facts.parameters == builder.real_count(builder.meta_model(config, facts))
+    assert facts.parameters == real_count(meta_model(config, facts))
 
 
 HEADS = [
@@ -145,7 +146,7 @@ def test_each_head_of_an_architecture_is_counted(built: str) -> None:
     config = builder.hf_config(row)
     config.architectures, config.num_labels = [built], 3
     facts = facts_from_config(_as_json(config), "config.json")
-    assert facts.parameters == builder.real_count(builder.meta_model(config, facts))
+    assert facts.parameters == real_count(meta_model(config, facts))
 
 
 LLAMA = {
@@ -170,7 +171,7 @@ def test_a_sparse_llama_config_means_what_transformers_makes_of_it(changes: Mapp
     values = {**LLAMA, **changes}
     facts = facts_from_config(values, "config.json")
     config = transformers.LlamaConfig(**{key: value for key, value in values.items() if key != "model_type"})
-    assert facts.parameters == builder.real_count(builder.meta_model(config, facts))
+    assert facts.parameters == real_count(meta_model(config, facts))
 
 
 def test_older_spellings_are_read() -> None:
@@ -196,7 +197,7 @@ def test_dense_layers_of_a_qwen_mixture_are_counted(sparse: Mapping[str, Any], d
         setattr(config, key, value)
     read = facts_from_config(_as_json(config), "config.json")
     assert read.first_k_dense == dense_layers
-    assert read.parameters == builder.real_count(builder.meta_model(config, read))
+    assert read.parameters == real_count(meta_model(config, read))
 
 
 @pytest.mark.parametrize(
