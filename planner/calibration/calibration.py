@@ -77,7 +77,7 @@ class Calibration:
 
 
 def hardware_kind(cluster: Cluster) -> HardwareKind:
-    """What a calibration of this cluster holds for. A processor is identified by its model: all are called cpu."""
+    """Return what a calibration of this cluster holds for; a processor goes by its model, since all are called cpu."""
     from hardware_db.measurement import HardwareKind
 
     device = cluster.device

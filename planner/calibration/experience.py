@@ -122,9 +122,11 @@ Family = tuple[str, str, str, bool]
 
 
 def family_of(configuration: Configuration) -> Family:
-    """Plans whose runs say all of each other's step times, communication and the engine's overhead included. ZeRO-1 and
-    ZeRO-2 of one backend do the same but for when gradients are reduced, and are off by much the same
-    (`scripts/fit/one_run.py`)."""
+    """Return the family of plans whose runs say all of each other's step times, the engine's overhead included.
+
+    ZeRO-1 and ZeRO-2 of one backend do the same but for when gradients are reduced, and are off by much the same
+    (`scripts/fit/one_run.py`).
+    """
     chosen = configuration
     strategy = "zero1 and zero2" if chosen.strategy in ("zero1", "zero2") else chosen.strategy
     return chosen.backend, strategy, chosen.offload, chosen.splits_model
@@ -132,7 +134,7 @@ def family_of(configuration: Configuration) -> Family:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """What runs of the same work say of a prediction."""
+    """Correction of a prediction by runs of the same work."""
 
     family: float = 1.0
     """What every part of a step takes over the model's time, as runs of the plan's own family did."""
@@ -162,8 +164,10 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experience:
-    """The calibration of hardware like this, whose factors the cluster has already, the runs that this machine has
-    made of the same work, and those that ran out of memory."""
+    """Experience of hardware like this: its calibration, whose factors the cluster has already, and its runs.
+
+    `known` are the runs that this machine has made of the same work, `oom_records` those that ran out of memory.
+    """
 
     calibration: Calibration | None = None
     known: Mapping[Configuration, KnownRun] = field(default_factory=dict)
@@ -178,8 +182,10 @@ class Experience:
         return self.correction(job).of(step_time(job))
 
     def correction(self, job: Job) -> Correction:
-        """What the runs of this work on as many ranks say: those of the same family all of the step, as a geometric
-        mean; else those of others what they share with it, which is the machine's computing.
+        """Return what the runs of this work on as many ranks say.
+
+        Those of the same family say all of the step, as a geometric mean; else those of others what they share with it,
+        which is the machine's computing.
 
         Where that was measured or fitted, what a run took beyond its prediction is its own: its communication, and what
         its engine does. A plan is not held faster because another was better than predicted.
@@ -223,7 +229,7 @@ class Experience:
         return next((record for record in self.oom_records if record.rules_out(job, memory)), None)
 
     def time_of(self, job: Job, predicted: StepTime) -> StepTime:
-        """What the job takes: as measured where it ran before, else as predicted, with the interval either has."""
+        """Return what the job takes: as measured where it ran before, else as predicted, with its interval."""
         run = self.known.get(job.configuration)
         if run is not None:
             return run.answer(predicted)

@@ -23,7 +23,7 @@ from planner.calibration.calibration import Matrix, Vector, quadratic
 
 
 def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> Vector:
-    """x of `matrix x = right` for a symmetric positive definite matrix, by Cholesky's decomposition."""
+    """Return x of `matrix x = right` for a symmetric positive definite matrix, by Cholesky's decomposition."""
     lower = _cholesky(matrix)
     size = len(right)
     forward: list[float] = []
@@ -66,7 +66,7 @@ _NEAR = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prior:
-    """What is known of a factor before any run: its logarithm is 0, give or take `spread` (one standard deviation)."""
+    """A factor before any run: its logarithm is 0, give or take `spread` (one standard deviation)."""
 
     name: str
     spread: float
@@ -82,8 +82,11 @@ class Noise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """What was found: `values` are logarithms of the factors, `covariance` their posterior covariance, `spread` what
-    the residuals keep, in the residuals' own unit."""
+    """Result of a fit.
+
+    `values` are logarithms of the factors, `covariance` their posterior covariance, `spread` what the residuals keep,
+    in the residuals' own unit.
+    """
 
     names: tuple[str, ...]
     values: Vector
@@ -106,7 +109,7 @@ Residuals = Callable[[Sequence[float]], Sequence[float]]
 def fit(
     residuals: Residuals, priors: Sequence[Prior], noise: Noise | None = None, start: Sequence[float] | None = None
 ) -> Fit:
-    """The most probable values. `residuals` takes the logarithms in the order of `priors`; so does `start`, a guess.
+    """Return the most probable values; `residuals` and `start`, a guess, have the logarithms in the order of `priors`.
 
     With no residuals at all the answer is the prior: zeros, its variances, and the expected spread.
     """
@@ -141,7 +144,7 @@ class _Problem:
     priors: tuple[Prior, ...]
 
     def at(self, values: Vector) -> _Point:
-        """Return the point, with slopes of its own."""
+        """Return the point moved there, with slopes of its own."""
         known = tuple(self.residuals(values))
         columns = []
         for index in range(len(values)):

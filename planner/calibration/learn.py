@@ -1,4 +1,4 @@
-"""What stored runs teach about one kind of hardware.
+"""Lessons of stored runs about one kind of hardware.
 
 They become jobs that can be priced again; calibration factors are fitted to them, and proved on runs left out.
 """
@@ -33,8 +33,10 @@ from planner.vocabulary import Precision
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A completed run: what ran, and the seconds of its median step. `doubt` is a logarithmic spread to add to what is
-    usual for such runs."""
+    """A completed run: what ran, and the seconds of its median step.
+
+    `doubt` is a logarithmic spread to add to what is usual for such runs.
+    """
 
     job: Job
     seconds: float
@@ -42,6 +44,7 @@ class Row:
 
     @property
     def model(self) -> str:
+        """Model that ran, by its name."""
         return self.job.facts.name
 
 
@@ -180,8 +183,10 @@ def learn(rows: Sequence[Row], seconds: Seconds | None = None) -> Lesson:
 
 
 def fitted(rows: Sequence[Row], seconds: Seconds | None = None, near: Fit | None = None) -> Fit:
-    """The most probable factors, of those that the rows' step times feel at all; `near` is a fit to much the same
-    rows."""
+    """Return the most probable factors, of those that the rows' step times feel at all.
+
+    `near` is a fit to much the same rows.
+    """
     price = seconds or _seconds
     felt = [slopes(row.job, price) for row in rows]
     priors = [
@@ -226,8 +231,11 @@ def _left_out(rows: Sequence[Row], part: frozenset[int], price: Seconds, whole: 
 
 
 def _parts(rows: Sequence[Row]) -> tuple[list[frozenset[int]], str]:
-    """Which rows are left out together: those of one model where there are several, else those of one configuration or
-    of a fifth of them. Runs of one configuration are never on both sides."""
+    """Return which rows are left out together, and the word for such a part.
+
+    They are those of one model where there are several, else those of one configuration or of a fifth of them. Runs of
+    one configuration are never on both sides.
+    """
     models = _grouped(row.model for row in rows)
     if len(models) >= _MODELS_TO_SPLIT_BY:
         return models, "each model left out in turn"
@@ -261,8 +269,7 @@ WITHDRAWN = {"withdrawn": "factors fitted to all runs so far predict those left 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibrated:
-    """What was learnt of one kind of hardware from which runs; `is_new` says that the database has something new of
-    it."""
+    """Calibration of one kind of hardware with its runs; `is_new` says that the database has something new of it."""
 
     hardware: HardwareKind
     lesson: Lesson
@@ -272,7 +279,7 @@ class Calibrated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refreshed:
-    """What was learnt of every kind of hardware, and how many runs could not be priced again."""
+    """Calibrations of every kind of hardware, and how many runs could not be priced again."""
 
     kinds: tuple[Calibrated, ...]
     skipped: int
@@ -317,7 +324,7 @@ def _calibrated(store: Store, kind: HardwareKind, rows: Sequence[Row], *, keep: 
 
 
 def _doubted(group: Sequence[tuple[Measurement, Row]]) -> list[Row]:
-    """The rows, newest first; those of other versions of torch than the newest run's say less of the next one."""
+    """Return the rows, newest first; those of other versions of torch than the newest run's say less of the next."""
     newest = group[0][0].fingerprint.versions.torch
     return [
         row if measurement.fingerprint.versions.torch == newest else replace(row, doubt=OTHER_VERSIONS)
@@ -330,8 +337,11 @@ def _doubted(group: Sequence[tuple[Measurement, Row]]) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One run beside its predictions, each as the seconds of a step and between which nine runs of ten should lie:
-    with the shipped constants, and with factors that were not fitted to it (None where nothing was fitted)."""
+    """One run beside its predictions.
+
+    Each is the seconds of a step and between which nine runs of ten should lie: with the shipped constants, and with
+    factors that were not fitted to it (None where nothing was fitted).
+    """
 
     row: Row
     shipped: tuple[float, float, float]

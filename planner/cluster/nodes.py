@@ -36,6 +36,7 @@ class Layout:
 
     @property
     def gpus(self) -> int:
+        """GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
 
@@ -158,7 +159,7 @@ def network(device: Device, layout: Layout, node: NodeType) -> tuple[Link | None
 
 
 def scaled(link: Link, factor: float) -> Link:
-    """The same link with every rate times `factor`; latencies stay."""
+    """Return the same link with every rate times `factor`; latencies stay."""
 
     def rates(busbw: Mapping[str, float | None]) -> dict[str, float | None]:
         return {key: rate if rate is None or key == "gpus" else rate * factor for key, rate in busbw.items()}

@@ -1,4 +1,4 @@
-"""From what was asked of the hardware to a `Cluster`: named, described in a file, probed, or assumed."""
+"""A `Cluster` from what was asked of the hardware: named, described in a file, probed, or assumed."""
 
 from __future__ import annotations
 
@@ -99,8 +99,11 @@ def resolve_cluster(request: HardwareRequest, machine: Machine | None = None) ->
 
 
 def _joined_by(cluster: Cluster, asked: str, cluster_file: str | None) -> Cluster:
-    """The cluster with the named link between its nodes. An adapter is as often in a node as the node type has
-    adapters, or as the name says; Ethernet, which hosts have beside them, once."""
+    """Return the cluster with the named link between its nodes.
+
+    An adapter is as often in a node as the node type has adapters, or as the name says; Ethernet, which hosts have
+    beside them, once.
+    """
     match = _SEVERAL.fullmatch(asked)
     count, name = (int(match[1]), match[2]) if match else (None, asked)
     link = find_link(name)
@@ -160,7 +163,7 @@ def _from_cpu(request: HardwareRequest, machine: Machine) -> Cluster:
 
 
 def _from_gpu(request: HardwareRequest, device: Device) -> Cluster:
-    """As many as asked for; without a number all GPUs of the nodes asked for, else one GPU."""
+    """Return a cluster of as many as asked for; without a number all GPUs of the nodes asked for, else one GPU."""
     per_node = usual_gpus_per_node(device)
     gpus = request.gpus or (request.nodes * per_node if request.nodes else 1)
     layout = spread(gpus, request.nodes, device)
@@ -213,8 +216,9 @@ def _more_than_here(request: HardwareRequest, machine: Machine) -> Cluster:
 
 
 def cluster_of_plan(section: Mapping[str, Any], machine: Machine | None = None) -> Cluster | None:
-    """The cluster of a plan's `cluster` section: this machine's devices where `machine` has such, else those of the
-    datasheets. Return None for a processor of another machine, of which nothing is known.
+    """Return the cluster of a plan's `cluster` section, or None for another machine's processor.
+
+    It has this machine's devices where `machine` has such, else those of the datasheets.
 
     Raises:
         UnknownName: a device or a link is in no datasheet.
@@ -252,7 +256,7 @@ def _link(name: str | None, base: Link | None) -> Link | None:
 
 
 def _require_same_hardware(request: HardwareRequest, cluster: Cluster) -> None:
-    """A cluster file says everything about the cluster; flags beside it may only repeat it."""
+    """Refuse flags that contradict a cluster file, which says everything about the cluster; they may repeat it."""
     for flag, asked, actual in (
         ("--gpus", request.gpus, cluster.gpus),
         ("--nodes", request.nodes, cluster.nodes),

@@ -72,6 +72,7 @@ def emit(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
 
 
 def as_json(config: Mapping[str, object]) -> str:
+    """Return a config as the text of a JSON file."""
     return json.dumps(config, indent=2) + "\n"
 
 
@@ -231,7 +232,7 @@ def _communication(plan: Plan) -> dict[str, object]:
 
 
 def _activation_checkpointing(plan: Plan) -> dict[str, object]:
-    """Settings of `deepspeed.checkpointing`; the model's own checkpointing is switched on in the model, not here."""
+    """Return the settings of `deepspeed.checkpointing`; the model's own is switched on in the model, not here."""
     if plan.configuration.activation_checkpointing == "none":
         return {}
     return {

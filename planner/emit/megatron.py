@@ -297,7 +297,7 @@ def parallel_fields(plan: Plan, form: str) -> Fields:
 
 
 def _stages(plan: Plan, form: str, layers: int) -> Fields:
-    """How layers are cut into stages: evenly, with embedding and head counted as layers, or with smaller ends."""
+    """Return how layers are cut into stages: evenly, embedding and head counted as layers, or with smaller ends."""
     configuration = plan.configuration
     pp, virtual = configuration.pp, configuration.virtual_stages
     if pp == 1:

@@ -19,8 +19,9 @@ _PAGE = 1 << 21
 
 
 def chrome_trace(job: Job, memory: MemoryEstimate) -> str:
-    """The predicted step of the busiest rank as JSON in the trace event format, which Perfetto and chrome://tracing
-    open: a thread for each stream, and a counter of the memory by category. Times are microseconds.
+    """Return the predicted step of the busiest rank as JSON that Perfetto and chrome://tracing open.
+
+    It has a thread for each stream, and a counter of the memory by category. Times are microseconds.
 
     Format: "Trace Event Format", the Chromium project; X are spans, M names, C counters.
     """
@@ -56,8 +57,9 @@ def chrome_trace(job: Job, memory: MemoryEstimate) -> str:
 
 
 def memory_snapshot(job: Job, memory: MemoryEstimate) -> bytes:
-    """The predicted memory of the busiest rank from loading to the end of a step as a pickle in the form of
-    `torch.cuda.memory._snapshot()`, which pytorch.org/memory_viz and `torch.cuda._memory_viz` open.
+    """Return the predicted memory of the busiest rank from loading to the end of a step, pickled.
+
+    It has the form of `torch.cuda.memory._snapshot()`, which pytorch.org/memory_viz and `torch.cuda._memory_viz` open.
 
     Each category of each phase is a block, whose stack says what it is; a category has a segment as large as its
     largest phase.
@@ -83,7 +85,7 @@ def memory_snapshot(job: Job, memory: MemoryEstimate) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Moment:
-    """What is alive at the end of a phase, bytes by category."""
+    """Memory at the end of a phase, bytes by category."""
 
     phase: str
     seconds: float

@@ -48,8 +48,10 @@ def knows_model(name: str) -> bool:
 
 
 def find_model(name: str) -> ModelFacts:
-    """The model with this Hub id or alias; the organisation, case, spaces, dashes and underscores do not count, nor do
-    words for a training or a storage that leaves the shapes as they are (`-Instruct`, `-hf`, `-bnb-4bit`).
+    """Return the model with this Hub id or alias.
+
+    The organisation, case, spaces, dashes and underscores do not count, nor do words for a training or a storage that
+    leaves the shapes as they are (`-Instruct`, `-hf`, `-bnb-4bit`).
 
     Raises:
         DsplanError: no row answers to the name, or it is that of a family; the message names what may be meant.

@@ -20,8 +20,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """A low-rank adapter beside one frozen matrix of a block: weights [rank, inputs] and [outputs, rank], and with
-    `magnitude` (DoRA) a vector of `outputs`. `name` is the matrix's, as in `BlockCount.names`."""
+    """A low-rank adapter beside one frozen matrix of a block: weights [rank, inputs] and [outputs, rank].
+
+    With `magnitude` (DoRA) it has a vector of `outputs`. `name` is the matrix's, as in `BlockCount.names`.
+    """
 
     name: str
     inputs: int
@@ -31,6 +33,7 @@ class Adapter:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
+        """Shapes of its weights."""
         low_rank: tuple[Shape, ...] = ((self.rank, self.inputs), (self.outputs, self.rank))
         return (*low_rank, (self.outputs,)) if self.magnitude else low_rank
 
@@ -99,6 +102,7 @@ class ParameterCounts:
 
     @property
     def trains_all(self) -> bool:
+        """True if no weight is frozen."""
         return not self.frozen and not any(block.frozen for block in self.blocks)
 
     @property
@@ -113,14 +117,17 @@ class ParameterCounts:
 
     @property
     def in_blocks(self) -> int:
+        """Parameters of all blocks."""
         return sum(block.parameters * block.repeats for block in self.blocks)
 
     @property
     def total(self) -> int:
+        """Parameters of the model."""
         return self.embedding + self.in_blocks + self.head + self.other
 
     @property
     def largest_block(self) -> int:
+        """Parameters of the largest block."""
         return max((block.parameters for block in self.blocks), default=0)
 
     @property
@@ -202,8 +209,10 @@ class TowerFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedMoment:
-    """Bytes alive at one moment of the backward pass beside weights and finished gradients: `fixed` whatever the batch
-    and `per_sample`; `gradients` are the elements of the weights whose gradient is finished.
+    """Bytes alive at one moment of the backward pass beside weights and finished gradients.
+
+    `fixed` are there whatever the batch, `per_sample` for each sample; `gradients` are the elements of the weights
+    whose gradient is finished.
     """
 
     fixed: float
@@ -242,7 +251,7 @@ class TracedActivations:
     parts: Mapping[tuple[int, int, int, bool], TracedActivations] = field(default_factory=dict)
 
     def of(self, *, tp: int, cp: int, ep: int = 1, splits_sequences: bool = False) -> TracedActivations:
-        """On a rank of such degrees: as it was traced, or like one of two ranks that split layers, or of the whole."""
+        """Return the trace of a rank of such degrees, or one like that of two ranks, or the whole's."""
         two, asked = self.parts.get((2, 1, 1, False)), (tp, cp, ep, splits_sequences)
         if asked in self.parts or tp < 2 or cp > 1 or two is None:
             return self.parts.get(asked, self)
@@ -405,6 +414,7 @@ class ModelFacts:
 
     @property
     def is_moe(self) -> bool:
+        """True if blocks have experts."""
         return self.num_experts > 1
 
     @property

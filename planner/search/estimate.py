@@ -28,8 +28,11 @@ from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Priced:
-    """A job with its memory and whether that fits; `memory_source` is where the memory comes from, `notes` what there
-    is to say of it, `experience` what was measured before."""
+    """A job with its memory and whether that fits.
+
+    `memory_source` is where the memory comes from, `notes` what there is to say of it, `experience` what was measured
+    before.
+    """
 
     job: Job
     memory: MemoryEstimate
@@ -65,7 +68,7 @@ def price(request: Request, configuration: Configuration) -> Priced:
 
 
 def timed(priced: Priced) -> StepTime:
-    """What the job takes: as measured where this machine ran it before, as expected from runs like it elsewhere."""
+    """Return what the job takes: as measured where this machine ran it, as expected from runs like it elsewhere."""
     run = priced.experience.known.get(priced.job.configuration)
     return priced.experience.expected(priced.job) if run is None else run.answer(step_time(priced.job))
 
@@ -200,8 +203,10 @@ def adapted(workload: Workload) -> Adapted | None:
 
 
 def heads_left_over(facts: ModelFacts, tp: int) -> bool:
-    """Whether tp ranks cannot have as many heads each. A module of the user's own may not say how many it has, which
-    reads as one, and is tried when it is split."""
+    """Return whether tp ranks cannot have as many heads each.
+
+    A module of the user's own may not say how many it has, which reads as one, and is tried when it is split.
+    """
     return facts.num_heads % tp > 0 and (facts.kind != "custom" or facts.num_heads > 1)
 
 
@@ -219,7 +224,7 @@ def _is_slow(configuration: Configuration, mfu: float | None) -> bool:
 
 
 def waits_mostly(job: Job, time: StepTime) -> bool:
-    """The same of a job that is timed."""
+    """Return whether a timed job mostly waits for offloaded states."""
     return job.configuration.offload != "none" and _is_slow(job.configuration, throughput(job, time).mfu)
 
 
@@ -348,7 +353,7 @@ def _uneven_shards(job: Job) -> list[str]:
 
 
 def _experts_dealt_out_whole(job: Job) -> list[str]:
-    """What a rank holds more than its share of experts, because FSDP2 shards dimension 0 of tensors that hold all."""
+    """Return what a rank holds beyond its share of experts; FSDP2 shards dimension 0 of tensors that hold all."""
     chosen, experts = job.configuration, job.facts.num_experts
     ranks = chosen.expert_shards
     local = experts // chosen.ep

@@ -86,7 +86,7 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
 
 
 def _splits_sequence(request: Request, options: ExactOptions) -> bool:
-    """As asked; else where there are tensor-parallel ranks and the code does it unless told otherwise."""
+    """Return whether tp ranks split sequences: as asked, else where the code does it unless told otherwise."""
     if options.sequence_parallel is not None:
         return options.sequence_parallel
     return options.tp > 1 and code_base(request.workload.code).sequence_parallel

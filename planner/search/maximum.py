@@ -32,7 +32,7 @@ SEQUENCE_STEP = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaximumOptions:
-    """What every row has; a field is None where rows of several are wanted."""
+    """Traits of every row; a field is None where rows of several are wanted."""
 
     strategy: words.Strategy | None = None
     backend: words.Backend | None = None
@@ -46,7 +46,7 @@ class MaximumOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Maximum:
-    """What fits in one way of running; each number is None where not even the smallest does or nothing is known of it.
+    """The most that fits in one way of running; a number is None where not even the smallest does or nothing is known.
 
     `configuration` has micro-batch 1, at which `sequence_length` fits, and the largest decoder like LLaMA
     (`planner.models.resolve.model_of_size`), of `model_parameters` and asked for as `model_size`.
@@ -129,8 +129,10 @@ def _maximum(request: Request, way: ExactOptions, configuration: Configuration) 
 
 
 def largest(fits: Callable[[int], bool], guess: int, most: int) -> int:
-    """The largest number from 1 to `most` that fits, where every smaller one does; 0 without one. Numbers near the
-    guess are asked about first, then ever farther ones."""
+    """Return the largest number from 1 to `most` that fits, where every smaller one does; 0 without one.
+
+    Numbers near the guess are tried first, then ever farther ones.
+    """
     low, high = 0, most + 1
     probe, stride = min(max(guess, 1), most), max(guess // 8, 1)
     while low < probe < high and not (low and high <= most):
@@ -154,7 +156,7 @@ def scales(facts: ModelFacts) -> bool:
 
 
 def longest_steps(request: Request) -> int:
-    """Steps of the longest sequence there may be; 0 where it cannot be varied: in images, and in what was traced."""
+    """Return the steps of the longest sequence there may be; 0 where none is varied: in images, and what was traced."""
     facts = request.facts
     varies = facts.kind in ("decoder", "encoder", "encoder-decoder") and not (facts.traced or facts.recorded_as)
     if not varies or request.workload.task == "image-cls":
@@ -164,6 +166,7 @@ def longest_steps(request: Request) -> int:
 
 
 def of_length(request: Request, length: int) -> Request:
+    """Return the request with sequences of so many tokens."""
     return replace(request, workload=replace(request.workload, sequence_length=length))
 
 

@@ -18,7 +18,7 @@ ALIKE = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Point:
-    """What is made small: GPU-seconds where cost counts, else seconds of a step; bytes; devices."""
+    """Values to make small: GPU-seconds where cost counts, else seconds of a step; bytes; devices."""
 
     worth: float
     used: float
@@ -33,10 +33,11 @@ class _Point:
 
 
 def pareto_front(request: Request, known: Iterable[Candidate] = ()) -> tuple[Timed, ...]:
-    """The Pareto front over step time (or cost, where that is the objective), memory of a device and devices, from all
-    the devices down to one; on each number of them the best first. Plans that `dsplan run` cannot run are there only
-    where the request allows them, and plans that end too late are not. `known` are all candidates of some numbers of
-    devices, of which a search has worked out some already.
+    """Return the Pareto front over step time (or cost, where that is the objective), memory of a device and devices.
+
+    It is of all the devices down to one, the best first on each number of them. Plans that `dsplan run` cannot run are
+    there only where the request allows them, and plans that end too late are not. `worked_out` are all candidates of
+    some numbers of devices, of which a search has worked out some already.
 
     Families are looked at in the order of the best time that each could take, so that most are beaten before their
     memory is worked out: exact as `planner.search.evaluate` is.

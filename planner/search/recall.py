@@ -1,4 +1,4 @@
-"""What the database knows, brought to a request: measured rates, the calibration of such hardware, earlier runs."""
+"""Knowledge of the database, brought to a request: measured rates, calibrations of such hardware, earlier runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ the micro-batch."""
 def oom_records(
     failed: Iterable[Measurement], completed: Iterable[Measurement], request: Request
 ) -> tuple[OomRecord, ...]:
-    """What ran out of memory of this request's model and work, newest first; both lists are those of one machine.
+    """Return what ran out of memory of this request's model and work, newest first; both lists are of one machine.
 
     A newer run that completed takes a failure back: one of the same configuration, or one that was predicted to take at
     least as much. Of a plan that offloads it is not known which memory was short, so only one of the same configuration
@@ -60,8 +60,10 @@ def oom_records(
 
 
 def oom_record_of(configuration: Configuration, predicted_bytes: int, request: Request, **known: Any) -> OomRecord:
-    """A failure in today's prediction, so that it can be compared with that of other plans; in the one it was made
-    with where it ran on another number of devices."""
+    """Return a failure in today's prediction, so that it can be compared with that of other plans.
+
+    It is in the prediction it was made with where it ran on another number of devices.
+    """
     if configuration.world_size != request.cluster.gpus:
         return OomRecord(configuration=configuration, peak_allocated_bytes=predicted_bytes, **known)
     memory = memory_estimate(job_of(request, configuration))
@@ -130,7 +132,7 @@ def recalled(request: Request) -> Request:
 
 
 def recalled_from(store: Store, request: Request) -> Request:
-    """The same out of an open store."""
+    """Return the request with everything that an open store has for its hardware and its work."""
     request = replace(request, cluster=with_rates(store, request))
     calibration = calibration_of(store, request.cluster)
     if calibration is not None:
@@ -143,8 +145,10 @@ def recalled_from(store: Store, request: Request) -> Request:
 
 
 def with_rates(store: Store, request: Request) -> Cluster:
-    """The cluster with the rates that were measured on this machine with as many ranks, for the request's precision,
-    unless it has such rates already."""
+    """Return the cluster with the rates measured on this machine with as many ranks, for the request's precision.
+
+    A cluster that has such rates already stays as it is.
+    """
     cluster = request.cluster
     is_open = cluster.machine is not None and cluster.rates == NOTHING_MEASURED
     measured = store.rates(_machine_key(cluster)) if is_open else ()

@@ -1,4 +1,4 @@
-"""What is said where no plan fits: the headline, the closest miss, and remedies, each tried before it is offered."""
+"""The answer where no plan fits: headline, closest miss, and remedies, each tried before it is offered."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoPlan:
-    """What commands, pages, reports and errors say where there is no plan."""
+    """Words of commands, pages, reports and errors where there is no plan."""
 
     headline: str
     """`no plan fits`, or by when none that fits ends."""
@@ -100,8 +100,10 @@ _ADAPTERS: tuple[tuple[Method, str], ...] = (
 def adapter_remedies(
     request: Request, first: Callable[[Request], Plan | None], instead: Plan | None
 ) -> tuple[Remedy, ...]:
-    """Adapters in place of all weights, where that fits on the devices alone and all weights do not: `instead` is the
-    best plan for those, None where there is none."""
+    """Return adapters in place of all weights, where those fit on the devices alone and all weights do not.
+
+    `instead` is the best plan for all weights, None where there is none.
+    """
     workload = request.workload
     cluster = request.cluster
     if workload.freezes or cluster.device.is_cpu or cluster.gpus > MOST_GPUS_FOR_ADAPTERS:

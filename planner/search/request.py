@@ -63,8 +63,10 @@ class WorkOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degrees:
-    """How ranks are to share the work on one sample, as a script or a person decided it; data parallelism takes the
-    ranks that are left. What is None is left to the search."""
+    """Degrees that ranks share the work on one sample by, as a script or a person decided them.
+
+    Data parallelism takes the ranks that are left. The search chooses those that are None.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -86,7 +88,7 @@ class Degrees:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What to plan: model, work, devices, and how plans are to be ranked.
+    """A question: model, work, devices, and how plans are to be ranked.
 
     `defaults` are the sentences that say what was taken for granted. `strategies` limits the search where not None;
     so does `micro_batch`, for scripts that cut their batches themselves. `simplest_first` lets a simpler plan go before
@@ -125,8 +127,10 @@ class Request:
         return self.cluster.usd_per_gpu_hour if self.budget.usd_per_gpu_hour is None else self.budget.usd_per_gpu_hour
 
     def backend_of(self, strategy: words.Strategy, *, splits_model: bool) -> words.Backend:
-        """What runs a strategy. DeepSpeed is handed whole models here; our own ZeRO runs where ranks share the work on
-        one sample."""
+        """Return what runs a strategy.
+
+        DeepSpeed is handed whole models here; our own ZeRO runs where ranks share the work on one sample.
+        """
         zero = "native" if splits_model and code_base(self.workload.code).runs_here else self.zero_backend
         return words.default_backend(strategy, zero=zero)
 
@@ -142,8 +146,9 @@ _LIMITS = {
 
 
 def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ranking: Any) -> Request:
-    """A request from what the user said; `ranking` are the fields of Request that say how to rank. Without a
-    `zero_backend` DeepSpeed runs ZeRO where it has the precision, and our own elsewhere.
+    """Return a request from what the user said; `ranking` are the fields of Request that say how to rank.
+
+    Without a `zero_backend` DeepSpeed runs ZeRO where it has the precision, and our own elsewhere.
 
     Raises:
         ContradictoryRequest: a number is out of range, the sequence is longer than the model has positions for, the

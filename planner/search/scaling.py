@@ -1,4 +1,4 @@
-"""How an answer changes: the fastest plans on other numbers of devices, and plans at other micro-batches and lengths.
+"""Changes of an answer: the fastest plans on other numbers of devices, and plans at other micro-batches and lengths.
 
 Each returns plans, also such as do not fit: their verdict says so.
 """
@@ -24,7 +24,7 @@ from planner.types.plan import Configuration, Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """How fast all devices of a plan are together."""
+    """The speed of all devices of a plan together."""
 
     plan: Plan
     per_second: float
@@ -54,8 +54,10 @@ SHORTEST, LONGEST = 512, 131_072
 
 
 def over_devices(request: Request, here: Plan) -> tuple[Plan, ...]:
-    """The fastest plan on a quarter of the devices to four times as many, those left out on which nothing fits; `here`
-    is the one on those that were asked for. The global batch is as `on_devices` has it."""
+    """Return the fastest plans on a quarter of the devices to four times as many, where any fits.
+
+    `here` is the one on those that were asked for. The global batch is as `on_devices` has it.
+    """
     found = [here]
     for cluster in _clusters(request.cluster):
         other = replace(on_devices(request, cluster), objective="throughput", budget=NO_BUDGET)
@@ -90,7 +92,7 @@ def over_micro_batches(request: Request, plan: Plan) -> tuple[Plan, ...]:
 
 
 def over_lengths(request: Request, plan: Plan) -> tuple[Plan, ...]:
-    """The plan at sequences of powers of two tokens, as many samples as before; none where a length means nothing."""
+    """Return the plan at sequences of powers of two tokens, as many samples as before; none where no length is."""
     most = min(longest_steps(request) * SEQUENCE_STEP, limits.TOKENS.most)
     asked = plan.configuration.sequence_length
     if not most or asked < 2:

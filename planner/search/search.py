@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation:
     """Ranked plans, best first, and in `choice` why the first is; without one, the closest miss and what would help.
+
     Beside plans that offload, `remedies` name what trains on the devices alone.
 
     With a deadline the plans are those that end in time, the closest miss may be one that fits and ends too late, and
@@ -100,7 +101,7 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
 
 
 def first_plan(request: Request) -> Plan | None:
-    """The first plan of `recommend` alone, without the reasons of others and a deadline; None where nothing fits.
+    """Return the first plan of `recommend` alone, without reasons and a deadline; None where nothing fits.
 
     Raises:
         ContradictoryRequest: as `recommend`.
@@ -110,7 +111,7 @@ def first_plan(request: Request) -> Plan | None:
 
 
 def _near_the_fastest(request: Request) -> list[Timed]:
-    """The best of every group; where time counts, of those only whose best is not so slow that another is first."""
+    """Return the best of every group; where time counts, only of those whose best may be first."""
     choose, groups = _choice(request), list(grouped(request).values())
     if request.objective != "throughput":
         every = (choose(group, request.objective, math.inf) for group in groups)

@@ -56,6 +56,7 @@ class CandidateLayout:
 
     @property
     def data_parallel(self) -> int:
+        """Replicas of the model, sharded or not."""
         return self.dp_replicate * self.dp_shard
 
 
@@ -86,8 +87,10 @@ def inapplicable(request: Request, strategy: words.Strategy) -> str:
 
 
 def enumerate_candidates(request: Request) -> Iterator[CandidateLayout]:
-    """Every layout of every applicable strategy: of those that split the model, what `dsplan run` can run, or all of
-    them where the request allows it."""
+    """Yield every layout of every applicable strategy.
+
+    Of those that split the model it is what `dsplan run` can run, or all of them where the request allows it.
+    """
     for strategy in words.STRATEGIES:
         if inapplicable(request, strategy):
             continue
@@ -99,8 +102,10 @@ def enumerate_candidates(request: Request) -> Iterator[CandidateLayout]:
 
 
 def unfit_degrees(request: Request) -> str:
-    """Why no plan has the degrees that somebody decided, in the words of the strategy that people split models with
-    most; empty where a plan has them."""
+    """Return why no plan has the degrees that somebody decided; None where one has them.
+
+    The words are of the strategy that people split models with most.
+    """
     reasons = [
         unfit(request, layout)
         for strategy in sorted(words.STRATEGIES, key=lambda name: name not in MODEL_PARALLEL_STRATEGIES)
@@ -188,8 +193,10 @@ def _with_memory_savers(request: Request, strategy: words.Strategy, split: _Spli
 
 
 def _sequence_parallel(request: Request, split: _Split) -> bool:
-    """Whether tp ranks split the sequence between their products: as asked, else where the code does, and where experts
-    are spread over them, which takes it."""
+    """Return whether tp ranks split the sequence between their products.
+
+    They do as asked, else where the code does, and where experts are spread over them, which takes it.
+    """
     asked = None if request.degrees is None else request.degrees.sequence_parallel
     if asked is not None:
         return asked
@@ -226,8 +233,7 @@ def _split(request: Request, strategy: words.Strategy, ranks: int) -> tuple[int,
 
 
 def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Iterator[tuple[int, int, int]]:
-    """(tp, pp, cp), all powers of two: tp inside a node and dividing the heads, pp up to the depth, cp where sequences
-    are long."""
+    """Yield (tp, pp, cp), powers of two: tp in a node and dividing heads, pp up to the depth, cp for long samples."""
     if request.degrees is not None:
         yield request.degrees.tp, request.degrees.pp, request.degrees.cp
         return
@@ -246,8 +252,11 @@ def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Itera
 
 
 def _splits(request: Request, strategy: words.Strategy) -> tuple[words.Degree, ...]:
-    """The degrees that the search may choose for a strategy: those of its code, of models whose layers are known, on
-    GPUs; or those of them that a live script can be run with."""
+    """Return the degrees that the search may choose for a strategy.
+
+    They are those of its code, of models whose layers are known, on GPUs; or those of them that a live script can be
+    run with.
+    """
     code, facts, by_script = code_base(request.workload.code), request.facts, request.splits
     was_asked = by_script is not None and request.strategies == (strategy,)
     if strategy in code.whole_strategies or not (was_asked or strategy in MODEL_PARALLEL_STRATEGIES):
@@ -270,8 +279,11 @@ def _context_degrees(request: Request, ranks: int, splits: tuple[words.Degree, .
 
 
 def _expert_degrees(request: Request, strategy: words.Strategy, *, tp: int, pp: int, cp: int) -> tuple[int, ...]:
-    """Over how many ranks experts are spread: powers of two that divide both, those of a node at the least, whose links
-    are the fastest; and none with tp where the code splits no sequence between its products."""
+    """Return over how many ranks experts may be spread: powers of two that divide both.
+
+    They are those of a node at the least, whose links are the fastest; and none with tp where the code splits no
+    sequence between its products.
+    """
     if request.degrees is not None:
         return (request.degrees.ep,)
     facts, cluster = request.facts, request.cluster

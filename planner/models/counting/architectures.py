@@ -63,7 +63,7 @@ def _projection_out(facts: ModelFacts) -> Weights:
 
 
 def is_bare(facts: ModelFacts) -> bool:
-    """Whether the class is the stack without a head (`LlamaModel`); ChatGLM's one class, of that name, has a head."""
+    """Return whether the class is the stack without a head (`LlamaModel`); ChatGLM's class of that name has a head."""
     return facts.architecture.endswith("Model") and not facts.architecture.endswith(("LMHeadModel", "ChatGLMModel"))
 
 
@@ -78,7 +78,7 @@ def _decoder_head(facts: ModelFacts) -> Weights:
 
 
 def count_encoder(facts: ModelFacts) -> ParameterCounts:
-    """An encoder with the head that its architecture's name says (`ForMaskedLM`, `ForPreTraining`, none for `Model`).
+    """Return an encoder with the head that its architecture's name says (`ForMaskedLM`, none for `Model`).
 
     ALBERT's pooler belongs to `AlbertModel`; `AlbertForMaskedLM`, which the catalogue names, is built without it.
     """
@@ -149,7 +149,7 @@ def _encoder_head(facts: ModelFacts) -> Weights:
 
 
 def _masked_lm_head(facts: ModelFacts) -> Weights:
-    """A projection to the embedding's width, its norm, and the bias of the decoder that is tied to the embedding."""
+    """Return a projection to the embedding's width, its norm, and the bias of the decoder tied to the embedding."""
     width = facts.embedding_size or facts.hidden_size
     head = linear(facts.hidden_size, width, "head_dense", bias=facts.norm_bias) + norm(facts, width, "head_norm")
     if not facts.tie_word_embeddings:

@@ -280,8 +280,9 @@ def _pattern(flag: str, text: str) -> re.Pattern[str]:
 
 
 def frozen_but(facts: ModelFacts, counts: ParameterCounts, pattern: str) -> ParameterCounts:
-    """The counts with all weights frozen but those in whose names the pattern is found. Runs of blocks that differ
-    become block counts of their own.
+    """Return the counts with all weights frozen but those in whose names the pattern is found.
+
+    Runs of blocks that differ become block counts of their own.
 
     Raises:
         ContradictoryRequest: the names are not known, none or all of them match, or it is no regular expression.

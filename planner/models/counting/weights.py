@@ -29,15 +29,17 @@ class Weights:
         return Weights(shapes=self.shapes + other.shapes, frozen=(*self.frozen, *moved), names=self.names + other.names)
 
     def inside(self, part: str) -> Weights:
-        """The same weights as those of a part of the model."""
+        """Return the same weights as those of a part of the model."""
         return Weights(shapes=self.shapes, frozen=self.frozen, names=tuple(f"{part}.{name}" for name in self.names))
 
     @property
     def total(self) -> int:
+        """Elements of all of them."""
         return sum(map(prod, self.shapes))
 
     @property
     def largest(self) -> int:
+        """Elements of the largest matrix."""
         return max(map(prod, self.shapes), default=0)
 
 
@@ -73,14 +75,17 @@ def block_count(name: str, repeats: int, weights: Weights, experts: int = 0) -> 
 
 
 def tensor(*shape: int, name: str) -> Weights:
+    """Return a weight of any shape."""
     return Weights(shapes=(shape,), names=(name,))
 
 
 def vector(width: int, name: str) -> Weights:
+    """Return a weight of one dimension, such as a norm's."""
     return tensor(width, name=name)
 
 
 def linear(inputs: int, outputs: int, name: str, *, bias: bool) -> Weights:
+    """Return the weight of a linear layer, and its bias where it has one."""
     weight = tensor(outputs, inputs, name=f"{name}.weight")
     return weight + vector(outputs, f"{name}.bias") if bias else weight
 
@@ -144,6 +149,7 @@ def mlp(facts: ModelFacts, width: int) -> Weights:
 
 
 def norms(facts: ModelFacts, how_many: int) -> Weights:
+    """Return so many norms of a width, with biases where the architecture has them."""
     return sum((norm(facts, name=f"norm{place}") for place in range(1, how_many + 1)), NOTHING)
 
 

@@ -112,8 +112,9 @@ class ConfigReader:
         return ConfigReader.of(inner or {}, f"{self.name} {key}", fallback=model_type, nested=True)
 
     def number(self, key: str, limit: Limit, default: float | None = None, section: str = "") -> Any:
-        """The number under a key of the config, or of the object under `section`; null where it has none means
-        `default`.
+        """Return the number under a key of the config, or of the object under `section`.
+
+        A null where it has none means `default`.
 
         Raises:
             BrokenFile: it is no number within the limit.
@@ -168,7 +169,7 @@ class ConfigReader:
         return known[0]
 
     def _checked(self, fact: str, key: str, value: Any) -> Any:
-        """A value whose type fits the figure: sizes are whole and positive, probabilities and ratios at least 0."""
+        """Return a value whose type fits: sizes are whole and positive, probabilities and ratios at least 0."""
         if value is None and fact in _NEVER_NULL:
             raise self.problem(f"field {key!r} is null", f"write {model_figure(fact)}")
         if value is None:
