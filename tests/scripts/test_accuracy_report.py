@@ -87,7 +87,7 @@ def test_gpu_runs_get_a_section_of_their_own_and_their_verdicts() -> None:
 
 @pytest.mark.parametrize("file", ["published_memory_left_out", "published_training_left_out"])
 def test_what_is_left_out_of_a_table_is_not_called_impossible(file: str) -> None:
-    """Plans have fp8, cp, ep, virtual stages and adapters: rows of those are asked as flags, with an answer somewhere."""
+    """Plans have fp8, cp, ep, virtual stages and adapters: rows of those are asked as flags, some with an answer."""
     answered = {row["source"] for row in read("published_asked") if not row["why_not"]}
     rows = read(file)
     assert not [row for row in rows if "no plan does" in row["why"]]
