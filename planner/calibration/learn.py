@@ -151,7 +151,7 @@ def learn(rows: Sequence[Row], seconds: Seconds | None = None) -> Lesson:
     if configurations < FEWEST:
         why = f"{configurations} different configurations ran, and {FEWEST} are needed"
         return Lesson(rows=len(rows), configurations=configurations, split=split, reason=why)
-    found = fitted(rows, price)
+    found = fit_factors(rows, price)
     shipped = [price(with_factors(row.job, SHIPPED)) for row in rows]
     apart = dict(pair for part in parts for pair in _left_out(rows, part, price, found))
     left_out = [apart[index] for index in range(len(rows))]
@@ -182,7 +182,7 @@ def learn(rows: Sequence[Row], seconds: Seconds | None = None) -> Lesson:
     return replace(lesson, calibration=calibration)
 
 
-def fitted(rows: Sequence[Row], seconds: Seconds | None = None, near: Fit | None = None) -> Fit:
+def fit_factors(rows: Sequence[Row], seconds: Seconds | None = None, near: Fit | None = None) -> Fit:
     """Return the most probable factors, of those that the rows' step times feel at all.
 
     `near` is a fit to much the same rows.
@@ -226,7 +226,7 @@ def with_factors(job: Job, factors: Factors) -> Job:
 def _left_out(rows: Sequence[Row], part: frozenset[int], price: Seconds, whole: Fit) -> list[tuple[int, float]]:
     """Return the predictions for the rows of one part, by their places, of factors fitted to all others."""
     rest = [row for index, row in enumerate(rows) if index not in part]
-    factors = Factors(**fitted(rest, price, whole).factors)
+    factors = Factors(**fit_factors(rest, price, whole).factors)
     return [(index, price(with_factors(rows[index].job, factors))) for index in part]
 
 
@@ -236,17 +236,17 @@ def _parts(rows: Sequence[Row]) -> tuple[list[frozenset[int]], str]:
     They are those of one model where there are several, else those of one configuration or of a fifth of them. Runs of
     one configuration are never on both sides.
     """
-    models = _grouped(row.model for row in rows)
+    models = _group(row.model for row in rows)
     if len(models) >= _MODELS_TO_SPLIT_BY:
         return models, "each model left out in turn"
-    configurations = _grouped(row.job.configuration for row in rows)
+    configurations = _group(row.job.configuration for row in rows)
     if len(configurations) <= _LEAVE_ONE_OUT:
         return configurations, "each configuration left out in turn"
     folds = [frozenset[int]().union(*configurations[start::_FOLDS]) for start in range(_FOLDS)]
     return folds, f"each {_FOLDS}th of the configurations left out in turn"
 
 
-def _grouped(keys: Iterable[object]) -> list[frozenset[int]]:
+def _group(keys: Iterable[object]) -> list[frozenset[int]]:
     groups: dict[object, set[int]] = {}
     for index, key in enumerate(keys):
         groups.setdefault(key, set()).add(index)
@@ -305,11 +305,11 @@ def refresh(store: Store, machine: Machine, *, only: HardwareKind | None = None,
             skipped += 1
         elif only in (None, kind := hardware_kind(row.job.cluster)):
             groups.setdefault(kind, []).append((measurement, row))
-    kinds = tuple(_calibrated(store, kind, _doubted(group), keep=keep) for kind, group in groups.items())
+    kinds = tuple(_calibrate(store, kind, _doubt_older(group), keep=keep) for kind, group in groups.items())
     return Refreshed(kinds=kinds, skipped=skipped)
 
 
-def _calibrated(store: Store, kind: HardwareKind, rows: Sequence[Row], *, keep: bool) -> Calibrated:
+def _calibrate(store: Store, kind: HardwareKind, rows: Sequence[Row], *, keep: bool) -> Calibrated:
     lesson = learn(rows)
     known = calibration_of(store, rows[0].job.cluster)
     if lesson.calibration is not None:
@@ -323,7 +323,7 @@ def _calibrated(store: Store, kind: HardwareKind, rows: Sequence[Row], *, keep: 
     return Calibrated(hardware=kind, lesson=lesson, is_new=is_new, rows=tuple(rows))
 
 
-def _doubted(group: Sequence[tuple[Measurement, Row]]) -> list[Row]:
+def _doubt_older(group: Sequence[tuple[Measurement, Row]]) -> list[Row]:
     """Return the rows, newest first; those of other versions of torch than the newest run's say less of the next."""
     newest = group[0][0].fingerprint.versions.torch
     return [

@@ -155,10 +155,10 @@ def network(device: Device, layout: Layout, node: NodeType) -> tuple[Link | None
     rate = (link.per_node_gbit or link.line_rate_gbit or 0) * nics
     sold = node.inter_node_gbit or rate
     trays = max(1, layout.gpus_per_node // node.gpus_per_node) if _is_rack_scale(device) and link.per == "NIC" else 1
-    return (link if sold >= rate else scaled(link, sold / rate)), nics * trays
+    return (link if sold >= rate else scale_link(link, sold / rate)), nics * trays
 
 
-def scaled(link: Link, factor: float) -> Link:
+def scale_link(link: Link, factor: float) -> Link:
     """Return the same link with every rate times `factor`; latencies stay."""
 
     def rates(busbw: Mapping[str, float | None]) -> dict[str, float | None]:

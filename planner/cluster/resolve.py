@@ -92,13 +92,13 @@ def resolve_cluster(request: HardwareRequest, machine: Machine | None = None) ->
     if cluster.probed and machine is not None:
         cluster = of_machine(cluster, machine)
     if request.interconnect is not None:
-        cluster = _joined_by(cluster, request.interconnect, request.cluster_file)
+        cluster = _join_by(cluster, request.interconnect, request.cluster_file)
     if cluster.gpus > limits.GPUS.most:
         raise ContradictoryRequest(f"{cluster.gpus:,} GPUs are more than {limits.GPUS.most:,}; ask for fewer nodes")
     return cluster
 
 
-def _joined_by(cluster: Cluster, asked: str, cluster_file: str | None) -> Cluster:
+def _join_by(cluster: Cluster, asked: str, cluster_file: str | None) -> Cluster:
     """Return the cluster with the named link between its nodes.
 
     An adapter is as often in a node as the node type has adapters, or as the name says; Ethernet, which hosts have
@@ -184,7 +184,7 @@ def _from_machine(request: HardwareRequest, machine: Machine) -> Cluster:
     if slices is not None and request.gpus in (None, 1) and request.nodes in (None, 1):
         return slices
     if not here:
-        return _assumed(request, machine)
+        return _assume(request, machine)
     if request.gpus is not None and request.gpus <= len(here) and request.nodes in (None, 1):
         return gpu_cluster(machine, here[: request.gpus])
     if request.gpus is None:
@@ -192,7 +192,7 @@ def _from_machine(request: HardwareRequest, machine: Machine) -> Cluster:
     return _more_than_here(request, machine)
 
 
-def _assumed(request: HardwareRequest, machine: Machine) -> Cluster:
+def _assume(request: HardwareRequest, machine: Machine) -> Cluster:
     device = find_device(ASSUMED_GPU)
     gpus = request.gpus or ASSUMED_COUNT * (request.nodes or 1)
     cluster = _from_gpu(replace(request, gpus=gpus), device)
@@ -303,7 +303,7 @@ def read_cluster_file(path: str) -> Cluster:
     Raises:
         BrokenFile: the file is missing, not YAML, or a key is unknown or of the wrong type; one line with the remedy.
     """
-    given = _checked(path, _mapping(path))
+    given = _check(path, _mapping(path))
     try:
         return _with_figures(_base(path, given), given)
     except (UnknownName, ContradictoryRequest) as error:
@@ -317,7 +317,7 @@ def _mapping(path: str) -> dict[Any, Any]:
     return data
 
 
-def _checked(path: str, data: dict[Any, Any]) -> dict[str, Any]:
+def _check(path: str, data: dict[Any, Any]) -> dict[str, Any]:
     for key, given in data.items():
         if key not in KEYS:
             raise BrokenFile(path, f"unknown key {shown(key)}", f"keys are {', '.join(KEYS)}")

@@ -122,7 +122,7 @@ def keeps_stage_whole(job: Job) -> bool:
     return job.configuration.pp > 1 and code_base(job.workload.code).whole_stages
 
 
-def reshards(job: Job) -> bool:
+def reshards_weights(job: Job) -> bool:
     """Return whether FSDP frees a unit's weights between its uses."""
     return job.configuration.strategy != "fsdp-grad-op" and not keeps_stage_whole(job)
 

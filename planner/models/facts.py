@@ -108,12 +108,12 @@ class ParameterCounts:
     @property
     def trained(self) -> ParameterCounts:
         """The counts without frozen weights: what gradients and optimizer states are of."""
-        return self if self.trains_all else _parted(self)[0]
+        return self if self.trains_all else _part(self)[0]
 
     @property
     def held(self) -> ParameterCounts:
         """The counts of frozen weights alone."""
-        return _parted(self)[1]
+        return _part(self)[1]
 
     @property
     def in_blocks(self) -> int:
@@ -137,7 +137,7 @@ class ParameterCounts:
 
 
 @lru_cache(maxsize=64)
-def _parted(counts: ParameterCounts) -> tuple[ParameterCounts, ParameterCounts]:
+def _part(counts: ParameterCounts) -> tuple[ParameterCounts, ParameterCounts]:
     """Return what is trained, and what is frozen."""
     ends = tuple(accumulate(map(prod, counts.outside)))
     tables = tuple(shape for place, shape in enumerate(counts.outside) if ends[place] <= counts.embedding)

@@ -23,7 +23,7 @@ from planner.cost.memory.activations.instants import selective_saves
 from planner.cost.memory.host import host_load_bytes
 from planner.cost.precision import recipe_of
 from planner.cost.verdict import device_limit, host_limit
-from planner.search.estimate import Priced, job_of, price, resident_bytes, timed
+from planner.search.estimate import Priced, job_of, price, resident_bytes, time_step
 from planner.search.ranking import ONE_STRATEGY, Timed, clearly_worse, order, worth
 from planner.search.request import Request
 from planner.search.space import CandidateLayout, configuration_of, micro_batches
@@ -70,7 +70,7 @@ class Candidate:
     def timed(self, index: int) -> Timed:
         """Return one of the micro-batches with its step time."""
         priced = self.priced(index)
-        return Timed(priced=priced, time=timed(priced))
+        return Timed(priced=priced, time=time_step(priced))
 
     def used_bytes(self, index: int) -> int:
         """Memory of a device."""

@@ -20,10 +20,10 @@ from planner.models.counting.count import count_parameters
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.resolve import LARGEST, SMALLEST, model_of_size
 from planner.models.tasks import facts_for_task
-from planner.search.estimate import impossible, price
+from planner.search.estimate import price, why_impossible
 from planner.search.exact import ExactOptions, exact
 from planner.search.request import Request
-from planner.search.space import inapplicable
+from planner.search.space import why_inapplicable
 from planner.types.plan import Configuration
 
 SEQUENCE_STEP = 128
@@ -65,27 +65,28 @@ def maxima(request: Request, options: MaximumOptions) -> tuple[Maximum, ...]:
     Raises:
         ContradictoryRequest: nothing can run as `options` ask.
     """
-    found, problem = [], ""
-    for way in _ways(request, options):
+    most_that_fits: list[Maximum] = []
+    problem: str | None = None
+    for options_of_row in _ways(request, options):
         try:
-            asked, configuration = exact(request, way)
+            exactly, configuration = exact(request, options_of_row)
         except ContradictoryRequest as error:
             problem = problem or str(error)
             continue
-        refused = impossible(asked, configuration)
-        problem = problem or refused
-        if not refused:
-            found.append(_maximum(request, way, configuration))
-    if not found:
-        why = inapplicable(request, options.strategy or "single")
+        impossible = why_impossible(exactly, configuration)
+        problem = problem or impossible
+        if not impossible:
+            most_that_fits.append(_maximum(request, options_of_row, configuration))
+    if not most_that_fits:
+        why = why_inapplicable(request, options.strategy or "single")
         raise ContradictoryRequest(problem or f"--strategy {options.strategy}: {why}; leave it out")
-    return tuple(found)
+    return tuple(most_that_fits)
 
 
 def _ways(request: Request, options: MaximumOptions) -> Iterator[ExactOptions]:
     """Without recomputation, with all of it, and with all of it and everything offloaded that the strategy can."""
     for strategy in words.STRATEGIES:
-        if options.strategy not in (None, strategy) or inapplicable(request, strategy):
+        if options.strategy not in (None, strategy) or why_inapplicable(request, strategy):
             continue
         backend = options.backend or words.default_backend(strategy, zero=request.zero_backend)
         kept: tuple[words.Offload, ...] = ("none",) if request.cluster.device.is_cpu else ("none", "all", "optimizer")
@@ -110,7 +111,7 @@ def _ways(request: Request, options: MaximumOptions) -> Iterator[ExactOptions]:
 def _maximum(request: Request, way: ExactOptions, configuration: Configuration) -> Maximum:
     def fits(asked: Request, micro_batch: int = 1) -> bool:
         there, chosen = exact(asked, replace(way, micro_batch=micro_batch))
-        return not impossible(there, chosen) and price(there, chosen).judgement.verdict != "does_not_fit"
+        return not why_impossible(there, chosen) and price(there, chosen).judgement.verdict != "does_not_fit"
 
     micro = largest(lambda size: fits(request, size), 1, int(limits.SAMPLES.most))
     guess = (micro or 1) * request.workload.sequence_length // SEQUENCE_STEP

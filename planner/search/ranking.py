@@ -16,13 +16,13 @@ from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.calibration.spread import AGAIN, NINE_OF_TEN
 from planner.cluster.budget import bill_of
-from planner.cost.combinations import refusal
+from planner.cost.combinations import why_refused
 from planner.cost.memory.overhead import beyond_need
 from planner.cost.timing import step_time
 from planner.cost.verdict import device_limit, limited_by
-from planner.search.estimate import Priced, adapted, plan_of, waits_mostly
+from planner.search.estimate import Priced, adapted_of, plan_of, waits_mostly
 from planner.search.request import Request
-from planner.search.space import inapplicable
+from planner.search.space import why_inapplicable
 from planner.types.plan import Configuration, Plan, StepTime
 
 # Room in memory and simplicity of plans, and the difference from which on two predictions count as different.
@@ -242,14 +242,14 @@ def rejections(request: Request, ranked: Sequence[Timed], missing: Sequence[Pric
     """Return why each strategy beyond the shown ones is not among them: slower, too large, or senseless here."""
     rejected = []
     for item in ranked[request.top :]:
-        reason = compared(request, item, ranked[0])
+        reason = compare(request, item, ranked[0])
         rejected.append(Rejection(strategy=group_name(item.configuration), reason=reason, plan=item.plan))
     for priced in missing:
         name, plan = strategy_name(priced.job.configuration), plan_of(priced, step_time(priced.job))
-        rejected.append(Rejection(strategy=name, reason=_miss(priced), plan=plan))
+        rejected.append(Rejection(strategy=name, reason=_why_missing(priced), plan=plan))
     named = {item.strategy for item in rejected} | {strategy_name(item.configuration) for item in ranked}
     for strategy in words.STRATEGIES:
-        senseless = inapplicable(request, strategy)
+        senseless = why_inapplicable(request, strategy)
         if senseless and strategy not in named:
             rejected.append(Rejection(strategy=strategy, reason=senseless))
     return tuple(rejected)
@@ -274,9 +274,9 @@ def ran_out(request: Request) -> tuple[Rejection, ...]:
     )
 
 
-def compared(request: Request, item: Timed, first: Timed) -> str:
+def compare(request: Request, item: Timed, first: Timed) -> str:
     """Return how a plan that fits compares with the first one, in what the objective counts."""
-    blocked = refusal(item.configuration, adapted(request.workload))
+    blocked = why_refused(item.configuration, adapted_of(request.workload))
     aside = f"; {blocked}" if blocked else ""
     ratio = worth(item, request.objective) / worth(first, request.objective)
     if request.objective == "memory":
@@ -340,7 +340,7 @@ _IS_BEST = {"throughput": "is predicted fastest", "memory": "needs least memory"
 _BETTER = {"throughput": "faster", "memory": "smaller", "cost": "cheaper"}
 
 
-def _miss(priced: Priced) -> str:
+def _why_missing(priced: Priced) -> str:
     """Return why a strategy's closest configuration does not fit."""
     configuration = priced.job.configuration
     savers = []

@@ -117,7 +117,7 @@ _NEWEST = 200
 """Runs of one size of model that are looked through: reading them takes 20 ms."""
 
 
-def recalled(request: Request) -> Request:
+def recall(request: Request) -> Request:
     """Return the request with everything that the user's database has for its hardware and its work.
 
     Where there is no database this costs one look at the disk; where it cannot be used, one line says so and the
@@ -128,10 +128,10 @@ def recalled(request: Request) -> Request:
         return request
     from hardware_db.store import ask_store
 
-    return ask_store(lambda store: recalled_from(store, request), request)
+    return ask_store(lambda store: recall_from(store, request), request)
 
 
-def recalled_from(store: Store, request: Request) -> Request:
+def recall_from(store: Store, request: Request) -> Request:
     """Return the request with everything that an open store has for its hardware and its work."""
     request = replace(request, cluster=with_rates(store, request))
     calibration = calibration_of(store, request.cluster)

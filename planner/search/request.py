@@ -15,7 +15,7 @@ from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.cluster.budget import NO_BUDGET, Budget
 from planner.cluster.resolve import cluster_of_plan
 from planner.cost.code_bases import code_base, facts_for_code
-from planner.cost.precision import lacks_scaled, usual_recipe
+from planner.cost.precision import usual_recipe, why_not_scaled
 from planner.errors import ContradictoryRequest, DsplanError
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.facts_document import facts_of_plan
@@ -280,7 +280,7 @@ def _scaled_recipe(
     device: Device, precision: words.Precision, options: WorkOptions, defaults: list[str]
 ) -> words.Fp8Recipe | None:
     """Return how products in 8 or 4 bits are scaled: as asked, else as the device's own units do it."""
-    if problem := lacks_scaled(device, precision, options.fp8_recipe, options.code):
+    if problem := why_not_scaled(device, precision, options.fp8_recipe, options.code):
         raise ContradictoryRequest(problem)
     if precision not in words.SCALED_PRECISIONS or options.fp8_recipe is not None:
         return options.fp8_recipe
@@ -353,26 +353,26 @@ def usual_precision(device: Device) -> words.Precision:
     return "fp16" if (device.peak_flops("fp16") or 0) > (device.peak_flops("fp32") or 0) else "fp32"
 
 
-def deepspeed_lacks(device: Device, precision: words.Precision) -> str:
-    """Return why DeepSpeed cannot train in a precision on a device, in one sentence; empty where it can.
+def why_not_deepspeed(device: Device, precision: words.Precision) -> str | None:
+    """Return why DeepSpeed cannot train in a precision on a device, in one sentence; None where it can.
 
     Its accelerators are asked before it trains (DeepSpeed 0.19, accelerator/cpu_accelerator.py and
     cuda_accelerator.py): fp16 takes oneDNN's fp16 or compute capability 7.0, bf16 is everywhere.
     """
     if precision != "fp16":
-        return ""
+        return None
     capability = tuple(int(part) for part in (device.compute_capability or "7.0").split("."))
     if device.is_cpu and not device.supports_fp16:
         return f"DeepSpeed has no fp16 on this processor ({device.architecture}), which lacks AVX512-FP16"
     if capability < (7, 0):
         return f"DeepSpeed has no fp16 on {device.name}, of compute capability {device.compute_capability}, below 7.0"
-    return ""
+    return None
 
 
 def _zero_backend(
     asked: words.Backend | None, device: Device, precision: words.Precision, defaults: list[str]
 ) -> words.Backend:
-    lacks = deepspeed_lacks(device, precision)
+    lacks = why_not_deepspeed(device, precision)
     if lacks and asked == "deepspeed":
         raise ContradictoryRequest(f"{lacks}; {WITHOUT_DEEPSPEED}")
     if lacks and asked is None:

@@ -14,7 +14,7 @@ from planner import limits
 from planner.cluster.budget import NO_BUDGET
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import MOST_DEVICES, doubled, halved, on_devices
-from planner.search.estimate import plan_of, price, timed
+from planner.search.estimate import plan_of, price, time_step
 from planner.search.maximum import SEQUENCE_STEP, longest_steps, of_length
 from planner.search.request import Request
 from planner.search.search import first_plan
@@ -108,4 +108,4 @@ def over_lengths(request: Request, plan: Plan) -> tuple[Plan, ...]:
 
 def _priced(request: Request, configurations: Sequence[Configuration]) -> tuple[Plan, ...]:
     every = [price(request, configuration) for configuration in configurations]
-    return tuple(plan_of(priced, timed(priced)) for priced in every)
+    return tuple(plan_of(priced, time_step(priced)) for priced in every)

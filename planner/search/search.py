@@ -24,7 +24,7 @@ from planner.search.ranking import (
     WIDEST,
     Rejection,
     Timed,
-    compared,
+    compare,
     group_name,
     ran_out,
     rank,
@@ -74,7 +74,7 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
         ContradictoryRequest: the global batch cannot be split over the GPUs in any way.
     """
     limit = request.budget.step_limit(request.workload)
-    groups = grouped(request)
+    groups = group_candidates(request)
     found, late = [], []
     choose = _choice(request)
     for group in groups.values():
@@ -94,7 +94,7 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
         plans=plans,
         remedies=_adapters(request, plans[0]),
         rejected=rejected,
-        choice="; ".join(filter(None, (why_first(request, ranked), _uneven(request)))),
+        choice="; ".join(filter(None, (why_first(request, ranked), _why_uneven(request)))),
         on_devices=on_other_device_counts(request, _first) if limit < math.inf else (),
         front=_front(request, groups) if with_front else (),
     )
@@ -112,7 +112,7 @@ def first_plan(request: Request) -> Plan | None:
 
 def _near_the_fastest(request: Request) -> list[Timed]:
     """Return the best of every group; where time counts, only of those whose best may be first."""
-    choose, groups = _choice(request), list(grouped(request).values())
+    choose, groups = _choice(request), list(group_candidates(request).values())
     if request.objective != "throughput":
         every = (choose(group, request.objective, math.inf) for group in groups)
         return [item for item in every if item is not None]
@@ -158,7 +158,7 @@ def describe(plan: Plan) -> str:
     return group_name(plan.configuration)
 
 
-def grouped(request: Request) -> dict[str, list[Candidate]]:
+def group_candidates(request: Request) -> dict[str, list[Candidate]]:
     """Every candidate, those that compete with each other together; the best of each group is shown."""
     groups: dict[str, list[Candidate]] = {}
     for option in device_counts(request):
@@ -188,11 +188,11 @@ def _undivided(groups: Mapping[str, Sequence[Candidate]]) -> Iterator[Rejection]
             yield Rejection(strategy=name, reason=reason)
 
 
-def _uneven(request: Request) -> str:
+def _why_uneven(request: Request) -> str | None:
     """Return which batches every GPU could have its own samples of, where the one that was asked for is none."""
     batch, gpus = request.workload.global_batch_size, request.cluster.gpus
     if batch % gpus == 0 or request.degrees is not None or request.allow_unrunnable:
-        return ""
+        return None
     below = batch - batch % gpus
     nearest = f"{below} or {below + gpus}" if below else str(gpus)
     return f"global batch {batch} cannot be split evenly over {gpus} GPUs; use {nearest} for plans that split no model"
@@ -223,7 +223,7 @@ def _late(request: Request, late: Sequence[Timed], rejected: tuple[Rejection, ..
 def _nothing(request: Request, missing: Sequence[Priced], rejected: tuple[Rejection, ...]) -> Recommendation:
     if not missing:
         batch, gpus = request.workload.global_batch_size, request.cluster.gpus
-        raise ContradictoryRequest(_uneven(request) or f"global batch {batch} cannot be split over {gpus} GPUs")
+        raise ContradictoryRequest(_why_uneven(request) or f"global batch {batch} cannot be split over {gpus} GPUs")
     from planner.search.remedies import remedies
 
     nearest = min(missing, key=lambda priced: priced.judgement.pressure)
@@ -240,7 +240,7 @@ def _with_alternatives(request: Request, ranked: Sequence[Timed], rejected: Sequ
     """Return the plans that are shown, the first of them knowing what it was chosen over."""
     shown = ranked[: request.top]
     others = [
-        {"strategy": group_name(item.configuration), "reason": compared(request, item, ranked[0])} for item in shown[1:]
+        {"strategy": group_name(item.configuration), "reason": compare(request, item, ranked[0])} for item in shown[1:]
     ]
     others += [{"strategy": item.strategy, "reason": item.reason} for item in rejected]
     return (replace(shown[0].plan, alternatives=tuple(others)), *(item.plan for item in shown[1:]))

@@ -13,9 +13,9 @@ from itertools import product
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.cost.code_bases import code_base
-from planner.cost.combinations import compresses, offloads_of, refusal
+from planner.cost.combinations import compresses, offloads_of, why_refused
 from planner.errors import ContradictoryRequest
-from planner.search.estimate import adapted, heads_left_over, indivisible, without_experts
+from planner.search.estimate import adapted_of, heads_left_over, why_indivisible, why_no_experts
 from planner.search.request import Degrees, Request
 from planner.types.plan import Configuration
 
@@ -60,8 +60,8 @@ class CandidateLayout:
         return self.dp_replicate * self.dp_shard
 
 
-def inapplicable(request: Request, strategy: words.Strategy) -> str:
-    """Return why a strategy is not considered on this cluster; empty when it is."""
+def why_inapplicable(request: Request, strategy: words.Strategy) -> str | None:
+    """Return why a strategy is not considered on this cluster; None where it is."""
     cluster = request.cluster
     code = code_base(request.workload.code)
     if strategy not in code.strategies:
@@ -76,14 +76,14 @@ def inapplicable(request: Request, strategy: words.Strategy) -> str:
         return "torch's Adafactor cannot step on shards"
     if strategy in words.ZERO_STAGES and request.workload.optimizer == "muon" and request.zero_backend == "deepspeed":
         return "DeepSpeed cuts matrices, which Muon steps whole; --backend native does not"
-    beside = adapted(request.workload)
+    beside = adapted_of(request.workload)
     if strategy in words.ZERO_STAGES and beside and beside.in_4_bits and request.zero_backend == "deepspeed":
         return "DeepSpeed casts weights, which 4-bit ones do not survive; --backend native does not"
     if strategy in words.FSDP_STRATEGIES and request.facts.kind == "vision-text":
         return "torch's FSDP2 cannot shard the scalar logit_scale"
     if strategy == "hsdp" and (cluster.nodes == 1 or cluster.gpus_per_node == 1):
         return "is fsdp unless there are several nodes of several GPUs"
-    return ""
+    return None
 
 
 def enumerate_candidates(request: Request) -> Iterator[CandidateLayout]:
@@ -92,34 +92,34 @@ def enumerate_candidates(request: Request) -> Iterator[CandidateLayout]:
     Of those that split the model it is what `dsplan run` can run, or all of them where the request allows it.
     """
     for strategy in words.STRATEGIES:
-        if inapplicable(request, strategy):
+        if why_inapplicable(request, strategy):
             continue
         for layout in _layouts(request, strategy):
             # What splits nothing is made of what goes together, unless somebody decided it.
             checked = request.degrees is not None or (layout.splits_model and not request.allow_unrunnable)
-            if not (checked and unfit(request, layout)):
+            if not (checked and why_unfit(request, layout)):
                 yield layout
 
 
-def unfit_degrees(request: Request) -> str:
+def why_unfit_degrees(request: Request) -> str | None:
     """Return why no plan has the degrees that somebody decided; None where one has them.
 
     The words are of the strategy that people split models with most.
     """
     reasons = [
-        unfit(request, layout)
+        why_unfit(request, layout)
         for strategy in sorted(words.STRATEGIES, key=lambda name: name not in MODEL_PARALLEL_STRATEGIES)
-        if not inapplicable(request, strategy)
+        if not why_inapplicable(request, strategy)
         for layout in _layouts(request, strategy)
     ]
     if not reasons and request.strategies is not None and len(request.strategies) == 1:
         (strategy,) = request.strategies
-        return f"{strategy} {inapplicable(request, strategy)}; choose another strategy"
-    return "" if "" in reasons else next(iter(reasons), "needs more ranks")
+        return f"{strategy} {why_inapplicable(request, strategy)}; choose another strategy"
+    return None if None in reasons else next(iter(reasons), "needs more ranks")
 
 
-def unfit(request: Request, layout: CandidateLayout) -> str:
-    """Return why a layout does not go together or does not divide the model; empty where `dsplan run` can run it."""
+def why_unfit(request: Request, layout: CandidateLayout) -> str | None:
+    """Return why a layout does not go together or does not divide the model; None where `dsplan run` can run it."""
     sharing = layout.tp * layout.pp * layout.cp
     if layout.data_parallel * sharing != request.cluster.gpus:
         return f"{sharing} ranks that share samples cannot be spread so over {request.cluster.gpus} GPUs"
@@ -127,8 +127,8 @@ def unfit(request: Request, layout: CandidateLayout) -> str:
         try:
             configuration = configuration_of(request, layout, micro_batch)
         except ContradictoryRequest as problem:  # experts over more ranks than there are
-            return without_experts(request.facts, layout.ep) or str(problem)
-        return refusal(configuration, adapted(request.workload)) or indivisible(request, configuration)
+            return why_no_experts(request.facts, layout.ep) or str(problem)
+        return why_refused(configuration, adapted_of(request.workload)) or why_indivisible(request, configuration)
     batch = request.workload.global_batch_size
     return f"global batch {batch} cannot be split over {layout.data_parallel} data-parallel ranks"
 

@@ -21,9 +21,9 @@ from functools import cached_property, lru_cache, partial
 from hardware_db.records import dataclass
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
-from planner.cost.memory.units import Part, Shards, Unit, Units, part_of, rank_units, rounded, shards_over
+from planner.cost.memory.units import Part, Shards, Unit, Units, part_of, rank_units, round_up, shards_over
 from planner.cost.precision import Recipe
-from planner.cost.split import reduces_each_micro_batch, reshards
+from planner.cost.split import reduces_each_micro_batch, reshards_weights
 from planner.models.facts import ParameterCounts
 from planner.types.job import Job
 
@@ -72,9 +72,9 @@ def frozen_unit_bytes(
     alone, casts = shards.dense == shards.experts == 1, recipe.frozen_width > width
     return replace(
         own,
-        unsharded=own.unsharded + sum(map(rounded, whole)),
-        all_gather_output=own.all_gather_output + (0 if alone else rounded(sum(whole))),
-        all_gather_input=own.all_gather_input + (sum(map(rounded, sizes)) if offloads or casts else 0),
+        unsharded=own.unsharded + sum(map(round_up, whole)),
+        all_gather_output=own.all_gather_output + (0 if alone else round_up(sum(whole))),
+        all_gather_input=own.all_gather_input + (sum(map(round_up, sizes)) if offloads or casts else 0),
     )
 
 
@@ -91,22 +91,22 @@ def unit_bytes(
     whole = local.whole(shards)
     alone, casts = shards.dense == shards.experts == 1, gather != recipe.weight
     if offloads:
-        all_gather_input = local.bytes(gather) + (rounded(max(local.sizes, default=0) * recipe.weight) if casts else 0)
+        all_gather_input = local.bytes(gather) + (round_up(max(local.sizes, default=0) * recipe.weight) if casts else 0)
     elif casts:
-        all_gather_input = rounded((max(local.sizes, default=0) if alone else local.elements) * gather)
+        all_gather_input = round_up((max(local.sizes, default=0) if alone else local.elements) * gather)
     else:
         all_gather_input = 0
     return UnitBytes(
-        unsharded=sum(rounded(size * gather) for size in whole),
-        all_gather_output=0 if alone else rounded(sum(whole) * gather),
+        unsharded=sum(round_up(size * gather) for size in whole),
+        all_gather_output=0 if alone else round_up(sum(whole) * gather),
         all_gather_input=all_gather_input,
         gradients=trained.bytes(recipe.gather),
-        newest=rounded(max(trained.sizes, default=0) * recipe.gather),
-        last_gradient=0 if alone else rounded(sum(trained.sizes[-1:]) * recipe.gather),
+        newest=round_up(max(trained.sizes, default=0) * recipe.gather),
+        last_gradient=0 if alone else round_up(sum(trained.sizes[-1:]) * recipe.gather),
         accumulated=trained.bytes(recipe.reduce),
-        reduce_scatter_input=rounded(sum(reduced.whole(shards)) * recipe.reduce),
-        gloo_copy=rounded(_reduced_at_once(reduced, shards) * recipe.reduce),
-        sharded_gradients=rounded(reduced.elements * recipe.reduce),
+        reduce_scatter_input=round_up(sum(reduced.whole(shards)) * recipe.reduce),
+        gloo_copy=round_up(_reduced_at_once(reduced, shards) * recipe.reduce),
+        sharded_gradients=round_up(reduced.elements * recipe.reduce),
     )
 
 
@@ -203,7 +203,7 @@ def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
         shards=shards_over(job),
         part=part_of(job),
         offloads=chosen.offload != "none",
-        reshards=reshards(job),
+        reshards=reshards_weights(job),
         steps=steps,
         synchronised=steps == 1 or reduces_each_micro_batch(job),
         by_gloo=job.cluster.device.is_cpu,

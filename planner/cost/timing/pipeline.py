@@ -233,7 +233,7 @@ def one_forward_one_backward(
     if len(forwards) > LONGEST_SIMULATED:
         return _critical_path(forwards, backwards, micro_batches, hop)
     simulated = min(micro_batches, max(AT_LEAST, SETTLED * len(forwards)))
-    seconds = _simulated(forwards, backwards, simulated, hop)
+    seconds = _simulate(forwards, backwards, simulated, hop)
     if simulated < micro_batches:
         seconds += (micro_batches - simulated) * _period(forwards, backwards, hop)
     return seconds
@@ -263,7 +263,7 @@ def _critical_path(forwards: Sequence[float], backwards: Sequence[float], micro_
     return longest
 
 
-def _simulated(forwards: Sequence[float], backwards: Sequence[float], micro_batches: int, hop: float) -> float:
+def _simulate(forwards: Sequence[float], backwards: Sequence[float], micro_batches: int, hop: float) -> float:
     """Wave i holds forward i of every stage, and the backward that goes before it there.
 
     Backward i - (p - s) of stage s needs the next stage's, which the wave before held; so two rows of times do for the

@@ -9,7 +9,7 @@ from planner.models.counting.weights import (
     Weights,
     attention,
     block_count,
-    counted,
+    count_weights,
     linear,
     mlp,
     norm,
@@ -25,7 +25,7 @@ from planner.models.facts import BlockCount, ModelFacts, ParameterCounts, TowerF
 def count_decoder(facts: ModelFacts) -> ParameterCounts:
     """Return a decoder with its language-model head."""
     final_norm = norm(facts, name="final_norm") if facts.final_norm else NOTHING
-    return counted(
+    return count_weights(
         embedding=_decoder_embedding(facts),
         blocks=decoder_blocks(facts),
         head=_decoder_head(facts),
@@ -82,7 +82,7 @@ def count_encoder(facts: ModelFacts) -> ParameterCounts:
 
     ALBERT's pooler belongs to `AlbertModel`; `AlbertForMaskedLM`, which the catalogue names, is built without it.
     """
-    return counted(
+    return count_weights(
         embedding=_encoder_embedding(facts),
         blocks=_encoder_blocks(facts),
         head=_encoder_head(facts),
@@ -188,7 +188,7 @@ def count_encoder_decoder(facts: ModelFacts) -> ParameterCounts:
     final_norms = norms(facts, 2 if _has_final_norms(facts) else 0).inside("final")
     table = tensor(facts.vocab_size, facts.hidden_size, name="tokens.weight")
     head = tensor(facts.vocab_size, facts.hidden_size, name="head.weight")
-    return counted(
+    return count_weights(
         embedding=table + positions + embedding_norms + _audio_stem(facts),
         blocks=_encoder_decoder_blocks(facts),
         head=_classifier(facts) if classifies else head if has_head else NOTHING,
@@ -260,7 +260,7 @@ def count_vision(facts: ModelFacts) -> ParameterCounts:
     pooler = linear(hidden, hidden, "pooler", bias=True) if facts.pooler else NOTHING
     inputs = _classifier_inputs(facts)
     classifier = linear(inputs, facts.num_labels, "classifier", bias=True) if _classifies(facts) else NOTHING
-    return counted(
+    return count_weights(
         embedding=_patch_projection(facts, hidden, facts.patch_size)
         + vector(hidden, "patches.bias")
         + tokens
@@ -291,7 +291,7 @@ def count_vision_text(facts: ModelFacts) -> ParameterCounts:
     projections = tensor(facts.projection_dim, vision.hidden_size, name="image_projection.weight")
     projections += tensor(facts.projection_dim, text.hidden_size, name="text_projection.weight")
     logit_scale = tensor(name="logit_scale")
-    return counted(
+    return count_weights(
         embedding=vision_embedding + text_embedding,
         blocks=(_vision_block(text, "text", text.num_layers), _vision_block(vision, "vision", vision.num_layers)),
         head=projections,

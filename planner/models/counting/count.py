@@ -34,7 +34,7 @@ __all__ = [
     "ParameterCounts",
     "active_parameters",
     "count_parameters",
-    "frozen_but",
+    "freeze_but",
     "is_linear",
     "module_of",
     "with_adapters",
@@ -220,14 +220,14 @@ def with_adapters(
             f"nothing is known of the linear layers of {facts.name}, which adapters go beside; hand dsplan the module"
             " with its adapters (--model package.module:factory)"
         )
-    blocks = tuple(_adapted(facts, block, rank, targets, magnitude=magnitude) for block in counts.blocks)
+    blocks = tuple(_adapt(facts, block, rank, targets, magnitude=magnitude) for block in counts.blocks)
     if not any(block.adapters for block in blocks):
         known = ", ".join(_linears(facts, counts))
         raise ContradictoryRequest(f"--lora-targets {targets} means no linear layer of {facts.name}; it has {known}")
     return replace(counts, blocks=blocks, frozen=tuple(range(len(counts.outside))))
 
 
-def _adapted(facts: ModelFacts, block: BlockCount, rank: int, targets: str, *, magnitude: bool) -> BlockCount:
+def _adapt(facts: ModelFacts, block: BlockCount, rank: int, targets: str, *, magnitude: bool) -> BlockCount:
     adapters = []
     for name, shape in zip(block.names, block.shapes, strict=True):
         if is_linear(name, shape) and _is_meant(facts, name, targets):
@@ -279,7 +279,7 @@ def _pattern(flag: str, text: str) -> re.Pattern[str]:
 # Parts that are frozen by name.
 
 
-def frozen_but(facts: ModelFacts, counts: ParameterCounts, pattern: str) -> ParameterCounts:
+def freeze_but(facts: ModelFacts, counts: ParameterCounts, pattern: str) -> ParameterCounts:
     """Return the counts with all weights frozen but those in whose names the pattern is found.
 
     Runs of blocks that differ become block counts of their own.

@@ -46,7 +46,9 @@ class Weights:
 NOTHING = Weights(shapes=())
 
 
-def counted(*, embedding: Weights, blocks: tuple[BlockCount, ...], head: Weights, other: Weights) -> ParameterCounts:
+def count_weights(
+    *, embedding: Weights, blocks: tuple[BlockCount, ...], head: Weights, other: Weights
+) -> ParameterCounts:
     """Return the counts of a model of which every weight is known."""
     outside = embedding + other + head
     return ParameterCounts(
@@ -154,15 +156,15 @@ def norms(facts: ModelFacts, how_many: int) -> Weights:
 
 
 def _as_stored(facts: ModelFacts, projections: Weights) -> Weights:
-    return _swapped(projections) if facts.model_type in _INPUTS_FIRST else projections
+    return _swap(projections) if facts.model_type in _INPUTS_FIRST else projections
 
 
 def experts_as_stored(facts: ModelFacts, projections: Weights) -> Weights:
     """Return the stacked projections of all experts, in the order of dimensions that the architecture keeps them in."""
-    return _swapped(projections) if facts.model_type in _EXPERTS_INPUTS_FIRST else projections
+    return _swap(projections) if facts.model_type in _EXPERTS_INPUTS_FIRST else projections
 
 
-def _swapped(matrices: Weights) -> Weights:
+def _swap(matrices: Weights) -> Weights:
     """Last two dimensions exchanged; vectors stay as they are."""
     shapes = tuple((*s[:-2], s[-1], s[-2]) if len(s) > 1 else s for s in matrices.shapes)
     return Weights(shapes=shapes, names=matrices.names)

@@ -11,8 +11,8 @@ import pytest
 
 from hardware_db.fingerprint import Versions
 from hardware_db.store import MemoryStore, open_store
-from planner.search.estimate import estimate, price, timed
-from planner.search.recall import recalled, recalled_from
+from planner.search.estimate import estimate, price, time_step
+from planner.search.recall import recall, recall_from
 from planner.search.request import Request
 from planner.types.cluster import NOTHING_MEASURED, Curve, Rates
 from planner.types.plan import Configuration, Plan, StepTime
@@ -22,7 +22,7 @@ from tests.planner.calibration.runs import HERE, User, on_this_machine
 
 
 def _asked(store: MemoryStore, user: User) -> Request:
-    return recalled_from(store, user.request())
+    return recall_from(store, user.request())
 
 
 def test_the_measurement_answers_and_the_prediction_stands_beside_it() -> None:
@@ -45,7 +45,7 @@ def test_the_measurement_answers_and_the_prediction_stands_beside_it() -> None:
         + plan.time.bubble_seconds
     )
     assert parts == pytest.approx(plan.time.step_seconds)
-    assert timed(price(request, configuration)).step_seconds == plan.time.step_seconds
+    assert time_step(price(request, configuration)).step_seconds == plan.time.step_seconds
     assert plan.throughput.samples_per_second == pytest.approx(64 / plan.time.step_seconds)
 
 
@@ -57,8 +57,8 @@ def test_any_other_configuration_model_or_work_is_predicted() -> None:
     (configuration,) = _asked(store, user).experience.known
     other = replace(configuration, activation_checkpointing="selective")
     assert estimate(_asked(store, user), other).time.predicted_step_seconds is None
-    assert recalled_from(store, user.request(task="causal-lm")).experience.known
-    assert not recalled_from(store, replace(user, model="distilgpt2").request()).experience.known
+    assert recall_from(store, user.request(task="causal-lm")).experience.known
+    assert not recall_from(store, replace(user, model="distilgpt2").request()).experience.known
     elsewhere = replace(user, machine=User().machine)
     away = MemoryStore()
     away.add(elsewhere.runs(1)[0])
@@ -88,7 +88,7 @@ def _after(user: User, runs: dict[Strategy, float], *, rates: Rates = NOTHING_ME
         store.add(
             replace(run, measured=replace(run.measured, step_seconds=ratio * (run.predicted.step_seconds or 0.0)))
         )
-    knowing = recalled_from(store, asked)
+    knowing = recall_from(store, asked)
     knowing = replace(knowing, cluster=replace(knowing.cluster, rates=rates))
     return {strategy: estimate(knowing, _under(strategy)) for strategy in _COMPARED}
 
@@ -194,7 +194,7 @@ def test_a_run_under_another_name_of_the_model_is_found() -> None:
 def test_without_a_database_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSPLAN_HOME", str(tmp_path / "home"))
     request = on_this_machine().request()
-    assert recalled(request) is request
+    assert recall(request) is request
     assert not (tmp_path / "home").exists()
 
 
@@ -203,7 +203,7 @@ def test_the_users_database_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     user = on_this_machine()
     with open_store() as store:
         store.add(*user.runs(1))
-    assert len(recalled(user.request()).experience.known) == 1
+    assert len(recall(user.request()).experience.known) == 1
 
 
 def test_a_measured_time_scales_every_part() -> None:

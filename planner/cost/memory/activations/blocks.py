@@ -18,7 +18,7 @@ from dataclasses import field, replace
 
 from hardware_db.records import dataclass
 from planner.cost.code_bases import BlockTraits, LogitBytes, Traits
-from planner.cost.memory.activations.form import ZERO, BlockForm, Form, Moment, Polynomial, added, scaled, subtracted
+from planner.cost.memory.activations.form import ZERO, BlockForm, Form, Moment, Polynomial, add, scale, subtract
 from planner.models.facts import ModelFacts
 from planner.vocabulary import Loss
 
@@ -81,7 +81,7 @@ class Walk:
     @property
     def kept(self) -> Polynomial:
         """Tensors that some operation keeps for its backward."""
-        return added(self._kept_by(self._operations).values())
+        return add(self._kept_by(self._operations).values())
 
     @property
     def keeps_its_input(self) -> bool:
@@ -94,7 +94,7 @@ class Walk:
         return self._cast(self._operations)
 
     def _cast(self, operations: Iterable[Operation]) -> Polynomial:
-        return scaled(added(operation.weights for operation in operations if operation.product), 2.0 * self._casts)
+        return scale(add(operation.weights for operation in operations if operation.product), 2.0 * self._casts)
 
     def forward(self, beside: Sequence[Polynomial] = ()) -> tuple[Moment, ...]:
         """Return a moment per operation; `beside`, if given, is what waits at each of them besides."""
@@ -105,7 +105,7 @@ class Walk:
             made = {name for other in done for name in other.makes}
             in_use = self._storages((made & (later | {"y"})) | set(operation.makes) | (set(operation.reads) & made))
             alive = {**self._kept_by(done), **in_use}
-            size = added((*alive.values(), operation.working, beside[place] if beside else ZERO))
+            size = add((*alive.values(), operation.working, beside[place] if beside else ZERO))
             moments.append(Moment(activations=size, cast=self._cast(done), gradients=ZERO))
         return tuple(moments)
 
@@ -125,16 +125,16 @@ class Walk:
             waiting = {*given.values(), *gradients.values()}
             fresh = [] if operation.is_sum else [name for name in operation.reads if name in self._sizes]
             weights = ZERO if self._frozen else operation.weights
-            made = added((made, weights))
+            made = add((made, weights))
             alive = (
                 *self._kept_by(before).values(),
                 *(self._gradient(name) for name in waiting),
                 *(self._gradient(name) for name in fresh),
-                scaled(weights, 2.0 * self._casts),
+                scale(weights, 2.0 * self._casts),
                 operation.working_back,
                 held,
             )
-            moments.append(Moment(activations=added(alive), cast=self._cast(before), gradients=made))
+            moments.append(Moment(activations=add(alive), cast=self._cast(before), gradients=made))
             for name in operation.reads:
                 # A second gradient of one tensor is added to the first in place.
                 gradients.setdefault(name, next(iter(given.values())) if operation.is_sum else name)
@@ -153,7 +153,7 @@ class Walk:
 
     def outputs(self, operations: Iterable[Operation]) -> Polynomial:
         """Bytes of what operations make."""
-        return added(self._storages(name for operation in operations for name in operation.makes).values())
+        return add(self._storages(name for operation in operations for name in operation.makes).values())
 
     def waiting(self, operations: Sequence[Operation]) -> list[Polynomial]:
         """Return, for each operation of a run again, the outputs kept from the first one that are still to be used."""
@@ -273,8 +273,8 @@ class _Writer:
         rotates = facts.position_type == "rope"
         names = {"q": query, "k": key, "v": key}
         if traits.qkv == "fused":
-            whole = added((query, key, key))
-            self._linear("n1", "qkv", whole, added((query_weights, key_weights, key_weights)))
+            whole = add((query, key, key))
+            self._linear("n1", "qkv", whole, add((query_weights, key_weights, key_weights)))
             if rotates or facts.qk_norm:
                 self._views["v"] = "qkv"
                 self._sizes |= {"v": key}
@@ -297,7 +297,7 @@ class _Writer:
         if rotates:
             for name in ("q", "k"):
                 turned = f"{name} turned"
-                halves = scaled(names[name], 2.0) if traits.rotary == "composite" else ZERO
+                halves = scale(names[name], 2.0) if traits.rotary == "composite" else ZERO
                 self._add(
                     Operation(reads=(asked[name],), makes=(turned,), working=halves, working_back=halves),
                     **{turned: names[name]},
@@ -422,11 +422,11 @@ class _Writer:
 
 
 def _block_form(walk: Walk, traits: BlockTraits, boundary: Polynomial, held: Polynomial) -> BlockForm:
-    kept = added((walk.kept, boundary)) if walk.keeps_its_input else walk.kept
+    kept = add((walk.kept, boundary)) if walk.keeps_its_input else walk.kept
     again = walk.without_the_end()
     chosen = walk.products(traits.selective)
     if traits.selective == "attention":
-        beyond = subtracted(kept, boundary if walk.keeps_its_input else ZERO)
+        beyond = subtract(kept, boundary if walk.keeps_its_input else ZERO)
         products: Polynomial = {term: size for term, size in beyond.items() if term != "a b s s"}
         unused = ZERO
         replayed: tuple[Moment, ...] = again.backward(held)[-1:]
@@ -450,7 +450,7 @@ def _block_form(walk: Walk, traits: BlockTraits, boundary: Polynomial, held: Pol
 
 
 def _with(moments: Iterable[Moment], held: Polynomial) -> tuple[Moment, ...]:
-    return tuple(replace(moment, activations=added((moment.activations, held))) for moment in moments)
+    return tuple(replace(moment, activations=add((moment.activations, held))) for moment in moments)
 
 
 # Whole models.
@@ -481,19 +481,19 @@ def code_form(
     return Form(
         blocks=code_blocks(facts, block, mode, attention, held, frozen=frozen),
         buffers=ZERO,
-        before=Moment(activations=added((stream, dropped, {"b s": 16.0})), cast=ZERO, gradients=ZERO),
-        loss=(Moment(activations=added((ending, tokens, forward)), cast=head_cast, gradients=ZERO),),
+        before=Moment(activations=add((stream, dropped, {"b s": 16.0})), cast=ZERO, gradients=ZERO),
+        loss=(Moment(activations=add((ending, tokens, forward)), cast=head_cast, gradients=ZERO),),
         loss_backward=(
-            Moment(activations=added((ending, backward)), cast=head_cast, gradients=ZERO),
+            Moment(activations=add((ending, backward)), cast=head_cast, gradients=ZERO),
             Moment(
-                activations=added((ending, {"V b s": float(width), "b h s": float(width)})),
+                activations=add((ending, {"V b s": float(width), "b h s": float(width)})),
                 cast=head_cast,
                 gradients=head,
             ),
             Moment(
-                activations=added((ending, stream, {"b h s": float(width)})),
+                activations=add((ending, stream, {"b h s": float(width)})),
                 cast=ZERO,
-                gradients=added((head, {"h": 1})) if head else ZERO,
+                gradients=add((head, {"h": 1})) if head else ZERO,
             ),
         ),
         table_backward=() if frozen else (Moment(activations=stream, cast=ZERO, gradients={"V h": 1}),),
@@ -576,19 +576,19 @@ def with_loss(form: Form, loss: Loss, *, width: int, weight: int, rows: float, f
     ends = tuple(moment for moment in form.loss_backward if "V b s" not in moment.activations)
     if loss == "chunked":
         copies = {"b h s": float(width + 4)}
-        forward = added((beside, copies, scaled(_logits(COPIED["forward"], width), rows)))
-        backward = added((beside, copies, scaled(_logits(COPIED["backward"], width), rows), {"b h s": width * rows}))
+        forward = add((beside, copies, scale(_logits(COPIED["forward"], width), rows)))
+        backward = add((beside, copies, scale(_logits(COPIED["backward"], width), rows), {"b h s": width * rows}))
         made: Polynomial = ZERO if frozen else {"V h": 1}
         # The next chunk's gradient of the head, as its product makes it and as it is added to what is there.
         head = ZERO if frozen else {"V h": float(weight + (width if width < weight else 0))}
-        again = added((beside, copies, {"V b s": width * rows}, head))
+        again = add((beside, copies, {"V b s": width * rows}, head))
         moments = (Moment(activations=each, cast=cast, gradients=made) for each in (backward, again))
         return replace(
             form, loss=(Moment(activations=forward, cast=cast, gradients=ZERO),), loss_backward=(*moments, *ends)
         )
-    working = added((beside, {"b h s": float(width), "V b s": width * rows}))
+    working = add((beside, {"b h s": float(width), "V b s": width * rows}))
     if not frozen:
-        working = added((working, {"V h": float(weight + (0 if weight == 4 else width + 4))}))
+        working = add((working, {"V h": float(weight + (0 if weight == 4 else width + 4))}))
     return replace(form, loss=(Moment(activations=working, cast=cast, gradients=ZERO),), loss_backward=ends)
 
 
