@@ -67,7 +67,7 @@ def known_runs(measurements: Iterable[Measurement], inputs: Sections) -> dict[Co
     `measurements` come newest first and are those of one machine; of each configuration only the runs with the versions
     of its newest one count. `inputs` are the sections model, cluster and workload of a plan for the request.
     """
-    found: dict[Configuration, list[Measurement]] = {}
+    runs: dict[Configuration, list[Measurement]] = {}
     for measurement in measurements:
         plan = measurement.plan
         if (
@@ -80,10 +80,10 @@ def known_runs(measurements: Iterable[Measurement], inputs: Sections) -> dict[Co
             configuration = configuration_from_dict(plan["plan"])
         except DsplanError:
             continue  # of a release that knew other words
-        group = found.setdefault(configuration, [])
+        group = runs.setdefault(configuration, [])
         if not group or group[0].fingerprint.versions == measurement.fingerprint.versions:
             group.append(measurement)
-    return {configuration: _known(group) for configuration, group in found.items()}
+    return {configuration: _known(group) for configuration, group in runs.items()}
 
 
 def is_same_work(plan: Mapping[str, object], inputs: Sections) -> bool:
@@ -166,11 +166,11 @@ class Correction:
 class Experience:
     """Experience of hardware like this: its calibration, whose factors the cluster has already, and its runs.
 
-    `known` are the runs that this machine has made of the same work, `oom_records` those that ran out of memory.
+    `known_runs` are those that this machine has made of the same work, `oom_records` those that ran out of memory.
     """
 
     calibration: Calibration | None = None
-    known: Mapping[Configuration, KnownRun] = field(default_factory=dict)
+    known_runs: Mapping[Configuration, KnownRun] = field(default_factory=dict)
     oom_records: tuple[OomRecord, ...] = ()
     # Not an argument: a copy with other runs must work its corrections out anew.
     _corrections: dict[tuple[Family, int], Correction] = field(
@@ -190,17 +190,17 @@ class Experience:
         Where that was measured or fitted, what a run took beyond its prediction is its own: its communication, and what
         its engine does. A plan is not held faster because another was better than predicted.
         """
-        if not self.known:
+        if not self.known_runs:
             return NO_CORRECTION
         family, ranks = family_of(job.configuration), job.configuration.world_size
         if (family, ranks) not in self._corrections:
-            runs = {one: run for one, run in self.known.items() if one.world_size == ranks}
+            runs = {one: run for one, run in self.known_runs.items() if one.world_size == ranks}
             logs = [_beyond(job, one, run)[0] for one, run in runs.items() if family_of(one) == family]
             if logs:
-                found = Correction(family=math.exp(math.fsum(logs) / len(logs)))
+                correction = Correction(family=math.exp(math.fsum(logs) / len(logs)))
             else:
-                found = Correction(compute=self._shared(job, runs))
-            self._corrections[family, ranks] = found
+                correction = Correction(compute=self._shared(job, runs))
+            self._corrections[family, ranks] = correction
         return self._corrections[family, ranks]
 
     def _shared(self, job: Job, runs: Mapping[Configuration, KnownRun]) -> float:
@@ -230,7 +230,7 @@ class Experience:
 
     def time_of(self, job: Job, predicted: StepTime) -> StepTime:
         """Return what the job takes: as measured where it ran before, else as predicted, with its interval."""
-        run = self.known.get(job.configuration)
+        run = self.known_runs.get(job.configuration)
         if run is not None:
             return run.answer(predicted)
         low, high = interval(job, predicted.step_seconds, self.calibration)

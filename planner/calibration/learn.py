@@ -59,12 +59,12 @@ class Rebuilder:
 
     def rows(self, measurements: Iterable[Measurement]) -> tuple[Row, ...]:
         """Return the rows of those that completed, have a step time, and can be priced again."""
-        found = (
+        candidates = (
             self.row(measurement)
             for measurement in measurements
             if measurement.outcome == "completed" and measurement.measured.step_seconds
         )
-        return tuple(row for row in found if row is not None)
+        return tuple(row for row in candidates if row is not None)
 
     def row(self, measurement: Measurement) -> Row | None:
         """Return the row of a measurement, or None if its model, what it trains or its hardware is unknown now."""
@@ -151,9 +151,9 @@ def learn(rows: Sequence[Row], seconds: Seconds | None = None) -> Lesson:
     if configurations < FEWEST:
         why = f"{configurations} different configurations ran, and {FEWEST} are needed"
         return Lesson(rows=len(rows), configurations=configurations, split=split, reason=why)
-    found = fit_factors(rows, price)
+    fitted = fit_factors(rows, price)
     shipped = [price(with_factors(row.job, SHIPPED)) for row in rows]
-    apart = dict(pair for part in parts for pair in _left_out(rows, part, price, found))
+    apart = dict(pair for part in parts for pair in _left_out(rows, part, price, fitted))
     left_out = [apart[index] for index in range(len(rows))]
     before, after = _errors(shipped, rows), _errors(left_out, rows)
     lesson = Lesson(
@@ -170,10 +170,10 @@ def learn(rows: Sequence[Row], seconds: Seconds | None = None) -> Lesson:
         return replace(lesson, reason="the fitted factors predict runs that were left out no better than shipped ones")
     models = tuple(sorted({row.model for row in rows}))
     calibration = Calibration(
-        factors=Factors(**found.factors),
-        names=found.names,
-        covariance=found.covariance,
-        spread=found.spread * TAILS,
+        factors=Factors(**fitted.factors),
+        names=fitted.names,
+        covariance=fitted.covariance,
+        spread=fitted.spread * TAILS,
         rows=len(rows),
         models=models,
         error_before=statistics.median(before),
@@ -192,7 +192,7 @@ def fit_factors(rows: Sequence[Row], seconds: Seconds | None = None, near: Fit |
     priors = [
         Prior(name=name, spread=spread)
         for name, spread in FACTOR_SPREADS.items()
-        if any(abs(found[name]) > _FELT for found in felt)
+        if any(abs(slopes_of_row[name]) > _FELT for slopes_of_row in felt)
     ]
     names = [prior.name for prior in priors]
     scales = [math.hypot(SPREADS[kind_of(row.job)].inside, row.doubt) for row in rows]
@@ -291,7 +291,7 @@ def refresh(store: Store, machine: Machine, *, only: HardwareKind | None = None,
     Raises:
         DsplanError: the database cannot be read or written.
     """
-    made = [
+    completed = [
         measurement
         for measurement in store.list(outcome="completed", limit=MOST_ROWS)
         if measurement.measured.step_seconds
@@ -299,7 +299,7 @@ def refresh(store: Store, machine: Machine, *, only: HardwareKind | None = None,
     rebuilder = Rebuilder(store, machine)
     groups: dict[HardwareKind, list[tuple[Measurement, Row]]] = {}
     skipped = 0
-    for measurement in made:
+    for measurement in completed:
         row = rebuilder.row(measurement)
         if row is None:
             skipped += 1
@@ -311,13 +311,13 @@ def refresh(store: Store, machine: Machine, *, only: HardwareKind | None = None,
 
 def _calibrate(store: Store, kind: HardwareKind, rows: Sequence[Row], *, keep: bool) -> Calibrated:
     lesson = learn(rows)
-    known = calibration_of(store, rows[0].job.cluster)
+    stored = calibration_of(store, rows[0].job.cluster)
     if lesson.calibration is not None:
         document = lesson.calibration.as_document()
-        is_new = known is None or canonical_json(known.as_document()) != canonical_json(document)
+        is_new = stored is None or canonical_json(stored.as_document()) != canonical_json(document)
     else:
         document = dict(WITHDRAWN)
-        is_new = known is not None and lesson.error_after is not None
+        is_new = stored is not None and lesson.error_after is not None
     if keep and is_new:
         store.add_calibration(calibration_record(kind, document))
     return Calibrated(hardware=kind, lesson=lesson, is_new=is_new, rows=tuple(rows))
@@ -357,13 +357,13 @@ def checks(kind: Calibrated) -> tuple[Check, ...]:
     lesson = kind.lesson
     shipped = lesson.shipped or tuple(_seconds(with_factors(row.job, SHIPPED)) for row in kind.rows)
     left_out = lesson.left_out or (None,) * len(kind.rows)
-    found = []
+    checked = []
     for row, before, after in zip(kind.rows, shipped, left_out, strict=True):
         factors = SHIPPED if lesson.calibration is None else lesson.calibration.factors
         first = _interval(with_factors(row.job, SHIPPED), before, None)
         second = None if after is None else _interval(with_factors(row.job, factors), after, lesson.calibration)
-        found.append(Check(row=row, shipped=first, left_out=second))
-    return tuple(found)
+        checked.append(Check(row=row, shipped=first, left_out=second))
+    return tuple(checked)
 
 
 def _interval(job: Job, seconds: float, calibration: Calibration | None) -> tuple[float, float, float]:

@@ -140,15 +140,15 @@ def slopes(job: Job, price: Callable[[Job], float] | None = None) -> dict[str, f
     """Return how the logarithm of the step time changes with the logarithm of each factor."""
     seconds = price or (lambda varied: step_time(varied).step_seconds)
     here, values = seconds(job), asdict(job.cluster.factors)
-    found = {}
+    logarithms = {}
     for name in FACTOR_SPREADS:
         if _unfelt(job, name):
-            found[name] = 0.0
+            logarithms[name] = 0.0
             continue
         factors = Factors(**{**values, name: values[name] * math.exp(_STEP)})
         there = seconds(replace(job, cluster=replace(job.cluster, factors=factors)))
-        found[name] = math.log(there / here) / _STEP
-    return found
+        logarithms[name] = math.log(there / here) / _STEP
+    return logarithms
 
 
 def _unfelt(job: Job, name: str) -> bool:

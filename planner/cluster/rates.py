@@ -107,4 +107,4 @@ def _collectives(measurements: tuple[RateMeasurement, ...]) -> dict[tuple[str, i
         elif rate.operation in COLLECTIVES:
             seconds = crossings(rate.operation, rate.ranks) * rate.size / rate.value
             points.setdefault((rate.operation, rate.ranks), []).append((float(rate.size), seconds))
-    return {key: curve for key, found in points.items() if (curve := curve_of(found))}
+    return {key: curve for key, pairs in points.items() if (curve := curve_of(pairs))}

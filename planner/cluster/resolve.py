@@ -98,28 +98,30 @@ def resolve_cluster(request: HardwareRequest, machine: Machine | None = None) ->
     return cluster
 
 
-def _join_by(cluster: Cluster, asked: str, cluster_file: str | None) -> Cluster:
+def _join_by(cluster: Cluster, wanted: str, cluster_file: str | None) -> Cluster:
     """Return the cluster with the named link between its nodes.
 
     An adapter is as often in a node as the node type has adapters, or as the name says; Ethernet, which hosts have
     beside them, once.
     """
-    match = _SEVERAL.fullmatch(asked)
-    count, name = (int(match[1]), match[2]) if match else (None, asked)
+    match = _SEVERAL.fullmatch(wanted)
+    count, name = (int(match[1]), match[2]) if match else (None, wanted)
     link = find_link(name)
     if link.scope != "inter":
         between = ", ".join(other.name for other in links() if other.scope == "inter")
-        raise ContradictoryRequest(f"--interconnect {asked} is a link inside a node; between nodes are {between}")
+        raise ContradictoryRequest(f"--interconnect {wanted} is a link inside a node; between nodes are {between}")
     if cluster.nodes == 1:
         raise ContradictoryRequest(
-            f"--interconnect {asked} is between nodes, and {cluster.gpus} x {cluster.device.name} are one node here;"
+            f"--interconnect {wanted} is between nodes, and {cluster.gpus} x {cluster.device.name} are one node here;"
             " leave it out or give --nodes"
         )
     if cluster_file is not None and link != cluster.inter_link:
-        raise ContradictoryRequest(f"--interconnect {asked} contradicts {cluster_file}; write inter_link: {name} there")
+        raise ContradictoryRequest(
+            f"--interconnect {wanted} contradicts {cluster_file}; write inter_link: {name} there"
+        )
     if count is not None and (link.per != "NIC" or not limits.NICS.allows(count)):
         raise ContradictoryRequest(
-            f"--interconnect {asked}: a node has no {count} x {link.name}; leave {match[1] if match else count}x out"
+            f"--interconnect {wanted}: a node has no {count} x {link.name}; leave {match[1] if match else count}x out"
         )
     ordinary = link.name.startswith("eth-")
     nics = count or (1 if link.per != "NIC" or ordinary else cluster.nics_per_node)
@@ -211,8 +213,8 @@ def _more_than_here(request: HardwareRequest, machine: Machine) -> Cluster:
     if request.nodes is not None and gpus == request.nodes * len(here):
         return gpu_cluster(machine, here, nodes=request.nodes)
     named = _from_gpu(request, cluster.device)
-    found = f"{len(here)} x {cluster.device.name} found here, planned for {gpus} of them"
-    return replace(named, assumed="; ".join(part for part in (found, named.assumed) if part))
+    note = f"{len(here)} x {cluster.device.name} found here, planned for {gpus} of them"
+    return replace(named, assumed="; ".join(part for part in (note, named.assumed) if part))
 
 
 def cluster_of_plan(section: Mapping[str, Any], machine: Machine | None = None) -> Cluster | None:
@@ -257,15 +259,15 @@ def _link(name: str | None, base: Link | None) -> Link | None:
 
 def _require_same_hardware(request: HardwareRequest, cluster: Cluster) -> None:
     """Refuse flags that contradict a cluster file, which says everything about the cluster; they may repeat it."""
-    for flag, asked, actual in (
+    for flag, requested, actual in (
         ("--gpus", request.gpus, cluster.gpus),
         ("--nodes", request.nodes, cluster.nodes),
         ("--gpu", request.gpu and find_device(request.gpu).name, cluster.device.name),
         ("--node-type", request.node_type and find_node_type(request.node_type).name, cluster.node_type),
     ):
-        if asked is not None and asked != actual:
+        if requested is not None and requested != actual:
             raise ContradictoryRequest(
-                f"{flag} {asked} contradicts {request.cluster_file}, which describes {cluster.nodes} x "
+                f"{flag} {requested} contradicts {request.cluster_file}, which describes {cluster.nodes} x "
                 f"{cluster.gpus_per_node} {cluster.device.name}; drop {flag} or change the file"
             )
 

@@ -50,10 +50,10 @@ class Adapted:
 
 def why_refused(plan: Configuration, adapted: Adapted | None = None) -> str | None:
     """Return why `dsplan run` and `dsplan.initialize` cannot run a configuration; None where they can."""
-    found = why_contradictory(plan)
-    found = found or next((rule.why(plan) for rule in _NOT_HERE if rule.breaks(plan)), None)
-    if found or adapted is None:
-        return found
+    reason = why_contradictory(plan)
+    reason = reason or next((rule.why(plan) for rule in _NOT_HERE if rule.breaks(plan)), None)
+    if reason or adapted is None:
+        return reason
     return next((rule.why(plan) for breaks, rule in _BESIDE_FROZEN if breaks(adapted) and rule.breaks(plan)), None)
 
 

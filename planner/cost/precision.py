@@ -389,14 +389,14 @@ def scaled_products(job: Job) -> ScaledProducts | None:
     library = code_base(job.workload.code).scaled_products
     recipe = job.workload.fp8_recipe or usual_recipe(job.cluster.device, precision)
     if library == "Transformer Engine":
-        found = _TRANSFORMER_ENGINE.get(recipe, _TRANSFORMER_ENGINE["tensorwise"])
+        products = _TRANSFORMER_ENGINE.get(recipe, _TRANSFORMER_ENGINE["tensorwise"])
         # Sharded weights are cast after each all-gather.
-        casts = 4.0 if job.configuration.strategy in _SHARDED else found.weight_casts
-        return replace(found, weight_casts=casts, casts_shards=True)
-    found = _TORCHAO[recipe]
+        casts = 4.0 if job.configuration.strategy in _SHARDED else products.weight_casts
+        return replace(products, weight_casts=casts, casts_shards=True)
+    products = _TORCHAO[recipe]
     if job.workload.compile:
-        return found
-    return replace(found, activation_casts=EAGER_CAST_BYTES, weight_casts=EAGER_CAST_BYTES)
+        return products
+    return replace(products, activation_casts=EAGER_CAST_BYTES, weight_casts=EAGER_CAST_BYTES)
 
 
 def usual_recipe(device: Device, precision: Precision) -> Fp8Recipe:

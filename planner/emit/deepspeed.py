@@ -179,15 +179,15 @@ def _offload(plan: Plan, options: EmitOptions) -> dict[str, object]:
     offload = plan.configuration.offload
     if offload == "none":
         return {}
-    place: dict[str, object] = {"device": "cpu", "pin_memory": not on_cpu(plan, options)}
+    target: dict[str, object] = {"device": "cpu", "pin_memory": not on_cpu(plan, options)}
     if offload == "optimizer":
-        return {"offload_optimizer": {**place, "ratio": 1.0}}
+        return {"offload_optimizer": {**target, "ratio": 1.0}}
     if offload == "all":
-        return {"offload_optimizer": {**place, "ratio": 1.0}, "offload_param": place}
-    place |= {"device": "nvme", "nvme_path": options.nvme_path}
+        return {"offload_optimizer": {**target, "ratio": 1.0}, "offload_param": target}
+    target |= {"device": "nvme", "nvme_path": options.nvme_path}
     # Adam swaps four tensors per sub-group: parameter, gradient and two moments.
-    optimizer = {**place, "buffer_count": 4, "fast_init": False}
-    parameters = {**place, "buffer_count": 5, "buffer_size": _swap_buffer(plan), "max_in_cpu": 1_000_000_000}
+    optimizer = {**target, "buffer_count": 4, "fast_init": False}
+    parameters = {**target, "buffer_count": 5, "buffer_size": _swap_buffer(plan), "max_in_cpu": 1_000_000_000}
     return {"offload_optimizer": optimizer, "offload_param": parameters}
 
 

@@ -208,7 +208,7 @@ def _weights(facts: ModelFacts, biased: bool) -> int:
 
 def _find_lack_of_gpt(facts: ModelFacts) -> str | None:
     """Return what of a model Megatron's GPT does not have; None where it has all."""
-    found = {
+    lacks = {
         "a parallel residual": facts.parallel_residual,
         f"{facts.position_type} positions": facts.position_type not in ("rope", "learned"),
         "an offset in its positions": bool(facts.position_offset),
@@ -224,7 +224,7 @@ def _find_lack_of_gpt(facts: ModelFacts) -> str | None:
         "a bias in its head": facts.lm_head_bias,
         "biases in some products": facts.mlp_bias != facts.attn_out_bias,
     }
-    return next((what for what, there in found.items() if there), None)
+    return next((what for what, there in lacks.items() if there), None)
 
 
 def _known_activation(facts: ModelFacts) -> bool:

@@ -128,7 +128,7 @@ def _check(plan: Plan) -> _Flavor:
     _require_stages(plan, facts.num_layers)
     flavor = _FLAVORS.get((facts.model_type, facts.parameters))
     if flavor is None:
-        alike = ", ".join(known.name for key, known in _FLAVORS.items() if key[0] == facts.model_type)
+        alike = ", ".join(registered.name for key, registered in _FLAVORS.items() if key[0] == facts.model_type)
         names = alike or "llama3, qwen3, deepseek_v3 and gpt_oss"
         raise refuse(plan, _FORM, f"of {facts.name}", f"it registers {names}; emit it as megatron or accelerate")
     return flavor

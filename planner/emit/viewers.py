@@ -125,21 +125,23 @@ class _Home:
         """Yield the events after which the blocks take so many bytes at most."""
         time = round(moment.seconds * _MICRO)
         while self._end > size:
-            place, length, phase = self._blocks.pop()
+            address, length, phase = self._blocks.pop()
             for action in ("free_requested", "free_completed"):
-                yield snapshot_event(action, place, length, time, _frames(f"{self.name} ({phase})"))
+                yield snapshot_event(action, address, length, time, _frames(f"{self.name} ({phase})"))
 
     def grown(self, size: int, moment: _Moment) -> Iterator[dict[str, Any]]:
         """Yield the event after which the blocks take so many bytes."""
         if size > self._end:
-            place, length = self.address + self._end, size - self._end
-            self._blocks.append((place, length, moment.phase))
+            address, length = self.address + self._end, size - self._end
+            self._blocks.append((address, length, moment.phase))
             time, frames = round(moment.seconds * _MICRO), _frames(f"{self.name} ({moment.phase})")
-            yield snapshot_event("alloc", place, length, time, frames)
+            yield snapshot_event("alloc", address, length, time, frames)
 
     def segment(self) -> dict[str, Any]:
         """Return the segment as it is in the end."""
-        blocks = [snapshot_block(place, size, _frames(f"{self.name} ({phase})")) for place, size, phase in self._blocks]
+        blocks = [
+            snapshot_block(address, size, _frames(f"{self.name} ({phase})")) for address, size, phase in self._blocks
+        ]
         return snapshot_segment(self.address, self.size, blocks, _frames(f"segment of {self.name}"))
 
 

@@ -68,7 +68,7 @@ class BlockCount:
     @property
     def held(self) -> BlockCount:
         """Its frozen weights alone."""
-        return self._of(tuple(self.shapes[place] for place in self.frozen))
+        return self._of(tuple(self.shapes[index] for index in self.frozen))
 
     def _of(self, shapes: tuple[Shape, ...]) -> BlockCount:
         sizes = [prod(shape) for shape in shapes]
@@ -140,23 +140,23 @@ class ParameterCounts:
 def _part(counts: ParameterCounts) -> tuple[ParameterCounts, ParameterCounts]:
     """Return what is trained, and what is frozen."""
     ends = tuple(accumulate(map(prod, counts.outside)))
-    tables = tuple(shape for place, shape in enumerate(counts.outside) if ends[place] <= counts.embedding)
+    tables = tuple(shape for index, shape in enumerate(counts.outside) if ends[index] <= counts.embedding)
     fixed = set(counts.frozen)
-    places = [place for place in range(len(counts.outside)) if place not in fixed]
+    places = [index for index in range(len(counts.outside)) if index not in fixed]
     parts = []
     for chosen, blocks in (
         (places, tuple(block.trained for block in counts.blocks)),
         (sorted(fixed), tuple(block.held for block in counts.blocks)),
     ):
-        outside = tuple(counts.outside[place] for place in chosen)
-        embedding = sum(prod(counts.outside[place]) for place in chosen if place < len(tables))
+        outside = tuple(counts.outside[index] for index in chosen)
+        embedding = sum(prod(counts.outside[index]) for index in chosen if index < len(tables))
         other = sum(map(prod, outside)) - embedding
         parts.append(ParameterCounts(embedding=embedding, blocks=blocks, head=0, other=other, outside=outside))
     return parts[0], parts[1]
 
 
 def _without(shapes: tuple[Shape, ...], places: tuple[int, ...]) -> tuple[Shape, ...]:
-    return tuple(shape for place, shape in enumerate(shapes) if place not in places)
+    return tuple(shape for index, shape in enumerate(shapes) if index not in places)
 
 
 # transformers 5 has no torch.nn.functional.scaled_dot_product_attention path for these, and falls back to eager.
@@ -252,9 +252,9 @@ class TracedActivations:
 
     def of(self, *, tp: int, cp: int, ep: int = 1, splits_sequences: bool = False) -> TracedActivations:
         """Return the trace of a rank of such degrees, or one like that of two ranks, or the whole's."""
-        two, asked = self.parts.get((2, 1, 1, False)), (tp, cp, ep, splits_sequences)
-        if asked in self.parts or tp < 2 or cp > 1 or two is None:
-            return self.parts.get(asked, self)
+        two, degrees = self.parts.get((2, 1, 1, False)), (tp, cp, ep, splits_sequences)
+        if degrees in self.parts or tp < 2 or cp > 1 or two is None:
+            return self.parts.get(degrees, self)
         sizes: dict[str, Any] = {name: share_of(getattr(self, name), getattr(two, name), tp) for name in _SIZES}
         smaller = sizes["kept"] / two.kept if two.kept else 1.0
         moments = tuple(

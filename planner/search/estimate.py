@@ -69,7 +69,7 @@ def price(request: Request, configuration: Configuration) -> Priced:
 
 def time_step(priced: Priced) -> StepTime:
     """Return what the job takes: as measured where this machine ran it, as expected from runs like it elsewhere."""
-    run = priced.experience.known.get(priced.job.configuration)
+    run = priced.experience.known_runs.get(priced.job.configuration)
     return priced.experience.expected(priced.job) if run is None else run.answer(step_time(priced.job))
 
 
@@ -238,7 +238,7 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
     expected = priced.experience.time_of(job, time) if time.step_seconds_low is None else time
     predicted = expected.predicted_step_seconds
     like_it = priced.experience.correction(job).sentence() if predicted is None else ""
-    seen = like_it if predicted is None else priced.experience.known[configuration].sentence(predicted)
+    seen = like_it if predicted is None else priced.experience.known_runs[configuration].sentence(predicted)
     blocked = _why_run_elsewhere(job) or why_refused(configuration, adapted_of(job.workload))
     sections = sections_of(job)
     rates = throughput(job, expected)
@@ -263,21 +263,21 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
 
 def _remarks_on_code(job: Job) -> list[str]:
     """Return what of the code that was asked for is not counted as its own."""
-    facts, work, found = job.facts, job.workload, []
+    facts, work, remarks = job.facts, job.workload, []
     code = code_base(work.code)
     own_blocks = has_written_form(facts, work.code, work.sequence_length, compiled=work.compile)
     if code.eager.block is not None and not own_blocks:
-        found.append(f"only plain decoders' blocks are known of {code.name}; of {facts.name} transformers' count")
+        remarks.append(f"only plain decoders' blocks are known of {code.name}; of {facts.name} transformers' count")
     if work.compile and code.compiled is None:
-        found.append(f"--compile changes nothing that is known of {code.name}, whose kernels are fused already")
+        remarks.append(f"--compile changes nothing that is known of {code.name}, whose kernels are fused already")
     elif work.compile and code.eager.block is None and not own_blocks:
-        found.append(f"only plain decoders' blocks are known compiled; those of {facts.name} take eager ones' memory")
+        remarks.append(f"only plain decoders' blocks are known compiled; those of {facts.name} take eager ones' memory")
     own = ["--compile"] * work.compile + [f"--loss {work.loss}"] * (work.loss != "plain")
     if own and code.runs_here:
-        found.append(f"{' and '.join(own)}: counted as the script does it; dsplan run changes no module")
+        remarks.append(f"{' and '.join(own)}: counted as the script does it; dsplan run changes no module")
     if work.loss != "plain" and (facts.kind == "custom" or not facts.vocab_size):
-        found.append(f"--loss {work.loss} is counted for language models of the catalogue, not for {facts.name}")
-    return found
+        remarks.append(f"--loss {work.loss} is counted for language models of the catalogue, not for {facts.name}")
+    return remarks
 
 
 def _why_run_elsewhere(job: Job) -> str | None:
@@ -335,12 +335,12 @@ def _remarks(priced: Priced) -> list[str]:
     remarks += _remarks_on_whole_experts(job) or _remarks_on_uneven_shards(job)
     if loads_once(job):
         copies = f"{job.cluster.gpus_per_node} copies of the model, {format_bytes(made_bytes(job))} each"
-        way = "deepspeed.zero.Init" if configuration.zero_stage else "accelerate's cpu_ram_efficient_loading"
-        remarks.append(f"a node has no room to load {copies}: counted for one, as {way} makes it")
-    asked, capacity = job.workload.max_memory_bytes, job.cluster.capacity_bytes
-    if asked is not None and asked > capacity:
+        loader = "deepspeed.zero.Init" if configuration.zero_stage else "accelerate's cpu_ram_efficient_loading"
+        remarks.append(f"a node has no room to load {copies}: counted for one, as {loader} makes it")
+    requested, capacity = job.workload.max_memory_bytes, job.cluster.capacity_bytes
+    if requested is not None and requested > capacity:
         usable = f"the {format_bytes(capacity)} usable on one {device.name}, which stay the limit"
-        remarks.append(f"--max-memory-gb {asked / GB:g} is more than {usable}")
+        remarks.append(f"--max-memory-gb {requested / GB:g} is more than {usable}")
     return remarks
 
 

@@ -86,8 +86,8 @@ class Candidate:
 
     def is_known(self, index: int) -> bool:
         """Return whether this machine has run it, so that what it takes is not what is predicted."""
-        known = self.request.experience.known
-        return bool(known) and self.configuration(index) in known
+        known_runs = self.request.experience.known_runs
+        return bool(known_runs) and self.configuration(index) in known_runs
 
     def ends(self) -> tuple[int, ...]:
         """Return the smallest micro-batch and the largest, if there are any: one of the two takes least memory."""
@@ -230,35 +230,35 @@ class Family:
 
 def best(group: Sequence[Candidate], objective: words.Objective, limit: float = math.inf) -> Timed | None:
     """Return the best configuration of a group that fits and takes at most `limit` seconds a step; None without one."""
-    found: Timed | None = None
+    fastest: Timed | None = None
     for timed_ in _smallest(group, limit) if objective == "memory" else _fast(group, objective, limit):
-        if found is None or order(timed_, objective) < order(found, objective):
-            found = timed_
-    return found
+        if fastest is None or order(timed_, objective) < order(fastest, objective):
+            fastest = timed_
+    return fastest
 
 
 def preferred(group: Sequence[Candidate], objective: words.Objective, limit: float = math.inf) -> Timed | None:
     """Return the best configuration of a group, or the best with room in memory if the two cannot be told apart."""
-    found = best(group, objective, limit)
-    if found is None or found.has_room or objective == "memory":
-        return found
-    near = found.time.step_seconds * (1 + ONE_STRATEGY) if objective == "throughput" else math.inf
+    first = best(group, objective, limit)
+    if first is None or first.has_room or objective == "memory":
+        return first
+    near = first.time.step_seconds * (1 + ONE_STRATEGY) if objective == "throughput" else math.inf
     roomy = best([candidate.with_room() for candidate in group], objective, min(limit, near))
-    if roomy is None or clearly_worse(roomy, found, objective):
-        return found
-    return replace(roomy, passed_over=found)
+    if roomy is None or clearly_worse(roomy, first, objective):
+        return first
+    return replace(roomy, passed_over=first)
 
 
 def bound(group: Sequence[Candidate]) -> float:
     """Seconds that a step of any of a group takes at least, had it never run; infinite where none can fit."""
     families = (family for family in families_of(group) if not family.is_hopeless())
     least = min((family.bound() for family in families), default=math.inf)
-    return min([least, *(known.time.step_seconds for known in _known(group))])
+    return min([least, *(run.time.step_seconds for run in _known(group))])
 
 
 def any_that_fits(group: Iterable[Candidate]) -> Priced | None:
     """Return the first configuration that fits, or None without one."""
-    return next((found for family in families_of(group) if (found := family.first_that_fits()) is not None), None)
+    return next((fitting for family in families_of(group) if (fitting := family.first_that_fits()) is not None), None)
 
 
 def closest(group: Sequence[Candidate]) -> Priced | None:
@@ -269,19 +269,19 @@ def closest(group: Sequence[Candidate]) -> Priced | None:
 
 def _fast(group: Sequence[Candidate], objective: words.Objective, limit: float) -> Iterator[Timed]:
     """Yield what was measured before, then ever better configurations by time or cost."""
-    found = math.inf
-    for known in _known(group):
-        if known.time.step_seconds <= limit:
-            found = min(found, worth(known, objective))
-            yield known
+    least_worth = math.inf
+    for run in _known(group):
+        if run.time.step_seconds <= limit:
+            least_worth = min(least_worth, worth(run, objective))
+            yield run
     families = _with_devices_enough([family for family in families_of(group) if not family.is_hopeless()])
     weights = [family.gpus if objective == "cost" else 1 for family in families]
     bounds = [family.bound() * weight for family, weight in zip(families, weights, strict=True)]
-    for place in sorted(range(len(families)), key=bounds.__getitem__):
-        if bounds[place] > found:
+    for index in sorted(range(len(families)), key=bounds.__getitem__):
+        if bounds[index] > least_worth:
             return
-        for member in families[place].within(min(found / weights[place], limit)):
-            found = min(found, worth(member, objective))
+        for member in families[index].within(min(least_worth / weights[index], limit)):
+            least_worth = min(least_worth, worth(member, objective))
             yield member
 
 

@@ -118,9 +118,9 @@ def _batch(options: ExactOptions, ranks: int) -> tuple[int, int]:
         return options.micro_batch or 1, options.grad_accum or 1
     if options.micro_batch and options.grad_accum:
         return options.micro_batch, _checked(options, options.micro_batch * ranks, options.grad_accum)
-    known = options.micro_batch or options.grad_accum or 1
-    other = _checked(options, known * ranks, None)
-    return (other, known) if options.grad_accum else (known, other)
+    divisor = options.micro_batch or options.grad_accum or 1
+    other = _checked(options, divisor * ranks, None)
+    return (other, divisor) if options.grad_accum else (divisor, other)
 
 
 def _checked(options: ExactOptions, per_step: int, wanted: int | None) -> int:

@@ -108,9 +108,9 @@ def _ways(request: Request, options: MaximumOptions) -> Iterator[ExactOptions]:
                 )
 
 
-def _maximum(request: Request, way: ExactOptions, configuration: Configuration) -> Maximum:
-    def fits(asked: Request, micro_batch: int = 1) -> bool:
-        there, chosen = exact(asked, replace(way, micro_batch=micro_batch))
+def _maximum(request: Request, options: ExactOptions, configuration: Configuration) -> Maximum:
+    def fits(question: Request, micro_batch: int = 1) -> bool:
+        there, chosen = exact(question, replace(options, micro_batch=micro_batch))
         return not why_impossible(there, chosen) and price(there, chosen).judgement.verdict != "does_not_fit"
 
     micro = largest(lambda size: fits(request, size), 1, int(limits.SAMPLES.most))
@@ -118,8 +118,10 @@ def _maximum(request: Request, way: ExactOptions, configuration: Configuration) 
     longest = longest_steps(request)
     steps = longest and largest(lambda count: fits(of_length(request, count * SEQUENCE_STEP)), guess, longest)
     models = sizes() if scales(request.facts) else ()
-    place = models and largest(lambda index: fits(_of_size(request, models[index - 1])), _guess(request), len(models))
-    size = models[place - 1] if place else None
+    position = models and largest(
+        lambda index: fits(_of_size(request, models[index - 1])), _guess(request), len(models)
+    )
+    size = models[position - 1] if position else None
     return Maximum(
         configuration=configuration,
         micro_batch_size=micro or None,

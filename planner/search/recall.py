@@ -45,33 +45,35 @@ def oom_records(
     does.
     """
     inputs = sections_of(request)
-    done = [
-        (measurement, found)
+    completed_runs = [
+        (measurement, ran)
         for measurement in completed
-        if (found := _configuration(measurement, inputs, request)) is not None
+        if (ran := _configuration(measurement, inputs, request)) is not None
     ]
     records: dict[Configuration, OomRecord] = {}
     for measurement in failed:
         configuration = _configuration(measurement, inputs, request)
-        if configuration is None or configuration in records or _taken_back(measurement, configuration, done):
+        if configuration is None or configuration in records or _taken_back(measurement, configuration, completed_runs):
             continue
         records[configuration] = _oom_record(measurement, configuration, request)
     return tuple(records.values())
 
 
-def oom_record_of(configuration: Configuration, predicted_bytes: int, request: Request, **known: Any) -> OomRecord:
+def oom_record_of(
+    configuration: Configuration, predicted_bytes: int, request: Request, **circumstances: Any
+) -> OomRecord:
     """Return a failure in today's prediction, so that it can be compared with that of other plans.
 
     It is in the prediction it was made with where it ran on another number of devices.
     """
     if configuration.world_size != request.cluster.gpus:
-        return OomRecord(configuration=configuration, peak_allocated_bytes=predicted_bytes, **known)
+        return OomRecord(configuration=configuration, peak_allocated_bytes=predicted_bytes, **circumstances)
     memory = memory_estimate(job_of(request, configuration))
     return OomRecord(
         configuration=configuration,
         peak_allocated_bytes=memory.peak_allocated_bytes,
         host_bytes_per_node=memory.host_bytes_per_node,
-        **known,
+        **circumstances,
     )
 
 
@@ -87,7 +89,7 @@ def _configuration(measurement: Measurement, inputs: Sections, request: Request)
 
 
 def _taken_back(
-    measurement: Measurement, configuration: Configuration, done: Iterable[tuple[Measurement, Configuration]]
+    measurement: Measurement, configuration: Configuration, completed: Iterable[tuple[Measurement, Configuration]]
 ) -> bool:
     need = measurement.predicted.peak_allocated_bytes or 0
     return any(
@@ -96,7 +98,7 @@ def _taken_back(
             other == configuration
             or (not configuration.uses_host and need <= (later.predicted.peak_allocated_bytes or -1))
         )
-        for later, other in done
+        for later, other in completed
     )
 
 
@@ -137,9 +139,11 @@ def recall_from(store: Store, request: Request) -> Request:
     calibration = calibration_of(store, request.cluster)
     if calibration is not None:
         request = replace(request, cluster=replace(request.cluster, factors=calibration.factors))
-    made = _made(store, request, "completed")
+    completed = _made(store, request, "completed")
     experience = Experience(
-        calibration=calibration, known=_known(made, request), oom_records=_oom_records(store, request, made)
+        calibration=calibration,
+        known_runs=_known(completed, request),
+        oom_records=_oom_records(store, request, completed),
     )
     return replace(request, experience=experience)
 
@@ -171,12 +175,12 @@ def _made(store: Store, request: Request, outcome: Outcome) -> tuple[Measurement
     )
 
 
-def _known(made: tuple[Measurement, ...], request: Request) -> dict[Configuration, KnownRun]:
-    if not made:
+def _known(completed: tuple[Measurement, ...], request: Request) -> dict[Configuration, KnownRun]:
+    if not completed:
         return {}
     from planner.calibration.experience import known_runs
 
-    return known_runs(made, sections_of(request))
+    return known_runs(completed, sections_of(request))
 
 
 def _oom_records(store: Store, request: Request, completed: tuple[Measurement, ...]) -> tuple[OomRecord, ...]:

@@ -252,9 +252,9 @@ def _load_dtype(options: WorkOptions, precision: words.Precision, defaults: list
 def _adapters(options: WorkOptions, defaults: list[str]) -> dict[str, Any]:
     """Rank and targets of adapters."""
     given = {"lora_rank": options.lora_rank, "lora_targets": options.lora_targets}
-    said = {name: value for name, value in given.items() if value is not None}
+    decided = {name: value for name, value in given.items() if value is not None}
     if options.method == "full":
-        for name in said:
+        for name in decided:
             raise ContradictoryRequest(f"--{name.replace('_', '-')} is for --method lora, qlora or dora; name one")
         return {}
     if options.lora_rank is None:
@@ -263,7 +263,7 @@ def _adapters(options: WorkOptions, defaults: list[str]) -> dict[str, Any]:
         defaults.append("adapters beside all-linear layers (--lora-targets)")
     if options.train_only:
         raise ContradictoryRequest(f"--train-only says what --method {options.method} says too; leave one out")
-    return {"lora_rank": DEFAULT_LORA_RANK, **said}
+    return {"lora_rank": DEFAULT_LORA_RANK, **decided}
 
 
 def _imbalance(facts: ModelFacts, options: WorkOptions) -> float:
@@ -370,14 +370,14 @@ def why_not_deepspeed(device: Device, precision: words.Precision) -> str | None:
 
 
 def _zero_backend(
-    asked: words.Backend | None, device: Device, precision: words.Precision, defaults: list[str]
+    requested: words.Backend | None, device: Device, precision: words.Precision, defaults: list[str]
 ) -> words.Backend:
     lacks = why_not_deepspeed(device, precision)
-    if lacks and asked == "deepspeed":
+    if lacks and requested == "deepspeed":
         raise ContradictoryRequest(f"{lacks}; {WITHOUT_DEEPSPEED}")
-    if lacks and asked is None:
+    if lacks and requested is None:
         defaults.append(f"ZeRO by backend native, since {lacks} (--backend)")
-    return asked or ("native" if lacks else "deepspeed")
+    return requested or ("native" if lacks else "deepspeed")
 
 
 def _bytes(flag: str, gigabytes: float | None) -> int | None:

@@ -58,13 +58,13 @@ def over_devices(request: Request, here: Plan) -> tuple[Plan, ...]:
 
     `here` is the one on those that were asked for. The global batch is as `on_devices` has it.
     """
-    found = [here]
+    plans = [here]
     for cluster in _clusters(request.cluster):
         other = replace(on_devices(request, cluster), objective="throughput", budget=NO_BUDGET)
         with suppress(ContradictoryRequest):  # the batch cannot be split over so many
             plan = first_plan(other)
-            found += [] if plan is None else [plan]
-    return tuple(sorted(found, key=lambda plan: plan.configuration.world_size))
+            plans += [] if plan is None else [plan]
+    return tuple(sorted(plans, key=lambda plan: plan.configuration.world_size))
 
 
 def _clusters(cluster: Cluster) -> Iterator[Cluster]:
@@ -94,16 +94,16 @@ def over_micro_batches(request: Request, plan: Plan) -> tuple[Plan, ...]:
 def over_lengths(request: Request, plan: Plan) -> tuple[Plan, ...]:
     """Return the plan at sequences of powers of two tokens, as many samples as before; none where no length is."""
     most = min(longest_steps(request) * SEQUENCE_STEP, limits.TOKENS.most)
-    asked = plan.configuration.sequence_length
-    if not most or asked < 2:
+    length_here = plan.configuration.sequence_length
+    if not most or length_here < 2:
         return ()
-    lengths = {SHORTEST << power for power in range(20) if SHORTEST << power <= min(most, max(LONGEST, asked))} | {
-        asked
-    }
-    found: list[Plan] = []
+    lengths = {
+        SHORTEST << power for power in range(20) if SHORTEST << power <= min(most, max(LONGEST, length_here))
+    } | {length_here}
+    plans: list[Plan] = []
     for length in sorted(lengths):
-        found += _priced(of_length(request, length), [replace(plan.configuration, sequence_length=length)])
-    return tuple(found)
+        plans += _priced(of_length(request, length), [replace(plan.configuration, sequence_length=length)])
+    return tuple(plans)
 
 
 def _priced(request: Request, configurations: Sequence[Configuration]) -> tuple[Plan, ...]:

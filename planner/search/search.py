@@ -75,15 +75,15 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
     """
     limit = request.budget.step_limit(request.workload)
     groups = group_candidates(request)
-    found, late = [], []
+    chosen, late = [], []
     choose = _choice(request)
     for group in groups.values():
         item = choose(group, request.objective, limit)
         if item is not None:
-            found.append(item)
+            chosen.append(item)
         elif limit < math.inf and (too_slow := best(group, "throughput")) is not None:
             late.append(too_slow)
-    ranked, late = rank(request, found), rank(request, late)
+    ranked, late = rank(request, chosen), rank(request, late)
     missing = _misses(groups.values(), [*ranked, *late])
     rejected = (*rejections(request, ranked, missing), *too_late(request, late), *_undivided(groups), *ran_out(request))
     if not ranked:
@@ -116,16 +116,16 @@ def _near_the_fastest(request: Request) -> list[Timed]:
     if request.objective != "throughput":
         every = (choose(group, request.objective, math.inf) for group in groups)
         return [item for item in every if item is not None]
-    found: list[Timed] = []
+    chosen: list[Timed] = []
     fastest = math.inf
     for least, group in sorted(((bound(group), group) for group in groups), key=lambda pair: pair[0]):
         limit = fastest * (1 + WIDEST) * (1 + ONE_STRATEGY)  # the one with room that goes before a group's best
         item = choose(group, request.objective, limit) if least <= limit else None
         if item is not None:
-            found.append(item)
+            chosen.append(item)
             if not waits_mostly(item.priced.job, item.time):  # all others go before such a plan, however slow
                 fastest = min(fastest, (item.passed_over or item).time.step_seconds)
-    return found
+    return chosen
 
 
 def _choice(request: Request) -> Callable[[Sequence[Candidate], words.Objective, float], Timed | None]:

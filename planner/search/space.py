@@ -197,9 +197,9 @@ def _sequence_parallel(request: Request, split: _Split) -> bool:
 
     They do as asked, else where the code does, and where experts are spread over them, which takes it.
     """
-    asked = None if request.degrees is None else request.degrees.sequence_parallel
-    if asked is not None:
-        return asked
+    requested = None if request.degrees is None else request.degrees.sequence_parallel
+    if requested is not None:
+        return requested
     return split.tp > 1 and (split.ep > 1 or code_base(request.workload.code).sequence_parallel)
 
 
@@ -309,17 +309,19 @@ def _pipelines(request: Request, pp: int) -> tuple[tuple[words.Schedule, int], .
         return (usual,)
     deepest = -(-request.facts.num_layers // pp)
     pieces = [count for count in _powers_of_two(min(deepest, MOST_VIRTUAL_STAGES)) if count > 1]
-    found = [count for count in pieces if deepest % count == 0]
-    interleaved: list[tuple[words.Schedule, int]] = [("interleaved", count) for count in {*found[:1], *found[-1:]}]
+    divisors = [count for count in pieces if deepest % count == 0]
+    interleaved: list[tuple[words.Schedule, int]] = [
+        ("interleaved", count) for count in {*divisors[:1], *divisors[-1:]}
+    ]
     zero_bubble: list[tuple[words.Schedule, int]] = (
         [("zero-bubble", 1)] if request.workload.code == "torchtitan" else []
     )
     return (usual, *interleaved, *zero_bubble)
 
 
-def _asked_pipeline(asked: Degrees) -> tuple[words.Schedule, int]:
+def _asked_pipeline(degrees: Degrees) -> tuple[words.Schedule, int]:
     """Return a schedule and its virtual stages, of which either says what the other is."""
-    schedule, pieces = asked.pp_schedule, asked.virtual_stages
+    schedule, pieces = degrees.pp_schedule, degrees.virtual_stages
     if schedule is None:
         schedule = "1f1b" if pieces in (None, 1) else "interleaved"
     return schedule, pieces or (2 if schedule == "interleaved" else 1)

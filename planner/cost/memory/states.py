@@ -116,8 +116,8 @@ def moment_bytes(optimizer: Optimizer, shape: Shape, width: int, *, in_block: bo
 
 def states_of(job: Job, recipe: Recipe) -> States:
     """Resident states of the busiest rank as the allocator gives them."""
-    made = _by_arithmetic(job, recipe) if job.configuration.zero_stage else _of_tensors(job, recipe)
-    return _with_copies(job, recipe, _offloaded(job, recipe, made))
+    states = _by_arithmetic(job, recipe) if job.configuration.zero_stage else _of_tensors(job, recipe)
+    return _with_copies(job, recipe, _offloaded(job, recipe, states))
 
 
 def nominal_states_of(job: Job, recipe: Recipe) -> States:

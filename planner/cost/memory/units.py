@@ -266,8 +266,8 @@ def _units(counts: ParameterCounts, part: Part, shards: Shards) -> Units:
     # Of the tables that make up the embedding the vocabulary's is split; positions are on every tp rank.
     root = Unit(
         shapes=tuple(
-            shape if 0 < place < tables else _on_rank(shape, part, is_expert=False)
-            for place, shape in enumerate(outside)
+            shape if 0 < index < tables else _on_rank(shape, part, is_expert=False)
+            for index, shape in enumerate(outside)
         )
     )
     units = Units(blocks=blocks, root=root, tables=tables)

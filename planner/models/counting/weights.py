@@ -25,7 +25,7 @@ class Weights:
     names: tuple[str, ...] = ()
 
     def __add__(self, other: Weights) -> Weights:
-        moved = (len(self.shapes) + place for place in other.frozen)
+        moved = (len(self.shapes) + index for index in other.frozen)
         return Weights(shapes=self.shapes + other.shapes, frozen=(*self.frozen, *moved), names=self.names + other.names)
 
     def inside(self, part: str) -> Weights:
@@ -152,7 +152,7 @@ def mlp(facts: ModelFacts, width: int) -> Weights:
 
 def norms(facts: ModelFacts, how_many: int) -> Weights:
     """Return so many norms of a width, with biases where the architecture has them."""
-    return sum((norm(facts, name=f"norm{place}") for place in range(1, how_many + 1)), NOTHING)
+    return sum((norm(facts, name=f"norm{number}") for number in range(1, how_many + 1)), NOTHING)
 
 
 def _as_stored(facts: ModelFacts, projections: Weights) -> Weights:

@@ -119,17 +119,17 @@ class ConfigReader:
         Raises:
             BrokenFile: it is no number within the limit.
         """
-        holder, place = self.config, key
+        holder, path = self.config, key
         if section:
             inner = self.config.get(section) or {}
             if not isinstance(inner, Mapping):
                 raise self.problem(f"field {section!r} is {shown(inner)}, not an object", _AS_TRANSFORMERS)
-            holder, place = inner, f"{section}.{key}"
+            holder, path = inner, f"{section}.{key}"
         value = holder.get(key) if section else self.value(key)
         if value is None:
             value = default
         if value is not None and not limit.allows(value):
-            raise self.problem(f"field {place!r} is {shown(value)}", f"write {limit}")
+            raise self.problem(f"field {path!r} is {shown(value)}", f"write {limit}")
         return value
 
     def names(self, key: str) -> frozenset[Any]:
@@ -155,18 +155,18 @@ class ConfigReader:
                 built = " or ".join(map(repr, allowed))
                 raise self.problem(f"field {key!r} is {shown(value)}; only {built} is counted", FACTORY_REMEDY)
         read = {fact: self._read(fact, keys) for fact, keys in self.architecture.read.items()}
-        known = {fact: value for fact, value in read.items() if value is not None}
-        return Figures(self, {**self.architecture.facts, **known})
+        read_figures = {fact: value for fact, value in read.items() if value is not None}
+        return Figures(self, {**self.architecture.facts, **read_figures})
 
     def _read(self, fact: str, keys: tuple[str, ...]) -> Any:
         present = [key for key in keys if key in self.config]
         if present:
             return self._checked(fact, present[0], self.config[present[0]])
-        known = [self._defaults[key] for key in keys if key in self._defaults]
-        if not known:
+        defaults = [self._defaults[key] for key in keys if key in self._defaults]
+        if not defaults:
             needs = f"a {self.architecture.model_type} config needs it: copy it from the model's page or save it again"
             raise self.problem(f"has no field {keys[0]!r}", needs)
-        return known[0]
+        return defaults[0]
 
     def _checked(self, fact: str, key: str, value: Any) -> Any:
         """Return a value whose type fits: sizes are whole and positive, probabilities and ratios at least 0."""

@@ -127,7 +127,7 @@ def test_a_configuration_that_was_run_counts_with_what_it_took() -> None:
     by_name = searched(request)
     first, second = by_name["ddp"], by_name["zero2"]
     run = KnownRun(step_seconds=second.time.step_seconds / 2, each=(second.time.step_seconds / 2,), created_at="")
-    known = replace(request, experience=Experience(known={second.configuration: run}))
+    known = replace(request, experience=Experience(known_runs={second.configuration: run}))
     answer = recommend(known)
     assert recommend(request).plans[0].configuration == first.configuration
     assert answer.plans[0].configuration == second.configuration

@@ -65,7 +65,7 @@ def test_what_ran_here_has_room() -> None:
     request = question("opt-6.7b", "a100-80gb", 8, strategies=("fsdp",))
     full = fastest(request)
     known = {full.configuration: KnownRun(step_seconds=full.time.step_seconds, each=(1.0,), created_at="2026-01-01")}
-    answer = recommend(replace(request, experience=Experience(known=known)))
+    answer = recommend(replace(request, experience=Experience(known_runs=known)))
     assert full.verdict == "tight"
     assert answer.plans[0].configuration == full.configuration
 

@@ -293,12 +293,14 @@ def _traced_form(facts: ModelFacts, question: _Question, modes: Sequence[str] = 
     windows = question.attention == "sdpa" and 0 < facts.sliding_window < question.length
     attentions = _attentions(question.attention, windows=windows)
     devices = ("cpu", "cuda") if question.on_cpu else ("cuda",)
-    asked = modes or (question.mode,)
-    variants = [f"{device} {mode} {attention}" for attention, device, mode in product(attentions, devices, asked)]
-    found = find_form(structure_of(facts), variants)
-    if found is None:
+    modes_to_try = modes or (question.mode,)
+    variants = [
+        f"{device} {mode} {attention}" for attention, device, mode in product(attentions, devices, modes_to_try)
+    ]
+    nearest = find_form(structure_of(facts), variants)
+    if nearest is None:
         raise LookupError(f"no memory form for {facts.model_type}")
-    return found.form, found.differences
+    return nearest.form, nearest.differences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -551,13 +553,13 @@ def _block(name: str, count: int, form: BlockForm, sizes: _Sizes) -> BlockFigure
 
 def _peaks(moments: Sequence[Moment], sizes: _Sizes) -> list[Peak]:
     """Return the moments that can be the largest of their part for this model."""
-    found = [_peak(moment, sizes) for moment in moments]
-    corners = [_corners(peak) for peak in found]
+    candidates = [_peak(moment, sizes) for moment in moments]
+    corners = [_corners(peak) for peak in candidates]
     kept: list[int] = []
     for index, mine in sorted(enumerate(corners), key=lambda entry: -entry[1][0]):
         if not any(all(map(le, mine, corners[other])) for other in kept):
             kept.append(index)
-    return [found[index] for index in sorted(kept)]
+    return [candidates[index] for index in sorted(kept)]
 
 
 def _corners(peak: Peak) -> list[float]:

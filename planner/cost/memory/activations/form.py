@@ -304,8 +304,8 @@ def find_form(structure: Mapping[str, str], variants: Sequence[str]) -> Found | 
             entries = [entry for entry in _file(stem) if variant in entry["forms"]]
             if entries:
                 distances = [difference(dict(structure), entry["structure"]) for entry in entries]
-                place = distances.index(min(distances))
-                return Found(form=_form(entries[place]["forms"][variant]), differences=distances[place])
+                nearest = distances.index(min(distances))
+                return Found(form=_form(entries[nearest]["forms"][variant]), differences=distances[nearest])
     return None
 
 

@@ -117,20 +117,20 @@ class FlatZeroBuffers:
 
     def at(self, instant: Instant) -> Ledger:
         """Gradients, buckets and temporaries at an instant."""
-        made = instant.done_gradients + instant.unit_gradients
+        with_gradients = instant.done_gradients + instant.unit_gradients
         just_after_head = instant.enters and not instant.blocks_done
         last_unit = instant.done_gradients if just_after_head else instant.unit_gradients
         newest = self._width * min(last_unit, self._flat.largest)
         if self._unreduced:
             buffers = self._resident + self._buckets
-            return Ledger(gradients=newest + self._width * self._accumulated(made), buffers=buffers)
+            return Ledger(gradients=newest + self._width * self._accumulated(with_gradients), buffers=buffers)
         # Where there is a head its gradient comes before the buckets, beside the logits, which are gone after it.
-        in_use = made > 0 and instant.unit != "head"
-        flushed = made > self._bucket
+        in_use = with_gradients > 0 and instant.unit != "head"
+        flushed = with_gradients > self._bucket
         return Ledger(
             gradients=newest + self._earlier + (self._kept if flushed else 0),
             buffers=self._resident + (self._buckets if in_use else 0),
-            temporaries=self._reduction(made) if flushed else 0,
+            temporaries=self._reduction(with_gradients) if flushed else 0,
         )
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
@@ -142,22 +142,22 @@ class FlatZeroBuffers:
         """Reduced gradients of earlier micro-batches."""
         return self._kept if self._steps > 1 and not self._unreduced else 0
 
-    def _accumulated(self, made: float) -> float:
+    def _accumulated(self, with_gradients: float) -> float:
         """Return elements of unreduced gradients.
 
         In the last micro-batch they go into the bucket one by one, in the first they come one by one, in one between
         them all are there.
         """
         whole = self._flat.whole
-        return whole if self._steps > 2 else max(made, whole - made)
+        return whole if self._steps > 2 else max(with_gradients, whole - with_gradients)
 
-    def _reduction(self, made: float) -> float:
+    def _reduction(self, with_gradients: float) -> float:
         """Return what reducing a bucket adds to it.
 
         It is the copy that ranks exchange, which a bucket that lies in one rank's part does without; under offload
         also, after it, the norm of one gradient at a time.
         """
-        spans_ranks = self._flat.size < min(max(self._bucket, made), self._flat.whole)
+        spans_ranks = self._flat.size < min(max(self._bucket, with_gradients), self._flat.whole)
         exchanged = self._width * self._bucket if spans_ranks else 0.0
         return max(exchanged, NORM_BYTES * self._flat.largest_piece if self._offloads else 0.0)
 

@@ -111,7 +111,8 @@ def test_the_search_offloads_no_more_than_it_must() -> None:
 def test_a_share_needs_something_to_share() -> None:
     for options in ({"backend": "deepspeed", "offload": "optimizer"}, {"backend": "native"}):
         request, configuration = exact(asked(), ExactOptions(strategy="zero2", offload_ratio=0.5, **options))  # type: ignore[arg-type]
-        assert "an offload ratio (0.5) is for backend native with an offload" in str(why_impossible(request, configuration))
+        reason = str(why_impossible(request, configuration))
+        assert "an offload ratio (0.5) is for backend native with an offload" in reason
     with pytest.raises(ContradictoryRequest, match="offload_ratio is 0"):
         exact(asked(), ExactOptions(strategy="zero2", offload_ratio=0.0))
 
