@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from planner.cost.precision import INT8_BLOCK
+from planner.models.counting.adapters import LORA_RANK, LORA_TARGETS
 from planner.vocabulary import Checkpointing, Method, Offload, Precision
 from strategies.errors import CannotRun
 
@@ -164,11 +165,11 @@ class LoraSection:
 
     method: Method = "lora"
     """`lora`, `dora`, or `qlora`, beside weights that are stored in 4 bits."""
-    rank: int = 8
+    rank: int = LORA_RANK
     """Of the adapters."""
     alpha: float | None = None
     """An adapter's output counts alpha / rank times; None: alpha is twice the rank."""
-    targets: str = "all-linear"
+    targets: str = LORA_TARGETS
     """What adapters are put beside."""
     dropout: float = 0.0
     """Share of an adapter's inputs that is dropped in training."""
