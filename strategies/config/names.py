@@ -9,24 +9,24 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Named:
-    """Where an optimizer or scheduler is, as module:attribute.
-
-    `defaults` are DeepSpeed's where they are not the class's own. `settled` are arguments of DeepSpeed's class that
-    change nothing here: any value where None is written, else that value alone. `accepts` is a place whose signature
-    says what may be given, where `place` is a function that passes it on; `more` are further names. `name` is how
-    messages and configs spell it.
-    """
+    """An optimizer or scheduler that a config can name."""
 
     name: str
+    """As messages and configs spell it."""
     place: str
+    """As module:attribute."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    """DeepSpeed's, where they are not the class's own."""
     settled: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of DeepSpeed's class that change nothing here: any value where None is written, else that alone."""
     accepts: str | None = None
+    """What has the signature, where `place` is a function that passes its arguments on."""
     more: tuple[str, ...] = ()
+    """Further names of arguments."""
 
 
 def plain(name: str) -> str:
-    """A name as it is looked up: `AdamW_8bit` and `adamw-8bit` are one."""
+    """Return a name as it is looked up: `AdamW_8bit` and `adamw-8bit` are one."""
     return name.lower().replace("-", "").replace("_", "")
 
 

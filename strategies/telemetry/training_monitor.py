@@ -113,7 +113,7 @@ class TrainingMonitor(Recorder):
         if isinstance(alerts, MonitorSettings):
             self.settings = alerts
         else:
-            self.settings = read_settings({**(alerts or {}), **arguments}, place="TrainingMonitor")
+            self.settings = read_settings({**(alerts or {}), **arguments}, where="TrainingMonitor")
         self.rank = own_place().rank
         self._every, self._quiet = log_interval, quiet
         directory = Path(log_dir)

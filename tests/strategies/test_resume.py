@@ -193,8 +193,8 @@ def test_a_node_that_came_late_lists_what_others_have_saved(run: Path, tmp_path:
     late.mkdir()
     others = lineage.read_lineage(run)
     options = AttemptOptions(checkpoint_directory=str(run / "checkpoints"), run_id="b", has_nodes=True)
-    found = resume._choose([lineage.Lineage(), others], late, options)
-    assert [made.step for made in found.candidates] == [6, 4]
+    candidates = resume._choose([lineage.Lineage(), others], late, options)
+    assert [checkpoint.step for checkpoint in candidates.newest_first] == [6, 4]
     assert [(made.step, made.run, made.is_automatic) for made in lineage.read(late)] == [(4, "a", True), (6, "a", True)]
     resume._choose([lineage.read_lineage(late), others], late, options)
     assert len(lineage.read(late)) == 2
