@@ -31,10 +31,10 @@ from hardware_db.units import GIB
 from planner.search.estimate import estimate
 from planner.types.plan_io import plan_to_dict
 from scripts.measure.machines import columns_of
+from scripts.measure.measured_run import Subject, TimedStep, mean_over_ranks, measure_subject, time_subject
 from scripts.measure.memory_grid import Case
 from scripts.measure.memory_rows import question
 from scripts.measure.zero_rows import ENGINES, LENGTH, SIZES, Engine, Row, Setting, write
-from strategies.bench.measured_run import Subject, TimedStep, mean_over_ranks, measure_subject, time_subject
 
 _ENOUGH_BYTES = 10 * GIB
 """Of free memory, for the largest setting."""

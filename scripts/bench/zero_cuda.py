@@ -30,10 +30,11 @@ from hardware_db.probe.cgroup import usable_cores
 from hardware_db.spawn import RankError, RankPool
 from planner.search.estimate import estimate
 from planner.types.plan_io import plan_to_dict
+from scripts.measure.measured_run import Subject, TimedStep, text_batches, time_subject
 from scripts.measure.memory_grid import FULL, Case
 from scripts.measure.memory_rows import question
 from scripts.measure.time_grid import MODELS
-from strategies.bench.measured_run import Subject, TimedStep, build_model, text_batches, time_subject
+from strategies.bench.training import build_model
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = {**FULL, **MODELS}
 Run = tuple[str, str, Mapping[str, Any]]

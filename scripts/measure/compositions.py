@@ -30,14 +30,14 @@ from planner.search.estimate import estimate, price, timed
 from planner.search.request import Request
 from planner.types.plan import Configuration
 from planner.types.plan_io import plan_to_dict
+from scripts.measure.gloo import quiet
 from scripts.measure.machines import measured_cluster, record
+from scripts.measure.measured_run import PHASES, StepMemory, Subject, measure_and_time
 from scripts.measure.modules import language_module, language_subject, token_batch
 from scripts.measure.term_rows import Scored, TermRun, key_of
 from scripts.measure.term_rows import question as asked
 from scripts.measure.term_rows import scored as scored_by
 from scripts.measure.trace_terms import case_of
-from strategies.bench.measured_run import PHASES, StepMemory, Subject, measure_and_time
-from strategies.distributed.gloo import quiet
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import WHOLE, Degrees, traced_facts
 

@@ -30,7 +30,7 @@ from planner.search.exact import ExactOptions, exact
 from planner.search.request import WorkOptions, make_request
 from planner.types.plan_io import plan_from_dict
 from scripts.measure.machines import columns_of, measured_cluster
-from strategies.bench.measured_run import Made, Subject
+from scripts.measure.measured_run import Made, Subject
 from strategies.tracing.example import arguments_of
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_request, work_of

@@ -46,7 +46,7 @@ from planner.search.space import CandidateLayout, configuration_of, enumerate_ca
 from planner.types.plan import Configuration, Plan
 from scripts.generate.generated import REFERENCE
 from scripts.measure.machines import columns_of, measured_cluster
-from strategies.bench.measured_run import build_model
+from strategies.bench.training import build_model
 from strategies.engine.initialize import initialize
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ DRIFT = 1e-3
 parameter that lacks a factor stays below the other bounds. A hundred times as much where gradients are sent in fewer
 bits; 16-bit precisions round parameters by more than they move."""
 CALL_SECONDS = 240.0
-_PRELOAD = ("torch", "transformers", "strategies.engine.initialize", "strategies.bench.measured_run")
+_PRELOAD = ("torch", "transformers", "strategies.engine.initialize", "strategies.bench.training")
 WRITE_SECONDS = 5.0
 
 

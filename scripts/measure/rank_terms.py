@@ -25,12 +25,13 @@ from hardware_db.probe import probe
 from hardware_db.spawn import RankError, RankPool
 from planner.search.estimate import estimate, price
 from planner.types.plan_io import plan_to_dict
+from scripts.measure.gloo import quiet
 from scripts.measure.machines import record
+from scripts.measure.measured_run import PHASES, StepMemory, Subject, measure_step, measure_subject
 from scripts.measure.term_rows import TERMS, TermRun, key_of, question, read_term_runs, write_term_runs
 from scripts.measure.trace_terms import case_of, line_of
-from strategies.bench.measured_run import PHASES, StepMemory, Subject, build_model, measure_step, measure_subject
+from strategies.bench.training import build_model
 from strategies.distributed.environment import join
-from strategies.distributed.gloo import quiet
 from strategies.engine.base import Engine
 from strategies.parallel.blocks import repeated_blocks
 from strategies.tracing.step.build import Subject as Traced

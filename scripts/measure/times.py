@@ -28,11 +28,11 @@ from planner.search.estimate import estimate
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
 from planner.vocabulary import ZERO_STAGES, Task
+from scripts.measure.measured_run import Subject, TimedStep, mean_over_ranks, time_subject
 from scripts.measure.memory import Place, place_of
 from scripts.measure.memory_grid import Case
 from scripts.measure.memory_rows import question
 from scripts.measure.time_grid import cpu_grid, gpu_grid
-from strategies.bench.measured_run import Subject, TimedStep, mean_over_ranks, time_subject
 
 RUN_SECONDS = 300.0
 

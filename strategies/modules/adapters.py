@@ -80,7 +80,7 @@ class TrainingMethod:
         return {"method": self.method, "lora_rank": self.rank, "lora_targets": self.targets}
 
 
-def asked_method(script: ScriptConfig, planned: WorkloadSection, precision: str | None) -> TrainingMethod:
+def read_method(script: ScriptConfig, planned: WorkloadSection, precision: str | None) -> TrainingMethod:
     """What `dsplan run`, the config, or else the workload of the plan (empty where none is made yet) asks for.
 
     Raises:
@@ -176,7 +176,7 @@ def require_trainable(model: nn.Module, configuration: Configuration) -> None:
         raise CannotRun(f"the plan: {why}")
 
 
-def still_trained(given: Iterable[Any], model: nn.Module) -> list[Any] | None:
+def select_trained(given: Iterable[Any], model: nn.Module) -> list[Any] | None:
     """What an optimizer is to train after adapters were put beside weights that the script named before; None: all that
     is trained.
 

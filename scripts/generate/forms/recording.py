@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from planner.cost.memory.activations.dimensions import Dimensions
 from planner.cost.memory.activations.form import Form, Polynomial, multiplied
 from planner.models.facts import BlockWork, ModelFacts
+from scripts.generate.forms.form_trace import Variant, record_step, tie
 from strategies.parallel.blocks import repeated_blocks
 from strategies.tracing.cuda.as_cuda import as_cuda
 from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.forms.derive import Derivation
-from strategies.tracing.forms.form_trace import Variant, record_step, tie
 from strategies.tracing.module_trace import Reading, work_counted
 from strategies.tracing.step.build import Subject
 from strategies.tracing.step.images import images_followed, images_of

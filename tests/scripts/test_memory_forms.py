@@ -27,8 +27,8 @@ from planner.search.request import WorkOptions, make_request
 from planner.types.job import Job
 from planner.types.plan import Configuration
 from planner.vocabulary import Checkpointing, Precision
-from strategies.tracing.forms.form_trace import Variant, form_of
-from strategies.tracing.forms.symbols import Undecodable, decoder_of, small
+from scripts.generate.forms.form_trace import Variant, form_of
+from scripts.generate.forms.symbols import Undecodable, decoder_of, small
 from strategies.tracing.step.step import trace_step
 from strategies.tracing.to_hf import shortened
 
