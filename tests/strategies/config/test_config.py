@@ -29,7 +29,7 @@ from strategies.config import (
 from strategies.config.known import TOP, Keys
 from strategies.config.limits import refuse_deepspeed_keys
 from strategies.config.names import DEEPSPEEDS_OWN, OPTIMIZERS, SCHEDULERS, plain
-from strategies.modules.adapters import DEFAULT_RANK, asked_method
+from strategies.modules.adapters import DEFAULT_RANK, read_method
 from strategies.modules.precision import ScaleSettings, scale_settings
 from strategies.optim.registry import OF_OPTIMIZERS, OF_SCHEDULERS
 from tests.strategies.training_bodies import Recipe
@@ -113,6 +113,7 @@ def test_a_deepspeed_file_is_understood_whole() -> None:
         precision="fp16",
         optimizer=NamedParts(name="AdamW", params=FULL["optimizer"]["params"]),  # type: ignore[index]
         scheduler=NamedParts(name="WarmupLR", params=FULL["scheduler"]["params"]),  # type: ignore[index]
+        fp16=Fp16Section(loss_scale_window=1000, hysteresis=2, min_loss_scale=1.0),
         zero=ZeroSection(stage=2, reduce_bucket_size=200_000_000, offload="none"),
     )
 
@@ -473,7 +474,7 @@ def test_a_config_without_a_word_leaves_defaults_to_the_algorithms() -> None:
     """Nothing of the config repeats a number of loss scaling, adapters or offload; the page has those that run."""
     config = read_config({"lora": {"method": "lora"}})
     assert scale_settings(config.fp16) == ScaleSettings()
-    assert asked_method(config, {}, None).rank == DEFAULT_RANK
+    assert read_method(config, {}, None).rank == DEFAULT_RANK
     assert (config.zero.pin_memory, config.zero.buffer_count) == (None, None)
     scale = ScaleSettings()
     assert f"`initial_scale_power` ({math.log2(scale.initial):.0f})" in PAGE
