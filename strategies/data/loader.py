@@ -20,7 +20,7 @@ from hardware_db.notices import labelled
 from planner.types.plan import Configuration
 from strategies.config import DataSection
 from strategies.distributed.environment import Environment
-from strategies.distributed.launcher_env import own_place
+from strategies.distributed.launcher_env import read_own_variables
 from strategies.errors import CannotRun
 from strategies.parallel.mesh import Mesh
 from strategies.run_directory.heartbeat import beat
@@ -274,7 +274,7 @@ class DistributedDataLoader(DataLoader[Any]):
             raise CannotRun("DistributedDataLoader: the dataset has no length, so it cannot be split over ranks")
         if given := sorted({"sampler", "batch_sampler"} & options.keys()):
             raise CannotRun(f"DistributedDataLoader makes its own sampler; leave {given[0]}= out")
-        place = own_place()
+        place = read_own_variables()
         self._passes = 0
         sampler: DistributedSampler[Any] = DistributedSampler(
             dataset, place.world_size, place.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
