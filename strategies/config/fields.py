@@ -135,8 +135,6 @@ class Fields:
 
 
 # Other spellings: flat keys (`batch_size`, `zero_stage`), old names and `true` for a section, in DeepSpeed's words.
-
-
 Values = dict[str, Any]
 
 _PATHS: Mapping[str, tuple[str, ...]] = {

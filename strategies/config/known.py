@@ -191,8 +191,6 @@ TOP = Keys(
 
 
 # The part of a config that DeepSpeed gets: keys it knows, without those that dsplan handles itself.
-
-
 _OURS_EVERYWHERE = ("scheduler", "tensorboard", "csv_monitor", "wall_clock_breakdown", "memory_breakdown")
 """Schedulers, metrics files and timers are made here under every strategy, so that they are the same under each."""
 

@@ -21,8 +21,6 @@ from strategies.config.values import (
 from strategies.errors import CannotRun
 
 # `zero_optimization`: the stage, buckets, and what leaves the GPU.
-
-
 _DEVICES = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
 
 
@@ -78,9 +76,6 @@ def _offload(optimizer: Fields, param: Fields) -> Offload | None:
     if of_optimizer == "cpu":
         return "optimizer"
     return "none" if "none" in (of_optimizer, of_param) else None
-
-
-# The section `monitor`, and the same settings by name.
 
 
 def monitor_section(fields: Fields) -> MonitorSettings:

@@ -17,9 +17,6 @@ AT_LEAST_1 = {"least": 1}
 """Metadata of a field whose value is refused below 1; `Fields.into` reads `least`, `most` and other `spellings`."""
 
 
-# Settings of the monitor.
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Threshold:
     """Limits of one figure; a side without a limit is None."""

@@ -18,6 +18,7 @@ class ModelHook:
         self._call = call
 
     def __call__(self, *arguments: Any) -> None:
+        """Call what the hook is for, outside of copies."""
         self._call(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -155,13 +155,7 @@ def _torchrun(variables: Variables) -> ProcessVariables:
 
 def _open_mpi(variables: Variables) -> ProcessVariables:
     number, prefix = _Numbers(variables, "Open MPI"), "OMPI_COMM_WORLD_"
-    process = ProcessVariables(
-        source=number.source,
-        rank=number(f"{prefix}RANK"),
-        world_size=number(f"{prefix}SIZE"),
-        local_rank=number(f"{prefix}LOCAL_RANK"),
-        local_world_size=number(f"{prefix}LOCAL_SIZE"),
-    )
+    process = number.process(*(prefix + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
     return _add_address(process, number, job=variables.get("PMIX_NAMESPACE", ""))
 
 
@@ -180,13 +174,7 @@ def _slurm(variables: Variables) -> ProcessVariables:
 
 def _hydra(variables: Variables) -> ProcessVariables:
     number = _Numbers(variables, "MPICH or Intel MPI")
-    process = ProcessVariables(
-        source=number.source,
-        rank=number("PMI_RANK"),
-        world_size=number("PMI_SIZE"),
-        local_rank=number("MPI_LOCALRANKID"),
-        local_world_size=number("MPI_LOCALNRANKS"),
-    )
+    process = number.process("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     return _add_address(process, number)
 
 
@@ -219,10 +207,18 @@ class _Numbers:
             raise CannotMeet(f"the environment variable {name} is {text!r}; it must be a whole number")
         return int(text)
 
+    def process(self, rank: str, world: str, local_rank: str, local_world: str) -> ProcessVariables:
+        """Read a place from the variables of these names."""
+        return ProcessVariables(
+            source=self.source,
+            rank=self(rank),
+            world_size=self(world),
+            local_rank=self(local_rank),
+            local_world_size=self(local_world),
+        )
 
-def _add_address(
-    process: ProcessVariables, number: _Numbers, *, job: str = "", host: str = ""
-) -> ProcessVariables:
+
+def _add_address(process: ProcessVariables, number: _Numbers, *, job: str = "", host: str = "") -> ProcessVariables:
     """Add rank 0's address: MASTER_ADDR, else `host`, else this machine where all ranks are on it.
 
     Jobs on one machine must not meet each other, so each has a port of its own where `job` tells them apart.

@@ -238,8 +238,6 @@ def _wait_text(own: Presence, missing: list[int]) -> str:
 
 
 # Whether all ranks hold the same model, before the first collective over its tensors.
-
-
 _MOST_RANKS_NAMED = 8
 
 

@@ -106,8 +106,6 @@ def merge_findings(findings: Sequence[Finding]) -> list[Finding]:
 
 
 # Directories that all nodes share: rank 0 writes a file, the others look for it.
-
-
 _PREFIX = ".dsplan-doctor-"
 _SEEN_SECONDS = 3.0  # NFS keeps what it knows of a directory for that long by default (acdirmin is 30 s for listings)
 _LOOK_SECONDS = 0.05

@@ -21,8 +21,6 @@ from hardware_db.units import format_seconds
 from strategies.doctor.finding import Finding, LinkTime
 
 # Ranks exchange values through the store of the rendezvous.
-
-
 _LOOK_SECONDS = 0.01
 _LIMIT_SECONDS = 120.0
 

@@ -23,8 +23,6 @@ from hardware_db.units import GIB, MIB, format_bytes, format_seconds
 from strategies.doctor.finding import Finding
 
 # What the system allows this process.
-
-
 _ENOUGH_LOCKED = GIB  # of RDMA's registered buffers; its guides ask for "unlimited"
 _ENOUGH_SHARED, _NO_SHARED = GIB, 16 * MIB  # Docker gives 64 MiB
 _ENOUGH_FILES = 4096  # NCCL and data workers hold a few per peer and per sample in flight
@@ -199,8 +197,6 @@ def _read_kernel_clock() -> tuple[int, float] | None:
 
 
 # GPUs, their driver, and the libraries that must fit them; variables that make a training slow.
-
-
 _SLOW: dict[str, tuple[str, str]] = {
     "CUDA_LAUNCH_BLOCKING": ("1", "every kernel is waited for"),
     "NCCL_P2P_DISABLE": ("1", "GPUs of a node talk through host memory"),

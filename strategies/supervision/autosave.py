@@ -21,8 +21,6 @@ from strategies.supervision import lineage
 from strategies.telemetry.alerts import Alert, post
 
 # When ranks save by themselves: a pure function of times.
-
-
 _FURTHEST_LOOK = 50
 """Steps between looks at most: the next steps may take far longer than the last."""
 _CLOSE = 0.02

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from strategies.supervision.stopping import Board, Stopping
 
 # Progress of this process, as far as another thread of it can see.
-
-
 _BUSY = 0.05
 """Share of a processor from which on a thread, or the children together, are at work."""
 

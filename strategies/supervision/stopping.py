@@ -15,7 +15,6 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,8 +75,6 @@ STOP_SIGNAL = StopSignal()
 
 
 # A board on which the ranks of one attempt leave each other notes without a collective.
-
-
 _FOLDER = "board"
 _SECONDS = 5.0
 """How long the store of another node may take to answer; a rank 0 that is stopped never does."""
@@ -176,7 +173,7 @@ def _all_have(own: bool, environment: Environment) -> bool:
     return all(box)
 
 
-_REQUEST, _STEP = "stop", "stop-at"
+_REQUEST, _STEP, _ARMED, _GONE = "stop", "stop-at", "armed", "gone"
 _FAREWELL_SECONDS = 5.0
 _LOOK_SECONDS = 0.01
 
@@ -214,7 +211,7 @@ class Stopping:
         request = json.loads(text)
         STOP_SIGNAL.ask(request["kind"], request["seconds"])
         deadline = time.monotonic() + request["seconds"] if own is None else own.deadline
-        self._board.put(_armed(self._rank), "")
+        self._board.put(f"{_ARMED}-{self._rank}", "")
         self._armed = Request(kind=request["kind"], deadline=deadline)
 
     def is_at(self, step: int) -> bool:
@@ -231,22 +228,14 @@ class Stopping:
 
     def take_leave(self) -> None:
         """Wait a moment until all ranks are ready to end, because launchers kill the others when one has ended."""
-        self._board.put(_gone(self._rank), "")
+        self._board.put(f"{_GONE}-{self._rank}", "")
         until = time.monotonic() + _FAREWELL_SECONDS
-        while time.monotonic() < until and not self._all(_gone):
+        while time.monotonic() < until and not self._all(_GONE):
             time.sleep(_LOOK_SECONDS)
 
     def _all_armed(self) -> bool:
-        self._ready = self._ready or self._all(_armed)
+        self._ready = self._ready or self._all(_ARMED)
         return self._ready
 
-    def _all(self, key: Callable[[int], str]) -> bool:
-        return all(self._board.get(key(rank)) is not None for rank in range(self._world_size))
-
-
-def _armed(rank: int) -> str:
-    return f"armed-{rank}"
-
-
-def _gone(rank: int) -> str:
-    return f"gone-{rank}"
+    def _all(self, key: str) -> bool:
+        return all(self._board.get(f"{key}-{rank}") is not None for rank in range(self._world_size))

@@ -88,7 +88,7 @@ class Supervision(Observer):
             is_clean=lambda: self._finite.is_clean,
             may_save=self._may_save,
         )
-        atexit.register(self._close)
+        atexit.register(self._watch.end)
 
     def resume(self) -> None:
         """Resume where an earlier attempt has saved; if nothing is left, the script has to load something itself.
@@ -275,10 +275,6 @@ class Supervision(Observer):
         self._trains_alone = False
         if second.is_main:
             notice("the script trains a second model: dsplan run saves neither by itself; call save_checkpoint on both")
-
-    def _close(self) -> None:
-        """Stop watching; the last checkpoint is completed by its own thread, for which Python waits."""
-        self._watch.end()
 
 
 def supervise(engine: SupervisedEngine) -> None:
