@@ -78,7 +78,7 @@ def _decoder_head(facts: ModelFacts) -> Weights:
 
 
 def count_encoder(facts: ModelFacts) -> ParameterCounts:
-    """Return the counts of an encoder with the head that its architecture's name says (`ForMaskedLM`, none for `Model`).
+    """Return the counts of an encoder with the head that its architecture's name says (`ForMaskedLM`).
 
     ALBERT's pooler belongs to `AlbertModel`; `AlbertForMaskedLM`, which the catalogue names, is built without it.
     """
