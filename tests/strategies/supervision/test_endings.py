@@ -109,7 +109,7 @@ def test_a_run_knows_its_checkpoints_and_only_complete_ones_count(tmp_path: Path
         path = tmp_path / f"step-{step}"
         if exists:
             path.mkdir()
-        lineage.note(tmp_path, lineage.Made(path=str(path), step=step, is_automatic=step != 5))
+        lineage.note(tmp_path, lineage.RunCheckpoint(path=str(path), step=step, is_automatic=step != 5))
     with (tmp_path / lineage.LINEAGE_FILE).open("a") as file:
         file.write('{"path": "cut sho')
     made = lineage.read(tmp_path)
