@@ -110,7 +110,7 @@ def read_method(script: ScriptConfig, planned: WorkloadSection, precision: str |
     return replace(
         of_plan,
         method=section.method,
-        rank=section.rank or DEFAULT_RANK,
+        rank=section.rank or LORA_RANK,
         alpha=section.alpha,
         targets=section.targets,
         dropout=section.dropout,
