@@ -265,8 +265,8 @@ def require_same_model(model: nn.Module) -> None:
     dist.broadcast_object_list(there := [own], src=odd[0])
     dist.broadcast_object_list(elsewhere := [own], src=usual)
     raise CannotRun(
-        f"{_name_ranks(odd)} another model than rank {usual}: {_difference(there[0], elsewhere[0], odd[0], usual)}; build the same"
-        " model on every rank"
+        f"{_name_ranks(odd)} another model than rank {usual}: {_difference(there[0], elsewhere[0], odd[0], usual)};"
+        " build the same model on every rank"
     )
 
 
