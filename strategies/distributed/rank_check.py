@@ -41,6 +41,7 @@ _LATER_SECONDS = 7.0
 """By which a rank 0 that is there may have begun later than others; they still end within half a minute."""
 _REMARK_SECONDS = 20.0
 _AGREED = "agreed"
+_MOST_RANKS_NAMED = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,15 +233,15 @@ def _too_late(own: Presence, missing: list[int], patience: Patience) -> str:
 
 
 def _wait_text(own: Presence, missing: list[int]) -> str:
-    named = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-    ranks = f"rank {named} has" if len(missing) == 1 else f"ranks {named} have"
-    return f"rank {own.rank} of {own.world_size} on {own.host} is ready and {ranks} not come"
+    return f"rank {own.rank} of {own.world_size} on {own.host} is ready and {_name_ranks(missing)} not come"
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, ranks[:_MOST_RANKS_NAMED])) + (" ..." if len(ranks) > _MOST_RANKS_NAMED else "")
+    return f"rank {numbers} has" if len(ranks) == 1 else f"ranks {numbers} have"
 
 
 # Whether all ranks hold the same model, before the first collective over its tensors.
-_MOST_RANKS_NAMED = 8
-
-
 def require_same_model(model: nn.Module) -> None:
     """Compare names, shapes and dtypes of parameters and buffers over all ranks, and which of them are trained.
 
@@ -263,11 +264,9 @@ def require_same_model(model: nn.Module) -> None:
     usual, odd = _split(hashes)
     dist.broadcast_object_list(there := [own], src=odd[0])
     dist.broadcast_object_list(elsewhere := [own], src=usual)
-    named = ", ".join(map(str, odd[:_MOST_RANKS_NAMED])) + (" ..." if len(odd) > _MOST_RANKS_NAMED else "")
-    who = f"rank {named} has" if len(odd) == 1 else f"ranks {named} have"
     raise CannotRun(
-        f"{who} another model than rank {usual}: {_difference(there[0], elsewhere[0], odd[0], usual)}; build the same"
-        " model on every rank"
+        f"{_name_ranks(odd)} another model than rank {usual}: {_difference(there[0], elsewhere[0], odd[0], usual)};"
+        " build the same model on every rank"
     )
 
 

@@ -271,7 +271,7 @@ class Watchdog(threading.Thread):
             self._board.put(_beat(self.rank), text)
 
     def _judge(self, quiet: float) -> Verdict | None:
-        """Return for whom the ranks wait for, after a second look at them, or None if this rank has moved meanwhile."""
+        """Return for whom the ranks wait, after a second look at them, or None if this rank has moved meanwhile."""
         if self._board is None and PULSE.waits_for:
             named = "rank " + ", ".join(map(str, PULSE.waits_for))
             return Verdict(behind=PULSE.waits_for, sentence=f"{named} does not answer, and the ranks have not met")
