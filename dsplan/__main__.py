@@ -84,7 +84,8 @@ def _answer(arguments: Sequence[str]) -> int:
 
 def _end_at_once_when_interrupted() -> None:
     """Before and after a command there is nothing to put in order, and modules being imported cannot be interrupted
-    cleanly: Python prints what a callback of its import machinery raises."""
+    cleanly: Python prints what a callback of its import machinery raises.
+    """
     import signal
 
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -100,7 +101,8 @@ def _raise_when_interrupted() -> None:
 
 def _open_closed_streams() -> list[int]:
     """Standard streams that were closed, which now lead nowhere: else the next file opened, perhaps a database, would
-    get their number and what is printed to it."""
+    get their number and what is printed to it.
+    """
     closed = []
     for descriptor in range(3):
         try:

@@ -28,7 +28,7 @@ def recommend(**asked: Any) -> search.Recommendation:
 
 
 def plan(**question: Any) -> Plan:
-    """The best plan: `plan(model="opt-6.7b", gpus=8)`. Takes what `recommend` takes.
+    """Return the best plan: `plan(model="opt-6.7b", gpus=8)`. Takes what `recommend` takes.
 
     Raises:
         NothingFits: no plan fits; the message names the first remedy.

@@ -73,7 +73,8 @@ class BenchQuestion:
 @dataclass(slots=True)
 class BenchReport:
     """What a benchmark did. `stored` were in the database before, `found` were measured by others meanwhile, `left`
-    wait for the next call, `learnt` says what its training runs taught the time model."""
+    wait for the next call, `learnt` says what its training runs taught the time model.
+    """
 
     plan: BenchPlan
     database: Path

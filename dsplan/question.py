@@ -146,7 +146,7 @@ class Goal:
     all_plans: bool = False
 
     def ranking(self) -> dict[str, Any]:
-        """The fields of the planner's request that say the same.
+        """Return the fields of the planner's request that say the same.
 
         Raises:
             ContradictoryRequest: tokens or deadline are not what they should be, or there is a deadline for no tokens.

@@ -157,7 +157,7 @@ class HardwareSelector:
         )
 
     def _plans(self, job: _Job) -> tuple[Recommendation, tuple[Plan, ...]]:
-        """The recommendation and those of its plans that scripts can follow, best first, at least one."""
+        """Return the recommendation and those of its plans that scripts can follow, best first, at least one."""
         facts, cluster = self._resolved(job)
         work = WorkOptions(
             task="seq-cls" if job.model_family == "text_classification" else None,
@@ -174,7 +174,7 @@ class HardwareSelector:
         return answer, plans
 
     def _resolved(self, job: _Job) -> tuple[ModelFacts, Cluster]:
-        """The model and the hardware that a question is about."""
+        """Return the model and the hardware that a question is about."""
         _check_count("gpu_count", job.gpu_count, least=0)
         _check_count("batch_size", job.batch_size)
         facts = any_model(job.model_name)

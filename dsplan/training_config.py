@@ -17,7 +17,8 @@ _SHARDING = {"fsdp": "FULL_SHARD", "fsdp-grad-op": "SHARD_GRAD_OP", "hsdp": "HYB
 
 class Answer(dict[str, Any]):
     """What a selector answers: read-only, and `json.dumps` takes it as it is. `plan` is the plan that it says this of,
-    None where nothing is trained."""
+    None where nothing is trained.
+    """
 
     def __init__(self, values: Mapping[str, Any], plan: Plan | None = None) -> None:
         super().__init__(values)
@@ -104,7 +105,8 @@ def distributed_strategy(plan: Plan) -> str:
 def estimated_memory(plan: Plan) -> dict[str, float]:
     """GB per category at the peak of the busiest GPU; `per_gpu_gb` is what `nvidia-smi` shows, `per_gpu_needed_gb`
     what must be there, `per_gpu_upper_gb` what nineteen of twenty runs stay below, `host_gb` what a node's host
-    needs."""
+    needs.
+    """
     amounts = {name: value / GB for name, value in asdict(plan.memory).items() if name.endswith("_bytes")}
     categories = {f"{name}_gb": amounts[f"{name}_bytes"] for name in _CATEGORIES}
     return {

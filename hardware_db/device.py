@@ -62,7 +62,8 @@ class Device:
     @property
     def capacity_bytes(self) -> int | None:
         """Memory a process can use, bytes: what torch shows as total, or 98 % of the driver's total without that
-        figure."""
+        figure.
+        """
         if self.torch_total_gib is not None:
             return round(self.torch_total_gib * GIB)
         return None if self.total_bytes is None else round(self.total_bytes * 0.98)

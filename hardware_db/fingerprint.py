@@ -73,7 +73,7 @@ class Fingerprint:
 
 
 def fingerprint(machine: Machine) -> Fingerprint:
-    """The fingerprint of a probed machine.
+    """Return the fingerprint of a probed machine.
 
     All its GPUs count, those that CUDA_VISIBLE_DEVICES hides too: hiding one does not make it another machine. A GPU
     that is cut into MIG slices counts as its slices.

@@ -64,7 +64,7 @@ def _decode(kind: type[Any], value: Any) -> Any:
 
 
 def _refuse_unknown_keys(value: object, document: object, where: str, spelled: Mapping[str, str]) -> None:
-    """msgspec passes over keys that a dataclass does not have.
+    """Msgspec passes over keys that a dataclass does not have.
 
     Raises:
         WrongValue: there is one.
@@ -83,7 +83,7 @@ def _refuse_unknown_keys(value: object, document: object, where: str, spelled: M
 
 
 def _wrong_value(text: str, kind: type[Any], document: object, spelled: Mapping[str, str]) -> WrongValue:
-    """msgspec's message in the words of a person."""
+    """Msgspec's message in the words of a person."""
     found = _PLACE.search(text)
     steps = re.findall(r"\.(\w+)|\[(\d+)\]", found[1].partition("[...]")[0]) if found else []
     value: Any = document
@@ -108,7 +108,7 @@ def _wrong_value(text: str, kind: type[Any], document: object, spelled: Mapping[
 
 
 def _choices(hint: Any, steps: Sequence[tuple[str, str]]) -> tuple[Any, ...]:
-    """The words that a field may hold."""
+    """Return the words that a field may hold."""
     for name, _ in steps:
         options = [option for option in (hint, *get_args(hint)) if is_dataclass(option)]
         hint = get_type_hints(options[0])[name] if name and options else next(iter(get_args(hint)), hint)

@@ -28,7 +28,7 @@ _WHOLE = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 
 
 def read_text(path: str | Path, remedy: str) -> str:
-    """The text of a file, a pipe included.
+    """Return the text of a file, a pipe included.
 
     Raises:
         BrokenFile: it cannot be read, is larger than 4 MiB, or is not UTF-8.
@@ -48,7 +48,7 @@ def read_text(path: str | Path, remedy: str) -> str:
 
 
 def read_json(path: str | Path, remedy: str) -> Any:
-    """The document in a JSON file.
+    """Return the document in a JSON file.
 
     Raises:
         BrokenFile: the file cannot be read, is not JSON, or holds what this module refuses.
@@ -57,7 +57,7 @@ def read_json(path: str | Path, remedy: str) -> Any:
 
 
 def parse_json(text: str, where: object, remedy: str) -> Any:
-    """The document that a text is; `where` is what messages begin with.
+    """Return the document that a text is; `where` is what messages begin with.
 
     Raises:
         BrokenFile: it is not JSON, or holds what this module refuses.
@@ -77,7 +77,7 @@ def parse_json(text: str, where: object, remedy: str) -> Any:
 
 
 def read_yaml(path: str | Path, remedy: str) -> Any:
-    """The document in a YAML file; a file of JSON is read as JSON, whose small numbers YAML 1.1 takes for text.
+    """Return the document in a YAML file; a file of JSON is read as JSON, whose small numbers YAML 1.1 takes for text.
 
     Raises:
         BrokenFile: the file cannot be read, is not YAML, or holds what this module refuses.
@@ -106,7 +106,7 @@ def read_yaml(path: str | Path, remedy: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value as a message quotes it: on one line and not longer than a line."""
+    """Return a value as a message quotes it: on one line and not longer than a line."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python prints

@@ -78,7 +78,7 @@ Row = TypeVar("Row", bound=RunRow)
 
 
 def read_rows(kind: type[Row], path: Path) -> list[Row]:
-    """The runs of a file, in its order; none where there is no file.
+    """Return the runs of a file, in its order; none where there is no file.
 
     Raises:
         BrokenFile: a column is missing or a number is none.
@@ -153,7 +153,7 @@ class MemoryRun(RunRow):
 
 
 def read_memory_runs(path: Path) -> list[MemoryRun]:
-    """The runs of a file, in its order; none where there is no file.
+    """Return the runs of a file, in its order; none where there is no file.
 
     Raises:
         BrokenFile: a column is missing or a number is none.
@@ -200,7 +200,7 @@ class TimeRun(RunRow):
 
 
 def read_time_runs(path: Path) -> list[TimeRun]:
-    """The runs of a file, in its order; none where there is no file.
+    """Return the runs of a file, in its order; none where there is no file.
 
     Raises:
         BrokenFile: a column is missing or a number is none.

@@ -190,7 +190,7 @@ Record: TypeAlias = Measurement | RateMeasurement
 
 
 def new_id() -> str:
-    """An id no other record has: 32 hexadecimal digits."""
+    """Return an id no other record has: 32 hexadecimal digits."""
     import uuid
 
     return uuid.uuid4().hex
@@ -222,7 +222,7 @@ def measure_run(
 
 
 def plan_key(plan: Mapping[str, object]) -> str:
-    """The hash of a plan's inputs: model, cluster, workload and configuration, 32 hexadecimal digits.
+    """Return the hash of a plan's inputs: model, cluster, workload and configuration, 32 hexadecimal digits.
 
     Two plans with one key are the same job on the same kind of hardware. Estimates do not enter, nor do CIRCUMSTANCES.
     """
@@ -279,7 +279,8 @@ _KEY_DIGITS = 32
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareKind:
     """What one calibration holds for: a device and the links between devices and nodes, by their names in the
-    catalogue; empty where there is none."""
+    catalogue; empty where there is none.
+    """
 
     device: str
     intra_link: str = ""
@@ -307,7 +308,7 @@ class CalibrationRecord:
 
 
 def calibration_record(hardware: HardwareKind, document: Mapping[str, object]) -> CalibrationRecord:
-    """The record of a calibration that was just made."""
+    """Return the record of a calibration that was just made."""
     return CalibrationRecord(
         id=new_id(), created_at=utc_now(), hardware=hardware, document_json=canonical_json(document)
     )
@@ -336,10 +337,10 @@ class TraceRecord:
 
 
 def trace_key(question: Mapping[str, object]) -> str:
-    """The key of a question to the tracer: 32 hexadecimal digits of the hash of its canonical JSON."""
+    """Return the key of a question to the tracer: 32 hexadecimal digits of the hash of its canonical JSON."""
     return digest(question, KEY_DIGITS)
 
 
 def trace_record(key: str, series: str, document: Mapping[str, object]) -> TraceRecord:
-    """The record of an answer that was just found."""
+    """Return the record of an answer that was just found."""
     return TraceRecord(key=key, series=series, created_at=utc_now(), document_json=canonical_json(document))

@@ -31,7 +31,7 @@ else:
     _OWN_METHODS = frozenset({"__init__", "__eq__", "__setattr__", "__delattr__", "__getstate__", "__setstate__"})
 
     def _deferred(cls, *, kw_only, eq):
-        """The class again, with slots and with methods that put the compiled ones in their own place."""
+        """Return the class again, with slots and with methods that put the compiled ones in their own place."""
         body = dict(vars(cls))
         hints = cls.__annotations__
         names = [name for name, hint in hints.items() if not str(hint).startswith(("ClassVar", "typing.ClassVar"))]

@@ -59,7 +59,8 @@ class RankError(RuntimeError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSettings:
     """How ranks start: the collective library, variables set before anything is imported that is not preloaded, seconds
-    one call may take, modules that are imported once for all ranks."""
+    one call may take, modules that are imported once for all ranks.
+    """
 
     world_size: int
     backend: str = "gloo"
@@ -226,7 +227,7 @@ def _by_value(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes
 
 
 def _serve(rank: int, settings: PoolSettings, folder: str, connection: Connection) -> None:
-    """The life of one rank: join the group, then answer calls until the pool closes the pipe."""
+    """Return the life of one rank: join the group, then answer calls until the pool closes the pipe."""
     _die_with_parent(folder)
     _write_output_to(Path(folder, f"log{rank}"))
     with open(Path(folder, f"stack{rank}"), "w") as stack:
@@ -271,7 +272,8 @@ def _call(job: bytes) -> Any:
 
 def _free_groups() -> None:
     """Ends the process groups that a call made, when no rank waits in one any more: for each of them gloo wakes a
-    hundred times a second. DeepSpeed's stay, which it makes once for a process."""
+    hundred times a second. DeepSpeed's stay, which it makes once for a process.
+    """
     import torch.distributed as dist
 
     made = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
@@ -337,7 +339,8 @@ def _join_group(rank: int, settings: PoolSettings, folder: str) -> None:
 
 def _die_with_parent(folder: str) -> None:
     """End this rank, and remove what the pool would have, when the process that started the pool ends, however it
-    ends."""
+    ends.
+    """
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -46,7 +46,7 @@ def format_bytes(count_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A parameter or token count as people read it: `6.66B`, `124M`."""
+    """Return a parameter or token count as people read it: `6.66B`, `124M`."""
     for suffix, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if float(f"{count / scale:.3g}") >= 1:
             return f"{three_digits(count / scale)}{suffix}"
@@ -54,12 +54,12 @@ def format_count(count: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """A number with three digits and never an exponent: `0.412`, `22.8`, `1373`."""
+    """Return a number with three digits and never an exponent: `0.412`, `22.8`, `1373`."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """The unit in which people say such a time, and its length in seconds."""
+    """Return the unit in which people say such a time, and its length in seconds."""
     if not seconds:
         return "s", 1.0
     # Rounded as it is printed, so that 0.9999 s is 1 s and not 1000 ms.
@@ -74,7 +74,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_count(text: str) -> int:
-    """A count such as `6.7B`, `350M` or `124439808` as an integer.
+    """Return a count such as `6.7B`, `350M` or `124439808` as an integer.
 
     Raises:
         DsplanError: the text is not a positive count.

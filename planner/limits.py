@@ -100,5 +100,5 @@ _MODEL_FIGURES: Mapping[str, Limit] = {
 
 
 def model_figure(name: str) -> Limit:
-    """The limit of a whole figure of `ModelFacts`."""
+    """Return the limit of a whole figure of `ModelFacts`."""
     return _MODEL_FIGURES.get(name, _FIGURE)

@@ -89,7 +89,7 @@ class LazyGroup(CommandGroup):
         return load_command(cmd_name)
 
     def summaries(self) -> dict[str, str]:
-        """The first sentence of each command, whose flags need not be read for it."""
+        """Return the first sentence of each command, whose flags need not be read for it."""
         return {name: _first_sentence(_found(name)) for name in COMMANDS}
 
 
@@ -109,7 +109,7 @@ def _first_sentence(found: Any) -> str:
 
 
 def load_command(name: str) -> Any:
-    """The command object behind a name of `COMMANDS`.
+    """Return the command object behind a name of `COMMANDS`.
 
     Raises:
         UnknownName: there is no such command.
@@ -132,7 +132,7 @@ def _children(command: Any) -> dict[str, Any]:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit status of one command line.
+    """Return the exit status of one command line.
 
     Raises:
         DsplanError: it cannot be answered.
@@ -170,12 +170,12 @@ SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 
 def _completion() -> Any:
-    """typer's module, whose time others need not wait for."""
+    """Typer's module, whose time others need not wait for."""
     return import_module("typer.completion")
 
 
 def _this_shell(flag: str) -> str:
-    """The shell above this process."""
+    """Return the shell above this process."""
     shellingham: Any = import_module("shellingham")
     try:
         return str(shellingham.detect_shell()[0])
@@ -190,7 +190,7 @@ def _known_shell(name: str) -> str:
 
 
 def build() -> Any:
-    """The whole command line as one command object."""
+    """Return the whole command line as one command object."""
     app = typer.Typer(cls=LazyGroup, add_completion=False, invoke_without_command=True, rich_markup_mode=None)
     app.callback()(dsplan)
     command = typer.main.get_command(app)

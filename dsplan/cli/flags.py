@@ -39,7 +39,8 @@ def number(limit: limits.Limit, text: str, metavar: str = "") -> Any:
 
 def among(table: str) -> Callable[[str], list[str]]:
     """What a shell completes a name with: those of `module:table` that begin with what is written. The module is
-    imported when a shell asks; a list of names, separated by commas, is completed at its end."""
+    imported when a shell asks; a list of names, separated by commas, is completed at its end.
+    """
 
     def beginning_with(incomplete: str) -> list[str]:
         module, attribute = table.split(":")
@@ -52,7 +53,8 @@ def among(table: str) -> Callable[[str], list[str]]:
 
 def _names(catalogue: str) -> Callable[[str], list[str]]:
     """What a shell completes a name with: those of a catalogue that begin with what is written, in its case or in
-    small letters, as shells compare letters strictly and catalogues do not. One with a space would be two words."""
+    small letters, as shells compare letters strictly and catalogues do not. One with a space would be two words.
+    """
 
     def beginning_with(incomplete: str) -> list[str]:
         from hardware_db import datasheets
@@ -359,7 +361,7 @@ SMALLEST = 1e-6
 
 
 def read_strictly(command: Any) -> Any:
-    """A command, or a group of them, whose flags take numbers in plain digits and refuse what is empty.
+    """Return a command, or a group of them, whose flags take numbers in plain digits and refuse what is empty.
 
     `int` and `float` also read other scripts' digits, underscores, NaN and infinity, and a path that is empty means
     the working directory.

@@ -50,7 +50,7 @@ class HelpFormatter(_Formatter):  # type: ignore[misc]
                 self.write(self._folded(name, self.current_indent) + self._folded(text, indent))
 
     def write_command(self, line: str) -> None:
-        """A command line, over several lines where it is longer than one, as a shell takes it."""
+        """Return a command line, over several lines where it is longer than one, as a shell takes it."""
         parts = [""]
         for word in re.findall(r"--\S+ [^-\s]\S*|\S+", line):
             if len(parts[-1] + word) > self.width - self.current_indent - len(_CONTINUED) - 1:
@@ -69,7 +69,8 @@ class HelpFormatter(_Formatter):  # type: ignore[misc]
 
 def help_text(command: Any, ctx: Any) -> str:
     """The whole help of a command, or of a group with the first sentence of each of its commands. A line of the epilog
-    is an example."""
+    is an example.
+    """
     formatter = HelpFormatter()
     command.format_usage(ctx, formatter)
     command.format_help_text(ctx, formatter)
@@ -97,7 +98,7 @@ def _sections(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
 
 
 def _with_choices(parameter: Any, flag: str, text: str) -> tuple[str, str]:
-    """A flag with its choices behind what it is where they make it long."""
+    """Return a flag with its choices behind what it is where they make it long."""
     choices = getattr(parameter.type, "choices", ())
     if not choices or len(flag) <= _FLAG:
         return flag, text

@@ -122,7 +122,7 @@ def recommend(
 
 
 def _scaling(answer: Recommendation) -> tuple[Rate, ...]:
-    """The fastest plans on fewer and more GPUs; none where nothing fits."""
+    """Return the fastest plans on fewer and more GPUs; none where nothing fits."""
     from planner.search.scaling import over_devices, rates
 
     return rates(over_devices(answer.request, answer.plans[0])) if answer.plans else ()
@@ -131,7 +131,7 @@ def _scaling(answer: Recommendation) -> tuple[Rate, ...]:
 def maximum(
     model: ModelFlags, hardware: HardwareFlags, work: WorkFlags, configuration: MaximumFlags, json: JsonFlag = False
 ) -> None:
-    """The largest micro-batch, longest sequence and largest model that fit. Exit status 1 if nothing does."""
+    """Return the largest micro-batch, longest sequence and largest model that fit. Exit status 1 if nothing does."""
     from dsplan.question import Question
     from dsplan.render.plan_view import maxima_blocks, maxima_to_dict
     from dsplan.render.show import show, show_json

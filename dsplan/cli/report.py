@@ -89,7 +89,7 @@ def _learnt() -> Any:
 
 
 def _asked(*groups: Any) -> list[str]:
-    """The flags that say something else than their defaults."""
+    """Return the flags that say something else than their defaults."""
     return [
         f"--{item.name.replace('_', '-')}"
         for group in groups

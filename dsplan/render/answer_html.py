@@ -44,7 +44,7 @@ def answer_title(found: Recommendation) -> str:
 
 
 def _glance(request: Request, plan: Plan) -> str:
-    """The figures that people ask for first."""
+    """Return the figures that people ask for first."""
     memory, rates, cost = plan.memory, plan.throughput, bill(request, plan)
     interval = interval_text(plan.time)
     if plan.configuration.counts_samples:

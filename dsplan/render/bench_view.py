@@ -107,7 +107,7 @@ def report_to_dict(report: BenchReport) -> dict[str, object]:
 
 
 def report_blocks(report: BenchReport) -> list[Block]:
-    """The new rates by operation, the new runs beside their predictions, and what is still to be done."""
+    """Return the new rates by operation, the new runs beside their predictions, and what is still to be done."""
     records = [event.record for event in report.measured]
     rates = [record for record in records if isinstance(record, RateMeasurement)]
     runs = [record for record in records if isinstance(record, Measurement)]
@@ -195,7 +195,7 @@ def result_words(record: RateMeasurement | Measurement) -> str:
 
 
 def rate_words(value: float, unit: str) -> str:
-    """A rate with a unit that keeps three digits: `76.6 GFLOP/s`, `1.4 GB/s`, `170 us`."""
+    """Return a rate with a unit that keeps three digits: `76.6 GFLOP/s`, `1.4 GB/s`, `170 us`."""
     if unit == "s":
         return format_seconds(value)
     if unit == "bytes/s":

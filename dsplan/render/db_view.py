@@ -146,7 +146,7 @@ def calibration_blocks(refreshed: Refreshed, *, stored: bool) -> list[Block]:
 
 
 def calibration_json(refreshed: Refreshed, *, stored: bool) -> dict[str, Any]:
-    """The same as the JSON object that `dsplan db calibrate --json` prints."""
+    """Return the same as the JSON object that `dsplan db calibrate --json` prints."""
     return {
         "schema_version": 1,
         "calibrations": [_document(kind, stored=stored) for kind in refreshed.kinds],
@@ -155,7 +155,7 @@ def calibration_json(refreshed: Refreshed, *, stored: bool) -> dict[str, Any]:
 
 
 def hardware_name(hardware: HardwareKind) -> str:
-    """A kind of hardware in a few words."""
+    """Return a kind of hardware in a few words."""
     links = " + ".join(link for link in (hardware.intra_link, hardware.inter_link) if link)
     return f"{hardware.device}, {links}" if links else hardware.device
 

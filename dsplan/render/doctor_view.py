@@ -35,7 +35,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def diagnosis_blocks(diagnosis: Diagnosis) -> list[Block]:
-    """A line per finding, worst first, the slowest links, and the verdict."""
+    """Return a line per finding, worst first, the slowest links, and the verdict."""
     several = len(diagnosis.hosts) > 1
     blocks: list[Block] = [
         Text(text=_line(finding, diagnosis.hosts if several else ()), style=_STYLES[finding.level])

@@ -26,7 +26,8 @@ _SHARE = 0.2
 
 def follow(look: Callable[[], Frame], seconds: float) -> None:
     """Look again every so many seconds until the run ends, on a screen of its own; the last frame stays behind, whole,
-    also where the page is interrupted or ended."""
+    also where the page is interrupted or ended.
+    """
     console = terminal()
     frame = look()
     ended = signal.signal(signal.SIGTERM, _end)
@@ -66,7 +67,7 @@ def stop_process() -> None:
 
 
 def _wait(live: Live, frame: Frame, until: float) -> None:
-    """A terminal that changes its size meanwhile is drawn again at once."""
+    """Return a terminal that changes its size meanwhile is drawn again at once."""
     size = live.console.size
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(left, _GLANCE_SECONDS))

@@ -34,7 +34,7 @@ def plan_blocks(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block
 
 
 def figure_blocks(plan: Plan) -> list[Block]:
-    """The configuration; memory by category and phase; time by part; the verdict."""
+    """Return the configuration; memory by category and phase; time by part; the verdict."""
     blocks: list[Block] = [Text(text=describe(plan.configuration))]
     blocks += [memory_table(plan), phase_table(plan), time_table(plan.time), Text(text=_rates(plan))]
     verdict = verdict_line(plan)
@@ -68,7 +68,7 @@ def _what_runs(plan: Plan) -> str:
 
 
 def describe(configuration: Configuration) -> str:
-    """A configuration in one line, for headings."""
+    """Return a configuration in one line, for headings."""
     batch = (
         f"micro-batch {configuration.micro_batch_size} x accumulation {configuration.gradient_accumulation_steps}"
         f" = global batch {configuration.global_batch_size}"
@@ -91,7 +91,8 @@ def offload_text(configuration: Configuration) -> str:
 
 def dims_text(configuration: Configuration) -> str:
     """The parallel degrees above 1: `dp 8`, `dp 2x4 tp 2` (copies x shards), `pp 4x2` (virtual stages), `pp 4 gpipe`,
-    or `1 GPU`."""
+    or `1 GPU`.
+    """
     copies, shards = configuration.dp_replicate, configuration.dp_shard
     data_parallel = f"{copies}x{shards}" if copies > 1 and shards > 1 else str(copies * shards)
     pieces = f"x{configuration.virtual_stages}" if configuration.virtual_stages > 1 else ""
@@ -121,7 +122,7 @@ def memory_table(plan: Plan) -> Table:
 
 
 def phase_table(plan: Plan) -> Table:
-    """The allocated peak of each phase of a step, and the host's memory."""
+    """Return the allocated peak of each phase of a step, and the host's memory."""
     capacity = limit_bytes(plan)
     rows = [
         [*_row(phase, size / capacity, format_bytes(size)), _WHEN.get(phase, "")]

@@ -26,12 +26,12 @@ _SCALING_BAR = 30
 
 
 def bill(request: Request, plan: Plan) -> Bill:
-    """The bill of a plan for the request's price and tokens."""
+    """Return the bill of a plan for the request's price and tokens."""
     return bill_of(plan.configuration, plan.time.step_seconds, request.usd_per_gpu_hour, request.budget)
 
 
 def bill_cells(request: Request, plan: Plan) -> dict[str, Cell]:
-    """The columns that the question asks for: none where it asks neither for cost nor for a number of tokens."""
+    """Return the columns that the question asks for: none where it asks neither for cost nor for a number of tokens."""
     cost, cells = bill(request, plan), dict[str, Cell]()
     if cost.usd_per_million_tokens is not None:
         cells[">$/Mtoken"] = f"{cost.usd_per_million_tokens:.3g}"
@@ -101,7 +101,7 @@ def _devices_row(devices: OnDevices) -> dict[str, Cell]:
 
 
 def scaling_table(found: Sequence[Rate], title: str = "", bar: int = 0) -> Table:
-    """A row for each number of GPUs; with `bar`, one of so many characters for the throughput of all of them."""
+    """Return a row for each number of GPUs; with `bar`, one of so many characters for the throughput of all of them."""
     fastest = max(rate.per_second for rate in found)
     counted = _counted(found[0].plan)
     drawn = ["all GPUs"] if bar else []
@@ -118,7 +118,7 @@ def scaling_table(found: Sequence[Rate], title: str = "", bar: int = 0) -> Table
 
 
 def scaling_blocks(found: Sequence[Rate]) -> list[Block]:
-    """The curve over GPUs as bars, and what they mean."""
+    """Return the curve over GPUs as bars, and what they mean."""
     if len(found) < 2:
         where = "on another number of GPUs that was tried" if found else "here"
         return [Text(text=f"nothing to plot: no plan fits {where}", style="warning")]
@@ -157,7 +157,7 @@ def recommendation_blocks(answer: Recommendation) -> list[Block]:
 
 
 def ranked_blocks(answer: Recommendation) -> list[Block]:
-    """The ranked plans and what their figures mean, or the closest miss with remedies."""
+    """Return the ranked plans and what their figures mean, or the closest miss with remedies."""
     if answer.plans:
         blocks = [plans_table(answer.request, answer.plans), *_footnotes(answer), *_instead(answer)]
     else:
@@ -167,7 +167,8 @@ def ranked_blocks(answer: Recommendation) -> list[Block]:
 
 def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
     """What `recommend --json` prints: `plans` best first, `choice`, `rejected`; `closest` and `remedies` when nothing
-    fits, and `remedies` beside plans that offload; `on_devices` with a deadline, `front` where it was asked for."""
+    fits, and `remedies` beside plans that offload; `on_devices` with a deadline, `front` where it was asked for.
+    """
     return {
         "schema_version": answer.plans[0].schema_version if answer.plans else 1,
         "plans": [_plan_to_dict(answer.request, plan) for plan in answer.plans],

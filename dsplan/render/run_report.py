@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def markdown(blocks: Iterable[Block], *, title: str) -> str:
-    """A page of the blocks under a heading."""
+    """Return a page of the blocks under a heading."""
     parts = [f"# {title}", *(_table(block) if isinstance(block, Table) else block.text for block in blocks)]
     return "\n\n".join(parts) + "\n"
 
@@ -203,7 +203,8 @@ def _comparison(report: RunReport) -> list[list[str]]:
 
 def report_to_dict(report: RunReport, stored: Stored) -> dict[str, object]:
     """Outcome, measurements, attempts, what was seen to train, plan (null where nothing was planned) and where the run
-    was stored."""
+    was stored.
+    """
     outcome = report.outcome
     measured = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value

@@ -126,7 +126,8 @@ class RunView:
 
 def step_line(step: StepDone, ranks: int, width: int | None = None) -> str:
     """One step in one line: number, loss, tokens per second over all ranks, memory of rank 0; in a line of so many
-    characters what matters least is left out."""
+    characters what matters least is left out.
+    """
     parts = [f"step {step.step}"]
     if step.loss is not None:
         parts.append(f"loss {step.loss:.4f}")
@@ -142,7 +143,7 @@ def step_line(step: StepDone, ranks: int, width: int | None = None) -> str:
 
 
 def plan_line(made: PlanMade) -> str:
-    """A plan in one line."""
+    """Return a plan in one line."""
     plan, memory, seconds = made.plan["plan"], made.plan["memory"], made.plan["time"]["step_seconds"]
     split = configuration_from_dict(plan).degrees_text
     return (
@@ -155,7 +156,7 @@ def plan_line(made: PlanMade) -> str:
 
 
 def ending_line(ended: AttemptEnded) -> str:
-    """The end of an attempt in one line: where, at which step, why, and what follows."""
+    """Return the end of an attempt in one line: where, at which step, why, and what follows."""
     ending, decision = ended.ending, ended.decision
     step = "" if ending.step is None else f"step {ending.step}"
     where = ", ".join(part for part in (ending_place(ending), step) if part)
@@ -177,7 +178,7 @@ def ending_words(ending: Ending) -> str:
 
 
 def ending_place(ending: Ending) -> str:
-    """The rank and its host; empty where no rank was at fault."""
+    """Return the rank and its host; empty where no rank was at fault."""
     if ending.rank is None:
         return ending.host
     return f"rank {ending.rank}" + (f" ({ending.host})" if ending.host else "")

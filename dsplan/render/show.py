@@ -25,7 +25,8 @@ Style: TypeAlias = Literal["", "heading", "good", "warning", "bad", "faint"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
     """A share between 0 and 1, drawn `width` characters wide, or fewer where a terminal is narrow; above 1 it is drawn
-    full."""
+    full.
+    """
 
     share: float
     width: int = 10
@@ -59,7 +60,8 @@ class Text:
 class Column:
     """A column's heading; figures are aligned on the right. A terminal that is too narrow leaves out the columns of the
     highest `rank` first, the last one of a rank first; those of rank 0 only where nothing else is left to leave out.
-    The first column always stays, and the second where its rank is 0: they say what a row is."""
+    The first column always stays, and the second where its rank is 0: they say what a row is.
+    """
 
     name: str
     right: bool = False
@@ -68,7 +70,8 @@ class Column:
 
 def columns(*names: str) -> tuple[Column, ...]:
     """Columns by heading; a leading `>` aligns one on the right, and every `?` before it makes it matter less, so that
-    it is left out earlier: `columns("model", ">layers", "?>positions", "??>vocabulary")`."""
+    it is left out earlier: `columns("model", ">layers", "?>positions", "??>vocabulary")`.
+    """
     return tuple(_column(name) for name in names)
 
 
@@ -93,7 +96,7 @@ Block: TypeAlias = "Text | Table"
 
 
 def plain_text(blocks: Iterable[Block]) -> str:
-    """The blocks as text that ends in a newline; tables are as wide as their content."""
+    """Return the blocks as text that ends in a newline; tables are as wide as their content."""
     return "".join(
         f"{_plain_table(block) if isinstance(block, Table) else printable(block.text)}\n" for block in blocks
     )
@@ -137,7 +140,8 @@ def _plain_cell(cell: Cell) -> str:
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """A function that shows a line with a spinner on stderr until the block ends. Rich is imported with its first line:
-    answers that are at hand neither need it nor wait for it."""
+    answers that are at hand neither need it nor wait for it.
+    """
     with contextlib.ExitStack() as shown:
         lines: list[Callable[[str], None]] = []
 
@@ -206,7 +210,8 @@ PIPE_WIDTH = 80
 
 def terminal(file: TextIO | None = None) -> Console:
     """A file as rich's terminal. Rich takes one that can place no cursor for 80 columns wide; here it is as wide as it
-    is."""
+    is.
+    """
     from shutil import get_terminal_size
 
     from rich.console import Console
@@ -255,7 +260,7 @@ def renderables(
 
 
 def _narrowed(table: Table, width: int) -> tuple[Table, list[str]]:
-    """The table without the columns that it has no room for, those first that matter least, and their names."""
+    """Return the table without the columns that it has no room for, those first that matter least, and their names."""
     widths = [_least_width(table, index, width) for index in range(len(table.columns))]
     gap = _gap(width)
     kept = list(range(len(table.columns)))
@@ -270,12 +275,12 @@ def _narrowed(table: Table, width: int) -> tuple[Table, list[str]]:
 
 
 def _gap(width: int) -> int:
-    """The characters between two columns on a terminal of so many."""
+    """Return the characters between two columns on a terminal of so many."""
     return 2 if width >= _WIDE else 1
 
 
 def _widths(table: Table, width: int) -> list[int]:
-    """The characters of each column: what it cannot do without, and then what is left, the narrowest first."""
+    """Return the characters of each column: what it cannot do without, and then what is left, the narrowest first."""
     indices = range(len(table.columns))
     found = [_least_width(table, index, width) for index in indices]
     wanted = [max(len(table.columns[index].name), *map(_width, _cells(table, index)), 1) for index in indices]
@@ -299,7 +304,8 @@ def _width(cell: Cell) -> int:
 
 def _least_width(table: Table, index: int, width: int) -> int:
     """The characters that a column cannot do without on a terminal of so many: all of its cells, or the longest word of
-    one that is prose."""
+    one that is prose.
+    """
     name = table.columns[index].name
     cells = _cells(table, index)
     bars = [min(cell.width, _LEAST_BAR) for cell in cells if isinstance(cell, Bar)]

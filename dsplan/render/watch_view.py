@@ -98,12 +98,12 @@ class RunWatch:
         self._metrics = RecentRows(directory)
 
     def look(self) -> Frame:
-        """The run as it is now, with its last rows."""
+        """Return the run as it is now, with its last rows."""
         return _frame(self._directory, self._steps, self._metrics.read())
 
 
 def frame_of(directory: Path, steps: int | None = None) -> Frame:
-    """The run of a directory as it is now, with all that it measured.
+    """Return the run of a directory as it is now, with all that it measured.
 
     Raises:
         BrokenFile: it is no run directory.
@@ -193,7 +193,7 @@ DETAILS = (
 
 
 def frame_blocks(frame: Frame, width: int, *, unicode: bool = True, detail: Detail = DETAILS[0]) -> list[Block]:
-    """The frame for a terminal of so many characters."""
+    """Return the frame for a terminal of so many characters."""
     run = frame.run
     style: Style = "good" if run.is_running or run.outcome == "completed" else "warning"
     blocks: list[Block] = [Text(text=f"{run.name}: {_state(frame)}", style=style)]
@@ -219,7 +219,7 @@ def frame_blocks(frame: Frame, width: int, *, unicode: bool = True, detail: Deta
 
 
 def _recent(happenings: Sequence[Happening], most: int) -> list[Happening]:
-    """The last of them; checkpoints, of which there is one after another, leave the others their place."""
+    """Return the last of them; checkpoints, of which there is one after another, leave the others their place."""
     others = [event for event in happenings if event.kind != "checkpoint"][-most:]
     room = max(most - len(others), int(most > 1))
     saved = [event for event in happenings if event.kind == "checkpoint"]

@@ -33,7 +33,7 @@ MOST_SOURCES = 24
 
 
 def sources(paths: Sequence[Path]) -> tuple[tuple[Plan, ...], tuple[RunData, ...]]:
-    """The plans and the runs that paths name: plan files, run directories, and directories with plan files.
+    """Return the plans and the runs that paths name: plan files, run directories, and directories with plan files.
 
     Raises:
         DsplanError: one is neither, or there are too many.
@@ -57,7 +57,7 @@ def sources(paths: Sequence[Path]) -> tuple[tuple[Plan, ...], tuple[RunData, ...
 
 
 def answer_page(answer: Recommendation, command: str) -> Page:
-    """The page of a question; `command` is what asks it in a terminal."""
+    """Return the page of a question; `command` is what asks it in a terminal."""
     leading = answer.plans[0] if answer.plans else answer.closest
     pictures = {picture.name: picture for picture in answer_pictures(answer)}
     side = [pictures.pop(name) for name in ("memory", "phases", "seconds", "trade") if name in pictures]
@@ -88,7 +88,7 @@ def answer_page(answer: Recommendation, command: str) -> Page:
 
 
 def sources_page(plans: Sequence[Plan], runs: Sequence[RunData], calibrated: Refreshed | None) -> Page:
-    """The page of plans, of runs, and of what was learnt of their hardware.
+    """Return the page of plans, of runs, and of what was learnt of their hardware.
 
     Raises:
         DsplanError: there are runs or lessons, and plotly is not installed.

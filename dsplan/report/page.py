@@ -49,7 +49,7 @@ class Page:
 
 
 def page_html(page: Page) -> str:
-    """The file.
+    """Return the file.
 
     Raises:
         DsplanError: plotly is not installed.
@@ -84,7 +84,7 @@ def _section(section: Section) -> str:
 
 
 def _figure(picture: Picture) -> str:
-    """A picture with its words; its numbers are one click away, and open in print."""
+    """Return a picture with its words; its numbers are one click away, and open in print."""
     keys = "".join(
         f"<li>{_key(colour, picture.signs.get(name))}{plain(name)}</li>" for name, colour in picture.legend.items()
     )
@@ -123,7 +123,7 @@ def wide(html: str, name: str) -> str:
 
 
 def blocks_section(name: str, title: str, blocks: Iterable[Any], pictures: Sequence[Picture] = ()) -> Section:
-    """A section of blocks and pictures."""
+    """Return a section of blocks and pictures."""
     return Section(name=name, title=title, html=wide(blocks_html(blocks), title), pictures=pictures)
 
 
@@ -160,7 +160,7 @@ def _json(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for numbers that JSON has not got."""
+    """Return the same with None for numbers that JSON has not got."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -50,7 +50,8 @@ STEP: Mapping[str, tuple[str, frozenset[str]]] = {
 
 def memory(plans: Sequence[Plan]) -> Drawn:
     """Bytes of the busiest GPU at its peak by category, what torch reserves beyond them and what the driver takes, with
-    the upper bound, against the limit."""
+    the upper bound, against the limit.
+    """
     names = _names(plans)
     sizes = {name: [getattr(plan.memory, f"{name}_bytes", 0) for plan in plans] for name in MEMORY}
     sizes["fragmentation"] = [plan.memory.peak_reserved_bytes - plan.memory.peak_allocated_bytes for plan in plans]
@@ -75,7 +76,7 @@ def _limit_lines(limits: Sequence[float]) -> list[dict[str, Any]]:
 
 
 def seconds(plans: Sequence[Plan]) -> Drawn:
-    """The parts of a step that take its time, with where nine of ten steps should lie."""
+    """Return the parts of a step that take its time, with where nine of ten steps should lie."""
     names, times = _names(plans), [plan.time for plan in plans]
     parts = {name: [getattr(time, f"{name}_seconds", 0.0) for time in times] for name in SECONDS}
     parts["communication"] = [time.exposed_communication_seconds for time in times]
@@ -154,7 +155,7 @@ _ONE_PLACE = 0.03
 
 
 def _ranks_together(places: Sequence[tuple[float, float]]) -> list[str]:
-    """The number of every place; of those that are drawn in one place, all numbers at the first of them."""
+    """Return the number of every place; of those that are drawn in one place, all numbers at the first of them."""
     spreads = [(max(values) - min(values)) * _ONE_PLACE for values in zip(*places, strict=True)]
     firsts: dict[int, list[str]] = {}
     for index, place in enumerate(places):

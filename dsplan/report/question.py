@@ -140,7 +140,7 @@ def _limit_line(at: float) -> dict[str, Any]:
 
 
 def seconds(plans: Sequence[Plan]) -> Picture:
-    """The parts of a step that take its time."""
+    """Return the parts of a step that take its time."""
     rows = []
     for number, plan in enumerate(plans, start=1):
         time = plan.time
@@ -233,7 +233,7 @@ _STREAMS = {1: "one", 2: "two", 3: "three"}
 
 
 def _with_exposed(spans: Sequence[Span]) -> Mapping[str, Any]:
-    """The two streams, and below them when nothing is computed beside the communication."""
+    """Return the two streams, and below them when nothing is computed beside the communication."""
     figure = side_by_side.step(spans)
     found = list(_exposures(spans))
     if not found:
@@ -290,7 +290,8 @@ def _sums(spans: Iterable[Span]) -> tuple[list[float], list[float]]:
 
 def devices(plans: Sequence[Plan], *, grows: bool) -> Iterable[Picture]:
     """Throughput of all GPUs over their number, beside that of the fewest times as many; nothing for one number.
-    `grows` says that the global batch does as well."""
+    `grows` says that the global batch does as well.
+    """
     if len(plans) < 2:
         return
     counts = [plan.configuration.world_size for plan in plans]
@@ -430,7 +431,8 @@ def _memory_axis(most: float, limit: float) -> dict[str, Any]:
 
 def _log_axis(values: Sequence[float]) -> dict[str, Any]:
     """With marks at 1, 2 and 5, over more than two decades at 1, so that they have room on a phone and on paper, and
-    over less than one at more than these; an axis without logarithms where the values are nearly alike."""
+    over less than one at more than these; an axis without logarithms where the values are nearly alike.
+    """
     ratio = max(values) / min(values)
     if ratio < 2:
         return {"tickformat": "~s"}
@@ -444,7 +446,7 @@ def _log_axis(values: Sequence[float]) -> dict[str, Any]:
 def _lines(
     name: str, points: Sequence[Plan], size: Callable[[Plan], int], style: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """A line of throughput above one of memory."""
+    """Return a line of throughput above one of memory."""
     words = [
         f"{name}, {size(point):,}: {_rate(point):,.0f} {_counted(point)}/s of a GPU,"
         f" {format_bytes(point.memory.device_used_bytes)}, {point.verdict.replace('_', ' ')}"

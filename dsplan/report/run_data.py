@@ -136,8 +136,7 @@ def is_run_directory(path: Path) -> bool:
 
 
 def check_run_directory(directory: Path) -> None:
-    """
-    Raises:
+    """Raises:
         BrokenFile: the directory is not one of a run.
     """
     if not is_run_directory(directory):
@@ -146,7 +145,7 @@ def check_run_directory(directory: Path) -> None:
 
 
 def read_run(directory: Path, metrics: Sequence[Sequence[Row]] | None = None) -> RunData:
-    """A run, finished or not; of the rows of `metrics`, by rank, where somebody has read them.
+    """Return a run, finished or not; of the rows of `metrics`, by rank, where somebody has read them.
 
     Raises:
         BrokenFile: the directory is not one of a run, or not as this version writes it.

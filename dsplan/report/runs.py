@@ -107,7 +107,8 @@ def _between(low: float | None, high: float | None) -> tuple[float, float] | Non
 
 def predicted_and_measured(runs: Sequence[RunData]) -> Picture | None:
     """Bars of what was predicted and what was measured, with the intervals of nine in ten; None where no run measured
-    anything."""
+    anything.
+    """
     shown = _figures(runs)
     if not shown:
         return None
@@ -257,7 +258,7 @@ _GIB = 2**30
 
 
 def _series(run: RunData) -> list[_Series]:
-    """The lines that a run has anything to say of."""
+    """Return the lines that a run has anything to say of."""
     plan = run.plan
     on_gpu = plan is not None and plan.cluster.get("device") != "cpu"
     capacity = plan.cluster.get("capacity_bytes") if plan is not None and on_gpu else None
@@ -304,7 +305,8 @@ def _unit(seconds: float) -> tuple[str, float]:
 
 def course(run: RunData, *, name: str = "course") -> Picture | None:
     """Loss, throughput and memory of a run over the time since it began, above a strip with its attempts, checkpoints,
-    alerts and endings. None where no step was done and nothing else happened."""
+    alerts and endings. None where no step was done and nothing else happened.
+    """
     series = _series(run)
     if not series and not run.happenings:
         return None
@@ -551,7 +553,7 @@ def _compared_line(item: _Series, name: str, line: Sequence[Point], index: int, 
 
 
 def _last_of_each_step(run: RunData) -> list[Point]:
-    """The points of the final lineage: what a restart undid is left out."""
+    """Return the points of the final lineage: what a restart undid is left out."""
     line: list[Point] = []
     for attempt in run.attempts:
         if attempt.points:

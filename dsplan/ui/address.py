@@ -78,7 +78,7 @@ class Field:
         return self.name.replace("_", "-")
 
     def read(self, text: str) -> Value:
-        """The value that a person wrote; empty is the default.
+        """Return the value that a person wrote; empty is the default.
 
         Raises:
             DsplanError: it is none that the flag takes.
@@ -120,7 +120,7 @@ class Field:
 
 
 def write(value: object) -> str:
-    """A value as the address has it; empty for None."""
+    """Return a value as the address has it; empty for None."""
     if isinstance(value, bool):
         return "true" if value else ""
     if isinstance(value, float) and value.is_integer():
@@ -165,7 +165,7 @@ class Asked:
     config: str = ""
 
     def address(self) -> str:
-        """The query of the address that asks the same: what is not a default, under the names of flags.
+        """Return the query of the address that asks the same: what is not a default, under the names of flags.
 
         Raises:
             DsplanError: the config.json is too large for an address.
@@ -255,7 +255,7 @@ def address_texts(query: str) -> tuple[dict[str, str], str, tuple[str, ...]]:
 
 
 def address_plan(query: str) -> int:
-    """The rank of the plan that an address shows; 1 where it names none.
+    """Return the rank of the plan that an address shows; 1 where it names none.
 
     Raises:
         DsplanError: the address has too many parts.
@@ -265,7 +265,7 @@ def address_plan(query: str) -> int:
 
 
 def without(query: str, name: str) -> str:
-    """An address without one of its parts.
+    """Return an address without one of its parts.
 
     Raises:
         DsplanError: it has too many.
@@ -274,7 +274,7 @@ def without(query: str, name: str) -> str:
 
 
 def pairs(query: str) -> list[tuple[str, str]]:
-    """The names and values of an address.
+    """Return the names and values of an address.
 
     Raises:
         DsplanError: it has too many.

@@ -69,7 +69,8 @@ def plans(task: Task) -> Answer:
 
 def plan(task: Task) -> Answer:
     """Where the bytes and the seconds of one plan go, its files by path, and what they ask of a script by format. Where
-    nothing fits it is the closest miss, which has no files."""
+    nothing fits it is the closest miss, which has no files.
+    """
     answer = _search(task.query)
     if not answer.plans:
         closest = "" if answer.closest is None else blocks_html(figure_blocks(answer.closest))

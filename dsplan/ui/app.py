@@ -59,7 +59,7 @@ _UNSAID = "by default"
 
 
 def application(answers: Answers) -> fastapi.FastAPI:
-    """The server's application: the page at `/`, the files of a plan at `/files`, a report at `/report`."""
+    """Return the server's application: the page at `/`, the files of a plan at `/files`, a report at `/report`."""
     server = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     server.add_api_route("/files", _files_route(answers), methods=["GET"])
     server.add_api_route("/report", _report_route(answers), methods=["GET"])
@@ -103,7 +103,7 @@ def _theme() -> Any:
 
 
 def page(answers: Answers) -> gr.Blocks:
-    """The page as Gradio has it; it is answered by `answers`."""
+    """Return the page as Gradio has it; it is answered by `answers`."""
     with gr.Blocks(title="dsplan", analytics_enabled=False, fill_width=True) as blocks:
         gr.HTML(_HEADING, padding=False)
         with gr.Row(elem_id="columns"):
@@ -121,7 +121,7 @@ _HEADING = """<header><h1>dsplan</h1>
 
 
 def _question_fields() -> tuple[dict[str, Any], Any]:
-    """A component for every field, and that of a config.json."""
+    """Return a component for every field, and that of a config.json."""
     components: dict[str, Any] = {}
     for section, names in SECTIONS.items():
         if section == "Question":
@@ -137,7 +137,7 @@ def _question_fields() -> tuple[dict[str, Any], Any]:
 
 
 def _component(field: Field) -> Any:
-    """The input of a field; its hint ends with the flag that it stands for."""
+    """Return the input of a field; its hint ends with the flag that it stands for."""
     label = _LABELS.get(field.name, field.flag.replace("-", " ").capitalize())
     info = f"{_HINTS.get(field.name, field.help)} `--{field.flag}`"
     named = {"label": label, "info": info, "elem_id": f"field-{field.flag}"}
@@ -222,7 +222,7 @@ def _connect(blocks: gr.Blocks, answers: Answers, fields: dict[str, Any], config
         return [gr.skip() for _ in outputs] if found is None else _in_order(_OF_AN_ANSWER, found)
 
     def opened(request: gr.Request) -> list[Any]:
-        """The address's question in the fields, and its answer."""
+        """Return the address's question in the fields, and its answer."""
         query = urlencode(list(request.query_params.multi_items()))
         try:
             texts, packed, unknown = address_texts(query)
@@ -331,7 +331,7 @@ def _failed(error: str, address: str = "") -> dict[str, Any]:
 
 
 def _rank(choice: str | None) -> int:
-    """The rank with which the name of a choice begins."""
+    """Return the rank with which the name of a choice begins."""
     first = (choice or "").partition(".")[0]
     return int(first) if first.isdecimal() and len(first) < 4 else 1
 
@@ -341,7 +341,7 @@ def _rank(choice: str | None) -> int:
 
 def _files_route(answers: Answers) -> Any:
     def files(request: fastapi.Request) -> fastapi.Response:
-        """A plan's files as a zip, or the one that `file` names."""
+        """Return a plan's files as a zip, or the one that `file` names."""
         query = request.url.query
         try:
             found = _found(answers, without(query, "file"), "plan")
@@ -354,7 +354,7 @@ def _files_route(answers: Answers) -> Any:
 
 def _report_route(answers: Answers) -> Any:
     def report(request: fastapi.Request) -> fastapi.Response:
-        """The answer as a page that needs no server."""
+        """Return the answer as a page that needs no server."""
         try:
             text = _found(answers, request.url.query, "report")["report"]
         except DsplanError as error:
@@ -366,7 +366,7 @@ def _report_route(answers: Answers) -> Any:
 
 
 def _found(answers: Answers, query: str, kind: str) -> Answer:
-    """An answer to the question of an address.
+    """Return an answer to the question of an address.
 
     Raises:
         DsplanError: there is none.
@@ -398,7 +398,7 @@ def _download(rank: int, files: Mapping[str, str], wanted: str) -> fastapi.Respo
 
 
 def _zipped(files: Mapping[str, str]) -> bytes:
-    """The files in one, the same bytes whenever they are asked for."""
+    """Return the files in one, the same bytes whenever they are asked for."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in files.items():

@@ -49,7 +49,7 @@ def _declared(scope: Any) -> int:
 
 
 def _bounded(receive: Any) -> Any:
-    """A body that does not say its length ends where it is too long, as if the other side were gone."""
+    """Return a body that does not say its length ends where it is too long, as if the other side were gone."""
     seen = 0
 
     async def received() -> Any:

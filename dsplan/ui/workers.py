@@ -30,7 +30,7 @@ class Answers(Protocol):
     """Whoever answers tasks."""
 
     def ask(self, task: Task) -> Answer:
-        """The answer, made or known.
+        """Return the answer, made or known.
 
         Raises:
             Unanswered: there is none now.
@@ -53,7 +53,7 @@ class Workers:
         self._count = count
 
     def ask(self, task: Task) -> Answer:
-        """The answer of the first process that is free.
+        """Return the answer of the first process that is free.
 
         Raises:
             Unanswered: none is free in time, or it takes too long or too much memory.
@@ -147,7 +147,7 @@ class Remembered:
         self._lock = threading.Lock()
 
     def ask(self, task: Task) -> Answer:
-        """The answer, at once where it was given before.
+        """Return the answer, at once where it was given before.
 
         Raises:
             Unanswered: there is none now.

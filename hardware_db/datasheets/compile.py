@@ -50,7 +50,7 @@ def compile_interconnects(path: Path = HERE / "interconnects.yaml") -> str:
 
 
 def read_yaml(path: Path, keys: set[str]) -> dict[str, Any]:
-    """A YAML mapping with exactly these top-level keys.
+    """Return a YAML mapping with exactly these top-level keys.
 
     Raises:
         BrokenFile: the file cannot be read, is not YAML, or has other keys.

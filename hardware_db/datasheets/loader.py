@@ -61,7 +61,7 @@ def find_device(name: str) -> Device:
 
 
 def find_link(name: str) -> Link:
-    """The link with this name or alias.
+    """Return the link with this name or alias.
 
     Raises:
         UnknownName: no row answers to the name.
@@ -70,7 +70,7 @@ def find_link(name: str) -> Link:
 
 
 def find_node_type(name: str) -> NodeType:
-    """The node type with this name or alias.
+    """Return the node type with this name or alias.
 
     Raises:
         UnknownName: no row answers to the name.
@@ -110,7 +110,7 @@ def sources() -> Mapping[str, str]:
 
 
 def read_compiled(path: Path) -> dict[str, Any]:
-    """A compiled catalogue.
+    """Return a compiled catalogue.
 
     Raises:
         BrokenFile: the file is missing or damaged.

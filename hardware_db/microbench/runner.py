@@ -80,5 +80,6 @@ def wanted_points(device: torch.device) -> tuple[Point, ...]:
 
 def quick_rates(points: Iterable[Point], device: torch.device) -> tuple[Rate, ...]:
     """Measure the points. All ranks call this at the same time, so that what they share (cores, memory bus) is shared
-    as in training."""
+    as in training.
+    """
     return tuple(measure(point, device, Budget()) for point in points)

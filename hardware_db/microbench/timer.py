@@ -28,7 +28,8 @@ _SAMPLES_OF_LONG_CALLS = 2
 class Budget:
     """How long to measure one operation: about `seconds` after the warm-up, in at least `least_samples` samples of
     about `sample_seconds`. An operation that is longer than a sample is called once in each, and twice in all where it
-    takes more than half a second."""
+    takes more than half a second.
+    """
 
     seconds: float = 0.15
     sample_seconds: float = 0.025
@@ -60,7 +61,7 @@ def time_calls(
 
 
 def ranks_at_work() -> int:
-    """The size of the live process group, 1 without one."""
+    """Return the size of the live process group, 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

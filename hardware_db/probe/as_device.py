@@ -82,7 +82,7 @@ def mig_device(gpu: Gpu, part: MigDevice) -> Device:
 
 
 def _derived(gpu: Gpu) -> Device:
-    """A GPU without a datasheet.
+    """Return a GPU without a datasheet.
 
     Fp32 peak = CUDA cores x highest clock x 2; 16-bit peaks are taken equal to it, which tensor cores exceed.
     Bandwidth = bus width x highest memory clock x 2 (the clock NVML gives is half the data rate of HBM and GDDR).

@@ -24,7 +24,7 @@ class Limits:
 
 
 def cgroup_limits(root: Path = Path("/")) -> Limits:
-    """The limits of the control groups this process is in."""
+    """Return the limits of the control groups this process is in."""
     groups = _groups(root)
     memory = [found for folder in groups["memory"] if (found := _memory(folder)) is not None]
     cpus = [count for folder in groups["cpu"] if (count := _cpus(folder)) is not None]

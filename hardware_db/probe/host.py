@@ -151,7 +151,7 @@ def _physical_cores(root: Path, blocks: list[dict[str, str]]) -> int | None:
 
 
 def _max_mhz(root: Path, blocks: list[dict[str, str]]) -> float | None:
-    """The highest clock; in virtual machines, which hide it, the clock that /proc/cpuinfo shows."""
+    """Return the highest clock; in virtual machines, which hide it, the clock that /proc/cpuinfo shows."""
     kilohertz = read_int(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
     if kilohertz:
         return kilohertz / 1000

@@ -78,7 +78,7 @@ INIT_ERRORS = {
 
 
 def throttle_words(reasons: int) -> tuple[str, ...]:
-    """The reasons in a bit mask as words, empty when the clocks are free."""
+    """Return the reasons in a bit mask as words, empty when the clocks are free."""
     return tuple(word for bit, word in THROTTLE_REASONS.items() if reasons & bit)
 
 
@@ -298,7 +298,8 @@ def read_pair(asked: Questions, indexes: tuple[int, int], handles: tuple[Any, An
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NvmlAnswer:
     """What NVML reported: GPUs in its own order, how pairs are joined, the driver, and what it refused, in
-    sentences."""
+    sentences.
+    """
 
     gpus: tuple[Gpu, ...] = ()
     pairs: tuple[GpuPair, ...] = ()

@@ -65,7 +65,7 @@ _VARIABLES = {"nvidia": ("CUDA_VISIBLE_DEVICES",), "amd": ("HIP_VISIBLE_DEVICES"
 
 
 def with_visibility(gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """The same GPUs, those hidden by CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES) marked as not visible.
+    """Return the same GPUs, those hidden by CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES) marked as not visible.
 
     As the CUDA runtime does, reading stops at the first entry that names no GPU.
     """
@@ -87,7 +87,7 @@ def _shown(vendor: str, gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -
 
 
 def _named(entry: str, gpus: list[Gpu]) -> int | None:
-    """The index of the GPU that an entry names: by index, by the beginning of its UUID or of a slice's UUID."""
+    """Return the index of the GPU that an entry names: by index, by the beginning of its UUID or of a slice's UUID."""
     if entry.isdigit():
         return next((gpu.index for gpu in gpus if gpu.index == int(entry)), None)
     for gpu in gpus:

@@ -34,7 +34,8 @@ def open_store(path: str | Path | None = None, *, thorough: bool = False) -> Sto
 
 def ask_store(question: Callable[[Store], Answer], without: Answer) -> Answer:
     """What the user's database answers, for work that continues without: where it cannot be used the answer is
-    `without`, and one line on standard error says why, once in a process."""
+    `without`, and one line on standard error says why, once in a process.
+    """
     try:
         with open_store() as store:
             return question(store)

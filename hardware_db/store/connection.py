@@ -107,7 +107,8 @@ def connect(path: Path, *, thorough: bool = False) -> sqlite3.Connection:
 
 def open_untrusting(database: str | Path, *, uri: bool = False) -> sqlite3.Connection:
     """A connection in autocommit mode in which nothing that a file's own schema defines may call functions with effects
-    or change the schema."""
+    or change the schema.
+    """
     connection = sqlite3.connect(database, timeout=BUSY_SECONDS, isolation_level=None, uri=uri)
     connection.execute("PRAGMA trusted_schema = OFF")
     if sys.version_info >= (3, 12):
@@ -138,7 +139,7 @@ def _check_file(path: Path) -> None:
 
 
 def _connect_read_only(path: Path, thorough: bool) -> sqlite3.Connection:
-    """A connection that writes nothing. An older schema is upgraded in a copy in memory."""
+    """Return a connection that writes nothing. An older schema is upgraded in a copy in memory."""
     with clear_errors(path):
         connection = _open_read_only(path)
         try:
@@ -157,7 +158,8 @@ def _connect_read_only(path: Path, thorough: bool) -> sqlite3.Connection:
 
 def _open_read_only(path: Path) -> sqlite3.Connection:
     """Without the files of the write-ahead log, which cannot be made there, SQLite opens only what it is promised that
-    nobody changes. A log that holds transactions is read in a copy."""
+    nobody changes. A log that holds transactions is read in a copy.
+    """
     address = path.resolve().as_uri()  # with every character escaped that means something in an address
     connection = open_untrusting(f"{address}?mode=ro", uri=True)
     try:
@@ -180,7 +182,7 @@ def _open_read_only(path: Path) -> sqlite3.Connection:
 
 
 def _copy_in_memory(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """The database of a connection in memory; the connection is closed."""
+    """Return the database of a connection in memory; the connection is closed."""
     copy = open_untrusting(":memory:")
     try:
         connection.backup(copy)
@@ -257,7 +259,7 @@ def _set_journal(connection: sqlite3.Connection, mode: str) -> None:
 
 
 def _file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The type of the file system that holds `path`, empty where the platform has no list of mounts."""
+    """Return the type of the file system that holds `path`, empty where the platform has no list of mounts."""
     try:
         lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

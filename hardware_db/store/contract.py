@@ -45,7 +45,7 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, id_prefix: str) -> Measurement:
-        """The measurement whose id starts so.
+        """Return the measurement whose id starts so.
 
         Raises:
             DsplanError: no measurement starts so, or several do.
@@ -71,7 +71,8 @@ class Store(ABC):
         limit: int | None = None,
     ) -> tuple[Measurement, ...]:
         """The newest `limit` measurements that match every filter given; model names match in any case, `parameters`
-        is how many the model has."""
+        is how many the model has.
+        """
 
     @abstractmethod
     def find(self, plan_key: str, fingerprint: str) -> Measurement | None:
@@ -79,7 +80,7 @@ class Store(ABC):
 
     @abstractmethod
     def rates(self, fingerprint: str | None = None) -> tuple[RateMeasurement, ...]:
-        """The rates measured there, or everywhere."""
+        """Return the rates measured there, or everywhere."""
 
     @abstractmethod
     def add_trace(self, trace: TraceRecord) -> bool:
@@ -91,7 +92,7 @@ class Store(ABC):
 
     @abstractmethod
     def traces(self, series: str) -> tuple[TraceRecord, ...]:
-        """The traces of one series."""
+        """Return the traces of one series."""
 
     @abstractmethod
     def add_calibration(self, calibration: CalibrationRecord) -> None:
@@ -121,7 +122,7 @@ class Store(ABC):
 
 
 def single_match(id_prefix: str, matches: tuple[Measurement, ...]) -> Measurement:
-    """The only one of `matches`, of which two are enough to tell that there are several.
+    """Return the only one of `matches`, of which two are enough to tell that there are several.
 
     Raises:
         DsplanError: there are none or several.

@@ -160,7 +160,8 @@ def _schemas() -> tuple[frozenset[tuple[str, str, str]], ...]:
 
 def _objects(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:
     """Kind, name and definition of all that was made in a database. What SQLite itself makes is left out: the indexes
-    of its primary keys, which have no definition, and what ANALYZE found."""
+    of its primary keys, which have no definition, and what ANALYZE found.
+    """
     rows = connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
     return {(kind, name, " ".join(sql.split())) for kind, name, sql in rows if (kind, name) not in _MADE_BY_ANALYZE}
 

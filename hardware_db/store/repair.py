@@ -68,7 +68,8 @@ def repair(path: Path, opened: int | None = None) -> bool:
 
 def _is_ours(path: Path) -> bool:
     """Whether the file is to be replaced: dsplan's by its header or, where that is gone, by the definition of a table;
-    or nothing but zeros, which is what a crash of the machine leaves."""
+    or nothing but zeros, which is what a crash of the machine leaves.
+    """
     content = path.read_bytes()
     if content.startswith(_MAGIC):
         return APPLICATION_ID.to_bytes(4, "big").startswith(content[68:72])
@@ -78,7 +79,8 @@ def _is_ours(path: Path) -> bool:
 @contextmanager
 def _new_file(path: Path) -> Iterator[Path]:
     """Where the new file is made: beside the damaged one, and gone again where it did not take its place. What a repair
-    that was killed left there goes first."""
+    that was killed left there goes first.
+    """
     rebuilt = path.with_name(f".{path.name}.rebuilt")
 
     def clear() -> None:
@@ -117,7 +119,8 @@ def _rebuild(path: Path, damaged: Path) -> dict[str, int]:
 @contextmanager
 def _readable_copy(path: Path) -> Iterator[sqlite3.Connection]:
     """A copy of a damaged database in which SQLite reads what it can: it passes over definitions that make no sense and
-    over a wrong size. Part of a page at the end goes, as SQLite would read zeros for the rest of it."""
+    over a wrong size. Part of a page at the end goes, as SQLite would read zeros for the rest of it.
+    """
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="dsplan-") as directory:
@@ -137,7 +140,7 @@ def _readable_copy(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _readable_rows(connection: sqlite3.Connection, table: str) -> Iterator[dict[str, object]]:
-    """The rows of a table, each looked up by itself: behind rows that cannot be read come others that can."""
+    """Return the rows of a table, each looked up by itself: behind rows that cannot be read come others that can."""
     query = f"SELECT rowid AS place, * FROM {table} WHERE rowid > ? ORDER BY rowid LIMIT 1"
     place, failures = 0, 0
     while failures < _UNREADABLE_IN_A_ROW:
@@ -175,7 +178,8 @@ def _key(name: str) -> str:
 
 def _set_aside(path: Path) -> Path:
     """Gives the damaged file a second name with the date, and its logs that name alone. Its own name stays until the
-    new file takes it, so that nobody who opens it meanwhile starts an empty one."""
+    new file takes it, so that nobody who opens it meanwhile starts an empty one.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     aside = path.with_name(f"{path.name}.damaged-{stamp}")
     number = 1
@@ -193,7 +197,7 @@ def _set_aside(path: Path) -> Path:
 
 
 def set_aside_files(path: Path) -> tuple[Path, ...]:
-    """The damaged files that were set aside for the database at `path`, oldest first."""
+    """Return the damaged files that were set aside for the database at `path`, oldest first."""
     found = path.parent.glob(f"{glob.escape(path.name)}.damaged-*")
     return tuple(sorted(file for file in found if not file.name.endswith(_LOGS)))
 

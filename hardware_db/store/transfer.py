@@ -23,7 +23,7 @@ _Value = TypeVar("_Value")
 
 
 def to_document(record: Record) -> dict[str, object]:
-    """The JSON object of a record: `kind` (measurement or rate), `schema_version`, and the record's fields.
+    """Return the JSON object of a record: `kind` (measurement or rate), `schema_version`, and the record's fields.
 
     A measurement's plan is the object of `estimate --json` itself, under `plan`.
     """
@@ -35,7 +35,7 @@ def to_document(record: Record) -> dict[str, object]:
 
 
 def from_document(document: object) -> Record:
-    """The record of a JSON object.
+    """Return the record of a JSON object.
 
     Raises:
         RecordError: a key is missing, unknown or holds the wrong kind of value, or the schema is a newer one.
@@ -111,7 +111,7 @@ def import_records(store: Store, records: Sequence[Record]) -> ImportCount:
 
 
 def read_export(path: Path) -> tuple[Record, ...]:
-    """The records of an export file; blank lines are skipped.
+    """Return the records of an export file; blank lines are skipped.
 
     Raises:
         BrokenFile: the file cannot be read, holds nothing, or a line (number, key and remedy are named) is no record.

@@ -46,12 +46,12 @@ class Curve:
 
 
 def constant_rate(rate: float) -> Curve:
-    """A curve of one rate at every size, without latency."""
+    """Return a curve of one rate at every size, without latency."""
     return Curve(points=((1.0, 1.0 / rate),))
 
 
 def curve_of(points: Iterable[tuple[float, float]]) -> Curve | None:
-    """The curve through points in any order; the first of equal work counts, none at all make no curve.
+    """Return the curve through points in any order; the first of equal work counts, none at all make no curve.
 
     Less work takes no more time: where a point says otherwise something else ran beside it, and a later point counts.
     """

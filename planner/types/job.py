@@ -105,7 +105,7 @@ class Workload:
 
 
 def counts_of(facts: ModelFacts, workload: Workload) -> ParameterCounts:
-    """The model's counts with what the workload trains of it.
+    """Return the model's counts with what the workload trains of it.
 
     Raises:
         ContradictoryRequest: the targets of adapters, or the names of what is trained, fit nothing.
@@ -123,7 +123,8 @@ def counts_of(facts: ModelFacts, workload: Workload) -> ParameterCounts:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """One configuration of one model, workload and cluster; `counts` are the model's parameters by component, `stage`
-    the pipeline stage whose rank is looked at."""
+    the pipeline stage whose rank is looked at.
+    """
 
     facts: ModelFacts
     counts: ParameterCounts
@@ -213,7 +214,8 @@ def provenance(
     job: Job, memory: words.Provenance, *, measured: bool, like_it: bool = False
 ) -> dict[str, words.Provenance]:
     """Where each group of figures comes from; `measured` says that the step itself was, `like_it` that runs like it
-    were."""
+    were.
+    """
     rates = job.cluster.rates
     groups = {
         "compute": rates.matmul,
@@ -248,7 +250,7 @@ def _model(job: Described) -> ModelSection:
 
 
 def cluster_section(cluster: Cluster) -> ClusterSection:
-    """A cluster as the JSON contract has it."""
+    """Return a cluster as the JSON contract has it."""
     return {
         "device": cluster.device.name,
         "vendor": cluster.device.vendor,

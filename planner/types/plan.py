@@ -145,7 +145,8 @@ class Configuration:
     @property
     def state_shards(self) -> int:
         """Ranks over which the states of what every rank computes with are sharded, where the strategy shards any: the
-        ranks of one sample hold the same weights, so that they share in it (torchtitan's dp_shard_cp mesh)."""
+        ranks of one sample hold the same weights, so that they share in it (torchtitan's dp_shard_cp mesh).
+        """
         return self.dp_shard if self.strategy in ("single", "ddp") else self.dp_shard * self.cp
 
     @property

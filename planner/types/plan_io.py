@@ -37,7 +37,7 @@ _REMEDY = "write it anew with `dsplan recommend --out DIR`"
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """The object that `estimate --json` prints and plan files hold."""
+    """Return the object that `estimate --json` prints and plan files hold."""
     configuration = asdict(plan.configuration)
     return {
         "schema_version": plan.schema_version,
@@ -58,7 +58,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_dict(raw: object, where: object = "plan") -> Plan:
-    """The plan a dict of the contract describes.
+    """Return the plan a dict of the contract describes.
 
     Raises:
         BrokenFile: a key is missing, unknown or of the wrong type, or the schema is newer; `where` is named.
@@ -95,7 +95,7 @@ def plan_from_dict(raw: object, where: object = "plan") -> Plan:
 
 
 def configuration_from_dict(raw: object, where: object = "plan") -> Configuration:
-    """The configuration that the `plan` object of the contract describes.
+    """Return the configuration that the `plan` object of the contract describes.
 
     Raises:
         BrokenFile: a key is missing, unknown or of the wrong type.
@@ -108,7 +108,7 @@ def configuration_from_dict(raw: object, where: object = "plan") -> Configuratio
 
 
 def plan_text(plan: Plan) -> str:
-    """The plan as YAML."""
+    """Return the plan as YAML."""
     import yaml
 
     return str(yaml.safe_dump(plan_to_dict(plan), sort_keys=False, width=100))
@@ -124,7 +124,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """The plan in a YAML (or JSON) file.
+    """Return the plan in a YAML (or JSON) file.
 
     Raises:
         BrokenFile: the file cannot be read, is not YAML, or is not a plan this version understands.
