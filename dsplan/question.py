@@ -48,9 +48,11 @@ class Question(WorkOptions):
     def request(
         self, facts: ModelFacts | None = None, *, degrees: tuple[int, int, int, bool] = (1, 1, 1, False), **ranking: Any
     ) -> Request:
-        """The planner's request; `ranking` are its fields that say how plans are ranked, `facts` those of the model
-        where they are known already, `degrees` over how many ranks a plan is to split layers,
-        tokens and experts, and whether it splits sequences between those that share layers.
+        """Return the planner's request.
+
+        `ranking` are its fields that say how plans are ranked, `facts` those of the model where they are known already,
+        `degrees` over how many ranks a plan is to split layers, tokens and experts, and whether it splits sequences
+        between those that share layers.
 
         Raises:
             DsplanError: the model, the hardware or a number is not one that can be planned with.
@@ -88,7 +90,9 @@ class Question(WorkOptions):
 def estimated(
     question: Question, options: ExactOptions, report: Callable[[str], None] | None = None
 ) -> tuple[Request, Plan]:
-    """The plan, and the request with what was taken for granted; with `report` the memory is traced, and told of it.
+    """Return the plan, and the request with what was taken for granted.
+
+    With `report` the memory is traced, and told of it.
 
     Raises:
         DsplanError: the model, the hardware, a number or the configuration is not possible, or torch is missing.

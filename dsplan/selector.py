@@ -84,8 +84,10 @@ class HardwareSelector:
         distributed: bool = True,
         gpu_count: int | None = None,
     ) -> Answer:
-        """Hardware and strategy for a task: `primary_recommendation`, `distributed_strategy`, `gpu_count`,
-        `fallback_options` (the next plans, best first), `explanation`, `assumed` and `plan`.
+        """Hardware and strategy for a task.
+
+        `primary_recommendation`, `distributed_strategy`, `gpu_count`, `fallback_options` (the next plans, best first),
+        `explanation`, `assumed` and `plan`.
 
         `task_type` "training": `batch_size` is per GPU (8 if None). "inference": the fewest of at most `gpu_count` GPUs
         that serve `batch_size` (1) sequences at a time, each as long as `sequence_length` or the model allows.
@@ -132,8 +134,10 @@ class HardwareSelector:
         batch_size: int | None = None,
         max_memory_gb: float | None = None,
     ) -> TrainingConfig:
-        """The best plan as a mapping. `batch_size` is per GPU (8 if None): the global batch is it times `gpu_count`,
-        whatever micro-batch and accumulation are chosen. `max_memory_gb` caps each GPU (1e9 bytes).
+        """Return the best plan as a mapping.
+
+        `batch_size` is per GPU (8 if None): the global batch is it times `gpu_count`, whatever micro-batch and
+        accumulation are chosen. `max_memory_gb` caps each GPU (1e9 bytes).
 
         Raises:
             ContradictoryRequest: a number or a combination is impossible.

@@ -22,8 +22,9 @@ class DsplanError(Exception):
 
 
 class UnknownName(DsplanError):
-    """A name that is not in a catalogue; the message offers the nearest ones. `called` is the whole of what was written
-    where `name`, which is compared, is a part of it.
+    """A name that is not in a catalogue; the message offers the nearest ones.
+
+    `called` is the whole of what was written where `name`, which is compared, is a part of it.
     """
 
     def __init__(self, what: str, name: str, known: Iterable[str], *, hint: str = "", called: str = "") -> None:

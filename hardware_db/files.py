@@ -37,8 +37,9 @@ def database_path() -> Path:
 
 
 def database_is_there() -> bool:
-    """Whether anything has the database's name; also where it cannot be looked at, or is a link that leads nowhere, so
-    that opening it says what is wrong.
+    """Whether anything has the database's name.
+
+    Also where it cannot be looked at, or is a link that leads nowhere, so that opening it says what is wrong.
     """
     try:
         os.lstat(database_path())
@@ -50,8 +51,9 @@ def database_is_there() -> bool:
 
 
 def provide_torch_extensions(variables: MutableMapping[str, str]) -> None:
-    """Have torch compile DeepSpeed's operators in a directory for temporary files where the usual cache cannot be
-    written, `~/.cache` as a rule; nothing where TORCH_EXTENSIONS_DIR names one.
+    """Have torch compile DeepSpeed's operators in a temporary directory where the usual cache cannot be written.
+
+    The usual one is in `~/.cache`. Nothing changes where TORCH_EXTENSIONS_DIR names one.
     """
     import tempfile
 
@@ -143,6 +145,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 def replace_whole(path: Path, text: str, *, durable: bool = False) -> None:
     """Replace a file of dsplan's own by `text`: a reader sees the old text or the new, and a failure leaves the old.
+
     `durable` waits until the disk has it.
 
     Raises:
@@ -154,7 +157,9 @@ def replace_whole(path: Path, text: str, *, durable: bool = False) -> None:
 
 @contextmanager
 def replacement(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """A hidden name beside `path` to write to; where the block ends well, what was written takes the place of `path`.
+    """Return a hidden name beside `path` to write to.
+
+    Where the block ends well, what was written takes the place of `path`.
 
     Raises:
         OSError: it cannot be written; nothing is left beside the old file.

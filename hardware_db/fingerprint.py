@@ -107,7 +107,7 @@ def _devices(gpu: Gpu) -> list[tuple[str, int | None]]:
 
 
 def _link(gpus: tuple[Gpu, ...]) -> str:
-    """What joins the GPUs of the node, by the first of them: `nvswitch x18`, `nvlink x4`, `pcie4 x16`."""
+    """Return what joins the GPUs of the node, by the first of them: `nvswitch x18`, `nvlink x4`, `pcie4 x16`."""
     first = gpus[0] if len(gpus) > 1 else None
     if first is None:
         return ""

@@ -40,8 +40,9 @@ class WrongValue(DsplanError):
 
 
 def from_json(kind: type[Value], document: object, *, spelled: Mapping[str, str] | None = None) -> Value:
-    """The dataclass `kind` of an object with exactly its keys; lists become tuples where it has tuples. `spelled` gives
-    the document's word for a field, in messages.
+    """Return the dataclass `kind` of an object with exactly its keys; lists become tuples where it has tuples.
+
+    `spelled` gives the document's word for a field, in messages.
 
     Raises:
         WrongValue: a key is missing, unknown or holds another kind of value.

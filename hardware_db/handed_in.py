@@ -115,7 +115,10 @@ def shown(value: object) -> str:
 
 
 def shown_path(path: object) -> str:
-    """A path as a message begins with it: without characters that end a line or the text, and not longer than one."""
+    """Return a path as a message begins with it.
+
+    Without characters that end a line or the text, and not longer than one.
+    """
     text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(path))
     return text if len(text) <= 8 * _SHOWN else f"{text[: 4 * _SHOWN]}…{text[-_SHOWN:]}"
 

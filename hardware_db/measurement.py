@@ -76,8 +76,9 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """What the plan promised: bytes on the busiest rank, seconds per optimizer step with the interval that should hold
-    nine runs of ten, or None if it promised nothing.
+    """Predictions of a plan: bytes on the busiest rank and seconds per optimizer step, None where it has none.
+
+    The interval should hold nine runs of ten.
 
     Raises:
         RecordError: a figure is negative, not finite, or beyond 64 bits.
@@ -135,6 +136,7 @@ class Measurement:
 
     @property
     def model(self) -> str:
+        """The name of the model that was trained."""
         return str(_section(self.plan, "model")["name"])
 
     @property
@@ -145,6 +147,7 @@ class Measurement:
 
     @property
     def strategy(self) -> str:
+        """The strategy of the plan that ran."""
         return str(_section(self.plan, "plan")["strategy"])
 
 
@@ -204,7 +207,9 @@ def utc_now() -> str:
 def measure_run(
     plan: Mapping[str, object], fingerprint: Fingerprint, *, outcome: Outcome, measured: Measured, source: str = "run"
 ) -> Measurement:
-    """The measurement of a run that just ended; `plan` is the object of `estimate --json` and holds the predictions.
+    """Return the measurement of a run that just ended.
+
+    `plan` is the object of `estimate --json` and holds the predictions.
 
     Raises:
         RecordError: a figure is malformed or the plan lacks a section.
@@ -235,7 +240,7 @@ def plan_key(plan: Mapping[str, object]) -> str:
 
 
 def _promised(memory: Mapping[str, object], time: Mapping[str, object]) -> Predicted:
-    """What a plan's estimates promise."""
+    """Return what a plan's estimates promise."""
     return Predicted(
         peak_allocated_bytes=cast("int | None", memory.get("peak_allocated_bytes")),
         step_seconds=cast("float | None", time.get("step_seconds")),
@@ -278,8 +283,9 @@ _KEY_DIGITS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareKind:
-    """What one calibration holds for: a device and the links between devices and nodes, by their names in the
-    catalogue; empty where there is none.
+    """What one calibration holds for.
+
+    A device and the links between devices and nodes, by their names in the catalogue; empty where there is none.
     """
 
     device: str

@@ -26,8 +26,9 @@ def labelled(text: str) -> str:
 
 
 def folded(text: str, file: TextIO) -> str:
-    """The text with its lines folded between words where `file` is a terminal, which would fold them in words; what
-    follows on is indented as the line is. Words that are wider than the terminal stay whole.
+    """Return the text with its lines folded between words where `file` is a terminal, which would fold them in words.
+
+    What follows on is indented as the line is. Words that are wider than the terminal stay whole.
     """
     if (text.isascii() and len(text) < _NARROW) or not file.isatty():
         return text

@@ -146,7 +146,7 @@ else:
         return _compiled(cls, "__init__", parameters, lines or ["pass"], known)
 
     def _setter(cls, name):
-        """Writes past `__setattr__`: the slot's own, or object's where a base without slots declares the field."""
+        """Write past `__setattr__`: the slot's own, or object's where a base without slots declares the field."""
         slot = getattr(cls, name, None)
         return getattr(slot, "__set__", None) or (lambda record, value: object.__setattr__(record, name, value))
 

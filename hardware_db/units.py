@@ -67,7 +67,10 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration with three digits, in the unit people say it in: `150 ms`, `45 s`, `22.8 min`, `3.2 h`, `20 days`."""
+    """Return a duration with three digits, in the unit people say it in.
+
+    `150 ms`, `45 s`, `22.8 min`, `3.2 h`, `20 days`.
+    """
     unit, length = time_unit(seconds)
     text = three_digits(seconds / length)
     return f"{text} {unit}s" if unit == "day" and text != "1" else f"{text} {unit}"
@@ -88,8 +91,9 @@ def parse_count(text: str) -> int:
 
 
 def parse_length(text: str) -> int:
-    """A length or a batch such as `8k`, `4M` or `2048`: `k` is 1024, as such numbers are powers of two (a sequence of
-    8k is 8192 tokens), and `M` is 1e6.
+    """Return a length or a batch such as `8k`, `4M` or `2048`.
+
+    `k` is 1024, as such numbers are powers of two (a sequence of 8k is 8192 tokens), and `M` is 1e6.
 
     Raises:
         DsplanError: the text is not a positive whole number with one of these suffixes.

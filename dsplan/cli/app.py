@@ -83,9 +83,11 @@ class LazyGroup(CommandGroup):
     """The commands of `COMMANDS`, imported by name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands, whose modules are not imported for it."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, imported now; None where there is none of this name."""
         return load_command(cmd_name)
 
     def summaries(self) -> dict[str, str]:
@@ -94,7 +96,7 @@ class LazyGroup(CommandGroup):
 
 
 def _found(name: str) -> Any:
-    """What a module offers as a command: a function, or a `typer.Typer`."""
+    """Return what a module offers as a command: a function, or a `typer.Typer`."""
     module, attribute = COMMANDS[name].split(":")
     return getattr(import_module(module), attribute)
 
@@ -261,7 +263,7 @@ def _problem(error: Any) -> str:
 
 
 def _model_without_flag(error: Any) -> str:
-    """What to write in place of `dsplan recommend opt-6.7b`; empty for any other complaint."""
+    """Return what to write in place of `dsplan recommend opt-6.7b`; empty for any other complaint."""
     message = str(error.format_message())
     extra = message.rpartition(" (")[2].rstrip(").").split()
     takes_model = error.ctx is not None and any(known.name == "model" for known in error.ctx.command.params)
@@ -281,7 +283,7 @@ def _flag_of_estimate(error: Any) -> str:
 
 
 def _wanted(parameter: Any) -> str:
-    """What a flag takes, as an instruction; empty where its type does not tell."""
+    """Return what a flag takes, as an instruction; empty where its type does not tell."""
     choices = getattr(parameter.type, "choices", None)
     if choices:
         return f"give one of {', '.join(choices)}"

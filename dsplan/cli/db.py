@@ -33,7 +33,7 @@ def list_measurements(
     ] = 20,
     json: Json = False,
 ) -> None:
-    """Return the newest runs: memory, time, and the predictions' errors."""
+    """Show the newest runs: memory, time, and the predictions' errors."""
     from dsplan.render.db_view import measurement_table
     from dsplan.render.show import Text, show, show_json
     from hardware_db.errors import UnknownName

@@ -31,15 +31,16 @@ _COUNTED_IN_THOUSANDS = (limits.TOKENS, limits.SAMPLES)
 
 
 def number(limit: limits.Limit, text: str, metavar: str = "") -> Any:
-    """The option of a number within a limit. Tokens and samples may be written as `8k` (`units.parse_length`)."""
+    """Return the option of a number within a limit; `units.parse_length` reads tokens and samples such as `8k`."""
     metavar = metavar or (WITH_SUFFIX if limit in _COUNTED_IN_THOUSANDS else "N")
     least, most = (limit.least, limit.most) if limit.fraction else (int(limit.least), int(limit.most))
     return typer.Option(min=least, max=most, metavar=metavar, help=text)
 
 
 def among(table: str) -> Callable[[str], list[str]]:
-    """What a shell completes a name with: those of `module:table` that begin with what is written. The module is
-    imported when a shell asks; a list of names, separated by commas, is completed at its end.
+    """Return what a shell completes a name with: those of `module:table` that begin with what is written.
+
+    The module is imported when a shell asks; a list of names, separated by commas, is completed at its end.
     """
 
     def beginning_with(incomplete: str) -> list[str]:
@@ -52,8 +53,13 @@ def among(table: str) -> Callable[[str], list[str]]:
 
 
 def _names(catalogue: str) -> Callable[[str], list[str]]:
-    """What a shell completes a name with: those of a catalogue that begin with what is written, in its case or in
-    small letters, as shells compare letters strictly and catalogues do not. One with a space would be two words.
+    """Return the names of a catalogue that a shell completes what is written with.
+
+    They begin with it, in its case or in small letters, as shells compare letters strictly and catalogues do not. One
+    with a space would be two words.
+
+    Those that begin with it, in its case or in small letters, as shells compare letters
+    strictly and catalogues do not. One with a space would be two words.
     """
 
     def beginning_with(incomplete: str) -> list[str]:
@@ -283,6 +289,7 @@ class GroupedCommand(TyperCommand):
     """A command whose help lists its flags by what they are about; its epilog has an example in every line."""
 
     def get_help(self, ctx: Any) -> str:
+        """Return the help of this command as dsplan lays it out."""
         from dsplan.cli.help import help_text
 
         return help_text(self, ctx)
@@ -292,18 +299,22 @@ class CommandGroup(TyperGroup):
     """Commands whose help is that of `GroupedCommand`."""
 
     def summaries(self) -> dict[str, str]:
-        """What each command does, by name."""
+        """Return what each command does, by name."""
         return {name: command.get_short_help_str(limit=1000) for name, command in self.commands.items()}
 
     def get_help(self, ctx: Any) -> str:
+        """Return the help of this command as dsplan lays it out."""
         from dsplan.cli.help import help_text
 
         return help_text(self, ctx)
 
 
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`command` with every parameter that is a group of flags replaced by the group's fields; that takes milliseconds,
-    so a command gets it when it is loaded and not when its module is.
+    """Replace every parameter of `command` that is a group of flags by the group's fields.
+
+    That takes milliseconds, so a command gets it when it is loaded and not when its module is.
+
+    That takes milliseconds, so a command gets it when it is loaded and not when its module is.
 
     Field types keep their `Annotated[..., typer.Option(...)]`, which is all that typer reads.
     """

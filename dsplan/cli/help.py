@@ -68,8 +68,9 @@ class HelpFormatter(_Formatter):  # type: ignore[misc]
 
 
 def help_text(command: Any, ctx: Any) -> str:
-    """The whole help of a command, or of a group with the first sentence of each of its commands. A line of the epilog
-    is an example.
+    """Return the whole help of a command, or of a group with the first sentence of each of its commands.
+
+    A line of the epilog is an example.
     """
     formatter = HelpFormatter()
     command.format_usage(ctx, formatter)

@@ -131,7 +131,7 @@ def _scaling(answer: Recommendation) -> tuple[Rate, ...]:
 def maximum(
     model: ModelFlags, hardware: HardwareFlags, work: WorkFlags, configuration: MaximumFlags, json: JsonFlag = False
 ) -> None:
-    """Return the largest micro-batch, longest sequence and largest model that fit. Exit status 1 if nothing does."""
+    """Find the largest micro-batch, longest sequence and largest model that fit. Exit status 1 if nothing does."""
     from dsplan.question import Question
     from dsplan.render.plan_view import maxima_blocks, maxima_to_dict
     from dsplan.render.show import show, show_json

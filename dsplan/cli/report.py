@@ -99,5 +99,5 @@ def _asked(*groups: Any) -> list[str]:
 
 
 def _command() -> str:
-    """What was typed, for whoever reads the page."""
+    """Return what was typed, for whoever reads the page."""
     return shlex.join(["dsplan", *sys.argv[1:]])

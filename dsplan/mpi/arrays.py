@@ -39,7 +39,7 @@ def name_of(path: Path) -> str:
 
 
 def rebuilt(tree: Tree, replace: Callable[[Path], Any], path: Path = ()) -> Tree:
-    """Return the same dicts, lists and tuples around other leaves; what is a Mapping becomes a dict."""
+    """The same dicts, lists and tuples around other leaves; what is a Mapping becomes a dict."""
     if isinstance(tree, Mapping):
         return {key: rebuilt(value, replace, (*path, key)) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -135,7 +135,7 @@ class Form:
         return self.is_floating or np.dtype(self.word).kind == "c"
 
     def made(self, values: Array) -> Any:
-        """Return a leaf of this form with `values`, [count] or [shape], any dtype that casts to it."""
+        """A leaf of this form with `values`, [count] or [shape], any dtype that casts to it."""
         values = values.reshape(self.shape)
         if self.kind == "tensor":
             torch = sys.modules["torch"]
@@ -166,7 +166,7 @@ def is_array(value: object) -> bool:
 
 
 def form_of(value: Any, name: str) -> Form:
-    """Return the form of a leaf called `name`.
+    """The form of a leaf called `name`.
 
     Raises:
         CannotRun: it is no array, or one of a kind that cannot be sent.

@@ -49,7 +49,7 @@ class Bucket:
         return sum(self.counts)
 
     def filled(self, flat: Mapping[int, Array | None]) -> Array:
-        """Return the buffer with the leaves' values, cast to `dtype`; zeros where a leaf is None."""
+        """The buffer with the leaves' values, cast to `dtype`; zeros where a leaf is None."""
         buffer = np.empty(self.count, dtype=self.dtype)
         for run in self.runs:
             leaf = flat[run.leaf]
@@ -62,7 +62,7 @@ class Bucket:
             flat[run.leaf][run.start : run.stop] = buffer[run.place]
 
     def runs_of(self, rank: int) -> Iterator[Run]:
-        """Return the runs of a rank's part, placed from the part's beginning."""
+        """The runs of a rank's part, placed from the part's beginning."""
         begin = sum(self.counts[:rank])
         end = begin + self.counts[rank]
         for run in self.runs:
@@ -71,12 +71,13 @@ class Bucket:
 
 
 def bounds(count: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the elements of a leaf of `count` that are a rank's."""
+    """The elements of a leaf of `count` that are a rank's."""
     return count * rank // ranks, count * (rank + 1) // ranks
 
 
 def checked_bucket_bytes(value: int) -> int:
-    """Raises:
+    """
+    Raises:
         CannotRun: messages of that size cannot be sent.
     """
     if not _SMALLEST <= value <= _LARGEST:
@@ -234,7 +235,7 @@ def _differ_in_absence_only(forms: Sequence[FormsByName], also: Sequence[str]) -
 
 
 def _completed(leaf: Leaf, forms: Sequence[FormsByName], device: Any) -> Leaf:
-    """Return a leaf with the form that other ranks have, where this rank has no value."""
+    """A leaf with the form that other ranks have, where this rank has no value."""
     absent = frozenset(rank for rank, words in enumerate(forms) if words[leaf.name] is None)
     if leaf.form is not None:
         return replace(leaf, absent=absent)
@@ -245,7 +246,8 @@ def _completed(leaf: Leaf, forms: Sequence[FormsByName], device: Any) -> Leaf:
 
 
 def require_summable(path: Path, form: Form) -> None:
-    """Raises:
+    """
+    Raises:
         CannotRun: a leaf is of whole numbers or truth values.
     """
     if not form.is_summable:

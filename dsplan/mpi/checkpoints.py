@@ -89,7 +89,7 @@ class CheckpointManager:
         return complete
 
     def load_checkpoint(self, step: int | None = None, *, like: Tree = None) -> Tree:
-        """Return the state of a step; None: of the latest. All ranks call it together.
+        """The state of a step; None: of the latest. All ranks call it together.
 
         As many ranks as saved it get each what it gave, others the names of all ranks together. Arrays come back whole,
         in numpy (bfloat16 as fp32).
@@ -114,11 +114,11 @@ class CheckpointManager:
         return self._together(loaded)
 
     def steps(self) -> list[int]:
-        """Return the steps that can be loaded, the lowest first."""
+        """The steps that can be loaded, the lowest first."""
         return sorted({_step_of(path) for path in content.published(self.directory)})
 
     def latest_step(self) -> int | None:
-        """Return the step of the checkpoint that was saved last, or None if there is none."""
+        """The step of the checkpoint that was saved last, or None if there is none."""
         latest = content.named_latest(self.directory)
         return None if latest is None else _step_of(latest)
 

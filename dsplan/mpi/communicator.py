@@ -181,13 +181,13 @@ class Communicator:
 
 
 def _digest(words: Sequence[str]) -> int:
-    """Return a number of 62 bits, so that it and its negative fit a signed 64-bit integer."""
+    """A number of 62 bits, so that it and its negative fit a signed 64-bit integer."""
     text = "\n".join(words).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
 
 
 def _bytes(array: Array) -> Array:
-    """Return a contiguous array's bytes, so that dtypes that MPI has not travel too."""
+    """A contiguous array's bytes, so that dtypes that MPI has not travel too."""
     return array.reshape(-1).view(np.uint8)
 
 
@@ -324,7 +324,7 @@ class PerformanceMonitor:
 
     @contextmanager
     def timer(self, name: str, kind: Kind = "compute") -> Iterator[None]:
-        """Return a timer around a block; it stops when the block fails, too."""
+        """A timer around a block; it stops when the block fails, too."""
         self.start_timer(name, kind)
         try:
             yield
@@ -367,7 +367,7 @@ class PerformanceMonitor:
         )
 
     def _now(self) -> float:
-        """Return the time, after what passed since the last reading is put down to what was running meanwhile."""
+        """The time, after what passed since the last reading is put down to what was running meanwhile."""
         if self._synchronize is not None:
             self._synchronize()
         now = self._clock()

@@ -74,7 +74,7 @@ class GradientManager:
         )
 
     def sum_gradients(self, gradients: Tree) -> Tree:
-        """Return the sum over ranks, in each leaf's own dtype: fp16 becomes infinite beyond 65504."""
+        """The sum over ranks, in each leaf's own dtype: fp16 becomes infinite beyond 65504."""
         found = common_leaves(
             self._communicator, gradients, Exchange(action="sum_gradients", also="sum", require=require_summable)
         )

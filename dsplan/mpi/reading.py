@@ -41,7 +41,7 @@ class SavedTree:
         self._named = [{name_of(path): value for path, value in leaves(tree).items()} for tree in self._trees]
 
     def whole(self) -> Tree:
-        """Return the tree with every array whole.
+        """The tree with every array whole.
 
         Raises:
             BrokenFile: a file is damaged.
@@ -109,7 +109,7 @@ class SavedTree:
         )
 
     def _assembled(self, saved: Json, wanted: Region | None) -> Array:
-        """Return the whole array; where only a region is wanted, elements outside of it may be left unset."""
+        """The whole array; where only a region is wanted, elements outside of it may be left unset."""
         word, shape = saved["dtype"], tuple(saved["shape"])
         regions = [(piece, _region(piece, shape)) for piece in saved["pieces"]]
         needed = [

@@ -70,7 +70,8 @@ class ModelParallelConfig:
         return Coordinates(model=model, data=data, pipeline=pipeline)
 
     def require_world(self, ranks: int) -> None:
-        """Raises:
+        """
+        Raises:
             CannotRun: the sizes do not multiply to `ranks`; the message says what to change.
         """
         if ranks == self.world_size:
@@ -83,7 +84,7 @@ class ModelParallelConfig:
         )
 
     def split(self, comm: MPI.Comm | None = None) -> ParallelGroups:
-        """Return the communicators of this rank along each axis; every rank of `comm` (None: all) calls it together.
+        """The communicators of this rank along each axis; every rank of `comm` (None: all) calls it together.
 
         Raises:
             CannotRun: the sizes do not fit the ranks, or differ between ranks; all ranks raise.
@@ -117,8 +118,7 @@ class ModelParallelConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelGroups:
     """A rank's communicators: `model` with the ranks that hold the other parts of its layers, `data` with those that
-    hold the same parameters, `pipeline` with the other stages, in order. `free` them, or use a `with` block.
-    """
+    hold the same parameters, `pipeline` with the other stages, in order. `free` them, or use a `with` block."""
 
     coordinates: Coordinates
     model: MPI.Comm

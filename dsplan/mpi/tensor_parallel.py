@@ -146,7 +146,7 @@ class TensorParallelism:
         return self._communicator.require_same(action, describe, words)
 
     def _own(self, count: int) -> slice:
-        """Return the part of `count` columns or rows that this rank has."""
+        """The part of `count` columns or rows that this rank has."""
         return slice(*bounds(count, self._communicator.size, self._communicator.rank))
 
     def _own_part(self, values: Array, width: int) -> Array:

@@ -29,7 +29,7 @@ class Model(Protocol):
         """This rank's parameters, a tree of arrays; steps write into them."""
 
     def gradients(self, batch: Any) -> tuple[float, Tree]:
-        """Return the loss of a batch, and the gradients as a tree like the parameters."""
+        """The loss of a batch, and the gradients as a tree like the parameters."""
 
 
 class ParallelTrainer:

@@ -63,7 +63,7 @@ class ReducedGradients(Mapping[str, Array]):
         return sum(part.nbytes for part in self.parts.values())
 
     def scaled(self, factor: float) -> ReducedGradients:
-        """Return the same, times a factor."""
+        """The same, times a factor."""
         return ReducedGradients({path: part * factor for path, part in self.parts.items()}, divided=self.divided)
 
     def __add__(self, other: ReducedGradients) -> ReducedGradients:
@@ -189,7 +189,7 @@ class ZeROOptimizer:
         )
 
     def norm(self, reduced: ReducedGradients) -> float:
-        """Return the 2-norm of all gradients over all ranks; not finite where any of them is not."""
+        """The 2-norm of all gradients over all ranks; not finite where any of them is not."""
         square = np.zeros(1)
         for path, part in reduced.parts.items():
             run = self._own_run(path, part)
@@ -343,7 +343,7 @@ class ZeROOptimizer:
             raise CannotRun(f"the gradient of {shard.name!r} is {form}, the parameter {shard.form}; shapes must match")
 
     def _checked(self, parameters: Tree, reduced: ReducedGradients, in_place: bool) -> dict[Path, Any] | None:
-        """Return the leaves of `parameters`, when a step can be made with these arguments."""
+        """The leaves of `parameters`, when a step can be made with these arguments."""
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
             raise CannotRun(f"learning_rate is {self.learning_rate}; it must be a number of at least 0")
         if reduced.divided != (self.stage >= ZeROStage.STAGE_2) or reduced.parts.keys() - self._shards.keys():

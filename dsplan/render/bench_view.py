@@ -184,7 +184,7 @@ def work_words(work: Work) -> str:
 
 
 def result_words(record: RateMeasurement | Measurement) -> str:
-    """What came of it, with the spread of its repeats."""
+    """Return what came of it, with the spread of its repeats."""
     if isinstance(record, RateMeasurement):
         return f"{rate_words(record.value, record.unit)}{_spread(record.spread)}"
     if record.outcome != "completed" or record.measured.step_seconds is None:

@@ -31,6 +31,7 @@ def show_listing(rows: Iterable[Row], table: Callable[[Sequence[Row]], list[Bloc
 
 
 def models_table(rows: Sequence[ModelFacts]) -> list[Block]:
+    """Return the table of `dsplan models`."""
     headings = columns(
         "model", "??family", "??kind", ">parameters", "?>active", ">layers", ">hidden", "??>positions", "??>vocabulary"
     )
@@ -38,6 +39,7 @@ def models_table(rows: Sequence[ModelFacts]) -> list[Block]:
 
 
 def devices_table(rows: Sequence[Device]) -> list[Block]:
+    """Return the table of GPUs of `dsplan devices`."""
     headings = columns(
         "device", "??vendor", "?family", ">memory", ">GB/s", "?>fp32", ">bf16 TFLOP/s", "?>NVLink GB/s", "??>watts"
     )
@@ -45,11 +47,13 @@ def devices_table(rows: Sequence[Device]) -> list[Block]:
 
 
 def links_table(rows: Sequence[Link]) -> list[Block]:
+    """Return the table of links of `dsplan devices`."""
     headings = columns("link", "??scope", "???per", ">GB/s peak", "?>GB/s p2p", "?>all-reduce bus GB/s", "??>Gbit/s")
     return _counted(Table(columns=headings, rows=[_link_row(row) for row in rows]), "links")
 
 
 def nodes_table(rows: Sequence[NodeType]) -> list[Block]:
+    """Return the table of machine types of `dsplan devices`."""
     headings = columns(
         "node type", "??provider", "GPUs", "?inside", "?between", "?>Gbit/s", "??>cores", ">RAM GiB", "??>NVMe GB"
     )
@@ -147,7 +151,7 @@ def _gpu_row(gpu: Gpu) -> list[Cell]:
 
 
 def _remarks(gpu: Gpu) -> Iterable[str]:
-    """What keeps this GPU from being used whole or at full speed."""
+    """Return what keeps this GPU from being used whole or at full speed."""
     if gpu.lost:
         yield f"GPU {gpu.index} does not answer"
     if not gpu.visible:

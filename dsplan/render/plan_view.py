@@ -84,14 +84,15 @@ def describe(configuration: Configuration) -> str:
 
 
 def offload_text(configuration: Configuration) -> str:
-    """What is offloaded, and how much of it where that is not all: `optimizer 50%`."""
+    """Return what is offloaded, and how much of it where that is not all: `optimizer 50%`."""
     ratio = configuration.offload_ratio
     return configuration.offload if ratio == 1 else f"{configuration.offload} {ratio:.0%}"
 
 
 def dims_text(configuration: Configuration) -> str:
-    """The parallel degrees above 1: `dp 8`, `dp 2x4 tp 2` (copies x shards), `pp 4x2` (virtual stages), `pp 4 gpipe`,
-    or `1 GPU`.
+    """Return the parallel degrees above 1.
+
+    `dp 8`, `dp 2x4 tp 2` (copies x shards), `pp 4x2` (virtual stages), `pp 4 gpipe`, or `1 GPU`.
     """
     copies, shards = configuration.dp_replicate, configuration.dp_shard
     data_parallel = f"{copies}x{shards}" if copies > 1 and shards > 1 else str(copies * shards)
@@ -180,7 +181,7 @@ def verdict_line(plan: Plan) -> str:
 
 
 def limit_bytes(plan: Plan) -> int:
-    """What one device may use: its capacity, or less where the user set a limit."""
+    """Return what one device may use: its capacity, or less where the user set a limit."""
     capacity = plan.cluster["capacity_bytes"]
     # A GPU that others have filled has none free, and shares of it are still to be shown.
     return max(1, min(capacity, plan.workload.get("max_memory_bytes") or capacity))
@@ -241,7 +242,10 @@ def maxima_blocks(request: Request, rows: Sequence[Maximum]) -> list[Block]:
 
 
 def maxima_to_dict(request: Request, rows: Sequence[Maximum]) -> dict[str, Any]:
-    """What `max --json` prints: `maxima`, a list of one object for each way to run, and what they are searched at."""
+    """Return what `max --json` prints.
+
+    `maxima`, a list of one object for each way to run, and what they are searched at.
+    """
     from planner.types.job import Job, sections_of
 
     sections = sections_of(
@@ -272,7 +276,7 @@ def maxima_to_dict(request: Request, rows: Sequence[Maximum]) -> dict[str, Any]:
 
 
 def _assumed(request: Request) -> list[str]:
-    """What was taken for granted, without the batch, which is what is asked for."""
+    """Return what was taken for granted, without the batch, which is what is asked for."""
     return [text for text in request.defaults if "--global-batch" not in text]
 
 

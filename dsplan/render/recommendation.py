@@ -72,6 +72,7 @@ def devices_table(answer: Recommendation) -> list[Block]:
 
 
 def devices_to_dicts(answer: Recommendation) -> list[dict[str, Any]]:
+    """Return the best plan of each number of devices as `recommend --json` prints them."""
     return [
         {
             "gpus": devices.gpus,
@@ -129,7 +130,7 @@ def scaling_blocks(found: Sequence[Rate]) -> list[Block]:
 
 
 def scaling_to_dicts(found: Sequence[Rate]) -> list[dict[str, Any]]:
-    """What `recommend --plot --json` adds."""
+    """Return what `recommend --plot --json` adds."""
     return [
         {
             "gpus": rate.plan.configuration.world_size,
@@ -166,8 +167,10 @@ def ranked_blocks(answer: Recommendation) -> list[Block]:
 
 
 def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
-    """What `recommend --json` prints: `plans` best first, `choice`, `rejected`; `closest` and `remedies` when nothing
-    fits, and `remedies` beside plans that offload; `on_devices` with a deadline, `front` where it was asked for.
+    """Return what `recommend --json` prints: `plans` best first, `choice`, `rejected`.
+
+    `closest` and `remedies` when nothing fits, and `remedies` beside plans that offload; `on_devices` with a deadline,
+    `front` where it was asked for.
     """
     return {
         "schema_version": answer.plans[0].schema_version if answer.plans else 1,
@@ -192,7 +195,7 @@ def plans_table(request: Request, plans: Sequence[Plan], title: str = "") -> Tab
 
 
 def alternatives_table(plan: Plan) -> list[Block]:
-    """What a plan was chosen over, as its file remembers it."""
+    """Return what a plan was chosen over, as its file remembers it."""
     if not plan.alternatives:
         return []
     rows = [[str(item.get("strategy", "")), str(item.get("reason", ""))] for item in plan.alternatives]
@@ -243,7 +246,7 @@ def _footnotes(answer: Recommendation) -> list[Block]:
 
 
 def _shared_notes(plans: tuple[Plan, ...]) -> list[str]:
-    """What is said of every plan, and so of the model or the question rather than of one configuration."""
+    """Return what is said of every plan, and so of the model or the question rather than of one configuration."""
     return [note for note in plans[0].notes if all(note in plan.notes for plan in plans)]
 
 
@@ -261,14 +264,14 @@ _TASK_WORDS = {"custom": "the module's own task"}
 
 
 def work_text(workload: Workload) -> str:
-    """What is trained how, in one line."""
+    """Return what is trained how, in one line."""
     length = [] if workload.sequence_length == 1 else [f"sequence {workload.sequence_length}"]
     words = [_TASK_WORDS.get(workload.task, workload.task), *length, f"global batch {workload.global_batch_size}"]
     return ", ".join([*words, workload.precision, workload.optimizer, f"{workload.attention} attention"])
 
 
 def _instead(answer: Recommendation) -> list[Block]:
-    """What trains on the devices alone, where the plans offload."""
+    """Return what trains on the devices alone, where the plans offload."""
     return [Text(text=f"or {item.change} ({item.flag}): {item.plan}") for item in answer.remedies]
 
 

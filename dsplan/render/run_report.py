@@ -55,7 +55,7 @@ _MISSING = "-"
 
 
 def report_blocks(report: RunReport, *, reason_follows: bool = False) -> list[Block]:
-    """The end of a run: how it ended, its attempts, predicted beside measured, the loss, and where everything lies.
+    """Return the end of a run: how it ended, its attempts, predicted beside measured, the loss, and its files.
 
     With `reason_follows` the one refusal of a run that never began is left to the line that follows.
     """
@@ -202,8 +202,10 @@ def _comparison(report: RunReport) -> list[list[str]]:
 
 
 def report_to_dict(report: RunReport, stored: Stored) -> dict[str, object]:
-    """Outcome, measurements, attempts, what was seen to train, plan (null where nothing was planned) and where the run
-    was stored.
+    """Return the object that `dsplan run --json` prints.
+
+    Outcome, measurements, attempts, what was seen to train, plan (null where nothing was planned) and where the run was
+    stored.
     """
     outcome = report.outcome
     measured = {

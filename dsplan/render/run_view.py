@@ -125,8 +125,9 @@ class RunView:
 
 
 def step_line(step: StepDone, ranks: int, width: int | None = None) -> str:
-    """One step in one line: number, loss, tokens per second over all ranks, memory of rank 0; in a line of so many
-    characters what matters least is left out.
+    """One step in one line: number, loss, tokens per second over all ranks, memory of rank 0.
+
+    In a line of so many characters what matters least is left out.
     """
     parts = [f"step {step.step}"]
     if step.loss is not None:
@@ -170,7 +171,7 @@ def is_last_word(ending: Ending) -> bool:
 
 
 def ending_words(ending: Ending) -> str:
-    """What it was and why, each said once."""
+    """Return what it was and why, each said once."""
     what = ending.kind.replace("_", " ")
     if what in ending.reason.lower():
         return ending.reason

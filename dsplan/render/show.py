@@ -24,8 +24,9 @@ Style: TypeAlias = Literal["", "heading", "good", "warning", "bad", "faint"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """A share between 0 and 1, drawn `width` characters wide, or fewer where a terminal is narrow; above 1 it is drawn
-    full.
+    """A share between 0 and 1, drawn `width` characters wide, or fewer where a terminal is narrow.
+
+    Above 1 it is drawn full.
     """
 
     share: float
@@ -58,9 +59,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column's heading; figures are aligned on the right. A terminal that is too narrow leaves out the columns of the
-    highest `rank` first, the last one of a rank first; those of rank 0 only where nothing else is left to leave out.
-    The first column always stays, and the second where its rank is 0: they say what a row is.
+    """A column's heading; figures are aligned on the right.
+
+    A terminal that is too narrow leaves out the columns of the highest `rank` first, the last one of a rank first;
+    those of rank 0 only where nothing else is left to leave out. The first column always stays, and the second where
+    its rank is 0: they say what a row is.
     """
 
     name: str
@@ -69,8 +72,9 @@ class Column:
 
 
 def columns(*names: str) -> tuple[Column, ...]:
-    """Columns by heading; a leading `>` aligns one on the right, and every `?` before it makes it matter less, so that
-    it is left out earlier: `columns("model", ">layers", "?>positions", "??>vocabulary")`.
+    """Return columns by heading: `columns("model", ">layers", "?>positions", "??>vocabulary")`.
+
+    A leading `>` aligns one on the right; every `?` before it makes it matter less, so that it is left out earlier.
     """
     return tuple(_column(name) for name in names)
 
@@ -139,8 +143,9 @@ def _plain_cell(cell: Cell) -> str:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows a line with a spinner on stderr until the block ends. Rich is imported with its first line:
-    answers that are at hand neither need it nor wait for it.
+    """Return a function that shows a line with a spinner on stderr until the block ends.
+
+    Rich is imported with its first line: answers that are at hand neither need it nor wait for it.
     """
     with contextlib.ExitStack() as shown:
         lines: list[Callable[[str], None]] = []
@@ -209,8 +214,9 @@ PIPE_WIDTH = 80
 
 
 def terminal(file: TextIO | None = None) -> Console:
-    """A file as rich's terminal. Rich takes one that can place no cursor for 80 columns wide; here it is as wide as it
-    is.
+    """Return a file as rich's terminal.
+
+    Rich takes one that can place no cursor for 80 columns wide; here it is as wide as it is.
     """
     from shutil import get_terminal_size
 
@@ -243,7 +249,10 @@ def print_blocks(blocks: Iterable[Block]) -> None:
 def renderables(
     blocks: Iterable[Block], console: Console, *, names_left_out: bool = True
 ) -> Iterator[RichTable | RichText]:
-    """What rich prints of blocks, one under the other; under a table the names of columns that it has no room for."""
+    """Return what rich prints of blocks, one under the other.
+
+    Under a table the names of columns that it has no room for.
+    """
     from rich.text import Text as RichText
 
     for block in blocks:
@@ -303,8 +312,9 @@ def _width(cell: Cell) -> int:
 
 
 def _least_width(table: Table, index: int, width: int) -> int:
-    """The characters that a column cannot do without on a terminal of so many: all of its cells, or the longest word of
-    one that is prose.
+    """Return the characters that a column cannot do without on a terminal of so many.
+
+    All of its cells, or the longest word of one that is prose.
     """
     name = table.columns[index].name
     cells = _cells(table, index)
@@ -350,7 +360,7 @@ _PART = re.compile(r"[^/_.\-]*[/_.\-]?")
 
 
 def _parted(text: str, width: int) -> str:
-    """The text with words that are too wide for a line, such as a model's name, broken behind `/`, `-`, `_` or `.`."""
+    """Break words that are too wide for a line, such as a model's name, behind `/`, `-`, `_` or `.`."""
     return re.sub(r"\S+", lambda word: _lines_of(word[0], width) if _wide(word[0]) > width else word[0], text)
 
 

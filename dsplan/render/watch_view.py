@@ -127,7 +127,7 @@ def _frame(directory: Path, steps: int | None, metrics: Sequence[Sequence[Row]])
 
 
 def _asked_steps(arguments: Sequence[str]) -> int | None:
-    """What the script was told by a flag such as `--max-steps`."""
+    """Return what the script was told by a flag such as `--max-steps`."""
     for flag, following in zip(arguments, [*arguments[1:], ""], strict=False):
         if match := _STEPS_FLAG.fullmatch(flag):
             given = match[1] or following
@@ -239,7 +239,7 @@ _SILENT_SECONDS = 30.0
 
 
 def _parted(frame: Frame, recent: Sequence[Happening], most: int | None) -> tuple[Sequence[RankNow], Sequence[RankNow]]:
-    """The ranks that get a line each, and the others. Those go first that lag, are silent, or raised an alert."""
+    """Return the ranks that get a line each (first those that lag, are silent, or raised an alert), and the others."""
     if most is None or len(frame.ranks) <= most:
         return frame.ranks, ()
     alerted = {event.rank for event in recent if event.kind != "checkpoint"}
@@ -349,7 +349,7 @@ def _ranks_table(frame: Frame, ranks: Sequence[RankNow]) -> Table:
 
 
 def frame_to_dict(frame: Frame) -> dict[str, Any]:
-    """What `watch --json` prints."""
+    """Return what `watch --json` prints."""
     run = frame.run
     return {
         "schema_version": 1,

@@ -136,7 +136,10 @@ def _numbered(plans: Sequence[Plan]) -> Iterable[tuple[int, Plan]]:
 
 
 def _asked(plan: Plan) -> Request | None:
-    """The question that a plan answers, with what this machine's database knows of it; None where it is not known."""
+    """Return the question that a plan answers, with what this machine's database knows of it.
+
+    None where it is not known.
+    """
     from hardware_db.probe import probe_hardware
 
     machine = probe_hardware() if plan.cluster.get("vendor") == "cpu" else None
@@ -149,7 +152,7 @@ ALIKE = 0.01
 
 
 def _drawn_anew(plan: Plan, request: Request | None) -> list[Block]:
-    """What to know of the pictures of a plan's step and of its curves, which its file has not got."""
+    """Return what to know of the pictures of a plan's step and of its curves, which its file has not got."""
     if request is None:
         why = "its model or its hardware is none that this dsplan knows"
         return [Text(text=f"The step and the curves of this plan cannot be drawn: {why}.", style="warning")]
@@ -208,7 +211,7 @@ def _needs_plotly() -> None:
 
 
 def _assumptions(plan: Plan, defaults: Sequence[str], command: str) -> Section:
-    """What was taken for granted, and where figures come from."""
+    """Return what was taken for granted, and where figures come from."""
     assumed = list(defaults) or [text for text in [str(plan.cluster.get("assumed") or "")] if text]
     blocks: list[Block] = [Text(text=f"assumed: {text}") for text in assumed]
     blocks.append(

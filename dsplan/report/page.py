@@ -113,7 +113,7 @@ def _key(colour: str, sign: str | None) -> str:
 
 
 def _already_escaped(text: str) -> str:
-    """What `picture.label` made safe for plotly, also for a quoted attribute."""
+    """Return what `picture.label` made safe for plotly, also for a quoted attribute."""
     return text.replace('"', "&quot;").replace("'", "&#x27;")
 
 

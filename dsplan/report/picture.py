@@ -46,8 +46,9 @@ def drawn(figure: Any) -> Mapping[str, Any]:
 
 
 def templates() -> dict[str, dict[str, Any]]:
-    """What a page lays over every figure in `light` and in `dark`: its fonts and the colours of text and lines. The
-    background is the page's own.
+    """Return what a page lays over every figure in `light` and in `dark`: its fonts and the colours of text and lines.
+
+    The background is the page's own.
     """
     return {"light": _template("#1f2328", "#d8dee4", "#8c959f"), "dark": _template("#e6edf3", "#30363d", "#848d97")}
 

@@ -49,8 +49,9 @@ STEP: Mapping[str, tuple[str, frozenset[str]]] = {
 
 
 def memory(plans: Sequence[Plan]) -> Drawn:
-    """Bytes of the busiest GPU at its peak by category, what torch reserves beyond them and what the driver takes, with
-    the upper bound, against the limit.
+    """Draw the bytes of the busiest GPU at its peak, by category, against the limit.
+
+    With them what torch reserves beyond, what the driver takes, and the upper bound.
     """
     names = _names(plans)
     sizes = {name: [getattr(plan.memory, f"{name}_bytes", 0) for plan in plans] for name in MEMORY}
@@ -97,7 +98,7 @@ def seconds(plans: Sequence[Plan]) -> Drawn:
 
 
 def step(spans: Sequence[Span]) -> Drawn:
-    """What the busiest rank computes and communicates from the beginning of a step to its end."""
+    """Return what the busiest rank computes and communicates from the beginning of a step to its end."""
     named = frozenset().union(*(kinds for _, kinds in STEP.values()))
     bars = []
     for colour, kinds in STEP.values():

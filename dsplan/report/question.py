@@ -66,7 +66,7 @@ def scaling_pictures(asked: Asked) -> tuple[Picture, ...]:
 
 
 def name_of(number: int, plan: Plan) -> str:
-    """What pictures and tables call a plan."""
+    """Return what pictures and tables call a plan."""
     return f"{number}. {plan.configuration.strategy}"
 
 
@@ -100,7 +100,7 @@ def _of_what_is_drawn(legend: Mapping[str, str], figure: Mapping[str, Any]) -> d
 
 
 def phases(plan: Plan) -> Picture:
-    """What torch allocates at most in each phase of a step."""
+    """Return what torch allocates at most in each phase of a step."""
     found = {name: plan.memory.phases[name] for name in _PHASES if name in plan.memory.phases}
     limit = limit_bytes(plan)
     peak = plan.memory.peak_phase
@@ -195,7 +195,7 @@ def trade(plans: Sequence[Plan]) -> Picture:
 
 
 def timeline(request: Request, plan: Plan, number: int = 1, name: str = "timeline") -> Picture:
-    """What the busiest rank computes and communicates, and when."""
+    """Return what the busiest rank computes and communicates, and when."""
     spans = step_timeline(job_of(request, plan.configuration))
     exposed, hidden = plan.time.exposed_communication_seconds, plan.time.communication_seconds
     groups: dict[tuple[str, str], list[Span]] = {}
@@ -290,6 +290,7 @@ def _sums(spans: Iterable[Span]) -> tuple[list[float], list[float]]:
 
 def devices(plans: Sequence[Plan], *, grows: bool) -> Iterable[Picture]:
     """Throughput of all GPUs over their number, beside that of the fewest times as many; nothing for one number.
+
     `grows` says that the global batch does as well.
     """
     if len(plans) < 2:
@@ -430,8 +431,10 @@ def _memory_axis(most: float, limit: float) -> dict[str, Any]:
 
 
 def _log_axis(values: Sequence[float]) -> dict[str, Any]:
-    """With marks at 1, 2 and 5, over more than two decades at 1, so that they have room on a phone and on paper, and
-    over less than one at more than these; an axis without logarithms where the values are nearly alike.
+    """Lay out a logarithmic axis with marks at 1, 2 and 5, so that they have room on a phone and on paper.
+
+    Over more than two decades they are at 1, over less than one at more than these; where the values are nearly alike
+    the axis is linear.
     """
     ratio = max(values) / min(values)
     if ratio < 2:
@@ -479,7 +482,7 @@ def _counted(plan: Plan) -> str:
 
 
 def front(request: Request, plans: Sequence[Plan]) -> Iterable[Picture]:
-    """What a token costs against the time of a step, for plans that no other beats; nothing for a single one."""
+    """Return what a token costs against the time of a step, for plans that no other beats; nothing for a single one."""
     if len(plans) < 2:
         return
     bills = [bill(request, plan) for plan in plans]

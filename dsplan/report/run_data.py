@@ -97,6 +97,7 @@ class RunData:
 
     @property
     def measured(self) -> MeasuredRun:
+        """Peaks and times of the run."""
         return self.report.measured
 
     @property
@@ -136,9 +137,7 @@ def is_run_directory(path: Path) -> bool:
 
 
 def check_run_directory(directory: Path) -> None:
-    """Raises:
-        BrokenFile: the directory is not one of a run.
-    """
+    """Read a run directory."""
     if not is_run_directory(directory):
         remedy = "name a run directory of dsplan run; they lie below ~/.local/share/dsplan/runs"
         raise BrokenFile(directory, "is no run directory", remedy)
@@ -192,7 +191,7 @@ def _spec(directory: Path, report: AttemptReport) -> LaunchSpec:
 
 
 def _without_journal(metrics: Sequence[Sequence[Row]]) -> AttemptReport:
-    """What an engine wrote that no `dsplan run` watched. It began at 0 where no row has a time."""
+    """Return what an engine wrote that no `dsplan run` watched. It began at 0 where no row has a time."""
     elapsed, began = 0.0, list[float]()
     for row in next((rows for rows in metrics if rows), ()):
         if _is_step(row):

@@ -39,7 +39,7 @@ def runs_pictures(runs: Sequence[RunData]) -> tuple[Picture, ...]:
 
 
 def run_blocks(run: RunData) -> list[Block]:
-    """What `report.md` of the run directory says; of a run that is not over, what can be said by now."""
+    """Return what `report.md` of the run directory says; of a run that is not over, what can be said by now."""
     blocks = report_blocks(run.report)
     if run.is_running or not run.is_ended:
         blocks[0] = Text(text=f"{run.outcome}: {run.measured.steps} steps so far", style="warning")
@@ -47,7 +47,7 @@ def run_blocks(run: RunData) -> list[Block]:
 
 
 def titles(runs: Sequence[RunData]) -> list[str]:
-    """What the pictures call the runs: their directories, numbered where two are called the same."""
+    """Return what the pictures call the runs: their directories, numbered where two are called the same."""
     names = [label(run.name) for run in runs]
     return [
         name if names.count(name) == 1 else f"{name} ({names[: number + 1].count(name)})"
@@ -106,8 +106,9 @@ def _between(low: float | None, high: float | None) -> tuple[float, float] | Non
 
 
 def predicted_and_measured(runs: Sequence[RunData]) -> Picture | None:
-    """Bars of what was predicted and what was measured, with the intervals of nine in ten; None where no run measured
-    anything.
+    """Bars of what was predicted and what was measured, with the intervals of nine in ten.
+
+    None where no run measured anything.
     """
     shown = _figures(runs)
     if not shown:
@@ -201,7 +202,7 @@ _PHONE_LETTERS = 34
 
 
 def _end(name: str) -> str:
-    """What a phone has room for of a name: its end, by which those of one script are told apart."""
+    """Return what a phone has room for of a name: its end, by which those of one script are told apart."""
     letters = unescape(name)
     return name if len(letters) <= _PHONE_LETTERS else f"…{escape(letters[1 - _PHONE_LETTERS :], quote=False)}"
 
@@ -304,8 +305,10 @@ def _unit(seconds: float) -> tuple[str, float]:
 
 
 def course(run: RunData, *, name: str = "course") -> Picture | None:
-    """Loss, throughput and memory of a run over the time since it began, above a strip with its attempts, checkpoints,
-    alerts and endings. None where no step was done and nothing else happened.
+    """Draw loss, throughput and memory of a run over the time since it began.
+
+    Below them lies a strip with its attempts, checkpoints, alerts and endings. None where no step was done and nothing
+    else happened.
     """
     series = _series(run)
     if not series and not run.happenings:

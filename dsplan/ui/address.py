@@ -75,6 +75,7 @@ class Field:
 
     @property
     def flag(self) -> str:
+        """The name of the command line's flag, without its dashes."""
         return self.name.replace("_", "-")
 
     def read(self, text: str) -> Value:
@@ -183,7 +184,7 @@ class Asked:
         return query
 
     def command(self) -> str:
-        """What to type for the same answer in a terminal."""
+        """Return what to type for the same answer in a terminal."""
         words = ["dsplan", "recommend", *(["--model", "config.json"] if self.config else [])]
         for name, value in self.values.items():
             field = page_fields()[name]
@@ -192,7 +193,7 @@ class Asked:
         return shlex.join(words)
 
     def question(self) -> tuple[Question, ModelFacts, Goal]:
-        """What is asked of the planner.
+        """Return what is asked of the planner.
 
         Raises:
             DsplanError: no model or no hardware is named, or a name is in no catalogue.
@@ -210,8 +211,9 @@ class Asked:
 
 
 def read_values(written: Mapping[str, str], config: str = "") -> Asked:
-    """What the fields of the page say; `written` has texts by the names of fields, and may lack some. Where there is a
-    config.json, the model that they name does not count.
+    """Return what the fields of the page say; `written` has texts by the names of fields, and may lack some.
+
+    Where there is a config.json, the model that they name does not count.
 
     Raises:
         DsplanError: a field says what its flag does not take.
@@ -225,7 +227,7 @@ def read_values(written: Mapping[str, str], config: str = "") -> Asked:
 
 
 def read_address(query: str) -> tuple[Asked, tuple[str, ...]]:
-    """What the query of an address asks, and the names in it that are no flag of the page.
+    """Return what the query of an address asks, and the names in it that are no flag of the page.
 
     Raises:
         DsplanError: it is too long, or a value is none that its flag takes.
@@ -235,8 +237,10 @@ def read_address(query: str) -> tuple[Asked, tuple[str, ...]]:
 
 
 def address_texts(query: str) -> tuple[dict[str, str], str, tuple[str, ...]]:
-    """The texts of an address by the names of fields with what it leaves open (`START`), its config.json, and the names
-    in it that are no flag of the page. What Gradio and Spaces add begins with two underscores and is left aside.
+    """Return the texts of an address by field, its config.json, and the names in it that are no flag of the page.
+
+    A field that it leaves open has the text of `START`. What Gradio and Spaces add begins with two underscores and is
+    left aside.
 
     Raises:
         DsplanError: it is too long, or its config.json is not one.
@@ -315,7 +319,10 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 
 
 def _own_model(config: str) -> ModelFacts:
-    """The model of a config.json, named as it says where that is a name and nothing else: emitted scripts have it."""
+    """Return the model of a config.json, named as it says where that is a name and nothing else.
+
+    Emitted scripts have it.
+    """
     from planner.models.from_hf.config import facts_from_config
 
     document = parse_json(config, "config.json", "paste the whole config.json of the model")

@@ -47,7 +47,7 @@ Answer = Mapping[str, Any]
 
 
 def answer(task: Task) -> Answer:
-    """What the page shows for a task."""
+    """Return what the page shows for a task."""
     try:
         return KINDS[task.kind](task)
     except DsplanError as error:
@@ -55,7 +55,7 @@ def answer(task: Task) -> Answer:
 
 
 def plans(task: Task) -> Answer:
-    """The ranked plans, why others lost, the command line that asks the same, and what `plan` says of one of them."""
+    """Return the ranked plans, why others lost, the command that asks the same, and what `plan` says of one."""
     found = _search(task.query)
     return {
         "html": answer_html(found),
@@ -68,8 +68,9 @@ def plans(task: Task) -> Answer:
 
 
 def plan(task: Task) -> Answer:
-    """Where the bytes and the seconds of one plan go, its files by path, and what they ask of a script by format. Where
-    nothing fits it is the closest miss, which has no files.
+    """Where the bytes and the seconds of one plan go, its files by path, and what they ask of a script by format.
+
+    Where nothing fits it is the closest miss, which has no files.
     """
     answer = _search(task.query)
     if not answer.plans:
@@ -92,7 +93,7 @@ def plan(task: Task) -> Answer:
 
 
 def report(task: Task) -> Answer:
-    """What `dsplan report` writes, with how the answer changes over GPUs, micro-batches and lengths."""
+    """Return what `dsplan report` writes, with how the answer changes over GPUs, micro-batches and lengths."""
     from dsplan.report.make import answer_page
     from dsplan.report.page import page_html
 

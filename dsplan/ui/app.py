@@ -83,7 +83,10 @@ def application(answers: Answers) -> fastapi.FastAPI:
 
 
 def _head() -> str:
-    """The page's looks and behaviour; Gradio rewrites what it takes as `css`, and loses what narrow windows need."""
+    """Return the page's looks and behaviour.
+
+    Gradio rewrites what it takes as `css`, and loses what narrow windows need.
+    """
     style, script = ((_HERE / name).read_text("utf-8") for name in ("page.css", "page.js"))
     return f"<style>{style}</style><script>{script}</script>"
 
@@ -184,7 +187,7 @@ _CATALOGUES = {"model": _model_names, "gpu": _device_names, "node_type": _node_t
 
 
 def _answer_fields() -> dict[str, Any]:
-    """What shows the answer, by name."""
+    """Return what shows the answer, by name."""
     found: dict[str, Any] = {"address": gr.Textbox(visible=False)}
     with gr.Row(elem_id="sharing"):
         found["copy"] = gr.Button("Copy link", size="sm", elem_id="copy-link", scale=0, min_width=120)
@@ -212,7 +215,7 @@ _OF_AN_ANSWER = ("command", "plans", "choice", "rejected", "pictures", *OF_PLANS
 
 
 def _connect(blocks: gr.Blocks, answers: Answers, fields: dict[str, Any], config: Any, shown: dict[str, Any]) -> None:
-    """What happens when something on the page is changed, and when it is opened."""
+    """Return what happens when something on the page is changed, and when it is opened."""
     inputs = [*fields.values(), config]
     outputs = [shown[name] for name in _OF_AN_ANSWER]
 
@@ -262,7 +265,7 @@ def _in_order(names: tuple[str, ...], found: Mapping[str, Any]) -> list[Any]:
 
 
 def _shown(field: Field, text: str) -> Any:
-    """What a component shows for a text of the address, which may be one that is refused."""
+    """Return what a component shows for a text of the address, which may be one that is refused."""
     if field.kind == "switch":
         return text == "true"
     if field.kind == "choice":
@@ -317,7 +320,7 @@ def _plot(picture: str) -> Any:
 
 
 def _failed(error: str, address: str = "") -> dict[str, Any]:
-    """What is shown in place of an answer; without an address the next try is not taken for the same question."""
+    """Return what is shown in place of an answer; without an address the next try is asked anew."""
     empty = dict.fromkeys(_OF_AN_ANSWER, "")
     no_choice = gr.Radio(choices=[], value=None, visible=False)
     return {

@@ -33,6 +33,7 @@ class Gate:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request, or refuse it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] != "http" or not OPEN.fullmatch(scope["path"]):
@@ -49,7 +50,7 @@ def _declared(scope: Any) -> int:
 
 
 def _bounded(receive: Any) -> Any:
-    """Return a body that does not say its length ends where it is too long, as if the other side were gone."""
+    """Cut a body that does not say its length where it is too long, as if the other side were gone."""
     seen = 0
 
     async def received() -> Any:

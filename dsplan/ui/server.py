@@ -110,7 +110,7 @@ def _readable(host: str) -> str:
 
 
 def _public_address(port: int) -> str:
-    """What Gradio's servers call a tunnel to this machine's port.
+    """Return what Gradio's servers call a tunnel to this machine's port.
 
     Raises:
         DsplanError: they cannot be reached.

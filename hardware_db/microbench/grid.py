@@ -133,6 +133,7 @@ class Block:
 
     @property
     def attention(self) -> tuple[int, int, int, int]:
+        """Samples, heads, length and width of a head."""
         return self.samples, self.heads, self.length, self.head_width
 
 
@@ -218,8 +219,9 @@ def quick_points(scale: Scale, ranks: int) -> tuple[Point, ...]:
 
 
 def all_points(scale: Scale, ranks: int, blocks: Iterable[Block] = ()) -> tuple[Point, ...]:
-    """Every point, those of `quick_points` first; with `blocks`, products and attention of these alone, the products up
-    to ten times as large.
+    """Every point, those of `quick_points` first.
+
+    With `blocks`, products and attention of these alone, the products up to ten times as large.
     """
     asked = tuple(blocks)
     most = scale.most_operations * (10 if asked else 1)
@@ -247,7 +249,7 @@ def _attention(scale: Scale, blocks: Iterable[Block], ranks: int) -> Iterator[Po
 
 
 def _transfers(scale: Scale, ranks: int) -> Iterator[Point]:
-    """What moves bytes: between ranks, within the device, to the host, and through the optimizer."""
+    """Return what moves bytes: between ranks, within the device, to the host, and through the optimizer."""
     if ranks > 1:
         yield from _collectives(scale, ranks)
     yield Point(operation="launch", ranks=ranks)

@@ -40,7 +40,7 @@ def __getattr__(name: str) -> object:
 
 
 def probe() -> Machine:
-    """This machine with the versions of its software."""
+    """Return this machine with the versions of its software."""
     from dataclasses import replace
 
     from hardware_db.probe.software import probe_software  # package metadata is slow to import
@@ -52,7 +52,7 @@ def probe() -> Machine:
 
 
 def probe_hardware() -> Machine:
-    """This machine as planning needs it: GPUs, topology and host, of the software only the driver."""
+    """Return this machine as planning needs it: GPUs, topology and host, of the software only the driver."""
     import os
     import platform
 

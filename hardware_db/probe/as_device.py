@@ -22,7 +22,7 @@ _SAME_MEMORY = 0.03  # a datasheet total this near the driver's is the same card
 
 
 def cpu_device(host: Host) -> Device:
-    """This machine's processor as a device whose memory is what this process may use of the host's.
+    """Return this machine's processor as a device whose memory is what this process may use of the host's.
 
     Peak = physical cores x highest clock x FLOP per cycle of the widest SIMD unit in the flags, or None if the clock is
     hidden. Types without instructions of their own are computed in fp32. Memory bandwidth is unknown.
@@ -50,7 +50,10 @@ def cpu_device(host: Host) -> Device:
 
 
 def gpu_device(gpu: Gpu) -> Device:
-    """The datasheet of a probed GPU, with the driver's memory total where that differs; derived figures without one."""
+    """Return the datasheet of a probed GPU, with the driver's memory total where that differs.
+
+    Derived figures without one.
+    """
     try:
         device = find_device(gpu.name)
     except UnknownName:
@@ -61,7 +64,7 @@ def gpu_device(gpu: Gpu) -> Device:
 
 
 def mig_device(gpu: Gpu, part: MigDevice) -> Device:
-    """A MIG slice as a device: peaks by its share of the multiprocessors, bandwidth by its share of the memory."""
+    """Return a MIG slice as a device: peaks by its share of multiprocessors, bandwidth by that of memory."""
     whole = gpu_device(gpu)
     compute = part.multiprocessors / whole.sm_count if part.multiprocessors and whole.sm_count else 0.0
     memory = part.total_bytes / gpu.total_bytes if part.total_bytes and gpu.total_bytes else 0.0

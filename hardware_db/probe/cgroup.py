@@ -51,7 +51,7 @@ def _groups(root: Path) -> dict[str, list[Path]]:
 
 
 def _upwards(base: Path, path: str) -> list[Path]:
-    """The group's directory and its parents; inside a container the path may name groups that are not mounted."""
+    """Return the group's directory and its parents; a container's path may name groups that are not mounted."""
     relative = PurePosixPath(path.lstrip("/"))
     return [base / parent for parent in (relative, *relative.parents)]
 

@@ -94,7 +94,7 @@ def _ethernet(folder: Path) -> list[Nic]:
 
 
 def probe_host(root: Path = Path("/")) -> Host:
-    """What this process may use of the machine around the GPUs; `root` is where /proc and /sys are looked for."""
+    """Return the part of the host that this process may use; /proc and /sys are looked for under `root`."""
     if sys.platform == "darwin":
         return _macos_host()
     if not (root / "proc/meminfo").exists():

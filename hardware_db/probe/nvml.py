@@ -98,7 +98,10 @@ class Questions:
     refusals: list[tuple[str, int]] = field(default_factory=list)
 
     def ask(self, what: str, call: Callable[[], _Answer], *, otherwise: _Answer | None = None) -> _Answer | None:
-        """The answer; `otherwise` where the GPU does not support the question; None, noted, on any other refusal."""
+        """Return the answer; `otherwise` where the GPU does not support the question.
+
+        None, noted, on any other refusal.
+        """
         if self.lost:
             return None
         try:
@@ -112,7 +115,7 @@ class Questions:
         return None
 
     def note(self, what: str, code: int) -> None:
-        """Keeps a refusal; after one that means the GPU is gone nothing more is asked of it."""
+        """Keep a refusal; after one that means the GPU is gone nothing more is asked of it."""
         self.lost = self.lost or code in LOST
         self.refusals.append((what, code))
 
@@ -297,9 +300,7 @@ def read_pair(asked: Questions, indexes: tuple[int, int], handles: tuple[Any, An
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NvmlAnswer:
-    """What NVML reported: GPUs in its own order, how pairs are joined, the driver, and what it refused, in
-    sentences.
-    """
+    """NVML's report: GPUs in its own order, how pairs are joined, the driver, and its refusals as sentences."""
 
     gpus: tuple[Gpu, ...] = ()
     pairs: tuple[GpuPair, ...] = ()

@@ -75,8 +75,9 @@ class DamagedFile(BrokenFile):
 
 
 def connect(path: Path, *, thorough: bool = False) -> sqlite3.Connection:
-    """Opens the database in autocommit mode at the newest schema, making directory and file where they are missing;
-    only to be read where the disk or its permissions allow no more. `thorough` checks every page and index, however
+    """Open the database in autocommit mode at the newest schema, making directory and file where they are missing.
+
+    Only to be read where the disk or its permissions allow no more. `thorough` checks every page and index, however
     many there are.
 
     Raises:
@@ -106,8 +107,9 @@ def connect(path: Path, *, thorough: bool = False) -> sqlite3.Connection:
 
 
 def open_untrusting(database: str | Path, *, uri: bool = False) -> sqlite3.Connection:
-    """A connection in autocommit mode in which nothing that a file's own schema defines may call functions with effects
-    or change the schema.
+    """Open a connection in autocommit mode that a file's own schema cannot use for harm.
+
+    Nothing that it defines may call functions with effects or change the schema.
     """
     connection = sqlite3.connect(database, timeout=BUSY_SECONDS, isolation_level=None, uri=uri)
     connection.execute("PRAGMA trusted_schema = OFF")
@@ -157,7 +159,9 @@ def _connect_read_only(path: Path, thorough: bool) -> sqlite3.Connection:
 
 
 def _open_read_only(path: Path) -> sqlite3.Connection:
-    """Without the files of the write-ahead log, which cannot be made there, SQLite opens only what it is promised that
+    """Open a database of a directory that cannot be written.
+
+    Without the files of the write-ahead log, which cannot be made there, SQLite opens only what it is promised that
     nobody changes. A log that holds transactions is read in a copy.
     """
     address = path.resolve().as_uri()  # with every character escaped that means something in an address
@@ -195,8 +199,9 @@ def _copy_in_memory(connection: sqlite3.Connection) -> sqlite3.Connection:
 
 
 def _check(connection: sqlite3.Connection, path: Path, thorough: bool) -> None:
-    """Walks all pages of a database that is small enough for that not to be felt: SQLite reports only what it trips
-    over, and leaves rows out of an answer whose pages are not where they should be.
+    """Walk all pages of a database that is small enough for that not to be felt.
+
+    SQLite reports only what it trips over, and leaves rows out of an answer whose pages are not where they should be.
 
     Raises:
         DamagedFile: something is not where it should be.
@@ -224,7 +229,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 @contextmanager
 def clear_errors(path: Path) -> Iterator[None]:
-    """Turns sqlite's expected failures into one line that names the file and the remedy; the others pass.
+    """Turn sqlite's expected failures into one line that names the file and the remedy; the others pass.
 
     Raises:
         DamagedFile: what is in the file is at fault.
@@ -246,7 +251,7 @@ def clear_errors(path: Path) -> Iterator[None]:
 
 
 def _set_journal(connection: sqlite3.Connection, mode: str) -> None:
-    """Changes the journal mode. Sqlite does not wait for the lock this needs, so processes that start at once retry."""
+    """Change the journal mode. Sqlite does not wait for the lock this needs, so processes that start at once retry."""
     deadline = time.monotonic() + BUSY_SECONDS
     while connection.execute("PRAGMA journal_mode").fetchone()[0] != mode:
         try:

@@ -20,8 +20,9 @@ Opened = TypeVar("Opened", bound="Store")
 
 
 class Store(ABC):
-    """Measurements of runs and rates of micro-benchmarks, kept for good; traces and calibrations, which can be found
-    anew.
+    """Measurements of runs and rates of micro-benchmarks, kept for good.
+
+    Traces and calibrations, which can be found anew.
 
     What every store holds to, and `tests/hardware_db/store` checks for each:
 
@@ -41,7 +42,7 @@ class Store(ABC):
 
     @abstractmethod
     def add(self, *records: Record) -> int:
-        """Stores the records in one transaction and returns how many were not there before."""
+        """Store the records in one transaction and return how many were not there before."""
 
     @abstractmethod
     def get(self, id_prefix: str) -> Measurement:
@@ -53,7 +54,7 @@ class Store(ABC):
 
     @abstractmethod
     def forget(self, id_prefix: str) -> Measurement:
-        """Removes the measurement whose id starts so, and returns it.
+        """Remove the measurement whose id starts so, and return it.
 
         Raises:
             DsplanError: no measurement starts so, or several do.
@@ -70,8 +71,9 @@ class Store(ABC):
         parameters: int | None = None,
         limit: int | None = None,
     ) -> tuple[Measurement, ...]:
-        """The newest `limit` measurements that match every filter given; model names match in any case, `parameters`
-        is how many the model has.
+        """Return the newest `limit` measurements that match every filter given.
+
+        Model names match in any case, `parameters` is how many the model has.
         """
 
     @abstractmethod
@@ -84,7 +86,7 @@ class Store(ABC):
 
     @abstractmethod
     def add_trace(self, trace: TraceRecord) -> bool:
-        """Stores a trace in one transaction and says whether its key was not there before."""
+        """Store a trace in one transaction and say whether its key was not there before."""
 
     @abstractmethod
     def trace(self, key: str) -> TraceRecord | None:
@@ -96,7 +98,7 @@ class Store(ABC):
 
     @abstractmethod
     def add_calibration(self, calibration: CalibrationRecord) -> None:
-        """Stores a calibration in one transaction; one whose id is there already changes nothing."""
+        """Store a calibration in one transaction; one whose id is there already changes nothing."""
 
     @abstractmethod
     def calibration(self, hardware: HardwareKind) -> CalibrationRecord | None:

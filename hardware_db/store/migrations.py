@@ -25,6 +25,7 @@ _MADE_BY_ANALYZE = (("table", "sqlite_stat1"), ("table", "sqlite_stat4"))
 
 
 def m001_measurements(connection: sqlite3.Connection) -> None:
+    """Create the tables of measurements, fingerprints and rates."""
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(
         """CREATE TABLE fingerprints (
@@ -77,6 +78,7 @@ def m001_measurements(connection: sqlite3.Connection) -> None:
 
 
 def m002_traces(connection: sqlite3.Connection) -> None:
+    """Add the table of traces."""
     connection.execute(
         """CREATE TABLE traces (
             key TEXT PRIMARY KEY,
@@ -89,6 +91,7 @@ def m002_traces(connection: sqlite3.Connection) -> None:
 
 
 def m003_calibrations(connection: sqlite3.Connection) -> None:
+    """Add the table of calibrations, and the shapes of rates."""
     connection.execute("ALTER TABLE rates ADD COLUMN shape TEXT NOT NULL DEFAULT ''")
     connection.execute("ALTER TABLE rates ADD COLUMN spread REAL")
     connection.execute("ALTER TABLE rates ADD COLUMN repeats INTEGER NOT NULL DEFAULT 1")
@@ -113,9 +116,10 @@ MIGRATIONS: tuple[Migration, ...] = (m001_measurements, m002_traces, m003_calibr
 
 
 def check_schema(connection: sqlite3.Connection, path: object) -> bool:
-    """Refuses the database of another program, or of somebody who put triggers, views or tables of their own into it,
-    before anything in it is run or changed. `path` is named in the error. False where the database is dsplan's and does
-    not hold what its version should, which is damage.
+    """Refuse the database of another program before anything in it is run or changed.
+
+    So is one into which somebody put triggers, views or tables of their own. `path` is named in the error. Return False
+    where the database is dsplan's and does not hold what its version should, which is damage.
 
     Raises:
         BrokenFile: the database is neither empty nor dsplan's, holds what no migration made, or was written by a newer
@@ -146,7 +150,7 @@ def check_schema(connection: sqlite3.Connection, path: object) -> bool:
 
 @cache
 def _schemas() -> tuple[frozenset[tuple[str, str, str]], ...]:
-    """What a database of each version holds; that of version 0 is empty."""
+    """Return what a database of each version holds; that of version 0 is empty."""
     import sqlite3
 
     connection = sqlite3.connect(":memory:", isolation_level=None)
@@ -159,8 +163,10 @@ def _schemas() -> tuple[frozenset[tuple[str, str, str]], ...]:
 
 
 def _objects(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:
-    """Kind, name and definition of all that was made in a database. What SQLite itself makes is left out: the indexes
-    of its primary keys, which have no definition, and what ANALYZE found.
+    """Kind, name and definition of all that was made in a database.
+
+    What SQLite itself makes is left out: the indexes of its primary keys, which have no definition, and what ANALYZE
+    found.
     """
     rows = connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
     return {(kind, name, " ".join(sql.split())) for kind, name, sql in rows if (kind, name) not in _MADE_BY_ANALYZE}

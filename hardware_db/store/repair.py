@@ -40,7 +40,7 @@ _READERS = {
 
 
 def repair(path: Path, opened: int | None = None) -> bool:
-    """Replaces the damaged database at `path` and says so in one line; False where it is no database of dsplan's.
+    """Replace the damaged database at `path` and say so in one line; False where it is no database of dsplan's.
 
     `opened` is the inode that was found damaged: where another process has replaced it meanwhile, nothing is done.
 
@@ -67,8 +67,9 @@ def repair(path: Path, opened: int | None = None) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether the file is to be replaced: dsplan's by its header or, where that is gone, by the definition of a table;
-    or nothing but zeros, which is what a crash of the machine leaves.
+    """Whether the file is to be replaced: dsplan's by its header or, where that is gone, by the definition of a table.
+
+    Or nothing but zeros, which is what a crash of the machine leaves.
     """
     content = path.read_bytes()
     if content.startswith(_MAGIC):
@@ -78,8 +79,9 @@ def _is_ours(path: Path) -> bool:
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[Path]:
-    """Where the new file is made: beside the damaged one, and gone again where it did not take its place. What a repair
-    that was killed left there goes first.
+    """Where the new file is made: beside the damaged one, and gone again where it did not take its place.
+
+    What a repair that was killed left there goes first.
     """
     rebuilt = path.with_name(f".{path.name}.rebuilt")
 
@@ -96,7 +98,7 @@ def _new_file(path: Path) -> Iterator[Path]:
 
 
 def _rebuild(path: Path, damaged: Path) -> dict[str, int]:
-    """Makes a database at `path` of the rows of the damaged one that can be read; how many of each table it has."""
+    """Make a database at `path` of the rows of the damaged one that can be read; how many of each table it has."""
     with closing(open_untrusting(path)) as connection, _readable_copy(damaged) as source:
         migrate(connection, path)
         connection.execute("BEGIN")
@@ -118,8 +120,10 @@ def _rebuild(path: Path, damaged: Path) -> dict[str, int]:
 
 @contextmanager
 def _readable_copy(path: Path) -> Iterator[sqlite3.Connection]:
-    """A copy of a damaged database in which SQLite reads what it can: it passes over definitions that make no sense and
-    over a wrong size. Part of a page at the end goes, as SQLite would read zeros for the rest of it.
+    """Return a copy of a damaged database in which SQLite reads what it can.
+
+    It passes over definitions that make no sense and over a wrong size. Part of a page at the end goes, as SQLite would
+    read zeros for the rest of it.
     """
     import tempfile
 
@@ -177,8 +181,9 @@ def _key(name: str) -> str:
 
 
 def _set_aside(path: Path) -> Path:
-    """Gives the damaged file a second name with the date, and its logs that name alone. Its own name stays until the
-    new file takes it, so that nobody who opens it meanwhile starts an empty one.
+    """Give the damaged file a second name with the date, and its logs that name alone.
+
+    Its own name stays until the new file takes it, so that nobody who opens it meanwhile starts an empty one.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     aside = path.with_name(f"{path.name}.damaged-{stamp}")
@@ -212,8 +217,10 @@ def _report_line(path: Path, aside: Path, counts: dict[str, int]) -> str:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process repairs; the others wait. The lock is the operating system's, which releases it however its holder
-    ends. Where there is none (Windows), two that repair at once both set the file aside.
+    """One process repairs; the others wait.
+
+    The lock is the operating system's, which releases it however its holder ends. Where there is none (Windows), two
+    that repair at once both set the file aside.
 
     Raises:
         BrokenFile: another process has not come to an end for two minutes.

@@ -70,7 +70,10 @@ def fingerprint_row(fingerprint: Fingerprint) -> tuple[str, str, str]:
 
 
 def measurement_row(record: Measurement) -> tuple[object, ...]:
-    """The row of INSERT_MEASUREMENT; model, strategy and plan key are columns only so that SQL can select by them."""
+    """Return the row of INSERT_MEASUREMENT.
+
+    Model, strategy and plan key are columns only so that SQL can select by them.
+    """
     identity = (record.id, record.created_at, record.outcome, record.source, record.plan_json)
     derived = (record.fingerprint.key, record.model, record.strategy, record.plan_key)
     return (*identity, *derived, *asdict(record.measured).values(), *asdict(record.predicted).values())

@@ -95,8 +95,9 @@ def export_text(store: Store) -> str:
 
 
 def import_file(store: Store, path: Path) -> ImportCount:
-    """Adds the records of an export, all or none; those made elsewhere by `dsplan run` or `dsplan bench` get the source
-    `import`.
+    """Add the records of an export, all or none.
+
+    Those made elsewhere by `dsplan run` or `dsplan bench` get the source `import`.
 
     Raises:
         BrokenFile: the file cannot be read, or a line (number, key and remedy are named) is no record.
@@ -105,7 +106,7 @@ def import_file(store: Store, path: Path) -> ImportCount:
 
 
 def import_records(store: Store, records: Sequence[Record]) -> ImportCount:
-    """Adds records as they are; those that the store has already are skipped."""
+    """Add records as they are; those that the store has already are skipped."""
     added = store.add(*records)
     return ImportCount(added=added, skipped=len(records) - added)
 

@@ -152,4 +152,5 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
+        """Devices of all nodes."""
         return self.nodes * self.gpus_per_node

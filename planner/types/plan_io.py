@@ -150,7 +150,7 @@ def _part(part: type[Value], raw: object, where: str) -> Value:
 
 
 def _section(name: str, raw: object, where: str) -> dict[str, Any]:
-    """What the plan says of its job; keys of a release that knew others stay as they are."""
+    """Return what the plan says of its job; keys of a release that knew others stay as they are."""
     values = _mapping(raw, where)
     section: Any = _SECTIONS[name]
     for key in sorted(section.__required_keys__ - values.keys()):
