@@ -71,13 +71,13 @@ def _refuse_unknown_keys(value: object, document: object, where: str, spelled: M
         WrongValue: there is one.
     """
     if is_dataclass(value) and isinstance(document, Mapping):
-        known = [item.name for item in fields(value)]
+        names = [item.name for item in fields(value)]
         for name, inner in document.items():
-            place = f"{where}.{name}" if where else spelled.get(name, str(name))
-            if name not in known:
-                words = ", ".join(known if where else (spelled.get(word, word) for word in known))
-                raise WrongValue(place, f"is not a key; the keys are {words}")
-            _refuse_unknown_keys(getattr(value, name), inner, place, spelled)
+            key_path = f"{where}.{name}" if where else spelled.get(name, str(name))
+            if name not in names:
+                words = ", ".join(names if where else (spelled.get(word, word) for word in names))
+                raise WrongValue(key_path, f"is not a key; the keys are {words}")
+            _refuse_unknown_keys(getattr(value, name), inner, key_path, spelled)
     elif isinstance(value, tuple) and isinstance(document, Sequence):
         for index, (item, inner) in enumerate(zip(value, document, strict=True)):
             _refuse_unknown_keys(item, inner, f"{where}[{index}]", spelled)
@@ -85,8 +85,8 @@ def _refuse_unknown_keys(value: object, document: object, where: str, spelled: M
 
 def _wrong_value(text: str, kind: type[Any], document: object, spelled: Mapping[str, str]) -> WrongValue:
     """Msgspec's message in the words of a person."""
-    found = _PLACE.search(text)
-    steps = re.findall(r"\.(\w+)|\[(\d+)\]", found[1].partition("[...]")[0]) if found else []
+    position = _PLACE.search(text)
+    steps = re.findall(r"\.(\w+)|\[(\d+)\]", position[1].partition("[...]")[0]) if position else []
     value: Any = document
     for name, index in steps:
         value = value[name] if name else value[int(index)]

@@ -142,8 +142,8 @@ class Measurement:
     @property
     def parameters(self) -> int | None:
         """Number of the model's parameters, or None if the plan does not say."""
-        found = _section(self.plan, "model").get("parameters")
-        return found if isinstance(found, int) else None
+        count = _section(self.plan, "model").get("parameters")
+        return count if isinstance(count, int) else None
 
     @property
     def strategy(self) -> str:
@@ -222,7 +222,7 @@ def measure_run(
         outcome=outcome,
         source=source,
         measured=measured,
-        predicted=_promised(_section(plan, "memory"), _section(plan, "time")),
+        predicted=_predictions_of(_section(plan, "memory"), _section(plan, "time")),
     )
 
 
@@ -239,7 +239,7 @@ def plan_key(plan: Mapping[str, object]) -> str:
     return digest({"plan_key_version": PLAN_KEY_VERSION, **inputs}, 32)
 
 
-def _promised(memory: Mapping[str, object], time: Mapping[str, object]) -> Predicted:
+def _predictions_of(memory: Mapping[str, object], time: Mapping[str, object]) -> Predicted:
     """Return what a plan's estimates promise."""
     return Predicted(
         peak_allocated_bytes=cast("int | None", memory.get("peak_allocated_bytes")),

@@ -280,15 +280,15 @@ def _free_groups() -> None:
     """
     import torch.distributed as dist
 
-    made = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    if not made or "deepspeed" in sys.modules:
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    if not groups or "deepspeed" in sys.modules:
         return
-    for group in made:
+    for group in groups:
         dist.destroy_process_group(group)
     if "torch.distributed.tensor._redistribute" in sys.modules:
         for path in _MESH_CACHES:
             _clear(path)
-    del made
+    del groups
     gc.collect()
 
 
@@ -303,11 +303,11 @@ _MESH_CACHES = (
 
 def _clear(path: str) -> None:
     module, _, names = path.partition(":")
-    found: Any = import_module(f"torch.distributed.tensor.{module}")
+    target: Any = import_module(f"torch.distributed.tensor.{module}")
     for name in names.split("."):
-        found = getattr(found, name, None)
-    if found is not None:
-        found()
+        target = getattr(target, name, None)
+    if target is not None:
+        target()
 
 
 def _use_one_thread() -> None:

@@ -15,7 +15,7 @@ _BRIDGED_CARDS = 2
 _LINK_RATES_GBS = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0, 6: 100.0}  # one NVLink, GB/s one way, by generation
 
 
-def probed_link(device: Device, gpus: tuple[Gpu, ...], pairs: tuple[GpuPair, ...]) -> Link | None:
+def link_between(device: Device, gpus: tuple[Gpu, ...], pairs: tuple[GpuPair, ...]) -> Link | None:
     """Return the link between probed GPUs; None for one GPU.
 
     NVLink (xGMI) counts where every pair reaches each other over it: a ring that leaves it once runs at the slower

@@ -9,7 +9,7 @@ import math
 import re
 
 from hardware_db.errors import DsplanError
-from hardware_db.handed_in import shown
+from hardware_db.handed_in import quote
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -86,7 +86,7 @@ def parse_count(text: str) -> int:
     amount = float(match[1]) * _COUNT_SUFFIXES[match[2].lower()] if match else 0.0
     count = round(amount) if math.isfinite(amount) else 0
     if count <= 0:
-        raise DsplanError(f"{shown(text)} is not a size; write a count such as 350M, 6.7B or 1.3T")
+        raise DsplanError(f"{quote(text)} is not a size; write a count such as 350M, 6.7B or 1.3T")
     return count
 
 
@@ -101,5 +101,5 @@ def parse_length(text: str) -> int:
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)([kKmM]?)", text)
     amount = float(match[1]) * _LENGTH_SUFFIXES[match[2].lower()] if match else 0.0
     if not 0 < amount < math.inf or amount != round(amount):
-        raise DsplanError(f"{shown(text)} is not a whole number; write 2048, 8k (8192) or 4M (4,000,000)")
+        raise DsplanError(f"{quote(text)} is not a whole number; write 2048, 8k (8192) or 4M (4,000,000)")
     return round(amount)

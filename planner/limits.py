@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hardware_db.handed_in import shown
+from hardware_db.handed_in import quote
 from hardware_db.records import dataclass
 from planner.errors import ContradictoryRequest
 
@@ -39,7 +39,7 @@ class Limit:
             ContradictoryRequest: it is no number within the limit.
         """
         if value is not None and not self.allows(value):
-            raise ContradictoryRequest(f"{name} is {shown(value)}; give {self}")
+            raise ContradictoryRequest(f"{name} is {quote(value)}; give {self}")
 
 
 _READABLE = 10**15

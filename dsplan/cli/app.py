@@ -92,20 +92,20 @@ class LazyGroup(CommandGroup):
 
     def summaries(self) -> dict[str, str]:
         """Return the first sentence of each command, whose flags need not be read for it."""
-        return {name: _first_sentence(_found(name)) for name in COMMANDS}
+        return {name: _first_sentence(_read_command(name)) for name in COMMANDS}
 
 
-def _found(name: str) -> Any:
+def _read_command(name: str) -> Any:
     """Return what a module offers as a command: a function, or a `typer.Typer`."""
     module, attribute = COMMANDS[name].split(":")
     return getattr(import_module(module), attribute)
 
 
-def _first_sentence(found: Any) -> str:
-    written: Any = found.__doc__
-    if isinstance(found, typer.Typer):
-        callbacks = [command.callback.__doc__ for command in found.registered_commands if command.callback]
-        written = found.info.help if isinstance(found.info.help, str) else callbacks[0]
+def _first_sentence(command_object: Any) -> str:
+    written: Any = command_object.__doc__
+    if isinstance(command_object, typer.Typer):
+        callbacks = [command.callback.__doc__ for command in command_object.registered_commands if command.callback]
+        written = command_object.info.help if isinstance(command_object.info.help, str) else callbacks[0]
     sentence, end, _ = " ".join(written.split()).partition(". ")
     return sentence + end.rstrip()
 
@@ -118,8 +118,8 @@ def load_command(name: str) -> Any:
     """
     if name not in COMMANDS:
         raise UnknownName("command", name, COMMANDS, hint="`dsplan --help` lists them all")
-    found = _found(name)
-    app = found if isinstance(found, typer.Typer) else _single_command_app(found)
+    command_object = _read_command(name)
+    app = command_object if isinstance(command_object, typer.Typer) else _single_command_app(command_object)
     command = typer.main.get_command(app)
     command.name = name
     # `dsplan db` alone is bad input like any other, told in one line.
@@ -256,7 +256,7 @@ def _problem(error: Any) -> str:
     if not error.message:
         return f"{flag} is missing; give it a value"
     given, separator, _ = str(error.message).partition(" is not ")
-    wanted = _wanted(parameter)
+    wanted = _instruction_for(parameter)
     if not separator or not wanted or ";" in error.message:
         return f"{flag}: {str(error.message).rstrip('.')}"
     return f"{flag} is {given}; {wanted}"
@@ -266,7 +266,7 @@ def _model_without_flag(error: Any) -> str:
     """Return what to write in place of `dsplan recommend opt-6.7b`; empty for any other complaint."""
     message = str(error.format_message())
     extra = message.rpartition(" (")[2].rstrip(").").split()
-    takes_model = error.ctx is not None and any(known.name == "model" for known in error.ctx.command.params)
+    takes_model = error.ctx is not None and any(parameter.name == "model" for parameter in error.ctx.command.params)
     if not takes_model or "unexpected extra argument" not in message or not extra:
         return ""
     return f"{extra[0]} stands alone; name the model with --model {extra[0]}"
@@ -282,7 +282,7 @@ def _flag_of_estimate(error: Any) -> str:
     return f"recommend chooses {flag} itself; `dsplan estimate` prices a plan of your own, and --out writes it"
 
 
-def _wanted(parameter: Any) -> str:
+def _instruction_for(parameter: Any) -> str:
     """Return what a flag takes, as an instruction; empty where its type does not tell."""
     choices = getattr(parameter.type, "choices", None)
     if choices:

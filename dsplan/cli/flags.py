@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from hardware_db.errors import DsplanError
-from hardware_db.handed_in import shown
+from hardware_db.handed_in import quote
 from hardware_db.records import dataclass
 from hardware_db.units import parse_length
 from planner import limits
@@ -332,13 +332,13 @@ def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     for name, parameter in inspect.signature(command).parameters.items():
         group = groups.get(name)
         one = parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-        parameters += _spelled_out(group) if group else [one]
+        parameters += _spell_out(group) if group else [one]
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return flat
 
 
-def _spelled_out(group: Any) -> list[inspect.Parameter]:
+def _spell_out(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
     panel, parameters = group.__name__.removesuffix("Flags"), []
     for item in fields(group):
@@ -421,14 +421,14 @@ def _check_word(parameter: Any, word: str) -> None:
     if spelling is not None:
         small = kind == "float" and spelling.fullmatch(word) and 0 < abs(float(word)) < SMALLEST
         if len(word) > _MOST_DIGITS or not spelling.fullmatch(word) or small:
-            raise typer.BadParameter(f"{shown(word)} is not a number that it takes")
+            raise typer.BadParameter(f"{quote(word)} is not a number that it takes")
         return
     if not word.strip() and (kind == "path" or parameter.param_type_name == "option"):
-        raise typer.BadParameter(f"{shown(word)} is empty; give it a value or leave it out")
+        raise typer.BadParameter(f"{quote(word)} is empty; give it a value or leave it out")
     if kind == "path":
         _check_path(word)
     elif parameter.nargs != -1 and not _is_text(word):  # what follows a script is the script's own
-        raise typer.BadParameter(f"{shown(word)} is no text; write it in UTF-8 and without NUL characters")
+        raise typer.BadParameter(f"{quote(word)} is no text; write it in UTF-8 and without NUL characters")
 
 
 def _check_path(word: str) -> None:
@@ -438,9 +438,9 @@ def _check_path(word: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        raise typer.BadParameter(f"{shown(word)} cannot be used ({error.strerror}); name another path") from None
+        raise typer.BadParameter(f"{quote(word)} cannot be used ({error.strerror}); name another path") from None
     except ValueError:
-        raise typer.BadParameter(f"{shown(word)} cannot be used (it has a NUL character); name another path") from None
+        raise typer.BadParameter(f"{quote(word)} cannot be used (it has a NUL character); name another path") from None
 
 
 def _is_text(word: str) -> bool:

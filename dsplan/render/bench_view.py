@@ -136,11 +136,11 @@ def _rate_table(rates: Iterable[RateMeasurement]) -> Table:
     for rate in rates:
         groups[rate.operation.replace("_", " "), rate.dtype, rate.ranks].append(rate)
     rows = []
-    for (operation, dtype, ranks), found in groups.items():
-        low, high = min(found, key=lambda rate: rate.value), max(found, key=lambda rate: rate.value)
-        spread = statistics.median(rate.spread or 0.0 for rate in found)
+    for (operation, dtype, ranks), group in groups.items():
+        low, high = min(group, key=lambda rate: rate.value), max(group, key=lambda rate: rate.value)
+        spread = statistics.median(rate.spread or 0.0 for rate in group)
         lowest, highest = (rate_words(rate.value, rate.unit) for rate in (low, high))
-        rows.append([operation, dtype or "-", str(ranks), str(len(found)), lowest, highest, f"{spread:.0%}"])
+        rows.append([operation, dtype or "-", str(ranks), str(len(group)), lowest, highest, f"{spread:.0%}"])
     headings = columns("operation", "dtype", "?>ranks", "??>points", ">lowest", ">highest", "??>spread")
     return Table(columns=headings, rows=rows, title="rates")
 

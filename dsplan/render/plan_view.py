@@ -224,7 +224,7 @@ def maxima_blocks(request: Request, rows: Sequence[Maximum]) -> list[Block]:
         Text(text=f"{request.facts.name}: {format_count(request.counts.total)} parameters", style="heading"),
         Text(text=f"{where}, {format_bytes(device_limit(workload, cluster))} usable each"),
     ]
-    assumed = _assumed(request)
+    assumed = _assumptions(request)
     blocks += [Text(text=f"assumed: {'; '.join(assumed)}", style="warning")] if assumed else []
     names = columns("strategy", "???degrees", "?recompute", "??offload", ">micro-batch", ">sequence", ">model")
     blocks += [Text(text=""), Table(title="", columns=names, rows=[_maximum_row(row) for row in rows])]
@@ -271,11 +271,11 @@ def maxima_to_dict(request: Request, rows: Sequence[Maximum]) -> dict[str, Any]:
             }
             for row in rows
         ],
-        "defaults": _assumed(request),
+        "defaults": _assumptions(request),
     }
 
 
-def _assumed(request: Request) -> list[str]:
+def _assumptions(request: Request) -> list[str]:
     """Return what was taken for granted, without the batch, which is what is asked for."""
     return [text for text in request.defaults if "--global-batch" not in text]
 

@@ -55,9 +55,9 @@ def price_note(request: Request) -> list[Block]:
     from hardware_db.datasheets import find_node_type
     from planner.cluster.nodes import price_per_gpu
 
-    known = find_node_type(node)
-    listed = price == price_per_gpu(known)
-    source = f"list price of {node} on {known.priced_on}; --price takes yours" if listed else "from the cluster file"
+    kind = find_node_type(node)
+    listed = price == price_per_gpu(kind)
+    source = f"list price of {node} on {kind.priced_on}; --price takes yours" if listed else "from the cluster file"
     return [Text(text=f"at ${price:.3g} per GPU-hour, {source}", style="faint")]
 
 
@@ -101,15 +101,15 @@ def _devices_row(devices: OnDevices) -> dict[str, Cell]:
 # How throughput grows with the GPUs (`recommend --plot`).
 
 
-def scaling_table(found: Sequence[Rate], title: str = "", bar: int = 0) -> Table:
+def scaling_table(rates: Sequence[Rate], title: str = "", bar: int = 0) -> Table:
     """Return a row for each number of GPUs; with `bar`, one of so many characters for the throughput of all of them."""
-    fastest = max(rate.per_second for rate in found)
-    counted = _counted(found[0].plan)
+    fastest = max(rate.per_second for rate in rates)
+    counted = _unit_of_work(rates[0].plan)
     drawn = ["all GPUs"] if bar else []
     rate_names = (*drawn, f">{counted}/s", ">of linear")
     names = columns(">GPUs", "?strategy", "??degrees", "??>global batch", "?>step", *rate_names)
     rows: list[list[Cell]] = []
-    for rate in found:
+    for rate in rates:
         chosen = rate.plan.configuration
         bars: list[Cell] = [Bar(share=rate.per_second / fastest, width=bar, of_limit=False)] if bar else []
         words = [str(chosen.world_size), chosen.strategy, dims_text(chosen), str(chosen.global_batch_size)]
@@ -118,18 +118,18 @@ def scaling_table(found: Sequence[Rate], title: str = "", bar: int = 0) -> Table
     return Table(columns=names, rows=rows, title=title)
 
 
-def scaling_blocks(found: Sequence[Rate]) -> list[Block]:
+def scaling_blocks(rates: Sequence[Rate]) -> list[Block]:
     """Return the curve over GPUs as bars, and what they mean."""
-    if len(found) < 2:
-        where = "on another number of GPUs that was tried" if found else "here"
+    if len(rates) < 2:
+        where = "on another number of GPUs that was tried" if rates else "here"
         return [Text(text=f"nothing to plot: no plan fits {where}", style="warning")]
-    growing = len({rate.plan.configuration.global_batch_size for rate in found}) > 1
+    growing = len({rate.plan.configuration.global_batch_size for rate in rates}) > 1
     batch = "the global batch grows with the GPUs (--global-batch holds it)" if growing else "the same global batch"
-    note = f"the first plan on each number of GPUs; {batch}; of linear: against {_gpus(found[0])} times as many"
-    return [scaling_table(found, "throughput over GPUs", bar=_SCALING_BAR), Text(text=note, style="faint")]
+    note = f"the first plan on each number of GPUs; {batch}; of linear: against {_gpus(rates[0])} times as many"
+    return [scaling_table(rates, "throughput over GPUs", bar=_SCALING_BAR), Text(text=note, style="faint")]
 
 
-def scaling_to_dicts(found: Sequence[Rate]) -> list[dict[str, Any]]:
+def scaling_to_dicts(rates: Sequence[Rate]) -> list[dict[str, Any]]:
     """Return what `recommend --plot --json` adds."""
     return [
         {
@@ -137,10 +137,10 @@ def scaling_to_dicts(found: Sequence[Rate]) -> list[dict[str, Any]]:
             "strategy": rate.plan.configuration.strategy,
             "global_batch_size": rate.plan.configuration.global_batch_size,
             "step_seconds": rate.plan.time.step_seconds,
-            f"{_counted(rate.plan)}_per_second": rate.per_second,
+            f"{_unit_of_work(rate.plan)}_per_second": rate.per_second,
             "of_linear": rate.of_linear,
         }
-        for rate in found
+        for rate in rates
     ]
 
 
@@ -215,13 +215,13 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
         "???memory": Bar(share=memory.device_used_upper_bytes / limit_bytes(plan), width=6),
         ">step": format_seconds(plan.time.step_seconds),
         "????>9 of 10": interval_text(plan.time),
-        f"?>{_counted(plan)}/s": f"{rates.tokens_per_second_per_gpu:,.0f}",
+        f"?>{_unit_of_work(plan)}/s": f"{rates.tokens_per_second_per_gpu:,.0f}",
         "????>MFU": "-" if rates.mfu is None else f"{rates.mfu:.0%}",
         "??limit": plan.limited_by,
     }
 
 
-def _counted(plan: Plan) -> str:
+def _unit_of_work(plan: Plan) -> str:
     return "samples" if plan.configuration.counts_samples else "tokens"
 
 
@@ -231,7 +231,7 @@ def _footnotes(answer: Recommendation) -> list[Block]:
     runners = sorted({plan.configuration.backend for plan in plans})
     note = (
         f"batch: micro-batch x accumulation; memory: upper bound of {capacity:.1f} GiB; 9 of 10: where nine of ten"
-        f" steps should lie; {_counted(plans[0])}/s: per GPU; limit: the largest part of a step;"
+        f" steps should lie; {_unit_of_work(plans[0])}/s: per GPU; limit: the largest part of a step;"
         f" run by {' and '.join(runners)}"
     )
     notes: list[Block] = [Text(text=f"first: {answer.choice}"), Text(text=note, style="faint")]

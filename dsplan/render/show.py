@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 
-from hardware_db.notices import folded, printable
+from hardware_db.notices import fold_lines, printable
 from hardware_db.records import dataclass
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Bar:
             return "below"
         return "over" if self.share > 1 else "near" if self.share > 0.9 else "below"
 
-    def filled(self, width: int) -> int:
+    def count_filled(self, width: int) -> int:
         """How many of so many characters are full."""
         return round(min(max(self.share, 0.0), 1.0) * width)
 
@@ -134,7 +134,7 @@ def _wide(text: str) -> int:
 def _plain_cell(cell: Cell) -> str:
     if not isinstance(cell, Bar):
         return printable(cell)
-    full = cell.filled(cell.width)
+    full = cell.count_filled(cell.width)
     return "#" * full + "." * (cell.width - full)
 
 
@@ -185,7 +185,7 @@ def room() -> tuple[int, bool]:
 def say(text: str, *, stderr: bool = False) -> None:
     """Print a sentence, or lines."""
     file = sys.stderr if stderr else sys.stdout
-    print(folded("\n".join(map(printable, text.split("\n"))), file), file=file)
+    print(fold_lines("\n".join(map(printable, text.split("\n"))), file), file=file)
 
 
 def show_file(text: str) -> None:
@@ -262,13 +262,13 @@ def renderables(
         if block.title:
             yield RichText("")
             yield RichText(printable(block.title), style=_STYLES["heading"])
-        shown, left_out = _narrowed(block, console.width)
+        shown, left_out = _drop_columns(block, console.width)
         yield _rich_table(shown, console)
         if left_out and names_left_out:
             yield RichText(f"a wider terminal also shows {', '.join(left_out)}", style="dim")
 
 
-def _narrowed(table: Table, width: int) -> tuple[Table, list[str]]:
+def _drop_columns(table: Table, width: int) -> tuple[Table, list[str]]:
     """Return the table without the columns that it has no room for, those first that matter least, and their names."""
     widths = [_least_width(table, index, width) for index in range(len(table.columns))]
     gap = _gap(width)
@@ -291,16 +291,16 @@ def _gap(width: int) -> int:
 def _widths(table: Table, width: int) -> list[int]:
     """Return the characters of each column: what it cannot do without, and then what is left, the narrowest first."""
     indices = range(len(table.columns))
-    found = [_least_width(table, index, width) for index in indices]
+    widths = [_least_width(table, index, width) for index in indices]
     wanted = [max(len(table.columns[index].name), *map(_width, _cells(table, index)), 1) for index in indices]
-    room = width - sum(found) - _gap(width) * (len(found) - 1)
-    while room > 0 and (hungry := [index for index in indices if found[index] < wanted[index]]):
-        found[min(hungry, key=found.__getitem__)] += 1
+    room = width - sum(widths) - _gap(width) * (len(widths) - 1)
+    while room > 0 and (hungry := [index for index in indices if widths[index] < wanted[index]]):
+        widths[min(hungry, key=widths.__getitem__)] += 1
         room -= 1
     if room < 0:
-        widest = max(indices, key=found.__getitem__)
-        found[widest] = max(1, found[widest] + room)
-    return found
+        widest = max(indices, key=widths.__getitem__)
+        widths[widest] = max(1, widths[widest] + room)
+    return widths
 
 
 def _cells(table: Table, index: int) -> list[Cell]:
@@ -353,13 +353,13 @@ _ASCII_HEAD = "    \n    \n -- \n    \n    \n    \n    \n    \n"
 def _rich_cell(cell: Cell, width: int, *, unicode: bool) -> RichText | _DrawnBar:
     from rich.text import Text as RichText
 
-    return _DrawnBar(cell, unicode) if isinstance(cell, Bar) else RichText(_parted(printable(cell), width))
+    return _DrawnBar(cell, unicode) if isinstance(cell, Bar) else RichText(_break_wide_words(printable(cell), width))
 
 
 _PART = re.compile(r"[^/_.\-]*[/_.\-]?")
 
 
-def _parted(text: str, width: int) -> str:
+def _break_wide_words(text: str, width: int) -> str:
     """Break words that are too wide for a line, such as a model's name, behind `/`, `-`, `_` or `.`."""
     return re.sub(r"\S+", lambda word: _lines_of(word[0], width) if _wide(word[0]) > width else word[0], text)
 
@@ -390,5 +390,5 @@ class _DrawnBar:
         bar, width = self._bar, min(self._bar.width, options.max_width)
         full, empty = ("█", "░") if self._unicode else ("#", ".")
         colour = {"below": "green", "near": "yellow", "over": "red"}[bar.state]
-        filled = bar.filled(width)
+        filled = bar.count_filled(width)
         yield RichText(full * filled, style=colour) + RichText(empty * (width - filled), style="dim")

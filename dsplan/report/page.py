@@ -39,7 +39,7 @@ class Page:
     about: str
     """One line below the title."""
     sections: Sequence[Section]
-    made: str
+    footer: str
     """By what and when."""
 
     @property
@@ -70,7 +70,7 @@ def page_html(page: Page) -> str:
         f"<header><h1>{title}</h1><p>{plain(page.about)}</p></header>\n"
         f'<nav aria-label="Parts of this page"><ul>{links}</ul></nav>\n'
         f'<main id="content" tabindex="-1">\n{"".join(_section(part) for part in page.sections)}</main>\n'
-        f"<footer><p>{plain(page.made)}</p></footer>\n"
+        f"<footer><p>{plain(page.footer)}</p></footer>\n"
         f'<script type="application/json" id="data">{data}</script>\n'
         f"<script>{library}</script>\n<script>{own}</script>\n</body>\n</html>\n"
     )

@@ -37,7 +37,7 @@ class Picture:
     """A letter that looks like the marks or the line of a name in the legend; a square where there is none."""
 
 
-def drawn(figure: Any) -> Mapping[str, Any]:
+def to_plotly(figure: Any) -> Mapping[str, Any]:
     """Return a figure of plotly.graph_objects as what plotly draws, without the looks that plotly gives it."""
     figure.update_layout(template="none")
     document = dict(figure.to_plotly_json())
@@ -82,7 +82,7 @@ def line_style(index: int) -> dict[str, str]:
     return {"color": COLOURS[index % len(COLOURS)], "dash": DASHES[index // len(COLOURS) % len(DASHES)]}
 
 
-def thinned(count: int, most: int) -> Sequence[int]:
+def thin_out(count: int, most: int) -> Sequence[int]:
     """Which of `count` rows a table of `most` shows: evenly spread, the first and the last among them."""
     if count <= most:
         return range(count)

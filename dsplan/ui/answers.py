@@ -56,13 +56,13 @@ def answer(task: Task) -> Answer:
 
 def plans(task: Task) -> Answer:
     """Return the ranked plans, why others lost, the command that asks the same, and what `plan` says of one."""
-    found = _search(task.query)
+    answer = _search(task.query)
     return {
-        "html": answer_html(found),
-        "rejected": rejected_html(found),
-        "plans": [_label(rank, plan) for rank, plan in enumerate(found.plans, start=1)],
+        "html": answer_html(answer),
+        "rejected": rejected_html(answer),
+        "plans": [_label(rank, plan) for rank, plan in enumerate(answer.plans, start=1)],
         "command": read_address(task.query)[0].command(),
-        "pictures": {name: json.dumps(drawn(found.plans)) for name, drawn in OF_PLANS.items() if found.plans},
+        "pictures": {name: json.dumps(drawn(answer.plans)) for name, drawn in OF_PLANS.items() if answer.plans},
         **plan(task),
     }
 
@@ -97,10 +97,10 @@ def report(task: Task) -> Answer:
     from dsplan.report.make import answer_page
     from dsplan.report.page import page_html
 
-    asked, _ = read_address(task.query)
-    question, facts, goal = asked.question()
-    found = recommend(question.request(facts, **goal.ranking()), with_front=True)
-    return {"report": page_html(answer_page(found, asked.command()))}
+    read, _ = read_address(task.query)
+    question, facts, goal = read.question()
+    answer = recommend(question.request(facts, **goal.ranking()), with_front=True)
+    return {"report": page_html(answer_page(answer, read.command()))}
 
 
 OF_PLANS: Mapping[str, Callable[[Sequence[Plan]], pictures.Drawn]] = {

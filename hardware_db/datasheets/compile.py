@@ -64,8 +64,8 @@ def read_yaml(path: Path, keys: set[str]) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise BrokenFile(path, f"is not YAML ({' '.join(str(error).split())})", "fix that line") from error
     if not isinstance(data, dict) or set(data) != keys:
-        found = ", ".join(map(str, data)) if isinstance(data, dict) else type(data).__name__
-        raise BrokenFile(path, f"holds {found}", f"the top level must be {', '.join(sorted(keys))}")
+        content = ", ".join(map(str, data)) if isinstance(data, dict) else type(data).__name__
+        raise BrokenFile(path, f"holds {content}", f"the top level must be {', '.join(sorted(keys))}")
     return data
 
 

@@ -223,11 +223,11 @@ def all_points(scale: Scale, ranks: int, blocks: Iterable[Block] = ()) -> tuple[
 
     With `blocks`, products and attention of these alone, the products up to ten times as large.
     """
-    asked = tuple(blocks)
-    most = scale.most_operations * (10 if asked else 1)
+    chosen = tuple(blocks)
+    most = scale.most_operations * (10 if chosen else 1)
     points = [*quick_points(scale, ranks), *_transfers(scale, ranks)]
-    points += _products(scale, asked or scale.blocks, ranks, most)
-    points += _attention(scale, asked or scale.blocks, ranks)
+    points += _products(scale, chosen or scale.blocks, ranks, most)
+    points += _attention(scale, chosen or scale.blocks, ranks)
     points += [Point(operation=name, size=64 * MIB, ranks=ranks) for name in KINDS["disk"]]
     return tuple(dict.fromkeys(points))
 

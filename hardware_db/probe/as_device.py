@@ -57,7 +57,7 @@ def gpu_device(gpu: Gpu) -> Device:
     try:
         device = find_device(gpu.name)
     except UnknownName:
-        return _derived(gpu)
+        return _derive_device(gpu)
     if gpu.total_bytes and abs((device.total_bytes or 0) / gpu.total_bytes - 1) > _SAME_MEMORY:
         return replace(device, memory_total_mib=gpu.total_bytes / MIB, torch_total_gib=None)
     return device
@@ -84,7 +84,7 @@ def mig_device(gpu: Gpu, part: MigDevice) -> Device:
     )
 
 
-def _derived(gpu: Gpu) -> Device:
+def _derive_device(gpu: Gpu) -> Device:
     """Return a GPU without a datasheet.
 
     Fp32 peak = CUDA cores x highest clock x 2; 16-bit peaks are taken equal to it, which tensor cores exceed.

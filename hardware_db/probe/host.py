@@ -21,19 +21,19 @@ _READ_ONLY_IMAGES = frozenset({"squashfs", "iso9660", "erofs"})
 
 def probe_disks(root: Path = Path("/")) -> tuple[Disk, ...]:
     """Every mounted file system that lies on a block device (or is the root), each device once."""
-    found: dict[str, Disk] = {}
+    disks: dict[str, Disk] = {}
     for line in (read_text(root / "proc/self/mounts") or "").splitlines():
         device, mount, filesystem, *_ = [_unescape(word) for word in line.split()]
         real = device.startswith("/dev/") or mount == "/"
-        if not real or filesystem in _READ_ONLY_IMAGES or device in found:
+        if not real or filesystem in _READ_ONLY_IMAGES or device in disks:
             continue
         space = _space(root / mount.lstrip("/"))
         if space is not None:
             kind = _kind(root, device)
-            found[device] = Disk(
+            disks[device] = Disk(
                 mount=mount, device=device, filesystem=filesystem, total_bytes=space[0], free_bytes=space[1], kind=kind
             )
-    return tuple(found.values())
+    return tuple(disks.values())
 
 
 def probe_nics(root: Path = Path("/")) -> tuple[Nic, ...]:
@@ -161,8 +161,8 @@ def _max_mhz(root: Path, blocks: list[dict[str, str]]) -> float | None:
 
 def _usable_cores(logical: int | None, quota: int | None) -> int | None:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
-    known = [count for count in (logical, allowed, quota) if count]
-    return min(known, default=None)
+    counts = [count for count in (logical, allowed, quota) if count]
+    return min(counts, default=None)
 
 
 def _meminfo(root: Path) -> dict[str, int]:

@@ -23,8 +23,8 @@ def probe_amd(root: Path = Path("/")) -> tuple[tuple[Gpu, ...], tuple[GpuPair, .
     folders = [card / "device" for card in sorted(cards, key=lambda path: int(path.name[4:]))]
     kept = [folder for folder in folders if _is_accelerator(folder)]
     targets = _gfx_targets(root)
-    known = targets if len(targets) == len(kept) else [None] * len(kept)
-    gpus = tuple(_read(index, folder, known[index]) for index, folder in enumerate(kept))
+    by_folder = targets if len(targets) == len(kept) else [None] * len(kept)
+    gpus = tuple(_read(index, folder, by_folder[index]) for index, folder in enumerate(kept))
     hives = [read_int(folder / "xgmi_hive_info/xgmi_hive_id") for folder in kept]
     pairs = tuple(
         GpuPair(first=first, second=second, nvlink=bool(hives[first]) and hives[first] == hives[second])

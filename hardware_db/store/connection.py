@@ -120,7 +120,7 @@ def open_untrusting(database: str | Path, *, uri: bool = False) -> sqlite3.Conne
 
 def is_read_only(path: Path) -> bool:
     """Whether the database is there and can only be read: a change needs its directory too, where the logs lie."""
-    return path.exists() and not all(os.access(place, os.W_OK) for place in (path, path.resolve().parent))
+    return path.exists() and not all(os.access(target, os.W_OK) for target in (path, path.resolve().parent))
 
 
 def _check_file(path: Path) -> None:
@@ -238,12 +238,12 @@ def clear_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
-        said = str(error).lower()
+        message = str(error).lower()
         for words, (problem, remedy) in _DAMAGE.items():
-            if words in said:
+            if words in message:
                 raise DamagedFile(path, problem, remedy) from error
         for words, (problem, remedy) in _FAILURES.items():
-            if words in said:
+            if words in message:
                 raise BrokenFile(path, problem, remedy) from error
         raise
     except UnicodeDecodeError as error:  # the schema's own text, which SQLite hands on as it stands

@@ -62,7 +62,7 @@ class MemoryStore(Store):
             and strategy in (None, measurement.strategy)
             and outcome in (None, measurement.outcome)
             and parameters in (None, measurement.parameters)
-            and _made_on(measurement.fingerprint, fingerprint)
+            and _ran_on(measurement.fingerprint, fingerprint)
         ]
         return tuple(sorted(matches, key=_age, reverse=True)[:limit])
 
@@ -75,7 +75,7 @@ class MemoryStore(Store):
 
     def rates(self, fingerprint: str | None = None) -> tuple[RateMeasurement, ...]:
         """Return the rates measured there, or everywhere."""
-        matches = [rate for rate in self._rates.values() if _made_on(rate.fingerprint, fingerprint)]
+        matches = [rate for rate in self._rates.values() if _ran_on(rate.fingerprint, fingerprint)]
         return tuple(sorted(matches, key=_age, reverse=True))
 
     def add_trace(self, trace: TraceRecord) -> bool:
@@ -111,7 +111,7 @@ class MemoryStore(Store):
         """There is nothing to release."""
 
 
-def _made_on(fingerprint: Fingerprint, key: str | None) -> bool:
+def _ran_on(fingerprint: Fingerprint, key: str | None) -> bool:
     return key in (None, fingerprint.key, fingerprint.machine.key)
 
 

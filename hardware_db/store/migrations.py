@@ -129,15 +129,15 @@ def check_schema(connection: sqlite3.Connection, path: object) -> bool:
     connection.execute("BEGIN")
     owner = connection.execute("PRAGMA application_id").fetchone()[0]
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-    found = _objects(connection)
+    objects = _objects(connection)
     connection.execute("COMMIT")
-    if owner != APPLICATION_ID and (owner != 0 or found):
+    if owner != APPLICATION_ID and (owner != 0 or objects):
         raise BrokenFile(
             path, "is the SQLite database of another program", f"move it away, or set {HOME} to another directory"
         )
     _refuse_newer(version, path, len(MIGRATIONS))
     schemas = _schemas()
-    foreign = sorted(found - set().union(*schemas))
+    foreign = sorted(objects - set().union(*schemas))
     if foreign:
         kind, name, _ = foreign[0]
         raise BrokenFile(
@@ -145,7 +145,7 @@ def check_schema(connection: sqlite3.Connection, path: object) -> bool:
             f"holds the {kind} {reprlib.repr(name)}, which dsplan did not make",
             "move it away, and ask whoever gave it to you for a `dsplan db export` of it",
         )
-    return version >= 0 and found == schemas[version]
+    return version >= 0 and objects == schemas[version]
 
 
 @cache
@@ -154,12 +154,12 @@ def _schemas() -> tuple[frozenset[tuple[str, str, str]], ...]:
     import sqlite3
 
     connection = sqlite3.connect(":memory:", isolation_level=None)
-    found = [frozenset(_objects(connection))]
+    versions = [frozenset(_objects(connection))]
     for migration in MIGRATIONS:
         migration(connection)
-        found.append(frozenset(_objects(connection)))
+        versions.append(frozenset(_objects(connection)))
     connection.close()
-    return tuple(found)
+    return tuple(versions)
 
 
 def _objects(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:

@@ -103,9 +103,9 @@ def _rebuild(path: Path, damaged: Path) -> dict[str, int]:
         migrate(connection, path)
         connection.execute("BEGIN")
         for table in _TABLES:
-            known = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+            column_names = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
             for row in _readable_rows(source, table):
-                values = {name: value for name, value in row.items() if name in known}
+                values = {name: value for name, value in row.items() if name in column_names}
                 names, marks = ", ".join(values), ", ".join("?" * len(values))
                 with suppress(sqlite3.IntegrityError):  # a value that may not be missing is
                     insert = f"INSERT OR IGNORE INTO {table} ({names}) VALUES ({marks})"
@@ -113,7 +113,7 @@ def _rebuild(path: Path, damaged: Path) -> dict[str, int]:
         for name in ("measurements", "rates"):
             unknown = f"SELECT DISTINCT fingerprint, '{rows.UNKNOWN}', '{rows.UNKNOWN}' FROM {name}"
             connection.execute(f"INSERT OR IGNORE INTO fingerprints {unknown}")
-        counts = {name: _checked(connection, name) for name in _READERS}
+        counts = {name: _delete_unreadable(connection, name) for name in _READERS}
         connection.execute("COMMIT")
         return counts
 
@@ -146,21 +146,21 @@ def _readable_copy(path: Path) -> Iterator[sqlite3.Connection]:
 def _readable_rows(connection: sqlite3.Connection, table: str) -> Iterator[dict[str, object]]:
     """Return the rows of a table, each looked up by itself: behind rows that cannot be read come others that can."""
     query = f"SELECT rowid AS place, * FROM {table} WHERE rowid > ? ORDER BY rowid LIMIT 1"
-    place, failures = 0, 0
+    row_id, failures = 0, 0
     while failures < _UNREADABLE_IN_A_ROW:
         try:
-            cursor = connection.execute(query, (place,))
-            found = cursor.fetchone()
+            cursor = connection.execute(query, (row_id,))
+            row = cursor.fetchone()
         except sqlite3.DatabaseError:
-            place, failures = place + 1, failures + 1
+            row_id, failures = row_id + 1, failures + 1
             continue
-        if found is None:
+        if row is None:
             return
-        place, failures = max(found[0], place + 1), 0
-        yield dict(zip((column[0] for column in cursor.description[1:]), found[1:], strict=True))
+        row_id, failures = max(row[0], row_id + 1), 0
+        yield dict(zip((column[0] for column in cursor.description[1:]), row[1:], strict=True))
 
 
-def _checked(connection: sqlite3.Connection, name: str) -> int:
+def _delete_unreadable(connection: sqlite3.Connection, name: str) -> int:
     """How many records of a table can be read; the others are deleted."""
     select, read = _READERS[name]
     good = []
@@ -203,8 +203,8 @@ def _set_aside(path: Path) -> Path:
 
 def set_aside_files(path: Path) -> tuple[Path, ...]:
     """Return the damaged files that were set aside for the database at `path`, oldest first."""
-    found = path.parent.glob(f"{glob.escape(path.name)}.damaged-*")
-    return tuple(sorted(file for file in found if not file.name.endswith(_LOGS)))
+    files = path.parent.glob(f"{glob.escape(path.name)}.damaged-*")
+    return tuple(sorted(file for file in files if not file.name.endswith(_LOGS)))
 
 
 def _report_line(path: Path, aside: Path, counts: dict[str, int]) -> str:
@@ -229,7 +229,7 @@ def _alone(path: Path) -> Iterator[None]:
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         with lock.open("w", encoding="utf-8") as file:
-            if _locked(file) and _is_at(file, lock):
+            if _lock(file) and _is_at(file, lock):
                 try:
                     yield
                 finally:
@@ -241,7 +241,7 @@ def _alone(path: Path) -> Iterator[None]:
         time.sleep(0.02)
 
 
-def _locked(file: IO[str]) -> bool:
+def _lock(file: IO[str]) -> bool:
     try:
         import fcntl
     except ImportError:

@@ -46,6 +46,7 @@ class SqliteStore(Store):
 
     def add(self, *records: Record) -> int:
         """Store the records in one transaction; return how many are new."""
+
         def work(connection: sqlite3.Connection) -> int:
             added = 0
             with transaction(connection):
@@ -68,14 +69,14 @@ class SqliteStore(Store):
 
     def forget(self, id_prefix: str) -> Measurement:
         """Remove the measurement whose id starts so, and return it."""
-        found = self.get(id_prefix)
+        measurement = self.get(id_prefix)
 
         def work(connection: sqlite3.Connection) -> None:
             with transaction(connection):
-                connection.execute("DELETE FROM measurements WHERE id = ?", (found.id,))
+                connection.execute("DELETE FROM measurements WHERE id = ?", (measurement.id,))
 
         self._run(work)
-        return found
+        return measurement
 
     def list(
         self,
@@ -102,8 +103,8 @@ class SqliteStore(Store):
     def find(self, plan_key: str, fingerprint: str) -> Measurement | None:
         """Return the newest completed measurement of a plan on a machine, or None."""
         values = {"plan_key": plan_key, "fingerprint": fingerprint, "limit": 1}
-        found = self._measurements(f"WHERE plan_key = :plan_key AND {_MADE_ON}", values)
-        return found[0] if found else None
+        matches = self._measurements(f"WHERE plan_key = :plan_key AND {_MADE_ON}", values)
+        return matches[0] if matches else None
 
     def rates(self, fingerprint: str | None = None) -> tuple[RateMeasurement, ...]:
         """Return the rates measured there, or everywhere."""
@@ -116,8 +117,8 @@ class SqliteStore(Store):
 
     def trace(self, key: str) -> TraceRecord | None:
         """Return the trace with this key, or None."""
-        found = self._traces("key = ?", key)
-        return found[0] if found else None
+        matches = self._traces("key = ?", key)
+        return matches[0] if matches else None
 
     def traces(self, series: str) -> tuple[TraceRecord, ...]:
         """Return the traces of one series."""
@@ -129,8 +130,8 @@ class SqliteStore(Store):
 
     def calibration(self, hardware: HardwareKind) -> CalibrationRecord | None:
         """Return the newest calibration of this kind of hardware, or None."""
-        found = self._calibrations("WHERE key = ?", hardware.key)
-        return found[0] if found else None
+        matches = self._calibrations("WHERE key = ?", hardware.key)
+        return matches[0] if matches else None
 
     def calibrations(self) -> tuple[CalibrationRecord, ...]:
         """Return all calibrations, newest first."""
@@ -164,9 +165,9 @@ class SqliteStore(Store):
 
     def _query(self, query: str, values: Any, read: Callable[[tuple[Any, ...]], Answer]) -> tuple[Answer, ...]:
         def work(connection: sqlite3.Connection) -> tuple[Answer, ...]:
-            found = connection.execute(query, values).fetchall()
+            fetched = connection.execute(query, values).fetchall()
             try:
-                return tuple(read(row) for row in found)
+                return tuple(read(row) for row in fetched)
             except (RecordError, ValueError, TypeError, KeyError, AttributeError) as error:
                 raise DamagedFile.record(self.path) from error
 
@@ -181,7 +182,7 @@ class SqliteStore(Store):
                 if self._is_current():
                     return answer
             except DamagedFile:
-                if not self._repaired():
+                if not self._repair():
                     raise
             self._connection.close()
             self._connection = self._open()
@@ -193,13 +194,13 @@ class SqliteStore(Store):
         try:
             connection = connect(self.path, thorough=self._thorough)
         except DamagedFile:
-            if not self._repaired():
+            if not self._repair():
                 raise
             connection = connect(self.path, thorough=self._thorough)
         self._inode = _inode(self.path)
         return connection
 
-    def _repaired(self) -> bool:
+    def _repair(self) -> bool:
         from hardware_db.store.repair import repair
 
         return repair(self.path, self._inode)

@@ -102,7 +102,7 @@ def import_file(store: Store, path: Path) -> ImportCount:
     Raises:
         BrokenFile: the file cannot be read, or a line (number, key and remedy are named) is no record.
     """
-    return import_records(store, tuple(_as_imported(record) for record in read_export(path)))
+    return import_records(store, tuple(_mark_imported(record) for record in read_export(path)))
 
 
 def import_records(store: Store, records: Sequence[Record]) -> ImportCount:
@@ -168,12 +168,12 @@ def _refuse_constant(name: str) -> float:
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
         raise RecordError(next(name for name in names if names.count(name) > 1), "appears twice")
-    return found
+    return mapping
 
 
-def _as_imported(record: Record) -> Record:
+def _mark_imported(record: Record) -> Record:
     return replace(record, source="import") if record.source in ("run", "bench") else record

@@ -55,12 +55,12 @@ def curve_of(points: Iterable[tuple[float, float]]) -> Curve | None:
 
     Less work takes no more time: where a point says otherwise something else ran beside it, and a later point counts.
     """
-    found: dict[float, float] = {}
+    by_work: dict[float, float] = {}
     for work, seconds in points:
         if work > 0 and seconds > 0:
-            found.setdefault(work, seconds)
+            by_work.setdefault(work, seconds)
     least, points = math.inf, []
-    for work, seconds in sorted(found.items(), reverse=True):
+    for work, seconds in sorted(by_work.items(), reverse=True):
         least = min(least, seconds)
         points.append((work, least))
     return Curve(points=tuple(reversed(points))) if points else None

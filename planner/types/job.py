@@ -195,7 +195,6 @@ class Described(Protocol):
         """The devices it runs on."""
 
 
-
 class Sections(TypedDict):
     """What the plans of a job say of it."""
 
@@ -239,11 +238,13 @@ def provenance(
         "optimizer": rates.cpu_optimizer,
     }
     learned = job.cluster.factors != SHIPPED
-    found: dict[str, words.Provenance] = {"memory": memory}
+    groups_from: dict[str, words.Provenance] = {"memory": memory}
     for group, rate in groups.items():
-        found[group] = "datasheet" if rate is None and not learned else "calibrated"
-    found["step"] = "measured" if measured else "calibrated" if learned or like_it or rates != Rates() else "datasheet"
-    return found
+        groups_from[group] = "datasheet" if rate is None and not learned else "calibrated"
+    groups_from["step"] = (
+        "measured" if measured else "calibrated" if learned or like_it or rates != Rates() else "datasheet"
+    )
+    return groups_from
 
 
 def _model(job: Described) -> ModelSection:
