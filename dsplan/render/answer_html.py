@@ -34,8 +34,8 @@ def rejected_html(answer: Recommendation) -> str:
 def answer_title(answer: Recommendation) -> str:
     """Whether the first plan fits, and which it is."""
     if not answer.plans:
-        fits_none = answer.closest is None or answer.closest.verdict == "does_not_fit"
-        return "No plan fits" if fits_none else "None ends in time"
+        headline = answer.no_plan().headline
+        return headline[0].upper() + headline[1:]
     first = answer.plans[0].configuration
     offload = f" with offload {first.offload}" if first.offload != "none" else ""
     verdict = "Fits" if answer.plans[0].verdict == "fits" else "Fits tightly"
