@@ -261,7 +261,7 @@ def _request(
         asked_supervision,
     )
     from strategies.launch.prepare import RunRequest
-    from strategies.telemetry.trackers import asked_trackers
+    from strategies.telemetry.trackers import parse_trackers
 
     return RunRequest(
         script=script,
@@ -289,7 +289,7 @@ def _request(
         run_directory=planning.run_dir,
         resume=supervision.resume,
         resume_from=supervision.resume_from or "",
-        trackers=() if supervision.track is None else asked_trackers(supervision.track),
+        trackers=() if supervision.track is None else parse_trackers(supervision.track),
         profile="" if supervision.profile is None else asked_profile(supervision.profile),
         placement=asked_placement(
             launcher=placement.launcher,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from dsplan.render.show import Bar, Block, Cell, Style, Table, Text, columns
 from hardware_db.units import format_bytes, format_count, format_seconds, three_digits, time_unit
@@ -45,7 +45,7 @@ def figure_blocks(plan: Plan) -> list[Block]:
 
 def header(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block]:
     """Which model on which hardware, with what nobody asked for."""
-    model, cluster = cast("dict[str, Any]", plan.model), cast("dict[str, Any]", plan.cluster)
+    model, cluster = plan.model, plan.cluster
     where = f"{cluster['gpus']} x {cluster['device']}"
     nodes = f" on {cluster['nodes']} nodes" if cluster["nodes"] > 1 else ""
     usable = f"{format_bytes(limit_bytes(plan))} usable each"
@@ -60,7 +60,7 @@ def header(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block]:
 
 def _what_runs(plan: Plan) -> str:
     """Whose modules run and how, where that is not what goes without saying."""
-    work = cast("dict[str, Any]", plan.workload)
+    work = plan.workload
     words = [f"code {work['code']}"] if work.get("code", "transformers") != "transformers" else []
     words += ["blocks compiled"] if work.get("compile") else []
     words += [f"loss {work['loss']}"] if work.get("loss", "plain") != "plain" else []
@@ -180,9 +180,9 @@ def verdict_line(plan: Plan) -> str:
 
 def limit_bytes(plan: Plan) -> int:
     """What one device may use: its capacity, or less where the user set a limit."""
-    capacity = cast("int", plan.cluster["capacity_bytes"])
+    capacity = plan.cluster["capacity_bytes"]
     # A GPU that others have filled has none free, and shares of it are still to be shown.
-    return max(1, min(capacity, cast("int | None", plan.workload.get("max_memory_bytes")) or capacity))
+    return max(1, min(capacity, plan.workload.get("max_memory_bytes") or capacity))
 
 
 def _row(name: str, share: float, figure: str) -> list[Cell]:
@@ -241,9 +241,9 @@ def maxima_blocks(request: Request, rows: Sequence[Maximum]) -> list[Block]:
 
 def maxima_to_dict(request: Request, rows: Sequence[Maximum]) -> dict[str, Any]:
     """What `max --json` prints: `maxima`, a list of one object for each way to run, and what they are searched at."""
-    from planner.types.job import Job, described
+    from planner.types.job import Job, sections_of
 
-    sections = described(
+    sections = sections_of(
         Job(
             facts=request.facts,
             counts=request.counts,

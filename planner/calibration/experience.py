@@ -13,7 +13,7 @@ from planner.calibration.oom_history import OomRecord
 from planner.calibration.spread import AGAIN, FACTOR_SPREADS, NINE_OF_TEN, SPREADS, interval, kind_of
 from planner.cost.timing import step_time
 from planner.errors import DsplanError
-from planner.types.job import Job
+from planner.types.job import Job, Sections
 from planner.types.plan import Configuration, MemoryEstimate, StepTime
 from planner.types.plan_io import configuration_from_dict
 
@@ -62,7 +62,7 @@ class KnownRun:
 
 
 def known_runs(
-    measurements: Iterable[Measurement], inputs: Mapping[str, Mapping[str, object]]
+    measurements: Iterable[Measurement], inputs: Sections
 ) -> dict[Configuration, KnownRun]:
     """The completed runs of this model and work on devices like these, by configuration.
 
@@ -88,11 +88,16 @@ def known_runs(
     return {configuration: _known(group) for configuration, group in found.items()}
 
 
-def is_same_work(plan: Mapping[str, object], inputs: Mapping[str, Mapping[str, object]]) -> bool:
+def is_same_work(plan: Mapping[str, object], inputs: Sections) -> bool:
     """Whether a stored plan is of the model, the devices and the work that a request's sections describe."""
     from hardware_db.measurement import CIRCUMSTANCES
 
-    for name, wanted in inputs.items():
+    wanted: Mapping[str, object]
+    for name, wanted in (
+        ("model", inputs["model"]),
+        ("cluster", inputs["cluster"]),
+        ("workload", inputs["workload"]),
+    ):
         section = plan.get(name)
         if not isinstance(section, Mapping):
             return False

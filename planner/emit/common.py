@@ -61,9 +61,9 @@ def node_layout(plan: Plan) -> tuple[int, int]:
     Raises:
         ContradictoryRequest: the ranks do not fill whole nodes.
     """
-    nodes, gpus = plan.cluster.get("nodes", 1), plan.cluster.get("gpus")
     world = plan.configuration.world_size
-    if not isinstance(nodes, int) or not isinstance(gpus, int) or world <= gpus // nodes:
+    nodes, gpus = plan.cluster.get("nodes", 1), plan.cluster.get("gpus", world)
+    if world <= gpus // nodes:
         return 1, world
     per_node = gpus // nodes
     if world % per_node:

@@ -22,7 +22,7 @@ from planner.cost.verdict import Judgement, judge, limited_by
 from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts
 from planner.search.request import WITHOUT_DEEPSPEED, Request, deepspeed_lacks
-from planner.types.job import Job, Workload, described, provenance
+from planner.types.job import Job, Workload, provenance, sections_of
 from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime
 
 
@@ -241,7 +241,7 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
     like_it = priced.experience.correction(job).sentence() if predicted is None else ""
     seen = like_it if predicted is None else priced.experience.known[configuration].sentence(predicted)
     blocked = _elsewhere(job) or refusal(configuration, adapted(job.workload))
-    sections = described(job)
+    sections = sections_of(job)
     rates = throughput(job, expected)
     slow = f"a last resort: {rates.mfu or 0:.1%} of the dense peak, the rest of a step waits for offloaded states"
     slow = slow if _is_slow(configuration, rates.mfu) else ""

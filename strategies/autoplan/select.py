@@ -16,7 +16,7 @@ from hardware_db.notices import labelled, notice
 from hardware_db.units import format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.search.request import Degrees
-from planner.types.plan import Configuration, Plan
+from planner.types.plan import Configuration, Plan, WorkloadSection
 from planner.types.plan_io import load_plan
 from strategies.config import ScriptConfig
 from strategies.distributed.environment import Environment
@@ -71,7 +71,7 @@ def degrees_of(asked: Mapping[str, Any] | None) -> Degrees | None:
     return Degrees(**asked)
 
 
-def planned_work(options: PlanningOptions) -> tuple[Mapping[str, object], str | None]:
+def planned_work(options: PlanningOptions) -> tuple[WorkloadSection, words.Precision | None]:
     """The workload and the precision of the plan that is there before the model is looked at; nothing without one."""
     state = current()
     found = state.plan
