@@ -25,7 +25,6 @@ from typing import Any
 import psutil
 
 from hardware_db.measured_rows import SHIPPED
-from hardware_db.spawn import RankPool
 from hardware_db.units import GIB
 from planner.search.estimate import estimate
 from planner.types.plan_io import plan_to_dict
@@ -33,6 +32,7 @@ from scripts.measure.memory_grid import Case
 from scripts.measure.memory_rows import question
 from scripts.measure.zero_rows import ENGINES, LENGTH, SIZES, Engine, Row, Setting, write
 from strategies.bench.measured_run import Subject, TimedStep, mean_over_ranks, measure_subject, time_subject
+from strategies.distributed.rank_pool import RankPool
 
 _ENOUGH_BYTES = 10 * GIB
 """Of free memory, for the largest setting."""

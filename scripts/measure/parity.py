@@ -34,7 +34,6 @@ from torch import nn
 
 from hardware_db.files import replace_text
 from hardware_db.measured_rows import SHIPPED, RunRow, read_rows, write_rows
-from hardware_db.spawn import RankError, RankPool
 from planner import vocabulary as words
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.combinations import refusal
@@ -46,6 +45,7 @@ from planner.search.space import CandidateLayout, configuration_of, enumerate_ca
 from planner.types.plan import Configuration, Plan
 from scripts.generate.generated import REFERENCE
 from strategies.bench.measured_run import build_model
+from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.engine.initialize import initialize
 
 ROOT = Path(__file__).resolve().parents[2]

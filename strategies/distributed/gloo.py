@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 from torch.distributed import distributed_c10d as c10d
-from torch.nn.parallel import distributed as data_parallel
 
-from hardware_db.spawn import RankPool
+from strategies.distributed.rank_pool import RankPool
+from strategies.torch_compat.distributed import FileStore, gloo_options, process_groups, replace_ddp_broadcast
 
 _TIMEOUT = timedelta(seconds=240)
 _settling = False
@@ -40,18 +39,14 @@ def _rejoin(file: str) -> None:
     torch_c10d: Any = c10d
     torch_c10d.ProcessGroupGloo = _OneThread
     torch_c10d.Work.wait = _settled(torch_c10d.Work.wait)
-    # DDP waits for what it broadcasts in C++.
-    replicas: Any = data_parallel
-    replicas._sync_module_states = _settled(replicas._sync_module_states)
+    replace_ddp_broadcast(_settled)
     dist.init_process_group("gloo", store=FileStore(file, ranks), rank=rank, world_size=ranks, timeout=_TIMEOUT)
 
 
 class _OneThread(c10d.ProcessGroupGloo):
     def __init__(self, store: Any, rank: int, ranks: int, timeout: timedelta) -> None:
         settings: Any = super()
-        options = settings._Options()
-        options._devices, options._threads, options._timeout = [settings.create_default_device()], 1, timeout
-        settings.__init__(store, rank, ranks, options)
+        settings.__init__(store, rank, ranks, gloo_options(timeout, threads=1))
 
 
 def _settled(waits: Any) -> Any:
@@ -71,7 +66,7 @@ def _settle() -> None:
         return
     _settling = True
     try:
-        for group in list(c10d._world.pg_map):
+        for group in process_groups():
             if group.size() == dist.get_world_size():
                 dist.barrier(group)
     finally:

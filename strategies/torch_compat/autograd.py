@@ -21,15 +21,20 @@ def call_after_backward(callback: Callable[[], object]) -> None:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Return whether somebody handles what forward passes save for backward, as activation checkpointing does."""
-    autograd: Any = torch._C._autograd
-    return autograd._top_saved_tensors_default_hooks(False) is not None
+    """Return whether somebody handles what forward passes save for backward, as activation checkpointing does.
+
+    A torch that cannot tell is taken to have them.
+    """
+    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(False) is not None
 
 
 clip_norm, clip_value = clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_
 """torch's own, also where `replace_gradient_functions` has put others."""
 unscale_gradients: Callable[..., dict[torch.device, torch.Tensor]] = torch.amp.GradScaler._unscale_grads_
 """torch's own: (scaler, optimizer, inv_scale, found_inf, allow_fp16)."""
+plain_linear: Any = torch._C._nn.linear
+"""`torch.nn.functional.linear`, which DeepSpeed's stage 3 replaces for its whole process."""
 
 
 def replace_gradient_functions(

@@ -31,7 +31,7 @@ class Entry:
     takes: tuple[str, ...] | None = None
     """The parameters it is called by, in their order; others have defaults. None: it is not called, or is C++."""
     since: str | None = None
-    """The first version that has it, if not all that dsplan runs on; the package does without it before."""
+    """The first version of those checked that has it, if not all have."""
     instances: bool = False
     """True if only instances have it: the class's source assigns it."""
 
@@ -64,7 +64,12 @@ ENTRIES: tuple[Entry, ...] = (
     *_entries("torch", "_foreach_add_", "_foreach_mul_", "_foreach_sign_", "_foreach_lerp", "_foreach_lerp_"),
     *_entries("torch", "_foreach_norm", "Tensor._indices", "Tensor._version", "UntypedStorage._cdata"),
     *_entries(
-        "torch.nn", "Module._parameters", "Module._modules", "Module._non_persistent_buffers_set", instances=True
+        "torch.nn",
+        "Module._parameters",
+        "Module._modules",
+        "Module._buffers",
+        "Module._non_persistent_buffers_set",
+        instances=True,
     ),
     *_entries("torch.nn", "Module._forward_pre_hooks", "Module._forward_hooks", instances=True),
     *_entries(
@@ -81,7 +86,9 @@ ENTRIES: tuple[Entry, ...] = (
     *_entries("torch._C", "_dispatch_has_kernel_for_dispatch_key"),
     *_entries("torch._ops", "OpOverload._schema", "OpOverload._overloadpacket", instances=True),
     *_entries("torch.autograd", "Variable._execution_engine.queue_callback"),
-    *_entries("torch._C._autograd", "_top_saved_tensors_default_hooks", "DeviceType", "_profiler_enabled"),
+    *_entries("torch._C._nn", "linear"),
+    *_entries("torch._C._autograd", "DeviceType", "_profiler_enabled"),
+    *_entries("torch._C._autograd", "_top_saved_tensors_default_hooks", since="2.9"),
     *_entries("torch.amp", "GradScaler._unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16)"),
     *_entries(
         "torch.nn.utils.clip_grad",
@@ -111,7 +118,7 @@ ENTRIES: tuple[Entry, ...] = (
     *_entries("torch.distributed", "ProcessGroupGloo._Options._timeout", "_compute_bucket_assignment_by_size"),
     *_entries("torch.distributed.distributed_c10d", "_world.pg_map"),
     *_entries("torch.distributed.device_mesh", "DeviceMesh._flatten(self, mesh_dim_name)"),
-    *_entries("torch.distributed.device_mesh", "DeviceMesh._concatenate(device_mesh_list)", since="2.10"),
+    *_entries("torch.distributed.device_mesh", "DeviceMesh._concatenate(device_mesh_list)", since="2.13"),
     *_entries("torch.testing._internal.distributed.fake_pg", "FakeStore"),
     *_entries(
         "torch.nn.parallel",
@@ -152,11 +159,11 @@ ENTRIES: tuple[Entry, ...] = (
         "torch.distributed.tensor.experimental._context_parallel._attention",
         "_enable_context_parallel_dispatcher_impl(seq_dim, mesh)",
         "_disable_context_parallel_dispatcher_impl()",
-        since="2.10",
+        since="2.13",
     ),
     *_entries("torch.distributed.tensor.debug", "_clear_sharding_prop_cache()"),
     *_entries("torch.distributed.tensor._redistribute", "_gen_transform_infos.cache_clear"),
-    *_entries("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache()", since="2.10"),
+    *_entries("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache()", since="2.13"),
     *_entries("torch.distributed.tensor._collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
 )
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,7 +17,10 @@ __all__ = [
     "foreach_norm",
     "foreach_sign_",
     "live_objects",
+    "module_contents",
+    "own_modules",
     "own_parameters",
+    "replace_modules",
     "sparse_indices",
     "storage_number",
     "transient_buffers",
@@ -68,9 +70,15 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def replace_modules(module: nn.Module, children: Mapping[str, nn.Module | None]) -> None:
-    """Give a module other children."""
-    module._modules = dict(children)
+def replace_modules(module: nn.Module, children: dict[str, nn.Module | None]) -> dict[str, nn.Module | None]:
+    """Give a module other children, and return those it had."""
+    before, module._modules = module._modules, children
+    return before
+
+
+def module_contents(module: nn.Module) -> dict[str, Any]:
+    """Return what a module keeps its parameters, buffers and children in, by attribute, for one that shares them."""
+    return {name: vars(module)[name] for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")}
 
 
 def transient_buffers(module: nn.Module) -> set[str]:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.cost.memory.activations.dimensions import Dimensions
 from planner.cost.memory.activations.form import Form, Polynomial, multiplied
 from planner.models.facts import BlockWork, ModelFacts
 from strategies.parallel.blocks import repeated_blocks
+from strategies.torch_compat.dispatch import FakeTensorMode
 from strategies.tracing.cuda.as_cuda import as_cuda
 from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.forms.derive import Derivation
