@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from planner import vocabulary as words
-from planner.cost.combinations import Adapted, refusal
+from planner.cost.combinations import Adapted, why_refused
 from planner.types.plan import Configuration, WorkloadSection
 from strategies.config import ScriptConfig
 from strategies.errors import BackendMissing, CannotRun
@@ -80,7 +80,7 @@ class TrainingMethod:
         return {"method": self.method, "lora_rank": self.rank, "lora_targets": self.targets}
 
 
-def asked_method(script: ScriptConfig, planned: WorkloadSection, precision: str | None) -> TrainingMethod:
+def read_method(script: ScriptConfig, planned: WorkloadSection, precision: str | None) -> TrainingMethod:
     """What `dsplan run`, the config, or else the workload of the plan (empty where none is made yet) asks for.
 
     Raises:
@@ -172,11 +172,11 @@ def require_trainable(model: nn.Module, configuration: Configuration) -> None:
     has_magnitudes = any(len(getattr(module, "lora_magnitude_vector", ())) for module in model.modules())
     method: words.Method = "dora" if has_magnitudes else "lora"
     adapted = Adapted(method=method, load_dtype="nf4" if quantised_weights(model) else None)
-    if why := refusal(configuration, adapted):
+    if why := why_refused(configuration, adapted):
         raise CannotRun(f"the plan: {why}")
 
 
-def still_trained(given: Iterable[Any], model: nn.Module) -> list[Any] | None:
+def select_trained(given: Iterable[Any], model: nn.Module) -> list[Any] | None:
     """What an optimizer is to train after adapters were put beside weights that the script named before; None: all that
     is trained.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -14,9 +14,6 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel import distributed as data_parallel
-
-from strategies.torch_compat.replacing import Undo, replace
 
 __all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"]
 
@@ -76,20 +73,6 @@ def ddp_buckets(tensors: Sequence[torch.Tensor], limits: Sequence[int]) -> list[
     collectives: Any = dist
     buckets: list[list[int]] = collectives._compute_bucket_assignment_by_size(tensors, limits)[0]
     return buckets
-
-
-def replace_ddp_broadcast(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
-    """Change the function by which DDP broadcasts rank 0's states, in C++."""
-    module: Any = data_parallel
-    return replace(module, _sync_module_states=changed(module._sync_module_states))
-
-
-def gloo_options(timeout: timedelta, threads: int) -> Any:
-    """Return options of a gloo group with so many threads, on the default device."""
-    kind: Any = dist.ProcessGroupGloo
-    options = kind._Options()
-    options._devices, options._threads, options._timeout = [kind.create_default_device()], threads, timeout
-    return options
 
 
 def nccl_options(timeout: timedelta) -> Any:

@@ -110,12 +110,9 @@ ENTRIES: tuple[Entry, ...] = (
     *_entries("torch._inductor.decomposition", "select_decomp_table()"),
     *_entries("torch.cuda.memory", "_record_memory_history", "_dump_snapshot(filename)"),
     *_entries("torch.utils.cpp_extension", "_get_build_directory(name, verbose)"),
-    *_entries(
-        "torch._C._distributed_c10d", "FileStore", "HashStore", "PrefixStore", "Store", "TCPStore", "ProcessGroupGloo"
-    ),
-    *_entries("torch.distributed", "ProcessGroupGloo._Options", "ProcessGroupGloo.create_default_device"),
-    *_entries("torch.distributed", "ProcessGroupGloo._Options._devices", "ProcessGroupGloo._Options._threads"),
-    *_entries("torch.distributed", "ProcessGroupGloo._Options._timeout", "_compute_bucket_assignment_by_size"),
+    *_entries("torch._C._distributed_c10d", "FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
+    *_entries("torch._C._distributed_c10d", "Backend.Options._timeout"),
+    *_entries("torch.distributed", "_compute_bucket_assignment_by_size"),
     *_entries("torch.distributed.distributed_c10d", "_world.pg_map"),
     *_entries("torch.distributed.device_mesh", "DeviceMesh._flatten(self, mesh_dim_name)"),
     *_entries("torch.distributed.device_mesh", "DeviceMesh._concatenate(device_mesh_list)", since="2.13"),
@@ -124,7 +121,6 @@ ENTRIES: tuple[Entry, ...] = (
         "torch.nn.parallel",
         "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore)",
     ),
-    *_entries("torch.nn.parallel.distributed", "_sync_module_states"),
     *_entries(_RENDEZVOUS, "_RendezvousExitOp()", "DynamicRendezvousHandler._stop_heartbeats(self)"),
     *_entries(
         _RENDEZVOUS,

@@ -20,7 +20,7 @@ COMPAT = "strategies/torch_compat/"
 NAMED = {part for entry in ENTRIES for part in entry.path.split(".") if part.startswith("_")}
 """Parts of the listed names that begin with an underscore."""
 OPERATION_PARTS = {part for name in OPERATIONS for part in name.split(".") if part.startswith("_")}
-SHARED_NAMES = {"_buffers", "_modules", "_parameters", "_timeout", "_devices", "_threads"}
+SHARED_NAMES = {"_buffers", "_modules", "_parameters", "_timeout"}
 """Listed names that objects of our own have too: elsewhere they are allowed on `self` and in `vars`."""
 OTHER_LIBRARIES = {
     "Python": {"_exit", "_getframe", "_current_frames", "_run_exitfuncs", "_fields"},

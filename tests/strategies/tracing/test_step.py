@@ -21,8 +21,8 @@ from planner.search.estimate import price
 from planner.types.job import Job, Workload
 from planner.types.plan import Configuration
 from scripts.measure.compositions import question, read_compositions
+from scripts.measure.gloo import quiet
 from scripts.measure.modules import language_module, token_batch
-from strategies.distributed.gloo import quiet
 from strategies.distributed.rank_pool import RankPool
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_facts

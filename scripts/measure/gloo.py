@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import distributed as data_parallel
 
 from strategies.distributed.rank_pool import RankPool
-from strategies.torch_compat.distributed import FileStore, gloo_options, process_groups, replace_ddp_broadcast
 
 _TIMEOUT = timedelta(seconds=240)
 _settling = False
@@ -39,14 +40,18 @@ def _rejoin(file: str) -> None:
     torch_c10d: Any = c10d
     torch_c10d.ProcessGroupGloo = _OneThread
     torch_c10d.Work.wait = _settled(torch_c10d.Work.wait)
-    replace_ddp_broadcast(_settled)
+    # DDP waits for what it broadcasts in C++.
+    replicas: Any = data_parallel
+    replicas._sync_module_states = _settled(replicas._sync_module_states)
     dist.init_process_group("gloo", store=FileStore(file, ranks), rank=rank, world_size=ranks, timeout=_TIMEOUT)
 
 
 class _OneThread(c10d.ProcessGroupGloo):
     def __init__(self, store: Any, rank: int, ranks: int, timeout: timedelta) -> None:
         settings: Any = super()
-        settings.__init__(store, rank, ranks, gloo_options(timeout, threads=1))
+        options = settings._Options()
+        options._devices, options._threads, options._timeout = [settings.create_default_device()], 1, timeout
+        settings.__init__(store, rank, ranks, options)
 
 
 def _settled(waits: Any) -> Any:
@@ -66,7 +71,7 @@ def _settle() -> None:
         return
     _settling = True
     try:
-        for group in process_groups():
+        for group in list(c10d._world.pg_map):
             if group.size() == dist.get_world_size():
                 dist.barrier(group)
     finally:
