@@ -32,6 +32,7 @@ OTHER_LIBRARIES = {
         "_checkpoint_connector",
         "_data_source",
         "_init_optimizers_and_lr_schedulers",
+        "_launched",
         "_loaded_checkpoint",
         "_original_handlers",
         "_should_accumulate",
