@@ -97,14 +97,14 @@ class ScaleSettings:
 
 def scale_settings(section: Fp16Section) -> ScaleSettings:
     """What a config's `fp16` asks for."""
-    fixed = section.loss_scale
-    return ScaleSettings(
-        initial=fixed or 2.0**section.initial_scale_power,
-        window=section.loss_scale_window,
-        hysteresis=section.hysteresis,
-        floor=section.min_loss_scale,
-        is_dynamic=not fixed,
-    )
+    fixed, power = section.loss_scale, section.initial_scale_power
+    settings: dict[str, Any] = {
+        "initial": fixed or (None if power is None else 2.0**power),
+        "window": section.loss_scale_window,
+        "hysteresis": section.hysteresis,
+        "floor": section.min_loss_scale,
+    }
+    return ScaleSettings(**{name: value for name, value in settings.items() if value is not None}, is_dynamic=not fixed)
 
 
 class LossScale:

@@ -14,7 +14,7 @@ from torch import nn
 
 from planner.cost.precision import load_dtype_of
 from planner.errors import DsplanError
-from planner.models.counting.count import module_of
+from planner.models.counting.adapters import module_of
 from planner.models.facts import Adapter, ModelFacts, ParameterCounts
 from planner.models.tasks import default_task
 from planner.types.job import Workload

@@ -84,7 +84,7 @@ def limited(config: dict[str, object], *, chosen: bool = False) -> dict[str, obj
     model = training_bodies.TinyModel()
     if chosen:
         checkpoint_activations(model, lambda module: isinstance(module, nn.Linear))
-    return limits.activations(read_config({"activation_checkpointing": config}), model)
+    return limits.limit_activations(read_config({"activation_checkpointing": config}).activations, model)
 
 
 def test_the_config_limits_the_search() -> None:
