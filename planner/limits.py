@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hardware_db.handed_in import shown
+from hardware_db.handed_in import quote
 from hardware_db.records import dataclass
 from planner.errors import ContradictoryRequest
 
@@ -39,7 +39,7 @@ class Limit:
             ContradictoryRequest: it is no number within the limit.
         """
         if value is not None and not self.allows(value):
-            raise ContradictoryRequest(f"{name} is {shown(value)}; give {self}")
+            raise ContradictoryRequest(f"{name} is {quote(value)}; give {self}")
 
 
 _READABLE = 10**15
@@ -105,5 +105,5 @@ _MODEL_FIGURES: Mapping[str, Limit] = {
 
 
 def model_figure(name: str) -> Limit:
-    """The limit of a whole figure of `ModelFacts`."""
+    """Return the limit of a whole figure of `ModelFacts`."""
     return _MODEL_FIGURES.get(name, _FIGURE)

@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from hardware_db.notices import labelled
+from hardware_db.notices import label_lines
 from hardware_db.probe import probe
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_from_dict, plan_to_dict
@@ -83,7 +83,7 @@ class Supervisor:
             # Behind the lock, whose release says to the trackers' process that nothing more comes.
             with suppress(KeyboardInterrupt):
                 for text in self._tracking.finish(in_a_hurry=requests.came):
-                    yield OutputLine(rank=0, stream="stderr", text=labelled(text))
+                    yield OutputLine(rank=0, stream="stderr", text=label_lines(text))
 
     def _run_to_its_end(self, requests: StopRequests) -> Iterator[Event]:
         # Ranks of a command that was killed may still be about to end, and to say so in files of this directory.
@@ -108,7 +108,7 @@ class Supervisor:
         self._write_end()
 
     def _tracking_remarks(self) -> list[str]:
-        return [labelled(text) for text in self._tracking.remarks()]
+        return [label_lines(text) for text in self._tracking.remarks()]
 
     def report(self) -> RunReport:
         """The finished run.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hardware_db.spawn import RankPool
+from strategies.distributed.rank_pool import RankPool
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.journal import Journal
 from strategies.supervision import lineage, resume

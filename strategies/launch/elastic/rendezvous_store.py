@@ -27,7 +27,9 @@ _START_SECONDS = 60.0  # importing torch takes seconds, on a loaded machine many
 def main(port: str, parent: str) -> int:
     """Serve the store until the parent ends."""
     die_with_parent(signal.SIGKILL, int(parent))
-    from torch._C._distributed_c10d import TCPStore  # here, so that the command that starts this imports no torch
+    from strategies.torch_compat.distributed import (
+        TCPStore,  # here, so that the command that starts this imports no torch
+    )
 
     try:
         store = TCPStore("localhost", int(port), is_master=True, wait_for_workers=False)
