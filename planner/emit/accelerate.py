@@ -12,7 +12,6 @@ from planner.emit.common import (
     as_comment,
     converts_products,
     is_zero,
-    model_word,
     node_layout,
     on_cpu,
     refuse,
@@ -42,7 +41,7 @@ def emit(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
 
 
 def accelerate_config(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, object]:
-    """The mapping of the YAML file.
+    """Return the mapping of the YAML file.
 
     Raises:
         ContradictoryRequest: accelerate has no form of this plan.
@@ -108,7 +107,7 @@ def require_whole_offload(plan: Plan, form: str) -> None:
 
 
 def _distribution(plan: Plan) -> dict[str, object]:
-    """The distributed type with its own section."""
+    """Return the distributed type with its own section."""
     if is_zero(plan):
         # Precision and accumulation may not stand here as well: accelerate refuses a key that the JSON also holds.
         section = {"deepspeed_config_file": CONFIG_NAME, "zero3_init_flag": plan.configuration.zero_stage == 3}
@@ -131,7 +130,7 @@ def _precision(plan: Plan) -> dict[str, object]:
 
 def _fsdp(plan: Plan) -> dict[str, object]:
     configuration = plan.configuration
-    block = model_word(plan, "block_class")
+    block = plan.model.get("block_class", "")
     return {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": configuration.strategy != "fsdp-grad-op",

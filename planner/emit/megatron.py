@@ -20,7 +20,6 @@ from planner.emit.common import (
     refuse,
     require,
     script_duties,
-    workload_word,
 )
 from planner.emit.launchers import launch_script
 from planner.models.facts import ModelFacts
@@ -71,7 +70,7 @@ def arguments(plan: Plan, options: EmitOptions, form: str = "Megatron-LM argumen
     require(plan, form, _ABILITIES)
     configuration = plan.configuration
     model = model_fields(plan, form)
-    vocabulary = _padded(int(str(model["vocab_size"])), configuration.tp)
+    vocabulary = _pad(facts_of(plan, form).vocab_size, configuration.tp)
     fields: Fields = {
         **model,
         "max_position_embeddings": model.get("max_position_embeddings", configuration.sequence_length),
@@ -129,8 +128,8 @@ def _one_connection(plan: Plan) -> bool:
     return configuration.strategy not in ("fsdp", "hsdp") and configuration.tp * configuration.cp > 1
 
 
-def _padded(vocabulary: int, tp: int) -> int:
-    """The smallest vocabulary that tp ranks share evenly; Megatron's own default pads to multiples of 128 tp."""
+def _pad(vocabulary: int, tp: int) -> int:
+    """Return the smallest vocabulary that tp ranks share evenly; Megatron's own default pads to multiples of 128 tp."""
     return -(-vocabulary // tp) * tp
 
 
@@ -138,15 +137,15 @@ def _padded(vocabulary: int, tp: int) -> int:
 
 
 def model_fields(plan: Plan, form: str) -> Fields:
-    """The sizes of the plan's model.
+    """Return the sizes of the plan's model.
 
     Raises:
         ContradictoryRequest: Megatron's GPT has another structure than the model, or as many weights by no setting.
     """
     facts = facts_of(plan, form)
-    odd = _odd(facts)
-    if odd:
-        raise refuse(plan, form, f"of {facts.name}, which has {odd},", "emit it as accelerate or torchrun")
+    lack = _find_lack_of_gpt(facts)
+    if lack:
+        raise refuse(plan, form, f"of {facts.name}, which has {lack},", "emit it as accelerate or torchrun")
     biased = facts.mlp_bias and facts.attn_out_bias and facts.qkv_bias
     fields: Fields = {
         "num_layers": facts.num_layers,
@@ -180,7 +179,7 @@ def model_fields(plan: Plan, form: str) -> Fields:
 
 
 def _weights(facts: ModelFacts, biased: bool) -> int:
-    """The weights of Megatron's GPT of these sizes: its embedding, attention, MLPs and norms, summed."""
+    """Return the weights of Megatron's GPT of these sizes: its embedding, attention, MLPs and norms, summed."""
     hidden, heads, norm = facts.hidden_size, facts.num_heads, 1 if facts.norm == "rmsnorm" else 2
     gates = 3 if facts.gated_mlp else 2
     if facts.mla is not None:
@@ -195,10 +194,10 @@ def _weights(facts: ModelFacts, biased: bool) -> int:
     dense = gates * hidden * facts.intermediate_size + ((gates - 1) * facts.intermediate_size + hidden) * biased
     sparse = 0
     if facts.num_experts:
-        routed = _experts(facts)
-        widths = facts.num_experts * int(str(routed["moe_ffn_hidden_size"]))
-        widths += int(str(routed.get("moe_shared_expert_intermediate_size", 0)))
-        sparse = gates * hidden * widths + hidden * (facts.num_experts + facts.shared_expert_gate)
+        routed, shared = _expert_widths(facts)
+        sparse = gates * hidden * (facts.num_experts * routed + shared) + hidden * (
+            facts.num_experts + facts.shared_expert_gate
+        )
     plain = facts.first_k_dense if facts.num_experts else facts.num_layers
     blocks = facts.num_layers * (attention + 2 * hidden * norm) + plain * dense + (facts.num_layers - plain) * sparse
     tables = facts.vocab_size * (1 if facts.tie_word_embeddings else 2)
@@ -206,9 +205,9 @@ def _weights(facts: ModelFacts, biased: bool) -> int:
     return blocks + hidden * (tables + norm)
 
 
-def _odd(facts: ModelFacts) -> str:
-    """What of a model Megatron's GPT does not have; empty when it has all."""
-    found = {
+def _find_lack_of_gpt(facts: ModelFacts) -> str | None:
+    """Return what of a model Megatron's GPT does not have; None where it has all."""
+    lacks = {
         "a parallel residual": facts.parallel_residual,
         f"{facts.position_type} positions": facts.position_type not in ("rope", "learned"),
         "an offset in its positions": bool(facts.position_offset),
@@ -224,7 +223,7 @@ def _odd(facts: ModelFacts) -> str:
         "a bias in its head": facts.lm_head_bias,
         "biases in some products": facts.mlp_bias != facts.attn_out_bias,
     }
-    return next((what for what, there in found.items() if there), "")
+    return next((what for what, there in lacks.items() if there), None)
 
 
 def _known_activation(facts: ModelFacts) -> bool:
@@ -251,9 +250,14 @@ def _mla(facts: ModelFacts) -> Fields:
     }
 
 
-def _experts(facts: ModelFacts) -> Fields:
+def _expert_widths(facts: ModelFacts) -> tuple[int, int]:
+    """Return the feed-forward widths of one routed expert, and of all shared ones together."""
     width = facts.moe_intermediate_size or facts.intermediate_size
-    shared = facts.shared_expert_intermediate_size or facts.num_shared_experts * width
+    return width, facts.shared_expert_intermediate_size or facts.num_shared_experts * width
+
+
+def _experts(facts: ModelFacts) -> Fields:
+    width, shared = _expert_widths(facts)
     fields: Fields = {
         "num_moe_experts": facts.num_experts,
         "moe_router_topk": facts.experts_per_token,
@@ -273,7 +277,7 @@ def _experts(facts: ModelFacts) -> Fields:
 
 
 def parallel_fields(plan: Plan, form: str) -> Fields:
-    """The degrees and what shards; what is 1 or off is left to Megatron's default.
+    """Return the degrees and what shards; what is 1 or off is left to Megatron's default.
 
     Raises:
         ContradictoryRequest: Megatron cannot combine them.
@@ -297,7 +301,7 @@ def parallel_fields(plan: Plan, form: str) -> Fields:
 
 
 def _stages(plan: Plan, form: str, layers: int) -> Fields:
-    """How layers are cut into stages: evenly, with embedding and head counted as layers, or with smaller ends."""
+    """Return how layers are cut into stages: evenly, embedding and head counted as layers, or with smaller ends."""
     configuration = plan.configuration
     pp, virtual = configuration.pp, configuration.virtual_stages
     if pp == 1:
@@ -345,7 +349,7 @@ def _precision(plan: Plan, form: str) -> Fields:
     if precision == "fp4":
         return {"bf16": True, "fp4": "e2m1", "fp4_recipe": "nvfp4"}
     if precision == "fp8":
-        recipe = workload_word(plan, "fp8_recipe") or "tensorwise"
+        recipe = plan.workload.get("fp8_recipe") or "tensorwise"
         if recipe not in _FP8_RECIPES:
             choices = " or ".join(_FP8_RECIPES)
             raise refuse(plan, form, f"with fp8 recipe {recipe}", f"plan with --fp8-recipe {choices}")
@@ -362,7 +366,7 @@ def _recompute(plan: Plan) -> Fields:
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     fields: Fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if configuration.checkpoint_every > 1:
-        layers = int(str(plan.model.get("num_layers", 1)))
+        layers = plan.model.get("num_layers", 1)
         in_chunk = -(-layers // (configuration.pp * configuration.virtual_stages))
         fields |= {"recompute_method": "block", "recompute_num_layers": -(-in_chunk // configuration.checkpoint_every)}
     return fields
@@ -370,7 +374,7 @@ def _recompute(plan: Plan) -> Fields:
 
 def _fused_loss(plan: Plan) -> Fields:
     """Megatron's fusion still makes logits; Transformer Engine's is refused by Megatron-LM as unstable."""
-    if workload_word(plan, "loss") != "fused":
+    if plan.workload.get("loss") != "fused":
         return {}
     return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
 
@@ -556,7 +560,7 @@ def _python_fields(plan: Plan, form: str) -> tuple[Fields, Fields]:
     tp = plan.configuration.tp
     # Megatron-Core pads to multiples of this times tp.
     everything["make_vocab_size_divisible_by"] = 1
-    everything["vocab_size"] = _padded(int(str(everything["vocab_size"])), tp)
+    everything["vocab_size"] = _pad(facts_of(plan, form).vocab_size, tp)
     if plan.configuration.pp > 1:
         everything["pipeline_dtype"] = _Name("torch." + _DTYPES.get(plan.configuration.precision, "bfloat16"))
     return everything, ddp

@@ -22,11 +22,10 @@ from typing import Any, cast
 
 from hardware_db.measured_rows import SHIPPED, read_rows, write_rows
 from hardware_db.probe import probe
-from hardware_db.spawn import RankError, RankPool
 from hardware_db.units import MIB
 from planner.errors import DsplanError
 from planner.models.facts import ModelFacts
-from planner.search.estimate import estimate, price, timed
+from planner.search.estimate import estimate, price, time_step
 from planner.search.request import Request
 from planner.types.plan import Configuration
 from planner.types.plan_io import plan_to_dict
@@ -38,6 +37,7 @@ from scripts.measure.term_rows import Scored, TermRun, key_of
 from scripts.measure.term_rows import question as asked
 from scripts.measure.term_rows import scored as scored_by
 from scripts.measure.trace_terms import case_of
+from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import WHOLE, Degrees, traced_facts
 
@@ -339,7 +339,7 @@ def with_prediction(run: CompositionRun) -> CompositionRun:
 
 def predicted_seconds(run: CompositionRun) -> float:
     """Return what the planner expects a step to take on the run's processor, whose speed nobody has measured."""
-    return timed(price(*question(run))).step_seconds
+    return time_step(price(*question(run))).step_seconds
 
 
 def measure_all(cases: Sequence[CompositionRun], *, again: bool, deadline: float) -> None:

@@ -19,10 +19,16 @@ from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.rates import rates_from_measurements
 from planner.cluster.resolve import probed_cluster
-from planner.cost.combinations import compresses, refusal
-from planner.search.recall import recalled
+from planner.cost.combinations import compresses, why_refused
+from planner.search.recall import recall
 from planner.search.request import Degrees, Request, WorkOptions, make_request
-from planner.search.space import configuration_of, enumerate_candidates, inapplicable, micro_batches, unfit_degrees
+from planner.search.space import (
+    configuration_of,
+    enumerate_candidates,
+    micro_batches,
+    why_inapplicable,
+    why_unfit_degrees,
+)
 from planner.types.plan import Configuration, Plan
 from strategies.autoplan.fallback import best_plan
 from strategies.autoplan.rates import machine_rates
@@ -74,7 +80,7 @@ def live_request(
     if (strategy or asked.backend or request.degrees) and not any(True for _ in enumerate_candidates(request)):
         if chooses_anew:
             return with_measured_rates(replace(request, strategies=None, degrees=None), measured)
-        if request.degrees and (why := unfit_degrees(request)):
+        if request.degrees and (why := why_unfit_degrees(request)):
             raise CannotRun(f"parallel ({request.degrees}): {why}")
         word, value = ("strategy", strategy) if strategy else ("backend", asked.backend)
         if strategy and _refuses_compression(request, strategy):
@@ -82,7 +88,7 @@ def live_request(
                 f"config: strategy {strategy!r} cannot compress gradients to {request.gradient_compression} as it runs"
                 " here; drop communication.compression, or choose ddp, or ZeRO with backend 'native'"
             )
-        reason = (strategy and inapplicable(request, strategy)) or "needs several ranks, or a GPU to offload from"
+        reason = (strategy and why_inapplicable(request, strategy)) or "needs several ranks, or a GPU to offload from"
         remedy = (
             "choose fsdp" if strategy == "hsdp" and request.cluster.gpus > 1 else "start more ranks with `dsplan run`"
         )
@@ -101,7 +107,7 @@ def _require_whole(request: Request) -> None:
     first = next(layouts)
     if first.splits_model and all(layout.splits_model for layout in layouts):
         micro_batch = micro_batches(request, first)[0]
-        raise CannotRun(refusal(replace(configuration_of(request, first, micro_batch), backend="deepspeed")))
+        raise CannotRun(why_refused(replace(configuration_of(request, first, micro_batch), backend="deepspeed")))
 
 
 def _micro_batch(asked: PlanningOptions, environment: Environment, global_batch: int) -> int | None:
@@ -175,7 +181,7 @@ def steps_by_train_batch(script: Path) -> bool:
 
 def _refuses_compression(request: Request, strategy: words.Strategy) -> bool:
     backend = words.default_backend(strategy, zero=request.zero_backend)
-    return not inapplicable(request, strategy) and not compresses(strategy, backend, request.gradient_compression)
+    return not why_inapplicable(request, strategy) and not compresses(strategy, backend, request.gradient_compression)
 
 
 def with_measured_rates(request: Request, measured: Sequence[RateMeasurement]) -> Request:
@@ -183,7 +189,7 @@ def with_measured_rates(request: Request, measured: Sequence[RateMeasurement]) -
     earlier runs taught.
     """
     rates = rates_from_measurements(measured, ranks=request.cluster.gpus, precision=request.workload.precision)
-    return recalled(replace(request, cluster=replace(request.cluster, rates=rates)))
+    return recall(replace(request, cluster=replace(request.cluster, rates=rates)))
 
 
 def _request(
@@ -199,18 +205,21 @@ def _request(
         seq_len=length,
         global_batch=config.global_batch_size(_readers(asked, environment)) if batch is None else batch,
         precision=config.precision or (like.precision if like else None),
-        optimizer=like.optimizer if like and not has_optimizer else limits.optimizer(asked.optimizer, config.optimizer),
+        optimizer=like.optimizer
+        if like and not has_optimizer
+        else limits.name_optimizer(asked.optimizer, config.optimizer),
         loss=asked.loss,
         attention=_ATTENTION_NAMES.get(getattr(getattr(model, "config", None), "_attn_implementation", ""), "sdpa"),
     )
-    cluster = limits.with_disk(probed_cluster(probe(), ranks=environment.world_size), asked.config.zero)
+    cluster = limits.add_disk(probed_cluster(probe(), ranks=environment.world_size), asked.config.zero)
     candidates = _candidates(strategy, asked.backend)
     zero = _zero_backend(asked.backend)
     request = make_request(facts, cluster, options, strategies=candidates, zero_backend=zero)
     request = replace(request, degrees=_degrees(asked, environment))
     request = replace(request, splits=_splits(request, asked, like, environment))
-    request = replace(request, **limits.offload(asked.config.zero, strategy, request.zero_backend))
-    request = replace(request, **limits.travel(asked.config), **limits.activations(asked.config, model))
+    request = replace(request, **limits.limit_offload(asked.config.zero, strategy, request.zero_backend))
+    request = replace(request, gradient_compression=asked.config.communication.compression)
+    request = replace(request, **limits.limit_activations(asked.config.activations, model))
     return traced_request(request, model, example)
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.errors import CannotRun
 from strategies.parallel.model import Arguments
 from strategies.parallel.pipeline import Pipeline
 from strategies.run_directory.heartbeat import beat
+from strategies.torch_compat.tensors import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from strategies.engine.base import AccumulatingEngine, Engine
@@ -189,15 +189,13 @@ def _train_stages(engine: Any, micro_batches: list[Any], loss: Loss | None) -> t
     pipeline = _pipeline_of(engine, loss)
     arguments = _arguments(micro_batches)
     for given in arguments:
-        for observer in engine.observers:
-            observer.forward_starts(engine.module, given)
+        engine.telemetry.forward_starts(engine.module, given)
     # One meeting of all ranks: within it every stage has passes in an order of its own.
     with engine.meeting("train_batch"):
         losses = pipeline.run(arguments, _Passes(engine), trains=True)
         engine.complete_gradients()
     mean = _mean_over_ranks(engine, losses)
-    for observer in engine.observers:
-        observer.loss_is(mean)
+    engine.telemetry.loss_is(mean)
     engine.passed(len(micro_batches) - 1)
     engine.step()
     return mean

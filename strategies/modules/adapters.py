@@ -21,15 +21,14 @@ import torch
 from torch import nn
 
 from planner import vocabulary as words
-from planner.cost.combinations import Adapted, refusal
+from planner.cost.combinations import Adapted, why_refused
+from planner.models.counting.adapters import LORA_RANK, LORA_TARGETS
 from planner.types.plan import Configuration, WorkloadSection
 from strategies.config import ScriptConfig
 from strategies.errors import BackendMissing, CannotRun
 from strategies.parallel.blocks import quantised_weights, repeated_blocks
 from strategies.variables import METHOD
 
-DEFAULT_RANK = 8
-"""PEFT's and the planner's."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ATTENTION = ("attn", "attention")
 """What the path of a linear layer of attention has in one of its parts, in transformers and in most other blocks."""
@@ -52,11 +51,11 @@ class TrainingMethod:
 
     method: words.Method = "full"
     """`full`, or adapters of a kind."""
-    rank: int = DEFAULT_RANK
+    rank: int = LORA_RANK
     """Of the adapters."""
     alpha: float | None = None
     """An adapter's output counts alpha / rank times; None: alpha is twice the rank."""
-    targets: str = "all-linear"
+    targets: str = LORA_TARGETS
     """What adapters are put beside: `all-linear`, `attention`, names with commas, or a regular expression."""
     dropout: float = 0.0
     """Share of an adapter's inputs that is dropped in training."""
@@ -80,7 +79,7 @@ class TrainingMethod:
         return {"method": self.method, "lora_rank": self.rank, "lora_targets": self.targets}
 
 
-def asked_method(script: ScriptConfig, planned: WorkloadSection, precision: str | None) -> TrainingMethod:
+def read_method(script: ScriptConfig, planned: WorkloadSection, precision: str | None) -> TrainingMethod:
     """What `dsplan run`, the config, or else the workload of the plan (empty where none is made yet) asks for.
 
     Raises:
@@ -89,8 +88,8 @@ def asked_method(script: ScriptConfig, planned: WorkloadSection, precision: str 
     asked, section = json.loads(os.environ.get(METHOD) or "{}"), script.lora
     of_plan = TrainingMethod(
         method=planned.get("method", "full"),
-        rank=planned.get("lora_rank") or DEFAULT_RANK,
-        targets=planned.get("lora_targets") or "all-linear",
+        rank=planned.get("lora_rank") or LORA_RANK,
+        targets=planned.get("lora_targets") or LORA_TARGETS,
         train_only=planned.get("train_only", ""),
         load_dtype=planned.get("load_dtype"),
         precision=script.precision or precision,
@@ -111,7 +110,7 @@ def asked_method(script: ScriptConfig, planned: WorkloadSection, precision: str 
     return replace(
         of_plan,
         method=section.method,
-        rank=section.rank,
+        rank=section.rank or LORA_RANK,
         alpha=section.alpha,
         targets=section.targets,
         dropout=section.dropout,
@@ -172,11 +171,11 @@ def require_trainable(model: nn.Module, configuration: Configuration) -> None:
     has_magnitudes = any(len(getattr(module, "lora_magnitude_vector", ())) for module in model.modules())
     method: words.Method = "dora" if has_magnitudes else "lora"
     adapted = Adapted(method=method, load_dtype="nf4" if quantised_weights(model) else None)
-    if why := refusal(configuration, adapted):
+    if why := why_refused(configuration, adapted):
         raise CannotRun(f"the plan: {why}")
 
 
-def still_trained(given: Iterable[Any], model: nn.Module) -> list[Any] | None:
+def select_trained(given: Iterable[Any], model: nn.Module) -> list[Any] | None:
     """What an optimizer is to train after adapters were put beside weights that the script named before; None: all that
     is trained.
 

@@ -53,6 +53,7 @@ from strategies.parallel.styles import (
 )
 from strategies.parallel.trial import Trial, is_fake
 from strategies.parallel.units import Choice, Styles
+from strategies.torch_compat.tensors import own_parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -400,7 +401,8 @@ def _ends(inner: nn.Module, blocks: Sequence[nn.Module], named: set[nn.Module] |
     is_tied = table is not None and head is not None and head.weight is table.weight
     if named is not None and not (is_tied and named & {table, head}):
         table, head = (table if table in named else None), (head if head in named else None)
-    shared = sum(1 for m in inner.modules() for p in m._parameters.values() if table is not None and p is table.weight)
+    weights = [weight for module in inner.modules() for weight in own_parameters(module).values()]
+    shared = sum(1 for weight in weights if table is not None and weight is table.weight)
     if table is not None and shared != 1 + is_tied:
         return None, None  # something else computes with the same weight
     return table, head
@@ -414,7 +416,7 @@ def _multiplies_with_head(inner: Any) -> bool:
 
 
 def _weight_in(module: Any) -> Any:
-    return module._parameters.get("weight")
+    return own_parameters(module).get("weight")
 
 
 def _has_causal_loss(inner: Any) -> bool:

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
 from strategies.parallel.capture import arguments_of
 from strategies.parallel.ranks import TensorRanks, all_reduce
 from strategies.parallel.styles import Applied, RegionEnd, RegionStart
 from strategies.parallel.units import Choice
 from strategies.parallel.whole import sum_over_copies
+from strategies.torch_compat.dispatch import FakeTensor
+from strategies.torch_compat.tensors import tree_map
 
 _log = logging.getLogger(__name__)
 _TOLERANCE = 1e-3
