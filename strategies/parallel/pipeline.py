@@ -54,9 +54,6 @@ Order = dict[int, list[Action]]
 """The actions of every rank of the pipeline."""
 
 
-# Orders of work.
-
-
 def order_of(schedule: Schedule, *, ranks: int, virtual_stages: int, micro_batches: int) -> Order:
     """In which order the ranks of a pipeline work, without messages.
 

@@ -15,9 +15,6 @@ from strategies.tracing.cache.cache import TraceCache, trace_versions
 from strategies.tracing.cache.reading import Answer, Question, Reading, Sizes, from_document, question_of, to_document
 from strategies.tracing.cache.source import ModelSource
 
-# A reading at sizes that were never traced, from traces at others.
-
-
 AGREEMENT = 0.005
 """Share of a phase by which extrapolated and direct closed forms, or traces, may differ."""
 FEWEST_SAMPLES = 2

@@ -27,8 +27,6 @@ from strategies.tracing.cache.cache import trace_versions
 from strategies.tracing.cache.reading import Reading, Refusal, Sizes
 from strategies.tracing.cache.source import ModelSource
 
-# The step that the tracer runs for a configuration, and the parts it leaves out.
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coverage:

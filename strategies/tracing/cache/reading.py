@@ -76,9 +76,6 @@ def from_document(document: Mapping[str, Any]) -> Answer:
     return Reading(sizes=sizes, phases=phases)
 
 
-# The cache key of a trace: everything that its result depends on, and nothing else.
-
-
 # They follow from the rest, or are the sizes themselves, or say no more than whether gradients wait (see below); what
 # offloads or travels is not traced.
 _LEFT_OUT = frozenset(

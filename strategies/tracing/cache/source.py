@@ -22,9 +22,6 @@ from planner.vocabulary import Task
 from strategies.tracing.cache.cache import TraceCache, trace_versions
 from strategies.tracing.factory import Made, facts_of_made, made_by
 
-# The files that a module of one's own is written in, by the hash of their contents.
-
-
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 

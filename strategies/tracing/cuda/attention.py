@@ -156,9 +156,6 @@ def _math(call: Call, mask: torch.Tensor | None) -> torch.Tensor:
     return output
 
 
-# Unpadded: transformers' attention masks as they are made for batches without padding or packing.
-
-
 # Local attention of flash attention, which takes the window as a number and not as a mask.
 
 

@@ -26,9 +26,6 @@ from planner.cost.memory.activations.form import (
 )
 from strategies.tracing.forms.timeline import Storage, Timeline
 
-# Prune the moments of a part to those that are the largest for some model.
-
-
 _TOLERANCE = 0.002
 """A moment is left out where another is within this share of it."""
 _WEIGHTS = ((2.0, 0.0), (4.0, 1.0), (0.0, 0.0), (6.0, 0.0))

@@ -20,9 +20,6 @@ from strategies.parallel.blocks import repeated_blocks
 from strategies.torch_compat.dispatch import FakeTensor
 from strategies.torch_compat.tensors import tree_flatten, tree_unflatten, version_of
 
-# Tensors saved for backward wait in host memory.
-
-
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 _LAST: dict[torch.device, weakref.ref[Parked]] = {}
 

@@ -19,9 +19,6 @@ from planner.vocabulary import Loss, Optimizer
 from strategies.torch_compat.autograd import partition_as_compiled
 from strategies.tracing.step.refusal import TraceFailed
 
-# Losses without whole logits.
-
-
 LOSS_CHUNKS = 8
 """torchtitan's and torchtune's default."""
 

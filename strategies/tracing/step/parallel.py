@@ -22,7 +22,6 @@ from strategies.tracing.step.storages import Storages
 from strategies.tracing.storage_tracker import plain_parts
 
 # The dtypes that a plan's precision means for weights, for computing, and for autocast: docs/explanation/strategies.md,
-# "What a precision means".
 
 _SIXTEEN_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
 

@@ -25,8 +25,6 @@ from strategies.torch_compat.dispatch import (
 )
 from strategies.tracing.step.storages import Storages
 
-# Refusals of a trace.
-
 
 class TraceFailed(DsplanError):
     """A step that could not be run on fake tensors; the message is one line.

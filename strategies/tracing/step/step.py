@@ -53,8 +53,6 @@ from strategies.tracing.step.split import (
 )
 from strategies.tracing.step.storages import Category, Storages
 
-# A copy of a module whose weights are fake.
-
 
 def fake_copy(
     module: nn.Module, blocks: Sequence[nn.Module], mode: FakeTensorMode, dtype: torch.dtype | None

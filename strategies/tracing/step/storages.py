@@ -18,9 +18,6 @@ from strategies.torch_compat.distributed import functional_collectives
 from strategies.torch_compat.tensors import storage_number
 from strategies.tracing.storage_tracker import plain_parts, resizes_reported
 
-# Memoized results of fake operations; torch's fake kernels take most of a trace's time.
-
-
 _aten = torch.ops.aten
 # Their schemas do not say that they return a view, or the result holds a number that code may read.
 _EXCEPTIONS = frozenset({_aten._unsafe_view.default, _aten.lift_fresh_copy.default})
