@@ -103,6 +103,7 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def main() -> int:
+    """Time calls with hooks and without, and print both."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9, help="pairs of interpreters")
     parser.add_argument("--blocks", type=int, default=60, help="pairs of blocks of steps")

@@ -47,11 +47,13 @@ class Run:
 
 
 def pruned(request: Request) -> dict[str, Timed]:
+    """Return the best plan of each group as the search finds it."""
     found = {name: best(group, request.objective) for name, group in group_candidates(request).items()}
     return {name: item for name, item in found.items() if item is not None}
 
 
 def exhaustive(request: Request) -> dict[str, Timed]:
+    """Return the best plan of each group among all, each of them priced."""
     return best_by_group(device_counts(request))
 
 
@@ -80,11 +82,13 @@ def ask(way: str, number: int) -> Run:
 
 
 def ask_elsewhere(way: str, number: int) -> Run:
+    """Return what a search takes in a process of its own."""
     command = [sys.executable, __file__, "--ask", way, str(number)]
     return Run(**json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
 
 def main() -> int:
+    """Print what both searches take, and whether they agree."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ask", nargs=2, help=argparse.SUPPRESS)

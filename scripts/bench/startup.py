@@ -34,7 +34,7 @@ REFERENCE = "accelerate estimate-memory --help"
 
 
 def base_environment(directory: Path) -> Path:
-    """An interpreter that has dsplan and its base dependencies only."""
+    """Make an interpreter that has dsplan and its base dependencies only."""
     source = directory / "source"
     # A build leaves its own directories beside the sources, so it works on a copy.
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "tests", "build", "*.egg-info", "__pycache__"))
@@ -66,6 +66,7 @@ def measure(python: Path, rounds: int, directory: Path) -> dict[str, list[float]
 
 
 def main() -> None:
+    """Print the seconds that commands take to start."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--python", type=Path, help="interpreter with dsplan's base dependencies")
     parser.add_argument("--rounds", type=int, default=15)

@@ -41,6 +41,7 @@ _WARM_UP = 10
 
 
 def main() -> None:
+    """Measure supervision's share of a step and print it."""
     arguments = _arguments()
     if "RANK" in os.environ:
         _train(arguments)
@@ -110,7 +111,7 @@ class Measurement:
         self._parts = Parts(engine)
 
     def run(self, step: Callable[[], None]) -> dict[str, Any]:
-        """The figures of all pairs of blocks."""
+        """Return the figures of all pairs of blocks."""
         steps = self._same_on_all_ranks(max(5, round(self._arguments.seconds / self._block(step, 20))))
         pairs, processor = [], []
         for turn in range(self._arguments.turns):
@@ -174,9 +175,11 @@ class Gate(threading.Event):
         self._open.set()
 
     def turn(self, on: bool) -> None:
+        """Let waiting threads go on, or hold them back."""
         (self._open.set if on else self._open.clear)()
 
     def wait(self, timeout: float | None = None) -> bool:
+        """Wait as an event does, and then while the gate is shut."""
         ended = super().wait(timeout)
         self._open.wait()
         return ended
@@ -203,6 +206,7 @@ class Switch:
         return self._gates[-1]
 
     def turn(self, on: bool) -> None:
+        """Switch supervision on or off."""
         self._engine.observers[:] = self._observers if on else []
         for gate in self._gates:
             gate.turn(on)
@@ -213,7 +217,7 @@ class Switch:
 
 @cache
 def launcher_processes() -> list[psutil.Process]:
-    """The agent that started this rank, and `dsplan run` above it."""
+    """Return the agent that started this rank, and `dsplan run` above it."""
     parents = psutil.Process().parents()
     return [process for process in parents[:2] if "dsplan" in " ".join(process.cmdline())]
 
@@ -242,7 +246,7 @@ class Parts:
 
     @contextmanager
     def counted(self, steps: int) -> Iterator[None]:
-        """A block of `steps` steps with everything on."""
+        """Count what a block of `steps` steps uses with everything on."""
         before, began = _processor_seconds(), time.perf_counter()
         yield
         self._wall += time.perf_counter() - began
@@ -295,7 +299,7 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> str:
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """The middle 95 % of medians of resamplings."""
+    """Return the middle 95 % of medians of resamplings."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
     return medians[50], medians[1949]

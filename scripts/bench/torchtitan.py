@@ -41,6 +41,7 @@ Side = Callable[[int], torch.Tensor]
 
 
 def main() -> None:
+    """Print torchtitan's steps beside dsplan's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
@@ -100,7 +101,7 @@ def _answer_for_a_cpu() -> None:
 
 
 def _description(hidden: int, layers: int) -> Any:
-    """torchtitan's configuration of a small LLaMA with its own SDPA attention."""
+    """Return the configuration of a small LLaMA of torchtitan with its own SDPA attention."""
     llama: Any = import_module("torchtitan.models.llama3")
     attention: Any = import_module("torchtitan.models.common.attention")
     llama.get_attention_config = lambda _: attention.ScaledDotProductAttention.Config()
@@ -197,7 +198,7 @@ def _settings(hidden: int, layers: int) -> Any:
 
 
 def _loader(module: Any, base: str) -> Any:
-    """A loader or tokenizer without files, of torchtitan's base class: batches come from `_batch`."""
+    """Make a loader or tokenizer without files, of torchtitan's base class: batches come from `_batch`."""
     parent: Any = getattr(module, base)
 
     class Empty(parent):  # type: ignore[misc]

@@ -34,7 +34,7 @@ START_SECONDS = 120
 
 @contextmanager
 def server(cores: int) -> Iterator[str]:
-    """The address of `dsplan ui` on this many cores."""
+    """Start `dsplan ui` on this many cores and give its address."""
     held = sorted(os.sched_getaffinity(0))[:cores]
     command = [sys.executable, "-m", "dsplan", "ui", "--workers", str(cores)]
     process = subprocess.Popen(
@@ -57,7 +57,7 @@ def server(cores: int) -> Iterator[str]:
 
 
 def processor_seconds(name: str) -> float:
-    """What the processes that this one started have used, those whose command has `name` in it."""
+    """Return what the processes that this one started have used, those whose command has `name` in it."""
     used = 0.0
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -71,8 +71,10 @@ SERVER, BROWSER = "dsplan", "chrom"
 
 
 def in_browser(url: str, rounds: int) -> tuple[list[float], dict[str, float]]:
-    """Seconds from a changed number of GPUs until the page shows the new answer, and the processors' seconds for one,
-    of the server and of the browser."""
+    """Measure seconds from a changed number of GPUs to the new answer, and the processors' seconds for one.
+
+    These are of the server and of the browser.
+    """
     from playwright.sync_api import sync_playwright
 
     taken = []
@@ -135,6 +137,7 @@ def _answered(url: str, opened: int, question: str) -> float:
 
 
 def said(name: str, seconds: Sequence[float]) -> str:
+    """Return a line with the median and the range of some seconds."""
     ordered = sorted(seconds)
     p95 = ordered[min(len(ordered) - 1, round(0.95 * len(ordered)))]
     middle = statistics.median(ordered)
@@ -142,6 +145,7 @@ def said(name: str, seconds: Sequence[float]) -> str:
 
 
 def main() -> None:
+    """Print how fast the page answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--users", type=int, default=8)

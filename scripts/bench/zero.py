@@ -41,6 +41,7 @@ _ENOUGH_BYTES = 10 * GIB
 
 
 def main() -> None:
+    """Time the engines in turns and write their rows."""
     arguments = _arguments()
     if arguments.device == "cuda":
         from scripts.bench import zero_cuda
@@ -86,6 +87,7 @@ class Pools:
         self._pools = {kind: RankPool(ranks, timeout_seconds=600, variables=variables) for kind in (False, True)}
 
     def run(self, backend: str, function: Any, *arguments: Any) -> list[Any]:
+        """Run a function on the ranks of a backend."""
         return self._pools[backend == "deepspeed"].run(function, *arguments)
 
     def renew(self) -> None:
@@ -101,7 +103,7 @@ class Pools:
 
 
 def subject_of(setting: Setting, strategy: str, backend: str) -> Subject:
-    """The run that an engine is given for a setting."""
+    """Return the run that an engine is given for a setting."""
     case = Case(
         model=setting.model,
         config=SIZES[setting.model],
@@ -120,7 +122,7 @@ def subject_of(setting: Setting, strategy: str, backend: str) -> Subject:
 def _times(
     pools: Pools, settings: Sequence[Setting], engines: Sequence[Engine], arguments: argparse.Namespace
 ) -> Iterator[list[Row]]:
-    """The rows of a setting after each of its turns; the first turn is taken whatever time there is."""
+    """Yield the rows of a setting after each of its turns; the first turn is taken whatever time there is."""
     timed: dict[tuple[Setting, Engine], list[TimedStep]] = {}
     longest: dict[Setting, float] = {}
     threads = max(1, usable_cores() // arguments.ranks)

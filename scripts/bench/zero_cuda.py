@@ -93,6 +93,7 @@ class Turns:
 
 
 def main() -> None:
+    """Time the engines on a GPU in turns and write their rows."""
     arguments = _arguments()
     deadline = time.monotonic() + 60 * arguments.minutes
     device = probe().gpus[0].name if arguments.device == "cuda" else "cpu"
@@ -131,7 +132,7 @@ def _pool(device: str) -> RankPool:
 
 
 def turns_of(run: Run, device: str, size: argparse.Namespace) -> Turns:
-    """A run before its first turn; `size` has the model, the micro-batch and the length."""
+    """Prepare a run before its first turn; `size` has the model, the micro-batch and the length."""
     strategy, backend, how = run
     case = Case(
         model=size.model,
@@ -162,7 +163,7 @@ def _take(run: Turns, pool: RankPool, steps: int) -> None:
 
 
 def with_peak(body: Any, subject: Subject, steps: int) -> tuple[tuple[TimedStep, ...], int]:
-    """What a body returns, and the most bytes that its tensors took on the GPU; called in a rank."""
+    """Return what a body returns, and the most bytes that its tensors took on the GPU; called in a rank."""
     gc.collect()
     on_gpu, before = torch.cuda.is_available(), 0
     if on_gpu:
@@ -174,7 +175,7 @@ def with_peak(body: Any, subject: Subject, steps: int) -> tuple[tuple[TimedStep,
 
 
 def train_with_masters(subject: Subject, steps: int, threads: int) -> tuple[TimedStep, ...]:
-    """The plain loop: bf16 weights, fp32 masters that torch's fused AdamW steps, no engine around them."""
+    """Train by the plain loop: bf16 weights, fp32 masters that torch's fused AdamW steps, no engine around them."""
     torch.set_num_threads(threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = subject.plan["plan"]

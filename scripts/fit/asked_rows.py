@@ -58,7 +58,7 @@ AUTOMODEL: Mapping[str, Flags] = DATA["automodel"]
 
 
 def notes_of(row: Row) -> dict[str, str]:
-    """The notes of a row by key."""
+    """Return the notes of a row by key."""
     return dict(part.split("=", 1) for part in row["notes"].split("; ") if "=" in part)
 
 
@@ -72,7 +72,7 @@ def code_of(source: str, gpu: str) -> str:
 
 
 def gpt2(row: Row, *, dropout: float) -> dict[str, Any]:
-    """A model with learned positions, LayerNorm, GELU and tied embeddings, as a config of transformers."""
+    """Return a model with learned positions, LayerNorm, GELU and tied embeddings, as a config of transformers."""
     return {
         "model_type": "gpt2",
         "n_embd": int(row["hidden"]),
@@ -89,7 +89,7 @@ def gpt2(row: Row, *, dropout: float) -> dict[str, Any]:
 
 
 def llama(row: Row) -> dict[str, Any]:
-    """A model with rotary positions, RMSNorm and a gated MLP, as a config of transformers."""
+    """Return a model with rotary positions, RMSNorm and a gated MLP, as a config of transformers."""
     return {
         "model_type": "llama",
         "hidden_size": int(row["hidden"]),
@@ -103,7 +103,7 @@ def llama(row: Row) -> dict[str, Any]:
 
 
 def starcoder2(row: Row) -> dict[str, Any]:
-    """A model with rotary positions, LayerNorm and a plain MLP (Nemotron), as a config of transformers."""
+    """Return a model with rotary positions, LayerNorm and a plain MLP (Nemotron), as a config of transformers."""
     return llama(row) | {"model_type": "starcoder2", "use_bias": False, "residual_dropout": 0.0}
 
 
@@ -130,7 +130,7 @@ def from_memory(row: Row) -> tuple[str, dict[str, Any], dict[str, Any], Flags]:
 
 
 def plan_flags(row: Row) -> Flags:
-    """The flags of a row in the words of a plan."""
+    """Return the flags of a row in the words of a plan."""
     if row["strategy"] != "hsdp" and row["dp_replicate"] != "1" and row["strategy"] not in ("ddp", "single"):
         raise NotAskable("ZeRO groups smaller than the data-parallel ranks, which no flag says")
     flags: Flags = {
@@ -153,7 +153,7 @@ def plan_flags(row: Row) -> Flags:
 
 
 def cluster_of(row: Row) -> dict[str, Any]:
-    """A cluster file: of a row of either earlier file."""
+    """Return the cluster file of a row of either earlier file."""
     gpus, per_node = int(row["gpus"]), int(row["gpus_per_node"])
     device = row["device"]
     if row.get("capacity_gib") == "95.0" or row.get("power_watts") == "500":
@@ -173,7 +173,7 @@ def cluster_of(row: Row) -> dict[str, Any]:
 
 
 def from_training(row: Row) -> tuple[str, dict[str, Any], dict[str, Any], Flags]:
-    """The same of a row of published_training.csv."""
+    """Return the same of a row of published_training.csv."""
     if row["position"] == "learned":
         config = gpt2(row, dropout=dropout_of(row["source"]))
     else:
@@ -232,7 +232,7 @@ machine's other GPUs were idle, and times and memory of 1xA10G and 4xA10G are th
 
 
 def model_of(row: Row, notes: Row) -> tuple[str, dict[str, Any]]:
-    """A catalogue name, or a name and a config."""
+    """Return a catalogue name, or a name and a config."""
     name = row["model_name"]
     stem = name.removesuffix("-lora").removesuffix("-sft").removesuffix("-2-node").removesuffix("-sft")
     if stem in DATA["models"]:
@@ -263,7 +263,7 @@ def source_is_tiny(row: Row) -> bool:
 
 
 def number(text: str | None) -> int:
-    """A degree in the notes; 1 where none is given."""
+    """Return a degree in the notes; 1 where none is given."""
     return int(text) if text and text.isdigit() else 1
 
 
@@ -397,7 +397,7 @@ def precision(row: Row, notes: Row, assumed: list[str]) -> Flags:
 
 
 def adapters(row: Row, notes: Row) -> Flags:
-    """What is trained: all, or adapters of some rank over weights of some width."""
+    """Return what is trained: all, or adapters of some rank over weights of some width."""
     peft, source = notes.get("peft", ""), row["source_id"]
     if not peft:
         if source.startswith("torchtune"):
@@ -447,7 +447,7 @@ QUERIES_AND_VALUES = r".*\.(q_proj|v_proj|query_key_value|Wqkv|qkv_proj)"
 
 
 def cluster_of_collection(row: Row, device: str) -> dict[str, Any]:
-    """A cluster file of a row of the collection."""
+    """Return a cluster file of a row of the collection."""
     gpus, per_node = int(row["n_gpus"]), int(row["gpus_per_node"] or 0)
     if not per_node:
         per_node = 72 if device.startswith("GB") and gpus % 72 == 0 else 64 if device.startswith("GB") else 8
@@ -468,7 +468,7 @@ def cluster_of_collection(row: Row, device: str) -> dict[str, Any]:
 
 
 def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
-    """A row of published_asked.csv for each row of the collection."""
+    """Yield a row of published_asked.csv for each row of the collection."""
     memory, training, reasons = read("published_memory"), _by_place(rows), _reasons()
     memories = {row["case"]: row for row in memory}
     for place, row in enumerate(rows):
@@ -526,8 +526,11 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
 
 
 def _kind(row: Row, known: Row | None) -> str:
-    """What a row's memory is. torchtune's recipes log the peak of what is allocated (pytorch/torchtune@bd2a0fc7c314
-    torchtune/training/memory.py, peak_memory_active), which its README's second table names."""
+    """Return what a row's memory is.
+
+    torchtune's recipes log the peak of what is allocated (pytorch/torchtune@bd2a0fc7c314 torchtune/training/memory.py,
+    peak_memory_active), which its README's second table names.
+    """
     if row["source_id"].startswith("torchtune"):
         return "allocated"
     return known["memory_kind"] if known is not None else row["mem_kind"]
@@ -552,7 +555,7 @@ def _reasons() -> dict[str, str]:
 
 
 def read(name: str) -> list[dict[str, str]]:
-    """The rows of a measurements file."""
+    """Return the rows of a measurements file."""
     with (MEASUREMENTS / f"{name}.csv").open(newline="", encoding="utf-8") as lines:
         return list(csv.DictReader(lines))
 
@@ -574,6 +577,7 @@ def _by_place(rows: Sequence[Row]) -> dict[int, dict[str, str]]:
 
 
 def main(arguments: Iterable[str]) -> None:
+    """Write published_asked.csv for a collection."""
     (collection,) = arguments
     with open(collection, newline="", encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))

@@ -15,30 +15,35 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def devices() -> str:
+    """Return the compiled devices."""
     from hardware_db.datasheets.compile import compile_devices
 
     return compile_devices()
 
 
 def interconnects() -> str:
+    """Return the compiled links and node types."""
     from hardware_db.datasheets.compile import compile_interconnects
 
     return compile_interconnects()
 
 
 def architectures() -> str:
+    """Return the compiled architectures."""
     from planner.models.compile import compile_architectures
 
     return compile_architectures()
 
 
 def models() -> str:
+    """Return the compiled catalogue of models."""
     from planner.models.compile import compile_catalogue
 
     return compile_catalogue()
 
 
 def code_bases() -> str:
+    """Return the compiled code bases."""
     from planner.cost.code_bases import compile_code_bases
 
     return compile_code_bases()
@@ -60,7 +65,7 @@ def stale() -> dict[Path, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the stale catalogues, or only names them with `--check`."""
+    """Write the stale catalogues, or only name them with `--check`."""
     outdated = stale()
     for path, text in outdated.items():
         print(f"{path.relative_to(ROOT)} {'is stale' if '--check' in arguments else 'written'}")

@@ -19,6 +19,7 @@ _OPTIONS = ("--no-deps", "--generate-hashes", "--no-header", "--no-emit-index-ur
 
 
 def main() -> None:
+    """Write the hashes of the pinned packages."""
     subprocess.run(
         [sys.executable, "-m", "uv", "pip", "compile", *_OPTIONS, str(PINNED), "-o", str(HASHED)],
         check=True,

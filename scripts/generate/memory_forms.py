@@ -51,14 +51,14 @@ def structures(wanted: set[str]) -> dict[str, list[ModelFacts]]:
 
 
 def with_dropouts(facts: ModelFacts) -> Iterator[ModelFacts]:
-    """The model as published, and with dropout switched off in attention or everywhere, as many configs have it."""
+    """Yield the model as published, and without dropout in attention or anywhere, as many configs have it."""
     yield facts
     yield replace(facts, attention_dropout=0.0)
     yield replace(facts, attention_dropout=0.0, hidden_dropout=0.0)
 
 
 def variants(facts: ModelFacts) -> Iterator[Variant]:
-    """What a plan can ask of a model."""
+    """Yield what a plan can ask of a model."""
     for mode in ("fp32", "autocast", "pure"):
         yield Variant(mode=mode, eager=True)
         if facts.model_type in ON_CPU:
@@ -71,7 +71,7 @@ def variants(facts: ModelFacts) -> Iterator[Variant]:
 
 
 def frozen_variants(facts: ModelFacts) -> Iterator[Variant]:
-    """The same for weights that are frozen, and for autocast over those that were loaded in 16 bits."""
+    """Yield the same for weights that are frozen, and for autocast over those that were loaded in 16 bits."""
     for variant in variants(facts):
         yield replace(variant, frozen=True)
         if variant.mode == "autocast":
@@ -79,7 +79,7 @@ def frozen_variants(facts: ModelFacts) -> Iterator[Variant]:
 
 
 def entry(facts: ModelFacts, asked: Callable[[ModelFacts], Iterator[Variant]]) -> tuple[dict[str, Any], list[str]]:
-    """A structure with its forms, and what could not be traced."""
+    """Return a structure with its forms, and what could not be traced."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     traced = facts
@@ -99,6 +99,7 @@ def entry(facts: ModelFacts, asked: Callable[[ModelFacts], Iterator[Variant]]) -
 
 
 def main(arguments: list[str]) -> int:
+    """Write the forms of the model types that are named, or of all."""
     FORMS.mkdir(exist_ok=True)
     frozen = FROZEN in arguments
     chosen = structures({argument for argument in arguments if argument != FROZEN})

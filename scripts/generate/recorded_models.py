@@ -39,7 +39,7 @@ _WITHOUT_ATTENTION = frozenset({"mamba", "mamba2"})
 
 
 def recipe_of(row: dict[str, Any]) -> Recipe:
-    """A row of the YAML file, its figures those of the config and of the module on the meta device."""
+    """Return a row of the YAML file, its figures those of the config and of the module on the meta device."""
     if not row.get("source"):
         raise BrokenFile(SOURCE, f"row {row.get('id')!r} has no source", "cite where its figures come from")
     facts = ModelFacts(
@@ -55,7 +55,7 @@ def recipe_of(row: dict[str, Any]) -> Recipe:
 
 
 def figures_of(recipe: Recipe) -> tuple[ModelFacts, dict[str, int]]:
-    """The facts with all that the config and the module say, and how often each kind of block is there."""
+    """Return the facts with all that the config and the module say, and how often each kind of block is there."""
     module: Any = meta_module(recipe, short=False)
     config = getattr(module.config, "text_config", module.config)
     blocks = list(repeated_blocks(module))
@@ -95,7 +95,7 @@ def variants(facts: ModelFacts) -> Iterator[Variant]:
 
 
 def recorded(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The row of `recorded.json` and the memory forms of one model."""
+    """Return the row of `recorded.json` and the memory forms of one model."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     recipe = recipe_of(row)
@@ -109,6 +109,7 @@ def recorded(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> int:
+    """Record the models that are named, or all."""
     rows = read_yaml(SOURCE, {"models"})["models"]
     kept: dict[str, Any] = {}
     if RECORDED.exists():

@@ -11,6 +11,7 @@ from tests.planner.emit.canaries import CANARIES, FROZEN, frozen_files
 
 
 def main() -> None:
+    """Write the frozen files anew."""
     if FROZEN.exists():
         shutil.rmtree(FROZEN)
     for case, plan in CANARIES.items():

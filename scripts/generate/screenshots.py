@@ -42,7 +42,7 @@ REPORTS = {"report.png": (WIDE, "light", 2300), "report-phone.png": (NARROW, "da
 
 
 def reports(browser: Browser) -> None:
-    """The pages of `dsplan report`."""
+    """Draw the pages of `dsplan report`."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "report.html"
         if run(["report", *REPORT, "--out", str(file)]):
@@ -93,7 +93,7 @@ line-height: {line_height}px; font-variant-east-asian: full-width; }}
 
 
 def terminals() -> None:
-    """What commands show on a terminal."""
+    """Draw what commands show on a terminal."""
     for name, command in COMMANDS.items():
         draw(name, command.split())
     watched()
@@ -131,7 +131,7 @@ def draw(name: str, arguments: list[str], shown: str = "") -> None:
 
 
 def on_a_terminal(arguments: list[str]) -> str:
-    """What `dsplan` writes on a terminal of so many columns, colours and all."""
+    """Return what `dsplan` writes on a terminal of so many columns, colours and all."""
     import fcntl
     import struct
     import termios
@@ -160,6 +160,7 @@ def on_a_terminal(arguments: list[str]) -> str:
 
 
 def main() -> None:
+    """Draw all pictures."""
     wanted = sys.argv[1:] or ["terminal", "pages"]
     FOLDER.mkdir(exist_ok=True)
     if "terminal" in wanted:
@@ -169,7 +170,7 @@ def main() -> None:
 
 
 def pages() -> None:
-    """The page of `dsplan ui`, and those of `dsplan report`."""
+    """Draw the page of `dsplan ui`, and those of `dsplan report`."""
     from playwright.sync_api import sync_playwright
 
     with server(cores=2) as url, sync_playwright() as playwright:

@@ -64,6 +64,7 @@ class Composition:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp
 
     @property
@@ -76,7 +77,7 @@ class Composition:
         return ", ".join([name, *named])
 
     def plan(self, model: str) -> Plan:
-        """The plan of a training with it."""
+        """Return the plan of a training with it."""
         data = self.dp_replicate * self.dp_shard
         micro_batches = 2 if self.pp > 1 else 1
         configuration = Configuration(
@@ -151,12 +152,12 @@ def _family(model: str) -> str:
 
 
 def samples_of(step: int) -> torch.Tensor:
-    """The global batch of a step, [samples, length]."""
+    """Return the global batch of a step, [samples, length]."""
     return torch.randint(0, 128, (GLOBAL_BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
 
 
 def made(model: str, plan: Plan) -> Any:
-    """An engine that begins with the weights that all begin with."""
+    """Return an engine that begins with the weights that all begin with."""
     module, adapts = base_of(model), model == ADAPTERS
     torch.manual_seed(1)  # of the adapters that are put in
     engine, *_ = initialize(
@@ -169,12 +170,12 @@ def made(model: str, plan: Plan) -> Any:
 
 
 def base_of(model: str) -> nn.Module:
-    """The model of a matrix before it is trained, the same in every process."""
+    """Return the model of a matrix before it is trained, the same in every process."""
     return build_model(MODELS[_family(model)], "causal-lm", "sdpa", torch.device("cpu"))
 
 
 def losses_of(engine: Any, first: int, count: int) -> list[float]:
-    """The losses of steps over the global batch."""
+    """Return the losses of steps over the global batch."""
     found = []
     for step in range(first, first + count):
         own = samples_of(step).chunk(engine.data_parallel_size)[engine.data_parallel_rank]
@@ -199,7 +200,7 @@ def alone(directory: str) -> str:
 
 
 def resume_each(model: str, plan: Plan, directories: Sequence[str]) -> list[list[float]]:
-    """The losses of the steps that follow each checkpoint, all loaded by one engine."""
+    """Return the losses of the steps that follow each checkpoint, all loaded by one engine."""
     engine, found = made(model, plan), []
     for directory in directories:
         engine.load_checkpoint(directory)
@@ -208,7 +209,7 @@ def resume_each(model: str, plan: Plan, directories: Sequence[str]) -> list[list
 
 
 def without_moments(model: str, plan: Plan, directory: str) -> list[float]:
-    """The losses that follow where AdamW begins anew: what a checkpoint without its moments would show."""
+    """Return the losses that follow where AdamW begins anew: what a checkpoint without its moments would show."""
     engine = made(model, plan)
     engine.load_checkpoint(directory)
     engine.optimizer.state.clear()
@@ -216,7 +217,7 @@ def without_moments(model: str, plan: Plan, directory: str) -> list[float]:
 
 
 def exported(directory: str, dtype: str) -> float:
-    """The loss of the first step that follows, of what transformers loads from an export."""
+    """Return the loss of the first step that follows, of what transformers loads from an export."""
     transformers: Any = import_module("transformers")
     to = Path(directory).with_suffix(f".{dtype}")
     export_checkpoint(directory, to, dtype=dtype)
@@ -227,7 +228,7 @@ def exported(directory: str, dtype: str) -> float:
 
 
 def loaded_by_peft(directory: str) -> tuple[float, torch.Tensor]:
-    """The loss of the first step that follows, and its logits, of what PEFT loads from an export over the base."""
+    """Return loss and logits of the first step that follows, of what PEFT loads from an export over the base."""
     peft: Any = import_module("peft")
     loaded = peft.PeftModel.from_pretrained(base_of(ADAPTERS), f"{directory}-export")
     tokens = samples_of(SAVED_AFTER)
@@ -237,7 +238,7 @@ def loaded_by_peft(directory: str) -> tuple[float, torch.Tensor]:
 
 
 def run(composition: Composition, function: Any, *arguments: Any) -> Any:
-    """What a function gives on rank 0 of ranks that are started for it: every engine leaves process groups behind."""
+    """Return what a function gives on rank 0 of ranks started for it: every engine leaves process groups behind."""
     variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DSPLAN_QUIET": "1"}
     with RankPool(composition.ranks, timeout_seconds=120.0, variables=variables) as pool:
         return pool.run(function, *arguments)[0]
@@ -249,7 +250,9 @@ Cells = dict[tuple[str, str], str]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
     """What came of each pair of a writer and a reader: the largest difference of a loss, as a share, or what failed.
-    The last readers are transformers, or PEFT."""
+
+    The last readers are transformers, or PEFT.
+    """
 
     cells: Cells
     without_moments: float
@@ -313,24 +316,24 @@ def _cell(difference: float, tolerance: float) -> str:
 
 
 def apart(losses: Sequence[float], right: Sequence[float]) -> float:
-    """The largest difference of a loss, as a share."""
+    """Return the largest difference of a loss, as a share."""
     return max(abs(loss / expected - 1) for loss, expected in zip(losses, right, strict=True))
 
 
 def first_line(problem: Exception) -> str:
-    """What the first rank said."""
+    """Return what the first rank said."""
     reports = list(problem.reports.values()) if isinstance(problem, RankError) else [str(problem)]
     return ((reports or [""])[0].strip().splitlines() or [type(problem).__name__])[0][:160]
 
 
 def sections(text: str) -> dict[str, list[str]]:
-    """The lines of a page below each model's heading, which stay where it is not measured again."""
+    """Return the lines of a page below each model's heading, which stay where it is not measured again."""
     parts = text.rpartition("\n\ntorch ")[0].split("\n## ")[1:]
     return {lines[0]: lines[2:] for lines in (part.splitlines() for part in parts)}
 
 
 def page(matrices: Mapping[str, Matrix], before: Mapping[str, list[str]]) -> str:
-    """The page of all pairs, with what it says already of models that were not measured."""
+    """Return the page of all pairs, with what it says already of models that were not measured."""
     lines = [
         "# Checkpoints from every composition to every other",
         "",
@@ -364,6 +367,7 @@ def page(matrices: Mapping[str, Matrix], before: Mapping[str, list[str]]) -> str
 
 
 def main() -> None:
+    """Measure the pairs and write their page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=sorted(COMPOSITIONS), default=list(COMPOSITIONS))
     options = parser.parse_args()

@@ -93,9 +93,11 @@ RUN_SECONDS = 150.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompositionRun(TermRun):
-    """A step of a composition: bytes of the busiest rank, and of every rank; `step_seconds` is the fastest of so many
-    `steps` of the slowest rank, on `cores` that the ranks share. `predicted_bytes` is what was predicted of a module of
-    a user's own, whose trace takes seconds; 0 of others."""
+    """A step of a composition: bytes of the busiest rank, and of every rank.
+
+    `step_seconds` is the fastest of so many `steps` of the slowest rank, on `cores` that the ranks share.
+    `predicted_bytes` is what was predicted of a module of a user's own, whose trace takes seconds; 0 of others.
+    """
 
     KIND = "composition"
 
@@ -105,6 +107,7 @@ class CompositionRun(TermRun):
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp
 
     @property
@@ -131,7 +134,7 @@ def _key(run: CompositionRun) -> tuple[object, ...]:
 
 
 def read_compositions() -> list[CompositionRun]:
-    """The rows that come with dsplan."""
+    """Return the rows that come with dsplan."""
     return read_rows(CompositionRun, ROWS)
 
 
@@ -198,8 +201,10 @@ _OWN_SEQUENCES: tuple[dict[str, Any], ...] = ({"strategy": "fsdp", "cp": 2}, {"s
 
 
 def grid() -> Iterator[CompositionRun]:
-    """Every case. LLaMA and GPT-2 take turns in precision and checkpointing; what nothing splits is there in all ways,
-    for step times to be compared with."""
+    """Return every case: LLaMA and GPT-2 take turns in precision and checkpointing.
+
+    What nothing splits is there in all ways, for step times to be compared with.
+    """
     ways: tuple[tuple[str, str], ...] = (("fp32", "none"), ("bf16", "full"))
     for model, (precision, checkpointing) in product(("llama", "gpt2"), ways):
         yield _case(model, precision=precision, activation_checkpointing=checkpointing, strategy="fsdp", dp_shard=4)
@@ -229,7 +234,7 @@ def _case(model: str, **chosen: Any) -> CompositionRun:
 
 
 def question(run: CompositionRun) -> tuple[Request, Configuration]:
-    """The row as `dsplan estimate` would ask it."""
+    """Return the row as `dsplan estimate` would ask it."""
     return asked(run, facts_of(run))
 
 
@@ -241,7 +246,7 @@ def scored(run: CompositionRun) -> Scored:
 
 
 def facts_of(run: CompositionRun) -> ModelFacts | None:
-    """What a trace says of a module of a user's own, as `dsplan.initialize` plans for it; None of other models."""
+    """Return what a trace says of a user's own module, as `dsplan.initialize` plans for it; None of other models."""
     if not run.is_own:
         return None
     return _traced(run.config, run.sequence_length, run.precision, (run.tp, run.cp, run.ep, run.sequence_parallel))
@@ -287,7 +292,7 @@ class _Ranks:
 
 
 def measure(case: CompositionRun, ranks: _Ranks) -> CompositionRun | None:
-    """The row of a case; None where the engine does not run it."""
+    """Return the row of a case; None where the engine does not run it."""
     try:
         plan = estimate(*question(case))
     except DsplanError as problem:  # sequence parallelism of a model without a plan of its own
@@ -321,6 +326,7 @@ def measure(case: CompositionRun, ranks: _Ranks) -> CompositionRun | None:
 
 
 def line_of(run: CompositionRun) -> str:
+    """Return a row as a line for people."""
     how = f"{run.strategy} x{run.world_size} {run.degrees}"
     name = f"{run.model:8} {how:38} {run.precision:5} {run.activation_checkpointing:5}"
     if not run.peak_allocated_bytes:
@@ -332,7 +338,7 @@ def line_of(run: CompositionRun) -> str:
 
 
 def with_prediction(run: CompositionRun) -> CompositionRun:
-    """The row of a module of a user's own with what today's planner says of it."""
+    """Return the row of a module of a user's own with what today's planner says of it."""
     asked_anew = replace(run, predicted_bytes=0)
     return replace(run, predicted_bytes=round(scored(asked_anew).predicted_bytes)) if run.is_own else run
 
@@ -343,6 +349,7 @@ def predicted_seconds(run: CompositionRun) -> float:
 
 
 def measure_all(cases: Sequence[CompositionRun], *, again: bool, deadline: float) -> None:
+    """Measure the cases that are missing until a deadline, and write each."""
     ranks = _Ranks()
     try:
         for case in sorted(cases, key=_Ranks.kind):
@@ -367,6 +374,7 @@ def _wanted(names: Iterable[str]) -> list[CompositionRun]:
 
 
 def main() -> None:
+    """Measure the compositions that are missing, or all again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="measure the cases that answer to all of them")
     parser.add_argument("--again", action="store_true", help="measure anew what has a row")

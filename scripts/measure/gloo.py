@@ -27,7 +27,7 @@ _settling = False
 
 
 def quiet(pool: RankPool) -> RankPool:
-    """The pool with its ranks joined anew."""
+    """Return the pool with its ranks joined anew."""
     folder = tempfile.mkdtemp(prefix="dsplan-ranks-")
     weakref.finalize(pool, shutil.rmtree, folder, ignore_errors=True)  # groups that ranks make later meet in it too
     pool.run(_rejoin, str(Path(folder, "rendezvous")))
@@ -65,7 +65,7 @@ def _settled(waits: Any) -> Any:
 
 
 def _settle() -> None:
-    """A barrier in every group of all ranks."""
+    """Run a barrier in every group of all ranks."""
     global _settling
     if _settling or not dist.is_initialized():
         return

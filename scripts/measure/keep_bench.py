@@ -28,6 +28,7 @@ from strategies.bench.cases import training_cases
 
 
 def main() -> None:
+    """Keep what `dsplan bench` measured here as rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     device = parser.parse_args().device

@@ -87,8 +87,10 @@ Made = tuple[nn.Module, Mapping[str, torch.Tensor]]
 def measure_and_time(
     subject: Subject, steps: int, make: Callable[[Subject, torch.device], Made] | None = None
 ) -> tuple[StepMemory, tuple[float, ...]]:
-    """The same, and the seconds of so many steps more, which all ranks begin together and nobody counts bytes in.
-    `make` builds a model that is none of transformers'."""
+    """Do the same, and time so many steps more, which all ranks begin together and nobody counts bytes in.
+
+    `make` builds a model that is none of transformers'.
+    """
     gc.collect()
     before = {weakref.ref(tensor.untyped_storage()) for tensor in reachable_tensors() if _has_storage(tensor)}
     device = join().device
@@ -139,7 +141,7 @@ def time_subject(subject: Subject, steps: int, threads: int = 1) -> tuple[TimedS
 
 
 def device_used_bytes() -> int:
-    """What all processes use of this rank's GPU once this one is there, before its first tensor of a model."""
+    """Return what all processes use of this rank's GPU once this one is there, before its first tensor of a model."""
     device = join().device
     torch.zeros(1, device=device)
     free, total = torch.cuda.mem_get_info(device)
@@ -183,6 +185,7 @@ class StepMemory:
 
     @property
     def peak_bytes(self) -> int:
+        """Bytes of the largest phase."""
         return max(self.phases.values())
 
 
@@ -190,12 +193,15 @@ class Meter(Protocol):
     """Counts live bytes and the peak since `restart_peak`."""
 
     @property
-    def live_bytes(self) -> int: ...
+    def live_bytes(self) -> int:
+        """Bytes that are alive."""
 
     @property
-    def peak_bytes(self) -> int: ...
+    def peak_bytes(self) -> int:
+        """The most of them since the last `restart_peak`."""
 
-    def restart_peak(self) -> None: ...
+    def restart_peak(self) -> None:
+        """Begin the peak anew with what is alive."""
 
 
 class CudaMeter:
@@ -206,13 +212,16 @@ class CudaMeter:
 
     @property
     def live_bytes(self) -> int:
+        """Bytes of the allocator's live tensors."""
         return int(torch.cuda.memory_allocated(self._device))
 
     @property
     def peak_bytes(self) -> int:
+        """The most of them since the last `restart_peak`."""
         return int(torch.cuda.max_memory_allocated(self._device))
 
     def restart_peak(self) -> None:
+        """Begin the allocator's peak anew."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
 

@@ -48,10 +48,12 @@ class Place:
 
     @property
     def is_gpu(self) -> bool:
+        """True if the run is on a GPU."""
         return bool(self.columns["device"] != "cpu")
 
 
 def main() -> None:
+    """Measure the grid and write its rows."""
     arguments = _arguments()
     place = place_of(probe(), arguments.device)
     path = arguments.out or SHIPPED / f"memory_{place.columns['device'].split('-')[0].lower()}.csv"
@@ -112,7 +114,7 @@ class Ranks:
         return case.strategy in ZERO_STAGES, case.world_size
 
     def run(self, case: Case, subject: Subject) -> list[StepMemory]:
-        """What every rank measured.
+        """Return what every rank measured.
 
         Raises:
             RankError: a rank failed; the next run starts new ones.
@@ -153,7 +155,7 @@ class Ranks:
 
 
 def _asked(case: Case, place: Place) -> tuple[MemoryRun, Plan]:
-    """The row of a case with nothing measured, and the plan that its engine runs."""
+    """Return the row of a case with nothing measured, and the plan that its engine runs."""
     columns: dict[str, Any] = {
         **place.columns,
         "model": case.model,

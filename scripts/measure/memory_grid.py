@@ -166,8 +166,11 @@ CPU_GRID = tuple(cpu_grid())
 
 
 def gpu_grid(total_bytes: int) -> Iterator[Case]:
-    """Runs for one GPU of `total_bytes`, the most telling first: full-size models alone, then under limits set on
-    purpose, then ranks that share the card. Runs that can use the same processes follow one another."""
+    """Return runs for one GPU of `total_bytes`, the most telling first.
+
+    Full-size models alone, then under limits set on purpose, then ranks that share the card. Runs that can use the same
+    processes follow one another.
+    """
     alone = [
         _full("qwen2-0.5b", length=2048),
         _full("llama-1.2b", length=2048, micro_batch=4),

@@ -29,11 +29,12 @@ class Compared:
     host_bytes: float
 
     def predicted_bytes(self, phase: str = "") -> float:
-        """The peak of a phase, of the whole step without one."""
+        """Return the peak of a phase, of the whole step without one."""
         bytes_on_device = self.memory.phases[phase] if phase else self.memory.peak_allocated_bytes
         return bytes_on_device + self.host_bytes
 
     def measured_bytes(self, phase: str = "") -> int:
+        """Return the measured peak of a phase, of the whole step without one."""
         return self.run.phases[phase] if phase else self.run.peak_allocated_bytes
 
     def error(self, phase: str = "") -> float:
@@ -48,12 +49,12 @@ def compared(run: MemoryRun) -> Compared:
 
 
 def planned(run: MemoryRun) -> Plan:
-    """The plan of a run, for the engine to run again."""
+    """Return the plan of a run, for the engine to run again."""
     return estimate(*asked(run))
 
 
 def asked(run: RunRow) -> tuple[Request, Configuration]:
-    """A run as a question to the planner."""
+    """Return a run as a question to the planner."""
     # What runs do not name was not varied.
     chosen = {item.name: getattr(run, item.name) for item in fields(Configuration) if hasattr(run, item.name)}
     configuration = Configuration(**chosen)
@@ -62,7 +63,7 @@ def asked(run: RunRow) -> tuple[Request, Configuration]:
 
 
 def question(case: Case, device: str) -> tuple[Request, Configuration]:
-    """A case as a question to the planner."""
+    """Return a case as a question to the planner."""
     single = case.strategy == "single"
     configuration = Configuration(
         strategy=case.strategy,
@@ -95,7 +96,7 @@ def _request(model: str, config: Mapping[str, Any], cluster: Cluster, configurat
 
 
 def _host_tensors(job: Job) -> float:
-    """What offload moved to the host, which on a CPU is the same memory."""
+    """Return what offload moved to the host, which on a CPU is the same memory."""
     if not job.cluster.device.is_cpu:
         return 0.0
     return states_of(job, recipe_of(job)).host

@@ -144,6 +144,7 @@ class GroupedBlock(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return outputs of the inputs' shape."""
         y = self.norm1(x)
         q, k, v = (part(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
         q, k = _rotated(q), _rotated(k)
@@ -171,6 +172,7 @@ class GroupedGpt(nn.Module):
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the next token."""
         x = self.tokens(input_ids)
         for block in self.blocks:
             x = block(x)
@@ -179,8 +181,10 @@ class GroupedGpt(nn.Module):
 
 
 def language_module(config: Mapping[str, Any]) -> nn.Module:
-    """A `GroupedGpt` (`own` is "grouped"), or the model of scripts/examples/train_gpt.py ("example"), of these sizes;
-    the same on every rank."""
+    """Return a `GroupedGpt` (`own` is "grouped") or the model of scripts/examples/train_gpt.py ("example").
+
+    It has these sizes, and is the same on every rank.
+    """
     sizes = dict(config)
     torch.manual_seed(0)
     if sizes.pop("own") == "grouped":
@@ -193,7 +197,7 @@ def language_module(config: Mapping[str, Any]) -> nn.Module:
 
 
 def language_subject(subject: Subject, device: torch.device) -> Made:
-    """The module of a subject, with a micro-batch of its plan."""
+    """Return the module of a subject, with a micro-batch of its plan."""
     chosen = plan_from_dict(subject.plan).configuration
     return language_module(subject.config).to(device), token_batch(chosen.micro_batch_size, chosen.sequence_length)
 
@@ -205,6 +209,7 @@ def token_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
+    """Measure the modules and write their rows."""
     text = io.StringIO()
     columns = ("module", "package", "torch", "cpu", "cores", "samples", "predicted_bytes", "measured_bytes")
     writer = csv.DictWriter(text, columns, lineterminator="\n")
@@ -218,6 +223,7 @@ def main() -> None:
 
 
 def rows() -> Iterator[dict[str, Any]]:
+    """Yield a row for each module and batch."""
     for name, (package, make, batch_of) in MODULES.items():
         module = make(import_module(package)).train()
         for samples in SAMPLES:

@@ -79,7 +79,7 @@ WRITE_SECONDS = 5.0
 
 
 def model_config(model: str, pp: int = 1) -> dict[str, Any]:
-    """A model with blocks for two virtual stages on each of `pp` ranks."""
+    """Return a model with blocks for two virtual stages on each of `pp` ranks."""
     config = dict(MODELS[model])
     config["n_layer" if model == "gpt2" else "num_hidden_layers"] = 2 * pp
     return config
@@ -151,8 +151,7 @@ def _kinds(model: str, ranks: int, precision: str, *, in_turn: bool) -> Iterator
 
 
 def _first_runnable(layouts: Sequence[Asked], turn: int) -> Plan | None:
-    """The first of layouts that runs, with as many micro-batches as make rounds and a full pipeline, where the batch
-    has them."""
+    """Return the first of layouts that runs, with micro-batches for rounds and a full pipeline where there are as many."""
     for request, layout in layouts:
         if layout.splits_model and layout.strategy in words.FSDP_STRATEGIES:
             layout = replace(layout, sync_each_micro_batch=turn % 2 == 0)
@@ -169,8 +168,10 @@ def _first_runnable(layouts: Sequence[Asked], turn: int) -> Plan | None:
 
 
 def with_options(model: str) -> Iterator[Plan]:
-    """Each of `OPTIONS` under each strategy with each degree of 2 beside data parallelism, where the planner calls it
-    runnable; models take turns but where only one has the degree."""
+    """Yield each of `OPTIONS` under each strategy with each degree of 2 beside data parallelism, where runnable.
+
+    Models take turns but where only one has the degree.
+    """
     found = dict[tuple[str, str], Configuration]()
     for kind, layouts in _kinds(model, OPTIONS_RANKS, "fp32", in_turn=False):
         degrees = [name for name in words.DEGREES if getattr(kind, name) > 1]
@@ -214,7 +215,7 @@ def _degrees(ranks: int) -> Iterator[Degrees]:
 def question(
     model: str, ranks: int, precision: str, *, nodes: int = 1, zero: words.Backend = "native", pp: int = 1
 ) -> Request:
-    """The training of a model on CPU ranks."""
+    """Return the training of a model on CPU ranks."""
     cluster = measured_cluster("cpu", ranks, nodes=nodes)
     work = WorkOptions(
         seq_len=LENGTH, global_batch=GLOBAL_BATCH, precision=cast("words.Precision", precision), optimizer="sgd"
@@ -261,6 +262,7 @@ class ParityRun(RunRow):
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         return self.world_size * self.cp
 
     @property
@@ -288,6 +290,7 @@ class ParityRun(RunRow):
 
     @property
     def schedule(self) -> str:
+        """Name of the pipeline's schedule."""
         return f"{self.pp_schedule}{f' x {self.virtual_stages}' if self.virtual_stages > 1 else ''}"
 
     @property
@@ -305,7 +308,7 @@ class ParityRun(RunRow):
 
 
 def row_of(model: str, plan: Plan) -> ParityRun:
-    """A plan as a row that nothing was measured for."""
+    """Return a plan as a row that nothing was measured for."""
     own = {item.name for item in fields(ParityRun)}
     chosen = {name: value for name, value in asdict(plan.configuration).items() if name in own}
     deepspeed = version("deepspeed") if plan.configuration.backend == "deepspeed" else ""
@@ -317,7 +320,7 @@ def row_of(model: str, plan: Plan) -> ParityRun:
 
 @cache
 def code_digest() -> str:
-    """The code that decides what is trained and how: 12 hex digits of a digest over it."""
+    """Return 12 hex digits of a digest over the code that decides what is trained and how."""
     digest = sha256(Path(__file__).read_bytes())
     for path in sorted(path for room in ("planner", "strategies") for path in (ROOT / room).rglob("*.py")):
         digest.update(path.read_bytes())
@@ -328,7 +331,7 @@ def code_digest() -> str:
 
 
 def samples_of(step: int) -> torch.Tensor:
-    """The global batch of a step, [samples, length]."""
+    """Return the global batch of a step, [samples, length]."""
     return torch.randint(0, 128, (GLOBAL_BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
 
 
@@ -395,7 +398,7 @@ class Trained:
 
 
 def trained_here(model: str, plan: Plan, right: Mapping[str, torch.Tensor]) -> Trained:
-    """The same under a plan, on this rank, which compares the whole model with the `right` parameters."""
+    """Train the same under a plan on this rank, which compares the whole model with the `right` parameters."""
     module = _module(model, plan.configuration.pp)
     config: dict[str, Any] = {"gradient_clipping": CLIPPING}
     if plan.configuration.precision == "fp16":
@@ -418,7 +421,7 @@ def trained_here(model: str, plan: Plan, right: Mapping[str, torch.Tensor]) -> T
 
 
 def compared(row: ParityRun, right: Right, ranks: Sequence[Trained]) -> ParityRun:
-    """The row with how far the ranks are from one process."""
+    """Return the row with how far the ranks are from one process."""
     tolerance = TOLERANCES["fp32" if row.gradient_compression == "none" else "bf16"]
     tolerance = max(tolerance, TOLERANCES[row.precision])
     largest_drift = DRIFT if tolerance == TOLERANCES["fp32"] else 100 * DRIFT
@@ -448,8 +451,10 @@ def compared(row: ParityRun, right: Right, ranks: Sequence[Trained]) -> ParityRu
 
 
 class Ranks:
-    """Ranks for one composition after another. Each gets a pool of its own, which is forked in less than a second: the
-    threads of gloo's groups outlive the groups. DeepSpeed's are kept, which would import it again."""
+    """Ranks for one composition after another, each with a pool of its own, forked in less than a second.
+
+    The threads of gloo's groups outlive the groups. DeepSpeed's are kept, which would import it again.
+    """
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -458,6 +463,7 @@ class Ranks:
         self._folder = tempfile.mkdtemp(prefix="dsplan-parity-")
 
     def run(self, model: str, plan: Plan, right: Mapping[str, torch.Tensor]) -> list[Trained]:
+        """Return what every rank trained under a plan."""
         is_deepspeed = plan.configuration.backend == "deepspeed"
         if self._pool is None or not (is_deepspeed and self._is_deepspeed):
             self.close()
@@ -473,6 +479,7 @@ class Ranks:
             raise
 
     def close(self) -> None:
+        """Stop all ranks."""
         if self._pool is not None:
             self._pool.close()
         self._pool = None
@@ -486,7 +493,7 @@ class Ranks:
 
 
 def measured(model: str, plan: Plan, ranks: Ranks, report: Callable[[str], None] = lambda text: None) -> ParityRun:
-    """The row of one composition, trained now; `report` takes what ranks say of a failure."""
+    """Return the row of one composition, trained now; `report` takes what ranks say of a failure."""
     chosen = plan.configuration
     right = alone(model, chosen.pp, chosen.precision)
     today = datetime.now(timezone.utc).date().isoformat()
@@ -499,7 +506,7 @@ def measured(model: str, plan: Plan, ranks: Ranks, report: Callable[[str], None]
 
 
 def _reason(problem: Exception) -> str:
-    """What the first rank that failed said."""
+    """Return what the first rank that failed said."""
     reports = list(problem.reports.values()) if isinstance(problem, RankError) else [str(problem)]
     lines = [line for line in (reports or [str(problem)])[0].strip().splitlines() if line.strip()]
     said = [line for line in lines if re.match(r"[\w.]+(Error|Exception|CannotRun|Refused)\b", line)]
@@ -510,7 +517,7 @@ def _reason(problem: Exception) -> str:
 
 
 def page(runs: Sequence[ParityRun], left: int = 0) -> str:
-    """The page of the largest differences; so many compositions are `left`, which were never trained."""
+    """Return the page of the largest differences; so many compositions are `left`, which were never trained."""
     good = [run for run in runs if run.outcome == "same"]
     dates = sorted({run.date for run in runs} or {""})
     versions = sorted({f"torch {run.torch}, transformers {run.transformers}" for run in runs})
@@ -579,7 +586,7 @@ _HEADINGS = {"activation_checkpointing": "checkpointing", "engine": "strategy"}
 
 
 def _table(runs: Sequence[ParityRun], by: Sequence[str], each: Sequence[str] = ()) -> list[str]:
-    """A line for each group of runs: how many, how many of them are the same, and the largest differences."""
+    """Return a line for each group of runs: how many, how many are the same, and the largest differences."""
 
     def group_of(run: ParityRun) -> tuple[Any, ...]:
         return tuple(getattr(run, name) for name in by)
@@ -625,6 +632,7 @@ class Rows:
         return known is not None and known.outcome == "same" and (by_any_code or known.code == code_digest())
 
     def add(self, row: ParityRun) -> None:
+        """Put a row in place of an older one; all are written now and then."""
         self._rows[row.key] = row
         if time.monotonic() - self._written > WRITE_SECONDS:
             self.write()
@@ -646,6 +654,7 @@ class Rows:
         return len(keys - self._rows.keys())
 
     def write(self) -> None:
+        """Write the rows."""
         write_rows(ParityRun, self.path, sorted(self, key=_order))
         self._written = time.monotonic()
 
@@ -655,8 +664,10 @@ def _order(row: ParityRun) -> tuple[Any, ...]:
 
 
 def measure(wanted: Sequence[tuple[str, int, Plan]], console: Console, *, reports: bool = False) -> Iterator[ParityRun]:
-    """A row for every composition, as it comes, under a bar of how many are left; what ranks say of failures where
-    `reports` are asked for."""
+    """Measure every composition, row by row, under a bar of how many are left.
+
+    What ranks say of failures is shown where `reports` are asked for.
+    """
     columns = (
         *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
         *(TimeElapsedColumn(), TimeRemainingColumn()),
@@ -683,6 +694,7 @@ def measure(wanted: Sequence[tuple[str, int, Plan]], console: Console, *, report
 
 
 def main() -> None:
+    """Train the compositions that are missing and write rows and page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="*", type=int, choices=RANKS, default=list(RANKS))
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))

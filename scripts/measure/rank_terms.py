@@ -112,7 +112,7 @@ class _Loop:
 
 
 def measured_here(fields: dict[str, Any]) -> StepMemory:
-    """A step of the case on this rank."""
+    """Measure a step of the case on this rank."""
     run = TermRun(**fields)
     device = join().device
     torch.manual_seed(0)
@@ -152,7 +152,7 @@ def _fill(model: nn.Module, name: str) -> None:
 
 
 def measure(case: TermRun) -> TermRun:
-    """The row of a case: peaks of the busiest rank, and of every stage."""
+    """Return the row of a case: peaks of the busiest rank, and of every stage."""
     ranks = case.dp_replicate * case.dp_shard * case.cp * case.tp * case.pp
     plan = estimate(*question(case)) if case.tp * case.pp * case.cp * case.ep > 1 else None
     if plan is not None and not plan.runnable:
@@ -182,6 +182,7 @@ def measure(case: TermRun) -> TermRun:
 
 
 def main() -> None:
+    """Measure the cases that are missing and write their rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("terms", nargs="*", metavar="TERM")
     parser.add_argument("--again", action="store_true", help="measure anew what has a row")

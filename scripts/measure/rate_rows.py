@@ -16,7 +16,7 @@ _PLACE = ("device", "cpu", "cores", "torch")
 
 
 def read_rates(path: Path) -> tuple[RateMeasurement, ...]:
-    """The rates of a file, in its order."""
+    """Return the rates of a file, in its order."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return tuple(

@@ -25,8 +25,7 @@ from scripts.measure.rate_rows import read_rates
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Files:
-    """Where the rows of one kind of device lie: the grid of `times.py`, and what `dsplan bench` found before it
-    on the same machine, rates and training runs."""
+    """The rows of one kind of device: the grid of `times.py`, and what `dsplan bench` found there before."""
 
     times: Path
     rates: Path
@@ -34,7 +33,7 @@ class Files:
 
 
 def files_of(device: str) -> Files:
-    """The shipped files of a device, named by its catalogue name up to the first hyphen."""
+    """Return the shipped files of a device, named by its catalogue name up to the first hyphen."""
     name = device.split("-")[0].lower()
     return Files(
         times=SHIPPED / f"times_{name}.csv",
@@ -67,6 +66,7 @@ class Contest:
 
     @property
     def name(self) -> str:
+        """The model, the batch, the precision and the ranks."""
         run = self.entries[0].run
         batch = f"{run.micro_batch_size} x {run.sequence_length}"
         if run.gradient_accumulation_steps > 1:
@@ -75,6 +75,7 @@ class Contest:
 
     @property
     def fastest(self) -> Timed:
+        """The plan that ran fastest."""
         return min(self.entries, key=lambda entry: entry.run.step_seconds)
 
     @property
@@ -84,6 +85,7 @@ class Contest:
 
     @property
     def named_rightly(self) -> bool:
+        """True if the plan that is put first was the fastest."""
         return self.chosen is self.fastest
 
     @property
@@ -107,13 +109,13 @@ class Bench:
         self._training = tuple(training)
 
     def job(self, run: TimeRun) -> Job:
-        """A run as a job on the machine as it was measured."""
+        """Return a run as a job on the machine as it was measured."""
         request, configuration = asked(run)
         rates = rates_from_measurements(self._rates, ranks=run.world_size, precision=request.workload.precision)
         return price(replace(request, cluster=replace(request.cluster, rates=rates)), configuration).job
 
     def row(self, run: TimeRun) -> Row:
-        """A run to learn from."""
+        """Return a run to learn from."""
         return Row(job=self.job(run), seconds=run.step_seconds)
 
     @cached_property
@@ -125,22 +127,22 @@ class Bench:
         return AS_SHIPPED if calibration is None else calibration.factors
 
     def timed(self, run: TimeRun) -> Timed:
-        """A run with its prediction."""
+        """Return a run with its prediction."""
         return Timed(run=run, predicted_seconds=step_time(with_factors(self.job(run), self.factors)).step_seconds)
 
 
 def learnt(rows: Sequence[Row]) -> Factors:
-    """The factors that runs ask for."""
+    """Return the factors that runs ask for."""
     return Factors(**fit_factors(rows).factors)
 
 
 def shipped_bench(*, calibrated: bool) -> Bench:
-    """The benchmark that was run before the shipped step times."""
+    """Return the benchmark that was run before the shipped step times."""
     return Bench(read_rates(CPU_FILES.rates), read_time_runs(CPU_FILES.training) if calibrated else ())
 
 
 def quick_bench(rates: Iterable[RateMeasurement]) -> Bench:
-    """What a first plan knows: the few rates that are measured before a run where no benchmark was."""
+    """Return what a first plan knows: the few rates that are measured before a run where no benchmark was."""
     return Bench([rate for rate in rates if point_of(rate) in quick_points(_scale(rate), rate.ranks)])
 
 
@@ -165,8 +167,10 @@ def median_error(timed: Iterable[Timed]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learning:
-    """Median errors on ten runs of one user's model: before anything ran here, with the rates that the first run
-    measured, and after ten other runs of it."""
+    """Median errors on ten runs of one user's model.
+
+    Before anything ran here, with the rates that the first run measured, and after ten other runs of it.
+    """
 
     model: str
     before: float

@@ -61,7 +61,7 @@ class TermRun(MemoryRun):
 
 
 def read_term_runs() -> list[TermRun]:
-    """The rows that come with dsplan."""
+    """Return the rows that come with dsplan."""
     return read_rows(TermRun, ROWS)
 
 
@@ -71,7 +71,7 @@ def write_term_runs(runs: Iterable[TermRun]) -> None:
 
 
 def key_of(run: TermRun) -> tuple[object, ...]:
-    """What was asked."""
+    """Return what was asked."""
     return tuple(value for name, value in _asked_fields(run).items())
 
 
@@ -88,7 +88,7 @@ def _facts(model: str, config: str) -> ModelFacts:
 
 
 def question(run: TermRun, facts: ModelFacts | None = None) -> tuple[Request, Configuration]:
-    """The row as `dsplan estimate` would ask it; `facts` are those of a model that no config describes."""
+    """Return the row as `dsplan estimate` would ask it; `facts` are those of a model that no config describes."""
     full = run.method == "full"
     world = run.dp_replicate * run.dp_shard * run.cp * run.tp * run.pp
     work: dict[str, Any] = {
@@ -132,6 +132,7 @@ class Scored:
         return self.predicted_bytes / self.run.peak_allocated_bytes - 1
 
     def phase_error(self, phase: str) -> float:
+        """Return the share by which the prediction of a phase is off."""
         return self.phases[phase] / self.run.phases[phase] - 1
 
 

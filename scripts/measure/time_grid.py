@@ -46,7 +46,7 @@ class Setting:
     precision: words.Precision = "fp32"
 
     def case(self, strategy: words.Strategy, world_size: int) -> Case:
-        """This setting under one strategy."""
+        """Return the setting under one strategy."""
         return Case(
             model=self.model,
             config=MODELS[self.model],
@@ -71,7 +71,7 @@ WORLD_SIZES = (2, 4)
 
 
 def cpu_grid() -> Iterator[tuple[Case, ...]]:
-    """Groups of cases that differ in the strategy alone."""
+    """Return groups of cases that differ in the strategy alone."""
     for world_size, setting in product(WORLD_SIZES, SETTINGS):
         yield tuple(setting.case(strategy, world_size) for strategy in STRATEGIES)
 

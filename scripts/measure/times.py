@@ -58,6 +58,7 @@ class Turn:
 
 
 def main() -> None:
+    """Time the grid and write its rows."""
     arguments = _arguments()
     place = place_of(probe(), arguments.device)
     path = arguments.out or SHIPPED / f"times_{place.columns['device'].split('-')[0].lower()}.csv"
@@ -109,7 +110,7 @@ class Pools:
         self._pools: dict[bool, RankPool] = {}
 
     def run(self, case: Case, subject: Subject, steps: int, threads: int) -> list[Any]:
-        """What `time_subject` returns on every rank.
+        """Return what `time_subject` returns on every rank.
 
         Raises:
             RankError: a rank failed; the next run starts new ones.
@@ -138,7 +139,7 @@ class Pools:
 
 
 def _turn(case: Case, place: Place) -> Turn:
-    """A case as the row it will become and the plan that the engine runs."""
+    """Return a case as the row it will become and the plan that the engine runs."""
     columns: dict[str, Any] = {
         **place.columns,
         "model": case.model,

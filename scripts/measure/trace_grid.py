@@ -38,7 +38,7 @@ class TraceCase:
 
 
 def trace_grid() -> list[TraceCase]:
-    """The same cases every time."""
+    """Return the same cases every time."""
     chance = random.Random(SEED)
     return [case for family in _families() for case in _cases(family, chance)]
 

@@ -42,7 +42,7 @@ def _none() -> Iterator[TermRun]:
 
 
 def case_of(term: str, **chosen: Any) -> TermRun:
-    """A row with nothing traced yet."""
+    """Return a row with nothing traced yet."""
     values: dict[str, Any] = {
         "model": LARGE,
         "config": "",
@@ -196,7 +196,7 @@ _CASES: dict[str, Any] = {
 
 
 def traced(case: TermRun) -> TermRun:
-    """The row of a case."""
+    """Return the row of a case."""
     from strategies.tracing.step.refusal import TraceFailed
     from strategies.tracing.step.step import trace_stages
 
@@ -235,6 +235,7 @@ def trace_all(terms: set[str], *, again: bool) -> None:
 
 
 def line_of(run: TermRun) -> str:
+    """Return a row as a line for people."""
     row = scored(run)
     if run.outcome != "completed":
         return f"{_name(run)}  {run.outcome}"
@@ -259,6 +260,7 @@ def _name(run: TermRun) -> str:
 
 
 def main() -> None:
+    """Trace the cases that are missing and write their rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("terms", nargs="*", metavar="TERM", help=f"of {', '.join(TERMS)}; all by default")
     parser.add_argument("--again", action="store_true", help="trace anew what has a row")

@@ -28,7 +28,7 @@ DEVICE = "H100"
 
 
 def job_of(case: TraceCase) -> Job:
-    """The case as the cost model sees it."""
+    """Return the case as the cost model sees it."""
     shards = case.world_size if case.strategy.startswith("fsdp") else 1
     batch = case.micro_batch * case.accumulation * case.world_size
     cluster = resolve_cluster(HardwareRequest(gpu=DEVICE, gpus=case.world_size))
@@ -64,7 +64,7 @@ def job_of(case: TraceCase) -> Job:
 
 
 def traced(case: TraceCase) -> MemoryRun:
-    """The row of a case."""
+    """Return the row of a case."""
     from strategies.tracing.step.refusal import TraceFailed
     from strategies.tracing.step.step import trace_step
 
@@ -103,6 +103,7 @@ def _row(job: Job, outcome: str, totals: dict[str, int]) -> MemoryRun:
 
 
 def main() -> None:
+    """Trace the grid and write its rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="MODEL_TYPE", help="trace these families alone")
     parser.add_argument("--again", action="store_true", help="trace anew what has a row")

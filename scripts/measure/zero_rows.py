@@ -66,10 +66,12 @@ class Row:
 
     @property
     def setting(self) -> Setting:
+        """What was measured."""
         return Setting(model=self.model, precision=self.precision, accumulation=self.accumulation, ranks=self.ranks)
 
     @property
     def key(self) -> tuple[Setting, Engine]:
+        """The setting and the engine."""
         return self.setting, (self.strategy, self.backend)
 
     @property
@@ -88,7 +90,7 @@ Rows = Mapping[tuple[Setting, Engine], Row]
 
 
 def read(path: Path) -> dict[tuple[Setting, Engine], Row]:
-    """The rows of a file by setting and engine."""
+    """Return the rows of a file by setting and engine."""
     if not path.is_file():
         return {}
     kinds = {item.name: {"int": int, "float": float, "str": str}[str(item.type)] for item in fields(Row)}

@@ -45,6 +45,7 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Answer the cases on standard input as JSON."""
     logging.disable(logging.CRITICAL)
     with contextlib.redirect_stdout(sys.stderr):
         answers = [answer(case) for case in json.load(sys.stdin)]

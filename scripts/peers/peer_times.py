@@ -41,7 +41,7 @@ class PeerTime:
 
 
 def read_peer_times() -> list[PeerTime]:
-    """The shipped answers, in file order."""
+    """Return the shipped answers, in file order."""
     with PATH.open(newline="", encoding="utf-8") as lines:
         return [_peer_time(row) for row in csv.DictReader(lines)]
 

@@ -29,6 +29,7 @@ GPUS: Mapping[str, str] = {
 
 
 def main() -> None:
+    """Ask the peer about the published runs and write its answers."""
     runs = list(published_runs())
     answers = [item for peer, share in EFFICIENCIES.items() for item in _ask(runs, peer, share, sys.argv[1])]
     text = io.StringIO()
@@ -66,7 +67,7 @@ def _ask(runs: Sequence[PublishedRun], peer: str, share: float | None, interpret
 
 
 def _timed_question(run: PublishedRun, share: float | None) -> dict[str, Any]:
-    """The question about memory, with the GPU and the share of its peak."""
+    """Return the question about memory, with the GPU and the share of its peak."""
     device = run.job.cluster.device.name
     if device not in GPUS:
         raise NoAnswer(f"has no {device}")

@@ -40,6 +40,7 @@ class NoAnswer(Exception):
 
 
 def main() -> None:
+    """Ask the peers about all cases and write their answers."""
     arguments = _arguments()
     cases = [case for case in all_cases() if case.measured]
     known = {} if arguments.again else {(answer.case, answer.peer): answer for answer in read_peers()}
@@ -77,7 +78,7 @@ def _write(cases: Iterable[Case], answers: Iterable[PeerAnswer]) -> None:
 
 
 def _arithmetic(cases: Sequence[Case]) -> Iterable[PeerAnswer]:
-    """The tools whose arithmetic is a function call."""
+    """Return the tools whose arithmetic is a function call."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     for peer, ask in {"accelerate": _accelerate, "deepspeed": _deepspeed}.items():
         for case in cases:
@@ -153,7 +154,7 @@ def _said(case: Case, release: str, found: int, reason: str) -> PeerAnswer:
 
 
 def _question(job: Job) -> dict[str, Any]:
-    """A case in llm-analysis's words."""
+    """Put a case in llm-analysis's words."""
     facts, chosen = job.facts, job.configuration
     if facts.kind != "decoder":
         raise NoAnswer("knows decoders only")

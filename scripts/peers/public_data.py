@@ -58,7 +58,7 @@ def prepare(directory: Path) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """The lines of the standard library's modules that say something."""
+    """Return the lines of the standard library's modules that say something."""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:60]:
         for line in path.read_text(errors="replace").splitlines():
             if len(line.split()) > 3:

@@ -123,7 +123,7 @@ _VERSIONS = "calls a name that its library has no longer"
 
 
 def _any_machine(file: str) -> Edit:
-    """The check of pytorch/examples that ends a script on a machine with fewer than two GPUs."""
+    """Drop the check of pytorch/examples that ends a script on a machine with fewer than two GPUs."""
     return Edit(file=file, old="return has_gpu and gpu_count >= min_gpus", new="return True", why=_NEEDS_CUDA)
 
 

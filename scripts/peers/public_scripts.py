@@ -95,14 +95,14 @@ def _edit(place: Path, recipes: list[Recipe]) -> None:
 
 
 def _prepare_nanogpt(directory: Path) -> None:
-    """nanoGPT's own preparation, which leaves a text alone that is there."""
+    """Prepare nanoGPT's data with its own script, which leaves a text alone that is there."""
     folder = directory / "nanogpt/data/shakespeare_char"
     shutil.copy(directory / "data/text.txt", folder / "input.txt")
     subprocess.run((sys.executable, "prepare.py"), cwd=folder, check=True, stdout=subprocess.DEVNULL)
 
 
 def _prepare_nanochat(directory: Path) -> None:
-    """nanochat's own tokenizer, trained on the data that stands in the place of its shards."""
+    """Train nanochat's own tokenizer on the data that stands in the place of its shards."""
     command = (sys.executable, "-m", "scripts.tok_train", "--vocab-size", "512", "--max-chars", "400000")
     own = {"NANOCHAT_BASE_DIR": str(directory / "data/nanochat"), "PYTHONPATH": str(directory / "nanochat")}
     place = directory / "nanochat"
@@ -110,7 +110,7 @@ def _prepare_nanochat(directory: Path) -> None:
 
 
 def run(directory: Path, recipe: Recipe, way: str, killed_under: str = "zero2") -> dict[str, Any]:
-    """What became of a recipe in one way."""
+    """Return what became of a recipe in one way."""
     place = _place(directory, recipe, way)
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
@@ -155,7 +155,7 @@ def _place(directory: Path, recipe: Recipe, way: str) -> Path:
 
 
 def _work(directory: Path, recipe: Recipe, place: Path) -> tuple[Path, Path]:
-    """The script and the folder that it runs in, where it finds its data and what it writes stays with the run."""
+    """Prepare the script and the folder that it runs in, where its data are and what it writes stays."""
     script = directory / recipe.project / recipe.script
     work = place / "work"
     if recipe.inside:
@@ -193,7 +193,7 @@ def _kill_a_rank(process: subprocess.Popen[bytes], run_directory: Path, rank: in
 
 
 def _steps(metrics: Path) -> dict[int, float | None]:
-    """The loss of every step of a rank; of a step that was made again, the last one."""
+    """Return the loss of every step of a rank; of a step that was made again, the last one."""
     found: dict[int, float | None] = {}
     if metrics.exists():
         for line in metrics.read_text().splitlines():
@@ -207,7 +207,7 @@ def _steps(metrics: Path) -> dict[int, float | None]:
 
 
 def _difference(undisturbed: Path, place: Path, ranks: int) -> float | None:
-    """The largest difference of a step's loss from the undisturbed run of the same strategy, where losses are known."""
+    """Return the largest difference of a step's loss from the undisturbed run of the same strategy, where known."""
     differences: list[float] = []
     for rank in range(ranks):
         ours = _steps(place / "run" / f"metrics-rank{rank}.jsonl")
@@ -252,7 +252,7 @@ def _outcome(place: Path, status: int) -> dict[str, Any]:
 
 @contextmanager
 def _results(directory: Path) -> Iterator[dict[str, Any]]:
-    """The results as they stand, written when changed; several runs of this program may take turns."""
+    """Keep the results as they stand, written when changed; several runs of this program may take turns."""
     with (directory / "results.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"scripts": {}}

@@ -27,7 +27,7 @@ STEPS = 2
 
 
 def tracked_bytes(job: Job) -> int:
-    """The peak that torch's tracker says.
+    """Return the peak that torch's tracker says.
 
     Raises:
         RuntimeError: the tracker, or an operation under it, fails.
@@ -55,7 +55,7 @@ def tracked_bytes(job: Job) -> int:
 
 
 def _materialised(module: nn.Module) -> nn.Module:
-    """The module with every weight and buffer made anew under the fake tensor mode; what is tied stays tied."""
+    """Return the module with every weight and buffer made anew under the fake tensor mode; what is tied stays tied."""
     made: dict[int, torch.Tensor] = {}
     for part in module.modules():
         own: tuple[Any, Any] = (part._parameters, part._buffers)

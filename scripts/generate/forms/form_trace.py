@@ -40,8 +40,10 @@ _FACTORS = (0.5, 0.75, 1.0, 1.5, 2.0)
 
 @functools.cache
 def plausible_points(model_type: str) -> tuple[Dimensions, ...]:
-    """The catalogue's models of a type with batches from one short sample to many long ones, and models like them with
-    every size changed by up to two times."""
+    """Return the models of a type, and some like them, with batches from one short sample to many long ones.
+
+    Those like them have every size changed by up to two times.
+    """
     rows = [model_dimensions(facts) for facts in models() if facts.model_type == model_type]
     few = rows[:: max(len(rows) // 6, 1)]
     chance = random.Random(0)
@@ -68,8 +70,11 @@ BLOCKS_PER_KIND = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What changes a form besides the structure: precision, attention written out or not, local attention by masks,
-    and whether the weights are frozen, so that gradients only pass through."""
+    """What changes a form besides the structure.
+
+    Precision, attention written out or not, local attention by masks, and whether the weights are frozen, so that
+    gradients only pass through.
+    """
 
     mode: Mode
     frozen: bool = False
@@ -79,12 +84,13 @@ class Variant:
 
     @property
     def name(self) -> str:
+        """The variant as forms are looked up by."""
         attention = "eager" if self.eager else "windows" if self.windows else "sdpa"
         return f"{'cpu' if self.on_cpu else 'cuda'} {'frozen ' if self.frozen else ''}{self.mode} {attention}"
 
 
 def form_of(facts: ModelFacts, variant: Variant) -> Form:
-    """The form of every model with this structure.
+    """Return the form of every model with this structure.
 
     Raises:
         Undecodable: a storage has a dimension that no known product or sum of symbols explains.
@@ -110,8 +116,10 @@ def form_of(facts: ModelFacts, variant: Variant) -> Form:
 
 
 def _image_tower(small: ModelFacts, *, eager: bool) -> Subject:
-    """The SigLIP of a vision-language model. Where its images go in the text depends on the tokens, which a trace does
-    not know, so that it is run alone."""
+    """Return the SigLIP of a vision-language model, to be run alone.
+
+    Where its images go in the text depends on the tokens, which a trace does not know.
+    """
     transformers: Any = import_module("transformers")
     config = transformers.SiglipConfig(vision_config=ARGUMENTS[small.model_type](small)["vision_config"], num_labels=2)
     config.vision_config._attn_implementation = config._attn_implementation = "eager" if eager else "sdpa"
@@ -122,7 +130,7 @@ def _image_tower(small: ModelFacts, *, eager: bool) -> Subject:
 
 
 def batch_sizes(small: ModelFacts) -> dict[str, float]:
-    """Samples, positions of text (or of the image where there is none), positions of an encoder or an image."""
+    """Return samples, positions of text (or of the image where there is none), positions of an encoder or an image."""
     sizes: dict[str, float] = {"b": symbols.SAMPLES, "s": symbols.LENGTH}
     if small.kind == "vision":
         return sizes | {"s": small.max_position_embeddings}
@@ -134,7 +142,7 @@ def batch_sizes(small: ModelFacts) -> dict[str, float]:
 
 
 def _small(facts: ModelFacts, variant: Variant) -> tuple[ModelFacts, Sequence[str], dict[str, object]]:
-    """The small model, the kinds of its blocks in the order they run, and what its config needs beside."""
+    """Return the small model, the kinds of its blocks in the order they run, and what its config needs beside."""
     small = symbols.small(facts, BLOCKS_PER_KIND, windows=variant.windows)
     labels = [name for name, count in block_kinds(small, windows=variant.windows) for _ in range(count)]
     if small.kind == "vision-language":
@@ -200,6 +208,7 @@ def _narrowed(batch: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
 def record_step(
     subject: Subject, batch: dict[str, Any], autocast: AbstractContextManager[object], *, on_cuda: bool
 ) -> Timeline:
+    """Record one forward, loss and backward."""
     module = subject.module
     inputs = [value for value in batch.values() if isinstance(value, torch.Tensor)]
     recorder = Recorder([*module.parameters(), *module.buffers(), *inputs], module.parameters(), on_cuda=on_cuda)

@@ -52,7 +52,7 @@ class Lengths:
     constants: frozenset[int]
 
     def elements(self, shape: tuple[int, ...]) -> Polynomial:
-        """The number of elements of a tensor of this shape."""
+        """Return the number of elements of a tensor of this shape."""
         total: Polynomial = {"": 1.0}
         for size in shape:
             total = multiply(total, self._dimension(size))
@@ -98,11 +98,12 @@ class Recipe:
 
     @property
     def sees_images(self) -> bool:
+        """True if samples have images beside text."""
         return self.facts.kind == "vision-language"
 
 
 def meta_module(recipe: Recipe, *, short: bool, eager: bool = False) -> nn.Module:
-    """The module that transformers builds, without memory for its weights."""
+    """Return the module that transformers builds, without memory for its weights."""
     arguments = {**recipe.config, **(recipe.short if short else {})}
     facts = recipe.facts
     config = config_of({"model_type": facts.model_type, "architecture": facts.architecture, "arguments": arguments})
@@ -120,8 +121,10 @@ def meta_module(recipe: Recipe, *, short: bool, eager: bool = False) -> nn.Modul
 
 
 def kinds_of(module: Any) -> list[str]:
-    """The kind of each block: its class, numbered where blocks of one class have other weights or see all of an image
-    instead of a window."""
+    """Return the kind of each block: its class, numbered where blocks of one class differ.
+
+    They have other weights, or see all of an image instead of a window.
+    """
     seen: dict[str, list[object]] = {}
     kinds = []
     whole = getattr(getattr(module.config, "vision_config", None), "fullatt_block_indexes", ())
@@ -147,7 +150,7 @@ def batch_of(module: Any, samples: int, length: int) -> dict[str, Any]:
 
 
 def recorded_form(recipe: Recipe, variant: Variant) -> Form:
-    """The form of one model in one precision and with one kind of attention."""
+    """Return the form of one model in one precision and with one kind of attention."""
     module = meta_module(recipe, short=True, eager=variant.eager)
     length = LOOPED_LENGTH if recipe.loops else recipe.chunk * PIECES if recipe.chunk > 1 else 1024 + PIECES + 14
     sizes = frozenset(size for weight in module.parameters() for size in weight.shape)
@@ -202,7 +205,7 @@ def _added_by_a_sample(few: Reading, many: Reading) -> dict[str, float]:
 
 
 def _growth(step: int, first: float, second: float, third: float) -> tuple[float, float, float]:
-    """The parabola through three lengths that are `step` apart: its constant, and its factors of s and of s squared."""
+    """Fit the parabola through three lengths that are `step` apart: its constant, its factors of s and of s squared."""
     square = (third - 2 * second + first) / (2 * step**2)
     linear = (second - first) / step - 3 * step * square
     return first - linear * step - square * step**2, linear, square

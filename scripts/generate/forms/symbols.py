@@ -31,7 +31,7 @@ class Undecodable(Exception):
 
 
 def small(facts: ModelFacts, depth: int, *, windows: bool = False) -> ModelFacts:
-    """The same structure with every dimension small and different from the others, and `depth` blocks a stack."""
+    """Return the same structure with every dimension small and unlike the others, and `depth` blocks a stack."""
     groups = 1 if facts.num_kv_heads == 1 else _HEADS if facts.num_kv_heads == facts.num_heads else _GROUPS
     square = facts.num_heads * facts.head_dim == facts.hidden_size or facts.mla is not None
     own_head_dim = facts.model_type in _FREE_HEAD_DIM
@@ -74,7 +74,7 @@ _FREE_HEAD_DIM = frozenset(
 
 
 def _beside(width: int, hidden: int, small: tuple[int, int]) -> int:
-    """A width that some models have besides the hidden one: absent, its own, or the hidden one."""
+    """Return a width that some models have besides the hidden one: absent, its own, or the hidden one."""
     own, same = small
     return 0 if width == 0 else same if width == hidden else own
 
@@ -150,7 +150,7 @@ class Decoder:
     known: Mapping[int, Polynomial]
 
     def elements(self, shape: tuple[int, ...]) -> Polynomial:
-        """The number of elements of a tensor of this shape.
+        """Return the number of elements of a tensor of this shape.
 
         Raises:
             Undecodable: a dimension above `LARGEST_CONSTANT` is not known.
@@ -167,7 +167,7 @@ class Decoder:
 
 
 def decoder_of(facts: ModelFacts, sizes: Mapping[str, float]) -> Decoder:
-    """A decoder for a small model; `sizes` are the batch's own symbols (b, s, t)."""
+    """Return a decoder for a small model; `sizes` are the batch's own symbols (b, s, t)."""
     values = {name: int(size) for name, size in (dict(sizes) | model_dimensions(facts)).items() if size > 1}
     for alias, plain in _ALIASES.items():
         if values.get(alias) == values.get(plain):
