@@ -82,7 +82,7 @@ def _blocks(step: Step, rounds: int, steps: int) -> list[tuple[float, float]]:
 
     for _ in range(_WARM_UP):  # the third step has its memory counted, which is slow and comes once
         step()
-    found = []
+    pairs = []
     for number in range(rounds):
         seconds = {}
         for there in (True, False) if number % 2 else (False, True):
@@ -91,10 +91,10 @@ def _blocks(step: Step, rounds: int, steps: int) -> list[tuple[float, float]]:
             for _ in range(steps):
                 step()
             seconds[there] = (time.process_time() - began) / steps
-        found.append((seconds[True], seconds[False]))
+        pairs.append((seconds[True], seconds[False]))
     put(there=True)
     observer._observer._first = None  # the next optimizer that steps is the one whose steps count
-    return found
+    return pairs
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float, float]:

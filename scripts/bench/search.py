@@ -48,8 +48,8 @@ class Run:
 
 def pruned(request: Request) -> dict[str, Timed]:
     """Return the best plan of each group as the search finds it."""
-    found = {name: best(group, request.objective) for name, group in group_candidates(request).items()}
-    return {name: item for name, item in found.items() if item is not None}
+    plans = {name: best(group, request.objective) for name, group in group_candidates(request).items()}
+    return {name: item for name, item in plans.items() if item is not None}
 
 
 def exhaustive(request: Request) -> dict[str, Timed]:
@@ -60,7 +60,7 @@ def exhaustive(request: Request) -> dict[str, Timed]:
 WAYS: Mapping[str, Callable[[Request], dict[str, Timed]]] = {"pruned": pruned, "exhaustive": exhaustive}
 
 
-def ask(way: str, number: int) -> Run:
+def ask(kind: str, number: int) -> Run:
     """One question in this process."""
     from tests.planner.search import exhaustive as every
 
@@ -68,22 +68,22 @@ def ask(way: str, number: int) -> Run:
     request = question(model, gpu, gpus, **options)
     counted, real = [0], evaluate.price
 
-    def price(*asked: Any) -> Any:
+    def price(*arguments: Any) -> Any:
         counted[0] += 1
-        return real(*asked)
+        return real(*arguments)
 
     evaluate.price = every.price = price
     start = time.perf_counter()
-    found = WAYS[way](request)
+    plans = WAYS[kind](request)
     seconds = time.perf_counter() - start
     return Run(
-        seconds=seconds, priced=counted[0], found={name: str(item.configuration) for name, item in found.items()}
+        seconds=seconds, priced=counted[0], found={name: str(item.configuration) for name, item in plans.items()}
     )
 
 
-def ask_elsewhere(way: str, number: int) -> Run:
+def ask_elsewhere(kind: str, number: int) -> Run:
     """Return what a search takes in a process of its own."""
-    command = [sys.executable, __file__, "--ask", way, str(number)]
+    command = [sys.executable, __file__, "--ask", kind, str(number)]
     return Run(**json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
 
@@ -100,8 +100,8 @@ def main() -> int:
     differ = 0
     print(f"{'question':44} {'priced':>6} {'of':>6} {'seconds':>8} {'of':>8} {'ratio':>6}")
     for number, (model, gpu, gpus, options) in enumerate(QUESTIONS):
-        runs = [{way: ask_elsewhere(way, number) for way in WAYS} for _ in range(arguments.rounds)]
-        few, every = ([run[way] for run in runs] for way in WAYS)
+        runs = [{kind: ask_elsewhere(kind, number) for kind in WAYS} for _ in range(arguments.rounds)]
+        few, every = ([run[kind] for run in runs] for kind in WAYS)
         seconds, reference = (statistics.median(run.seconds for run in taken) for taken in (few, every))
         name = f"{model}, {gpus} x {gpu}, {options.get('objective', 'throughput')}"
         took = f"{seconds:8.3f} {reference:8.3f} {reference / seconds:5.1f}x"

@@ -54,8 +54,8 @@ def main() -> None:
         finished = subprocess.run([*command, __file__, *sys.argv[1:]], env=environment, capture_output=True, text=True)
         if finished.returncode:
             sys.exit(finished.stderr)
-        found = json.loads((run / RESULT).read_text())
-    print(json.dumps(found) if arguments.json else _report(found))
+        figures = json.loads((run / RESULT).read_text())
+    print(json.dumps(figures) if arguments.json else _report(figures))
 
 
 def _arguments() -> argparse.Namespace:
@@ -97,9 +97,9 @@ def _train(arguments: argparse.Namespace) -> None:
 
     for _ in range(_WARM_UP):
         step()
-    found = Measurement(engine, arguments).run(step)
+    figures = Measurement(engine, arguments).run(step)
     if engine.is_main:
-        Path(os.environ["DSPLAN_RUN_DIR"], RESULT).write_text(json.dumps(found))
+        Path(os.environ["DSPLAN_RUN_DIR"], RESULT).write_text(json.dumps(figures))
 
 
 class Measurement:
@@ -273,20 +273,21 @@ def _processor_seconds() -> dict[str, float]:
     return {"threads": threads, "launcher": sum(spent.user + spent.system for spent in times)}
 
 
-def _report(found: dict[str, Any]) -> str:
-    pairs = found["pairs"]
+def _report(result: dict[str, Any]) -> str:
+    pairs = result["pairs"]
     off = statistics.median(off for _, off in pairs)
-    processor = found["processor_seconds"]
-    observers = sum(found["observer_microseconds"].values()) / processor / 1e6
-    cores = found["cores"]["threads"] + found["cores"]["launcher"] / found["ranks_of_node"]
+    processor = result["processor_seconds"]
+    observers = sum(result["observer_microseconds"].values()) / processor / 1e6
+    cores = result["cores"]["threads"] + result["cores"]["launcher"] / result["ranks_of_node"]
     lines = [
-        f"{found['ranks']} ranks on {found['device']}, {len(pairs)} pairs of blocks of {found['steps_of_block']} steps",
+        f"{result['ranks']} ranks on {result['device']}, {len(pairs)} pairs of blocks"
+        f" of {result['steps_of_block']} steps",
         f"step without: {1e3 * off:.3f} ms; with / without: {_ratio(pairs)}",
         *(
             f"{name}: {value:.1f} us of the {1e3 * processor:.1f} ms of a step, {value / processor / 1e4:.3f} %"
-            for name, value in found["observer_microseconds"].items()
+            for name, value in result["observer_microseconds"].items()
         ),
-        *(f"{name}: {100 * value:.2f} % of one core" for name, value in found["cores"].items()),
+        *(f"{name}: {100 * value:.2f} % of one core" for name, value in result["cores"].items()),
         f"together, where no core is spare: {100 * (observers + cores):.2f} % of a step",
     ]
     return "\n".join(lines)

@@ -39,8 +39,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="of three steps of each side in turn")
     options = parser.parse_args()
     with RankPool(options.ranks, timeout_seconds=1800) as pool:
-        found = pool.run(measure, options.hidden, options.layers, options.rounds)
-    own, by_hand, losses = found[0]
+        results = pool.run(measure, options.hidden, options.layers, options.rounds)
+    own, by_hand, losses = results[0]
     print(f"dsplan {own:.3f} s/step, hand-written {by_hand:.3f} s/step, ratio {own / by_hand:.3f}")
     print(f"losses after the same steps: {losses[0]:.6f} and {losses[1]:.6f}")
 

@@ -52,8 +52,8 @@ def main() -> None:
     if missing:
         sys.exit(f"{' and '.join(missing)}: not installed; pip install torchtitan==0.3.0 triton")
     with RankPool(options.ranks, timeout_seconds=1800) as pool:
-        found = pool.run(measure, options.hidden, options.layers, options.rounds)
-    own, titan, losses = found[0]
+        results = pool.run(measure, options.hidden, options.layers, options.rounds)
+    own, titan, losses = results[0]
     print(f"dsplan {own:.3f} s/step, torchtitan {titan:.3f} s/step, ratio {own / titan:.3f}")
     print(f"losses after the same steps: {losses[0]:.6f} and {losses[1]:.6f}")
 

@@ -130,8 +130,8 @@ def _answered(url: str, opened: int, question: str) -> float:
     request = urllib.request.Request(f"{url}gradio_api/queue/join?{question}", json.dumps(body).encode(), headers)
     urllib.request.urlopen(request).close()
     with urllib.request.urlopen(f"{url}gradio_api/queue/data?session_hash={session}") as events:
-        found = next(line for line in events if b'"process_completed"' in line)
-    if b"role=" in found.partition(b"plan-choice")[0] and b"alert" in found:
+        completed = next(line for line in events if b'"process_completed"' in line)
+    if b"role=" in completed.partition(b"plan-choice")[0] and b"alert" in completed:
         raise SystemExit(f"{question} has no answer")
     return time.perf_counter() - begin
 
@@ -150,17 +150,17 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--users", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=20)
-    asked = parser.parse_args()
-    with server(asked.cores) as url:
-        taken, used = in_browser(url, asked.rounds)
-        print(said(f"a changed field, in a browser, {asked.cores} cores", taken))
+    options = parser.parse_args()
+    with server(options.cores) as url:
+        taken, used = in_browser(url, options.rounds)
+        print(said(f"a changed field, in a browser, {options.cores} cores", taken))
         print(f"  processor seconds: {used[SERVER]:.2f} of the server, {used[BROWSER]:.2f} of the browser")
         before = processor_seconds(SERVER)
-        each, last = at_once(url, asked.users, asked.rounds)
-        together = (processor_seconds(SERVER) - before) / asked.rounds
-        print(said(f"{asked.users} at once, {asked.cores} cores, each answer", each))
-        print(said(f"{asked.users} at once, {asked.cores} cores, the last answer", last))
-        print(f"  processor seconds: {together:.2f} of the server, {together / asked.cores:.2f} on every core")
+        each, last = at_once(url, options.users, options.rounds)
+        together = (processor_seconds(SERVER) - before) / options.rounds
+        print(said(f"{options.users} at once, {options.cores} cores, each answer", each))
+        print(said(f"{options.users} at once, {options.cores} cores, the last answer", last))
+        print(f"  processor seconds: {together:.2f} of the server, {together / options.cores:.2f} on every core")
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {usable_cores()} cores")
 
 

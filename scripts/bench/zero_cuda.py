@@ -153,12 +153,12 @@ def _take(run: Turns, pool: RankPool, steps: int) -> None:
     """One turn of a run; one that failed has no other."""
     body = train_with_masters if run.strategy == "masters" else time_subject
     try:
-        found, peak = pool.run(with_peak, body, run.subject, steps)[0]
+        turns, peak = pool.run(with_peak, body, run.subject, steps)[0]
     except RankError as problem:
         run.problem = str(problem)
         print(f"{run.strategy} {run.backend} {dict(run.how)}: {run.problem[:3000]}", file=sys.stderr, flush=True)
         return
-    run.steps += found
+    run.steps += turns
     run.peak_bytes = max(run.peak_bytes, peak)
 
 
@@ -170,8 +170,8 @@ def with_peak(body: Any, subject: Subject, steps: int) -> tuple[tuple[TimedStep,
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()  # what an earlier run left behind
-    found = body(subject, steps, usable_cores())
-    return found, torch.cuda.max_memory_allocated() - before if on_gpu else 0
+    result = body(subject, steps, usable_cores())
+    return result, torch.cuda.max_memory_allocated() - before if on_gpu else 0
 
 
 def train_with_masters(subject: Subject, steps: int, threads: int) -> tuple[TimedStep, ...]:

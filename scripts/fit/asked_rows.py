@@ -471,10 +471,10 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
     """Yield a row of published_asked.csv for each row of the collection."""
     memory, training, reasons = read("published_memory"), _by_place(rows), _reasons()
     memories = {row["case"]: row for row in memory}
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         source = row["source_id"]
-        case = f"{source}-{place + 2}"
-        known, timed = memories.get(case), training.get(place)
+        case = f"{source}-{index + 2}"
+        stated, timed = memories.get(case), training.get(index)
         out = dict.fromkeys(COLUMNS, "") | {
             "case": case,
             "source": source,
@@ -494,18 +494,19 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
                 name, config, cluster, flags = from_training(timed)
                 if source == "dgxc_h100" and name == "nemotron4-340b":
                     flags |= {"pp_schedule": "interleaved", "virtual_stages": DATA["stages_of_340b"]}
-                if known is not None:
-                    flags |= {name: known[name] for name in ("precision", "optimizer")}
-                    cluster |= {key: value for key, value in cluster_of(known).items() if key == "capacity_gb"}
-            elif known is not None and not source.startswith("megatron_golden"):
-                name, config, cluster, flags = from_memory(known)
+                if stated is not None:
+                    flags |= {name: stated[name] for name in ("precision", "optimizer")}
+                    cluster |= {key: value for key, value in cluster_of(stated).items() if key == "capacity_gb"}
+            elif stated is not None and not source.startswith("megatron_golden"):
+                name, config, cluster, flags = from_memory(stated)
                 if source.startswith("torchtune"):
                     flags |= {"loss": "chunked", "activations_on_host": True, "compile": True}
             else:
                 name, config, cluster, flags, assumed = beyond(row, reasons.get(source, ""))
-            if known is not None:
-                assumed = known["assumed"]
-                out["code"] = DATA["named"].get(known["code"], out["code"]) if source.startswith("big") else out["code"]
+            if stated is not None:
+                assumed = stated["assumed"]
+                if source.startswith("big"):
+                    out["code"] = DATA["named"].get(stated["code"], out["code"])
         except NotAskable as reason:
             yield out | {"why_not": str(reason)}
             continue
@@ -519,13 +520,13 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
             "cluster": json.dumps(cluster),
             "flags": json.dumps({flag: value for flag, value in flags.items() if value not in ("", None)}),
             "tokens_per_s_per_gpu": "" if least or out["ran"] == "no" else speed,
-            "memory_gib": known["memory_gib"] if known is not None else row["measured_peak_mem_gib"],
-            "memory_kind": _kind(row, known),
+            "memory_gib": stated["memory_gib"] if stated is not None else row["measured_peak_mem_gib"],
+            "memory_kind": _kind(row, stated),
             "assumed": assumed,
         }
 
 
-def _kind(row: Row, known: Row | None) -> str:
+def _kind(row: Row, stated: Row | None) -> str:
     """Return what a row's memory is.
 
     torchtune's recipes log the peak of what is allocated (pytorch/torchtune@bd2a0fc7c314 torchtune/training/memory.py,
@@ -533,7 +534,7 @@ def _kind(row: Row, known: Row | None) -> str:
     """
     if row["source_id"].startswith("torchtune"):
         return "allocated"
-    return known["memory_kind"] if known is not None else row["mem_kind"]
+    return stated["memory_kind"] if stated is not None else row["mem_kind"]
 
 
 NO_SPEED = "speed not asked: "
@@ -562,18 +563,18 @@ def read(name: str) -> list[dict[str, str]]:
 
 def _by_place(rows: Sequence[Row]) -> dict[int, dict[str, str]]:
     """Rows of published_training.csv by their place in the collection."""
-    found: dict[int, dict[str, str]] = {}
+    runs: dict[int, dict[str, str]] = {}
     for run in read("published_training"):
         speed = float(run["tokens_per_s_per_gpu"])
-        place = next(
-            place
-            for place, row in enumerate(rows)
-            if place not in found
+        index = next(
+            index
+            for index, row in enumerate(rows)
+            if index not in runs
             and (row["source_id"], row["model_name"], row["n_gpus"]) == (run["source"], run["model"], run["gpus"])
             and abs(float(row["measured_tokens_per_s_per_gpu"] or 0) / speed - 1) < 1e-3
         )
-        found[place] = run
-    return found
+        runs[index] = run
+    return runs
 
 
 def main(arguments: Iterable[str]) -> None:

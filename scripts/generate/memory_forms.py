@@ -1,5 +1,4 @@
-"""Writes `planner/cost/memory/activations/forms/`: what every architecture of the catalogue keeps alive in a training
-step.
+"""Writes `planner/cost/memory/activations/forms/`: what architectures keep alive in a training step.
 
     python -m scripts.generate.memory_forms [--frozen] [MODEL_TYPE ...]
 
@@ -43,11 +42,11 @@ STAND_INS = {"deepseek": ("glm4_moe", "Glm4MoeForCausalLM")}
 
 def structures(wanted: set[str]) -> dict[str, list[ModelFacts]]:
     """One model of every structure, by model type."""
-    found: dict[str, dict[str, ModelFacts]] = defaultdict(dict)
+    by_structure: dict[str, dict[str, ModelFacts]] = defaultdict(dict)
     for row in models():
         for facts in with_dropouts(row) if not wanted or row.model_type in wanted else ():
-            found[facts.model_type].setdefault(json.dumps(structure_of(facts)), facts)
-    return {name: list(found[name].values()) for name in sorted(found)}
+            by_structure[facts.model_type].setdefault(json.dumps(structure_of(facts)), facts)
+    return {name: list(by_structure[name].values()) for name in sorted(by_structure)}
 
 
 def with_dropouts(facts: ModelFacts) -> Iterator[ModelFacts]:
@@ -78,7 +77,7 @@ def frozen_variants(facts: ModelFacts) -> Iterator[Variant]:
             yield replace(variant, frozen=True, mode="mixed")
 
 
-def entry(facts: ModelFacts, asked: Callable[[ModelFacts], Iterator[Variant]]) -> tuple[dict[str, Any], list[str]]:
+def entry(facts: ModelFacts, wanted: Callable[[ModelFacts], Iterator[Variant]]) -> tuple[dict[str, Any], list[str]]:
     """Return a structure with its forms, and what could not be traced."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -87,7 +86,7 @@ def entry(facts: ModelFacts, asked: Callable[[ModelFacts], Iterator[Variant]]) -
         model_type, architecture = STAND_INS[facts.model_type]
         traced = replace(facts, model_type=model_type, architecture=architecture)
     forms, problems = {}, []
-    for variant in asked(facts):
+    for variant in wanted(facts):
         try:
             forms[variant.name] = form_to_dict(form_of(traced, variant))
         except Exception as problem:  # one line each; whoever runs this decides what to do about them
@@ -103,21 +102,21 @@ def main(arguments: list[str]) -> int:
     FORMS.mkdir(exist_ok=True)
     frozen = FROZEN in arguments
     chosen = structures({argument for argument in arguments if argument != FROZEN})
-    asked, ending = (frozen_variants, FROZEN_ENDING) if frozen else (variants, "")
+    wanted, ending = (frozen_variants, FROZEN_ENDING) if frozen else (variants, "")
     failed = 0
     with ProcessPoolExecutor(max_workers=2) as workers:
         pending = {
-            model_type: [workers.submit(entry, facts, asked) for facts in rows] for model_type, rows in chosen.items()
+            model_type: [workers.submit(entry, facts, wanted) for facts in rows] for model_type, rows in chosen.items()
         }
         for model_type, futures in pending.items():
-            found = [future.result() for future in futures]
+            structures_with_problems = [future.result() for future in futures]
             written = {
                 "versions": {name: version(name) for name in ("torch", "transformers")},
-                "structures": [structure for structure, _ in found],
+                "structures": [structure for structure, _ in structures_with_problems],
             }
             replace_text(FORMS / f"{model_type}{ending}.json", json.dumps(written, separators=(",", ":")) + "\n")
             print(f"{model_type}: {len(futures)} structures", flush=True)
-            for problem in (problem for _, problems in found for problem in problems):
+            for problem in (problem for _, problems in structures_with_problems for problem in problems):
                 failed += 1
                 print(f"  not traced: {problem}", file=sys.stderr, flush=True)
     return min(failed, 1)

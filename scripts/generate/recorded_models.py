@@ -121,13 +121,13 @@ def main(arguments: list[str]) -> int:
             kept[name], form = future.result()
             replace_text(FORMS / f"{kept[name]['recorded_as']}.json", json.dumps(form, separators=(",", ":")) + "\n")
             print(f"{name}: {kept[name]['parameters']:,} parameters", flush=True)
-    found = [(row, kept[row["id"]]) for row in rows if row["id"] in kept]
-    spelled = [{**row, "aliases": [*row["aliases"], row["name"].rpartition("/")[2]]} for _, row in found]
+    kept_rows = [(row, kept[row["id"]]) for row in rows if row["id"] in kept]
+    spelled = [{**row, "aliases": [*row["aliases"], row["name"].rpartition("/")[2]]} for _, row in kept_rows]
     configs = [
         {"model_type": row["model_type"], "architecture": row["architecture"], "arguments": row["config"]}
-        for row, _ in found
+        for row, _ in kept_rows
     ]
-    document = {"names": name_index(spelled, SOURCE), "rows": [row for _, row in found], "configs": configs}
+    document = {"names": name_index(spelled, SOURCE), "rows": [row for _, row in kept_rows], "configs": configs}
     replace_text(RECORDED, json.dumps(document, ensure_ascii=False, separators=(",", ":")) + "\n")
     return 0
 

@@ -1,5 +1,7 @@
-"""The processors that rows were measured on. A prediction beside a row is made for the row's machine, never for the one
-that computes it: pages, tables and figures are the same wherever they are made.
+"""The processors that rows were measured on.
+
+A prediction beside a row is made for the row's machine, never for the one that computes it: pages, tables and figures
+are the same wherever they are made.
 
 A row names its machine by `cpu` and `cores`; `hardware_db/measurements/machines.csv` has what decides how fast such a
 machine computes. A script that measures adds its own with `record`.

@@ -151,7 +151,7 @@ def _kinds(model: str, ranks: int, precision: str, *, in_turn: bool) -> Iterator
 
 
 def _first_runnable(layouts: Sequence[Asked], turn: int) -> Plan | None:
-    """Return the first of layouts that runs, with micro-batches for rounds and a full pipeline where there are as many."""
+    """Return the first of layouts that runs, with micro-batches for rounds and a full pipeline if there are as many."""
     for request, layout in layouts:
         if layout.splits_model and layout.strategy in words.FSDP_STRATEGIES:
             layout = replace(layout, sync_each_micro_batch=turn % 2 == 0)

@@ -1,5 +1,7 @@
-"""Traced steps of what a plan says beside its strategy (adapters, losses, tp, sp, cp, ep, stages) as rows, and how far
-the planner's closed forms lie from them."""
+"""Traced steps of what a plan says beside its strategy as rows, and how far closed forms lie from them.
+
+Adapters, losses, tp, sp, cp, ep, stages.
+"""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ def meta_module(recipe: Recipe, *, short: bool, eager: bool = False) -> nn.Modul
     with torch.device("meta"), import_module("transformers.initialization").no_init_weights():
         module: Any = build(config)
     module.tie_weights()
-    made: nn.Module = module.train()
-    return made
+    training: nn.Module = module.train()
+    return training
 
 
 def kinds_of(module: Any) -> list[str]:
@@ -128,9 +128,9 @@ def kinds_of(module: Any) -> list[str]:
     seen: dict[str, list[object]] = {}
     kinds = []
     whole = getattr(getattr(module.config, "vision_config", None), "fullatt_block_indexes", ())
-    for place, block in enumerate(repeated_blocks(module)):  # an image tower comes first
+    for index, block in enumerate(repeated_blocks(module)):  # an image tower comes first
         name = type(block).__name__
-        shapes = place in whole, tuple(tuple(weight.shape) for weight in block.parameters())
+        shapes = index in whole, tuple(tuple(weight.shape) for weight in block.parameters())
         variants = seen.setdefault(name, [])
         if shapes not in variants:
             variants.append(shapes)
@@ -217,7 +217,7 @@ def _worked(recipe: Recipe, samples: int, length: int) -> dict[str, Reading]:
     blocks = repeated_blocks(module)
     kinds = kinds_of(module)
     outside = Reading()
-    found = {kind: Reading() for kind in dict.fromkeys(kinds)} | {"": outside}
+    readings = {kind: Reading() for kind in dict.fromkeys(kinds)} | {"": outside}
     with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:
         module.to_empty(device="cpu")
         tie(module)
@@ -226,18 +226,18 @@ def _worked(recipe: Recipe, samples: int, length: int) -> dict[str, Reading]:
         stack.enter_context(images_followed(module))
         everything = Reading()
         for block, kind in zip(blocks, kinds, strict=True):
-            _watch(block, everything, found[kind])
+            _watch(block, everything, readings[kind])
         with torch.no_grad(), work_counted(everything):
             loss_of(module(**batch_of(module, samples, length)))
     for name in _COUNTED:
-        inside = sum(getattr(found[kind], name) for kind in dict.fromkeys(kinds))
+        inside = sum(getattr(readings[kind], name) for kind in dict.fromkeys(kinds))
         setattr(outside, name, getattr(everything, name) - inside)
         for kind in dict.fromkeys(kinds):
-            setattr(found[kind], name, getattr(found[kind], name) / kinds.count(kind))
-    return found
+            setattr(readings[kind], name, getattr(readings[kind], name) / kinds.count(kind))
+    return readings
 
 
-def _watch(block: nn.Module, everything: Reading, found: Reading) -> None:
+def _watch(block: nn.Module, everything: Reading, own: Reading) -> None:
     before: list[Reading] = []
 
     def enter(*_arguments: object) -> None:
@@ -246,8 +246,8 @@ def _watch(block: nn.Module, everything: Reading, found: Reading) -> None:
     def leave(*_arguments: object) -> None:
         earlier = before.pop()
         for name in _COUNTED:
-            done = getattr(everything, name) - getattr(earlier, name)
-            setattr(found, name, getattr(found, name) + done)
+            added_here = getattr(everything, name) - getattr(earlier, name)
+            setattr(own, name, getattr(own, name) + added_here)
 
     block.register_forward_pre_hook(enter)
     block.register_forward_hook(leave)

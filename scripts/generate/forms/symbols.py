@@ -172,17 +172,17 @@ def decoder_of(facts: ModelFacts, sizes: Mapping[str, float]) -> Decoder:
     for alias, plain in _ALIASES.items():
         if values.get(alias) == values.get(plain):
             values.pop(alias, None)
-    known: dict[int, Polynomial] = {}
+    sizes_by_value: dict[int, Polynomial] = {}
     if facts.position_buckets:
-        known[2 * facts.position_buckets] = {"": 2.0 * facts.position_buckets}
+        sizes_by_value[2 * facts.position_buckets] = {"": 2.0 * facts.position_buckets}
     for expression in itertools.chain.from_iterable(_expressions(values)):
         size = value(expression, values)
         if size == int(size) and size > 1:
-            known.setdefault(int(size), expression)
+            sizes_by_value.setdefault(int(size), expression)
     for name, multiple in itertools.product(("s", "t", "d", "D"), _PADDINGS):
         if name in values:
-            known.setdefault(-(-values[name] // multiple) * multiple, {name: 1.0})
-    return Decoder(known=known)
+            sizes_by_value.setdefault(-(-values[name] // multiple) * multiple, {name: 1.0})
+    return Decoder(known=sizes_by_value)
 
 
 _PADDINGS = (8, 32, 64, 128)
