@@ -21,13 +21,11 @@ from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.facts_document import facts_of_plan
 from planner.models.tasks import default_sequence_length, default_task, facts_for_task, possible_tasks
 from planner.types.cluster import Cluster
-from planner.types.job import EXPERT_IMBALANCE, Workload, counts_of, workload_of
+from planner.types.job import DEFAULT_LORA_RANK, EXPERT_IMBALANCE, Workload, counts_of, workload_of
 from planner.types.plan import Plan
 
 SAMPLES_PER_GPU = 8
 """Global batch per GPU that is planned for when none is asked."""
-DEFAULT_LORA_RANK = 8
-"""Of adapters where none is asked: PEFT's own default (`LoraConfig.r`)."""
 WITHOUT_DEEPSPEED = "use backend native, whose ZeRO shards the same, or precision fp32 or bf16"
 """What to do where DeepSpeed has not got a precision."""
 

@@ -15,6 +15,8 @@ from planner.models.facts_document import facts_document
 from planner.types.cluster import SHIPPED, Cluster, Rates
 from planner.types.plan import Configuration
 
+DEFAULT_LORA_RANK = 8
+"""Of adapters where none is asked: PEFT's own default (`LoraConfig.r`)."""
 EXPERT_IMBALANCE = 1.25
 """Tokens that come to the busiest rank's experts over the mean: the capacity factor that Switch Transformers train
 with, beyond which tokens are dropped (Fedus et al. 2021, arXiv 2101.03961, section 2.2; recalled)."""
@@ -59,7 +61,7 @@ class Workload:
     compile: bool = False
     loss: words.Loss = "plain"
     method: words.Method = "full"
-    lora_rank: int = 8
+    lora_rank: int = DEFAULT_LORA_RANK
     lora_targets: str = "all-linear"
     train_only: str = ""
     load_dtype: words.LoadDtype | None = None

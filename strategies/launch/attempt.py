@@ -223,6 +223,9 @@ def _leave_terminal() -> None:
     os.close(nowhere)
 
 
+GRACE_SECONDS = 30.0
+"""Time to save before the ranks are ended: what SLURM's KillWait, Kubernetes' terminationGracePeriodSeconds and most
+spot markets leave at the least."""
 # A look at the run's files takes 0.4 ms of a processor that the ranks may need.
 _POLL_SECONDS = 0.25
 _SIGNAL_SECONDS = 1.0

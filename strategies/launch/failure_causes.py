@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from strategies.run_directory.spec import ENDING_KINDS, RESULT_FILE, STOPS, EndingKind, log_path
+from strategies.run_directory.files import AGENT_LOG, RESULT_FILE, log_path
+from strategies.run_directory.spec import ENDING_KINDS, STOPS, EndingKind
 
 # How often the kernel has killed a process of this cgroup for want of memory.
 
@@ -51,8 +52,6 @@ def _count(path: Path) -> int:
     return int(found) if found.isdecimal() else 0
 
 
-AGENT_LOG = "agent.log"
-"""What the launcher itself printed."""
 _FAILURE = re.compile(r"rank(\d+)\.failure\.json")
 _SUCCESS = re.compile(r"rank(\d+)\.success\.json")
 _OUT_OF_MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from strategies.launch.failure_causes import Ending
-from strategies.run_directory.spec import RETRIES
 
 Action = Literal["restart", "next_plan", "switch", "stop", "give_up"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
+RETRIES = 3
+"""Attempts in a row without progress before a run is given up, where something can be resumed."""
 _LONGEST_PAUSE_SECONDS = 60.0
 _REPEATABLE = ("killed", "lost", "hung", "disk_full")
 """Endings that come from outside the program, so that their coming again at the same step says nothing."""
-_ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
+_REQUESTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
@@ -53,7 +54,7 @@ class Policy:
     again."""
 
     def __init__(self, retries: int | None) -> None:
-        self._asked = retries
+        self._requested = retries
         self._retries = RETRIES if retries is None else retries
         self._used = 0
         self._last: Ending | None = None
@@ -61,7 +62,7 @@ class Policy:
     def decide(self, ending: Ending, now: RunContext) -> Decision:
         """What follows `ending`."""
         last, self._last = self._last, ending
-        if self._asked is None:
+        if self._requested is None:
             self._retries = RETRIES if now.can_resume else 0
         if now.progressed:
             self._used = 0
@@ -78,8 +79,8 @@ class Policy:
         return self._hopeless(ending, last, now) or self._again()
 
     def _without_memory(self, ending: Ending, now: RunContext) -> Decision:
-        asked = _asked_bytes(ending.reason)
-        if asked is not None and now.memory_bytes is not None and asked > now.memory_bytes:
+        size = _requested_bytes(ending.reason)
+        if size is not None and now.memory_bytes is not None and size > now.memory_bytes:
             return Decision(action="give_up", why="one tensor is larger than all memory here, which no plan mends")
         return Decision(action="next_plan", why="the next plan that needs less memory follows")
 
@@ -107,7 +108,7 @@ def _identity(ending: Ending) -> tuple[object, ...]:
     return ending.kind, ending.type, ending.reason, ending.step
 
 
-def _asked_bytes(reason: str) -> int | None:
+def _requested_bytes(reason: str) -> int | None:
     """Return the bytes that an allocator says were requested, or None if it does not say."""
-    match = _ASKED.search(reason)
+    match = _REQUESTED.search(reason)
     return None if match is None else int(float(match[1].rstrip(".")) * _UNITS[(match[2] or "bytes").lower()])

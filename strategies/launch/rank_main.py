@@ -16,8 +16,9 @@ from typing import NoReturn
 
 from hardware_db.errors import DsplanError
 from strategies.launch.elastic.place import take_place
-from strategies.launch.hooks import asked, places
-from strategies.run_directory.spec import LaunchSpec, log_path
+from strategies.launch.hooks import capabilities, places
+from strategies.run_directory.files import log_path
+from strategies.run_directory.spec import LaunchSpec
 from strategies.run_directory.state_consensus import (
     narrow,
     reach_consensus,
@@ -95,7 +96,7 @@ def _run_script(spec: LaunchSpec) -> None:
         except SystemExit as exit_request:
             if exit_request.code:
                 raise
-        asked.refuse_unapplied()
+        capabilities.refuse_unapplied()
     finally:
         if store is not None and os.environ["RANK"] == "0":
             release_waiting_ranks(store)

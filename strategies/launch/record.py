@@ -23,7 +23,8 @@ from planner.types.plan_io import plan_to_dict
 from strategies.launch.failure_causes import Ending
 from strategies.launch.report import OutcomeName, RunReport, measured_attempt
 from strategies.run_directory.claim import read_claim
-from strategies.run_directory.journal import JOURNAL_FILE, Journal, read_journal
+from strategies.run_directory.files import JOURNAL_FILE
+from strategies.run_directory.journal import Journal, read_journal
 from strategies.run_directory.spec import STOPS
 from strategies.telemetry.metrics import measured_of
 

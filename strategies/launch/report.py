@@ -12,6 +12,7 @@ from planner.types.plan import Plan
 from planner.types.plan_io import plan_from_dict
 from strategies.launch.failure_causes import Ending
 from strategies.launch.policy import Decision
+from strategies.run_directory.files import metrics_files
 from strategies.run_directory.journal import read_journal
 from strategies.run_directory.spec import STOPPED, LaunchSpec, exit_status_of
 from strategies.telemetry.metrics import (
@@ -56,9 +57,6 @@ def outcome_of(ending: Ending) -> Outcome:
         reason=ending.reason,
         log=ending.log,
     )
-
-
-REPORT_FILE = "report.md"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,8 +119,7 @@ def last_attempt_in(directory: Path) -> int:
 
 def metrics_of(directory: Path) -> list[list[Row]]:
     """The rows of every rank that ever wrote any, by rank."""
-    numbers = [int(path.stem.removeprefix("metrics-rank")) for path in directory.glob("metrics-rank*.jsonl")]
-    return [list(rows) for rows in read_metrics(directory, max(numbers, default=-1) + 1)]
+    return [list(rows) for rows in read_metrics(directory, max(metrics_files(directory), default=-1) + 1)]
 
 
 # The attempts of a run as its journal has them, for the last page of the command that resumes it.

@@ -10,9 +10,8 @@ from types import TracebackType
 from typing import IO
 
 from hardware_db.errors import DsplanError
+from strategies.run_directory.files import LAUNCHER_LOCK_FILE, LOCK_FILE
 
-LOCK_FILE = "run.lock"
-LAUNCHER_LOCK_FILE = "launcher.lock"
 # A command that was killed leaves ranks that end with its launcher: SIGTERM, 10 s, then SIGKILL (see local.py).
 _PATIENCE_SECONDS = 45.0
 

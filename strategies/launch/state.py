@@ -12,9 +12,9 @@ from hardware_db.errors import BrokenFile, DsplanError
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan, plan_to_dict, save_plan
 from strategies.launch.report import highest_step, last_attempt_in
-from strategies.run_directory.attempt_options import CHECKPOINTS, AttemptOptions, FailedPlan
+from strategies.run_directory.attempt_options import AttemptOptions, FailedPlan
+from strategies.run_directory.files import CHECKPOINTS, LINEAGE_FILE, PLAN_FILE
 from strategies.run_directory.journal import read_journal
-from strategies.run_directory.resume_state import PLAN_FILE
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision import lineage
 
@@ -189,7 +189,7 @@ class RunState:
     def _read_list(self) -> None:
         """Take over what the list names, where it has changed. A save that was only begun has no folder of its name."""
         try:
-            state = (self._spec.directory / lineage.LINEAGE_FILE).stat()
+            state = (self._spec.directory / LINEAGE_FILE).stat()
         except OSError:
             return
         if self._seen != (state.st_mtime_ns, state.st_size):
@@ -215,13 +215,9 @@ def check_unfinished(directory: Path) -> None:
 
 
 def _options(spec: LaunchSpec, earlier: AttemptOptions | None) -> AttemptOptions:
-    watched = spec.supervision
+    directory = spec.supervision.checkpoint_directory or str(spec.directory / CHECKPOINTS)
     return AttemptOptions(
-        checkpoint_directory=watched.checkpoint_directory or str(spec.directory / CHECKPOINTS),
-        checkpoint_minutes=watched.checkpoint_minutes,
-        checkpoint_steps=watched.checkpoint_steps,
-        hang_seconds=watched.hang_seconds,
-        tunes=watched.tunes,
+        supervision=replace(spec.supervision, checkpoint_directory=directory),
         global_batch_size=earlier.global_batch_size if earlier else None,
         failed_plans=earlier.failed_plans if earlier else (),
         run_id=spec.run_id,

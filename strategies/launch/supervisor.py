@@ -29,7 +29,6 @@ from strategies.launch.record import record_attempt
 from strategies.launch.report import (
     COMPLETED,
     INTERRUPTED,
-    REPORT_FILE,
     AttemptReport,
     Outcome,
     RunReport,
@@ -41,6 +40,7 @@ from strategies.launch.run_lock import RunLock, launcher_lock
 from strategies.launch.state import RunState
 from strategies.launch.tracking import Tracking
 from strategies.run_directory.claim import claimed_kind
+from strategies.run_directory.files import REPORT_FILE
 from strategies.run_directory.journal import Journal
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision.lineage import Made

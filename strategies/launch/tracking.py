@@ -27,10 +27,11 @@ from hardware_db.errors import BrokenFile
 from hardware_db.files import digest
 from strategies.launch.launchers.process import import_path
 from strategies.launch.run_lock import is_held
-from strategies.run_directory.journal import JOURNAL_FILE, read_journal
-from strategies.run_directory.spec import SPEC_FILE, LaunchSpec, read_json, write_json
+from strategies.run_directory.files import JOURNAL_FILE, SPEC_FILE, metrics_files, metrics_path, read_json, write_json
+from strategies.run_directory.journal import read_journal
+from strategies.run_directory.spec import LaunchSpec
 from strategies.telemetry.follow import LineFollower
-from strategies.telemetry.metrics import metrics_path, parse_row, step_number
+from strategies.telemetry.metrics import parse_row, step_number
 from strategies.telemetry.trackers import KINDS, TrackedRun, Tracker, figures, file_name, flags_of, flat, plain
 
 LOG_FILE = "trackers.log"
@@ -411,8 +412,7 @@ class Feed:
         """The figures with the loss of another rank where this one has none; None to wait for it."""
         if not item.is_step or "train/loss" in item.values:
             return item.values
-        for path in self._directory.glob("metrics-rank*.jsonl"):
-            rank = int(path.stem.removeprefix("metrics-rank"))
+        for rank, path in metrics_files(self._directory).items():
             if rank:
                 self._others.setdefault(rank, LineFollower(path))
         for follower in self._others.values():

@@ -8,8 +8,6 @@ that the script's model, and the names of what is frozen, stay what they are. Ta
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -22,14 +20,13 @@ from torch import nn
 
 from planner import vocabulary as words
 from planner.cost.combinations import Adapted, refusal
+from planner.types.job import DEFAULT_LORA_RANK
 from planner.types.plan import Configuration
 from strategies.config import ScriptConfig
 from strategies.errors import BackendMissing, CannotRun
 from strategies.parallel.blocks import quantised_weights, repeated_blocks
-from strategies.variables import METHOD
+from strategies.run_directory.request import named, plan_request
 
-DEFAULT_RANK = 8
-"""PEFT's and the planner's."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ATTENTION = ("attn", "attention")
 """What the path of a linear layer of attention has in one of its parts, in transformers and in most other blocks."""
@@ -52,7 +49,7 @@ class TrainingMethod:
 
     method: words.Method = "full"
     """`full`, or adapters of a kind."""
-    rank: int = DEFAULT_RANK
+    rank: int = DEFAULT_LORA_RANK
     """Of the adapters."""
     alpha: float | None = None
     """An adapter's output counts alpha / rank times; None: alpha is twice the rank."""
@@ -86,18 +83,18 @@ def asked_method(script: ScriptConfig, planned: Mapping[str, object], precision:
     Raises:
         CannotRun: the config and the plan contradict each other.
     """
-    asked, section = json.loads(os.environ.get(METHOD) or "{}"), script.lora
+    requested, section = named(plan_request().method), script.lora
     of_plan = TrainingMethod(
         method=planned.get("method") or "full",  # type: ignore[arg-type]
-        rank=int(str(planned.get("lora_rank") or DEFAULT_RANK)),
+        rank=int(str(planned.get("lora_rank") or DEFAULT_LORA_RANK)),
         targets=str(planned.get("lora_targets") or "all-linear"),
         train_only=str(planned.get("train_only") or ""),
         load_dtype=str(planned["load_dtype"]) if planned.get("load_dtype") else None,
         precision=script.precision or precision,
     )
-    if asked:
-        named = {"lora_rank": "rank", "lora_targets": "targets"}
-        return replace(of_plan, **{named.get(name, name): value for name, value in asked.items()}, load_dtype=None)
+    if requested:
+        fields = {"lora_rank": "rank", "lora_targets": "targets"}
+        return replace(of_plan, **{fields.get(name, name): value for name, value in requested.items()}, load_dtype=None)
     if section is None and not script.train_only:
         return of_plan
     method = section.method if section is not None else "full"

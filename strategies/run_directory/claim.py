@@ -24,10 +24,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from strategies.run_directory.spec import ScriptKind, write_json
+from strategies.run_directory.files import CLAIM_FILE, write_json
+from strategies.run_directory.spec import ScriptKind
 from strategies.variables import RUN_DIRECTORY
-
-CLAIM_FILE = "claim.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware_db.notices import notice
-
-JOURNAL_FILE = "run.jsonl"
+from strategies.run_directory.files import JOURNAL_FILE
 
 
 class Journal:

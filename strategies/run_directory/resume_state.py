@@ -19,12 +19,9 @@ from planner.errors import DsplanError
 from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import configuration_from_dict, load_plan, plan_from_dict, plan_to_dict
 from strategies.run_directory.attempt_options import AttemptOptions, FailedPlan
-from strategies.run_directory.spec import read_json, write_json
+from strategies.run_directory.files import PLAN_FILE, TUNING_FILE, metrics_files, read_json, write_json
 
 # Measurements of tuning: `tuning.json` in the run directory of rank 0's node.
-
-
-TUNING_FILE = "tuning.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +60,6 @@ class Tuning:
         return read_json(cls, path) if path.exists() else None
 
 
-PLAN_FILE = "plan.yaml"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
     """What one node's run directory says: the plans that tuning came to, best first, the plan that ran last, and when
@@ -92,7 +86,7 @@ class Findings:
             return cls()
         tuning, last = Tuning.load(run_directory), run_directory / PLAN_FILE
         files = [path for path in (run_directory / TUNING_FILE, last) if path.exists()]
-        began = any(path.stat().st_size for path in run_directory.glob("metrics-rank*.jsonl"))
+        began = any(path.stat().st_size for path in metrics_files(run_directory).values())
         return cls(
             options=asdict(options),
             is_resumed=options.attempt > 0 or options.resumes or began,
@@ -167,7 +161,9 @@ def combined(
     options = [finding.options for finding in known if finding.options]
     most = max((int(attempt.get("most_ranks") or 0) for attempt in options), default=0)
     if not is_resumed:
-        return ResumeState(ranks=ranks, tunes=any(attempt["tunes"] for attempt in options), most_ranks=most)
+        return ResumeState(
+            ranks=ranks, tunes=any(attempt["supervision"]["tunes"] for attempt in options), most_ranks=most
+        )
     tuned = [plan_from_dict(plan) for finding in known for plan in finding.tuned]
     plans = [*tuned, *([given] if given else ()), *(plan_from_dict(finding.last) for finding in known if finding.last)]
     batches = [attempt["global_batch_size"] for attempt in options] + [
@@ -180,7 +176,7 @@ def combined(
         ranks=_training(ranks, batch, plans, sharing) if batch else ranks,
         is_resumed=True,
         attempt=max((int(attempt["attempt"]) for attempt in options), default=0),
-        tunes=any(attempt["tunes"] for attempt in options),
+        tunes=any(attempt["supervision"]["tunes"] for attempt in options),
         global_batch_size=batch,
         failed_plans=tuple(FailedPlan(**entry) for entry in failed.values()),
         most_ranks=most,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import MutableMapping
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING
 from hardware_db.notices import notice
 from planner.types.plan_io import load_plan
 from strategies.run_directory.heartbeat import resting
+from strategies.run_directory.request import named, plan_request
 from strategies.run_directory.resume_state import Findings, ResumeState, combined
-from strategies.variables import PARALLEL, PLAN, STRATEGY
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -98,6 +97,6 @@ def release_waiting_ranks(store: Store) -> None:
 
 
 def _combined(findings: list[Findings], ranks: int) -> ResumeState:
-    given = os.environ.get(PLAN)
-    degrees = json.loads(os.environ.get(PARALLEL) or "{}")
-    return combined(findings, ranks, load_plan(given) if given else None, os.environ.get(STRATEGY), degrees)
+    request = plan_request()
+    given = load_plan(request.plan_file) if request.plan_file else None
+    return combined(findings, ranks, given, request.strategy, named(request.degrees))

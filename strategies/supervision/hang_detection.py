@@ -30,8 +30,8 @@ import psutil
 from hardware_db.notices import notice
 from hardware_db.units import format_seconds
 from strategies.run_directory import claim
+from strategies.run_directory.files import heartbeat_path, stacks_path
 from strategies.run_directory.heartbeat import PULSE, Meeting, Pulse, main_frame, script_line
-from strategies.run_directory.spec import heartbeat_path, stacks_path
 from strategies.supervision.failures import Failure, described, exit_status, write_failure
 
 if TYPE_CHECKING:
@@ -310,6 +310,9 @@ def _does(ranks: list[int], one: str, many: str) -> str:
     return one if len(ranks) == 1 else many
 
 
+HANG_SECONDS = 900.0
+"""Without progress for so long, a run that names no time of its own is restarted: a step of the largest models, and a
+checkpoint of them over a slow network, take minutes."""
 _POLL_SECONDS = 0.25
 _BEAT_SECONDS = 1.0
 _LOCK_SECONDS = 30.0

@@ -20,7 +20,8 @@ from strategies.checkpoint.content import Content, read_content
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
-from strategies.run_directory.attempt_options import CHECKPOINTS, AttemptOptions
+from strategies.run_directory.attempt_options import AttemptOptions
+from strategies.run_directory.files import CHECKPOINTS, LINEAGE_FILE
 from strategies.supervision import lineage
 from strategies.supervision.autosave import SupervisedEngine
 
@@ -153,7 +154,7 @@ def _choose(everyones: Sequence[lineage.Known], run_directory: Path, options: At
     runs = lineage.own_runs(noted, options.run_id, has_nodes=options.has_nodes)
     foreign = [checkpoint for checkpoint in noted if _is_foreign(checkpoint, runs)]
     if foreign:
-        notice(f"{run_directory / lineage.LINEAGE_FILE} lists {len(foreign)} checkpoints of another run: passed over")
+        notice(f"{run_directory / LINEAGE_FILE} lists {len(foreign)} checkpoints of another run: passed over")
     counted = [checkpoint for checkpoint in noted if checkpoint not in foreign and checkpoint.attempt >= options.since]
     places = {path.parent for path in (Path(checkpoint.path) for checkpoint in noted if checkpoint not in foreign)}
     own = _own_folders(run_directory, options)
@@ -178,7 +179,7 @@ def _choose(everyones: Sequence[lineage.Known], run_directory: Path, options: At
 
 def _own_folders(run_directory: Path, options: AttemptOptions) -> list[Path]:
     """Where the run's ranks save by themselves, now or when nobody said where."""
-    named, usual = Path(options.checkpoint_directory).absolute(), (run_directory / CHECKPOINTS).absolute()
+    named, usual = Path(options.supervision.checkpoint_directory).absolute(), (run_directory / CHECKPOINTS).absolute()
     return list(dict.fromkeys([named, usual]))
 
 
@@ -224,7 +225,7 @@ def _mark(content: Content) -> dict[str, Any]:
 
 def _mend(missing: Sequence[lineage.Made], everyones: Sequence[lineage.Known], run_directory: Path) -> None:
     """Say that the list lacks checkpoints that are there, and add them to it, so that they are cleared away in time."""
-    path = run_directory / lineage.LINEAGE_FILE
+    path = run_directory / LINEAGE_FILE
     what = "is not complete" if any(known.has_list for known in everyones) else "is gone"
     if damaged := sum(known.damaged_lines for known in everyones):
         what = f"has {damaged} line{'s' if damaged > 1 else ''} that cannot be read"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import mmap
-import re
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
 from hardware_db.units import format_seconds
+from strategies.run_directory.files import metrics_files
 from strategies.telemetry.alerts import ALERT, Alert
 from strategies.telemetry.metrics import WARM_UP_STEPS, is_slowed, parse_row
 
@@ -44,16 +44,6 @@ class LineFollower:
         return [line.decode(errors="replace").rstrip("\r") for line in complete]
 
 
-_METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
-
-
-def rank_files(directory: Path) -> Iterator[tuple[int, Path]]:
-    """The metrics files in a run directory, with their ranks."""
-    for path in directory.glob("metrics-rank*.jsonl"):
-        if match := _METRICS.fullmatch(path.name):
-            yield int(match[1]), path
-
-
 class RecentRows:
     """The last metrics rows of every rank, `MOST` of all together: what a page needs that is drawn again and again of a
     run of any length. Lines are read once, and of a long file its end alone."""
@@ -68,7 +58,7 @@ class RecentRows:
 
     def read(self) -> list[list[Mapping[str, Any]]]:
         """By rank; the first row of a rank says which attempt those after it are of, unless that is the first."""
-        for rank, path in rank_files(self._directory):
+        for rank, path in metrics_files(self._directory).items():
             self._files.setdefault(rank, _RankRows(path))
         most = self.MOST // max(len(self._files), 1)
         ranks = max(self._files, default=-1) + 1
@@ -219,7 +209,7 @@ class AlertFollower:
 
     def _find(self) -> None:
         """Ranks of a later attempt may be more."""
-        for rank, path in rank_files(self._directory):
+        for rank, path in metrics_files(self._directory).items():
             self._files.setdefault(rank, LineFollower(path))
 
     def _from_row(self, rank: int, row: Mapping[str, Any]) -> list[Alert]:

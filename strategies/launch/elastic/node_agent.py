@@ -27,7 +27,8 @@ from hardware_db.notices import notice
 from strategies.launch.failure_causes import FIRST, Ending, ending_of, memory_kills
 from strategies.launch.launchers.process import signal_ranks
 from strategies.run_directory.claim import claimed_kind
-from strategies.run_directory.spec import RESULT_FILE, SAVING, EndingKind, LaunchSpec, write_json
+from strategies.run_directory.files import RESULT_FILE, write_json
+from strategies.run_directory.spec import SAVING, EndingKind, LaunchSpec
 
 # The nodes of a round report its end to each other in the store of the rendezvous.
 

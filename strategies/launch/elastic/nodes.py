@@ -41,7 +41,8 @@ from strategies.distributed.rendezvous import find_store
 from strategies.launch.elastic.node_agent import NodeAgent, NodePlace
 from strategies.launch.elastic.place import address_towards, die_with_parent
 from strategies.launch.launchers.local import rendezvous_of
-from strategies.run_directory.spec import RESULT_FILE, LaunchSpec, keep_result, write_json
+from strategies.run_directory.files import RESULT_FILE, keep_result, write_json
+from strategies.run_directory.spec import LaunchSpec
 from strategies.variables import AGENT_PID, RENDEZVOUS_SECONDS
 
 _JOIN_SECONDS = 600.0  # a cluster's nodes may start minutes apart

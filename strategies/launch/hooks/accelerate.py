@@ -25,8 +25,16 @@ from planner import vocabulary as words
 from planner.emit.accelerate import emit
 from planner.emit.common import EmitOptions
 from planner.types.plan import Plan
-from strategies.launch.hooks.live import LiveJob, plan_live, say, say_replaced, sequence_length, settled_plan, watch
 from strategies.launch.hooks.patch import patch, with_batch_size
+from strategies.launch.hooks.script_plan import (
+    LiveJob,
+    plan_live,
+    say,
+    say_replaced,
+    sequence_length,
+    settled_plan,
+    watch,
+)
 from strategies.launch.hooks.sharded import apply_checkpointing, library_plan, shard_models
 from strategies.run_directory import claim
 from strategies.telemetry.monitor import RunMonitor

@@ -18,7 +18,8 @@ from planner.emit.deepspeed import deepspeed_config
 from planner.types.plan import Plan
 from strategies.backends.deepspeed.engine import require_precision
 from strategies.config import read_object
-from strategies.launch.hooks.live import (
+from strategies.launch.hooks.patch import patch
+from strategies.launch.hooks.script_plan import (
     LiveJob,
     own_device,
     plan_live,
@@ -27,7 +28,6 @@ from strategies.launch.hooks.live import (
     settled_plan,
     watch,
 )
-from strategies.launch.hooks.patch import patch
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.example import example_batch
 

@@ -30,20 +30,29 @@ from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
 from strategies.integrations.huggingface import OPTIMIZERS
-from strategies.launch.hooks import asked
-from strategies.launch.hooks.live import LiveJob, plan_live, say, say_replaced, sequence_length, settled_plan, watch
+from strategies.launch.hooks import capabilities
 from strategies.launch.hooks.patch import patch
+from strategies.launch.hooks.script_plan import (
+    LiveJob,
+    plan_live,
+    say,
+    say_replaced,
+    sequence_length,
+    settled_plan,
+    watch,
+)
 from strategies.launch.hooks.sharded import library_plan, save_from_all_ranks, shard_models
-from strategies.launch.run_lock import LOCK_FILE
 from strategies.run_directory import claim
 from strategies.run_directory.attempt_options import AttemptOptions
+from strategies.run_directory.files import LINEAGE_FILE, LOCK_FILE
 from strategies.run_directory.heartbeat import PULSE
 from strategies.supervision import lineage
-from strategies.supervision.autosave import KEPT, Interval, SaveClock
+from strategies.supervision.autosave import KEPT
 from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.not_finite import FiniteWatch
 from strategies.supervision.process import leave, stopped
 from strategies.supervision.resume import nothing_left
+from strategies.supervision.save_clock import Interval, SaveClock
 from strategies.supervision.stopping import Request, Stopping, open_board
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.example import example_batch
@@ -118,11 +127,9 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
         self._environment = environment = _environment(args.device)
         board = open_board(self._directory, environment)
         self._stopping = Stopping(board, environment.rank, environment.world_size)
-        self._watch = begin_watching(self._directory, environment.rank, self._options.hang_seconds)
+        self._watch = begin_watching(self._directory, environment.rank, self._options.supervision.hang_seconds)
         self._watch.attach(board, self._stopping, environment.world_size)
-        minutes = self._options.checkpoint_minutes
-        interval = Interval(seconds=None if minutes is None else 60 * minutes, steps=self._options.checkpoint_steps)
-        self._interval = on_rank_zero(lambda: interval)
+        self._interval = on_rank_zero(lambda: Interval.of(self._options.supervision))
         self._clock = SaveClock(self._interval, step=state.global_step)
         PULSE.step = state.global_step
 
@@ -245,7 +252,7 @@ def _unlisted(directory: Path, output: Path, listed: set[str]) -> list[lineage.M
             found.append(made)
     if found:
         steps = ", ".join(str(step) for step in sorted(checkpoint.step for checkpoint in found)[-4:])
-        notice(f"{directory / lineage.LINEAGE_FILE} does not name checkpoints in {output} (step {steps}): they count")
+        notice(f"{directory / LINEAGE_FILE} does not name checkpoints in {output} (step {steps}): they count")
     return found
 
 
@@ -356,8 +363,8 @@ def _require_own_split(own: str) -> None:
     if not torch.cuda.is_available():
         # accelerate 1.15, state.py: ParallelismConfig is refused for DistributedType.MULTI_CPU.
         raise CannotRun(f"the script splits its model by {own}, which accelerate runs on GPUs alone; {remedy}")
-    if asked.asked():
-        raise CannotRun(f"{asked.asked()} cannot be applied: the script splits its model by {own}; {remedy}")
+    if flags := capabilities.requested_flags():
+        raise CannotRun(f"{flags} cannot be applied: the script splits its model by {own}; {remedy}")
     say(f"no plan: the script splits its model by {own}; it runs as it is, measured")
 
 

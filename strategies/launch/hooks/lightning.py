@@ -16,8 +16,8 @@ import torch
 
 from strategies.integrations import fabric, lightning
 from strategies.integrations.lightning_shared import FABRICS, Ranks
-from strategies.launch.hooks.live import say_replaced
-from strategies.variables import BACKEND
+from strategies.launch.hooks.script_plan import say_replaced
+from strategies.run_directory.request import plan_request
 
 _MACHINE = ("accelerator", "devices", "num_nodes")
 """What follows from how the ranks were started."""
@@ -61,7 +61,7 @@ def _start(
     given = inspect.signature(original).bind(made, *positional, **named).arguments
     given = {**given.pop("kwargs", {}), **{name: value for name, value in given.items() if name != "self"}}
     theirs = given.get("strategy", "auto")
-    ours = theirs if isinstance(theirs, Ranks) else kind(backend=os.environ.get(BACKEND))
+    ours = theirs if isinstance(theirs, Ranks) else kind(backend=plan_request().backend)
     ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     machine = {"accelerator": "cuda" if torch.cuda.is_available() else "cpu", "devices": here}
     machine["num_nodes"] = max(1, ranks // here)

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hardware_db.notices import notice
-from strategies.launch.hooks import asked
+from strategies.launch.hooks import capabilities
 from strategies.launch.hooks.patch import patch
 from strategies.run_directory import claim
 from strategies.run_directory.heartbeat import PULSE
@@ -56,14 +56,14 @@ class _Observer:
 
     def backward_starts(self, tensors: Any) -> None:
         """A backward pass begins from a tensor, or from several."""
-        asked.refuse_unplanned_step()
+        capabilities.refuse_unplanned_step()
         roots = [tensors] if hasattr(tensors, "backward") else list(tensors)
         if len(roots) == 1 and roots[0].numel() == 1:
             self._watching(roots[0].device).loss_is(roots[0].detach().reshape(()))
 
     def _step_starts(self, optimizer: Any, positional: Any, named: Any) -> None:
         if self.is_needed:
-            asked.refuse_unplanned_step()
+            capabilities.refuse_unplanned_step()
 
     def _step_ended(self, optimizer: torch.optim.Optimizer, positional: Any, named: Any) -> None:
         if not self.is_needed:
@@ -95,7 +95,7 @@ class _Observer:
 
     def _say(self) -> None:
         if claim.claimed() is None:
-            sentence = f"trains with none of {asked.LIBRARIES}: runs as it is, measured, without a plan"
+            sentence = f"trains with none of {capabilities.LIBRARIES}: runs as it is, measured, without a plan"
             notice(sentence, stream="stdout", rank_zero=True)
 
 

@@ -11,7 +11,7 @@ said by one callable; its own module must then be cheap to import.
     Place("transformers.trainer", "Trainer.__init__", "huggingface", "strategies.launch.hooks.huggingface:init")
 
 Rows for more libraries go into PLACES. Whoever follows a plan or measures calls `claim.take_over(is_planned=...)`, as
-`hooks.live.watch` does.
+`hooks.script_plan.watch` does.
 """
 
 from __future__ import annotations

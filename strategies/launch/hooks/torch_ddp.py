@@ -36,19 +36,19 @@ from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment, join
 from strategies.errors import CannotRun
 from strategies.integrations.ddp_script import ScriptParallel, configuration_for, follow_script, observe
-from strategies.launch.hooks import asked as asked_for
-from strategies.launch.hooks import observer
-from strategies.launch.hooks.live import say, settled_plan
+from strategies.launch.hooks import capabilities, observer
+from strategies.launch.hooks.script_plan import say, settled_plan
 from strategies.protocols import Observer
 from strategies.run_directory import claim
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE, script_line
+from strategies.run_directory.request import plan_request
 from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.stopping import Stopping, open_board
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.step import checkpointing
-from strategies.variables import RUN_DIRECTORY, STRATEGY
+from strategies.variables import RUN_DIRECTORY
 
 _REMEDIES: tuple[words.Strategy, ...] = ("zero2", "fsdp", "zero3")
 
@@ -107,19 +107,19 @@ def parallelize(original: Callable[..., Any], *positional: Any, **named: Any) ->
 
 def _refuse_another(own: str, what: str) -> None:
     plan = settled_plan("torch")
-    asked_for.require_possible("torch", own or None, gpus=torch.cuda.is_available())
-    asked = plan.configuration.strategy if plan is not None else os.environ.get(STRATEGY)
-    if asked and asked != own:
+    capabilities.require_possible("torch", own or None, gpus=torch.cuda.is_available())
+    strategy = plan.configuration.strategy if plan is not None else plan_request().strategy
+    if strategy and strategy != own:
         remedy = f"leave --strategy out, or name {own}" if own else "leave --strategy out"
         place = script_line(sys._getframe())
-        raise CannotRun(f"{place}: the script {what}, so strategy {asked!r} cannot be applied; {remedy}")
+        raise CannotRun(f"{place}: the script {what}, so strategy {strategy!r} cannot be applied; {remedy}")
 
 
 def _named_configuration() -> Configuration | None:
     """What `--strategy` names; None where nothing was asked for."""
-    named: Any = os.environ.get(STRATEGY)
-    asked_for.require_possible("torch", named, gpus=torch.cuda.is_available())
-    return configuration_for(named, int(os.environ["WORLD_SIZE"])) if named else None
+    strategy: Any = plan_request().strategy
+    capabilities.require_possible("torch", strategy, gpus=torch.cuda.is_available())
+    return configuration_for(strategy, int(os.environ["WORLD_SIZE"])) if strategy else None
 
 
 # The first step shows what the script trains with; then its cost is predicted, beside what is measured.
@@ -262,6 +262,6 @@ def _watch_together(directory: Path, environment: Environment) -> None:
     if options is None:
         return
     board = open_board(directory, environment)
-    watch = begin_watching(directory, environment.rank, options.hang_seconds)
+    watch = begin_watching(directory, environment.rank, options.supervision.hang_seconds)
     watch.attach(board, Stopping(board, environment.rank, environment.world_size), environment.world_size)
     atexit.register(watch.end)

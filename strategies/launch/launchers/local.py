@@ -12,7 +12,8 @@ from pathlib import Path
 from strategies.distributed.launcher_env import Address
 from strategies.launch.elastic.rendezvous_store import ensure_store
 from strategies.launch.launchers.process import ProcessLauncher, end, launch_environment
-from strategies.run_directory.spec import RESULT_FILE, LaunchSpec
+from strategies.run_directory.files import RESULT_FILE
+from strategies.run_directory.spec import LaunchSpec
 
 _NODES: dict[Path, subprocess.Popen[bytes]] = {}
 """The agents that hold this process's places among other nodes, by run directory; they end with this process."""

@@ -15,9 +15,9 @@ from types import TracebackType
 
 from hardware_db.files import provide_torch_extensions
 from hardware_db.notices import LABEL
-from strategies.launch.failure_causes import AGENT_LOG
 from strategies.launch.run_lock import launcher_lock
-from strategies.run_directory.spec import RESULT_FILE, LaunchSpec, Placement, keep_result
+from strategies.run_directory.files import AGENT_LOG, RESULT_FILE, keep_result
+from strategies.run_directory.spec import LaunchSpec, Placement
 from strategies.telemetry.follow import LineFollower
 
 RANK_MODULE = "strategies.launch.rank_main"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from strategies.run_directory.files import metrics_path
 from strategies.telemetry.alerts import Alert, append_line, post
 from strategies.telemetry.follow import AlertFollower
-from strategies.telemetry.metrics import metrics_path
 from tests.strategies.telemetry.rows import step_row
 
 

@@ -31,15 +31,16 @@ from strategies.autoplan.select import unfit
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.rank_check import require_same_model
 from strategies.errors import CannotRun
-from strategies.launch.hooks import asked
+from strategies.launch.hooks import capabilities
 from strategies.run_directory import claim
+from strategies.run_directory.request import plan_request
 from strategies.run_directory.spec import ScriptKind
 from strategies.run_directory.state_consensus import current
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.example import first_samples, longest_tokens
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_request, work_of
-from strategies.variables import PLAN, RUN_DIRECTORY, STRATEGY
+from strategies.variables import RUN_DIRECTORY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +76,7 @@ def settled_plan(kind: ScriptKind) -> Plan | None:
     """
     plan = _settled()
     if plan is not None:
-        asked.require_plan(kind, plan, gpus=torch.cuda.is_available())
+        capabilities.require_plan(kind, plan, gpus=torch.cuda.is_available())
     return plan
 
 
@@ -83,7 +84,7 @@ def _settled() -> Plan | None:
     state = current()
     if state.plan is not None:
         return state.plan
-    path = os.environ.get(PLAN)
+    path = plan_request().plan_file
     if not path:
         return None
     plan = load_plan(path)
@@ -127,14 +128,14 @@ def plan_live(job: LiveJob) -> Plan | None:
             every rank.
     """
     gpus = torch.cuda.is_available()
-    asked.require_possible(job.kind, os.environ.get(STRATEGY), gpus=gpus)
+    capabilities.require_possible(job.kind, plan_request().strategy, gpus=gpus)
     require_same_model(job.module)
     measured = machine_rates(fingerprint(probe()), own_device())
     return on_rank_zero(lambda: _plan_if_possible(job, measured))
 
 
 def _plan_if_possible(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan | None:
-    if asked.asked() or current().is_resumed:
+    if capabilities.requested_flags() or current().is_resumed:
         return _plan(job, measured)
     if job.sequence_length is None and job.example is None:
         say("no plan: the script has shown no data to plan for; it runs as it is, measured")
@@ -161,19 +162,19 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
         optimizer=job.optimizer,
     )
     gpus = torch.cuda.is_available()
-    chosen, possible = os.environ.get(STRATEGY), asked.possible(job.kind, gpus=gpus)
-    zero = asked.zero_backend(job.kind, gpus=gpus)
+    chosen, runnable = plan_request().strategy, capabilities.runnable_strategies(job.kind, gpus=gpus)
+    zero = capabilities.choose_zero_backend(job.kind, gpus=gpus)
     if zero == "deepspeed" and (lacks := deepspeed_lacks(cluster.device, job.precision)):
         if chosen in words.ZERO_STAGES:
             raise CannotRun(f"{lacks}; train in fp32 or bf16, or choose ddp")
-        possible = tuple(name for name in possible if name not in words.ZERO_STAGES)
-    strategies = tuple(name for name in possible if chosen in (None, name))
+        runnable = tuple(name for name in runnable if name not in words.ZERO_STAGES)
+    strategies = tuple(name for name in runnable if chosen in (None, name))
     request = make_request(facts, cluster, options, strategies=strategies, top=1, zero_backend=zero)
     request = traced_request(replace(request, splits=()), job.module, job.example)  # such scripts train whole models
     if job.fixed_batch:
         request = replace(request, micro_batch=job.micro_batch_size)
     if current().chooses_anew and not any(True for _ in enumerate_candidates(request)):
-        request = replace(request, strategies=possible)
+        request = replace(request, strategies=runnable)
     return best_plan(with_measured_rates(request, measured))
 
 
