@@ -259,10 +259,10 @@ def _request(
     placement: PlacementFlags,
     supervision: SupervisionFlags,
 ) -> RunRequest:
-    from strategies.launch.options import RequestedPlacement, RequestedSupervision, read_kernels, read_profile
+    from strategies.launch.options import RequestedPlacement, RequestedSupervision, parse_kernels, parse_profile
     from strategies.launch.prepare import RunRequest
     from strategies.run_directory.request import PlanRequest, RequestedDegrees, RequestedMethod
-    from strategies.telemetry.trackers import asked_trackers
+    from strategies.telemetry.trackers import parse_trackers
 
     return RunRequest(
         script=script,
@@ -274,13 +274,13 @@ def _request(
             backend=planning.backend,
             degrees=RequestedDegrees(**{item.name: getattr(planning, item.name) for item in fields(RequestedDegrees)}),
             method=RequestedMethod(**{item.name: getattr(planning, item.name) for item in fields(RequestedMethod)}),
-            kernels=read_kernels(planning.kernels),
+            kernels=parse_kernels(planning.kernels),
         ),
         run_directory=planning.run_dir,
         resume=supervision.resume,
         resume_from=supervision.resume_from or "",
-        trackers=() if supervision.track is None else asked_trackers(supervision.track),
-        profile="" if supervision.profile is None else read_profile(supervision.profile),
+        trackers=() if supervision.track is None else parse_trackers(supervision.track),
+        profile="" if supervision.profile is None else parse_profile(supervision.profile),
         placement=RequestedPlacement(
             launcher=placement.launcher,
             nodes=placement.nodes,

@@ -58,9 +58,9 @@ def track(
     from hardware_db.errors import BrokenFile
     from hardware_db.notices import notice
     from strategies.launch.tracking import Tracking, read_state
-    from strategies.telemetry.trackers import asked_trackers, check_installed
+    from strategies.telemetry.trackers import check_installed, parse_trackers
 
-    names = asked_trackers(to)
+    names = parse_trackers(to)
     check_installed(names)
     if not is_run_directory(directory):
         raise BrokenFile(directory, "is no run directory", "name a run directory of dsplan run")

@@ -44,11 +44,11 @@ class Calibration:
     created_at: str = ""
 
     def variance(self, gradient: Mapping[str, float]) -> float:
-        """How uncertain a logarithm is that changes by `gradient` with the logarithm of each factor."""
+        """Return how uncertain a logarithm is that changes by `gradient` with the logarithm of each factor."""
         return quadratic(self.covariance, [gradient[name] for name in self.names])
 
     def as_document(self) -> dict[str, object]:
-        """The JSON object that the database keeps; the time is the record's own."""
+        """Return the JSON object that the database keeps; the time is the record's own."""
         document = asdict(self)
         del document["created_at"]
         return document

@@ -13,7 +13,7 @@ from planner.calibration.oom_history import OomRecord
 from planner.calibration.spread import AGAIN, FACTOR_SPREADS, NINE_OF_TEN, SPREADS, interval, kind_of
 from planner.cost.timing import step_time
 from planner.errors import DsplanError
-from planner.types.job import Job
+from planner.types.job import Job, Sections
 from planner.types.plan import Configuration, MemoryEstimate, StepTime
 from planner.types.plan_io import configuration_from_dict
 
@@ -37,7 +37,7 @@ class KnownRun:
     peak_allocated_bytes: int | None = None
 
     def answer(self, predicted: StepTime) -> StepTime:
-        """The measured step, its parts in the proportions that were predicted."""
+        """Return the measured step, its parts in the proportions that were predicted."""
         half = NINE_OF_TEN * self._spread()
         return replace(
             predicted.scaled(self.step_seconds / predicted.step_seconds),
@@ -48,23 +48,21 @@ class KnownRun:
         )
 
     def sentence(self, predicted_seconds: float) -> str:
-        """What was measured beside what would have been predicted, for a plan's notes."""
+        """Return what was measured beside what would have been predicted, for a plan's notes."""
         runs = "once" if len(self.each) == 1 else f"{len(self.each)} times"
         error = predicted_seconds / self.step_seconds - 1
         return f"step time measured here {runs}, last on {self.created_at[:10]}; the model alone is {error:+.0%} off"
 
     def _spread(self) -> float:
-        """The logarithmic spread of one more run: what is usual counts as one run more than there are."""
+        """Return the logarithmic spread of one more run: what is usual counts as one run more than there are."""
         logs = [math.log(seconds) for seconds in self.each]
         middle = math.fsum(logs) / len(logs)
         squares = AGAIN**2 + sum((value - middle) ** 2 for value in logs)
         return math.sqrt(squares / len(logs) * (1 + 1 / len(logs)))
 
 
-def known_runs(
-    measurements: Iterable[Measurement], inputs: Mapping[str, Mapping[str, object]]
-) -> dict[Configuration, KnownRun]:
-    """The completed runs of this model and work on devices like these, by configuration.
+def known_runs(measurements: Iterable[Measurement], inputs: Sections) -> dict[Configuration, KnownRun]:
+    """Return the completed runs of this model and work on devices like these, by configuration.
 
     `measurements` come newest first and are those of one machine; of each configuration only the runs with the versions
     of its newest one count. `inputs` are the sections model, cluster and workload of a plan for the request.
@@ -88,11 +86,16 @@ def known_runs(
     return {configuration: _known(group) for configuration, group in found.items()}
 
 
-def is_same_work(plan: Mapping[str, object], inputs: Mapping[str, Mapping[str, object]]) -> bool:
-    """Whether a stored plan is of the model, the devices and the work that a request's sections describe."""
+def is_same_work(plan: Mapping[str, object], inputs: Sections) -> bool:
+    """Return whether a stored plan is of the model, the devices and the work that a request's sections describe."""
     from hardware_db.measurement import CIRCUMSTANCES
 
-    for name, wanted in inputs.items():
+    wanted: Mapping[str, object]
+    for name, wanted in (
+        ("model", inputs["model"]),
+        ("cluster", inputs["cluster"]),
+        ("workload", inputs["workload"]),
+    ):
         section = plan.get(name)
         if not isinstance(section, Mapping):
             return False
@@ -137,7 +140,7 @@ class Correction:
     """What computing takes over the model's time, as far as runs of other families have it in common with the plan."""
 
     def of(self, predicted: StepTime) -> StepTime:
-        """The prediction with it."""
+        """Return the prediction with it."""
         if self.family != 1.0:
             return predicted.scaled(self.family)
         more = (self.compute - 1) * predicted.compute_seconds
@@ -171,7 +174,7 @@ class Experience:
     )
 
     def expected(self, job: Job) -> StepTime:
-        """What a job takes that has not run here: as predicted, with what runs of the same work say of it."""
+        """Return what a job takes that has not run here: as predicted, with what runs of the same work say of it."""
         return self.correction(job).of(step_time(job))
 
     def correction(self, job: Job) -> Correction:
@@ -195,7 +198,7 @@ class Experience:
         return self._corrections[family, ranks]
 
     def _shared(self, job: Job, runs: Mapping[Configuration, KnownRun]) -> float:
-        """What computing takes over the model's time, where nothing but these runs knows of the machine's.
+        """Return what computing takes over the model's time, where nothing but these runs knows of the machine's.
 
         Communication and engines only add to a step, so it is at most what the run that is least beyond its prediction
         shows. Of that the most probable figure for machines that differ as they usually do and parts that scatter with
@@ -233,6 +236,6 @@ NO_EXPERIENCE = Experience()
 
 
 def _beyond(job: Job, configuration: Configuration, run: KnownRun) -> tuple[float, float]:
-    """The logarithm of what a run took over its prediction, and the share of computing in that prediction."""
+    """Return the logarithm of what a run took over its prediction, and the share of computing in that prediction."""
     predicted = step_time(replace(job, configuration=configuration))
     return math.log(run.step_seconds / predicted.step_seconds), predicted.compute_seconds / predicted.step_seconds

@@ -36,7 +36,7 @@ def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> Vector:
 
 
 def inverse(matrix: Sequence[Sequence[float]]) -> Matrix:
-    """The inverse of a symmetric positive definite matrix."""
+    """Return the inverse of a symmetric positive definite matrix."""
     size = len(matrix)
     return tuple(solve(matrix, [float(i == column) for i in range(size)]) for column in range(size))
 
@@ -96,7 +96,7 @@ class Fit:
         return {name: math.exp(value) for name, value in zip(self.names, self.values, strict=True)}
 
     def variance(self, gradient: Sequence[float]) -> float:
-        """How uncertain a figure is that changes by `gradient` with each value."""
+        """Return how uncertain a figure is that changes by `gradient` with each value."""
         return quadratic(self.covariance, gradient)
 
 
@@ -141,7 +141,7 @@ class _Problem:
     priors: tuple[Prior, ...]
 
     def at(self, values: Vector) -> _Point:
-        """The point, with slopes of its own."""
+        """Return the point, with slopes of its own."""
         known = tuple(self.residuals(values))
         columns = []
         for index in range(len(values)):
@@ -151,13 +151,13 @@ class _Problem:
         return _Point(values=values, residuals=known, origin=values, columns=tuple(columns))
 
     def cost(self, values: Vector, residuals: Sequence[float], spread: float) -> float:
-        """The negative logarithm of the posterior, up to a constant."""
+        """Return the negative logarithm of the posterior, up to a constant."""
         misfit = sum(math.log1p((r / spread) ** 2 / FREEDOM) for r in residuals)
         pull = sum((value / prior.spread) ** 2 for value, prior in zip(values, self.priors, strict=True))
         return (FREEDOM + 1) / 2 * misfit + pull / 2
 
     def downhill(self, point: _Point, spread: float) -> list[float]:
-        """The negative gradient of the cost."""
+        """Return the negative gradient of the cost."""
         weights = _weights(point, spread)
         return [
             -sum(w * c * r for w, c, r in zip(weights, column, point.residuals, strict=True)) - value / prior.spread**2
@@ -165,7 +165,7 @@ class _Problem:
         ]
 
     def curvature(self, point: _Point, spread: float) -> list[list[float]]:
-        """The cost's curvature, as Gauss and Newton approximate it."""
+        """Return the cost's curvature, as Gauss and Newton approximate it."""
         weights = _weights(point, spread)
         found = [
             [sum(w * a * b for w, a, b in zip(weights, column, other, strict=True)) for other in point.columns]
@@ -194,7 +194,7 @@ class _Problem:
         return point
 
     def spread_left(self, point: _Point, spread: float, noise: Noise) -> float:
-        """The next estimate of the spread; factors that the runs determine take degrees of freedom from them."""
+        """Return the next estimate of the spread; factors that the runs determine take degrees of freedom from them."""
         weighted = sum(_weight(r, spread) * r**2 for r in point.residuals)
         covariance = inverse(self.curvature(point, spread))
         taken = sum(1 - covariance[i][i] / prior.spread**2 for i, prior in enumerate(self.priors))
@@ -207,7 +207,7 @@ def _weights(point: _Point, spread: float) -> list[float]:
 
 
 def _weight(residual: float, spread: float) -> float:
-    """How much a run counts: 1.25 where it is as expected, ever less the further off it is."""
+    """Return how much a run counts: 1.25 where it is as expected, ever less the further off it is."""
     return (FREEDOM + 1) / (FREEDOM + (residual / spread) ** 2)
 
 

@@ -55,7 +55,7 @@ class Rebuilder:
         self._rates: dict[str, tuple[RateMeasurement, ...]] = {}
 
     def rows(self, measurements: Iterable[Measurement]) -> tuple[Row, ...]:
-        """The rows of those that completed, have a step time, and can be priced again."""
+        """Return the rows of those that completed, have a step time, and can be priced again."""
         found = (
             self.row(measurement)
             for measurement in measurements
@@ -137,7 +137,7 @@ class Lesson:
 
 
 def learn(rows: Sequence[Row], seconds: Seconds | None = None) -> Lesson:
-    """The calibration for rows of one kind of hardware, with its error on rows that it was not fitted to.
+    """Return the calibration for rows of one kind of hardware, with its error on rows that it was not fitted to.
 
     The shipped constants were fitted to none of the rows, so their error over all rows is fair; that of the factors is
     over every row left out in turn. `seconds` prices a job, by default the time model.
@@ -204,7 +204,7 @@ def fitted(rows: Sequence[Row], seconds: Seconds | None = None, near: Fit | None
 
 
 def errors(rows: Sequence[Row], factors: Factors, seconds: Seconds | None = None) -> list[float]:
-    """How far predictions with these factors are from what was measured, fractions of it."""
+    """Return how far predictions with these factors are from what was measured, fractions of it."""
     price = seconds or _seconds
     return _errors([price(with_factors(row.job, factors)) for row in rows], rows)
 
@@ -214,12 +214,12 @@ def _errors(predicted: Sequence[float], rows: Sequence[Row]) -> list[float]:
 
 
 def with_factors(job: Job, factors: Factors) -> Job:
-    """The job on a cluster of these factors."""
+    """Return the job on a cluster of these factors."""
     return replace(job, cluster=replace(job.cluster, factors=factors))
 
 
 def _left_out(rows: Sequence[Row], part: frozenset[int], price: Seconds, whole: Fit) -> list[tuple[int, float]]:
-    """The predictions for the rows of one part, by their places, of factors fitted to all others."""
+    """Return the predictions for the rows of one part, by their places, of factors fitted to all others."""
     rest = [row for index, row in enumerate(rows) if index not in part]
     factors = Factors(**fitted(rest, price, whole).factors)
     return [(index, price(with_factors(rows[index].job, factors))) for index in part]

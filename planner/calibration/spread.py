@@ -88,7 +88,7 @@ _STEP = 1e-3
 
 
 def kind_of(job: Job) -> Kind:
-    """The kind of plan, as far as errors go."""
+    """Return the kind of plan, as far as errors go."""
     configuration, cluster = job.configuration, job.cluster
     if cluster.device.is_cpu:
         return "unmeasured cpu" if cluster.rates.matmul is None else "cpu"
@@ -102,7 +102,7 @@ def kind_of(job: Job) -> Kind:
 
 
 def spread_of(job: Job) -> Spread:
-    """How far a job is off: by the kind of plan, wider or narrower where the code base is known for it."""
+    """Return how far a job is off: by the kind of plan, wider or narrower where the code base is known for it."""
     kind = kind_of(job)
     spread = SPREADS[kind]
     if job.cluster.device.is_cpu:
@@ -134,7 +134,7 @@ def _left(job: Job, spread: Spread, calibration: Calibration) -> float:
 
 
 def slopes(job: Job, price: Callable[[Job], float] | None = None) -> dict[str, float]:
-    """How the logarithm of the step time changes with the logarithm of each factor."""
+    """Return how the logarithm of the step time changes with the logarithm of each factor."""
     seconds = price or (lambda varied: step_time(varied).step_seconds)
     here, values = seconds(job), asdict(job.cluster.factors)
     found = {}

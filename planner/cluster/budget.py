@@ -49,7 +49,7 @@ def tokens_per_step(workload: Workload) -> int:
 
 
 def bill_of(configuration: Configuration, step_seconds: float, price: float | None, budget: Budget) -> Bill:
-    """The bill of a configuration whose step takes `step_seconds`, at `price` dollars per GPU-hour."""
+    """Return the bill of a configuration whose step takes `step_seconds`, at `price` dollars per GPU-hour."""
     per_step = configuration.global_batch_size * configuration.sequence_length
     million = step_seconds * configuration.world_size / HOUR / per_step * 1e6
     hours = None if budget.tokens is None else million * budget.tokens / 1e6

@@ -59,7 +59,7 @@ def spread(gpus: int, nodes: int | None, device: Device) -> Layout:
 
 
 def usual_gpus_per_node(device: Device) -> int:
-    """How many of these GPUs one machine usually has.
+    """Return how many of these GPUs one machine usually has.
 
     Cards: eight, the slots of a server. Modules: as many as in the catalogue's largest node type of the best provider.
     Superchips: four on a tray of an NVL72 rack, else one. Systems on a chip: one.
@@ -113,7 +113,7 @@ def price_per_gpu(node: NodeType) -> float | None:
 
 
 def cluster_of(device: Device, layout: Layout, node: NodeType | None, memory_gb: float | None = None) -> Cluster:
-    """A cluster of a named device. A node type with more GPUs than are used lends its host in proportion.
+    """Return a cluster of a named device. A node type with more GPUs than are used lends its host in proportion.
 
     Raises:
         ContradictoryRequest: the memory of the device is unknown.
@@ -139,7 +139,7 @@ def cluster_of(device: Device, layout: Layout, node: NodeType | None, memory_gb:
 
 
 def network(device: Device, layout: Layout, node: NodeType) -> tuple[Link | None, int]:
-    """The link between nodes and how many of them a node has.
+    """Return the link between nodes and how many of them a node has.
 
     A link whose figures are per node counts once. Where a provider sells less than the adapters' line rate, the link is
     scaled to it. Inside one NVL72 rack nodes talk over NVLink; a node of more GPUs than a tray has is several
@@ -196,7 +196,7 @@ def _without_node_type(device: Device, layout: Layout, bytes_per_device: int) ->
 
 
 def _intra_link(device: Device, gpus_per_node: int, node: NodeType) -> Link | None:
-    """The node type's own link; a bridge between two cards does not join more of them."""
+    """Return the node type's own link; a bridge between two cards does not join more of them."""
     if gpus_per_node < 2:
         return None
     if node.intra_link is None or ("bridge" in node.intra_link and gpus_per_node > 2):

@@ -23,7 +23,7 @@ _ATTENTION_BACKWARD_WORK = 2.5
 def rates_from_measurements(
     measurements: Iterable[RateMeasurement], *, ranks: int, precision: words.Precision
 ) -> Rates:
-    """The newest rates of a machine with `ranks` processes at work; None for each kind never measured.
+    """Return the newest rates of a machine with `ranks` processes at work; None for each kind never measured.
 
     `measurements` come newest first. Matrix products and attention are those of the dtype that `precision` computes in;
     collectives are kept for every number of ranks that was measured. On a CPU only rates of `ranks` processes count,

@@ -66,7 +66,7 @@ class HardwareRequest:
 
 
 def resolve_cluster(request: HardwareRequest, machine: Machine | None = None) -> Cluster:
-    """The cluster that a request means; `machine` is what was probed (probed now where it is needed and None).
+    """Return the cluster that a request means; `machine` is what was probed (probed now where it is needed and None).
 
     A cluster file, a node type or a GPU is planned for as named. With none of them it is the probed machine, and where
     that has no GPU, 8 x A100-SXM4-80GB with a sentence in `assumed` that says so.
@@ -245,7 +245,7 @@ def cluster_of_plan(section: Mapping[str, Any], machine: Machine | None = None) 
 
 
 def _link(name: str | None, base: Link | None) -> Link | None:
-    """The link of this name; that of the node type, which may be sold slower than it is, where it is the one."""
+    """Return the link of this name; that of the node type, which may be sold slower than it is, where it is the one."""
     if name is None:
         return None
     return base if base is not None and base.name == name else find_link(name)
@@ -294,7 +294,7 @@ KEYS = (*_TEXT, *_NUMBERS)
 
 
 def read_cluster_file(path: str) -> Cluster:
-    """The cluster in a file. What it leaves out comes from its node type, or the usual node type of its GPU.
+    """Return the cluster in a file. What it leaves out comes from its node type, or the usual node type of its GPU.
 
     Raises:
         BrokenFile: the file is missing, not YAML, or a key is unknown or of the wrong type; one line with the remedy.

@@ -32,7 +32,7 @@ _Emitter = Callable[[Plan, EmitOptions], dict[str, str]]
 
 
 def emit(plan: Plan, format: str, options: EmitOptions = DEFAULTS) -> dict[str, str]:
-    """The files of one format, `{filename: text}`; the file to look at first comes first.
+    """Return the files of one format, `{filename: text}`; the file to look at first comes first.
 
     Raises:
         UnknownName: the format is not in FORMATS; the message lists them.

@@ -34,7 +34,7 @@ _RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "intel": "gpu.in
 
 
 def on_cpu(plan: Plan, options: EmitOptions) -> bool:
-    """Whether the config is for CPU ranks."""
+    """Return whether the config is for CPU ranks."""
     return plan.cluster.get("vendor") == "cpu" if options.cpu is None else options.cpu
 
 
@@ -44,7 +44,7 @@ def device_resource(plan: Plan, options: EmitOptions) -> str:
 
 
 def model_number(plan: Plan, key: str) -> int:
-    """A whole number of the plan's model object.
+    """Return a whole number of the plan's model object.
 
     Raises:
         ContradictoryRequest: the plan does not hold it.
@@ -61,9 +61,9 @@ def node_layout(plan: Plan) -> tuple[int, int]:
     Raises:
         ContradictoryRequest: the ranks do not fill whole nodes.
     """
-    nodes, gpus = plan.cluster.get("nodes", 1), plan.cluster.get("gpus")
     world = plan.configuration.world_size
-    if not isinstance(nodes, int) or not isinstance(gpus, int) or world <= gpus // nodes:
+    nodes, gpus = plan.cluster.get("nodes", 1), plan.cluster.get("gpus", world)
+    if world <= gpus // nodes:
         return 1, world
     per_node = gpus // nodes
     if world % per_node:
@@ -72,13 +72,13 @@ def node_layout(plan: Plan) -> tuple[int, int]:
 
 
 def model_word(plan: Plan, key: str) -> str:
-    """A word of the plan's model object, empty where the plan does not hold it."""
+    """Return a word of the plan's model object, empty where the plan does not hold it."""
     value = plan.model.get(key)
     return value if isinstance(value, str) else ""
 
 
 def facts_of(plan: Plan, form: str) -> ModelFacts:
-    """The sizes of the plan's model, a decoder.
+    """Return the sizes of the plan's model, a decoder.
 
     Raises:
         ContradictoryRequest: neither the plan nor the catalogue holds them, they are counts without an architecture, or
@@ -95,13 +95,13 @@ def facts_of(plan: Plan, form: str) -> ModelFacts:
 
 
 def workload_word(plan: Plan, key: str) -> str:
-    """A word of the plan's workload, empty where the plan does not hold it."""
+    """Return a word of the plan's workload, empty where the plan does not hold it."""
     value = plan.workload.get(key)
     return value if isinstance(value, str) else ""
 
 
 def refuse(plan: Plan, form: str, reason: str, remedy: str) -> ContradictoryRequest:
-    """The error for a plan that `form` cannot carry."""
+    """Return the error for a plan that `form` cannot carry."""
     strategy = plan.configuration.strategy
     article = "an" if strategy.startswith(("fsdp", "hsdp")) else "a"  # letter by letter
     plan_words = " ".join((article, strategy, "plan", *reason.split()))
@@ -172,7 +172,7 @@ def require(plan: Plan, form: str, can: Abilities) -> None:
 
 
 def is_zero(plan: Plan) -> bool:
-    """Whether the plan is one of the ZeRO stages."""
+    """Return whether the plan is one of the ZeRO stages."""
     return plan.configuration.strategy in words.ZERO_STAGES
 
 
@@ -221,7 +221,7 @@ def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, .
 
 
 def as_comment(duties: tuple[str, ...]) -> str:
-    """The duties as comment lines of YAML and shell."""
+    """Return the duties as comment lines of YAML and shell."""
     return "".join(("# The plan holds for a script that\n", *(f"#  - {duty}\n" for duty in duties)))
 
 
@@ -252,7 +252,7 @@ _CODES = {"torchtitan": ("torchtitan",), "nanotron": ("nanotron",)}
 
 
 def _trainer_duties(plan: Plan, format: str) -> tuple[str, ...]:
-    """What a trainer's own config leaves open, and where the trainer does otherwise than the plan counts."""
+    """Return what a trainer's own config leaves open, and where the trainer does otherwise than the plan counts."""
     configuration, workload = plan.configuration, plan.workload
     codes = _CODES.get(format, ("megatron", "nemo"))
     code = workload_word(plan, "code") or "transformers"
@@ -307,12 +307,12 @@ def _products(plan: Plan, format: str) -> tuple[str, ...]:
 
 
 def converts_products(plan: Plan, format: str) -> bool:
-    """Whether a format has accelerate put torchao's layers in, whose only recipe there is by whole tensors."""
+    """Return whether a format has accelerate put torchao's layers in, whose only recipe there is by whole tensors."""
     return format == "accelerate" and not is_zero(plan) and plan.workload.get("fp8_recipe") == "tensorwise"
 
 
 def _what_runs(plan: Plan) -> tuple[str, ...]:
-    """What the workload asks for that is a matter of the script alone."""
+    """Return what the workload asks for that is a matter of the script alone."""
     workload, duties = plan.workload, []
     method = workload_word(plan, "method") or "full"
     if method != "full":

@@ -76,7 +76,7 @@ def as_json(config: Mapping[str, object]) -> str:
 
 
 def deepspeed_config(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, object]:
-    """The config of a `single`, `ddp` (stage 0) or ZeRO plan as `deepspeed.initialize(config=...)` takes it.
+    """Return the config of a `single`, `ddp` (stage 0) or ZeRO plan as `deepspeed.initialize(config=...)` takes it.
 
     Raises:
         ContradictoryRequest: the plan is FSDP, uses tp or pp, or asks of a stage what it cannot do.
@@ -98,7 +98,7 @@ def deepspeed_config(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, o
 
 
 def config_without_optimizer(plan: Plan, form: str, options: EmitOptions = DEFAULTS) -> dict[str, object]:
-    """The config for accelerate and HF Trainer, where the script or the Trainer makes the optimizer.
+    """Return the config for accelerate and HF Trainer, where the script or the Trainer makes the optimizer.
 
     On GPU machines accelerate itself replaces an offloaded torch AdamW by `DeepSpeedCPUAdam`.
 
@@ -201,7 +201,7 @@ def _swap_buffer(plan: Plan) -> int:
 
 
 def _optimizer(plan: Plan, options: EmitOptions) -> dict[str, object]:
-    """The optimizer section, or the permission to pass an optimizer that DeepSpeed cannot build from JSON."""
+    """Return the optimizer section, or the permission to pass an optimizer that DeepSpeed cannot build from JSON."""
     name = plan.configuration.optimizer
     rates: dict[str, object] = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
     if name in ("adamw", "adamw-fused", "adamw-forloop"):

@@ -46,7 +46,7 @@ exec {launch_command(plan)}{arguments} "$@"
 
 
 def launch_command(plan: Plan) -> str:
-    """The command up to the training script, in one line; several nodes meet at `$MASTER_ADDR`.
+    """Return the command up to the training script, in one line; several nodes meet at `$MASTER_ADDR`.
 
     Raises:
         ContradictoryRequest: the plan's ranks do not fill whole nodes.

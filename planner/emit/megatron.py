@@ -130,7 +130,7 @@ def _one_connection(plan: Plan) -> bool:
 
 
 def _padded(vocabulary: int, tp: int) -> int:
-    """The smallest vocabulary that tp ranks share evenly; Megatron's own default pads to multiples of 128 tp."""
+    """Return the smallest vocabulary that tp ranks share evenly; Megatron's own default pads to multiples of 128 tp."""
     return -(-vocabulary // tp) * tp
 
 
@@ -138,7 +138,7 @@ def _padded(vocabulary: int, tp: int) -> int:
 
 
 def model_fields(plan: Plan, form: str) -> Fields:
-    """The sizes of the plan's model.
+    """Return the sizes of the plan's model.
 
     Raises:
         ContradictoryRequest: Megatron's GPT has another structure than the model, or as many weights by no setting.
@@ -180,7 +180,7 @@ def model_fields(plan: Plan, form: str) -> Fields:
 
 
 def _weights(facts: ModelFacts, biased: bool) -> int:
-    """The weights of Megatron's GPT of these sizes: its embedding, attention, MLPs and norms, summed."""
+    """Return the weights of Megatron's GPT of these sizes: its embedding, attention, MLPs and norms, summed."""
     hidden, heads, norm = facts.hidden_size, facts.num_heads, 1 if facts.norm == "rmsnorm" else 2
     gates = 3 if facts.gated_mlp else 2
     if facts.mla is not None:
@@ -207,7 +207,7 @@ def _weights(facts: ModelFacts, biased: bool) -> int:
 
 
 def _odd(facts: ModelFacts) -> str:
-    """What of a model Megatron's GPT does not have; empty when it has all."""
+    """Return what of a model Megatron's GPT does not have; empty when it has all."""
     found = {
         "a parallel residual": facts.parallel_residual,
         f"{facts.position_type} positions": facts.position_type not in ("rope", "learned"),
@@ -273,7 +273,7 @@ def _experts(facts: ModelFacts) -> Fields:
 
 
 def parallel_fields(plan: Plan, form: str) -> Fields:
-    """The degrees and what shards; what is 1 or off is left to Megatron's default.
+    """Return the degrees and what shards; what is 1 or off is left to Megatron's default.
 
     Raises:
         ContradictoryRequest: Megatron cannot combine them.

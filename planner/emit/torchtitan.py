@@ -116,7 +116,7 @@ fi
 
 
 def _checked(plan: Plan) -> _Flavor:
-    """The registered model of the plan's sizes.
+    """Return the registered model of the plan's sizes.
 
     Raises:
         ContradictoryRequest: torchtitan lacks something of the plan.
@@ -148,7 +148,7 @@ def _require_stages(plan: Plan, layers: int) -> None:
 
 
 def _lacks_toml(plan: Plan, flavor: _Flavor) -> str:
-    """What release 0.2.2 does not have of a plan; empty when it has all."""
+    """Return what release 0.2.2 does not have of a plan; empty when it has all."""
     recipe, configuration = _recipe(plan), plan.configuration
     if not flavor.in_release:
         return f"{flavor.module} {flavor.name}"
@@ -156,7 +156,7 @@ def _lacks_toml(plan: Plan, flavor: _Flavor) -> str:
 
 
 def _lacks_python(plan: Plan) -> str:
-    """What torchtitan after 0.2.2 does not have of a plan; empty when it has all."""
+    """Return what torchtitan after 0.2.2 does not have of a plan; empty when it has all."""
     recipe, configuration = _recipe(plan), plan.configuration
     if configuration.activation_checkpointing == "full" and configuration.checkpoint_every > 1:
         return f"every {configuration.checkpoint_every}th block recomputed"
@@ -208,7 +208,7 @@ def _training(plan: Plan, options: EmitOptions) -> Section:
 
 
 def toml_sections(plan: Plan, flavor: _Flavor, options: EmitOptions = DEFAULTS) -> dict[str, Section]:
-    """The tables of `torchtitan.toml`, by their dotted names."""
+    """Return the tables of `torchtitan.toml`, by their dotted names."""
     configuration, recipe = plan.configuration, _recipe(plan)
     micro, steps = configuration.micro_batch_size, configuration.gradient_accumulation_steps
     parallelism = _degrees(plan)
@@ -358,7 +358,7 @@ _POLICIES = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveA
 
 
 def _imported(module: str, expression: str) -> str:
-    """The import of the class whose Config an expression makes; empty for None."""
+    """Return the import of the class whose Config an expression makes; empty for None."""
     name = expression.removeprefix("[").split(".")[0]
     return "" if name == "None" else f"from torchtitan.{module} import {name}\n"
 

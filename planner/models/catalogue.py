@@ -43,7 +43,7 @@ def recorded_config(name: str) -> Mapping[str, Any]:
 
 
 def knows_model(name: str) -> bool:
-    """Whether `find_model` would find `name`."""
+    """Return whether `find_model` would find `name`."""
     return _row(name) is not None
 
 
@@ -90,7 +90,7 @@ def _words(name: str) -> tuple[str, ...]:
 
 
 def _shape_words(name: str) -> tuple[str, ...]:
-    """The words of a name without those that leave the shapes as they are."""
+    """Return the words of a name without those that leave the shapes as they are."""
     plain = name.rpartition("/")[2].lower()
     while (shorter := _STORED_BITS.sub("", plain).rstrip("-_")) != plain:
         plain = shorter
@@ -108,7 +108,7 @@ def _by_words() -> Mapping[tuple[str, ...], Mapping[str, Any] | None]:
 
 
 def _unknown(name: str) -> DsplanError:
-    """Why a name stands for no model, and what may be meant."""
+    """Return why a name stands for no model, and what may be meant."""
     short = name.rpartition("/")[2]
     family = _family(short)
     if len(family) > 1:
@@ -126,7 +126,7 @@ def _unknown(name: str) -> DsplanError:
 
 
 def _family(name: str) -> list[str]:
-    """The shortest names of the models whose names have all the words of this one, smallest model first."""
+    """Return the shortest names of the models whose names have all the words of this one, smallest model first."""
     wanted = [word for word in _words(name) if word not in _SAME_SHAPES]
     if not any(word.isalpha() and len(word) > 1 for word in wanted):
         return []
@@ -141,7 +141,7 @@ def _family(name: str) -> list[str]:
 
 
 def _has_words(words: tuple[str, ...], wanted: Sequence[str]) -> bool:
-    """Whether all are there, the first of them first; 3 is there where 3.1 is."""
+    """Return whether all are there, the first of them first; 3 is there where 3.1 is."""
     begins = bool(words) and words[0] == wanted[0]
     return begins and all(any(word == own or own.startswith(f"{word}.") for own in words) for word in wanted)
 

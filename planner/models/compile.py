@@ -23,6 +23,8 @@ BOOKKEEPING = frozenset({
 })  # fmt: skip
 _ENTRY_KEYS = frozenset(field.name for field in dataclasses.fields(Architecture)) - {"model_type"} | {"extends"}
 _SECTIONS = ("facts", "read", "defaults", "nested", "only")
+_FIXED = frozenset(("fused_qkv", "fused_gate_up", "splits_sequences"))
+"""Facts that the code of an architecture fixes, whatever its sizes."""
 _FACTS = {field.name: field for field in dataclasses.fields(ModelFacts)}
 
 
@@ -76,18 +78,18 @@ def _part(row: dict[str, Any], key: str, path: Path) -> Any:
 
 
 def _from_architecture(entry: dict[str, Any]) -> dict[str, Any]:
-    """What the architecture fixes and a row does not repeat."""
-    fused = {key: value for key, value in entry.get("facts", {}).items() if key.startswith("fused_")}
+    """Return what the architecture fixes and a row does not repeat."""
+    fixed = {key: value for key, value in entry.get("facts", {}).items() if key in _FIXED}
     keys, defaults = entry.get("read", {}), entry.get("defaults", {})
     dropouts = {
         fact: next((defaults[key] for key in keys.get(fact, ()) if key in defaults), 0.0)
         for fact in ("hidden_dropout", "attention_dropout")
     }
-    return {"block_class": entry["block_class"], **fused, **dropouts}
+    return {"block_class": entry["block_class"], **fixed, **dropouts}
 
 
 def compact_row(facts: ModelFacts) -> dict[str, Any]:
-    """The row without the fields at their defaults, as JSON keeps it."""
+    """Return the row without the fields at their defaults, as JSON keeps it."""
     given = {name: getattr(facts, name) for name in _FACTS}
     short = {name: value for name, value in given.items() if value != _default(_FACTS[name]) or name == "aliases"}
     return {

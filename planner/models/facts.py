@@ -131,7 +131,7 @@ class ParameterCounts:
 
 @lru_cache(maxsize=64)
 def _parted(counts: ParameterCounts) -> tuple[ParameterCounts, ParameterCounts]:
-    """What is trained, and what is frozen."""
+    """Return what is trained, and what is frozen."""
     ends = tuple(accumulate(map(prod, counts.outside)))
     tables = tuple(shape for place, shape in enumerate(counts.outside) if ends[place] <= counts.embedding)
     fixed = set(counts.frozen)
@@ -241,7 +241,7 @@ class TracedActivations:
     figures: Figures | None = None
     parts: Mapping[tuple[int, int, int, bool], TracedActivations] = field(default_factory=dict)
 
-    def of(self, tp: int, cp: int, ep: int = 1, splits_sequences: bool = False) -> TracedActivations:
+    def of(self, *, tp: int, cp: int, ep: int = 1, splits_sequences: bool = False) -> TracedActivations:
         """On a rank of such degrees: as it was traced, or like one of two ranks that split layers, or of the whole."""
         two, asked = self.parts.get((2, 1, 1, False)), (tp, cp, ep, splits_sequences)
         if asked in self.parts or tp < 2 or cp > 1 or two is None:
@@ -291,7 +291,9 @@ class ModelFacts:
     counts a mixture of experts' layers that have a plain MLP, wherever they sit. `decoder_intermediate_size` is 0
     where it is the encoder's. `fused_qkv` and `fused_gate_up`: one weight holds all of these projections. The dropouts
     are the probabilities active in training by default. `measured_counts` is set where the counts come from a real
-    module that these figures do not describe: kind `custom`, or a transformers model with something added. `traced`
+    module that these figures do not describe: kind `custom`, or a transformers model with something added.
+    `splits_sequences`: sequence parallelism knows where the model gathers its tokens; transformers 5.23 has no
+    `base_model_tp_plan` of the others, whose layers are split by rule. `traced`
     maps `fp32`, `autocast` and `pure` to what a trace of the module found in that precision. `recorded_as` names the
     form of a model whose blocks were recorded as they are, with their `work`; empty for one that figures describe.
     """
@@ -355,6 +357,7 @@ class ModelFacts:
     new_decoder_architecture: bool = False
     num_ln_in_parallel_attn: int = 0
     attention_sinks: bool = False
+    splits_sequences: bool = True
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     hidden_dropout: float = 0.0
@@ -406,7 +409,7 @@ class ModelFacts:
 
     @property
     def eager_only(self) -> bool:
-        """Whether the attention runs unfused, whatever is asked for."""
+        """True if the attention runs unfused, whatever is asked for."""
         return self.model_type in _EAGER_ONLY and not self.fuses_attention
 
     @property
@@ -416,5 +419,5 @@ class ModelFacts:
 
     @property
     def composite_activation(self) -> bool:
-        """Whether the activation is several kernels in Python rather than one of torch's."""
+        """True if the activation is several kernels in Python rather than one of torch's."""
         return self.activation in _COMPOSITE_ACTIVATIONS

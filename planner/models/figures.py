@@ -15,13 +15,15 @@ Amount: TypeAlias = tuple[float, float]
 NOTHING: Amount = (0.0, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """A moment: bytes of activations, bytes of cast weights, elements of new gradients."""
+    """What is alive at a moment beside weights, optimizer states and gradients that were there before."""
 
     activations: Amount
-    cast: float
-    gradients: float
+    cast: float = 0.0
+    """Bytes of cast weights."""
+    gradients: float = 0.0
+    """Elements of new gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +99,7 @@ def _on_more(whole: BlockFigures, half: BlockFigures, tp: int) -> BlockFigures:
 def _scaled(peaks: Sequence[Peak], smaller: float, tp: int) -> Sequence[Peak]:
     return [
         Peak(
-            (peak.activations[0], smaller * peak.activations[1]),
+            activations=(peak.activations[0], smaller * peak.activations[1]),
             cast=peak.cast * 2 / tp,
             gradients=peak.gradients * 2 / tp,
         )

@@ -39,14 +39,14 @@ def default_task(facts: ModelFacts) -> Task:
 
 
 def possible_tasks(facts: ModelFacts) -> tuple[Task, ...]:
-    """The tasks that models of this kind can be trained for, the usual one first."""
+    """Return the tasks that models of this kind can be trained for, the usual one first."""
     if facts.recorded_as:
         return (_TASKS[facts.kind],)
     return TASKS if facts.kind == "custom" else (_TASKS[facts.kind], *_OTHER_TASKS.get(facts.kind, ()))
 
 
 def facts_for_task(facts: ModelFacts, task: Task) -> ModelFacts:
-    """The facts of the class that has the head of `task`, where the model's own class has another.
+    """Return the facts of the class that has the head of `task`, where the model's own class has another.
 
     A classifier of text has a small head on one position in place of the one over the vocabulary, and no table that the
     head shares; two labels, transformers' default, where the model says nothing of them. A

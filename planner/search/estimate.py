@@ -22,7 +22,7 @@ from planner.cost.verdict import Judgement, judge, limited_by
 from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts
 from planner.search.request import WITHOUT_DEEPSPEED, Request, deepspeed_lacks
-from planner.types.job import Job, Workload, described, provenance
+from planner.types.job import Job, Workload, provenance, sections_of
 from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime
 
 
@@ -40,7 +40,7 @@ class Priced:
 
 
 def job_of(request: Request, configuration: Configuration) -> Job:
-    """The request's work in one configuration."""
+    """Return the request's work in one configuration."""
     return Job(
         facts=request.facts,
         counts=request.counts,
@@ -77,21 +77,21 @@ def resident_bytes(job: Job) -> float:
 
 
 def judged(job: Job, memory: MemoryEstimate, experience: Experience) -> Judgement:
-    """Whether a job with this memory fits: by what there is, and by what ran out of memory before."""
+    """Return whether a job with this memory fits: by what there is, and by what ran out of memory before."""
     judgement = judge(job, memory, _nvme_bytes(job))
     oom_record = None if judgement.verdict == "does_not_fit" else experience.oom_record(job, memory)
     return judgement if oom_record is None else oom_record.judgement(memory)
 
 
 def _nvme_bytes(job: Job) -> float:
-    """What one node keeps on its disks."""
+    """Return what one node keeps on its disks."""
     if job.configuration.offload != "nvme":
         return 0.0
     return states_of(job, recipe_of(job)).nvme * job.cluster.gpus_per_node
 
 
 def estimate(request: Request, configuration: Configuration) -> Plan:
-    """The plan of one configuration on the request's cluster.
+    """Return the plan of one configuration on the request's cluster.
 
     Raises:
         ContradictoryRequest: as `possible`.
@@ -101,7 +101,7 @@ def estimate(request: Request, configuration: Configuration) -> Plan:
 
 
 def possible(request: Request, configuration: Configuration) -> Priced:
-    """The price of a configuration that somebody asked for by name.
+    """Return the price of a configuration that somebody asked for by name.
 
     Raises:
         ContradictoryRequest: the configuration's degrees do not use exactly the cluster's devices, or a degree does not
@@ -114,7 +114,7 @@ def possible(request: Request, configuration: Configuration) -> Priced:
 
 
 def impossible(request: Request, configuration: Configuration) -> str:
-    """Why a configuration cannot be run by anything, in one sentence; empty when it can."""
+    """Return why a configuration cannot be run by anything, in one sentence; empty when it can."""
     gpus, strategy = request.cluster.gpus, configuration.strategy
     if configuration.world_size != gpus:
         return (
@@ -135,7 +135,7 @@ def impossible(request: Request, configuration: Configuration) -> str:
 
 
 def _lacking(request: Request, configuration: Configuration) -> str:
-    """What a configuration asks for that its code base cannot do, in one sentence; empty where it can."""
+    """Return what a configuration asks for that its code base cannot do, in one sentence; empty where it can."""
     code = code_base(request.workload.code)
     for name in words.DEGREES:
         if getattr(configuration, name) > 1 and name not in code.degrees:
@@ -152,18 +152,8 @@ def _lacking(request: Request, configuration: Configuration) -> str:
     return ""
 
 
-_NO_PLAN = frozenset(
-    {
-        *("albert", "bart", "bert", "bloom", "codegen", "deberta-v2", "distilbert", "electra", "falcon", "gpt2"),
-        *("gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "mamba", "mamba2", "modernbert", "mpt", "opt", "roberta"),
-        *("stablelm", "xlm-roberta"),
-    }
-)
-"""Types of models whose config has no `base_model_tp_plan` (transformers 5.23): their layers are split by rule."""
-
-
 def indivisible(request: Request, configuration: Configuration) -> str:
-    """Why a model cannot be split by a configuration's degrees, in one sentence; empty where it can."""
+    """Return why a model cannot be split by a configuration's degrees, in one sentence; empty where it can."""
     if not configuration.splits_model:
         return ""
     facts, tp, pp, cp, ep = (request.facts, *(getattr(configuration, name) for name in words.DEGREES))
@@ -176,7 +166,7 @@ def indivisible(request: Request, configuration: Configuration) -> str:
     if tp > 1 and code.key_heads == "divided" and facts.num_kv_heads % tp:
         heads = f"the {facts.num_kv_heads} heads of keys of {facts.name}"
         return f"tp {tp} does not divide {heads}, which {code.title} asks for"
-    if configuration.sequence_parallel and code.runs_here and facts.model_type in _NO_PLAN:
+    if configuration.sequence_parallel and code.runs_here and not facts.splits_sequences:
         return (
             f"sequence parallelism needs the places where {facts.name} gathers its tokens, and transformers has no"
             f" tensor-parallel plan of {facts.model_type}; use no sequence parallelism"
@@ -198,14 +188,14 @@ def indivisible(request: Request, configuration: Configuration) -> str:
 
 
 def without_experts(facts: ModelFacts, ep: int) -> str:
-    """Why a model has nothing to spread over ep ranks; empty where it has."""
+    """Return why a model has nothing to spread over ep ranks; empty where it has."""
     if ep == 1 or facts.is_moe:
         return ""
     return f"ep {ep} spreads experts over ranks, and {facts.name} has none; use ep 1"
 
 
 def adapted(workload: Workload) -> Adapted | None:
-    """What is trained beside frozen weights; None where there is nothing."""
+    """Return what is trained beside frozen weights; None where there is nothing."""
     return Adapted(method=workload.method, load_dtype=workload.load_dtype) if workload.freezes else None
 
 
@@ -220,7 +210,7 @@ LAST_RESORT_MFU = 0.02
 
 
 def is_last_resort(plan: Plan) -> bool:
-    """Whether a plan trains at all only by moving states through a link that is far too slow for the device."""
+    """Return whether a plan trains at all only by moving states through a link that is far too slow for the device."""
     return _is_slow(plan.configuration, plan.throughput.mfu)
 
 
@@ -234,14 +224,14 @@ def waits_mostly(job: Job, time: StepTime) -> bool:
 
 
 def plan_of(priced: Priced, time: StepTime) -> Plan:
-    """The whole plan, with notes and provenance, and with the interval of its step time."""
+    """Return the whole plan, with notes and provenance, and with the interval of its step time."""
     job, configuration = priced.job, priced.job.configuration
     expected = priced.experience.time_of(job, time) if time.step_seconds_low is None else time
     predicted = expected.predicted_step_seconds
     like_it = priced.experience.correction(job).sentence() if predicted is None else ""
     seen = like_it if predicted is None else priced.experience.known[configuration].sentence(predicted)
     blocked = _elsewhere(job) or refusal(configuration, adapted(job.workload))
-    sections = described(job)
+    sections = sections_of(job)
     rates = throughput(job, expected)
     slow = f"a last resort: {rates.mfu or 0:.1%} of the dense peak, the rest of a step waits for offloaded states"
     slow = slow if _is_slow(configuration, rates.mfu) else ""
@@ -263,7 +253,7 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
 
 
 def _remarks_on_code(job: Job) -> list[str]:
-    """What of the code that was asked for is not counted as its own."""
+    """Return what of the code that was asked for is not counted as its own."""
     facts, work, found = job.facts, job.workload, []
     code = code_base(work.code)
     own_blocks = has_written_form(facts, work.code, work.sequence_length, compiled=work.compile)
@@ -282,7 +272,7 @@ def _remarks_on_code(job: Job) -> list[str]:
 
 
 def _elsewhere(job: Job) -> str:
-    """Which tool runs the code that a job names, where `dsplan run` does not."""
+    """Return which tool runs the code that a job names, where `dsplan run` does not."""
     code = code_base(job.workload.code)
     if code.runs_here:
         return ""
@@ -290,7 +280,7 @@ def _elsewhere(job: Job) -> str:
 
 
 def _copies(job: Job) -> list[str]:
-    """What the script must do beside the training that was asked for, and how it is counted."""
+    """Return what the script must do beside the training that was asked for, and how it is counted."""
     workload, remarks = job.workload, []
     if workload.freezes and (workload.code != "transformers" or workload.compile):
         remarks.append("what is frozen and adapters are counted as transformers' modules and PEFT's run eagerly")
@@ -346,7 +336,7 @@ def _remarks(priced: Priced) -> list[str]:
 
 
 def _uneven_shards(job: Job) -> list[str]:
-    """What a rank rests with where rows of weights do not spread evenly over FSDP2's ranks."""
+    """Return what a rank rests with where rows of weights do not spread evenly over FSDP2's ranks."""
     recipe = recipe_of(job)
     states, even = states_of(job, recipe), nominal_states_of(job, recipe)
     if job.configuration.strategy not in words.FSDP_STRATEGIES or not is_uneven(states, even):

@@ -83,7 +83,7 @@ class Candidate:
         return self.is_known(index) and self.priced(index).judgement.verdict != "does_not_fit"
 
     def is_known(self, index: int) -> bool:
-        """Whether this machine has run it, so that what it takes is not what is predicted."""
+        """Return whether this machine has run it, so that what it takes is not what is predicted."""
         known = self.request.experience.known
         return bool(known) and self.configuration(index) in known
 
@@ -95,7 +95,7 @@ class Candidate:
         return any(self.fits(index) for index in self.ends())
 
     def selective_saves(self) -> bool:
-        """Whether selective checkpointing keeps less than none, which no degree changes."""
+        """Return whether selective checkpointing keeps less than none, which no degree changes."""
         job = job_of(self.request, self.configuration(0))
         return selective_saves(job, recipe_of(job))
 
@@ -131,7 +131,7 @@ class Candidate:
         return None if index is None or self.seconds(index) > seconds else index
 
     def seems_hopeless(self) -> bool:
-        """Whether it is known that the smallest micro-batch does not fit."""
+        """Return whether it is known that the smallest micro-batch does not fit."""
         return 0 in self._priced and not self.fits(0)
 
     def _fastest(self, indices: Iterable[int]) -> int | None:
@@ -155,7 +155,7 @@ class Candidate:
         return list(every)
 
     def _first_that_does_not_fit(self, fitting: int, below: int) -> int:
-        """The first after one that fits, up to one that does not."""
+        """Return the first after one that fits, up to one that does not."""
         if self.fits(below - 1):  # as often as not it is the next
             return below
         return bisect_left(range(below - 1), True, lo=fitting + 1, key=lambda index: not self.fits(index))
@@ -173,7 +173,7 @@ class Family:
         return self.members[0].bound()
 
     def is_hopeless(self) -> bool:
-        """Whether weights, gradients and optimizer states alone do not fit, or loading them on the host."""
+        """Return whether weights, gradients and optimizer states alone do not fit, or loading them on the host."""
         first = self.members[0]
         job = job_of(first.request, first.configuration(0))
         on_host = host_limit(job.workload, job.cluster)
@@ -198,7 +198,7 @@ class Family:
         return self.members[-1].fits_somehow()
 
     def misses(self) -> Iterator[Priced]:
-        """What takes least memory, where nothing fits."""
+        """Return what takes least memory, where nothing fits."""
         last = self.members[-1]
         return (last.priced(index) for index in last.ends())
 
@@ -222,7 +222,7 @@ class Family:
 
 
 def best(group: Sequence[Candidate], objective: words.Objective, limit: float = math.inf) -> Timed | None:
-    """The best configuration of a group that fits and takes at most `limit` seconds a step; None without one."""
+    """Return the best configuration of a group that fits and takes at most `limit` seconds a step; None without one."""
     found: Timed | None = None
     for timed_ in _smallest(group, limit) if objective == "memory" else _fast(group, objective, limit):
         if found is None or order(timed_, objective) < order(found, objective):
@@ -251,18 +251,18 @@ def bound(group: Sequence[Candidate]) -> float:
 
 
 def any_that_fits(group: Iterable[Candidate]) -> Priced | None:
-    """The first configuration that fits, or None without one."""
+    """Return the first configuration that fits, or None without one."""
     return next((found for family in families_of(group) if (found := family.first_that_fits()) is not None), None)
 
 
 def closest(group: Sequence[Candidate]) -> Priced | None:
-    """The configuration that misses by least, of a group in which nothing fits."""
+    """Return the configuration that misses by least, of a group in which nothing fits."""
     misses = (priced for family in families_of(group) for priced in family.misses())
     return min(misses, key=lambda priced: priced.judgement.pressure, default=None)
 
 
 def _fast(group: Sequence[Candidate], objective: words.Objective, limit: float) -> Iterator[Timed]:
-    """What was measured before, then ever better configurations by time or cost."""
+    """Yield what was measured before, then ever better configurations by time or cost."""
     found = math.inf
     for known in _known(group):
         if known.time.step_seconds <= limit:
@@ -280,7 +280,7 @@ def _fast(group: Sequence[Candidate], objective: words.Objective, limit: float) 
 
 
 def _known(group: Iterable[Candidate]) -> Iterator[Timed]:
-    """What this machine has run, with the times that it took."""
+    """Yield what this machine has run, with the times that it took."""
     for candidate in group:
         for index in range(len(candidate.micros)):
             if candidate.has_run(index):

@@ -40,7 +40,7 @@ class ExactOptions:
 
 
 def exact(request: Request, options: ExactOptions) -> tuple[Request, Configuration]:
-    """The configuration, and the request with the global batch that it has.
+    """Return the configuration, and the request with the global batch that it has.
 
     Without a strategy it is `single` on one GPU and `ddp` on several; without a micro-batch, one sample.
 

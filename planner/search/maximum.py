@@ -60,7 +60,7 @@ class Maximum:
 
 
 def maxima(request: Request, options: MaximumOptions) -> tuple[Maximum, ...]:
-    """The most that fits, by strategy and by what it recomputes and offloads.
+    """Return the most that fits, by strategy and by what it recomputes and offloads.
 
     Raises:
         ContradictoryRequest: nothing can run as `options` ask.
@@ -149,7 +149,7 @@ def largest(fits: Callable[[int], bool], guess: int, most: int) -> int:
 
 
 def scales(facts: ModelFacts) -> bool:
-    """Whether a larger model of its kind is a decoder of so many parameters."""
+    """Return whether a larger model of its kind is a decoder of so many parameters."""
     return facts.kind == "decoder" and not facts.traced
 
 
@@ -189,5 +189,5 @@ def _model(size: str) -> tuple[ModelFacts, ParameterCounts]:
 
 
 def _guess(request: Request) -> int:
-    """Where in `sizes` the asked model would be, as 270 sizes are three decades."""
+    """Return where in `sizes` the asked model would be, as 270 sizes are three decades."""
     return max(round(90 * log2(max(request.counts.total, SMALLEST) / SMALLEST) / log2(10)), 1)

@@ -16,7 +16,7 @@ ALIKE = 0.1
 """A plan that is better than another by less, in time and in memory, is no choice of its own."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Point:
     """What is made small: GPU-seconds where cost counts, else seconds of a step; bytes; devices."""
 
@@ -55,7 +55,7 @@ def pareto_front(request: Request, known: Iterable[Candidate] = ()) -> tuple[Tim
 
 
 def _goes_before(other: tuple[_Point, Timed], item: tuple[_Point, Timed]) -> bool:
-    """Whether a plan is as good; of two that are equally good the one that ranks first."""
+    """Return whether a plan is as good; of two that are equally good the one that ranks first."""
     if other[0] == item[0]:
         return order(other[1], "throughput") <= order(item[1], "throughput")
     return other[0].no_worse_than(item[0])
@@ -72,11 +72,11 @@ def _candidates(request: Request, known: Iterable[Candidate]) -> Iterator[Candid
 
 
 def _unbeaten(family: Family, found: list[tuple[_Point, Timed]], objective: words.Objective) -> Iterator[Timed]:
-    """A family's configurations that fit, but for those of which it is known before that they are beaten."""
+    """Yield a family's configurations that fit, but for those of which it is known before that they are beaten."""
     weight = _weight(family.gpus, objective)
 
     def beaten(seconds: float, used: float) -> bool:
-        point = _Point(seconds * weight, used, family.gpus)
+        point = _Point(worth=seconds * weight, used=used, gpus=family.gpus)
         return any(other != point and other.no_worse_than(point) for other, _ in found)
 
     if beaten(family.bound(), family.resident_bytes()) or not family.fits_somehow():
@@ -103,9 +103,9 @@ def _weight(gpus: int, objective: words.Objective) -> int:
 
 def _point(item: Timed, objective: words.Objective) -> _Point:
     return _Point(
-        worth(item, objective),
-        item.priced.memory.device_used_bytes,
-        item.configuration.world_size,
+        worth=worth(item, objective),
+        used=item.priced.memory.device_used_bytes,
+        gpus=item.configuration.world_size,
     )
 
 

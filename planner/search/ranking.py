@@ -105,12 +105,12 @@ class Timed:
 
     @property
     def was_run(self) -> bool:
-        """Whether its time is what this machine measured."""
+        """True if its time is what this machine measured."""
         return self.time.predicted_step_seconds is not None
 
     @property
     def has_room(self) -> bool:
-        """Whether it fits as real runs went beyond what is predicted; what ran here has shown that it fits."""
+        """True if it fits as real runs went beyond what is predicted; what ran here has shown that it fits."""
         return self.was_run or self.priced.judgement.verdict == "fits"
 
 
@@ -122,7 +122,7 @@ def preference(item: Timed) -> tuple[int, ...]:
 
 
 def worth(item: Timed, objective: words.Objective) -> float:
-    """What the objective makes smallest: seconds of a step, GPU-seconds of a step, or bytes of device memory."""
+    """Return what the objective makes smallest: seconds of a step, GPU-seconds of a step, or bytes of device memory."""
     if objective == "memory":
         return float(item.priced.memory.device_used_bytes)
     return item.time.step_seconds * (item.configuration.world_size if objective == "cost" else 1)
@@ -183,7 +183,7 @@ def _preferred(items: Sequence[Timed], objective: words.Objective) -> Timed:
 
 
 def clearly_worse(item: Timed, best: Timed, objective: words.Objective) -> bool:
-    """Whether a plan is worse than the best one by more than the prediction of their ratio may be wrong."""
+    """Return whether a plan is worse than the best one by more than the prediction of their ratio may be wrong."""
     return worth(item, objective) / worth(best, objective) > 1 + worse_threshold(item, best, objective)
 
 
@@ -205,14 +205,14 @@ def group_name(plan: Named) -> str:
 
 
 def strategy_name(plan: Named) -> str:
-    """The strategy, and whether layers, sequences or experts are split as well."""
+    """Return the strategy, and whether layers, sequences or experts are split as well."""
     splits = {"tp/pp": plan.tp * plan.pp, "cp": plan.cp, "ep": plan.ep}
     split = "/".join(name for name, degree in splits.items() if degree > 1)
     return f"{plan.strategy} + {split}" if split else plan.strategy
 
 
 def rejections(request: Request, ranked: Sequence[Timed], missing: Sequence[Priced]) -> tuple[Rejection, ...]:
-    """Why each strategy beyond the shown ones is not among them: slower, too large, or senseless here."""
+    """Return why each strategy beyond the shown ones is not among them: slower, too large, or senseless here."""
     rejected = []
     for item in ranked[request.top :]:
         reason = compared(request, item, ranked[0])
@@ -229,7 +229,7 @@ def rejections(request: Request, ranked: Sequence[Timed], missing: Sequence[Pric
 
 
 def too_late(request: Request, late: Sequence[Timed]) -> tuple[Rejection, ...]:
-    """The strategies that fit and do not end in time, at their fastest."""
+    """Return the strategies that fit and do not end in time, at their fastest."""
     rejected = []
     for item in late:
         days = bill_of(item.configuration, item.time.step_seconds, None, request.budget).days or 0.0
@@ -239,7 +239,7 @@ def too_late(request: Request, late: Sequence[Timed]) -> tuple[Rejection, ...]:
 
 
 def ran_out(request: Request) -> tuple[Rejection, ...]:
-    """The plans that ran out of memory and so are not proposed."""
+    """Return the plans that ran out of memory and so are not proposed."""
     return tuple(
         Rejection(strategy=group_name(record.configuration), reason=record.sentence())
         for record in request.experience.oom_records
@@ -248,7 +248,7 @@ def ran_out(request: Request) -> tuple[Rejection, ...]:
 
 
 def compared(request: Request, item: Timed, first: Timed) -> str:
-    """How a plan that fits compares with the first one, in what the objective counts."""
+    """Return how a plan that fits compares with the first one, in what the objective counts."""
     blocked = refusal(item.configuration, adapted(request.workload))
     aside = f"; {blocked}" if blocked else ""
     ratio = worth(item, request.objective) / worth(first, request.objective)
@@ -263,7 +263,7 @@ def compared(request: Request, item: Timed, first: Timed) -> str:
 
 
 def why_first(request: Request, ranked: Sequence[Timed]) -> str:
-    """Why the first plan is first, in one line."""
+    """Return why the first plan is first, in one line."""
     first, objective = ranked[0], request.objective
     best = min(ranked, key=lambda item: order(item, objective))
     reason = f"{group_name(first.configuration)} {_IS_BEST[objective]}"
@@ -291,7 +291,7 @@ def _tight(item: Timed) -> str:
 
 
 def _without_room(first: Timed, fuller: Timed, objective: words.Objective) -> str:
-    """The plan of the first one's group that would be better and has no room."""
+    """Return the plan of the first one's group that would be better and has no room."""
     chosen = fuller.configuration
     recompute = "no" if chosen.activation_checkpointing == "none" else chosen.activation_checkpointing
     return (
@@ -314,7 +314,7 @@ _BETTER = {"throughput": "faster", "memory": "smaller", "cost": "cheaper"}
 
 
 def _miss(priced: Priced) -> str:
-    """Why a strategy's closest configuration does not fit."""
+    """Return why a strategy's closest configuration does not fit."""
     configuration = priced.job.configuration
     savers = []
     if configuration.activation_checkpointing != "none":

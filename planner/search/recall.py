@@ -16,7 +16,7 @@ from planner.errors import DsplanError
 from planner.search.estimate import job_of
 from planner.search.request import Request
 from planner.types.cluster import NOTHING_MEASURED, Cluster
-from planner.types.job import described
+from planner.types.job import Sections, sections_of
 from planner.types.plan import Configuration
 from planner.types.plan_io import configuration_from_dict
 
@@ -44,7 +44,7 @@ def oom_records(
     least as much. Of a plan that offloads it is not known which memory was short, so only one of the same configuration
     does.
     """
-    inputs = described(request)
+    inputs = sections_of(request)
     done = [
         (measurement, found)
         for measurement in completed
@@ -73,9 +73,7 @@ def oom_record_of(configuration: Configuration, predicted_bytes: int, request: R
     )
 
 
-def _configuration(
-    measurement: Measurement, inputs: Mapping[str, Mapping[str, object]], request: Request
-) -> Configuration | None:
+def _configuration(measurement: Measurement, inputs: Sections, request: Request) -> Configuration | None:
     if not is_same_work(measurement.plan, inputs):
         return None
     try:
@@ -118,7 +116,7 @@ _NEWEST = 200
 
 
 def recalled(request: Request) -> Request:
-    """The request with everything that the user's database has for its hardware and its work.
+    """Return the request with everything that the user's database has for its hardware and its work.
 
     Where there is no database this costs one look at the disk; where it cannot be used, one line says so and the
     request stays as it is. Rates and earlier runs are those of the probed machine; a calibration holds for every
@@ -160,7 +158,7 @@ def with_rates(store: Store, request: Request) -> Cluster:
 
 
 def _made(store: Store, request: Request, outcome: Outcome) -> tuple[Measurement, ...]:
-    """The newest runs of a model of this size on this machine."""
+    """Return the newest runs of a model of this size on this machine."""
     cluster = request.cluster
     if cluster.machine is None:
         return ()
@@ -174,7 +172,7 @@ def _known(made: tuple[Measurement, ...], request: Request) -> dict[Configuratio
         return {}
     from planner.calibration.experience import known_runs
 
-    return known_runs(made, described(request))
+    return known_runs(made, sections_of(request))
 
 
 def _oom_records(store: Store, request: Request, completed: tuple[Measurement, ...]) -> tuple[OomRecord, ...]:

@@ -1,4 +1,4 @@
-"""Remedies for a request that no plan fits, each tried before it is offered."""
+"""What is said where no plan fits: the headline, the closest miss, and remedies, each tried before it is offered."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from hardware_db.records import dataclass
 from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
-from planner.cluster.budget import NO_BUDGET
+from planner.cluster.budget import NO_BUDGET, bill_of
 from planner.cost.combinations import other_trainer
 from planner.cost.precision import LOADED_BYTES, load_dtype_of
-from planner.cost.verdict import device_limit, host_limit
+from planner.cost.verdict import device_limit, host_limit, why_it_misses
 from planner.errors import ContradictoryRequest
-from planner.search.device_counts import OnDevices, doubled
+from planner.search.device_counts import MOST_DEVICES, OnDevices, doubled
 from planner.search.estimate import Priced
+from planner.search.ranking import group_name
 from planner.search.request import Request
 from planner.types.job import counts_of
 from planner.types.plan import Configuration, Plan
@@ -30,6 +31,49 @@ class Remedy:
     change: str
     flag: str
     plan: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoPlan:
+    """What commands, pages, reports and errors say where there is no plan."""
+
+    headline: str
+    """`no plan fits`, or by when none that fits ends."""
+    takes: str
+    """How long the closest miss trains where that is what it misses by, ready to follow its name; else empty."""
+    steps: tuple[str, ...]
+    """The remedies, numbered; without any what to try instead."""
+    sentence: str
+    """All in one line, with the model and the hardware, for errors."""
+
+
+def compose_no_plan(request: Request, closest: Plan | None, remedies: tuple[Remedy, ...]) -> NoPlan:
+    """Return what is said of a request without a plan: `closest` misses by least, and may be one that ends too late."""
+    name, hardware = request.facts.name, f"{request.cluster.gpus} x {request.cluster.device.name}"
+    is_late = closest is not None and closest.verdict != "does_not_fit"
+    deadline = request.budget.deadline_days
+    takes = ""
+    if closest is not None and is_late and deadline is not None:
+        days = bill_of(closest.configuration, closest.time.step_seconds, None, request.budget).days
+        takes = "" if days is None else f", {format_seconds(days * DAY_SECONDS)}"
+        term = format_seconds(deadline * DAY_SECONDS)
+        headline, subject = f"no plan that fits ends in {term}", f"{name} on {hardware} does not end in {term}"
+        otherwise = f"no number of GPUs up to {MOST_DEVICES:,} ends in time; give it more time or fewer tokens"
+    else:
+        headline, subject = "no plan fits", f"{name} does not fit on {hardware}"
+        otherwise = "no single change that was tried makes it fit; combine several (`dsplan max` says what fits here)"
+    miss = ""
+    if closest is not None:
+        reason = takes or f", {why_it_misses(closest) or next(iter(closest.notes), closest.verdict)}"
+        miss = f"closest is {group_name(closest.configuration)}{reason}; "
+    changes = [f"{number}) {item.change} ({item.flag})" for number, item in enumerate(remedies, start=1)]
+    steps = [f"  {number}. {item.change} ({item.flag}): {item.plan}" for number, item in enumerate(remedies, start=1)]
+    return NoPlan(
+        headline=headline,
+        takes=takes,
+        steps=tuple(steps) or (otherwise,),
+        sentence=f"{subject}: {miss}{' '.join(changes) or otherwise}",
+    )
 
 
 def remedies(request: Request, fits: Fits) -> tuple[Remedy, ...]:
@@ -87,7 +131,7 @@ def _with_speed(plan: Plan, instead: Plan | None) -> str:
 
 
 def in_time_remedies(request: Request, on_devices: Iterable[OnDevices]) -> tuple[Remedy, ...]:
-    """The numbers of devices on which a plan ends in time, fewest first."""
+    """Return the numbers of devices on which a plan ends in time, fewest first."""
     here, asked = request.cluster.gpus, request.workload.global_batch_size
 
     def batch(devices: OnDevices, words: str) -> str:
@@ -138,7 +182,7 @@ def _shorter_sequence(request: Request, fits: Fits) -> Remedy | None:
 
 
 def _more_memory(request: Request, fits: Fits) -> Remedy | None:
-    """The smallest device memory, to a GiB, at which something fits on the same number of GPUs."""
+    """Return the smallest device memory, to a GiB, at which something fits on the same number of GPUs."""
     here = device_limit(request.workload, request.cluster)
     low, high, found = here, here * 64, None
     while high - low > (1 << 30):
@@ -196,7 +240,7 @@ def _model_parallel(request: Request, fits: Fits) -> Remedy | None:
 
 
 def _splits(chosen: Configuration) -> str:
-    """What ranks share of one sample's work: `the layers (tp 2 x pp 4) and the experts (ep 8)`."""
+    """Return what ranks share of one sample's work: `the layers (tp 2 x pp 4) and the experts (ep 8)`."""
     splits = [f"the layers (tp {chosen.tp} x pp {chosen.pp})"] if chosen.tp * chosen.pp > 1 else []
     splits += [f"every sample's tokens (cp {chosen.cp})"] if chosen.cp > 1 else []
     splits += [f"the experts (ep {chosen.ep})"] if chosen.ep > 1 else []

@@ -188,7 +188,7 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
 
 
 def request_of_plan(plan: Plan, machine: Machine | None = None) -> Request | None:
-    """The request that a plan answers, as far as its file says; `machine` is this one, for a plan of processors.
+    """Return the request that a plan answers, as far as its file says; `machine` is this one, for a plan of processors.
 
     Return None if the model is not known any more, or the hardware is none of the catalogue's.
     """
@@ -218,7 +218,7 @@ _QUANTISED = ("int8", "nf4")
 
 
 def _load_dtype(options: WorkOptions, precision: words.Precision, defaults: list[str]) -> words.LoadDtype | None:
-    """What was asked for, as far as weights loaded so can be trained."""
+    """Return what was asked for, as far as weights loaded so can be trained."""
     loaded, method = options.load_dtype, options.method
     if method == "qlora" and loaded not in (None, *_QUANTISED):
         raise ContradictoryRequest(
@@ -260,7 +260,7 @@ def _adapters(options: WorkOptions, defaults: list[str]) -> dict[str, Any]:
 
 
 def _imbalance(facts: ModelFacts, options: WorkOptions) -> float:
-    """How uneven the experts' tokens are: as asked, else what is taken for usual."""
+    """Return how uneven the experts' tokens are: as asked, else what is taken for usual."""
     if options.expert_imbalance is None:
         return EXPERT_IMBALANCE
     limits.IMBALANCE.check("--expert-imbalance", options.expert_imbalance)
@@ -272,7 +272,7 @@ def _imbalance(facts: ModelFacts, options: WorkOptions) -> float:
 def _scaled_recipe(
     device: Device, precision: words.Precision, options: WorkOptions, defaults: list[str]
 ) -> words.Fp8Recipe | None:
-    """How products in 8 or 4 bits are scaled: as asked, else as the device's own units do it."""
+    """Return how products in 8 or 4 bits are scaled: as asked, else as the device's own units do it."""
     if problem := lacks_scaled(device, precision, options.fp8_recipe, options.code):
         raise ContradictoryRequest(problem)
     if precision not in words.SCALED_PRECISIONS or options.fp8_recipe is not None:
@@ -338,7 +338,7 @@ def _precision(cluster: Cluster, defaults: list[str]) -> words.Precision:
 
 
 def usual_precision(device: Device) -> words.Precision:
-    """What a device computes in where nothing else is asked for."""
+    """Return what a device computes in where nothing else is asked for."""
     if device.is_cpu:
         return "fp32"
     if device.supports_bf16:
@@ -347,7 +347,7 @@ def usual_precision(device: Device) -> words.Precision:
 
 
 def deepspeed_lacks(device: Device, precision: words.Precision) -> str:
-    """Why DeepSpeed cannot train in a precision on a device, in one sentence; empty where it can.
+    """Return why DeepSpeed cannot train in a precision on a device, in one sentence; empty where it can.
 
     Its accelerators are asked before it trains (DeepSpeed 0.19, accelerator/cpu_accelerator.py and
     cuda_accelerator.py): fp16 takes oneDNN's fp16 or compute capability 7.0, bf16 is everywhere.

@@ -79,7 +79,7 @@ def _clusters(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def over_micro_batches(request: Request, plan: Plan) -> tuple[Plan, ...]:
-    """The plan at every micro-batch that is a power of two and leaves the global batch as it is."""
+    """Return the plan at every micro-batch that is a power of two and leaves the global batch as it is."""
     chosen = plan.configuration
     samples = chosen.micro_batch_size * chosen.gradient_accumulation_steps
     sizes = {2**power for power in range(samples.bit_length()) if samples % 2**power == 0} | {chosen.micro_batch_size}

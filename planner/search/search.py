@@ -38,7 +38,7 @@ from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
 
 if TYPE_CHECKING:
-    from planner.search.remedies import Remedy
+    from planner.search.remedies import NoPlan, Remedy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +58,12 @@ class Recommendation:
     remedies: tuple[Remedy, ...] = ()
     on_devices: tuple[OnDevices, ...] = ()
     front: tuple[Plan, ...] = ()
+
+    def no_plan(self) -> NoPlan:
+        """Compose what is said of an answer without plans, or whose plans the caller cannot take."""
+        from planner.search.remedies import compose_no_plan  # takes milliseconds, and most answers have plans
+
+        return compose_no_plan(self.request, self.closest or next(iter(self.plans), None), self.remedies)
 
 
 def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
@@ -147,7 +153,7 @@ def can_fit(request: Request) -> Priced | None:
 
 
 def describe(plan: Plan) -> str:
-    """A plan's strategy with its degrees and offload, as tables name it."""
+    """Return a plan's strategy with its degrees and offload, as tables name it."""
     return group_name(plan.configuration)
 
 
@@ -161,7 +167,7 @@ def grouped(request: Request) -> dict[str, list[Candidate]]:
 
 
 def _misses(groups: Iterable[Sequence[Candidate]], ranked: Sequence[Timed]) -> list[Priced]:
-    """The closest miss of every strategy of which nothing fits, with or without offload, on all the devices."""
+    """Return the closest miss of every strategy of which nothing fits, with or without offload, on all the devices."""
     fitting = {strategy_name(item.configuration) for item in ranked}
     strategies: dict[str, list[Candidate]] = {}
     for group in groups:
@@ -173,7 +179,7 @@ def _misses(groups: Iterable[Sequence[Candidate]], ranked: Sequence[Timed]) -> l
 
 
 def _undivided(groups: Mapping[str, Sequence[Candidate]]) -> Iterator[Rejection]:
-    """The strategies whose ranks the batch cannot be split over."""
+    """Yield the strategies whose ranks the batch cannot be split over."""
     for name, group in groups.items():
         if group[0].layout.offload == "none" and not any(candidate.micros for candidate in group):
             ranks, batch = group[0].layout.data_parallel, group[0].request.workload.global_batch_size
@@ -182,7 +188,7 @@ def _undivided(groups: Mapping[str, Sequence[Candidate]]) -> Iterator[Rejection]
 
 
 def _uneven(request: Request) -> str:
-    """Which batches every GPU could have its own samples of, where the one that was asked for is none."""
+    """Return which batches every GPU could have its own samples of, where the one that was asked for is none."""
     batch, gpus = request.workload.global_batch_size, request.cluster.gpus
     if batch % gpus == 0 or request.degrees is not None or request.allow_unrunnable:
         return ""
@@ -230,7 +236,7 @@ def _nothing(request: Request, missing: Sequence[Priced], rejected: tuple[Reject
 
 
 def _with_alternatives(request: Request, ranked: Sequence[Timed], rejected: Sequence[Rejection]) -> tuple[Plan, ...]:
-    """The plans that are shown, the first of them knowing what it was chosen over."""
+    """Return the plans that are shown, the first of them knowing what it was chosen over."""
     shown = ranked[: request.top]
     others = [
         {"strategy": group_name(item.configuration), "reason": compared(request, item, ranked[0])} for item in shown[1:]

@@ -51,7 +51,7 @@ class CandidateLayout:
 
     @property
     def splits_model(self) -> bool:
-        """Whether ranks share the work on one sample."""
+        """True if ranks share the work on one sample."""
         return self.tp * self.pp * self.cp * self.ep > 1
 
     @property
@@ -60,7 +60,7 @@ class CandidateLayout:
 
 
 def inapplicable(request: Request, strategy: words.Strategy) -> str:
-    """Why a strategy is not considered on this cluster; empty when it is."""
+    """Return why a strategy is not considered on this cluster; empty when it is."""
     cluster = request.cluster
     code = code_base(request.workload.code)
     if strategy not in code.strategies:
@@ -114,7 +114,7 @@ def unfit_degrees(request: Request) -> str:
 
 
 def unfit(request: Request, layout: CandidateLayout) -> str:
-    """Why a layout does not go together or does not divide the model; empty where `dsplan run` can run it."""
+    """Return why a layout does not go together or does not divide the model; empty where `dsplan run` can run it."""
     sharing = layout.tp * layout.pp * layout.cp
     if layout.data_parallel * sharing != request.cluster.gpus:
         return f"{sharing} ranks that share samples cannot be spread so over {request.cluster.gpus} GPUs"
@@ -134,11 +134,11 @@ def _layouts(request: Request, strategy: words.Strategy) -> Iterator[CandidateLa
     if not compresses(strategy, backend, request.gradient_compression):
         return
     for tp, pp, cp in _model_parallel_degrees(request, strategy):
-        for ep in _expert_degrees(request, strategy, tp, pp, cp):
-            yield from _with_memory_savers(request, strategy, _Split(tp, pp, cp, ep))
+        for ep in _expert_degrees(request, strategy, tp=tp, pp=pp, cp=cp):
+            yield from _with_memory_savers(request, strategy, _Split(tp=tp, pp=pp, cp=cp, ep=ep))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Split:
     """Degrees over which ranks share the work on one sample."""
 
@@ -197,7 +197,7 @@ def _sequence_parallel(request: Request, split: _Split) -> bool:
 
 
 def _is_considered(request: Request, strategy: words.Strategy, shard: int, offload: words.Offload) -> bool:
-    """Whether an offload makes sense on the cluster; one that was asked for by name always does."""
+    """Return whether an offload makes sense on the cluster; one that was asked for by name always does."""
     if request.offload is not None:
         return offload == request.offload
     if offload != "none" and request.workload.optimizer == "muon":
@@ -269,7 +269,7 @@ def _context_degrees(request: Request, ranks: int, splits: tuple[words.Degree, .
     return tuple(cp for cp in _powers_of_two(most) if cp == 1 or length % (2 * cp) == 0)
 
 
-def _expert_degrees(request: Request, strategy: words.Strategy, tp: int, pp: int, cp: int) -> tuple[int, ...]:
+def _expert_degrees(request: Request, strategy: words.Strategy, *, tp: int, pp: int, cp: int) -> tuple[int, ...]:
     """Over how many ranks experts are spread: powers of two that divide both, those of a node at the least, whose links
     are the fastest; and none with tp where the code splits no sequence between its products."""
     if request.degrees is not None:
@@ -306,7 +306,7 @@ def _pipelines(request: Request, pp: int) -> tuple[tuple[words.Schedule, int], .
 
 
 def _asked_pipeline(asked: Degrees) -> tuple[words.Schedule, int]:
-    """A schedule and its virtual stages, of which either says what the other is."""
+    """Return a schedule and its virtual stages, of which either says what the other is."""
     schedule, pieces = asked.pp_schedule, asked.virtual_stages
     if schedule is None:
         schedule = "1f1b" if pieces in (None, 1) else "interleaved"
@@ -314,7 +314,7 @@ def _asked_pipeline(asked: Degrees) -> tuple[words.Schedule, int]:
 
 
 def micro_batches(request: Request, layout: CandidateLayout) -> tuple[int, ...]:
-    """The micro-batches that keep the global batch whole, smallest first; none where it cannot be split.
+    """Return the micro-batches that keep the global batch whole, smallest first; none where it cannot be split.
 
     A layout that reduces once per step is one of its own only where several micro-batches make up a step.
     """
@@ -329,7 +329,7 @@ def micro_batches(request: Request, layout: CandidateLayout) -> tuple[int, ...]:
 
 
 def configuration_of(request: Request, layout: CandidateLayout, micro_batch: int) -> Configuration:
-    """The configuration of a layout with one of its micro-batches."""
+    """Return the configuration of a layout with one of its micro-batches."""
     workload = request.workload
     return Configuration(
         strategy=layout.strategy,

@@ -218,7 +218,7 @@ class Prospect:
             engine.observers.append(Tuner(engine, self.request, self.before, self.run_directory))
 
 
-def prospect(
+def prepare_tuning(
     model: nn.Module, options: PlanningOptions, environment: Environment, run_directory: Path
 ) -> Prospect | None:
     """Return what to tune with, or None if nothing is to be tuned (any more). Every rank calls this together.

@@ -64,6 +64,10 @@ class Fields:
             self.refuse(key, "a number of at least 0" if most is None else f"a number from 0 to {most:g}")
         return float(value)
 
+    def maybe_number(self, key: str) -> float | None:
+        """Return a number of at least 0, or None if the section does not say."""
+        return self.number(key, 0.0) if self.has(key) else None
+
     def real(self, key: str) -> float | None:
         """Return a number of either sign, or None if the section does not say."""
         value = self._value(key, None)

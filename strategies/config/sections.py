@@ -115,24 +115,23 @@ def monitor_section(fields: Fields) -> MonitorSettings:
     Raises:
         CannotRun: a value is not of its kind.
     """
-    default = MonitorSettings()
-    sample_seconds = fields.number("sample_seconds", default.sample_seconds)
-    if sample_seconds <= 0:
+    sample_seconds = fields.maybe_number("sample_seconds")
+    if sample_seconds == 0:
         fields.refuse("sample_seconds", "a number above 0")
-    slowdown = fields.number("slowdown", default.slowdown)
-    if 0 < slowdown <= 1:
+    slowdown = fields.maybe_number("slowdown")
+    if slowdown is not None and 0 < slowdown <= 1:
         fields.refuse("slowdown", "a number above 1, or 0 for none")
     return MonitorSettings(
         enabled=fields.maybe_flag("enabled"),
-        output_path=fields.text("output_path", default.output_path),
+        output_path=fields.text("output_path", MonitorSettings().output_path),
         sample_seconds=sample_seconds,
-        loss_spike=fields.number("loss_spike", default.loss_spike),
+        loss_spike=fields.maybe_number("loss_spike"),
         slowdown=slowdown,
-        memory_growth=fields.number("memory_growth", default.memory_growth),
+        memory_growth=fields.maybe_number("memory_growth"),
         gpu=fields.flag("gpu", True),
         cpu=fields.flag("cpu", True),
         network=fields.flag("network", True),
-        thresholds={**default.thresholds, **_thresholds(fields.section("thresholds"))},
+        thresholds=_thresholds(fields.section("thresholds")),
     )
 
 

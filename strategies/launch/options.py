@@ -88,7 +88,7 @@ class RequestedSupervision:
         return replace(earlier, **changes)
 
 
-def read_kernels(text: str | None) -> dict[str, str]:
+def parse_kernels(text: str | None) -> dict[str, str]:
     """Return the providers by kernel that `--kernels` names, `all` for one that is meant for every kernel.
 
     Raises:
@@ -110,7 +110,7 @@ _MOST_PROFILED = 100
 _SPAN = re.compile(r"([0-9]{1,9})(?::([0-9]{1,9}))?")
 
 
-def read_profile(text: str) -> str:
+def parse_profile(text: str) -> str:
     """Return the steps that `--profile` names, one or the first and the last of several, as FIRST:LAST.
 
     Raises:

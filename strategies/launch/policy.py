@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from strategies.launch.failure_causes import Ending
 
 Action = Literal["restart", "next_plan", "switch", "stop", "give_up"]
-ACTIONS: tuple[Action, ...] = get_args(Action)
 
 RETRIES = 3
 """Attempts in a row without progress before a run is given up, where something can be resumed."""

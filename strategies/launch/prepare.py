@@ -295,10 +295,10 @@ def _processes(
 def _plan_processes(request: RunRequest, plan: Plan, placement: Placement) -> int:
     configuration = plan.configuration
     work = plan.workload
-    adapted = Adapted(method=work.get("method") or "full", load_dtype=work.get("load_dtype"))  # type: ignore[arg-type]
+    adapted = Adapted(method=work.get("method", "full"), load_dtype=work.get("load_dtype"))
     if why := refusal(configuration, adapted):
         raise DsplanError(f"{request.plan.plan_file}: {why}")
-    nodes = int(str(plan.cluster.get("nodes") or 1))
+    nodes = plan.cluster.get("nodes", 1)
     if nodes > 1 and not placement.least_nodes <= nodes <= placement.most_nodes:
         raise DsplanError(
             f"{request.plan.plan_file}: the plan spans {nodes} nodes and this run has {placement.most_nodes}; add"

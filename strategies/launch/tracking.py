@@ -32,7 +32,16 @@ from strategies.run_directory.journal import read_journal
 from strategies.run_directory.spec import LaunchSpec
 from strategies.telemetry.follow import LineFollower
 from strategies.telemetry.metrics import parse_row, step_number
-from strategies.telemetry.trackers import KINDS, TrackedRun, Tracker, figures, file_name, flags_of, flat, plain
+from strategies.telemetry.trackers import (
+    KINDS,
+    TrackedRun,
+    Tracker,
+    clean,
+    figures,
+    file_name,
+    flags_of,
+    flatten,
+)
 
 LOG_FILE = "trackers.log"
 """What trackers' libraries print."""
@@ -455,7 +464,7 @@ class Feed:
             row = self._journalled[0]
             if text := _happening(row):
                 step = row.get("step") or self._state.step
-                self._tracker.say(str(row["event"]), plain(text), int(step), int(row["line"]))
+                self._tracker.say(str(row["event"]), clean(text), int(step), int(row["line"]))
             if row.get("event") in ("ending", "end"):
                 self._succeeded = row.get("outcome") == "completed"
             self._journalled.pop(0)
@@ -479,7 +488,7 @@ class Feed:
 
 
 def _in_one_line(error: Exception) -> str:
-    said = " ".join(plain(str(error)).split())
+    said = " ".join(clean(str(error)).split())
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
@@ -507,7 +516,7 @@ def _configuration(spec: LaunchSpec | None, plan: Mapping[str, Any] | None) -> d
         run = {"script": Path(spec.script).name, "run_directory": spec.run_directory, "processes": spec.processes}
         run = {"run": {**run, "arguments": flags_of(spec.arguments)}}
     kept = {name: value for name, value in (plan or {}).items() if name not in ("alternatives", "notes")}
-    return flat({**run, **kept})
+    return flatten({**run, **kept})
 
 
 def _happening(row: Mapping[str, Any]) -> str:

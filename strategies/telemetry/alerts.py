@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from hardware_db.notices import notice
 from strategies.run_directory.files import metrics_path
+from strategies.run_directory.journal import append_line
 from strategies.variables import RUN_DIRECTORY
 
 AlertKind = Literal[
@@ -31,64 +32,48 @@ ALERT = "alert"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alert:
-    """One alert, reported once when it begins. `step` is the global step, `value` what was seen of `metric` (None if
-    that is no finite number), `limit` what it was held against; `time` is seconds since 1970."""
+    """One alert, reported once when it begins."""
 
     kind: AlertKind
     metric: str
     message: str
     value: float | None = None
+    """What was seen of `metric`; None if that is no finite number."""
     limit: float | None = None
+    """What it was held against."""
     step: int = 0
+    """The global step."""
     rank: int = 0
     time: float = field(default_factory=time.time)
+    """Seconds since 1970."""
 
     def to_row(self) -> dict[str, Any]:
-        """As a line of the metrics or of the journal."""
+        """Return it as a line of the metrics or of the journal."""
         return {"event": ALERT, **asdict(self)}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Alert:
-        """The alert that `to_row` wrote."""
+        """Return the alert that `to_row` wrote."""
         return cls(**{name: row[name] for name in cls.__dataclass_fields__ if name in row})
 
     def line(self) -> str:
-        """For the terminal."""
+        """Return it as a line for the terminal."""
         return f"alert: rank {self.rank}, step {self.step}: {self.message}"
 
 
 def finite(value: float) -> float | None:
-    """A number that JSON can hold."""
+    """Return a number that JSON can hold."""
     return value if math.isfinite(value) else None
 
 
-# Leave an alert where `dsplan run` finds it.
-
-
 def post(alert: Alert) -> None:
-    """Append an alert of this rank to its metrics; on stderr where no run watches, or where the file takes no more.
-
-    Raises nothing: an alert ends no training.
-    """
+    """Append an alert of this rank to its metrics, for `dsplan run`; print it where none watches, or writing fails."""
     rank = int(os.environ.get("RANK", "0"))
     reported = replace(alert, rank=rank)
     directory = os.environ.get(RUN_DIRECTORY)
     try:
         if not directory:
             raise FileNotFoundError(RUN_DIRECTORY)
-        append_line(metrics_path(Path(directory), rank), json.dumps(reported.to_row()))
+        append_line(metrics_path(Path(directory), rank), (json.dumps(reported.to_row()) + "\n").encode())
     except OSError:
         notice(reported.line())
-
-
-def append_line(path: Path, line: str) -> None:
-    """One line in one write, which no other writer of the file can come between.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(file, line.encode() + b"\n")
-    finally:
-        os.close(file)

@@ -14,14 +14,19 @@ import psutil
 from hardware_db.probe.cgroup import cgroup_limits
 from strategies.config.values import MonitorSettings
 
-# This process's memory, read in microseconds.
-
-
+SAMPLE_SECONDS = 10.0
+"""Between two looks at the machine; a look takes milliseconds."""
 _STATM = "/proc/self/statm"
 
 
+Figures = dict[str, float]
+
+
 class ProcessMemory:
-    """Resident bytes, and those of them that no file backs: pages of mapped data come and go as they are read."""
+    """Resident bytes, and those of them that no file backs: pages of mapped data come and go as they are read.
+
+    They are read in microseconds.
+    """
 
     def __init__(self) -> None:
         self._page = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
@@ -30,7 +35,7 @@ class ProcessMemory:
         self._file = os.open(_STATM, os.O_RDONLY) if self._process is None else -1
 
     def read(self) -> dict[str, int]:
-        """`rss_bytes` and `private_bytes`; on systems without /proc both are what psutil calls rss."""
+        """Return `rss_bytes` and `private_bytes`; on systems without /proc both are what psutil calls rss."""
         if self._process is not None:
             resident = self._process.memory_info().rss
             return {"rss_bytes": resident, "private_bytes": resident}
@@ -46,9 +51,6 @@ class ProcessMemory:
 
     def __del__(self) -> None:
         self.close()
-
-
-Figures = dict[str, float]
 
 
 class MachineReader:
@@ -69,10 +71,8 @@ class MachineReader:
         self._read_at = time.monotonic()
 
     def read(self) -> Figures:
-        """The figures of now."""
-        figures: Figures = {}
-        if self._gpu is not None:
-            figures |= self._gpu.read()
+        """Return the figures of now."""
+        figures = Figures() if self._gpu is None else self._gpu.read()
         if self._settings.cpu:
             figures |= {"cpu_percent": self._process.cpu_percent(), **self._memory.read()}
         if self._whole_node:
@@ -102,15 +102,14 @@ class MachineReader:
 
 
 def _totals() -> Figures:
-    """Bytes since the machine's start."""
-    totals: Figures = {}
+    """Return bytes since the machine's start."""
     network = [counts for name, counts in psutil.net_io_counters(pernic=True).items() if name != "lo"]
-    totals["network_sent"] = sum(counts.bytes_sent for counts in network)
-    totals["network_received"] = sum(counts.bytes_recv for counts in network)
     disk = psutil.disk_io_counters()
-    if disk is not None:
-        totals["disk_read"], totals["disk_written"] = disk.read_bytes, disk.write_bytes
-    return totals
+    return {
+        "network_sent": sum(counts.bytes_sent for counts in network),
+        "network_received": sum(counts.bytes_recv for counts in network),
+        **({} if disk is None else {"disk_read": disk.read_bytes, "disk_written": disk.write_bytes}),
+    }
 
 
 class GpuReader:
@@ -134,7 +133,7 @@ class GpuReader:
             return
 
     def read(self) -> Figures:
-        """The figures of now."""
+        """Return the figures of now."""
         figures: Figures = {}
         for name, ask in list(self._questions.items()):
             try:
@@ -160,9 +159,6 @@ def _questions(nvml: Any, handle: Any) -> dict[str, Callable[[], float]]:
     }
 
 
-# A thread samples the machine every few seconds.
-
-
 class Sampler:
     """Hands the machine's figures to `take` every `seconds`, from a thread of its own, until `close`."""
 
@@ -175,7 +171,7 @@ class Sampler:
         self._thread.start()
 
     def now(self) -> Figures:
-        """The figures of this moment."""
+        """Return the figures of this moment."""
         with self._lock:
             return self._reader.read()
 

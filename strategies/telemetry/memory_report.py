@@ -15,24 +15,20 @@ from planner.types.plan import MemoryEstimate
 from strategies.protocols import Observer, TrainingEngine
 from strategies.tracing.storage_tracker import plain_parts
 
-# Every tensor that Python's garbage collector knows of, and which of them lie on a disk.
-
-
 MAPPED_FILES: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 """Views of files on a disk, by the address of their storage."""
 
 
 def on_disk(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a view of such a file, so that the kernel may take its memory back at any time."""
+    """Return whether a tensor is a view of such a file, so that the kernel may take its memory back at any time."""
     return tensor.untyped_storage().data_ptr() in MAPPED_FILES
 
 
 def reachable_tensors() -> list[torch.Tensor]:
-    """The tensors, and their gradients, which no other object may hold."""
+    """Return the tensors that Python's garbage collector knows of, and their gradients, which nothing else may hold."""
     # The class is asked, not the object: lazy modules import things when `isinstance` looks at their `__class__`.
-    found = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
-    gradients = [item.grad for item in found if item.is_leaf and item.grad is not None]
-    return [*found, *gradients]
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    return [*tensors, *(item.grad for item in tensors if item.is_leaf and item.grad is not None)]
 
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -88,7 +84,7 @@ class MemoryReport:
 
 
 def memory_report(engine: TrainingEngine) -> MemoryReport:
-    """The report of this rank; each rank has its own."""
+    """Return the report of this rank; each rank has its own."""
     device = engine.device
     here, elsewhere = state_bytes(engine.state_tensors(), device)
     on_gpu = device.type == "cuda"
@@ -112,7 +108,7 @@ def memory_report(engine: TrainingEngine) -> MemoryReport:
 
 
 def state_bytes(tensors: Mapping[str, Iterable[torch.Tensor]], device: torch.device) -> tuple[dict[str, int], int]:
-    """Bytes per category on the device, and those of all categories that are elsewhere; each storage counts once."""
+    """Return bytes per category on the device, and those of all that are elsewhere; each storage counts once."""
     seen: set[int] = set()
     here: dict[str, int] = {}
     elsewhere = 0
@@ -123,7 +119,7 @@ def state_bytes(tensors: Mapping[str, Iterable[torch.Tensor]], device: torch.dev
 
 
 def _bytes(tensors: Iterable[torch.Tensor], seen: set[int], device: torch.device) -> tuple[int, int]:
-    """Bytes of storages that were not seen before, on the device and elsewhere."""
+    """Count bytes of storages that were not seen before, on the device and elsewhere."""
     here = elsewhere = 0
     for tensor in tensors:
         for part in plain_parts(tensor):
@@ -139,7 +135,7 @@ def _bytes(tensors: Iterable[torch.Tensor], seen: set[int], device: torch.device
 
 
 def _state(planned: MemoryEstimate, name: str) -> int:
-    """The plan's figure for a resident state; plans of older files have only those alive at the peak."""
+    """Return the plan's figure for a resident state; plans of older files have only those alive at the peak."""
     at_peak: int = getattr(planned, f"{name}_bytes")
     return planned.states.get(f"{name}_bytes", at_peak)
 
@@ -156,6 +152,7 @@ class MemoryPrinter(Observer):
         self._steps = 0
 
     def step_ended(self) -> None:
+        """Print the report of every `every`th step."""
         self._steps += 1
         if self._engine.is_main and self._steps % self._every == 0:
             print(memory_report(self._engine), flush=True)

@@ -1,4 +1,4 @@
-"""The memory of a step as it proceeds: a picture of live bytes over time, by when each tensor was made.
+"""The memory of a step as it proceeds: an SVG picture of live bytes over time, by when each tensor was made.
 
 What lives before the picture begins is told apart as weights, gradients, optimizer states and others; what is made
 after that by the section that made it, so that forward's area is activations and backward's is gradients and
@@ -24,9 +24,6 @@ from strategies.errors import BrokenFile
 from strategies.protocols import Observer, TrainingEngine
 from strategies.telemetry.memory_report import STATES, on_disk, reachable_tensors
 from strategies.tracing.storage_tracker import StorageTracker, plain_parts
-
-# A picture of memory over time: stacked layers, the sections of a step, and the peak beside the predicted one. SVG.
-
 
 LAYERS = ("weights and buffers", "gradients", "optimizer states", "other tensors", "forward", "backward", "step")
 """From the bottom up: what was there before, then what each section made."""
@@ -66,7 +63,7 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Scale:
-    """From seconds and bytes to places in the picture."""
+    """Turns seconds and bytes into places in the picture."""
 
     seconds: float
     count_bytes: int
@@ -79,7 +76,7 @@ class _Scale:
 
 
 def draw(timeline: Timeline) -> str:
-    """The picture as a self-contained SVG file."""
+    """Return the picture as a self-contained SVG file."""
     peak = max(sum(sample.layers) for sample in timeline.samples)
     scale = _Scale(
         seconds=max(timeline.samples[-1].seconds, 1e-9),
@@ -102,15 +99,15 @@ def draw(timeline: Timeline) -> str:
 
 
 def _columns(samples: Sequence[Sample], scale: _Scale) -> list[Sample]:
-    """One sample per column of the picture: the largest of its moments, and where nothing changed the last one's."""
+    """Return a sample per column of the picture: the largest of its moments, or the last one's if nothing changed."""
     columns: list[Sample] = []
-    place, last = 0, samples[0].layers
+    index, last = 0, samples[0].layers
     for column in range(_COLUMNS):
         end = scale.seconds * (column + 1) / _COLUMNS
         inside = [last]
-        while place < len(samples) and samples[place].seconds <= end:
-            inside.append(samples[place].layers)
-            place += 1
+        while index < len(samples) and samples[index].seconds <= end:
+            inside.append(samples[index].layers)
+            index += 1
         last = inside[-1]
         columns.append(Sample(seconds=end, layers=max(inside, key=sum)))
     return columns
@@ -210,19 +207,19 @@ class TimelineTracker(StorageTracker):
         self._note()
 
     def samples(self) -> tuple[Sample, ...]:
-        """The live bytes at every moment at which they changed."""
+        """Return the live bytes at every moment at which they changed."""
         late = list(self._met_late)
         raised: list[Sample] = []
         added = 0
-        for place, sample in reversed(list(enumerate(self._samples))):
-            while late and late[-1][0] > place:
+        for index, sample in reversed(list(enumerate(self._samples))):
+            while late and late[-1][0] > index:
                 added += late.pop()[1]
             layers = (*sample.layers[:_OTHER], sample.layers[_OTHER] + added, *sample.layers[_OTHER + 1 :])
             raised.append(Sample(seconds=sample.seconds, layers=layers))
         return tuple(reversed(raised))
 
     def enter(self, section: str) -> Mark:
-        """From now on what is made belongs to a section."""
+        """Count what is made from now on to a section."""
         self._layer = section if section in LAYERS else LAYERS[_OTHER]
         return Mark(seconds=time.perf_counter() - self._began, name=section)
 
@@ -292,21 +289,18 @@ def memory_timeline(engine: TrainingEngine, path: str | Path) -> Iterator[None]:
     chosen = engine.configuration
     samples = tracker.samples()
     engine.counted_peak_bytes = max(sum(sample.layers) for sample in samples)
-    place = f"rank {engine.environment.rank} of {engine.environment.world_size}"
+    rank = f"rank {engine.environment.rank} of {engine.environment.world_size}"
     picture = draw(
         Timeline(
-            title=f"{engine.plan.model.get('name')}, {chosen.strategy} ({chosen.backend}), {place}",
+            title=f"{engine.plan.model.get('name')}, {chosen.strategy} ({chosen.backend}), {rank}",
             samples=samples,
             marks=tuple(sections.marks),
             predicted_peak_bytes=engine.plan.memory.peak_allocated_bytes,
         )
     )
-    _replace(Path(path), picture)
-
-
-def _replace(path: Path, text: str) -> None:
+    file = Path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_whole(path, text)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_whole(file, picture)
     except OSError as problem:
-        raise BrokenFile(path, f"cannot be written ({problem.strerror})", "name another file") from None
+        raise BrokenFile(file, f"cannot be written ({problem.strerror})", "name another file") from None

@@ -52,15 +52,13 @@ STORAGE_TRACKER = "storage-tracker"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRun:
-    """What the `ranks` of a run measured.
+    """What the `ranks` of a run measured; None if the run gave no such figure.
 
     `steps` and losses are those of the final lineage, each step once, however often it was run; a loss is the mean over
-    the ranks. The other figures are
-    those of the last attempt that has steps after warm-up, because attempts may follow different plans:
-    `step_seconds` is the median of the first rank's steps after warm-up that no memory tracker slowed down, nine of ten
-    of which lie between `step_seconds_low` and `step_seconds_high`;
-    `peak_allocated_bytes` the largest over the ranks; `tokens_per_second` counts the tokens of all of them. None if
-    the run gave no such figure.
+    the ranks. The other figures are those of the last attempt that has steps after warm-up, because attempts may follow
+    different plans: `step_seconds` is the median of the first rank's steps after warm-up that no memory tracker slowed
+    down, nine of ten of which lie between `step_seconds_low` and `step_seconds_high`; `peak_allocated_bytes` the
+    largest over the ranks; `tokens_per_second` counts the tokens of all of them.
     """
 
     steps: int
@@ -78,7 +76,7 @@ class MeasuredRun:
 
 
 def parse_row(line: str) -> dict[str, Any] | None:
-    """A metrics line as a dictionary; None for a line cut short by the end of its process."""
+    """Read a metrics line; None for one cut short by the end of its process."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError:
@@ -87,28 +85,25 @@ def parse_row(line: str) -> dict[str, Any] | None:
 
 
 def read_metrics(directory: Path, ranks: int) -> list[list[dict[str, Any]]]:
-    """The complete rows of every rank, empty lists for ranks that wrote none."""
-    rows: list[list[dict[str, Any]]] = []
-    for rank in range(ranks):
-        path = metrics_path(directory, rank)
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        rows.append([row for line in lines if (row := parse_row(line)) is not None])
-    return rows
+    """Return the complete rows of every rank, empty lists for ranks that wrote none."""
+    paths = [metrics_path(directory, rank) for rank in range(ranks)]
+    lines = [path.read_text(errors="replace").splitlines() if path.exists() else [] for path in paths]
+    return [[row for line in rank_lines if (row := parse_row(line)) is not None] for rank_lines in lines]
 
 
 def of_attempt(metrics: Sequence[Sequence[Row]], attempt: int) -> list[list[Row]]:
-    """The rows of one attempt, of the ranks that took part in it."""
-    found = [[row for index, row in with_attempts(rows) if index == attempt] for rows in metrics]
-    return [rows for rows in found if rows]
+    """Return the rows of one attempt, of the ranks that took part in it."""
+    ranks = [[row for index, row in with_attempts(rows) if index == attempt] for rows in metrics]
+    return [rows for rows in ranks if rows]
 
 
 def last_attempt(metrics: Sequence[Sequence[Row]]) -> int:
-    """The last attempt that wrote anything; 0 where none did."""
+    """Return the last attempt that wrote anything; 0 where none did."""
     return max((index for rows in metrics for index, _ in with_attempts(rows)), default=0)
 
 
 def lineage(rows: Sequence[Row]) -> list[Row]:
-    """A rank's step rows in the order of training, each step as it was run last.
+    """Return a rank's step rows in the order of training, each step as it was run last.
 
     A row whose `global_step` was reached before begins a new course from there: what came after that step has no part
     in the weights at the end.
@@ -124,7 +119,7 @@ def lineage(rows: Sequence[Row]) -> list[Row]:
 
 
 def summarise(metrics: Sequence[Sequence[Row]]) -> MeasuredRun:
-    """The figures of a run from the rows of every rank."""
+    """Return the figures of a run from the rows of every rank."""
     course = lineage(next((rows for rows in metrics if rows), ()))
     steps = _last_settled(metrics)
     first = next((rows for rows in steps if rows), [])
@@ -150,18 +145,17 @@ def summarise(metrics: Sequence[Sequence[Row]]) -> MeasuredRun:
 
 
 def _mean_losses(metrics: Sequence[Sequence[Row]], course: Sequence[Row]) -> list[float]:
-    """The losses of the steps of a course, each the mean over the ranks that have one: all but a pipeline's last stage
-    have none."""
-    found: dict[int, list[float]] = {step_number(row): [] for row in course}
+    """Return the losses of a course's steps: means over the ranks that have one, in a pipeline those of its end."""
+    by_step: dict[int, list[float]] = {step_number(row): [] for row in course}
     for rows in metrics:
         for row in lineage(rows):
-            if row.get("loss") is not None and step_number(row) in found:
-                found[step_number(row)].append(row["loss"])
-    return [statistics.fmean(losses) for losses in found.values() if losses]
+            if row.get("loss") is not None and step_number(row) in by_step:
+                by_step[step_number(row)].append(row["loss"])
+    return [statistics.fmean(losses) for losses in by_step.values() if losses]
 
 
 def with_attempts(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:
-    """Every row with the attempt that wrote it."""
+    """Yield every row with the attempt that wrote it."""
     attempt = 0
     for row in rows:
         if row.get("event") == "attempt":
@@ -170,12 +164,12 @@ def with_attempts(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:
 
 
 def step_number(row: Row) -> int:
-    """A step's place in the lineage; a row without `global_step` counts in its own process alone."""
+    """Return a step's place in the lineage; a row without `global_step` counts in its own process alone."""
     return int(row["global_step"]) if "global_step" in row else int(row["step"]) + 1
 
 
 def is_slowed(row: Row) -> bool:
-    """Whether measuring slowed a step down, so that its seconds say nothing of others."""
+    """Return whether measuring slowed a step down, so that its seconds say nothing of others."""
     return row.get("measured_by") == STORAGE_TRACKER or bool(row.get("profiled"))
 
 
@@ -184,7 +178,7 @@ def _after_warm_up(steps: Sequence[Row]) -> list[Row]:
 
 
 def _last_settled(metrics: Sequence[Sequence[Row]]) -> list[list[Row]]:
-    """Every rank's step rows of the last attempt with steps after warm-up; of the last with steps where none has."""
+    """Return every rank's step rows of the last attempt with steps after warm-up; else of the last with steps."""
     attempts: dict[int, list[list[Row]]] = {}
     for rows in metrics:
         by_attempt: dict[int, list[Row]] = {}
@@ -198,7 +192,7 @@ def _last_settled(metrics: Sequence[Sequence[Row]]) -> list[list[Row]]:
 
 
 def _rate(ranks: Sequence[Sequence[Row]], key: str, seconds: float | None) -> float | None:
-    """Units of `key` per second: the mean of each rank's steps, summed over ranks, over the step time."""
+    """Return units of `key` per second: the mean of each rank's steps, summed over ranks, over the step time."""
     if not seconds:
         return None
     per_step = sum(statistics.fmean(row.get(key) or 0 for row in rows) for rows in ranks if rows)
@@ -211,7 +205,7 @@ def _largest(steps: Sequence[Sequence[Row]], key: str) -> int | None:
 
 
 def measured_of(run: MeasuredRun) -> Measured:
-    """The figures of a run as the database keeps them."""
+    """Return the figures of a run as the database keeps them."""
     from hardware_db.measurement import Measured
 
     return Measured(
@@ -228,12 +222,11 @@ def measured_of(run: MeasuredRun) -> Measured:
     )
 
 
-# One rank's metrics file, as `strategies/telemetry/metrics.py` describes it.
-
-
 class MetricsFile:
-    """Appends rows, from any thread. Under `dsplan run` they follow those of earlier attempts; elsewhere
-    the file is new. A file that takes no more is reported once, on stderr, and ends no training."""
+    """Appends one rank's rows from any thread: behind those of earlier attempts under `dsplan run`, to a new file else.
+
+    A file that takes no more is reported once, on stderr, and ends no training.
+    """
 
     def __init__(self, directory: Path, rank: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -251,6 +244,7 @@ class MetricsFile:
 
     @property
     def is_open(self) -> bool:
+        """True until `close`."""
         return self._file is not None
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -267,16 +261,17 @@ class MetricsFile:
                 self._report(problem)
 
     def own_rows(self) -> list[dict[str, Any]]:
-        """What this attempt wrote, read back: a long run keeps no rows in memory."""
+        """Read back what this attempt wrote: a long run keeps no rows in memory."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._began)
                 return [row for line in file if (row := parse_row(line.decode(errors="replace"))) is not None]
-        except OSError:
+        except OSError as problem:
+            notice(f"{self.path} cannot be read ({problem.strerror}); the run has no summary")
             return []
 
     def close(self) -> None:
-        """Later rows are dropped."""
+        """Close the file; later rows are dropped."""
         with self._lock:
             if self._file is not None:
                 os.close(self._file)
@@ -289,7 +284,7 @@ class MetricsFile:
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether a file ends in the middle of a line."""
+    """Return whether a file ends in the middle of a line."""
     with path.open("rb") as file:
         if not file.seek(0, os.SEEK_END):
             return False

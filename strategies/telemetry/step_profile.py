@@ -1,8 +1,8 @@
-"""Some steps of a run as files that viewers open, as `dsplan run --profile` asks: a Chrome trace and a memory snapshot
-per rank.
+"""Some steps of a run as files that viewers open, per rank: a Chrome trace and a memory snapshot.
 
-On a GPU torch records both in the same steps. On a CPU no allocator keeps a history, and counting tensors in Python
-slows a step down: there the trace is of the steps that were asked for, and memory of the one after them.
+`dsplan run --profile` asks for them. On a GPU torch records both in the same steps. On a CPU no allocator keeps a
+history, and counting tensors in Python slows a step down: there the trace is of the steps that were asked for, and
+memory of the one after them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import record_function
 
 from hardware_db.files import replacement
 from hardware_db.notices import notice
 from planner.emit.viewers import snapshot_block, snapshot_event, snapshot_of, snapshot_segment
 from strategies.run_directory.files import profile_paths
 from strategies.telemetry.memory_report import on_disk, reachable_tensors
-from strategies.telemetry.traces import StepProfile
+from strategies.telemetry.traces import StepProfile, activities_on
 from strategies.tracing.storage_tracker import StorageTracker, plain_parts
 from strategies.variables import PROFILE
 
@@ -48,13 +48,13 @@ class RunProfile:
         self._has_begun = self._is_done = False
 
     @classmethod
-    def asked(cls, directory: Path, rank: int, device: torch.device) -> RunProfile | None:
-        """What `dsplan run --profile` has left in the environment; None where it was not asked for."""
+    def from_environment(cls, directory: Path, rank: int, device: torch.device) -> RunProfile | None:
+        """Read what `dsplan run --profile` has left in the environment; None where it was not asked for."""
         first, _, last = os.environ.get(PROFILE, "").partition(":")
         return cls(directory, rank, device, int(first), int(last)) if first else None
 
     def step_begins(self, number: int) -> bool:
-        """Begin to watch where it is time to; whether the step is watched, and therefore slow."""
+        """Begin to watch where it is time to; return whether the step is watched, and therefore slow."""
         if self._is_done:
             return False
         if number == self._first and not self._has_begun:
@@ -85,7 +85,7 @@ class RunProfile:
             self._write(self._memory_path, lambda path: path.write_bytes(tracker.snapshot()))
 
     def close(self) -> None:
-        """The run ends; say so where that came before what was asked for."""
+        """End the run; say so where that came before what was asked for."""
         if self._is_done:
             return
         self._is_done = True
@@ -95,26 +95,24 @@ class RunProfile:
         if self._tracker is not None:
             self._tracker.__exit__(None, None, None)
         if self._rank == 0:
-            asked = f"{self._first}" if self._first == self._last else f"{self._first}:{self._last}"
+            steps = f"{self._first}" if self._first == self._last else f"{self._first}:{self._last}"
             lacks = f"no step {self._last}"
             if not self._has_begun:
                 lacks = f"no step {self._first}"
             elif self._device.type != "cuda":
                 lacks = f"no step after {self._last} to count memory in"
-            notice(f"--profile {asked}: these ranks ran {lacks}")
+            notice(f"--profile {steps}: these ranks ran {lacks}")
 
     def _begin(self) -> None:
         self._has_begun = True
-        on_gpu = self._device.type == "cuda"
-        if on_gpu:
+        if self._device.type == "cuda":
             memory: Any = torch.cuda.memory
             memory._record_memory_history(stacks="python", max_entries=_MOST_EVENTS, device=self._device)
         if not StepProfile.is_possible():
             if self._rank == 0:
                 notice("--profile: the script's own profiler runs in these steps, so that there is no trace of them")
             return
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-        self._trace = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._trace = torch.profiler.profile(activities=activities_on(self._device), record_shapes=True)
         self._trace.start()
 
     def _end_trace(self) -> None:
@@ -140,8 +138,7 @@ def _write_cuda_history(path: Path) -> None:
 
 
 def _write_trace(profile: torch.profiler.profile, path: Path) -> None:
-    """The trace with numbers for processes and threads, as the trace event format has them; torch gives names to
-    some."""
+    """Write the trace with numbers for processes and threads, as its format has them; torch gives names to some."""
     profile.export_chrome_trace(str(path))
     trace = json.loads(path.read_text(errors="replace"))
     numbers: dict[tuple[str, str], int] = {}
@@ -156,9 +153,6 @@ def _write_trace(profile: torch.profiler.profile, path: Path) -> None:
         if key == "pid"
     ]
     path.write_text(json.dumps(trace))
-
-
-# The history of a CPU's memory, counted storage by storage.
 
 
 class SnapshotTracker(StorageTracker):
@@ -181,23 +175,26 @@ class SnapshotTracker(StorageTracker):
         self._began = time.perf_counter()
 
     def snapshot(self) -> bytes:
-        """What was noted, in the form of `torch.cuda.memory._snapshot()`. A CPU's allocator places storages anywhere;
-        in the file each has the first gap that is large enough."""
+        """Return what was noted, in the form of `torch.cuda.memory._snapshot()`.
+
+        A CPU's allocator places storages anywhere; in the file each has the first gap that is large enough.
+        """
         gaps = _Gaps()
-        places: dict[int, int] = {}
+        addresses: dict[int, int] = {}
         trace = []
         for microseconds, comes, number, size, frames in sorted(self._events, key=lambda event: event[:1]):
             if comes:
-                places[number] = gaps.take(size)
-                trace.append(snapshot_event("alloc", places[number], size, microseconds, frames))
+                addresses[number] = gaps.take(size)
+                trace.append(snapshot_event("alloc", addresses[number], size, microseconds, frames))
             else:
-                place = places.pop(number)
-                gaps.give(place, size)
+                address = addresses.pop(number)
+                gaps.give(address, size)
                 for action in ("free_requested", "free_completed"):
-                    trace.append(snapshot_event(action, place, size, microseconds, frames))
-        made = {number: (size, frames) for _, comes, number, size, frames in self._events if comes}
+                    trace.append(snapshot_event(action, address, size, microseconds, frames))
+        storages = {number: (size, frames) for _, comes, number, size, frames in self._events if comes}
         blocks = [
-            snapshot_block(place, *made[number]) for number, place in sorted(places.items(), key=lambda item: item[1])
+            snapshot_block(address, *storages[number])
+            for number, address in sorted(addresses.items(), key=lambda item: item[1])
         ]
         about = ({"name": "host memory of tensors", "filename": "counted by dsplan", "line": 0},)
         segment = snapshot_segment(gaps.base, gaps.size, blocks, about)
@@ -236,21 +233,21 @@ class SnapshotTracker(StorageTracker):
             self._events.append((self._now(), False, number, size, frames))
 
     def _now(self) -> int:
-        """Microseconds since the step began, 0 before it."""
+        """Return microseconds since the step began, 0 before it."""
         return 0 if self._kind else 1 + round((time.perf_counter() - self._began) * 1e6)
 
     def _stack(self, kind: str) -> tuple[dict[str, Any], ...]:
-        """The code that runs, innermost first, as a snapshot has it; of what was there before its kind."""
+        """Return the code that runs, innermost first, as a snapshot has it; of what was there before its kind."""
         if kind:
             return (self._frame(kind, "there before the step", 0),)
-        found = [self._frame(self._operation, "operation", 0)]
+        frames = [self._frame(self._operation, "operation", 0)]
         frame = sys._getframe(2)
-        while frame is not None and len(found) < _MOST_FRAMES:
+        while frame is not None and len(frames) < _MOST_FRAMES:
             code = frame.f_code
             if code.co_filename not in _OWN_FILES:
-                found.append(self._frame(code.co_name, code.co_filename, frame.f_lineno))
+                frames.append(self._frame(code.co_name, code.co_filename, frame.f_lineno))
             frame = frame.f_back  # type: ignore[assignment]
-        return tuple(found)
+        return tuple(frames)
 
     def _frame(self, name: str, filename: str, line: int) -> dict[str, Any]:
         return self._frames.setdefault((name, filename, line), {"name": name, "filename": filename, "line": line})
@@ -260,22 +257,20 @@ _OWN_FILES = (__file__, sys.modules[StorageTracker.__module__].__file__)
 
 
 def _standing() -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """The tensors there are by what they are; a tensor of several kinds counts as the first."""
+    """Yield the tensors there are by what they are; a tensor of several kinds counts as the first."""
     every = reachable_tensors()
     weights: list[torch.Tensor] = [tensor for tensor in every if isinstance(tensor, torch.nn.Parameter)]
     yield "weights", weights
     yield "gradients", [weight.grad for weight in weights if weight.grad is not None]
     optimizers = [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    yield (
-        "optimizer states",
-        [value for state in states if isinstance(state, dict) for value in state.values() if torch.is_tensor(value)],
-    )
+    values = (value for state in states if isinstance(state, dict) for value in state.values())
+    yield "optimizer states", [value for value in values if torch.is_tensor(value)]
     yield "other tensors", every
 
 
 class _Gaps:
-    """Places in one range that grows at its end, first fit."""
+    """Addresses in one range that grows at its end, first fit."""
 
     base = 1 << 40
 
@@ -284,23 +279,23 @@ class _Gaps:
         self._free: list[tuple[int, int]] = []
 
     def take(self, size: int) -> int:
-        for index, (place, length) in enumerate(self._free):
+        for index, (address, length) in enumerate(self._free):
             if length >= size:
-                rest = [(place + size, length - size)] if length > size else []
+                rest = [(address + size, length - size)] if length > size else []
                 self._free[index : index + 1] = rest
-                return place
-        place = self.base + self.size
-        if self._free and sum(self._free[-1]) == place:
-            place = self._free.pop()[0]
-        self.size = place + size - self.base
-        return place
+                return address
+        address = self.base + self.size
+        if self._free and sum(self._free[-1]) == address:
+            address = self._free.pop()[0]
+        self.size = address + size - self.base
+        return address
 
-    def give(self, place: int, size: int) -> None:
-        index = bisect_left(self._free, (place, 0))
-        if index < len(self._free) and self._free[index][0] == place + size:
+    def give(self, address: int, size: int) -> None:
+        index = bisect_left(self._free, (address, 0))
+        if index < len(self._free) and self._free[index][0] == address + size:
             size += self._free.pop(index)[1]
-        if index and sum(self._free[index - 1]) == place:
+        if index and sum(self._free[index - 1]) == address:
             index -= 1
-            place, length = self._free.pop(index)
+            address, length = self._free.pop(index)
             size += length
-        insort(self._free, (place, size))
+        insort(self._free, (address, size))

@@ -16,15 +16,12 @@ from strategies.tracing.storage_tracker import StorageTracker
 
 # Memory is in its steady state once the steps of the warm-up are over.
 TRACKED_STEP = WARM_UP_STEPS
-
-
-_LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.5
 """Code that runs once per step finds its caches cold: what need not be that new is done less often."""
 
 
 class StepRows:
-    """Collects a step's figures. `global_steps` gives the steps over all attempts once a step is over; without it they
-    are counted here.
+    """Collects a step's figures; `global_steps` gives the steps over all attempts, and without it they count here.
 
     On a GPU torch's allocator counts every step; on the CPU the storage tracker, which slows a step down, counts step 2
     alone, where `tracks`. Of samples that `sharing` ranks work on together (tp, pp, cp) each counts its share.
@@ -40,10 +37,10 @@ class StepRows:
         sharing: int = 1,
     ) -> None:
         self._sharing = sharing
-        self._memory: CudaMemory | TrackedMemory = (
-            CudaMemory(device) if device.type == "cuda" else TrackedMemory(tracks=tracks)
+        self._memory: _CudaMemory | _TrackedMemory = (
+            _CudaMemory(device) if device.type == "cuda" else _TrackedMemory(tracks=tracks)
         )
-        self._ready = CudaReady() if device.type == "cuda" else HostReady()
+        self._ready: _CudaReady | _HostReady = _CudaReady() if device.type == "cuda" else _HostReady()
         self._process = ProcessMemory()
         self._look_at, self._looked = 0.0, dict[str, int]()
         self._sequence_length = sequence_length
@@ -54,7 +51,7 @@ class StepRows:
         self._started = time.perf_counter()
 
     def begin(self, global_steps: Callable[[], int] | None) -> None:
-        """The first step starts now; `global_steps` gives its number when it is over."""
+        """Begin the first step; `global_steps` gives its number when it is over."""
         self._global_steps, self._started = global_steps, time.perf_counter()
 
     def forward_starts(self, module: torch.nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
@@ -78,13 +75,13 @@ class StepRows:
         self._losses.append(loss.detach())
 
     def step_ended(self, global_step: int | None = None) -> dict[str, Any]:
-        """The row of the step that is over, the `global_step`th over all attempts."""
+        """Return the row of the step that is over, the `global_step`th over all attempts."""
         loss = _mean(self._losses)  # waits for the device, which makes the clock below tell the truth
         now = time.perf_counter()
         row = {
             "event": "step",
             "step": self._steps,
-            "global_step": self._global_step() if global_step is None else global_step,
+            "global_step": self._count_steps() if global_step is None else global_step,
             "loss": loss,
             "seconds": now - self._started,
             "load_seconds": self._load,
@@ -102,7 +99,7 @@ class StepRows:
         return row
 
     def restart_clock(self) -> None:
-        """The next step begins only now: what was done since the last one ended was no part of it."""
+        """Begin the next step only now: what was done since the last one ended was no part of it."""
         self._started = time.perf_counter()
 
     def _share(self, count: int) -> float:
@@ -113,16 +110,16 @@ class StepRows:
         self._memory.step_ended()
 
     def _process_memory(self, now: float) -> dict[str, int]:
-        """The process's memory, as it was at most `_LOOK_SECONDS` ago."""
+        """Return the process's memory, as it was at most `LOOK_SECONDS` ago."""
         if now >= self._look_at:
-            self._look_at, self._looked = now + _LOOK_SECONDS, self._process.read()
+            self._look_at, self._looked = now + LOOK_SECONDS, self._process.read()
         return self._looked
 
-    def _global_step(self) -> int:
+    def _count_steps(self) -> int:
         return self._steps + 1 if self._global_steps is None else self._global_steps()
 
 
-class HostReady:
+class _HostReady:
     """When the step's first loss was there, by the host's clock."""
 
     def __init__(self) -> None:
@@ -132,14 +129,14 @@ class HostReady:
         self._at = time.perf_counter()
 
     def seconds(self, started: float) -> float | None:
-        """Seconds from `started` to the loss; the step is over."""
+        """Return seconds from `started` to the loss; the step is over."""
         return None if self._at is None else self._at - started
 
     def step_ended(self) -> None:
         self._at = None
 
 
-class CudaReady:
+class _CudaReady:
     """When the step's first loss was there, by events on the GPU's stream."""
 
     def __init__(self) -> None:
@@ -153,7 +150,7 @@ class CudaReady:
         self._has_loss = True
 
     def seconds(self, started: float) -> float | None:
-        """Seconds from the end of the step before to the loss; the device has been waited for."""
+        """Return seconds from the end of the step before to the loss; the device has been waited for."""
         if not self._has_loss or not self._loss.query():
             return None
         return float(self._began.elapsed_time(self._loss)) / 1000
@@ -163,7 +160,7 @@ class CudaReady:
         self._began.record()
 
 
-class CudaMemory:
+class _CudaMemory:
     """Allocator statistics of one GPU, per step."""
 
     def __init__(self, device: torch.device) -> None:
@@ -184,7 +181,7 @@ class CudaMemory:
         }
 
 
-class TrackedMemory:
+class _TrackedMemory:
     """The storage tracker around one step, nothing around the others."""
 
     def __init__(self, *, tracks: bool = True) -> None:
@@ -214,7 +211,7 @@ def _mean(losses: list[torch.Tensor]) -> float | None:
 
 
 def _count(inputs: tuple[Any, Mapping[str, Any]], sequence_length: int) -> tuple[int, int]:
-    """Samples and tokens of a micro-batch: its first tensor's rows, and its elements where these are token ids."""
+    """Count samples and tokens of a micro-batch: its first tensor's rows, and its elements if these are token ids."""
     positional, named = inputs
     first = next((item for item in (*positional, *named.values()) if _is_batch(item)), None)
     if first is None:  # deeper inside, where looking takes longer

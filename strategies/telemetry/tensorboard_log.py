@@ -1,16 +1,17 @@
-"""What an engine's steps were like, for TensorBoard, CSV files and the terminal: loss, learning rate, norms, seconds
-and bytes, written every few steps.
+"""What an engine's steps were like, for TensorBoard, CSV files and the terminal, written every few steps.
 
+They have loss, learning rate, norms, seconds and bytes.
 Figures stay where they are made until then, so that a GPU is waited for once per interval.
 """
 
 from __future__ import annotations
 
 import csv
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -23,19 +24,22 @@ from strategies.protocols import Observer, TrainingEngine
 from strategies.telemetry.monitor import RunMonitor
 from strategies.telemetry.timers import Timers
 from strategies.telemetry.traces import StepProfile
-from strategies.telemetry.trackers import grouped
+from strategies.telemetry.trackers import group
 
 Row = Mapping[str, float]
 """A step's figures by name; `step` is its number, counted from 1."""
 WHOLE = "whole_step"
 
 
-class Writer(Protocol):
+class Writer(ABC):
     """Where rows go."""
 
-    def write(self, rows: Sequence[Row]) -> None: ...
+    @abstractmethod
+    def write(self, rows: Sequence[Row]) -> None:
+        """Take the rows of an interval."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """Close what is open; nothing, where every file is closed already."""
 
 
 class StepLog(Observer):
@@ -57,6 +61,7 @@ class StepLog(Observer):
             self._timers.starts(WHOLE)
 
     def forward_starts(self, module: nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
+        """Begin the profile of an interval's last step."""
         last = len(self._rows) == self._every - 1 > 0
         if self._timers is not None and not self._losses and last and StepProfile.is_possible():
             self._profile = StepProfile(self._engine.device)
@@ -64,19 +69,23 @@ class StepLog(Observer):
             self._timers.forget()  # sections of this step that have ended before its forward pass
 
     def loss_is(self, loss: torch.Tensor) -> None:
+        """Note a micro-batch's loss, on its device."""
         self._losses.append(loss.detach())
 
     def starts(self, section: str) -> None:
+        """Start a section's timer."""
         if section == "step":
             self._rate = self._engine.get_lr()[0]  # a scheduler changes it at the end of the step
         if self._timers is not None and self._profile is None:
             self._timers.starts(section)
 
     def ends(self, section: str) -> None:
+        """Stop a section's timer."""
         if self._timers is not None and self._profile is None:
             self._timers.ends(section)
 
     def step_ended(self) -> None:
+        """Keep the step's row, and write those of an interval that is over."""
         engine = self._engine
         norm = engine.gradient_norm
         row: dict[str, Any] = {
@@ -98,6 +107,7 @@ class StepLog(Observer):
             self._timers.starts(WHOLE)
 
     def close(self) -> None:
+        """Write what is held back, and close the writers."""
         self._write()
         for writer in self._writers:
             writer.close()
@@ -112,7 +122,7 @@ class StepLog(Observer):
             writer.write(rows)
 
     def _seconds(self) -> dict[str, float]:
-        """Mean seconds per step of the interval's sections, and the communication of its last step."""
+        """Return mean seconds per step of the interval's sections, and the communication of its last step."""
         if self._timers is None:
             return {}
         profile, self._profile = self._profile, None
@@ -120,16 +130,13 @@ class StepLog(Observer):
         figures = {f"{name}_seconds": seconds / max(1, steps) for name, seconds in self._timers.take().items()}
         if profile is None:
             return figures
-        found = profile.stop()
-        return {
-            **figures,
-            "communication_seconds": found.seconds,
-            "exposed_communication_seconds": found.exposed_seconds,
-        }
+        sent = profile.stop()
+        own = {"communication_seconds": sent.seconds, "exposed_communication_seconds": sent.exposed_seconds}
+        return {**figures, **own}
 
 
 def _memory(device: torch.device) -> dict[str, int]:
-    """Bytes that tensors have now and had at most, as far as the device counts them, and this process's memory."""
+    """Return bytes that tensors have and had at most, as far as the device counts them, and this process's memory."""
     resident = {"host_bytes": psutil.Process().memory_info().rss}
     if device.type != "cuda":
         return resident
@@ -140,10 +147,7 @@ def _memory(device: torch.device) -> dict[str, int]:
     }
 
 
-# Sinks of a log: TensorBoard, CSV, the terminal, or the metrics of `dsplan run`.
-
-
-class TensorboardWriter:
+class TensorboardWriter(Writer):
     """Event files of rank 0, through a `SummaryWriter`, which is closed with the log where it is the log's own."""
 
     def __init__(self, events: Any, *, owned: bool = False) -> None:
@@ -151,7 +155,7 @@ class TensorboardWriter:
 
     @classmethod
     def in_directory(cls, directory: Path) -> TensorboardWriter:
-        """A writer of its own.
+        """Return a writer of its own.
 
         Raises:
             BackendMissing: the package is not installed.
@@ -166,20 +170,21 @@ class TensorboardWriter:
         return cls(kind(log_dir=str(directory)), owned=True)
 
     def write(self, rows: Sequence[Row]) -> None:
+        """Add every figure of every row."""
         for row in rows:
             for name, value in row.items():
                 if name != "step":
-                    self._events.add_scalar(grouped(name), value, int(row["step"]))
+                    self._events.add_scalar(group(name), value, int(row["step"]))
         self._events.flush()
 
     def close(self) -> None:
+        """Close the `SummaryWriter` where it is the log's own."""
         if self._owned:
             self._events.close()
 
 
 def scalar_log(engine: TrainingEngine, writer: Any, *, every: int) -> StepLog:
-    """Return a log of an engine's steps that goes to torch's `SummaryWriter`, or anything with its `add_scalar` and
-    `flush`.
+    """Return a log of an engine's steps that goes to a `SummaryWriter` or anything with its `add_scalar` and `flush`.
 
     Raises:
         CannotRun: it has not got them, or `every` is below 1.
@@ -191,7 +196,7 @@ def scalar_log(engine: TrainingEngine, writer: Any, *, every: int) -> StepLog:
     return StepLog(engine, [TensorboardWriter(writer)], every=every, times=True)
 
 
-class CsvWriter:
+class CsvWriter(Writer):
     """A file per figure, of lines `step,value`; a run that continues in the same directory continues in its files."""
 
     def __init__(self, directory: Path) -> None:
@@ -199,6 +204,7 @@ class CsvWriter:
         self._directory = directory
 
     def write(self, rows: Sequence[Row]) -> None:
+        """Append to the figures' files."""
         for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
             path = self._directory / f"{name.replace('/', '_')}.csv"
             is_new = not path.exists()
@@ -208,25 +214,19 @@ class CsvWriter:
                     lines.writerow(("step", name))
                 lines.writerows((int(row["step"]), row[name]) for row in rows if name in row)
 
-    def close(self) -> None:
-        """Every file is closed already."""
 
-
-class Console:
+class Console(Writer):
     """A line per interval on rank 0's terminal: where the step is, and where its time went."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show = show
 
     def write(self, rows: Sequence[Row]) -> None:
-        self._show(line_of(rows[-1]))
-
-    def close(self) -> None:
-        """Nothing is held back."""
+        """Show the last row."""
+        self._show(_line(rows[-1]))
 
 
-def line_of(row: Row) -> str:
-    """A row as a line."""
+def _line(row: Row) -> str:
     parts = [labelled(f"step {row['step']:.0f}")]
     if "loss" in row:
         parts.append(f"loss {row['loss']:.4g}")
@@ -241,14 +241,12 @@ def line_of(row: Row) -> str:
     return ", ".join(parts)
 
 
-class MetricsWriter:
+class MetricsWriter(Writer):
     """The metrics of `dsplan run`, of every rank."""
 
     def __init__(self, monitor: RunMonitor) -> None:
         self._monitor = monitor
 
     def write(self, rows: Sequence[Row]) -> None:
+        """Write the last row; the monitor is closed by its engine."""
         self._monitor.figures(rows[-1])
-
-    def close(self) -> None:
-        """The monitor is closed by its engine."""

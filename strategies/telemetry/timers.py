@@ -10,18 +10,16 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C._autograd import _profiler_enabled
 
 from strategies.protocols import Observer
 
-# Sections are the named parts of a step, or of the script, in traces and timers.
-
 
 class Section:
-    """Inside, something runs that observers and a running profiler know by name.
+    """A named part of a step, or of the script, in traces and timers: observers and a running profiler know the name.
 
     A class instead of a generator, and a record only where a profiler runs: three sections a step, each entered with
     cold caches, otherwise took as long as all that is measured in them. One that an exception leaves has no end.
@@ -51,25 +49,19 @@ class Section:
                 observer.ends(self._name)
 
 
-class Clock(Protocol):
-    """Marks moments; `seconds` between two of them may wait until the device has reached the later one."""
-
-    def now(self) -> Any: ...
-
-    def seconds(self, start: Any, end: Any) -> float: ...
-
-
 class HostClock:
     """The process's own time, for devices that compute while the caller waits."""
 
-    def now(self) -> float:
+    def now(self) -> Any:
+        """Mark a moment."""
         return time.perf_counter()
 
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two moments, which may wait until the device has reached the later one."""
+        return float(end - start)
 
 
-class CudaClock:
+class _CudaClock(HostClock):
     """Events on the present stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -90,23 +82,23 @@ class Timers:
     """Seconds per section since `take` was last called."""
 
     def __init__(self, device: torch.device) -> None:
-        self._clock: Clock = CudaClock(device) if device.type == "cuda" else HostClock()
+        self._clock = _CudaClock(device) if device.type == "cuda" else HostClock()
         self._open: dict[str, Any] = {}
         self._closed: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
         self._kept: dict[str, int] = {}
 
     def starts(self, section: str) -> None:
-        """The section begins; one that an exception left open begins anew."""
+        """Begin a section; one that an exception left open begins anew."""
         self._open[section] = self._clock.now()
 
     def ends(self, section: str) -> None:
-        """The section ends."""
+        """End a section."""
         start = self._open.pop(section, None)
         if start is not None:
             self._closed[section].append((start, self._clock.now()))
 
     def keep(self) -> None:
-        """What has ended so far stays, whatever is forgotten later."""
+        """Keep what has ended so far, whatever is forgotten later."""
         self._kept = {section: len(marks) for section, marks in self._closed.items()}
 
     def forget(self) -> None:
@@ -117,7 +109,7 @@ class Timers:
                 del self._closed[section]
 
     def take(self) -> dict[str, float]:
-        """Seconds of every section that has ended, in the order they first did; the timers begin anew."""
+        """Return seconds of every section that has ended, in the order they first did; the timers begin anew."""
         seconds = {
             section: sum(self._clock.seconds(start, end) for start, end in marks)
             for section, marks in self._closed.items()

@@ -16,10 +16,12 @@ from hardware_db.files import replacement
 from strategies.config import ProfilerSection
 from strategies.protocols import Observer
 
-# Seconds of communication in a step, whichever strategy makes it: read from a short profile of that step.
-
-
 Interval = tuple[int, int]
+
+
+def activities_on(device: torch.device) -> list[ProfilerActivity]:
+    """Return what a profile records on a device."""
+    return [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,19 +33,19 @@ class CommunicationTime:
 
 
 class StepProfile:
-    """A profile of what happens between `start` and `stop`."""
+    """A profile of what a strategy sends and computes between `start` and `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if self._on_gpu else [ProfilerActivity.CPU]
-        self._profile = torch.profiler.profile(activities=activities)
+        self._profile = torch.profiler.profile(activities=activities_on(device))
 
     @staticmethod
     def is_possible() -> bool:
-        """Whether no other profile is running; there can be one at a time."""
+        """Return whether no other profile is running; there can be one at a time."""
         return not torch._C._autograd._profiler_enabled()
 
     def start(self) -> None:
+        """Begin to record."""
         self._profile.start()
 
     def stop(self) -> CommunicationTime:
@@ -56,7 +58,7 @@ class StepProfile:
 
 
 def communication_time(events: Iterable[Any], *, on_gpu: bool) -> CommunicationTime:
-    """Communication among a profile's events: NCCL's kernels on a GPU, gloo's transfers between CPU ranks.
+    """Sum up the communication in a profile: NCCL's kernels on a GPU, gloo's transfers between CPU ranks.
 
     What computes are the other kernels there, and torch's operators here.
     """
@@ -64,21 +66,21 @@ def communication_time(events: Iterable[Any], *, on_gpu: bool) -> CommunicationT
     computed: list[Interval] = []
     for event in events:
         name = event.name()
-        place = (event.start_ns(), event.start_ns() + event.duration_ns())
+        interval = (event.start_ns(), event.start_ns() + event.duration_ns())
         if on_gpu:
             if event.device_type() == DeviceType.CUDA and not name.startswith(("Mem", "gpu_")):
-                (sent if name.startswith("nccl") else computed).append(place)
+                (sent if name.startswith("nccl") else computed).append(interval)
         elif name.startswith("gloo:"):
-            sent.append(place)
+            sent.append(interval)
         elif name.startswith("aten::"):
-            computed.append(place)
-    busy, working = merged(sent), merged(computed)
+            computed.append(interval)
+    busy, working = merge(sent), merge(computed)
     total = sum(end - start for start, end in busy)
     return CommunicationTime(seconds=total / 1e9, exposed_seconds=(total - overlap(busy, working)) / 1e9)
 
 
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as intervals that are sorted and do not touch."""
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the same moments as intervals that are sorted and do not touch."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -89,12 +91,12 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
-    """How long two lists of `merged` intervals run at the same time."""
-    total = place = 0
+    """Return how long two lists of merged intervals run at the same time."""
+    total = index = 0
     for start, end in first:
-        while place < len(second) and second[place][1] <= start:
-            place += 1
-        for other_start, other_end in second[place:]:
+        while index < len(second) and second[index][1] <= start:
+            index += 1
+        for other_start, other_end in second[index:]:
             if other_start >= end:
                 break
             total += min(end, other_end) - max(start, other_start)
@@ -106,9 +108,8 @@ class Traces(Observer):
 
     def __init__(self, section: ProfilerSection, device: torch.device, rank: int) -> None:
         self._section, self._rank = section, rank
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         self._profile: torch.profiler.profile | None = torch.profiler.profile(
-            activities=activities,
+            activities=activities_on(device),
             schedule=torch.profiler.schedule(wait=section.wait, warmup=section.warmup, active=section.active, repeat=1),
             on_trace_ready=self._write,
             record_shapes=True,
@@ -116,16 +117,18 @@ class Traces(Observer):
         self._started = False
 
     def forward_starts(self, module: nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
+        """Begin with the first step's forward pass."""
         if self._profile is not None and not self._started:
             self._profile.start()
             self._started = True
 
     def step_ended(self) -> None:
+        """Let the profiler count the step."""
         if self._profile is not None:
             self._profile.step()
 
     def close(self) -> None:
-        """A run that ends early leaves what was watched so far."""
+        """End the profile: a run that ends early leaves what was watched so far."""
         profile, self._profile = self._profile, None
         if profile is not None and self._started:
             profile.stop()

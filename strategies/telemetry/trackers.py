@@ -24,24 +24,25 @@ PACKAGES: dict[str, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlf
 NAMES = tuple(PACKAGES)
 
 
-def asked_trackers(text: str) -> tuple[str, ...]:
-    """The names in `tensorboard,wandb`, each once.
+def parse_trackers(text: str) -> tuple[str, ...]:
+    """Return the names in `tensorboard,wandb`, each once.
 
     Raises:
         CannotRun: there is none.
         UnknownName: a tracker that is none of `NAMES`.
     """
-    found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    if not found:
+    names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not names:
         raise CannotRun(f"{shown(text)} names no tracker; give one or more of {', '.join(NAMES)}, with commas between")
-    for name in found:
+    for name in names:
         if name not in PACKAGES:
             raise UnknownName("tracker", name, NAMES, hint=f"one of {', '.join(NAMES)}")
-    return found
+    return names
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """
+    """Require what the trackers are made of.
+
     Raises:
         BackendMissing: the package of a tracker, or accelerate, is not installed.
     """
@@ -72,24 +73,24 @@ class Tracker(ABC):
     """One tracker with one run open. Whatever its library raises comes through."""
 
     takes_back: ClassVar[bool] = False
-    """Whether steps that were logged can be replaced by others."""
+    """True if steps that were logged can be replaced by others."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.run = run
-        self.tracker: Any = self.opened()
+        self.tracker: Any = self.open()
 
     @abstractmethod
-    def opened(self) -> Any:
-        """The tracker of accelerate, started."""
+    def open(self) -> Any:
+        """Start the tracker of accelerate."""
 
     @property
     @abstractmethod
     def where(self) -> str:
-        """Where a person finds the run."""
+        """The address at which a person finds the run."""
 
     @property
     def known(self) -> str:
-        """What to hand in as `TrackedRun.known` next time."""
+        """The tracker's own name of the run, to hand in as `TrackedRun.known` next time."""
         return ""
 
     @property
@@ -122,12 +123,12 @@ def _accelerate(name: str) -> Any:
     return getattr(import_module("accelerate.tracking"), name)
 
 
-class TensorBoard(Tracker):
+class _TensorBoard(Tracker):
     """Event files in the folder `tensorboard` of the run directory. Steps that are taken back are purged by readers."""
 
     takes_back = True
 
-    def opened(self) -> Any:
+    def open(self) -> Any:
         arguments = {} if self.run.resumes_at <= 1 else {"purge_step": self.run.resumes_at}
         tracker = _accelerate("TensorBoardTracker")("tensorboard", self.run.directory, **arguments)
         tracker.start()
@@ -149,10 +150,10 @@ class TensorBoard(Tracker):
         self.tracker.writer.flush()
 
 
-class Wandb(Tracker):
+class _Wandb(Tracker):
     """A run of Weights & Biases, which resumes under the identity it has; offline with WANDB_MODE=offline."""
 
-    def opened(self) -> Any:
+    def open(self) -> Any:
         run = self.run
         tracker = _accelerate("WandBTracker")(
             os.environ.get("WANDB_PROJECT", run.project), id=run.identity, name=run.name, resume="allow"
@@ -178,10 +179,10 @@ class Wandb(Tracker):
         self.tracker.run.finish(exit_code=0 if succeeded else 1)
 
 
-class Mlflow(Tracker):
+class _Mlflow(Tracker):
     """A run of MLflow, at MLFLOW_TRACKING_URI or where MLflow keeps runs by default. Happenings are tags."""
 
-    def opened(self) -> Any:
+    def open(self) -> Any:
         tracker = _accelerate("MLflowTracker")(
             experiment_name=self.run.project, run_id=self.run.known or None, run_name=self.run.name
         )
@@ -201,7 +202,7 @@ class Mlflow(Tracker):
     def last_step(self) -> int | None:
         if not self.run.known:
             return None
-        history = self._library.MlflowClient().get_metric_history(self.known, grouped("seconds"))
+        history = self._library.MlflowClient().get_metric_history(self.known, group("seconds"))
         return max((int(point.step) for point in history), default=0)
 
     def say(self, title: str, text: str, step: int, number: int) -> None:
@@ -211,17 +212,17 @@ class Mlflow(Tracker):
         self._library.end_run("FINISHED" if succeeded else "FAILED")
 
 
-class Trackio(Tracker):
+class _Trackio(Tracker):
     """A run of trackio, in TRACKIO_DIR or on the Space of TRACKIO_SPACE_ID."""
 
-    def opened(self) -> Any:
+    def open(self) -> Any:
         run, library = self.run, import_module("trackio")
         # It tells runs by name alone, and a directory's name may come twice.
-        asked: dict[str, Any] = {"name": f"{run.name}-{run.identity[:6]}", "resume": "allow"}
+        options: dict[str, Any] = {"name": f"{run.name}-{run.identity[:6]}", "resume": "allow"}
         # It would look at the process that feeds it, not at the ranks.
         takes = inspect.signature(library.init).parameters
-        asked |= {name: False for name in ("auto_log_cpu", "auto_log_gpu") if name in takes}
-        tracker = _accelerate("TrackioTracker")(os.environ.get("TRACKIO_PROJECT", run.project), **asked)
+        options |= {name: False for name in ("auto_log_cpu", "auto_log_gpu") if name in takes}
+        tracker = _accelerate("TrackioTracker")(os.environ.get("TRACKIO_PROJECT", run.project), **options)
         tracker.start()
         self._library = library
         following = getattr(tracker.run, "_next_step", None)
@@ -241,24 +242,19 @@ class Trackio(Tracker):
         self._library.alert(title=title, text=f"step {step}: {text}")
 
 
-KINDS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
-
-
-# What rows are called.
-
-
+KINDS: dict[str, type[Tracker]] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _Mlflow, "trackio": _Trackio}
 _GROUPS = {"seconds": "seconds", "bytes": "memory"}
 
 
-def grouped(name: str) -> str:
-    """A figure's name below the heading that trackers draw it under: `train/loss`, `seconds/load_seconds`."""
+def group(name: str) -> str:
+    """Return a figure's name below the heading that trackers draw it under: `train/loss`, `seconds/load_seconds`."""
     return f"{_GROUPS.get(name.rpartition('_')[2], 'train')}/{name}"
 
 
 def figures(row: Mapping[str, Any], *, heading: str = "") -> dict[str, float]:
-    """The numbers in a row of metrics, by the names that trackers get; with `heading` all are below it."""
+    """Return the numbers in a row of metrics, by the names that trackers get; with `heading` all are below it."""
     return {
-        f"{heading}/{name}" if heading else grouped(name): value
+        f"{heading}/{name}" if heading else group(name): value
         for name, value in row.items()
         if name not in ("step", "global_step", "time")
         and isinstance(value, (int, float))
@@ -271,41 +267,40 @@ _MOST_LETTERS = 500
 _SECRET = ("token", "secret", "password", "api_key", "apikey", "credential")
 
 
-def flat(values: Mapping[str, Any], above: str = "") -> dict[str, bool | int | float | str]:
-    """A tree of values as names with dots, for trackers' tables; texts are shortened, and hold nothing that a terminal
-    or a page would obey."""
-    found: dict[str, bool | int | float | str] = {}
+def flatten(values: Mapping[str, Any], above: str = "") -> dict[str, bool | int | float | str]:
+    """Return a tree of values as names with dots, for trackers' tables; texts are cleaned."""
+    names: dict[str, bool | int | float | str] = {}
     for key, value in values.items():
         name = f"{above}.{key}" if above else str(key)
         if isinstance(value, Mapping):
-            found |= flat(value, name)
+            names |= flatten(value, name)
         elif isinstance(value, (bool, int, float)):
-            found[name] = value
+            names[name] = value
         elif value is not None:
-            found[name] = plain(str(value))
-    return found
+            names[name] = clean(str(value))
+    return names
 
 
-def plain(text: str) -> str:
-    """A text as trackers take it."""
+def clean(text: str) -> str:
+    """Return a text as trackers take it: short, with nothing that a terminal or a page would obey."""
     kept = "".join(letter if letter.isprintable() else " " for letter in text[:_MOST_LETTERS])
     return kept.encode("utf-8", "replace").decode()
 
 
 def flags_of(arguments: Sequence[str]) -> dict[str, str]:
-    """A script's flags with their values, `true` for those without; what may be a secret is left out."""
-    found: dict[str, str] = {}
+    """Return a script's flags with their values, `true` for those without; what may be a secret is left out."""
+    flags: dict[str, str] = {}
     for word, following in zip(arguments, [*arguments[1:], "--"], strict=True):
         if not word.startswith("--") or word == "--":
             continue
         name, is_pair, value = word[2:].partition("=")
         name = file_name(name.replace("-", "_"))
         if not any(part in name.lower() for part in _SECRET):
-            found[name] = plain(value if is_pair else "true" if following.startswith("--") else following)
-    return found
+            flags[name] = clean(value if is_pair else "true" if following.startswith("--") else following)
+    return flags
 
 
 def file_name(text: str) -> str:
-    """A name that every tracker takes: letters, digits, dots, dashes and underscores."""
+    """Return a name that every tracker takes: letters, digits, dots, dashes and underscores."""
     kept = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in text)
     return kept[:64].strip(".-") or "run"

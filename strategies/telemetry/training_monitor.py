@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,16 +18,14 @@ from strategies.distributed.launcher_env import own_place
 from strategies.errors import CannotRun
 from strategies.protocols import Observer, TrainingEngine
 from strategies.telemetry.alerts import Alert, AlertKind
-from strategies.telemetry.detectors import Detector, NotFinite, Spikes, Thresholds, Watch
+from strategies.telemetry.detectors import Detector, Thresholds, Watch, metric_detectors
 from strategies.telemetry.follow import AlertFollower
-from strategies.telemetry.machine import Figures, MachineReader, Sampler
+from strategies.telemetry.machine import Sampler
 from strategies.telemetry.metrics import MetricsFile
-from strategies.telemetry.monitor import gpu_uuid, is_first_here
+from strategies.telemetry.monitor import Recorder, is_first_here
 from strategies.telemetry.step_rows import StepRows
 from strategies.telemetry.tensorboard_log import TensorboardWriter
 from strategies.variables import RUN_DIRECTORY
-
-# Figures of an engine's steps.
 
 
 class EngineFeed(Observer):
@@ -47,18 +43,16 @@ class EngineFeed(Observer):
             global_steps=lambda: engine.global_steps,
             tracks=False,  # it slows a step down, and the run's own metrics have it
         )
-
-    def forward_starts(self, module: torch.nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
-        self._rows.forward_starts(module, inputs)
-
-    def loss_is(self, loss: torch.Tensor) -> None:
-        self._rows.loss_is(loss)
+        self.forward_starts = self._rows.forward_starts  # type: ignore[method-assign]
+        self.loss_is = self._rows.loss_is  # type: ignore[method-assign]
 
     def starts(self, section: str) -> None:
+        """Note the learning rate of a step that begins."""
         if section == "step":
             self._rate = self._engine.get_lr()[0]  # a scheduler changes it at the end of the step
 
     def step_ended(self) -> None:
+        """Hand over the step's row."""
         row = self._rows.step_ended()
         norm = self._engine.gradient_norm
         row |= {"learning_rate": self._rate, **({} if norm is None else {"gradient_norm": float(norm)})}
@@ -67,6 +61,7 @@ class EngineFeed(Observer):
         self._take(row)
 
     def close(self) -> None:
+        """Stop to measure, and call `end`."""
         self._rows.close()
         self._end()
 
@@ -76,9 +71,8 @@ _DETECTED_BY_RUN: tuple[AlertKind, ...] = ("not_finite", "loss_spike", "slowdown
 """What `dsplan run` finds and shows by itself."""
 
 
-class TrainingMonitor:
-    """Follows a training script's metrics, an engine, and the machine. One per rank; `close` at the end, or leave
-    Python.
+class TrainingMonitor(Recorder):
+    """Follows a training script's metrics, an engine, and the machine; one per rank, closed at the end or by Python.
 
     Values may be tensors on a GPU: they are read every `log_interval` steps, all at once, so that the GPU is waited for
     as seldom. Then they go to `log_dir/metrics-rank{N}.jsonl` (`save_logs`), to TensorBoard's files in `log_dir` and
@@ -93,6 +87,9 @@ class TrainingMonitor:
         CannotRun: a setting is not known or not of its kind.
         BackendMissing: TensorBoard is asked for and not installed.
     """
+
+    _watch: Watch
+    _sampler: Sampler
 
     def __init__(
         self,
@@ -110,42 +107,42 @@ class TrainingMonitor:
     ) -> None:
         if log_interval < 1:
             raise CannotRun(f"TrainingMonitor: log_interval is {log_interval}; it must be at least 1")
-        asked: dict[str, Any] = {"gpu": track_gpu_memory, "cpu": track_cpu_memory, "network": track_network}
+        arguments: dict[str, Any] = {"gpu": track_gpu_memory, "cpu": track_cpu_memory, "network": track_network}
         if sample_seconds is not None:
-            asked["sample_seconds"] = sample_seconds
+            arguments["sample_seconds"] = sample_seconds
         if isinstance(alerts, MonitorSettings):
             self.settings = alerts
         else:
-            self.settings = read_settings({**(alerts or {}), **asked}, place="TrainingMonitor")
+            self.settings = read_settings({**(alerts or {}), **arguments}, place="TrainingMonitor")
         self.rank = own_place().rank
         self._every, self._quiet = log_interval, quiet
         directory = Path(log_dir)
-        self._file = MetricsFile(directory, self.rank) if save_logs else None
+        file = MetricsFile(directory, self.rank) if save_logs else None
         self._tensorboard = TensorboardWriter.in_directory(directory) if tensorboard and self.rank == 0 else None
-        self._watch = Watch(self.settings, rank=self.rank)
         self._thresholds = Thresholds(self.settings.thresholds)
         self._detectors: dict[str, list[Detector]] = {}
         self._metric_callbacks: dict[str, Callable[[Metrics], object]] = {}
         self._alert_callbacks: dict[str, Callable[[Alert], object]] = {}
         self._pending: dict[int, dict[str, Any]] = {}
         self._latest: dict[str, float] = {}
-        self._machine: Figures = {}
         self._from_sampler: deque[Alert] = deque()
         self._others = AlertFollower(directory) if save_logs and is_first_here() else None
-        self._sampler = self._started(directory)
-        atexit.register(self.close)
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        super().__init__(directory, rank=self.rank, device=device, file=file, settings=self.settings)
 
     def track_metric(self, name: str, value: float | torch.Tensor, step: int) -> None:
         """Note a value of a step; a tensor is kept as it is until it is written."""
         number = value.detach() if isinstance(value, torch.Tensor) else float(value)
         if step not in self._pending and len(self._pending) >= self._every:
-            self._write()
+            self.flush()
         self._pending.setdefault(step, {})[name] = number
 
     def watch(self, engine: TrainingEngine, *, owned: bool = False) -> None:
-        """Follow an engine too: loss, seconds, rate, learning rate and memory of its steps, with all detectors. An
-        engine that owns its monitor closes it."""
-        engine.observers.append(EngineFeed(engine, self._engine_step, self.close if owned else self.flush))
+        """Follow an engine too: loss, seconds, rate, learning rate and memory of its steps, with all detectors.
+
+        An engine that owns its monitor closes it.
+        """
+        engine.observers.append(EngineFeed(engine, self._take_step, self.close if owned else self.flush))
 
     def add_callback(self, name: str, callback: Callable[[Metrics], object]) -> None:
         """Call `callback` with the latest value of every metric and of the machine, every `log_interval` steps.
@@ -165,54 +162,15 @@ class TrainingMonitor:
             thresholds.set(metric, Threshold(above=above, below=below))
 
     def get_system_stats(self) -> dict[str, float | None]:
-        """The machine now, by the names of `strategies/telemetry/machine.py`; `gpu_memory` (of the whole GPU, None
-        without one) and `cpu_memory` (of this process) in bytes."""
+        """Return the machine's figures of now, by the names of `strategies/telemetry/machine.py`.
+
+        `gpu_memory` (of the whole GPU, None without one) and `cpu_memory` (of this process) are bytes.
+        """
         figures = self._sampler.now()
         memory = figures.get("rss_bytes") if self.settings.cpu else None
         return {**figures, "gpu_memory": figures.get("gpu_memory_used_bytes"), "cpu_memory": memory}
 
     def flush(self) -> None:
-        """Write what is held back."""
-        self._write()
-
-    def close(self) -> None:
-        """Write what is held back and end the thread; later calls do nothing."""
-        self._sampler.close()
-        self._write()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
-        if self._file is not None:
-            self._file.close()
-        atexit.unregister(self.close)
-
-    def _started(self, directory: Path) -> Sampler:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        reader = MachineReader(
-            self.settings, gpu_uuid=gpu_uuid(device), directory=directory, whole_node=is_first_here()
-        )
-        return Sampler(reader, self.settings.sample_seconds, self._machine_read)
-
-    def _machine_read(self, figures: Figures) -> None:
-        """Called in the sampler's thread: callbacks wait for the training thread."""
-        self._machine = figures
-        if self._file is not None:
-            self._file.write({"event": "machine", "time": time.time(), **figures})
-        self._from_sampler.extend(self._watch.figures(figures))
-
-    def _engine_step(self, row: Mapping[str, Any]) -> None:
-        """A step of the engine that is watched."""
-        if self._file is not None:
-            self._file.write(row)
-        numbers = {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
-        self._latest |= numbers
-        if self._tensorboard is not None:
-            self._tensorboard.write([{**numbers, "step": numbers["global_step"]}])
-        self._report(self._watch.step(row))
-        if int(row["global_step"]) % self._every == 0:
-            self._at_interval(int(row["global_step"]))
-
-    def _write(self) -> None:
         """Read the pending values, write them, and notify whoever wants to know."""
         pending, self._pending = self._pending, {}
         alerts: list[Alert] = []
@@ -220,32 +178,46 @@ class TrainingMonitor:
             {"step": step, **{name: float(value) for name, value in values.items()}} for step, values in pending.items()
         ]
         for row in rows:
-            alerts += self._judged(row)
-            if self._file is not None:
-                self._file.write({"event": "metrics", **row})
+            alerts += self._judge(row)
+            self._write({"event": "metrics", **row})
         if self._tensorboard is not None and rows:
             self._tensorboard.write(rows)
         self._report(alerts)
         if rows:
             self._latest |= rows[-1]
-            self._at_interval(int(rows[-1]["step"]))
+            self._end_interval(int(rows[-1]["step"]))
 
-    def _judged(self, row: Mapping[str, float]) -> list[Alert]:
-        """The alerts that begin with a step's own metrics."""
-        found: list[Alert | None] = []
-        for name in row:
-            if name != "step":
-                found += [detector.seen(row) for detector in self._detectors_of(name)]
-        reported = [alert for alert in found if alert is not None] + self._thresholds.seen(row)
-        return [replace(alert, rank=self.rank, step=int(row["step"])) for alert in reported]
+    def _finish(self) -> None:
+        self.flush()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
 
-    def _detectors_of(self, name: str) -> list[Detector]:
-        if name not in self._detectors:
-            spikes = [Spikes(self.settings.loss_spike, name)] if "loss" in name and self.settings.loss_spike else []
-            self._detectors[name] = [NotFinite(name), *spikes]
-        return self._detectors[name]
+    def _take_alerts(self, alerts: list[Alert]) -> None:
+        self._from_sampler.extend(alerts)  # callbacks wait for the training thread
 
-    def _at_interval(self, step: int) -> None:
+    def _take_step(self, row: Mapping[str, Any]) -> None:
+        """Take a step of the engine that is watched."""
+        self._write(row)
+        numbers = {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
+        self._latest |= numbers
+        if self._tensorboard is not None:
+            self._tensorboard.write([{**numbers, "step": numbers["global_step"]}])
+        self._report(self._watch.step(row))
+        if int(row["global_step"]) % self._every == 0:
+            self._end_interval(int(row["global_step"]))
+
+    def _judge(self, row: Metrics) -> list[Alert]:
+        """Return the alerts that begin with a step's own metrics."""
+        alerts: list[Alert | None] = []
+        for name in (name for name in row if name != "step"):
+            if name not in self._detectors:
+                self._detectors[name] = metric_detectors(self.settings, name)
+            alerts += [detector.judge(row) for detector in self._detectors[name]]
+        alerts += self._thresholds.judge(row)
+        return [replace(alert, rank=self.rank, step=int(row["step"])) for alert in alerts if alert is not None]
+
+    def _end_interval(self, step: int) -> None:
         figures = {name: value for name, value in self._latest.items() if name != "step"}
         if self.rank == 0 and not self._quiet:
             print(_line(step, figures), flush=True)
@@ -256,15 +228,12 @@ class TrainingMonitor:
             waiting += [alert for alert in self._others.read() if alert.kind == "straggler"]
         self._report(waiting)
 
-    def _report(self, alerts: list[Alert]) -> None:
-        for alert in alerts:
-            if self._file is not None:
-                self._file.write(alert.to_row())
-            # `dsplan run` shows what it finds itself.
-            if not (os.environ.get(RUN_DIRECTORY) and alert.kind in _DETECTED_BY_RUN):
-                notice(alert.line())
-            for callback in list(self._alert_callbacks.values()):
-                callback(alert)
+    def _notify(self, alert: Alert) -> None:
+        # `dsplan run` shows what it finds itself.
+        if not (os.environ.get(RUN_DIRECTORY) and alert.kind in _DETECTED_BY_RUN):
+            notice(alert.line())
+        for callback in list(self._alert_callbacks.values()):
+            callback(alert)
 
 
 _SHOWN = ("loss", "seconds", "samples_per_second", "learning_rate", "gradient_norm")
@@ -273,9 +242,9 @@ _OF_ENGINE = frozenset({"event", "global_step", "samples", "tokens", "load_secon
 
 
 def _line(step: int, figures: Metrics) -> str:
-    shown = {name: value for name, value in figures.items() if name in _SHOWN or not _is_detail(name)}
+    shown = {
+        name: value
+        for name, value in figures.items()
+        if name in _SHOWN or not (name in _OF_ENGINE or name.endswith("_bytes"))
+    }
     return ", ".join([labelled(f"step {step}"), *(f"{name} {value:.4g}" for name, value in shown.items())])
-
-
-def _is_detail(name: str) -> bool:
-    return name in _OF_ENGINE or name.endswith("_bytes")

@@ -117,7 +117,7 @@ def _take(module: nn.Module | None, seen: set[int]) -> Weights:
     fresh = [parameter for parameter in module.parameters() if id(parameter) not in seen] if module is not None else []
     seen.update(map(id, fresh))
     frozen = tuple(place for place, parameter in enumerate(fresh) if not parameter.requires_grad)
-    return Weights(tuple(tuple(parameter.shape) for parameter in fresh), frozen)
+    return Weights(shapes=tuple(tuple(parameter.shape) for parameter in fresh), frozen=frozen)
 
 
 def _outside(module: nn.Module, stacks: list[_Stack]) -> list[nn.Module]:

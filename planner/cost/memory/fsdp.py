@@ -59,8 +59,10 @@ class UnitBytes:
 def frozen_unit_bytes(
     trained: Unit, held: Unit, recipe: Recipe, shards: Shards, *, offloads: bool, is_block: bool
 ) -> UnitBytes:
-    """The same where the unit's frozen weights have a dtype of their own, in which they are all-gathered: FSDP2's
-    mixed precision casts what is wider than compute, and a quantised model travels as it is stored."""
+    """Return a unit's bytes where its frozen weights have a dtype of their own, in which they are all-gathered.
+
+    FSDP2's mixed precision casts what is wider than compute, and a quantised model travels as it is stored.
+    """
     own = unit_bytes(trained, trained, recipe, shards, offloads=offloads)
     local, width = held.shard(shards), recipe.frozen_gather
     narrow = width if recipe.quantised is None or not is_block else recipe.quantised
@@ -79,8 +81,11 @@ def frozen_unit_bytes(
 def unit_bytes(
     unit: Unit, trained: Unit, recipe: Recipe, shards: Shards, *, offloads: bool, width: float | None = None
 ) -> UnitBytes:
-    """A unit's bytes over its ranks, `trained` being it without frozen weights. One rank alone unshards and
-    reduces by copies, tensor by tensor. `width` are bytes of an unsharded parameter where they are not the recipe's."""
+    """Return a unit's bytes over its ranks, `trained` being it without frozen weights.
+
+    One rank alone unshards and reduces by copies, tensor by tensor. `width` are bytes of an unsharded parameter where
+    they are not the recipe's.
+    """
     gather = recipe.gather if width is None else width
     local, reduced = unit.shard(shards), trained.shard(shards)
     whole = local.whole(shards)
@@ -138,7 +143,7 @@ class _Stack:
 
     @property
     def is_shared(self) -> bool:
-        """Whether one unit is used again and again, as ALBERT's: it is neither fetched ahead nor reduced in between."""
+        """True if one unit is used again and again, as ALBERT's: it is neither fetched ahead nor reduced in between."""
         return self._count <= 1
 
     @property
@@ -146,7 +151,7 @@ class _Stack:
         return self._units[0][1]
 
     def unit(self, index: int, blocks: int) -> UnitBytes:
-        """The block at an index, which counts from the end where it is negative."""
+        """Return the unit of the block at an index, which counts from the end where it is negative."""
         place = (index % max(blocks, 1) + 0.5) * self._count / max(blocks, 1)
         for repeats, unit in self._units:
             if place < repeats:
@@ -177,9 +182,9 @@ class _Stack:
             left -= min(repeats, left)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Sharding:
-    """What buffers depend on besides the parameters and the recipe."""
+    """Traits of a job that buffers depend on besides the parameters and the recipe."""
 
     shards: Shards
     part: Part
@@ -191,17 +196,17 @@ class _Sharding:
 
 
 def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
-    """The buffers of FSDP2 in a job."""
+    """Return the buffers of FSDP2 in a job."""
     chosen = job.configuration
     steps = chosen.gradient_accumulation_steps
     sharding = _Sharding(
-        shards_over(job),
-        part_of(job),
-        chosen.offload != "none",
-        reshards(job),
-        steps,
-        steps == 1 or reduces_each_micro_batch(job),
-        job.cluster.device.is_cpu,
+        shards=shards_over(job),
+        part=part_of(job),
+        offloads=chosen.offload != "none",
+        reshards=reshards(job),
+        steps=steps,
+        synchronised=steps == 1 or reduces_each_micro_batch(job),
+        by_gloo=job.cluster.device.is_cpu,
     )
     return _buffers(job.counts, sharding, recipe)
 
@@ -269,7 +274,7 @@ class FsdpBuffers:
         return max(last, Ledger(gradients=added + whole, buffers=unsharded), key=lambda ledger: ledger.total)
 
     def _reduction(self, instant: Instant) -> Ledger:
-        """The unit's parameters are freed, its whole gradients not before they are copied."""
+        """Return what waits when a unit's parameters are freed: its whole gradients are not before they are copied."""
         done, blocks = instant.blocks_done, instant.blocks
         unit, share = self._blocks.unit(-done - 1, blocks), done / max(blocks, 1)
         of_root = max(instant.done_gradients - share * self._block_elements, 0.0)
@@ -283,13 +288,13 @@ class FsdpBuffers:
         return Ledger(gradients=gradients, buffers=unsharded + unit.reduce_scatter_input)
 
     def before_blocks(self) -> Ledger:
-        """The root unsharded, then the first block beside the root's buffer; hardly an activation is alive."""
+        """Return the unsharded root, then the first block beside the root's buffer; hardly an activation is alive."""
         root, block = self._root, self._blocks.first
         beside = root.unsharded + root.all_gather_output + block.all_gather_peak
         return Ledger(gradients=self._waiting, buffers=max(root.all_gather_peak, beside))
 
     def after_backward(self) -> Ledger:
-        """The root's reduction, after all others' and when no activation is left."""
+        """Return the root's reduction, after all others' and when no activation is left."""
         whole, last = self._root.gradients, self._root.last_gradient
         if not self._synchronised:
             whole, last = self._root.accumulated, last * self._recipe.reduce / self._recipe.gather
@@ -300,12 +305,14 @@ class FsdpBuffers:
         )
 
     def _reduced(self, unit: UnitBytes, last_gradient: float) -> float:
-        """What a unit's reduce-scatter has beside its input."""
+        """Return what a unit's reduce-scatter has beside its input."""
         return unit.sharded_gradients + last_gradient + (unit.gloo_copy if self._by_gloo else 0)
 
     def _whole(self, instant: Instant, of_root: float) -> float:
-        """Gradients that are not reduced yet. Those of the dtype that is accumulated are added in place, so that only
-        the newest is a tensor of its own."""
+        """Return gradients that are not reduced yet.
+
+        Those of the dtype that is accumulated are added in place, so that only the newest is a tensor of its own.
+        """
         if self._synchronised or self._recipe.gather != self._recipe.reduce:
             return self._recipe.gather * (of_root + instant.unit_gradients)
         unit = self._blocks.unit(-instant.blocks_done - 1, instant.blocks) if instant.unit == "block" else self._root
@@ -328,8 +335,11 @@ class FsdpBuffers:
         return self._sharded_gradients(1, 1) + self._root.sharded_gradients if self._steps > 1 else 0.0
 
     def _unsharded_in_forward(self, instant: Instant) -> float:
-        """The last buffer stays until the next unit's is copied out, or until the root's forward, which has the loss,
-        ends."""
+        """Return what is unsharded in forward.
+
+        The last buffer stays until the next unit's is copied out, or until the root's forward, which has the loss,
+        ends.
+        """
         done, blocks = instant.blocks_done, instant.blocks
         if instant.unit == "head":
             before = 0.0 if self._reshards else self._blocks.unsharded(blocks, blocks)
@@ -344,7 +354,7 @@ class FsdpBuffers:
         return self._root.unsharded + before + unsharded
 
     def _unsharded_in_backward(self, instant: Instant) -> float:
-        """The root, the block at work, and, once that is copied out, the buffer of the one before it, which is next."""
+        """Return the root, the block at work, and, once that is copied out, the buffer of the block before it."""
         blocks = instant.blocks
         remaining = blocks - instant.blocks_done
         if not self._reshards:

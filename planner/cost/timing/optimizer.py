@@ -38,7 +38,7 @@ TENSORS_PER_BLOCK = 12
 
 
 def optimizer_seconds(job: Job, where: Layout, rates: DeviceRates) -> float:
-    """The step on the device: states this rank owns. On a CPU a measured AdamW counts before the bytes it moves."""
+    """Return the step of this rank's states on the device. On a CPU a measured AdamW counts before bytes moved."""
     configuration, measured = job.configuration, rates.measured
     curve = measured.cpu_optimizer_fused if configuration.optimizer == "adamw-fused" else measured.cpu_optimizer
     if rates.serial and curve is not None and configuration.optimizer.startswith("adamw"):
@@ -66,8 +66,11 @@ NEWTON_SCHULZ_STEPS = 5
 
 @lru_cache(maxsize=64)
 def newton_schulz_flops(counts: ParameterCounts) -> float:
-    """Operations of Muon's step over the matrices of all blocks: in each iteration a matrix [m, n], m the smaller side,
-    by itself transposed, that square by itself, and the two multiplied."""
+    """Return operations of Muon's step over the matrices of all blocks.
+
+    In each iteration a matrix [m, n], m the smaller side, by itself transposed, that square by itself, and the two
+    multiplied.
+    """
     found = 0.0
     for block in counts.trained.blocks:
         for shape in block.shapes:

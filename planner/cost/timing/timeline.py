@@ -24,7 +24,7 @@ _MOST_UNITS = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """What one stream does for a while: `start` and `seconds` from the beginning of the step.
+    """One stream's work for a while: `start` and `seconds` from the beginning of the step.
 
     `kind` is `forward`, `backward`, `copies`, `optimizer`, `bubble` (waiting for other stages), `offload`, or what is
     communicated (`all_gather`, `reduce_scatter`, `all_reduce`, ..., `inside` for tp, cp and ep). Of communication
@@ -40,11 +40,12 @@ class Span:
 
     @property
     def end(self) -> float:
+        """Seconds from the beginning of the step to its end."""
         return self.start + self.seconds
 
 
 def step_timeline(job: Job) -> tuple[Span, ...]:
-    """The spans of one optimizer step of the busiest rank, in the order in which they start.
+    """Return the spans of one optimizer step of the busiest rank, in the order in which they start.
 
     The last one ends at `step_time(job).step_seconds`, and `exposed` adds up to its
     `exposed_communication_seconds`. Seconds.
@@ -70,7 +71,7 @@ def step_timeline(job: Job) -> tuple[Span, ...]:
 
 
 def _shown(rounds: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Which micro-batches are drawn by themselves, and which together."""
+    """Return which micro-batches are drawn by themselves, and which together."""
     if rounds <= MOST_MICRO_BATCHES:
         return range(rounds), range(0)
     return (0, 1, rounds - 1), range(2, rounds - 1)
@@ -137,7 +138,7 @@ class _Pen:
 
     def _unit(self, kind: str, name: str, what: str, compute: float, communication: float) -> None:
         """Compute and communication that start together; each is slower while both run."""
-        exposed = beside(compute, communication, self.slowdown)
+        exposed = beside(compute, communication, slowdown=self.slowdown)
         both = self.slowdown * min(compute, communication)
         start, self.now = self.now, self.now + compute + exposed
         if compute:

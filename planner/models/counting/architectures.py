@@ -23,7 +23,7 @@ from planner.models.facts import BlockCount, ModelFacts, ParameterCounts, TowerF
 
 
 def count_decoder(facts: ModelFacts) -> ParameterCounts:
-    """A decoder with its language-model head."""
+    """Return a decoder with its language-model head."""
     final_norm = norm(facts, name="final_norm") if facts.final_norm else NOTHING
     return counted(
         embedding=_decoder_embedding(facts),
@@ -34,7 +34,7 @@ def count_decoder(facts: ModelFacts) -> ParameterCounts:
 
 
 def decoder_blocks(facts: ModelFacts) -> tuple[BlockCount, ...]:
-    """The stack of layers; leading dense layers of a mixture of experts come first."""
+    """Return the stack of layers; leading dense layers of a mixture of experts come first."""
     common = attention(facts) + norms(facts, facts.norms_per_layer)
     dense = common + mlp(facts, facts.intermediate_size)
     if not facts.is_moe:
@@ -166,7 +166,7 @@ def _pretraining_head(facts: ModelFacts) -> Weights:
 
 
 def _dense(facts: ModelFacts) -> Weights:
-    """The layer before a classifier (BERT calls it the pooler); ModernBERT's has a norm and no bias."""
+    """Return the layer before a classifier (BERT calls it the pooler); ModernBERT's has a norm and no bias."""
     dense = linear(facts.hidden_size, facts.hidden_size, "classifier_dense", bias=facts.norm_bias)
     return dense + norm(facts, name="classifier_norm") if facts.model_type == "modernbert" else dense
 

@@ -183,12 +183,12 @@ _NO_LINEAR = ("router", "experts.")
 
 
 def is_linear(name: str, shape: Shape) -> bool:
-    """Whether a weight of a block is a linear layer's: what PEFT adapts, and bitsandbytes quantises."""
+    """Return whether a weight of a block is a linear layer's: what PEFT adapts, and bitsandbytes quantises."""
     return len(shape) == 2 and name.endswith(".weight") and not name.startswith(_NO_LINEAR)
 
 
 def module_of(facts: ModelFacts, name: str) -> str:
-    """A module as transformers calls it, without what is in front of the block."""
+    """Return a module as transformers calls it, without what is in front of the block."""
     role = name.rpartition(".")[0] or name
     return _SPELLED.get(facts.model_type, {}).get(role) or _LLAMA.get(role, role)
 
@@ -209,7 +209,7 @@ def _block_stem(facts: ModelFacts) -> str:
 def with_adapters(
     facts: ModelFacts, counts: ParameterCounts, *, rank: int, targets: str, magnitude: bool
 ) -> ParameterCounts:
-    """The counts with everything frozen and adapters beside the targets.
+    """Return the counts with everything frozen and adapters beside the targets.
 
     Raises:
         ContradictoryRequest: no linear layer of the model is meant, its weights have no known names, or the pattern is

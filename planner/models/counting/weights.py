@@ -13,7 +13,7 @@ _INPUTS_FIRST = ("gpt2",)
 _EXPERTS_INPUTS_FIRST = ("gpt_oss",)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
     """Some weight tensors, by their shapes as the module keeps them; `frozen` are the places of those not trained.
 
@@ -26,11 +26,11 @@ class Weights:
 
     def __add__(self, other: Weights) -> Weights:
         moved = (len(self.shapes) + place for place in other.frozen)
-        return Weights(self.shapes + other.shapes, (*self.frozen, *moved), self.names + other.names)
+        return Weights(shapes=self.shapes + other.shapes, frozen=(*self.frozen, *moved), names=self.names + other.names)
 
     def inside(self, part: str) -> Weights:
         """The same weights as those of a part of the model."""
-        return Weights(self.shapes, self.frozen, tuple(f"{part}.{name}" for name in self.names))
+        return Weights(shapes=self.shapes, frozen=self.frozen, names=tuple(f"{part}.{name}" for name in self.names))
 
     @property
     def total(self) -> int:
@@ -41,11 +41,11 @@ class Weights:
         return max(map(prod, self.shapes), default=0)
 
 
-NOTHING = Weights(())
+NOTHING = Weights(shapes=())
 
 
 def counted(*, embedding: Weights, blocks: tuple[BlockCount, ...], head: Weights, other: Weights) -> ParameterCounts:
-    """The counts of a model of which every weight is known."""
+    """Return the counts of a model of which every weight is known."""
     outside = embedding + other + head
     return ParameterCounts(
         embedding=embedding.total,
@@ -73,7 +73,7 @@ def block_count(name: str, repeats: int, weights: Weights, experts: int = 0) -> 
 
 
 def tensor(*shape: int, name: str) -> Weights:
-    return Weights((shape,), names=(name,))
+    return Weights(shapes=(shape,), names=(name,))
 
 
 def vector(width: int, name: str) -> Weights:
@@ -132,7 +132,7 @@ def _latent_attention(facts: ModelFacts, mla: MlaFacts) -> Weights:
 
 
 def mlp(facts: ModelFacts, width: int) -> Weights:
-    """The feed-forward part, `width` units between its projections; gated MLPs have a third projection."""
+    """Return the feed-forward part, `width` units between its projections; gated MLPs have a third projection."""
     hidden, bias = facts.hidden_size, facts.mlp_bias
     if not facts.gated_mlp:
         inputs = linear(hidden, width, "up", bias=bias)
@@ -152,14 +152,14 @@ def _as_stored(facts: ModelFacts, projections: Weights) -> Weights:
 
 
 def experts_as_stored(facts: ModelFacts, projections: Weights) -> Weights:
-    """The stacked projections of all experts, in the order of dimensions that the architecture keeps them in."""
+    """Return the stacked projections of all experts, in the order of dimensions that the architecture keeps them in."""
     return _swapped(projections) if facts.model_type in _EXPERTS_INPUTS_FIRST else projections
 
 
 def _swapped(matrices: Weights) -> Weights:
     """Last two dimensions exchanged; vectors stay as they are."""
     shapes = tuple((*s[:-2], s[-1], s[-2]) if len(s) > 1 else s for s in matrices.shapes)
-    return Weights(shapes, names=matrices.names)
+    return Weights(shapes=shapes, names=matrices.names)
 
 
 # Mixture-of-experts feed-forward parts.
@@ -187,7 +187,7 @@ def _experts(facts: ModelFacts, kind: str, into: Shape, out: Shape) -> Weights:
 
 
 def router_and_shared(facts: ModelFacts) -> Weights:
-    """The router, the experts every token passes through, and their gate."""
+    """Return the router, the experts every token passes through, and their gate."""
     router = linear(facts.hidden_size, facts.num_experts, "router", bias=facts.router_bias)
     width = facts.shared_expert_intermediate_size or facts.num_shared_experts * facts.moe_intermediate_size
     shared = mlp(facts, width).inside("shared") if facts.num_shared_experts else NOTHING

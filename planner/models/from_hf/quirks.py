@@ -104,7 +104,7 @@ def _baichuan(reader: ConfigReader, figures: Figures) -> Figures:
 
 
 def _bert_heads(reader: ConfigReader, figures: Figures) -> Figures:
-    """Which head the class has; a pooler comes with the bare model and with BERT's pre-training."""
+    """Return which head the class has; a pooler comes with the bare model and with BERT's pre-training."""
     built = figures["architecture"]
     bare = built.endswith("Model") and reader.architecture.model_type in ("bert", "roberta", "xlm-roberta", "albert")
     masked = built.endswith("ForMaskedLM") or (built.endswith("ForPreTraining") and "Electra" not in built)

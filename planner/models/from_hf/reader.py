@@ -41,7 +41,7 @@ def model_types() -> tuple[str, ...]:
 
 
 def find_architecture(model_type: str) -> Architecture:
-    """The entry of a model_type.
+    """Return the entry of a model_type.
 
     Raises:
         UnknownName: there is none.
@@ -79,7 +79,7 @@ class ConfigReader:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], name: str, *, fallback: str = "", nested: bool = False) -> ConfigReader:
-        """The reader of a config by its `model_type`, or by `fallback` where it has none.
+        """Return the reader of a config by its `model_type`, or by `fallback` where it has none.
 
         Raises:
             BrokenFile: there is no model_type, or it is not text.
@@ -91,7 +91,7 @@ class ConfigReader:
         return cls(name=name, config=config, architecture=find_architecture(model_type), nested=nested)
 
     def value(self, key: str) -> Any:
-        """What `key` holds: the config's own value, null included, or the class default, or None without one."""
+        """Return what `key` holds: the config's own value, null included, or the class default, or None without one."""
         if key in self.config:
             return self.config[key]
         return self._defaults.get(key)
@@ -101,7 +101,7 @@ class ConfigReader:
         return {**self.architecture.defaults, **(self.architecture.nested if self.nested else {})}
 
     def part(self, key: str, model_type: str) -> ConfigReader:
-        """The config inside this one under `key`; an absent one means every default of `model_type`.
+        """Return the config inside this one under `key`; an absent one means every default of `model_type`.
 
         Raises:
             BrokenFile: the field is no JSON object.
@@ -132,7 +132,7 @@ class ConfigReader:
         return value
 
     def names(self, key: str) -> frozenset[Any]:
-        """The words or numbers in the list under a key.
+        """Return the words or numbers in the list under a key.
 
         Raises:
             BrokenFile: it is no list of them.
@@ -185,7 +185,7 @@ class ConfigReader:
         return value
 
     def problem(self, what: str, remedy: str) -> BrokenFile:
-        """The error that names this config, what is wrong with it, and what to do."""
+        """Return the error that names this config, what is wrong with it, and what to do."""
         return BrokenFile(self.name, what, remedy)
 
 

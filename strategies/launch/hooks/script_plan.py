@@ -68,7 +68,7 @@ class LiveJob:
     accumulates: bool = True
 
 
-def settled_plan(kind: ScriptKind) -> Plan | None:
+def load_given_plan(kind: ScriptKind) -> Plan | None:
     """Return the plan that a run resumes with, else that of `dsplan run --plan`, or None if ranks plan themselves.
 
     Raises:

@@ -19,7 +19,7 @@ from planner.search.search import recommend
 from planner.types.plan import Plan
 from planner.types.plan_io import save_plan
 from strategies.launch import prepare as prepare_module
-from strategies.launch.options import DEFAULT_SUPERVISION, RequestedSupervision, read_kernels
+from strategies.launch.options import DEFAULT_SUPERVISION, RequestedSupervision, parse_kernels
 from strategies.launch.prepare import RunRequest, prepare
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.files import ATTEMPT_OPTIONS_FILE, CLAIM_FILE, write_json
@@ -138,7 +138,7 @@ def test_degrees_that_do_not_divide_the_processes(script: Path, tmp_path: Path) 
 
 
 def test_what_is_trained_and_whose_kernels_run_are_handed_on_and_kept(script: Path, tmp_path: Path) -> None:
-    method, kernels = RequestedMethod(method="lora", lora_rank=4), read_kernels("rms_norm=liger,auto")
+    method, kernels = RequestedMethod(method="lora", lora_rank=4), parse_kernels("rms_norm=liger,auto")
     request = PlanRequest(method=method, kernels=kernels)
     launch = prepare(RunRequest(script=script, plan=request, run_directory=tmp_path / "run"))
     launch.spec.save()
@@ -152,7 +152,7 @@ def test_what_is_trained_and_whose_kernels_run_are_handed_on_and_kept(script: Pa
     both = PlanRequest(method=RequestedMethod(method="dora", train_only="head"))
     assert "--train-only says what --method dora says too" in _refusal(RunRequest(script=script, plan=both))
     with pytest.raises(ContradictoryRequest, match="--kernels 'liger,auto' is read as NAME, or as KERNEL=NAME"):
-        read_kernels("liger,auto")
+        parse_kernels("liger,auto")
 
 
 def test_a_plan_for_more_processes_than_asked(script: Path, tmp_path: Path) -> None:

@@ -19,10 +19,9 @@ from strategies.launch.options import DEFAULT_SUPERVISION
 from strategies.launch.run_lock import RunLock
 from strategies.launch.tracking import Feed, Tracking, read_state, state_path
 from strategies.run_directory.files import metrics_path
-from strategies.run_directory.journal import Journal
+from strategies.run_directory.journal import Journal, append_line
 from strategies.run_directory.spec import LaunchSpec
 from strategies.telemetry import trackers
-from strategies.telemetry.alerts import append_line
 from strategies.telemetry.trackers import TrackedRun, Tracker
 from tests.dsplan.cli import Cli
 from tests.strategies.telemetry.rows import step_row
@@ -34,7 +33,7 @@ class Notebook(Tracker):
     runs: ClassVar[dict[str, Notebook]] = {}
     failures: ClassVar[int] = 0
 
-    def opened(self) -> Any:
+    def open(self) -> Any:
         return self
 
     @property
@@ -112,7 +111,7 @@ def run(tmp_path: Path) -> Path:
 
 def write(directory: Path, *rows: Mapping[str, Any], rank: int = 0) -> None:
     for row in rows:
-        append_line(metrics_path(directory, rank), json.dumps(row))
+        append_line(metrics_path(directory, rank), (json.dumps(row) + "\n").encode())
 
 
 def attempt(number: int) -> dict[str, Any]:

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from strategies.run_directory.files import metrics_path
-from strategies.telemetry.alerts import Alert, append_line, post
+from strategies.run_directory.journal import append_line
+from strategies.telemetry.alerts import Alert, post
 from strategies.telemetry.follow import AlertFollower
 from tests.strategies.telemetry.rows import step_row
 
 
 def _write(directory: Path, rank: int, rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        append_line(metrics_path(directory, rank), json.dumps(row))
+        append_line(metrics_path(directory, rank), (json.dumps(row) + "\n").encode())
 
 
 def _steps(steps: range, *, load: float, ready: float, seed: int = 0) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from strategies.errors import BackendMissing
 from strategies.telemetry import timers as timers_module
 from strategies.telemetry.tensorboard_log import TensorboardWriter
 from strategies.telemetry.timers import Timers
-from strategies.telemetry.traces import communication_time, merged, overlap
+from strategies.telemetry.traces import communication_time, merge, overlap
 from tests.strategies import engine_bodies, training_bodies
 from tests.strategies.training_bodies import Recipe
 
@@ -149,7 +149,7 @@ def test_communication_is_exposed_where_nothing_is_computed() -> None:
 
 
 def test_intervals() -> None:
-    assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+    assert merge([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
     assert overlap([(0, 4), (5, 6)], [(1, 2), (3, 10)]) == 3
     assert overlap([], [(0, 1)]) == 0
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 from hardware_db.errors import DsplanError
-from strategies.launch.options import read_profile
+from strategies.launch.options import parse_profile
 from strategies.run_directory.files import profile_paths, profiles_in
 from strategies.telemetry.metrics import is_slowed, read_metrics, summarise
 from strategies.telemetry.monitor import RunMonitor
@@ -119,7 +119,7 @@ def test_a_run_that_ends_before_says_so_and_leaves_nothing(
 
 
 def test_steps_are_a_number_or_two() -> None:
-    assert (read_profile("20"), read_profile(" 20:22 ")) == ("20:20", "20:22")
+    assert (parse_profile("20"), parse_profile(" 20:22 ")) == ("20:20", "20:22")
     for text in ("0", "5:4", "-1", "1:101", "x", "1:2:3", ""):
         with pytest.raises(DsplanError, match="write 20, or 20:22"):
-            read_profile(text)
+            parse_profile(text)

@@ -52,8 +52,10 @@ class Operation:
 
 
 class Walk:
-    """A list of operations from `x` to `y`, with the bytes of every tensor; views share the storage of another.
-    `frozen` weights get no gradients."""
+    """A list of operations from `x` to `y`, with the bytes of every tensor.
+
+    Views share the storage of another; `frozen` weights get no gradients.
+    """
 
     def __init__(
         self,
@@ -72,16 +74,18 @@ class Walk:
         return {name: self._sizes[name] for name in found}
 
     def _kept_by(self, operations: Iterable[Operation]) -> dict[str, Polynomial]:
-        """What is kept, without the block's input, which is another's to count."""
+        """Return what is kept, without the block's input, which is another's to count."""
         kept = self._storages(name for operation in operations for name in operation.keeps)
         return {name: size for name, size in kept.items() if name != "x"}
 
     @property
     def kept(self) -> Polynomial:
+        """Tensors that some operation keeps for its backward."""
         return added(self._kept_by(self._operations).values())
 
     @property
     def keeps_its_input(self) -> bool:
+        """True if the block's input is among what is kept."""
         return any("x" in operation.keeps for operation in self._operations)
 
     @property
@@ -93,7 +97,7 @@ class Walk:
         return scaled(added(operation.weights for operation in operations if operation.product), 2.0 * self._casts)
 
     def forward(self, beside: Sequence[Polynomial] = ()) -> tuple[Moment, ...]:
-        """A moment per operation; `beside`, if given, is what waits at each of them besides."""
+        """Return a moment per operation; `beside`, if given, is what waits at each of them besides."""
         moments = []
         for place, operation in enumerate(self._operations):
             done = self._operations[: place + 1]
@@ -106,8 +110,11 @@ class Walk:
         return tuple(moments)
 
     def backward(self, held: Polynomial = ZERO) -> tuple[Moment, ...]:
-        """A moment per operation, last to first: what is still kept, the gradients of activations that wait, and the
-        weights' gradients so far. `held` is there at all of them."""
+        """Return a moment per operation, last to first.
+
+        Alive are what is still kept, the gradients of activations that wait, and the weights' gradients so far; `held`
+        is there at all of them.
+        """
         gradients: dict[str, str] = {"y": "y"}
         moments: list[Moment] = []
         made: Polynomial = ZERO
@@ -138,7 +145,7 @@ class Walk:
         return self._sizes[name]
 
     def products(self, choice: str) -> tuple[Operation, ...]:
-        """The operations whose outputs selective checkpointing keeps."""
+        """Return the operations whose outputs selective checkpointing keeps."""
         products = [operation for operation in self._operations if operation.product]
         weighed = [operation for operation in products if operation.weights]
         skipped = weighed[1::2] if choice == "every-second-product" else []
@@ -149,7 +156,7 @@ class Walk:
         return added(self._storages(name for operation in operations for name in operation.makes).values())
 
     def waiting(self, operations: Sequence[Operation]) -> list[Polynomial]:
-        """At each operation of a run again: the outputs, kept from the first one, that are still to be used."""
+        """Return, for each operation of a run again, the outputs kept from the first one that are still to be used."""
         return [
             self.outputs(operation for operation in operations if operation in self._operations[place + 1 :])
             for place in range(len(self._operations))
@@ -157,7 +164,7 @@ class Walk:
 
     @property
     def last(self) -> str:
-        """What the last operation adds to the residual: nothing needs it in the backward, unless it is kept."""
+        """The last operation's addition to the residual: nothing needs it in the backward, unless it is kept."""
         return self._operations[-1].reads[-1]
 
     def without_the_end(self) -> Walk:
@@ -168,8 +175,10 @@ class Walk:
 
 
 class _Writer:
-    """Writes one block of a model down, operation by operation; `frozen` products and norms keep nothing for the sake
-    of their weights."""
+    """A writer of one block of a model, operation by operation.
+
+    `frozen` products and norms keep nothing for the sake of their weights.
+    """
 
     def __init__(self, facts: ModelFacts, traits: BlockTraits, mode: str, attention: str, *, frozen: bool) -> None:
         self._facts, self._traits, self._attention, self._frozen = facts, traits, attention, frozen
@@ -219,7 +228,7 @@ class _Writer:
         return Walk(self._operations, self._sizes, self._views, casts=casts, frozen=self._frozen)
 
     def _norm(self, source: str, name: str, *, instead: str = "") -> None:
-        """A norm; a compiler that would keep the sum before the second one keeps `instead` what was added to it."""
+        """Write a norm; a compiler that would keep the sum before the second keeps `instead` what was added to it."""
         scale, statistics = f"{name} scale", f"{name} input"
         if self._facts.norm != "rmsnorm":
             self._sizes[scale] = {"b s": 8}
@@ -253,7 +262,7 @@ class _Writer:
         return name
 
     def _linear(self, source: str, name: str, size: Polynomial, weights: Polynomial) -> None:
-        """A product, which keeps its input for the sake of its weight."""
+        """Write a product, which keeps its input for the sake of its weight."""
         kept = () if self._frozen else (source,)
         self._add(Operation(reads=(source,), makes=(name,), keeps=kept, weights=weights, product=True), **{name: size})
 
@@ -346,7 +355,7 @@ class _Writer:
         )
 
     def _dropped(self, source: str) -> str:
-        """The same after dropout, which keeps a byte for each element."""
+        """Write dropout, which keeps a byte for each element, and return its output."""
         if not self._facts.hidden_dropout:
             return source
         mask, name = f"{source} mask", f"{source} dropped"
@@ -357,13 +366,11 @@ class _Writer:
         return name
 
     def _mlp(self, source: str) -> None:
-        self._feed_forward(source, "out", "b", "f", "s", self._between(self._width))
+        self._feed_forward(source, out="out", batch="b", width="f", size=self._between(self._width))
 
-    def _feed_forward(
-        self, source: str, out: str, batch: str, width: str, positions: str, size: Polynomial, mark: str = ""
-    ) -> None:
+    def _feed_forward(self, source: str, *, out: str, batch: str, width: str, size: Polynomial, mark: str = "") -> None:
         """Gate and up, or one product; what they make together; down again."""
-        inner: Polynomial = {" ".join(sorted((*batch.split(), *width.split(), positions))): float(self._width)}
+        inner: Polynomial = {" ".join(sorted((*batch.split(), *width.split(), "s"))): float(self._width)}
         weights = {" ".join(sorted(("h", width.split()[-1]))): 1.0}
         gate, up, made = (f"{name}{mark}" for name in ("gate", "up", "made"))
         if self._facts.gated_mlp:
@@ -401,10 +408,12 @@ class _Writer:
         )
         copies = {"b h k s": width}
         self._add(Operation(reads=(source, "chosen"), makes=("copies",)), copies=copies)
-        self._feed_forward("copies", "expert out", "b k", "m", "s", copies, " of experts")
+        self._feed_forward("copies", out="expert out", batch="b k", width="m", size=copies, mark=" of experts")
         parts = ["expert out"]
         if self._facts.num_shared_experts or self._facts.shared_expert_intermediate_size:
-            self._feed_forward(source, "shared out", "b", "x", "s", self._between(width), " of shared")
+            self._feed_forward(
+                source, out="shared out", batch="b", width="x", size=self._between(width), mark=" of shared"
+            )
             parts.append("shared out")
         self._add(
             Operation(reads=tuple(parts), makes=("out",), keeps=("expert out",)),
@@ -450,8 +459,11 @@ def _with(moments: Iterable[Moment], held: Polynomial) -> tuple[Moment, ...]:
 def code_form(
     facts: ModelFacts, traits: Traits, mode: str, attention: str, *, adds_in_place: bool, frozen: bool = False
 ) -> Form:
-    """The form of a decoder as a code base runs it; `adds_in_place` says that gradients go to a buffer of their own,
-    so that a tied head's does not wait for its table's. `frozen` weights have none."""
+    """Return the form of a decoder as a code base runs it.
+
+    `adds_in_place` says that gradients go to a buffer of their own, so that a tied head's does not wait for its
+    table's. `frozen` weights have none.
+    """
     block = traits.block or BlockTraits()
     width, residual = WIDTHS[mode]
     stream = {"b h s": float(residual)}
@@ -501,7 +513,7 @@ def code_blocks(
     *,
     frozen: bool = False,
 ) -> dict[str, BlockForm]:
-    """The kinds of blocks of a decoder, by the names that `dimensions.block_kinds` gives them."""
+    """Return the kinds of blocks of a decoder, by the names that `dimensions.block_kinds` gives them."""
     boundary = {"b h s": float(WIDTHS[mode][1])}
 
     def form(*, routed: bool) -> BlockForm:
@@ -527,7 +539,7 @@ which backward makes the gradient (`strategies/parallel/layers.py`, vocab_parall
 
 
 def with_logits(form: Form, loss: LogitBytes, width: int) -> Form:
-    """A traced form whose code makes other copies of the logits."""
+    """Return a traced form whose code makes other copies of the logits."""
 
     def told(moments: tuple[Moment, ...], copies: tuple[float, float]) -> tuple[Moment, ...]:
         most = max((moment.activations.get("V b s", 0.0) for moment in moments), default=0.0)
@@ -546,8 +558,10 @@ def with_logits(form: Form, loss: LogitBytes, width: int) -> Form:
 
 
 def with_loss(form: Form, loss: Loss, *, width: int, weight: int, rows: float, frozen: bool = False) -> Form:
-    """The same model with another loss; `width` is that of logits, `weight` that of the head's gradient, which a
-    `frozen` one has not, `rows` the share of the tokens whose logits are made at once.
+    """Return the same model with another loss.
+
+    `width` is that of logits, `weight` that of the head's gradient, which a `frozen` one has not, `rows` the share of
+    the tokens whose logits are made at once.
 
     Chunked as torchtitan does it (`components/loss.py`): of each chunk the logits, their loss and its backward, before
     the next; the chunks of the hidden states are copies, whose gradients are put together in fp32. Fused as Liger does
@@ -579,7 +593,9 @@ def with_loss(form: Form, loss: Loss, *, width: int, weight: int, rows: float, f
 
 
 def fused_rows(tokens: int, vocabulary: int, hidden: int) -> float:
-    """The share of the tokens that Liger's fused loss takes at once: so many that their logits are about as large as
-    the hidden states, rounded up to a power of two."""
+    """Return the share of the tokens that Liger's fused loss takes at once.
+
+    They are so many that their logits are about as large as the hidden states, rounded up to a power of two.
+    """
     at_once = -(-tokens // -(-vocabulary // hidden))
     return min(1.0, (1 << (at_once - 1).bit_length()) / tokens)

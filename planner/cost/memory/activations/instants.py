@@ -65,8 +65,11 @@ def instants_of(job: Job, recipe: Recipe) -> list[Instant]:
 
 
 def selective_saves(job: Job, recipe: Recipe) -> bool:
-    """Whether selective checkpointing keeps less than no checkpointing: it keeps every product, also those that
-    backward does not need, such as the scores of eager attention, of which softmax keeps its result alone."""
+    """Return whether selective checkpointing keeps less than no checkpointing.
+
+    It keeps every product, also those that backward does not need, such as the scores of eager attention, of which
+    softmax keeps its result alone.
+    """
     micro = job.configuration.micro_batch_size
     blocks = figures_of(job, recipe).blocks
     kept = sum(block.count * bytes_at(block.kept, micro) for block in blocks)
@@ -127,8 +130,10 @@ class _Step:
         return plus(boundary, block.products) if self._checkpointing == "selective" else boundary
 
     def _others(self) -> tuple[Amount, Amount]:
-        """What the other micro-batches in flight keep while the first block is at work, and while the last one is. Of
-        an interleaved pipeline one piece of a `virtual_stages`-th is at work at a time."""
+        """Return what other micro-batches in flight keep while the first block is at work, and while the last is.
+
+        Of an interleaved pipeline one piece of a `virtual_stages`-th is at work at a time.
+        """
         chosen, pieces = self._job.configuration, self._pieces
         flight = micro_batches_in_flight(chosen, self._job.stage)
         # Each forward pass under autocast casts the weights anew, and its graph keeps what it multiplied with.
@@ -142,8 +147,11 @@ class _Step:
         return plus(messages, at_first), plus(messages, at_last)
 
     def _messages(self) -> Amount:
-        """Hidden states and gradients on their way at the last stage of a pipeline that takes turns: of the next
-        micro-batch, which are there early, and of two that went back (`strategies/parallel/pipeline.py`)."""
+        """Return what is on its way at the last stage of a pipeline that takes turns.
+
+        These are hidden states of the next micro-batch, which are there early, and gradients of two that went back
+        (`strategies/parallel/pipeline.py`).
+        """
         chosen, is_ours = self._job.configuration, code_base(self._job.workload.code).runs_here
         takes_turns = chosen.pp > 1 and chosen.pp_schedule != "gpipe"
         if not (takes_turns and self._job.is_last_stage and is_ours and self._figures.blocks):
@@ -151,8 +159,11 @@ class _Step:
         return times(3, self._figures.blocks[0].boundary)
 
     def _after_loss(self) -> Amount:
-        """What head and loss keep for their backward: the fp32 log-softmax of all logits, the head's input, the norm's
-        input in fp32 and its output; under autocast the head's cast."""
+        """Return what head and loss keep for their backward.
+
+        It is the fp32 log-softmax of all logits, the head's input, the norm's input in fp32 and its output; under
+        autocast the head's cast.
+        """
         facts, chosen = self._job.facts, self._job.configuration
         tokens = chosen.sequence_length / chosen.cp
         vocabulary = facts.vocab_size / logit_parts(self._job)
@@ -160,14 +171,16 @@ class _Step:
         return cast, tokens * (4 * vocabulary + 8 * facts.hidden_size)
 
     def _before(self, place: int, done: int) -> Amount:
-        """Kept by the part in front of the blocks, all earlier stacks, and `done` blocks of this one with what the
-        first of them hands to the others, which is there while any of them is at work."""
+        """Return what was kept before a block: by the part in front, all earlier stacks, and `done` blocks of this one.
+
+        What the first of these blocks hands to the others is there while any of them is at work.
+        """
         before = plus(self._earlier[place], self._once[place], times(done, self._each[place]))
         # The input of the block at work is on the device.
         return plus(before, times(min(done, 1), self._figures.blocks[place].boundary)) if self._parks else before
 
     def _fetched(self, place: int, done: int) -> Amount:
-        """The parked input of the block that backward comes to next, which is on its way already."""
+        """Return the parked input of the block that backward comes to next, which is on its way already."""
         return self._figures.blocks[place].boundary if self._parks and done > 1 else NOTHING
 
     def _all_kept(self) -> Amount:
@@ -179,7 +192,7 @@ class _Step:
         return self._earlier_casts[place] + done * cast
 
     def forward(self) -> Iterator[Instant]:
-        """The last block of each stack; the end of the pass where a module has no repeated blocks."""
+        """Yield the last block of each stack; the end of the pass where a module has no repeated blocks."""
         if not self._blocks:
             yield Instant(phase="forward", unit="table", activations=self._all_kept(), cast=self._casts(0, 0))
         for place, (block, count) in enumerate(zip(self._figures.blocks, self._counts, strict=True)):
@@ -216,8 +229,11 @@ class _Step:
         )
 
     def backward(self) -> Iterator[Instant]:
-        """The first two blocks and the last two of each stack, in backward order: the second one's gradients are made
-        beside the first one's reduction, and beside the one before the last there is one more to be fetched."""
+        """Yield the first two blocks and the last two of each stack, in backward order.
+
+        The second one's gradients are made beside the first one's reduction, and beside the one before the last there
+        is one more to be fetched.
+        """
         finished = 0
         for place in reversed(range(len(self._counts))):
             count = self._counts[place]
@@ -237,8 +253,10 @@ class _Step:
         return ends if self._is_replica else ends | {max(count - 2, 0), min(1, count - 1)}
 
     def _block_backward(self, place: int, done: int, *, behind: int, others: Amount) -> Iterator[Instant]:
-        """A block with `done` others before it in its stack, `behind` after it; beside what forward kept, the gradient
-        of its output when it begins, of its input when it ends."""
+        """Yield the backward of a block with `done` others before it in its stack and `behind` after it.
+
+        Beside what forward kept there is the gradient of its output when it begins, of its input when it ends.
+        """
         block, recomputes = self._figures.blocks[place], self._checkpointing != "none"
         before = plus(others, self._before(place, done), self._fetched(place, done))
         gradients = plus(block.boundary, block.waiting, (self._waiting, 0.0))
@@ -269,19 +287,21 @@ class _Step:
             yield instant(activations=plus(inside, activations), cast=casts + cast, unit_gradients=made)
 
     def _finished_table(self, place: int) -> float:
-        """The table's gradient while a speech model's encoder, which reads no tokens, is in its backward."""
+        """Return the table's gradient while a speech model's encoder, which reads no tokens, is in its backward."""
         return self._table if place == 0 and self._job.facts.kind == "speech-encoder-decoder" else 0.0
 
     def _waiting_table(self) -> float:
-        """The head's gradient of a table it shares, which autograd holds until the table's own is there to be added;
-        the moments inside a block have it."""
+        """Return the head's gradient of a table it shares, at the moments inside a block.
+
+        autograd holds it until the table's own is there to be added.
+        """
         has_head = self._job.workload.task in ("causal-lm", "masked-lm", "seq2seq", "dpo")
         if code_base(self._job.workload.code).whole_gradients:
             return 0.0  # both add to one buffer
         return self._gradient_width * self._table if self._tied and has_head else 0.0
 
     def _between_stacks(self, place: int, finished: int, others: Amount) -> Instant:
-        """The backward of a decoder's table, with all that its encoder kept."""
+        """Return the backward of a decoder's table, with all that its encoder kept."""
         return Instant(
             phase="backward",
             unit="table",
@@ -293,13 +313,14 @@ class _Step:
         )
 
     def _shared_table(self) -> float:
-        """The decoder's gradient of its table, between the stacks: where the head shares it, a second tensor beside the
-        head's, and then a third, their sum."""
+        """Return the decoder's gradient of its table, between the stacks.
+
+        Where the head shares the table it is a second tensor beside the head's, and then there is a third, their sum.
+        """
         return (3 if self._tied else 1) * self._gradient_width * self._table
 
     def _inside(self, block: BlockFigures) -> Iterator[tuple[Amount, float, float]]:
-        """Moments of one block's backward; under checkpointing the block is run again first, beside the gradient of
-        its output."""
+        """Yield moments of one block's backward; checkpointed it runs again first, beside its output's gradient."""
         runs = {"none": (), "full": block.recomputed, "selective": block.replayed}[self._checkpointing]
         head = (-self._apart / 2, 0.0)  # which a form with one table for both has beside every block
         for peak in runs:
@@ -311,7 +332,7 @@ class _Step:
             yield plus(beside, peak.activations, head), peak.cast, peak.gradients
 
     def whole(self) -> Iterator[Instant]:
-        """A backward pass that was traced as a whole."""
+        """Yield a backward pass that was traced as a whole."""
         for peak in self._figures.moments:
             yield Instant(
                 phase="backward",
@@ -322,7 +343,7 @@ class _Step:
             )
 
     def table(self) -> Iterator[Instant]:
-        """What comes after the first block's backward: the token table and the rest outside the blocks."""
+        """Yield what comes after the first block's backward: the token table and the rest outside the blocks."""
         others = self._at_first
         for peak in self._figures.table_backward:
             fixed, grows = peak.activations

@@ -1,4 +1,4 @@
-"""What DeepSpeed's ZeRO holds besides weights, optimizer states and activations, moment by moment: stages 1 and 2.
+"""DeepSpeed's ZeRO besides weights, optimizer states and activations, moment by moment: stages 1 and 2.
 
 Source: DeepSpeed 0.19's `runtime/zero/stage_1_and_2.py`; `zero3.py` has stage 3. Bucket sizes come from
 `planner.cost.zero_buckets`. A gradient that backward makes is copied into a bucket at once, so that of a unit's
@@ -30,8 +30,10 @@ NORM_BYTES = 8
 
 
 def offloaded_step(job: Job, size: int) -> float:
-    """Temporaries of a step in host memory, which on a CPU is the device's: torch's Adam runs there, and
-    `DeepSpeedCPUAdam`, which needs none, elsewhere."""
+    """Return temporaries of a step in host memory, which on a CPU is the device's.
+
+    torch's Adam runs there, and `DeepSpeedCPUAdam`, which needs none, elsewhere.
+    """
     return flat_step_temporaries(job, size, 4) if job.cluster.device.is_cpu else 0.0
 
 
@@ -52,8 +54,7 @@ class PartitionedZeroBuffers:
         self._resident = rounded(self._width * self._limits.reduce) + persisted
 
     def at(self, instant: Instant) -> Ledger:
-        """Unsharded weights, and beside the buffer the gradients that are not reduced yet: the newest and the one
-        before it."""
+        """Return unsharded weights, and beside the buffer the newest gradient and the one before it."""
         waiting = min(instant.unit_gradients, 2 * self._trained.largest)
         return Ledger(
             gradients=self._gradients + self._width * waiting,
@@ -61,7 +62,7 @@ class PartitionedZeroBuffers:
         )
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
-        """The last bucket's copy for the reduce-scatter, and the step."""
+        """Return the last bucket's copy for the reduce-scatter, and the step."""
         resident = Ledger(gradients=self._gradients, buffers=self._resident)
         return (
             ("backward", resident + Ledger(temporaries=self._width * self._limits.reduce)),
@@ -89,8 +90,10 @@ class PartitionedZeroBuffers:
 
 
 def zero_buffers(job: Job, recipe: Recipe) -> FlatZeroBuffers | PartitionedZeroBuffers:
-    """The buffers of a ZeRO stage. Its ledgers, one of them the step's, are all there is beside weights and optimizer
-    states."""
+    """Return the buffers of a ZeRO stage.
+
+    Its ledgers, one of them the step's, are all there is beside weights and optimizer states.
+    """
     if job.configuration.zero_stage == 3:
         return PartitionedZeroBuffers(job, recipe)
     return FlatZeroBuffers(job, recipe)
@@ -131,7 +134,7 @@ class FlatZeroBuffers:
         )
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
-        """The last bucket's reduction when backward has ended, and the step."""
+        """Return the last bucket's reduction when backward has ended, and the step."""
         return ("backward", self._last_reduction()), *(("step", ledger) for ledger in self._step())
 
     @property
@@ -140,20 +143,26 @@ class FlatZeroBuffers:
         return self._kept if self._steps > 1 and not self._unreduced else 0
 
     def _accumulated(self, made: float) -> float:
-        """Elements of unreduced gradients: in the last micro-batch they go into the bucket one by one, in the first
-        they come one by one, in one between them all are there."""
+        """Return elements of unreduced gradients.
+
+        In the last micro-batch they go into the bucket one by one, in the first they come one by one, in one between
+        them all are there.
+        """
         whole = self._flat.whole
         return whole if self._steps > 2 else max(made, whole - made)
 
     def _reduction(self, made: float) -> float:
-        """What reducing a bucket adds to it: the copy that ranks exchange, which a bucket that lies in one rank's part
-        does without; under offload also, after it, the norm of one gradient at a time."""
+        """Return what reducing a bucket adds to it.
+
+        It is the copy that ranks exchange, which a bucket that lies in one rank's part does without; under offload
+        also, after it, the norm of one gradient at a time.
+        """
         spans_ranks = self._flat.size < min(max(self._bucket, made), self._flat.whole)
         exchanged = self._width * self._bucket if spans_ranks else 0.0
         return max(exchanged, NORM_BYTES * self._flat.largest_piece if self._offloads else 0.0)
 
     def _last_reduction(self) -> Ledger:
-        """The all-reduce, then the copy of its results, unless earlier buckets have made room for them."""
+        """Return the all-reduce, then the copy of its results, unless earlier buckets have made room for them."""
         before = self._kept if self._flat.whole > self._bucket else 0
         return Ledger(
             gradients=self._earlier + before,

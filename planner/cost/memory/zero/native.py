@@ -1,4 +1,4 @@
-"""What our own ZeRO holds besides weights, optimizer states and activations, moment by moment.
+"""Our own ZeRO besides weights, optimizer states and activations, moment by moment.
 
 Source: `strategies/backends/zero/gradient_reducer.py`, `units.py` and `collectives.py`; bucket sizes come from
 `planner.cost.zero_buckets`.
@@ -77,8 +77,11 @@ class NativeZeroBuffers:
         return always + max(last, self._unreduced(made, instant.unit_gradients), key=lambda ledger: ledger.total)
 
     def _unreduced(self, made: float, newest: float) -> Ledger:
-        """In a micro-batch whose gradients wait: what the ones before left, all of it from the second micro-batch on,
-        and the gradient that is about to be added to it."""
+        """Return the ledger of a micro-batch whose gradients wait.
+
+        The ones before left theirs, all of it from the second micro-batch on, and there is the gradient that is about
+        to be added to it.
+        """
         before = self._whole if self._micro_batches > 2 else min(made, self._whole)
         added = self._micro_batches > 2 or self._recipe.gather != self._recipe.gradient
         transient = self._recipe.gather * min(newest, self._largest) if added else 0.0
@@ -99,8 +102,7 @@ class NativeZeroBuffers:
         return Ledger(gradients=width * (filling + on_the_way), buffers=width * received)
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
-        """The step, with gradients in the masters' dtype; on the host it takes memory of the device's where that is a
-        CPU."""
+        """Return the step, with gradients in the masters' dtype; the host's is the device's where that is a CPU."""
         split, width = self._split, self._recipe.master or self._recipe.weight
         is_whole = steps_whole_tensors(self._job.configuration)
         stepped = trained_units_of(self._job) if is_whole else trained_shards_of(self._job)

@@ -1,0 +1,250 @@
+"""Recording: what the blocks of a model weigh, keep alive and compute, read from a trace at their real widths.
+
+A symbolic form (`form_trace`) knows the symbols that an architecture is made of; here everything is a number but the
+samples and the positions of a batch, so that a model of any architecture can be recorded, and only that model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from planner.cost.memory.activations.dimensions import Dimensions
+from planner.cost.memory.activations.form import Form, Polynomial, multiplied
+from planner.models.facts import BlockWork, ModelFacts
+from scripts.generate.forms.form_trace import Variant, record_step, tie
+from strategies.parallel.blocks import repeated_blocks
+from strategies.tracing.cuda.as_cuda import as_cuda
+from strategies.tracing.cuda.attention import unpadded
+from strategies.tracing.forms.derive import Derivation
+from strategies.tracing.module_trace import Reading, work_counted
+from strategies.tracing.step.build import Subject
+from strategies.tracing.step.images import images_followed, images_of
+from strategies.tracing.step.step import loss_of
+from strategies.tracing.to_hf import config_of
+
+# Shapes in which only samples and positions are symbols.
+
+
+SAMPLES, PIECES = 13, 17
+"""Primes that no width of a recorded model has as a factor, but for widths that its weights have too."""
+LOOPED_LENGTH = 67
+BESIDE = 8
+"""A dimension this near to the length is the length and a constant: convolutions pad, shifted labels are one less."""
+POINTS: tuple[Dimensions, ...] = tuple(
+    {"b": float(samples), "s": float(length)} for samples in (1, 4, 16) for length in (128, 1024, 4096, 32768)
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lengths:
+    """`length` positions, computed in `pieces`; `constants` are sizes that the weights have."""
+
+    length: int
+    pieces: int
+    constants: frozenset[int]
+
+    def elements(self, shape: tuple[int, ...]) -> Polynomial:
+        """The number of elements of a tensor of this shape."""
+        total: Polynomial = {"": 1.0}
+        for size in shape:
+            total = multiplied(total, self._dimension(size))
+        return total
+
+    def count(self, _elements: Polynomial, number: int, _in_all: int) -> Polynomial:
+        """So many like tensors: one for every position where they are about as many as there are positions."""
+        times = round(number / self.length)
+        near = times > 0 and abs(number - times * self.length) <= BESIDE
+        return {"s": float(times), "": float(number - times * self.length)} if near else {"": float(number)}
+
+    def count_of_images(self, elements: Polynomial, number: int, in_all: int) -> Polynomial:
+        """So many like tensors: some for each sample where none holds all samples and a step makes as many for each."""
+        single = not any("b" in term.split() for term in elements)
+        return {"b": number / SAMPLES} if single and in_all % SAMPLES == 0 else {"": float(number)}
+
+    def _dimension(self, size: int) -> Polynomial:
+        if size in self.constants or size == 0:
+            return {"": float(size)}
+        if size % SAMPLES == 0:
+            return multiplied({"b": 1.0}, self._dimension(size // SAMPLES))
+        if size % self.pieces == 0:
+            return {"s": size / self.length}
+        if self.pieces < self.length and size == self.pieces + 1:  # the states between the pieces, and the first
+            return {"s": self.pieces / self.length, "": 1.0}
+        if abs(size - self.length) <= BESIDE:
+            return {"s": 1.0, "": float(size - self.length)}
+        return {"": float(size)}
+
+
+# The model, whole and short.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """One row of `recorded.yaml`, as far as it says how the model is built and run."""
+
+    facts: ModelFacts
+    config: Mapping[str, Any]
+    short: Mapping[str, Any]
+    chunk: int = 1
+    loops: bool = False
+
+    @property
+    def sees_images(self) -> bool:
+        return self.facts.kind == "vision-language"
+
+
+def meta_module(recipe: Recipe, *, short: bool, eager: bool = False) -> nn.Module:
+    """The module that transformers builds, without memory for its weights."""
+    arguments = {**recipe.config, **(recipe.short if short else {})}
+    facts = recipe.facts
+    config = config_of({"model_type": facts.model_type, "architecture": facts.architecture, "arguments": arguments})
+    for part in (config, getattr(config, "text_config", None)):
+        if part is not None:
+            part.use_cache = False
+    if eager:
+        config._attn_implementation = "eager"
+    build: Any = getattr(import_module("transformers"), recipe.facts.architecture)
+    with torch.device("meta"), import_module("transformers.initialization").no_init_weights():
+        module: Any = build(config)
+    module.tie_weights()
+    made: nn.Module = module.train()
+    return made
+
+
+def kinds_of(module: Any) -> list[str]:
+    """The kind of each block: its class, numbered where blocks of one class have other weights or see all of an image
+    instead of a window."""
+    seen: dict[str, list[object]] = {}
+    kinds = []
+    whole = getattr(getattr(module.config, "vision_config", None), "fullatt_block_indexes", ())
+    for place, block in enumerate(repeated_blocks(module)):  # an image tower comes first
+        name = type(block).__name__
+        shapes = place in whole, tuple(tuple(weight.shape) for weight in block.parameters())
+        variants = seen.setdefault(name, [])
+        if shapes not in variants:
+            variants.append(shapes)
+        variant = variants.index(shapes)
+        kinds.append(f"{name}{variant + 1 if variant else ''}")
+    return kinds
+
+
+def batch_of(module: Any, samples: int, length: int) -> dict[str, Any]:
+    """Token ids that are their own labels, and an image for each sample where the model sees one."""
+    tokens = torch.zeros(samples, length, dtype=torch.long)
+    images = images_of(module.config, samples, length) if hasattr(module.config, "vision_config") else {}
+    return {"input_ids": tokens, **images, "labels": tokens}
+
+
+# The memory form.
+
+
+def recorded_form(recipe: Recipe, variant: Variant) -> Form:
+    """The form of one model in one precision and with one kind of attention."""
+    module = meta_module(recipe, short=True, eager=variant.eager)
+    length = LOOPED_LENGTH if recipe.loops else recipe.chunk * PIECES if recipe.chunk > 1 else 1024 + PIECES + 14
+    sizes = frozenset(size for weight in module.parameters() for size in weight.shape)
+    lengths = Lengths(length=length, pieces=length // recipe.chunk, constants=sizes - {SAMPLES, length})
+    if variant.mode == "pure":
+        module.to(torch.bfloat16)
+    autocast: Any = torch.autocast("cpu", torch.bfloat16) if variant.mode == "autocast" else contextlib.nullcontext()
+    blocks = tuple(repeated_blocks(module))
+    subject = Subject(facts=recipe.facts, config=None, module=module, blocks=blocks)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        module.to_empty(device="cpu")
+        tie(module)
+        dtype = next(module.parameters()).dtype
+        batch = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in batch_of(module, SAMPLES, length).items()
+        }
+        with as_cuda(), unpadded(), images_followed(module):
+            timeline = record_step(subject, batch, autocast, on_cuda=True)
+    counted = lengths.count if recipe.loops else lengths.count_of_images if recipe.sees_images else None
+    return Derivation(timeline, kinds_of(module), lengths.elements, POINTS, counted=counted).form()
+
+
+# The work of a forward pass.
+
+
+def recorded_work(recipe: Recipe, repeats: Mapping[str, int]) -> tuple[BlockWork, ...]:
+    """Work of each kind of block and, under no name, of what is outside the blocks, by the length of a sample."""
+    step = 32 if recipe.loops else 640 if recipe.sees_images else 256
+    readings = []
+    for length in (step, 2 * step, 3 * step):
+        few, many = (_worked(recipe, samples, length) for samples in (2, 4))
+        readings.append({kind: _added_by_a_sample(few[kind], many[kind]) for kind in few})
+    return tuple(
+        BlockWork(
+            block=kind,
+            repeats=repeats.get(kind, 1),
+            **{name: _growth(step, *(reading[kind][name] for reading in readings)) for name in _COUNTED},
+        )
+        for kind in readings[0]
+    )
+
+
+_PER_SAMPLE = ("operations", "operands", "moved")
+_PER_BATCH = ("products_launched", "kernels_launched")
+_COUNTED = (*_PER_SAMPLE, *_PER_BATCH)
+
+
+def _added_by_a_sample(few: Reading, many: Reading) -> dict[str, float]:
+    grows = {name: (getattr(many, name) - getattr(few, name)) / 2 for name in _PER_SAMPLE}
+    return grows | {name: float(getattr(many, name)) for name in _PER_BATCH}
+
+
+def _growth(step: int, first: float, second: float, third: float) -> tuple[float, float, float]:
+    """The parabola through three lengths that are `step` apart: its constant, and its factors of s and of s squared."""
+    square = (third - 2 * second + first) / (2 * step**2)
+    linear = (second - first) / step - 3 * step * square
+    return first - linear * step - square * step**2, linear, square
+
+
+def _worked(recipe: Recipe, samples: int, length: int) -> dict[str, Reading]:
+    """Of the second block of each kind, and of all that is in no block."""
+    module = meta_module(recipe, short=True)
+    blocks = repeated_blocks(module)
+    kinds = kinds_of(module)
+    outside = Reading()
+    found = {kind: Reading() for kind in dict.fromkeys(kinds)} | {"": outside}
+    with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:
+        module.to_empty(device="cpu")
+        tie(module)
+        stack.enter_context(as_cuda())
+        stack.enter_context(unpadded())
+        stack.enter_context(images_followed(module))
+        everything = Reading()
+        for block, kind in zip(blocks, kinds, strict=True):
+            _watch(block, everything, found[kind])
+        with torch.no_grad(), work_counted(everything):
+            loss_of(module(**batch_of(module, samples, length)))
+    for name in _COUNTED:
+        inside = sum(getattr(found[kind], name) for kind in dict.fromkeys(kinds))
+        setattr(outside, name, getattr(everything, name) - inside)
+        for kind in dict.fromkeys(kinds):
+            setattr(found[kind], name, getattr(found[kind], name) / kinds.count(kind))
+    return found
+
+
+def _watch(block: nn.Module, everything: Reading, found: Reading) -> None:
+    before: list[Reading] = []
+
+    def enter(*_arguments: object) -> None:
+        before.append(replace(everything))
+
+    def leave(*_arguments: object) -> None:
+        earlier = before.pop()
+        for name in _COUNTED:
+            done = getattr(everything, name) - getattr(earlier, name)
+            setattr(found, name, getattr(found, name) + done)
+
+    block.register_forward_pre_hook(enter)
+    block.register_forward_hook(leave)
