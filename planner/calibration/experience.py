@@ -67,7 +67,7 @@ def known_runs(measurements: Iterable[Measurement], inputs: Sections) -> dict[Co
     `measurements` come newest first and are those of one machine; of each configuration only the runs with the versions
     of its newest one count. `inputs` are the sections model, cluster and workload of a plan for the request.
     """
-    found: dict[Configuration, list[Measurement]] = {}
+    runs: dict[Configuration, list[Measurement]] = {}
     for measurement in measurements:
         plan = measurement.plan
         if (
@@ -80,10 +80,10 @@ def known_runs(measurements: Iterable[Measurement], inputs: Sections) -> dict[Co
             configuration = configuration_from_dict(plan["plan"])
         except DsplanError:
             continue  # of a release that knew other words
-        group = found.setdefault(configuration, [])
+        group = runs.setdefault(configuration, [])
         if not group or group[0].fingerprint.versions == measurement.fingerprint.versions:
             group.append(measurement)
-    return {configuration: _known(group) for configuration, group in found.items()}
+    return {configuration: _known(group) for configuration, group in runs.items()}
 
 
 def is_same_work(plan: Mapping[str, object], inputs: Sections) -> bool:
@@ -122,9 +122,11 @@ Family = tuple[str, str, str, bool]
 
 
 def family_of(configuration: Configuration) -> Family:
-    """Plans whose runs say all of each other's step times, communication and the engine's overhead included. ZeRO-1 and
-    ZeRO-2 of one backend do the same but for when gradients are reduced, and are off by much the same
-    (`scripts/fit/one_run.py`)."""
+    """Return the family of plans whose runs say all of each other's step times, the engine's overhead included.
+
+    ZeRO-1 and ZeRO-2 of one backend do the same but for when gradients are reduced, and are off by much the same
+    (`scripts/fit/one_run.py`).
+    """
     chosen = configuration
     strategy = "zero1 and zero2" if chosen.strategy in ("zero1", "zero2") else chosen.strategy
     return chosen.backend, strategy, chosen.offload, chosen.splits_model
@@ -132,7 +134,7 @@ def family_of(configuration: Configuration) -> Family:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """What runs of the same work say of a prediction."""
+    """Correction of a prediction by runs of the same work."""
 
     family: float = 1.0
     """What every part of a step takes over the model's time, as runs of the plan's own family did."""
@@ -162,11 +164,13 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experience:
-    """The calibration of hardware like this, whose factors the cluster has already, the runs that this machine has
-    made of the same work, and those that ran out of memory."""
+    """Experience of hardware like this: its calibration, whose factors the cluster has already, and its runs.
+
+    `known_runs` are those that this machine has made of the same work, `oom_records` those that ran out of memory.
+    """
 
     calibration: Calibration | None = None
-    known: Mapping[Configuration, KnownRun] = field(default_factory=dict)
+    known_runs: Mapping[Configuration, KnownRun] = field(default_factory=dict)
     oom_records: tuple[OomRecord, ...] = ()
     # Not an argument: a copy with other runs must work its corrections out anew.
     _corrections: dict[tuple[Family, int], Correction] = field(
@@ -178,23 +182,25 @@ class Experience:
         return self.correction(job).of(step_time(job))
 
     def correction(self, job: Job) -> Correction:
-        """What the runs of this work on as many ranks say: those of the same family all of the step, as a geometric
-        mean; else those of others what they share with it, which is the machine's computing.
+        """Return what the runs of this work on as many ranks say.
+
+        Those of the same family say all of the step, as a geometric mean; else those of others what they share with it,
+        which is the machine's computing.
 
         Where that was measured or fitted, what a run took beyond its prediction is its own: its communication, and what
         its engine does. A plan is not held faster because another was better than predicted.
         """
-        if not self.known:
+        if not self.known_runs:
             return NO_CORRECTION
         family, ranks = family_of(job.configuration), job.configuration.world_size
         if (family, ranks) not in self._corrections:
-            runs = {one: run for one, run in self.known.items() if one.world_size == ranks}
+            runs = {one: run for one, run in self.known_runs.items() if one.world_size == ranks}
             logs = [_beyond(job, one, run)[0] for one, run in runs.items() if family_of(one) == family]
             if logs:
-                found = Correction(family=math.exp(math.fsum(logs) / len(logs)))
+                correction = Correction(family=math.exp(math.fsum(logs) / len(logs)))
             else:
-                found = Correction(compute=self._shared(job, runs))
-            self._corrections[family, ranks] = found
+                correction = Correction(compute=self._shared(job, runs))
+            self._corrections[family, ranks] = correction
         return self._corrections[family, ranks]
 
     def _shared(self, job: Job, runs: Mapping[Configuration, KnownRun]) -> float:
@@ -223,8 +229,8 @@ class Experience:
         return next((record for record in self.oom_records if record.rules_out(job, memory)), None)
 
     def time_of(self, job: Job, predicted: StepTime) -> StepTime:
-        """What the job takes: as measured where it ran before, else as predicted, with the interval either has."""
-        run = self.known.get(job.configuration)
+        """Return what the job takes: as measured where it ran before, else as predicted, with its interval."""
+        run = self.known_runs.get(job.configuration)
         if run is not None:
             return run.answer(predicted)
         low, high = interval(job, predicted.step_seconds, self.calibration)

@@ -23,16 +23,16 @@ from planner.calibration.calibration import Matrix, Vector, quadratic
 
 
 def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> Vector:
-    """x of `matrix x = right` for a symmetric positive definite matrix, by Cholesky's decomposition."""
+    """Return x of `matrix x = right` for a symmetric positive definite matrix, by Cholesky's decomposition."""
     lower = _cholesky(matrix)
     size = len(right)
     forward: list[float] = []
     for i in range(size):
         forward.append((right[i] - sum(lower[i][k] * forward[k] for k in range(i))) / lower[i][i])
-    found = [0.0] * size
+    solution = [0.0] * size
     for i in reversed(range(size)):
-        found[i] = (forward[i] - sum(lower[k][i] * found[k] for k in range(i + 1, size))) / lower[i][i]
-    return tuple(found)
+        solution[i] = (forward[i] - sum(lower[k][i] * solution[k] for k in range(i + 1, size))) / lower[i][i]
+    return tuple(solution)
 
 
 def inverse(matrix: Sequence[Sequence[float]]) -> Matrix:
@@ -66,7 +66,7 @@ _NEAR = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prior:
-    """What is known of a factor before any run: its logarithm is 0, give or take `spread` (one standard deviation)."""
+    """A factor before any run: its logarithm is 0, give or take `spread` (one standard deviation)."""
 
     name: str
     spread: float
@@ -82,8 +82,11 @@ class Noise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """What was found: `values` are logarithms of the factors, `covariance` their posterior covariance, `spread` what
-    the residuals keep, in the residuals' own unit."""
+    """Result of a fit.
+
+    `values` are logarithms of the factors, `covariance` their posterior covariance, `spread` what the residuals keep,
+    in the residuals' own unit.
+    """
 
     names: tuple[str, ...]
     values: Vector
@@ -106,7 +109,7 @@ Residuals = Callable[[Sequence[float]], Sequence[float]]
 def fit(
     residuals: Residuals, priors: Sequence[Prior], noise: Noise | None = None, start: Sequence[float] | None = None
 ) -> Fit:
-    """The most probable values. `residuals` takes the logarithms in the order of `priors`; so does `start`, a guess.
+    """Return the most probable values; `residuals` and `start`, a guess, have the logarithms in the order of `priors`.
 
     With no residuals at all the answer is the prior: zeros, its variances, and the expected spread.
     """
@@ -141,14 +144,14 @@ class _Problem:
     priors: tuple[Prior, ...]
 
     def at(self, values: Vector) -> _Point:
-        """Return the point, with slopes of its own."""
-        known = tuple(self.residuals(values))
+        """Return the point moved there, with slopes of its own."""
+        residuals = tuple(self.residuals(values))
         columns = []
         for index in range(len(values)):
             beside = tuple(value + _STEP * (i == index) for i, value in enumerate(values))
             moved = self.residuals(beside)
-            columns.append(tuple((there - here) / _STEP for there, here in zip(moved, known, strict=True)))
-        return _Point(values=values, residuals=known, origin=values, columns=tuple(columns))
+            columns.append(tuple((there - here) / _STEP for there, here in zip(moved, residuals, strict=True)))
+        return _Point(values=values, residuals=residuals, origin=values, columns=tuple(columns))
 
     def cost(self, values: Vector, residuals: Sequence[float], spread: float) -> float:
         """Return the negative logarithm of the posterior, up to a constant."""
@@ -167,13 +170,13 @@ class _Problem:
     def curvature(self, point: _Point, spread: float) -> list[list[float]]:
         """Return the cost's curvature, as Gauss and Newton approximate it."""
         weights = _weights(point, spread)
-        found = [
+        curvature = [
             [sum(w * a * b for w, a, b in zip(weights, column, other, strict=True)) for other in point.columns]
             for column in point.columns
         ]
         for index, prior in enumerate(self.priors):
-            found[index][index] += 1 / prior.spread**2
-        return found
+            curvature[index][index] += 1 / prior.spread**2
+        return curvature
 
     def descend(self, point: _Point, spread: float) -> _Point:
         """One accepted step of Levenberg and Marquardt, or the same point where none goes down."""
@@ -186,10 +189,10 @@ class _Problem:
             ]
             step = solve(damped, downhill)
             values = tuple(value + move for value, move in zip(point.values, step, strict=True))
-            found = tuple(self.residuals(values))
-            if self.cost(values, found, spread) < here:
+            residuals = tuple(self.residuals(values))
+            if self.cost(values, residuals, spread) < here:
                 near = all(abs(value - old) < _NEAR for value, old in zip(values, point.origin, strict=True))
-                return replace(point, values=values, residuals=found) if near else self.at(values)
+                return replace(point, values=values, residuals=residuals) if near else self.at(values)
             damping *= 10
         return point
 

@@ -31,6 +31,7 @@ class OomRecord:
 
     @property
     def when(self) -> str:
+        """Words for when it failed: `here on 2026-11-23`, or in this run."""
         return f"here on {self.created_at[:10]}" if self.created_at else "in this run"
 
     def counts_on(self, cluster: Cluster) -> bool:
@@ -63,7 +64,7 @@ class OomRecord:
         return self.host_bytes_per_node is not None and memory.host_bytes_per_node >= self.host_bytes_per_node
 
     def judgement(self, memory: MemoryEstimate) -> Judgement:
-        """That of a plan that is ruled out."""
+        """Return the judgement of a plan that is ruled out."""
         need, failed = memory.peak_allocated_bytes, self.peak_allocated_bytes
         reason = (
             f"is predicted at {format_bytes(need)}, and a plan predicted at {format_bytes(failed)} ran out of memory"

@@ -14,8 +14,11 @@ HOUR = 3_600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """What was said of money and time. `usd_per_gpu_hour` stands in for the price that the cluster has, `tokens` are
-    those of the whole training, of which `deadline_days` is the time for."""
+    """Limits of money and time.
+
+    `usd_per_gpu_hour` stands in for the price that the cluster has, `tokens` are those of the whole training, of which
+    `deadline_days` is the time for.
+    """
 
     usd_per_gpu_hour: float | None = None
     tokens: float | None = None
@@ -33,8 +36,10 @@ NO_BUDGET = Budget()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bill:
-    """What a plan costs: per million tokens, and for the whole training where its tokens were given. Dollars are None
-    where no price is known, days and totals where no number of tokens is."""
+    """The costs of a plan: per million tokens, and for the whole training where its tokens were given.
+
+    Dollars are None where no price is known, days and totals where no number of tokens is.
+    """
 
     gpu_hours_per_million_tokens: float
     usd_per_million_tokens: float | None = None

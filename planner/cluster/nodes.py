@@ -36,6 +36,7 @@ class Layout:
 
     @property
     def gpus(self) -> int:
+        """GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
 
@@ -68,10 +69,10 @@ def usual_gpus_per_node(device: Device) -> int:
         return 1
     if device.form == "PCIe":
         return _PCIE_SLOTS
-    known = _carriers(device)
-    if known:
-        best = _rank(known[0])
-        return max(node.gpus_per_node for node in known if _rank(node) == best)
+    carriers = _carriers(device)
+    if carriers:
+        best = _rank(carriers[0])
+        return max(node.gpus_per_node for node in carriers if _rank(node) == best)
     if device.form == "superchip":
         return _NVL72_TRAY if _is_rack_scale(device) else 1
     return _PCIE_SLOTS
@@ -83,11 +84,11 @@ def default_node_type(device: Device, gpus_per_node: int) -> NodeType | None:
     NVIDIA's own before generic ones, workstations and servers, before clouds; among those the smallest that is large
     enough, else the largest there is.
     """
-    known = _carriers(device)
-    enough = [node for node in known if node.gpus_per_node >= gpus_per_node]
+    carriers = _carriers(device)
+    enough = [node for node in carriers if node.gpus_per_node >= gpus_per_node]
     if enough:
         return min(enough, key=lambda node: (_rank(node), node.gpus_per_node))
-    return max(known, key=lambda node: node.gpus_per_node, default=None)
+    return max(carriers, key=lambda node: node.gpus_per_node, default=None)
 
 
 def capacity(device: Device, memory_gb: float | None = None) -> int:
@@ -96,9 +97,9 @@ def capacity(device: Device, memory_gb: float | None = None) -> int:
     Raises:
         ContradictoryRequest: the datasheet has no figure and none was given.
     """
-    known = device.capacity_bytes
-    if known is not None:
-        return known
+    capacity = device.capacity_bytes
+    if capacity is not None:
+        return capacity
     if memory_gb is not None:
         return round(memory_gb * GB)
     raise ContradictoryRequest(
@@ -154,11 +155,11 @@ def network(device: Device, layout: Layout, node: NodeType) -> tuple[Link | None
     rate = (link.per_node_gbit or link.line_rate_gbit or 0) * nics
     sold = node.inter_node_gbit or rate
     trays = max(1, layout.gpus_per_node // node.gpus_per_node) if _is_rack_scale(device) and link.per == "NIC" else 1
-    return (link if sold >= rate else scaled(link, sold / rate)), nics * trays
+    return (link if sold >= rate else scale_link(link, sold / rate)), nics * trays
 
 
-def scaled(link: Link, factor: float) -> Link:
-    """The same link with every rate times `factor`; latencies stay."""
+def scale_link(link: Link, factor: float) -> Link:
+    """Return the same link with every rate times `factor`; latencies stay."""
 
     def rates(busbw: Mapping[str, float | None]) -> dict[str, float | None]:
         return {key: rate if rate is None or key == "gpus" else rate * factor for key, rate in busbw.items()}

@@ -23,7 +23,7 @@ _PLAIN_NETWORK = "eth-25"
 
 
 def probed_cluster(machine: Machine, ranks: int | None = None) -> Cluster:
-    """The cluster that a process started here trains on: all GPUs, a MIG slice, or `ranks` (2) processes on the CPU.
+    """Return the cluster that a process started here trains on: all GPUs, a MIG slice, or `ranks` (2) CPU processes.
 
     `ranks` is the world size: the first GPUs where it is fewer than there are, several such nodes where it is more.
 

@@ -289,7 +289,7 @@ def compile_code_bases(path: Path = _WRITTEN) -> str:
     return json.dumps(rows, indent=1) + "\n"
 
 
-def checked_row(row: object, known: Mapping[str, Mapping[str, Any]], where: object) -> Mapping[str, Any]:
+def checked_row(row: object, entries: Mapping[str, Mapping[str, Any]], where: object) -> Mapping[str, Any]:
     """Return a row with every key checked and filled up from the one that it is `like`.
 
     Raises:
@@ -300,23 +300,23 @@ def checked_row(row: object, known: Mapping[str, Mapping[str, Any]], where: obje
     if not isinstance(row, dict):
         raise BrokenFile(where, "is not a mapping of traits", _REMEDY)
     like = row.get("like")
-    if like is not None and (not isinstance(like, str) or like not in known):
-        raise BrokenFile(where, f"is like {like!r}, which is none of {', '.join(known)}", _REMEDY)
-    if like is None and known and not {"title", "runs_with", "loads"} <= row.keys():
+    if like is not None and (not isinstance(like, str) or like not in entries):
+        raise BrokenFile(where, f"is like {like!r}, which is none of {', '.join(entries)}", _REMEDY)
+    if like is None and entries and not {"title", "runs_with", "loads"} <= row.keys():
         raise BrokenFile(where, "has no `like: NAME` and not all of title, runs_with and loads", _REMEDY)
-    full = {**(known[like] if like else {}), **{key: value for key, value in row.items() if key != "like"}}
+    full = {**(entries[like] if like else {}), **{key: value for key, value in row.items() if key != "like"}}
     if like and isinstance(row.get("sources"), dict):
-        full["sources"] = {**known[like].get("sources", {}), **row["sources"]}
+        full["sources"] = {**entries[like].get("sources", {}), **row["sources"]}
     nested = {key: value for key, value in full.items() if key not in _GROUPS}
     nested["eager"] = {key: full[key] for key in _GROUPS if key in full}
     try:
         from_json(CodeBase, {"name": like or "", **nested})
     except WrongValue as problem:
-        said = str(problem).removeprefix("eager.")
+        message = str(problem).removeprefix("eager.")
         for ours, theirs in (("are name,", "are like,"), (" eager,", f" {', '.join(_GROUPS)},")):
-            said = said.replace(ours, theirs)
-        raise BrokenFile(where, said, _REMEDY) from None
-    for place, widths in full.get("states", {}).items():
+            message = message.replace(ours, theirs)
+        raise BrokenFile(where, message, _REMEDY) from None
+    for location, widths in full.get("states", {}).items():
         if unknown := widths.keys() - StateBytes.__annotations__.keys():
-            raise BrokenFile(where, f"states.{place}.{min(unknown)} is not a key", _REMEDY)
+            raise BrokenFile(where, f"states.{location}.{min(unknown)} is not a key", _REMEDY)
     return full

@@ -28,9 +28,9 @@ class Rule:
         return self.sentence.format(plan=plan, **_said(plan))
 
 
-def contradiction(plan: Configuration) -> str:
-    """Return why nothing, here or elsewhere, runs a configuration; empty where something may."""
-    return next((rule.why(plan) for rule in _CONTRADICTIONS if rule.breaks(plan)), "")
+def why_contradictory(plan: Configuration) -> str | None:
+    """Return why nothing, here or elsewhere, runs a configuration; None where something may."""
+    return next((rule.why(plan) for rule in _CONTRADICTIONS if rule.breaks(plan)), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,13 +48,13 @@ class Adapted:
         return self.load_dtype == "nf4" or (self.method == "qlora" and self.load_dtype is None)
 
 
-def refusal(plan: Configuration, adapted: Adapted | None = None) -> str:
-    """Return why `dsplan run` and `dsplan.initialize` cannot run a configuration; empty where they can."""
-    found = contradiction(plan)
-    found = found or next((rule.why(plan) for rule in _NOT_HERE if rule.breaks(plan)), "")
-    if found or adapted is None:
-        return found
-    return next((rule.why(plan) for breaks, rule in _BESIDE_FROZEN if breaks(adapted) and rule.breaks(plan)), "")
+def why_refused(plan: Configuration, adapted: Adapted | None = None) -> str | None:
+    """Return why `dsplan run` and `dsplan.initialize` cannot run a configuration; None where they can."""
+    reason = why_contradictory(plan)
+    reason = reason or next((rule.why(plan) for rule in _NOT_HERE if rule.breaks(plan)), None)
+    if reason or adapted is None:
+        return reason
+    return next((rule.why(plan) for breaks, rule in _BESIDE_FROZEN if breaks(adapted) and rule.breaks(plan)), None)
 
 
 def compresses(strategy: str, backend: str, compression: words.Compression) -> bool:

@@ -140,7 +140,7 @@ def recipe_of(job: Job) -> Recipe:
     if narrow and configuration.backend != "native":
         recipe = replace(recipe, reduce=2)
     loaded, scaled = load_dtype_of(workload), None if configuration.backend == "native" else scaled_products(job)
-    recipe = recipe if loaded is None else _loaded(recipe, loaded, trains_all=job.counts.trains_all)
+    recipe = recipe if loaded is None else _as_loaded(recipe, loaded, trains_all=job.counts.trains_all)
     return recipe if scaled is None else _with_scaled(recipe, scaled, configuration)
 
 
@@ -156,7 +156,7 @@ def load_dtype_of(workload: Workload) -> LoadDtype | None:
     return "fp32" if workload.precision == "fp32" else "fp16" if workload.precision == "fp16" else "bf16"
 
 
-def _loaded(recipe: Recipe, loaded: LoadDtype, *, trains_all: bool) -> Recipe:
+def _as_loaded(recipe: Recipe, loaded: LoadDtype, *, trains_all: bool) -> Recipe:
     """Return a recipe where weights are loaded in a dtype of their own.
 
     Those that are trained keep it under autocast and FSDP, with gradients and moments as wide; frozen ones do
@@ -389,14 +389,14 @@ def scaled_products(job: Job) -> ScaledProducts | None:
     library = code_base(job.workload.code).scaled_products
     recipe = job.workload.fp8_recipe or usual_recipe(job.cluster.device, precision)
     if library == "Transformer Engine":
-        found = _TRANSFORMER_ENGINE.get(recipe, _TRANSFORMER_ENGINE["tensorwise"])
+        products = _TRANSFORMER_ENGINE.get(recipe, _TRANSFORMER_ENGINE["tensorwise"])
         # Sharded weights are cast after each all-gather.
-        casts = 4.0 if job.configuration.strategy in _SHARDED else found.weight_casts
-        return replace(found, weight_casts=casts, casts_shards=True)
-    found = _TORCHAO[recipe]
+        casts = 4.0 if job.configuration.strategy in _SHARDED else products.weight_casts
+        return replace(products, weight_casts=casts, casts_shards=True)
+    products = _TORCHAO[recipe]
     if job.workload.compile:
-        return found
-    return replace(found, activation_casts=EAGER_CAST_BYTES, weight_casts=EAGER_CAST_BYTES)
+        return products
+    return replace(products, activation_casts=EAGER_CAST_BYTES, weight_casts=EAGER_CAST_BYTES)
 
 
 def usual_recipe(device: Device, precision: Precision) -> Fp8Recipe:
@@ -412,17 +412,17 @@ def capability_of(device: Device) -> tuple[int, int]:
     return int(major), int(minor or 0)
 
 
-def lacks_scaled(device: Device, precision: Precision, recipe: Fp8Recipe | None, code: str) -> str:
-    """Return why linear layers cannot multiply so, in one sentence with what to use; empty where they can.
+def why_not_scaled(device: Device, precision: Precision, recipe: Fp8Recipe | None, code: str) -> str | None:
+    """Return why linear layers cannot multiply so, in one sentence with what to use; None where they can.
 
-    It is empty for other precisions too, unless a recipe contradicts them.
+    It is None for other precisions too, unless a recipe contradicts them.
 
     The devices are those of TransformerEngine@d0067d0d `pytorch/quantization.py` and torchao@36027d82
     `docs/source/workflows/training.md`: fp8 takes compute capability 8.9 or an MI300, blocks of 128 take 9.0, MXFP8
     takes 10.0 and is not on 12.0 yet, NVFP4 takes 10.0.
     """
     if precision not in SCALED_PRECISIONS:
-        return f"--fp8-recipe {recipe} is for --precision fp8 or fp4, not {precision}" if recipe else ""
+        return f"--fp8-recipe {recipe} is for --precision fp8 or fp4, not {precision}" if recipe else None
     library = code_base(code).scaled_products
     if library == "none":
         others = ", ".join(name for name in code_names() if code_base(name).scaled_products != "none")
@@ -435,17 +435,17 @@ def lacks_scaled(device: Device, precision: Precision, recipe: Fp8Recipe | None,
         return f"{library}, which --code {code} uses, has no {chosen} recipe; use {', '.join(RECIPES_OF[library])}"
     if code == "llm-foundry" and chosen != "tensorwise":
         return f"llm-foundry has no {chosen} recipe; use --fp8-recipe tensorwise, which its amp_fp8 is"
-    return _lacks(device, precision, chosen)
+    return _why_no_units(device, precision, chosen)
 
 
-def _lacks(device: Device, precision: Precision, recipe: Fp8Recipe) -> str:
+def _why_no_units(device: Device, precision: Precision, recipe: Fp8Recipe) -> str | None:
     """Return what a device has no units for."""
     capability = capability_of(device)
     if device.architecture in ("cdna3", "cdna4") and recipe in ("tensorwise", "rowwise"):
-        return ""
+        return None
     needed = {"tensorwise": (8, 9), "rowwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}[recipe]
     if capability >= needed and not (recipe == "mxfp8" and capability >= (12, 0)):
-        return ""
+        return None
     if not capability >= (8, 9) and device.architecture not in ("cdna3", "cdna4"):
         return f"{device.name} has no units for {precision} products; use --precision bf16 or fp16"
     other = "--fp8-recipe tensorwise" if precision == "fp8" else "--precision fp8"

@@ -60,12 +60,12 @@ def kinds_on_stage(kinds: tuple[tuple[str, int], ...], *, pp: int, virtual_stage
 
 
 def _in_proportion(counts: Sequence[int], some: int) -> tuple[int, ...]:
-    total, left, found = sum(counts), some, []
-    for place, count in enumerate(counts):
-        part = left if place == len(counts) - 1 else min(left, round(some * count / total))
-        found.append(part)
+    total, left, parts = sum(counts), some, []
+    for index, count in enumerate(counts):
+        part = left if index == len(counts) - 1 else min(left, round(some * count / total))
+        parts.append(part)
         left -= part
-    return tuple(found)
+    return tuple(parts)
 
 
 def micro_batches_in_flight(configuration: Configuration, stage: int) -> float:
@@ -122,7 +122,7 @@ def keeps_stage_whole(job: Job) -> bool:
     return job.configuration.pp > 1 and code_base(job.workload.code).whole_stages
 
 
-def reshards(job: Job) -> bool:
+def reshards_weights(job: Job) -> bool:
     """Return whether FSDP frees a unit's weights between its uses."""
     return job.configuration.strategy != "fsdp-grad-op" and not keeps_stage_whole(job)
 

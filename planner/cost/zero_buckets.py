@@ -74,14 +74,14 @@ def bucket_members(sizes: Sequence[int], limit: int) -> list[list[int]]:
     buckets: list[list[int]] = []
     together: list[int] = []
     filled = 0
-    for place, size in enumerate(sizes):
+    for index, size in enumerate(sizes):
         if 2 * size >= limit:
-            buckets.append([place])
+            buckets.append([index])
             continue
         if filled + size > limit:
             buckets.append(together)
             together, filled = [], 0
-        together.append(place)
+        together.append(index)
         filled += size
     return [*buckets, together] if together else buckets
 
@@ -93,9 +93,9 @@ def owning_ranks(sizes: Sequence[int], ranks: int) -> list[int]:
     """
     loads = [(0, rank) for rank in range(ranks)]  # in order, and so a heap
     owners = [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        load, owners[place] = loads[0]
-        heapreplace(loads, (load + sizes[place], owners[place]))
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        load, owners[index] = loads[0]
+        heapreplace(loads, (load + sizes[index], owners[index]))
     return owners
 
 

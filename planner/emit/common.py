@@ -1,4 +1,4 @@
-"""What a config needs beyond the plan, and what every format asks of a plan."""
+"""Needs of a config beyond the plan, and what every format asks of a plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def on_cpu(plan: Plan, options: EmitOptions) -> bool:
 
 
 def device_resource(plan: Plan, options: EmitOptions) -> str:
-    """The name that Kubernetes has for the plan's GPUs; empty for CPU ranks and for what no cluster schedules."""
+    """Return Kubernetes' name for the plan's GPUs; empty for CPU ranks and for what no cluster schedules."""
     return "" if on_cpu(plan, options) else _RESOURCES.get(str(plan.cluster.get("vendor", "nvidia")), "")
 
 
@@ -122,7 +122,7 @@ def require_data_parallel_only(plan: Plan, form: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Abilities:
-    """What a trainer that splits layers can do, by the plan's words; what it lacks is refused by `require`."""
+    """Abilities of a trainer that splits layers, by the plan's words; what it lacks is refused by `require`."""
 
     strategies: frozenset[str]
     instead: str
@@ -288,7 +288,7 @@ def _batch(plan: Plan, format: str) -> tuple[str, ...]:
 
 
 def _loading(plan: Plan) -> str:
-    """transformers 5 loads a checkpoint in the dtype it was saved in unless told otherwise."""
+    """Return the duty to name a dtype: transformers 5 loads a checkpoint in the one it was saved in unless told."""
     configuration = plan.configuration
     dtype = "bfloat16" if configuration.precision == "bf16-pure" else "float32"
     if is_zero(plan) and configuration.precision in words.MIXED_PRECISIONS:
@@ -298,7 +298,7 @@ def _loading(plan: Plan) -> str:
 
 
 def _products(plan: Plan, format: str) -> tuple[str, ...]:
-    """torchao's float8 and MX converters, where the format itself does not ask accelerate for them."""
+    """Return the duty to add torchao's converters, where the format itself does not ask accelerate for them."""
     if plan.configuration.precision not in words.SCALED_PRECISIONS or converts_products(plan, format):
         return ()
     recipe = plan.workload.get("fp8_recipe") or "tensorwise"
@@ -373,7 +373,7 @@ def _optimizer(plan: Plan, format: str, options: EmitOptions) -> tuple[str, ...]
 
 
 def _reduction(plan: Plan, format: str) -> tuple[str, ...]:
-    """accelerate's FSDP2 policy reduces gradients in the compute dtype; the plan counts fp32."""
+    """Return the remark that accelerate's FSDP2 policy reduces in the compute dtype; the plan counts fp32."""
     mixed = plan.configuration.precision in words.MIXED_PRECISIONS
     if format not in ("accelerate", "huggingface") or not _is_fsdp(plan) or not mixed:
         return ()
@@ -381,7 +381,7 @@ def _reduction(plan: Plan, format: str) -> tuple[str, ...]:
 
 
 def _synchronisation(plan: Plan, format: str) -> tuple[str, ...]:
-    """accelerate keeps whole gradients while it accumulates unless it is told to reduce in every micro-batch."""
+    """Return the remark that accelerate keeps whole gradients while it accumulates unless told to reduce each time."""
     configuration = plan.configuration
     accumulates = _is_fsdp(plan) and configuration.gradient_accumulation_steps > 1
     if format != "accelerate" or not accumulates or not configuration.sync_each_micro_batch:

@@ -17,7 +17,7 @@ NOTHING: Amount = (0.0, 0.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """What is alive at a moment beside weights, optimizer states and gradients that were there before."""
+    """Memory at a moment beside weights, optimizer states and gradients that were there before."""
 
     activations: Amount
     cast: float = 0.0
@@ -51,9 +51,10 @@ class BlockFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """A whole model; see `planner.cost.memory.activations.form.Form`. `differences`: how far the form's structure is
-    from the model's; None if no form was found. `moments` are those of a backward pass that was traced as a whole,
-    with the gradients that are finished by then.
+    """Figures of a whole model; see `planner.cost.memory.activations.form.Form`.
+
+    `differences`: how far the form's structure is from the model's; None if no form was found. `moments` are those of a
+    backward pass that was traced as a whole, with the gradients that are finished by then.
     """
 
     blocks: Sequence[BlockFigures]
@@ -67,7 +68,7 @@ class Figures:
 
 
 def on_more_ranks(whole: Figures, two: Figures, tp: int) -> Figures:
-    """The figures of one of `tp` ranks that split layers between them, from those of one rank and of one of two."""
+    """Return the figures of one of `tp` ranks that split layers, from those of one rank and of one of two."""
     return replace(
         two,
         blocks=[_on_more(one, half, tp) for one, half in zip(whole.blocks, two.blocks, strict=True)],
@@ -77,7 +78,7 @@ def on_more_ranks(whole: Figures, two: Figures, tp: int) -> Figures:
 
 
 def share_of(whole: float, half: float, tp: int) -> float:
-    """What `tp` ranks have each of `half` on two and `whole` on one: a part is on all of them, the rest is divided."""
+    """Return what `tp` ranks have each of `half` on two and `whole` on one; what one has whole, all have."""
     return max(2 * half - whole + 2 * (whole - half) / tp, 0.0)
 
 

@@ -145,7 +145,7 @@ class _Shape:
 
 
 def _oddness(shape: _Shape) -> float:
-    """How far a shape is from the usual one, in logarithms of its two ratios; 4 stages should divide its depth."""
+    """Return how far a shape is from the usual, in logarithms of its two ratios; 4 stages should divide its depth."""
     uneven = 0.1 if shape.layers % 4 else 0.0
     aspect = abs(math.log(shape.hidden / shape.layers / shape.usual_aspect))
     return uneven + aspect + 2 * abs(math.log(shape.mlp_width / shape.hidden / MLP_RATIO))

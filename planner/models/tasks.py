@@ -1,4 +1,4 @@
-"""What a model is usually trained for, and on how long samples."""
+"""Tasks that a model is usually trained for, and how long their samples are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LONGEST_DEFAULT = {"decoder": 2048, "vision-language": 2048, "custom": 2048}
 
 
 def default_task(facts: ModelFacts) -> Task:
-    """The task a model of this kind is trained for unless another is named; a classifier's class says so itself."""
+    """Return the task that a model of this kind is trained for unless another is named; a classifier's class says."""
     if facts.kind in ("encoder", "decoder") and facts.architecture.endswith(_CLASSIFIERS):
         return "seq-cls"
     return _TASKS[facts.kind]

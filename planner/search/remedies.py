@@ -1,4 +1,4 @@
-"""What is said where no plan fits: the headline, the closest miss, and remedies, each tried before it is offered."""
+"""The answer where no plan fits: headline, closest miss, and remedies, each tried before it is offered."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoPlan:
-    """What commands, pages, reports and errors say where there is no plan."""
+    """Words of commands, pages, reports and errors where there is no plan."""
 
     headline: str
     """`no plan fits`, or by when none that fits ends."""
@@ -100,25 +100,30 @@ _ADAPTERS: tuple[tuple[Method, str], ...] = (
 def adapter_remedies(
     request: Request, first: Callable[[Request], Plan | None], instead: Plan | None
 ) -> tuple[Remedy, ...]:
-    """Adapters in place of all weights, where that fits on the devices alone and all weights do not: `instead` is the
-    best plan for those, None where there is none."""
+    """Return adapters in place of all weights, where those fit on the devices alone and all weights do not.
+
+    `instead` is the best plan for all weights, None where there is none.
+    """
     workload = request.workload
     cluster = request.cluster
     if workload.freezes or cluster.device.is_cpu or cluster.gpus > MOST_GPUS_FOR_ADAPTERS:
         return ()
-    found = []
+    offered = []
     for method, change in _ADAPTERS:
-        asked = replace(workload, method=method, load_dtype=None)
+        with_adapters = replace(workload, method=method, load_dtype=None)
         try:
-            counts = counts_of(request.facts, asked)
+            counts = counts_of(request.facts, with_adapters)
         except ContradictoryRequest:
             return ()
-        if LOADED_BYTES[load_dtype_of(asked) or "bf16"] * counts.held.total > cluster.gpus * cluster.capacity_bytes:
+        if (
+            LOADED_BYTES[load_dtype_of(with_adapters) or "bf16"] * counts.held.total
+            > cluster.gpus * cluster.capacity_bytes
+        ):
             continue  # not even the frozen weights fit, shared by all
-        plan = first(replace(request, workload=asked, counts=counts, budget=NO_BUDGET, offload="none"))
+        plan = first(replace(request, workload=with_adapters, counts=counts, budget=NO_BUDGET, offload="none"))
         if plan is not None:
-            found.append(Remedy(change=change, flag=f"--method {method}", plan=_with_speed(plan, instead)))
-    return tuple(found)
+            offered.append(Remedy(change=change, flag=f"--method {method}", plan=_with_speed(plan, instead)))
+    return tuple(offered)
 
 
 def _with_speed(plan: Plan, instead: Plan | None) -> str:
@@ -132,11 +137,11 @@ def _with_speed(plan: Plan, instead: Plan | None) -> str:
 
 def in_time_remedies(request: Request, on_devices: Iterable[OnDevices]) -> tuple[Remedy, ...]:
     """Return the numbers of devices on which a plan ends in time, fewest first."""
-    here, asked = request.cluster.gpus, request.workload.global_batch_size
+    here, batch_size = request.cluster.gpus, request.workload.global_batch_size
 
     def batch(devices: OnDevices, words: str) -> str:
         size = devices.plan.configuration.global_batch_size
-        return "" if size == asked else f"{words}{size}"
+        return "" if size == batch_size else f"{words}{size}"
 
     return tuple(
         Remedy(
@@ -184,7 +189,7 @@ def _shorter_sequence(request: Request, fits: Fits) -> Remedy | None:
 def _more_memory(request: Request, fits: Fits) -> Remedy | None:
     """Return the smallest device memory, to a GiB, at which something fits on the same number of GPUs."""
     here = device_limit(request.workload, request.cluster)
-    low, high, found = here, here * 64, None
+    low, high, fitting = here, here * 64, None
     while high - low > (1 << 30):
         middle = (low + high) // 2
         larger = replace(request.cluster, capacity_bytes=middle)
@@ -193,11 +198,11 @@ def _more_memory(request: Request, fits: Fits) -> Remedy | None:
             low = middle
         else:
             # What fits needs no more than it needs.
-            high, found = max(min(middle, priced.memory.device_needed_bytes), low), priced
-    if found is None:
+            high, fitting = max(min(middle, priced.memory.device_needed_bytes), low), priced
+    if fitting is None:
         return None
     gigabytes = -(-high // (1 << 30))
-    return _remedy(f"use GPUs with at least {gigabytes} GiB instead of {format_bytes(here)}", "--gpu NAME", found)
+    return _remedy(f"use GPUs with at least {gigabytes} GiB instead of {format_bytes(here)}", "--gpu NAME", fitting)
 
 
 def _more_host_memory(request: Request, fits: Fits) -> Remedy | None:

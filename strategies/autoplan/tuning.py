@@ -114,7 +114,7 @@ def _informed(request: Request, tried: Sequence[Tried]) -> Request:
         )
         for trial in tried
     }
-    experience = replace(request.experience, known={**request.experience.known, **known})
+    experience = replace(request.experience, known_runs={**request.experience.known_runs, **known})
     fastest = replace(request, experience=experience, simplest_first=False, objective="throughput", top=1)
     return without(fastest, current().failed_plans)
 

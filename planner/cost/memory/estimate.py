@@ -105,15 +105,15 @@ def _busiest(job: Job, stages: tuple[int, ...] | None = None) -> tuple[Job, Stat
 
     The ledgers are, of every phase, the largest moment of any stage.
     """
-    recipe, found = recipe_of(job), []
+    recipe, stages_phases = recipe_of(job), []
     for stage in stages or stages_looked_at(job.configuration.pp):
         here = replace(job, stage=stage) if stage != job.stage else job
         states = states_of(here, recipe)
-        found.append((here, states, _phases_of(here, recipe, states)))
-    if len(found) == 1:
-        return found[0]
-    busiest, states, _ = max(found, key=lambda entry: max(map(_total, entry[2].values())))
-    every = [phases for _, _, phases in found]
+        stages_phases.append((here, states, _phases_of(here, recipe, states)))
+    if len(stages_phases) == 1:
+        return stages_phases[0]
+    busiest, states, _ = max(stages_phases, key=lambda entry: max(map(_total, entry[2].values())))
+    every = [phases for _, _, phases in stages_phases]
     names = [name for name in ("load", *PHASES, "eval", "save") if any(name in phases for phases in every)]
     return busiest, states, {name: max((p[name] for p in every if name in p), key=_total) for name in names}
 

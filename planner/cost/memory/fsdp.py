@@ -21,9 +21,9 @@ from functools import cached_property, lru_cache, partial
 from hardware_db.records import dataclass
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
-from planner.cost.memory.units import Part, Shards, Unit, Units, part_of, rank_units, rounded, shards_over
+from planner.cost.memory.units import Part, Shards, Unit, Units, part_of, rank_units, round_up, shards_over
 from planner.cost.precision import Recipe
-from planner.cost.split import reduces_each_micro_batch, reshards
+from planner.cost.split import reduces_each_micro_batch, reshards_weights
 from planner.models.facts import ParameterCounts
 from planner.types.job import Job
 
@@ -72,9 +72,9 @@ def frozen_unit_bytes(
     alone, casts = shards.dense == shards.experts == 1, recipe.frozen_width > width
     return replace(
         own,
-        unsharded=own.unsharded + sum(map(rounded, whole)),
-        all_gather_output=own.all_gather_output + (0 if alone else rounded(sum(whole))),
-        all_gather_input=own.all_gather_input + (sum(map(rounded, sizes)) if offloads or casts else 0),
+        unsharded=own.unsharded + sum(map(round_up, whole)),
+        all_gather_output=own.all_gather_output + (0 if alone else round_up(sum(whole))),
+        all_gather_input=own.all_gather_input + (sum(map(round_up, sizes)) if offloads or casts else 0),
     )
 
 
@@ -91,22 +91,22 @@ def unit_bytes(
     whole = local.whole(shards)
     alone, casts = shards.dense == shards.experts == 1, gather != recipe.weight
     if offloads:
-        all_gather_input = local.bytes(gather) + (rounded(max(local.sizes, default=0) * recipe.weight) if casts else 0)
+        all_gather_input = local.bytes(gather) + (round_up(max(local.sizes, default=0) * recipe.weight) if casts else 0)
     elif casts:
-        all_gather_input = rounded((max(local.sizes, default=0) if alone else local.elements) * gather)
+        all_gather_input = round_up((max(local.sizes, default=0) if alone else local.elements) * gather)
     else:
         all_gather_input = 0
     return UnitBytes(
-        unsharded=sum(rounded(size * gather) for size in whole),
-        all_gather_output=0 if alone else rounded(sum(whole) * gather),
+        unsharded=sum(round_up(size * gather) for size in whole),
+        all_gather_output=0 if alone else round_up(sum(whole) * gather),
         all_gather_input=all_gather_input,
         gradients=trained.bytes(recipe.gather),
-        newest=rounded(max(trained.sizes, default=0) * recipe.gather),
-        last_gradient=0 if alone else rounded(sum(trained.sizes[-1:]) * recipe.gather),
+        newest=round_up(max(trained.sizes, default=0) * recipe.gather),
+        last_gradient=0 if alone else round_up(sum(trained.sizes[-1:]) * recipe.gather),
         accumulated=trained.bytes(recipe.reduce),
-        reduce_scatter_input=rounded(sum(reduced.whole(shards)) * recipe.reduce),
-        gloo_copy=rounded(_reduced_at_once(reduced, shards) * recipe.reduce),
-        sharded_gradients=rounded(reduced.elements * recipe.reduce),
+        reduce_scatter_input=round_up(sum(reduced.whole(shards)) * recipe.reduce),
+        gloo_copy=round_up(_reduced_at_once(reduced, shards) * recipe.reduce),
+        sharded_gradients=round_up(reduced.elements * recipe.reduce),
     )
 
 
@@ -152,11 +152,11 @@ class _Stack:
 
     def unit(self, index: int, blocks: int) -> UnitBytes:
         """Return the unit of the block at an index, which counts from the end where it is negative."""
-        place = (index % max(blocks, 1) + 0.5) * self._count / max(blocks, 1)
+        position = (index % max(blocks, 1) + 0.5) * self._count / max(blocks, 1)
         for repeats, unit in self._units:
-            if place < repeats:
+            if position < repeats:
                 return unit
-            place -= repeats
+            position -= repeats
         return self._units[-1][1]
 
     def unsharded(self, first: int, blocks: int) -> float:
@@ -203,7 +203,7 @@ def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
         shards=shards_over(job),
         part=part_of(job),
         offloads=chosen.offload != "none",
-        reshards=reshards(job),
+        reshards=reshards_weights(job),
         steps=steps,
         synchronised=steps == 1 or reduces_each_micro_batch(job),
         by_gloo=job.cluster.device.is_cpu,
@@ -258,11 +258,11 @@ class FsdpBuffers:
         share = instant.blocks_done / max(instant.blocks, 1)
         of_root = max(instant.done_gradients - share * self._block_elements, 0.0)
         whole = self._whole(instant, of_root)
-        unsharded, done = self._unsharded_in_backward(instant), instant.blocks_done
-        sharded_gradients = self._sharded_gradients(done, instant.blocks)
+        unsharded, blocks_done = self._unsharded_in_backward(instant), instant.blocks_done
+        sharded_gradients = self._sharded_gradients(blocks_done, instant.blocks)
         reducing = (
-            self._blocks.unit(-done, instant.blocks).reduce_scatter_input
-            if done and not self._blocks.is_shared
+            self._blocks.unit(-blocks_done, instant.blocks).reduce_scatter_input
+            if blocks_done and not self._blocks.is_shared
             else 0.0
         )
         if self._synchronised:
@@ -275,16 +275,18 @@ class FsdpBuffers:
 
     def _reduction(self, instant: Instant) -> Ledger:
         """Return what waits when a unit's parameters are freed: its whole gradients are not before they are copied."""
-        done, blocks = instant.blocks_done, instant.blocks
-        unit, share = self._blocks.unit(-done - 1, blocks), done / max(blocks, 1)
+        blocks_done, blocks = instant.blocks_done, instant.blocks
+        unit, share = self._blocks.unit(-blocks_done - 1, blocks), blocks_done / max(blocks, 1)
         of_root = max(instant.done_gradients - share * self._block_elements, 0.0)
         unsharded = self._unsharded_in_backward(instant) - unit.unsharded
         if self._synchronised:
-            gradients = self._sharded_gradients(done, blocks) if self._steps == 1 else self._waiting
+            gradients = self._sharded_gradients(blocks_done, blocks) if self._steps == 1 else self._waiting
             gradients += self._recipe.gather * of_root + max(unit.gradients, self._reduced(unit, unit.last_gradient))
         else:
             of_root = 0.0 if self._recipe.gather == self._recipe.reduce else of_root
-            gradients = self._left(instant) + self._sharded_gradients(done, blocks) + self._recipe.gather * of_root
+            gradients = (
+                self._left(instant) + self._sharded_gradients(blocks_done, blocks) + self._recipe.gather * of_root
+            )
         return Ledger(gradients=gradients, buffers=unsharded + unit.reduce_scatter_input)
 
     def before_blocks(self) -> Ledger:
@@ -340,12 +342,15 @@ class FsdpBuffers:
         The last buffer stays until the next unit's is copied out, or until the root's forward, which has the loss,
         ends.
         """
-        done, blocks = instant.blocks_done, instant.blocks
+        blocks_done, blocks = instant.blocks_done, instant.blocks
         if instant.unit == "head":
             before = 0.0 if self._reshards else self._blocks.unsharded(blocks, blocks)
             return self._root.unsharded + before + self._blocks.unit(-1, blocks).all_gather_output
-        block, previous = self._blocks.unit(done, blocks), self._blocks.unit(done - 1, blocks) if done else self._root
-        before = 0.0 if self._reshards else self._blocks.unsharded(done, blocks)
+        block, previous = (
+            self._blocks.unit(blocks_done, blocks),
+            self._blocks.unit(blocks_done - 1, blocks) if blocks_done else self._root,
+        )
+        before = 0.0 if self._reshards else self._blocks.unsharded(blocks_done, blocks)
         unsharded = (
             previous.all_gather_output + block.all_gather_peak
             if instant.enters

@@ -47,7 +47,7 @@ def host_bytes(job: Job, states: States, device_used: float) -> float:
     recipe = recipe_of(job)
     saving = saving_of(job, recipe, states)
     saving_bytes = saving.host_of_rank_0 + (ranks - 1) * saving.host_of_others
-    parked = sum(count * pinned(size) for count, size in parked_inputs(job, recipe))
+    parked = sum(count * pinned_bytes(size) for count, size in parked_inputs(job, recipe))
     paged = paged_state_bytes(job, trained_shards_of(job))
     return ranks * (CPU_PROCESS_BYTES + offloaded_bytes(job, recipe) + parked + paged) + saving_bytes
 
@@ -93,10 +93,10 @@ def offloaded_bytes(job: Job, recipe: Recipe) -> float:
     else:
         # A flat partition has no rows for Adafactor to factor: it keeps a whole fp32 moment.
         buffers = zero_host_buffers(job, recipe, 4.0 if configuration.optimizer == "adafactor" else recipe.state)
-    return sum(map(pinned, buffers.pinned)) + buffers.other
+    return sum(map(pinned_bytes, buffers.pinned)) + buffers.other
 
 
-def pinned(size: float) -> float:
+def pinned_bytes(size: float) -> float:
     """Bytes that a pinned buffer takes."""
     return float(1 << (max(round(size), 1) - 1).bit_length())
 
@@ -115,4 +115,4 @@ def _fsdp(job: Job, recipe: Recipe) -> float:
 
 
 def _each_pinned(units: Units, width: float) -> float:
-    return sum(unit.repeats * sum(pinned(size * width) for size in unit.sizes) for unit in units.every)
+    return sum(unit.repeats * sum(pinned_bytes(size * width) for size in unit.sizes) for unit in units.every)

@@ -37,8 +37,8 @@ def load_ledger(job: Job, recipe: Recipe, states: States) -> Ledger:
     placed = _placed(job, recipe, states)
     if not job.cluster.device.is_cpu:
         return placed
-    made = Ledger(parameters=made_bytes(job), temporaries=_beside_the_whole(job, recipe))
-    return max(made, placed, key=_total)
+    first_form = Ledger(parameters=made_bytes(job), temporaries=_beside_the_whole(job, recipe))
+    return max(first_form, placed, key=_total)
 
 
 def _placed(job: Job, recipe: Recipe, states: States) -> Ledger:

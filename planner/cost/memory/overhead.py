@@ -86,7 +86,7 @@ def closed_form_margin(job: Job, peak: Ledger) -> float:
     return FRAGMENTATION_UPPER + UNTRACED_ERROR * peak.activations / peak.total
 
 
-def differs(job: Job) -> bool:
+def has_other_form(job: Job) -> bool:
     """Return whether the form in use is that of another structure, the model's own never having been traced.
 
     It counts as it is, with a note: most differences move little, and a bound wide enough for the rest would refuse

@@ -19,7 +19,7 @@ from planner.cost.memory.units import (
     ALLOCATION_BYTES,
     Units,
     mean_width,
-    rounded,
+    round_up,
     shards_of,
     trained_shards_of,
     trained_units_of,
@@ -84,7 +84,7 @@ _BLOCKWISE: dict[Optimizer, tuple[float, int]] = {
 
 
 def _blockwise(size: int, width: float, block: int) -> int:
-    return 2 * (rounded(size * width) + rounded(4 * -(-size // block)))
+    return 2 * (round_up(size * width) + round_up(4 * -(-size // block)))
 
 
 def moment_bytes(optimizer: Optimizer, shape: Shape, width: int, *, in_block: bool = True) -> int:
@@ -98,26 +98,26 @@ def moment_bytes(optimizer: Optimizer, shape: Shape, width: int, *, in_block: bo
         value, block = _BLOCKWISE[optimizer]
         of_bitsandbytes = optimizer.startswith("adamw-8bit")
         if size < _SMALLEST_8BIT or (not of_bitsandbytes and size % block):
-            return 2 * rounded((4 if of_bitsandbytes else width) * size)
+            return 2 * round_up((4 if of_bitsandbytes else width) * size)
         if optimizer == "adamw-8bit-paged" and size >= _SMALLEST_PAGED:
             return 0
         return _blockwise(size, value, block)
     if optimizer.startswith("adamw"):
-        return 2 * rounded(size * width)
+        return 2 * round_up(size * width)
     if optimizer == "muon":
-        return rounded(size * width) * (1 if in_block and len(shape) == 2 else 2)
+        return round_up(size * width) * (1 if in_block and len(shape) == 2 else 2)
     if optimizer == "adafactor":
         if len(shape) < 2:
-            return rounded(size * width)
+            return round_up(size * width)
         rows, columns = size // shape[-1], size // shape[-2]
-        return rounded(rows * width) + rounded(columns * width)
-    return rounded(size * width) if optimizer == "lion" else 0
+        return round_up(rows * width) + round_up(columns * width)
+    return round_up(size * width) if optimizer == "lion" else 0
 
 
 def states_of(job: Job, recipe: Recipe) -> States:
     """Resident states of the busiest rank as the allocator gives them."""
-    made = _by_arithmetic(job, recipe) if job.configuration.zero_stage else _of_tensors(job, recipe)
-    return _with_copies(job, recipe, _offloaded(job, recipe, made))
+    states = _by_arithmetic(job, recipe) if job.configuration.zero_stage else _of_tensors(job, recipe)
+    return _with_copies(job, recipe, _offloaded(job, recipe, states))
 
 
 def nominal_states_of(job: Job, recipe: Recipe) -> States:
@@ -261,7 +261,7 @@ def step_temporaries(job: Job, recipe: Recipe, states: States) -> float:
 def flat_step_temporaries(job: Job, elements: float, width: int) -> int:
     """Return a step's temporaries where one flat tensor is stepped, as by DeepSpeed; Adafactor clones such."""
     copies = {"adamw": 2 if job.cluster.device.is_cpu else 1, "adamw-forloop": 2, "adafactor": 2, "lion": 2}
-    return copies.get(job.configuration.optimizer, 0) * rounded(elements * width)
+    return copies.get(job.configuration.optimizer, 0) * round_up(elements * width)
 
 
 def tensor_step_temporaries(job: Job, shards: Units, width: int) -> float:
@@ -291,9 +291,9 @@ def _muon_temporaries(job: Job, shards: Units, width: int) -> float:
     _zeropower_via_newtonschulz). AdamW's roots over what is outside the blocks are made at another moment.
     """
     matrices = [shape for unit in trained_units_of(job).blocks for shape in unit.shapes if len(shape) == 2]
-    newton_schulz = max((rounded(prod(shape) * (width + 4)) + 4 * min(shape) ** 2 for shape in matrices), default=0)
+    newton_schulz = max((round_up(prod(shape) * (width + 4)) + 4 * min(shape) ** 2 for shape in matrices), default=0)
     outside = shards.root.bytes(width) + sum(
-        unit.repeats * sum(rounded(prod(shape) * width) for shape in unit.shapes if len(shape) != 2)
+        unit.repeats * sum(round_up(prod(shape) * width) for shape in unit.shapes if len(shape) != 2)
         for unit in shards.blocks
     )
     return max(float(newton_schulz), outside)
@@ -302,4 +302,4 @@ def _muon_temporaries(job: Job, shards: Units, width: int) -> float:
 def _neighbours(shards: Units, width: int) -> Iterator[tuple[int, int]]:
     """Bytes of each tensor after those of the one before it, in the order a loop takes them; a block comes twice."""
     sizes = [0, *shards.embedding, *(size for block in shards.blocks for size in 2 * block.sizes), *shards.ending]
-    return pairwise(rounded(size * width) for size in sizes)
+    return pairwise(round_up(size * width) for size in sizes)

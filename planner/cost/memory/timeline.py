@@ -138,12 +138,12 @@ def _lines(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
     engine = (chosen.strategy, chosen.backend, chosen.sync_each_micro_batch, keeps_stage_whole(job))
     saving = (chosen.offload, chosen.offload_ratio, chosen.gradient_compression)
     key = (*engine, *saving, degrees, steps, chosen.optimizer, _all_forwards_first(job))
-    found = _CACHE.get(alike := _Alike(job, recipe, (*key, recipe, *_activations_key(job, recipe))))
-    if found is None:
-        found = _CACHE[alike] = _worked_out(job, recipe, states)
+    lines = _CACHE.get(alike := _Alike(job, recipe, (*key, recipe, *_activations_key(job, recipe))))
+    if lines is None:
+        lines = _CACHE[alike] = _worked_out(job, recipe, states)
         if len(_CACHE) > _REMEMBERED:
             _CACHE.pop(next(iter(_CACHE)))
-    return found
+    return lines
 
 
 _CACHE: dict[_Alike, Sequence[_Line]] = {}

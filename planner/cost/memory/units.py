@@ -22,7 +22,7 @@ ALLOCATION_BYTES = 512
 """What torch's caching allocator rounds a block up to (`c10/cuda/CUDACachingAllocator`, kMinBlockSize)."""
 
 
-def rounded(size: float) -> int:
+def round_up(size: float) -> int:
     """Bytes of one storage, as the caching allocator gives them."""
     return -int(-size // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
@@ -86,14 +86,14 @@ class Unit:
     def bytes(self, width: float) -> int:
         """Bytes of one unit, each tensor a storage."""
         if width not in self._bytes:
-            self._bytes[width] = sum(rounded(size * width) for size in self.sizes)
+            self._bytes[width] = sum(round_up(size * width) for size in self.sizes)
         return self._bytes[width]
 
     def loaded_bytes(self, recipe: Recipe) -> int:
         """Bytes of a frozen block, whose matrices may be quantised."""
         narrow = recipe.frozen_width if recipe.quantised is None else recipe.quantised
         widths = (narrow if len(shape) == 2 else recipe.frozen_width for shape in self.shapes)
-        return sum(rounded(size * width) for size, width in zip(self.sizes, widths, strict=True))
+        return sum(round_up(size * width) for size, width in zip(self.sizes, widths, strict=True))
 
     @cached_property
     def _bytes(self) -> dict[float, int]:
@@ -166,7 +166,7 @@ class Units:
 
     def flat_bytes(self, width: float) -> float:
         """Bytes where each unit is one storage."""
-        return sum(unit.repeats * rounded(unit.elements * width) for unit in self.every)
+        return sum(unit.repeats * round_up(unit.elements * width) for unit in self.every)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,8 +266,8 @@ def _units(counts: ParameterCounts, part: Part, shards: Shards) -> Units:
     # Of the tables that make up the embedding the vocabulary's is split; positions are on every tp rank.
     root = Unit(
         shapes=tuple(
-            shape if 0 < place < tables else _on_rank(shape, part, is_expert=False)
-            for place, shape in enumerate(outside)
+            shape if 0 < index < tables else _on_rank(shape, part, is_expert=False)
+            for index, shape in enumerate(outside)
         )
     )
     units = Units(blocks=blocks, root=root, tables=tables)

@@ -108,10 +108,10 @@ def _in_switch(link: Link | None) -> float:
 
 def _inter(cluster: Cluster, name: Collective) -> float:
     link = cluster.inter_link
-    known = _link_bytes_per_s(link, name, 8) if link else None
-    if known is None or link is None:
+    bandwidth = _link_bytes_per_s(link, name, 8) if link else None
+    if bandwidth is None or link is None:
         return UNKNOWN_INTER_BYTES_PER_S
-    return known * (1 if link.per == "node" else max(1, cluster.nics_per_node))
+    return bandwidth * (1 if link.per == "node" else max(1, cluster.nics_per_node))
 
 
 def _latency(link: Link | None, key: str, default_us: float) -> float:

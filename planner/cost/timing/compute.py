@@ -235,7 +235,7 @@ def _product_passes(
     scaled = rates.scaled
     if scaled is None or not stack.norms:
         return forward, backward
-    share = scaled.blocks * _converted(stack, scaled)
+    share = scaled.blocks * _converted_share(stack, scaled)
     matmuls = stack.matmuls
     widths = (matmuls.unsplit_width + matmuls.split_width / tp) / 2
     moved = scaled.operand * (matmuls.stored / tp + tokens * widths) + 2.0 * tokens * widths
@@ -249,7 +249,7 @@ def _product_passes(
     return (1 - share) * forward + share * narrow, (1 - share) * backward + share * narrow_backward
 
 
-def _converted(stack: Stack, scaled: ScaledProducts) -> float:
+def _converted_share(stack: Stack, scaled: ScaledProducts) -> float:
     """Share of a block's operations in layers that are converted: all, unless attention's are too small to gain."""
     hidden, attention, keys = stack.hidden, stack.attention_width, stack.key_value_width
     if not (hidden and stack.matmuls.active):

@@ -11,7 +11,7 @@ import math
 from hardware_db.records import dataclass
 from hardware_db.units import MIB
 from planner.cost.code_bases import Implementation
-from planner.cost.split import keeps_stage_whole, reduces_each_micro_batch, reshards
+from planner.cost.split import keeps_stage_whole, reduces_each_micro_batch, reshards_weights
 from planner.cost.timing.collectives import Collective, Group, collective_seconds
 from planner.cost.timing.efficiency import DeviceRates
 from planner.cost.timing.layout import SERIAL_SLOWDOWN, SLOWDOWN, Layout, beside
@@ -201,7 +201,7 @@ def _fully_sharded(context: StepContext) -> Walk:
     """
     where, block, layers = context.where, context.stage.block, context.where.layers
     gather, root = context.all_gather_block(), context.all_gather(where.root)
-    again = gather if reshards(context.job) else 0.0
+    again = gather if reshards_weights(context.job) else 0.0
     return Walk(
         forward=((1, 0.0, root + gather, "all_gather"), (layers - 1, block.forward, gather, "all_gather")),
         gathers=1 if keeps_stage_whole(context.job) else context.rounds,

@@ -281,7 +281,7 @@ def device_rates(
         plain_flops=min(gemm, (device.peak_flops("fp32") or assumed_peak(cluster)) * products) * factors.attention,
         memory_bytes_per_s=(memory or bandwidth) * factors.memory,
         element_bytes=4 if precision == "fp32" else 2,
-        code=_launched(code, factors.launch, measured.launch_seconds),
+        code=_rescale_launches(code, factors.launch, measured.launch_seconds),
         measured=measured,
         factors=factors,
         serial=device.is_cpu,
@@ -309,7 +309,7 @@ def _scaled_flops(device: Device, precision: Precision, factors: Factors) -> flo
     return min(peak, FP4_OVER_FP8 * eight) * share * factors.compute
 
 
-def _launched(code: Implementation, factor: float, measured: float | None) -> Implementation:
+def _rescale_launches(code: Implementation, factor: float, measured: float | None) -> Implementation:
     """Return the code run by a host that launches `factor` times as fast as expected, or as measured.
 
     A measured launch scales a block's host time too: both are the same interpreter's work.

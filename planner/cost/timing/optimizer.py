@@ -71,13 +71,13 @@ def newton_schulz_flops(counts: ParameterCounts) -> float:
     In each iteration a matrix [m, n], m the smaller side, by itself transposed, that square by itself, and the two
     multiplied.
     """
-    found = 0.0
+    flops = 0.0
     for block in counts.trained.blocks:
         for shape in block.shapes:
             if len(shape) == 2:
                 small, large = sorted(shape)
-                found += block.repeats * NEWTON_SCHULZ_STEPS * (4.0 * small**2 * large + 2.0 * small**3)
-    return found
+                flops += block.repeats * NEWTON_SCHULZ_STEPS * (4.0 * small**2 * large + 2.0 * small**3)
+    return flops
 
 
 def _measured_step(where: Layout, step: Curve, *, flat: bool) -> float:

@@ -53,14 +53,14 @@ class Exchanges:
 def exchanges(job: Job, where: Layout, stage: Stage, rates: DeviceRates) -> Exchanges:
     """Return what the ranks that share a micro-batch exchange for it. Full recomputation repeats the forward's."""
     chosen = job.configuration
-    found = Exchanges()
+    exchanges = Exchanges()
     if chosen.tp > 1:
-        found += _tensor_parallel(job, where, rates)
+        exchanges += _tensor_parallel(job, where, rates)
     if chosen.cp > 1:
-        found += _context_parallel(job, where, stage, rates)
+        exchanges += _context_parallel(job, where, stage, rates)
     if chosen.ep > 1:
-        found += _expert_parallel(job, where, rates)
-    return found
+        exchanges += _expert_parallel(job, where, rates)
+    return exchanges
 
 
 def _tensor_parallel(job: Job, where: Layout, rates: DeviceRates) -> Exchanges:
@@ -233,7 +233,7 @@ def one_forward_one_backward(
     if len(forwards) > LONGEST_SIMULATED:
         return _critical_path(forwards, backwards, micro_batches, hop)
     simulated = min(micro_batches, max(AT_LEAST, SETTLED * len(forwards)))
-    seconds = _simulated(forwards, backwards, simulated, hop)
+    seconds = _simulate(forwards, backwards, simulated, hop)
     if simulated < micro_batches:
         seconds += (micro_batches - simulated) * _period(forwards, backwards, hop)
     return seconds
@@ -253,17 +253,17 @@ def _critical_path(forwards: Sequence[float], backwards: Sequence[float], micro_
     most 5 % below what a simulation says, in 6000 random schedules of stages that differ by a block and a head.
     """
     stages = len(forwards)
-    way = sum(forwards) + sum(backwards) + 2 * (stages - 1) * hop
+    first_path = sum(forwards) + sum(backwards) + 2 * (stages - 1) * hop
     longest = before = 0.0
     for stage, (forward, backward) in enumerate(zip(forwards, backwards, strict=True)):
         behind = max(micro_batches - (stages - stage), 0)
-        longest = max(longest, way + (micro_batches - 1) * backward + behind * forward)
+        longest = max(longest, first_path + (micro_batches - 1) * backward + behind * forward)
         longest = max(longest, before + 2 * stage * hop + micro_batches * (forward + backward))
         before += forward + backward
     return longest
 
 
-def _simulated(forwards: Sequence[float], backwards: Sequence[float], micro_batches: int, hop: float) -> float:
+def _simulate(forwards: Sequence[float], backwards: Sequence[float], micro_batches: int, hop: float) -> float:
     """Wave i holds forward i of every stage, and the backward that goes before it there.
 
     Backward i - (p - s) of stage s needs the next stage's, which the wave before held; so two rows of times do for the
@@ -282,8 +282,8 @@ def _simulated(forwards: Sequence[float], backwards: Sequence[float], micro_batc
             sent = 0.0
             for stage, forward in enumerate(forwards):
                 ready = free[stage]
-                free[stage] = done = (ready if ready > sent else sent) + forward
-                sent = done + hop
+                free[stage] = ended = (ready if ready > sent else sent) + forward
+                sent = ended + hop
     return max(free)
 
 

@@ -25,26 +25,30 @@ class Weights:
     names: tuple[str, ...] = ()
 
     def __add__(self, other: Weights) -> Weights:
-        moved = (len(self.shapes) + place for place in other.frozen)
+        moved = (len(self.shapes) + index for index in other.frozen)
         return Weights(shapes=self.shapes + other.shapes, frozen=(*self.frozen, *moved), names=self.names + other.names)
 
     def inside(self, part: str) -> Weights:
-        """The same weights as those of a part of the model."""
+        """Return the same weights as those of a part of the model."""
         return Weights(shapes=self.shapes, frozen=self.frozen, names=tuple(f"{part}.{name}" for name in self.names))
 
     @property
     def total(self) -> int:
+        """Elements of all of them."""
         return sum(map(prod, self.shapes))
 
     @property
     def largest(self) -> int:
+        """Elements of the largest matrix."""
         return max(map(prod, self.shapes), default=0)
 
 
 NOTHING = Weights(shapes=())
 
 
-def counted(*, embedding: Weights, blocks: tuple[BlockCount, ...], head: Weights, other: Weights) -> ParameterCounts:
+def count_weights(
+    *, embedding: Weights, blocks: tuple[BlockCount, ...], head: Weights, other: Weights
+) -> ParameterCounts:
     """Return the counts of a model of which every weight is known."""
     outside = embedding + other + head
     return ParameterCounts(
@@ -73,14 +77,17 @@ def block_count(name: str, repeats: int, weights: Weights, experts: int = 0) -> 
 
 
 def tensor(*shape: int, name: str) -> Weights:
+    """Return a weight of any shape."""
     return Weights(shapes=(shape,), names=(name,))
 
 
 def vector(width: int, name: str) -> Weights:
+    """Return a weight of one dimension, such as a norm's."""
     return tensor(width, name=name)
 
 
 def linear(inputs: int, outputs: int, name: str, *, bias: bool) -> Weights:
+    """Return the weight of a linear layer, and its bias where it has one."""
     weight = tensor(outputs, inputs, name=f"{name}.weight")
     return weight + vector(outputs, f"{name}.bias") if bias else weight
 
@@ -144,19 +151,20 @@ def mlp(facts: ModelFacts, width: int) -> Weights:
 
 
 def norms(facts: ModelFacts, how_many: int) -> Weights:
-    return sum((norm(facts, name=f"norm{place}") for place in range(1, how_many + 1)), NOTHING)
+    """Return so many norms of a width, with biases where the architecture has them."""
+    return sum((norm(facts, name=f"norm{number}") for number in range(1, how_many + 1)), NOTHING)
 
 
 def _as_stored(facts: ModelFacts, projections: Weights) -> Weights:
-    return _swapped(projections) if facts.model_type in _INPUTS_FIRST else projections
+    return _swap(projections) if facts.model_type in _INPUTS_FIRST else projections
 
 
 def experts_as_stored(facts: ModelFacts, projections: Weights) -> Weights:
     """Return the stacked projections of all experts, in the order of dimensions that the architecture keeps them in."""
-    return _swapped(projections) if facts.model_type in _EXPERTS_INPUTS_FIRST else projections
+    return _swap(projections) if facts.model_type in _EXPERTS_INPUTS_FIRST else projections
 
 
-def _swapped(matrices: Weights) -> Weights:
+def _swap(matrices: Weights) -> Weights:
     """Last two dimensions exchanged; vectors stay as they are."""
     shapes = tuple((*s[:-2], s[-1], s[-2]) if len(s) > 1 else s for s in matrices.shapes)
     return Weights(shapes=shapes, names=matrices.names)

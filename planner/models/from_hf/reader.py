@@ -112,23 +112,24 @@ class ConfigReader:
         return ConfigReader.of(inner or {}, f"{self.name} {key}", fallback=model_type, nested=True)
 
     def number(self, key: str, limit: Limit, default: float | None = None, section: str = "") -> Any:
-        """The number under a key of the config, or of the object under `section`; null where it has none means
-        `default`.
+        """Return the number under a key of the config, or of the object under `section`.
+
+        A null where it has none means `default`.
 
         Raises:
             BrokenFile: it is no number within the limit.
         """
-        holder, place = self.config, key
+        holder, path = self.config, key
         if section:
             inner = self.config.get(section) or {}
             if not isinstance(inner, Mapping):
                 raise self.problem(f"field {section!r} is {shown(inner)}, not an object", _AS_TRANSFORMERS)
-            holder, place = inner, f"{section}.{key}"
+            holder, path = inner, f"{section}.{key}"
         value = holder.get(key) if section else self.value(key)
         if value is None:
             value = default
         if value is not None and not limit.allows(value):
-            raise self.problem(f"field {place!r} is {shown(value)}", f"write {limit}")
+            raise self.problem(f"field {path!r} is {shown(value)}", f"write {limit}")
         return value
 
     def names(self, key: str) -> frozenset[Any]:
@@ -154,21 +155,21 @@ class ConfigReader:
                 built = " or ".join(map(repr, allowed))
                 raise self.problem(f"field {key!r} is {shown(value)}; only {built} is counted", FACTORY_REMEDY)
         read = {fact: self._read(fact, keys) for fact, keys in self.architecture.read.items()}
-        known = {fact: value for fact, value in read.items() if value is not None}
-        return Figures(self, {**self.architecture.facts, **known})
+        read_figures = {fact: value for fact, value in read.items() if value is not None}
+        return Figures(self, {**self.architecture.facts, **read_figures})
 
     def _read(self, fact: str, keys: tuple[str, ...]) -> Any:
         present = [key for key in keys if key in self.config]
         if present:
             return self._checked(fact, present[0], self.config[present[0]])
-        known = [self._defaults[key] for key in keys if key in self._defaults]
-        if not known:
+        defaults = [self._defaults[key] for key in keys if key in self._defaults]
+        if not defaults:
             needs = f"a {self.architecture.model_type} config needs it: copy it from the model's page or save it again"
             raise self.problem(f"has no field {keys[0]!r}", needs)
-        return known[0]
+        return defaults[0]
 
     def _checked(self, fact: str, key: str, value: Any) -> Any:
-        """A value whose type fits the figure: sizes are whole and positive, probabilities and ratios at least 0."""
+        """Return a value whose type fits: sizes are whole and positive, probabilities and ratios at least 0."""
         if value is None and fact in _NEVER_NULL:
             raise self.problem(f"field {key!r} is null", f"write {model_figure(fact)}")
         if value is None:

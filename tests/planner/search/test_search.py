@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 from planner import vocabulary as words
 from planner.cluster.budget import Budget, bill_of, tokens_per_step
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
-from planner.cost.combinations import refusal
+from planner.cost.combinations import why_refused
 from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
 from planner.search.evaluate import Candidate
@@ -124,7 +124,7 @@ def test_a_thousand_gpus_rank_plans_that_split_the_model_all_of_which_run() -> N
     request = question("llama-2-70b", "h100", 1024, top=30)
     plans = recommend(request).plans
     assert any(plan.configuration.splits_model for plan in plans)
-    assert all(plan.runnable and not refusal(plan.configuration) for plan in plans)
+    assert all(plan.runnable and not why_refused(plan.configuration) for plan in plans)
 
 
 def test_deepspeed_is_handed_whole_models_and_our_own_zero_runs_the_others() -> None:

@@ -56,7 +56,7 @@ class Training:
 def training_of(counts: ParameterCounts) -> Training:
     """Return what is trained, of counts in which something is frozen."""
     fixed = set(counts.frozen)
-    trained = [name for place, name in enumerate(counts.names) if place not in fixed]
+    trained = [name for index, name in enumerate(counts.names) if index not in fixed]
     reached = any(name.startswith(("tokens", "positions", "patches")) for name in trained)
     runs: list[Run] = []
     for block in sorted(counts.blocks, key=lambda block: block.name != "vision"):
@@ -69,8 +69,8 @@ def training_of(counts: ParameterCounts) -> Training:
 
 def _run(block: BlockCount, *, reached: bool) -> Run:
     fixed = set(block.frozen)
-    linears = [place for place, name in enumerate(block.names) if is_linear(name, block.shapes[place])]
-    inputs = tuple((block.names[place], block.shapes[place][-1]) for place in linears if place not in fixed)
+    linears = [index for index, name in enumerate(block.names) if is_linear(name, block.shapes[index])]
+    inputs = tuple((block.names[index], block.shapes[index][-1]) for index in linears if index not in fixed)
     trained = block.trained
     if linears and len(inputs) == len(linears):
         return Run(block=block.name, repeats=block.repeats, state="trained")
@@ -80,10 +80,10 @@ def _run(block: BlockCount, *, reached: bool) -> Run:
         repeats=block.repeats,
         state=state,
         inputs=inputs,
-        quantised=tuple((block.names[place], block.shapes[place][-1]) for place in linears if place in fixed),
+        quantised=tuple((block.names[index], block.shapes[index][-1]) for index in linears if index in fixed),
         adapters=block.adapters,
         gradients=trained.parameters,
-        largest=max((prod(block.shapes[place]) for place in linears if place in fixed), default=0),
+        largest=max((prod(block.shapes[index]) for index in linears if index in fixed), default=0),
     )
 
 
@@ -101,8 +101,8 @@ def runs_of(training: Training, kind: str, count: int) -> Iterator[tuple[Run, in
         for run, alike in groupby(runs, key=lambda run: replace(run, repeats=1))
     ]
     total, left = sum(repeats for _, repeats in merged), count
-    for place, (run, repeats) in enumerate(merged):
-        share = left if place == len(merged) - 1 else min(left, round(count * repeats / total))
+    for index, (run, repeats) in enumerate(merged):
+        share = left if index == len(merged) - 1 else min(left, round(count * repeats / total))
         if share:
             yield run, share
         left -= share

@@ -18,7 +18,7 @@ from dataclasses import field, replace
 
 from hardware_db.records import dataclass
 from planner.cost.code_bases import BlockTraits, LogitBytes, Traits
-from planner.cost.memory.activations.form import ZERO, BlockForm, Form, Moment, Polynomial, added, scaled, subtracted
+from planner.cost.memory.activations.form import ZERO, BlockForm, Form, Moment, Polynomial, add, scale, subtract
 from planner.models.facts import ModelFacts
 from planner.vocabulary import Loss
 
@@ -70,8 +70,8 @@ class Walk:
         self._casts, self._frozen = casts, frozen
 
     def _storages(self, names: Iterable[str]) -> dict[str, Polynomial]:
-        found = (self._views.get(name, name) for name in names)
-        return {name: self._sizes[name] for name in found}
+        storages = (self._views.get(name, name) for name in names)
+        return {name: self._sizes[name] for name in storages}
 
     def _kept_by(self, operations: Iterable[Operation]) -> dict[str, Polynomial]:
         """Return what is kept, without the block's input, which is another's to count."""
@@ -81,7 +81,7 @@ class Walk:
     @property
     def kept(self) -> Polynomial:
         """Tensors that some operation keeps for its backward."""
-        return added(self._kept_by(self._operations).values())
+        return add(self._kept_by(self._operations).values())
 
     @property
     def keeps_its_input(self) -> bool:
@@ -94,19 +94,21 @@ class Walk:
         return self._cast(self._operations)
 
     def _cast(self, operations: Iterable[Operation]) -> Polynomial:
-        return scaled(added(operation.weights for operation in operations if operation.product), 2.0 * self._casts)
+        return scale(add(operation.weights for operation in operations if operation.product), 2.0 * self._casts)
 
     def forward(self, beside: Sequence[Polynomial] = ()) -> tuple[Moment, ...]:
         """Return a moment per operation; `beside`, if given, is what waits at each of them besides."""
         moments = []
-        for place, operation in enumerate(self._operations):
-            done = self._operations[: place + 1]
-            later = {name for other in self._operations[place + 1 :] for name in other.reads}
-            made = {name for other in done for name in other.makes}
-            in_use = self._storages((made & (later | {"y"})) | set(operation.makes) | (set(operation.reads) & made))
-            alive = {**self._kept_by(done), **in_use}
-            size = added((*alive.values(), operation.working, beside[place] if beside else ZERO))
-            moments.append(Moment(activations=size, cast=self._cast(done), gradients=ZERO))
+        for index, operation in enumerate(self._operations):
+            so_far = self._operations[: index + 1]
+            later = {name for other in self._operations[index + 1 :] for name in other.reads}
+            outputs = {name for other in so_far for name in other.makes}
+            in_use = self._storages(
+                (outputs & (later | {"y"})) | set(operation.makes) | (set(operation.reads) & outputs)
+            )
+            alive = {**self._kept_by(so_far), **in_use}
+            size = add((*alive.values(), operation.working, beside[index] if beside else ZERO))
+            moments.append(Moment(activations=size, cast=self._cast(so_far), gradients=ZERO))
         return tuple(moments)
 
     def backward(self, held: Polynomial = ZERO) -> tuple[Moment, ...]:
@@ -117,24 +119,24 @@ class Walk:
         """
         gradients: dict[str, str] = {"y": "y"}
         moments: list[Moment] = []
-        made: Polynomial = ZERO
-        for place in reversed(range(len(self._operations))):
-            operation = self._operations[place]
-            before = self._operations[: place + 1]
+        weight_gradients: Polynomial = ZERO
+        for index in reversed(range(len(self._operations))):
+            operation = self._operations[index]
+            before = self._operations[: index + 1]
             given = {name: gradients.pop(name) for name in operation.makes if name in gradients}
             waiting = {*given.values(), *gradients.values()}
             fresh = [] if operation.is_sum else [name for name in operation.reads if name in self._sizes]
             weights = ZERO if self._frozen else operation.weights
-            made = added((made, weights))
+            weight_gradients = add((weight_gradients, weights))
             alive = (
                 *self._kept_by(before).values(),
                 *(self._gradient(name) for name in waiting),
                 *(self._gradient(name) for name in fresh),
-                scaled(weights, 2.0 * self._casts),
+                scale(weights, 2.0 * self._casts),
                 operation.working_back,
                 held,
             )
-            moments.append(Moment(activations=added(alive), cast=self._cast(before), gradients=made))
+            moments.append(Moment(activations=add(alive), cast=self._cast(before), gradients=weight_gradients))
             for name in operation.reads:
                 # A second gradient of one tensor is added to the first in place.
                 gradients.setdefault(name, next(iter(given.values())) if operation.is_sum else name)
@@ -153,13 +155,13 @@ class Walk:
 
     def outputs(self, operations: Iterable[Operation]) -> Polynomial:
         """Bytes of what operations make."""
-        return added(self._storages(name for operation in operations for name in operation.makes).values())
+        return add(self._storages(name for operation in operations for name in operation.makes).values())
 
     def waiting(self, operations: Sequence[Operation]) -> list[Polynomial]:
         """Return, for each operation of a run again, the outputs kept from the first one that are still to be used."""
         return [
-            self.outputs(operation for operation in operations if operation in self._operations[place + 1 :])
-            for place in range(len(self._operations))
+            self.outputs(operation for operation in operations if operation in self._operations[index + 1 :])
+            for index in range(len(self._operations))
         ]
 
     @property
@@ -169,7 +171,7 @@ class Walk:
 
     def without_the_end(self) -> Walk:
         """Up to the last operation that keeps something: where a run again stops early."""
-        last = max((place for place, operation in enumerate(self._operations) if operation.keeps), default=-1)
+        last = max((index for index, operation in enumerate(self._operations) if operation.keeps), default=-1)
         operations = self._operations[: last + 1]
         return Walk(operations, self._sizes, self._views, casts=self._casts, frozen=self._frozen)
 
@@ -273,8 +275,8 @@ class _Writer:
         rotates = facts.position_type == "rope"
         names = {"q": query, "k": key, "v": key}
         if traits.qkv == "fused":
-            whole = added((query, key, key))
-            self._linear("n1", "qkv", whole, added((query_weights, key_weights, key_weights)))
+            whole = add((query, key, key))
+            self._linear("n1", "qkv", whole, add((query_weights, key_weights, key_weights)))
             if rotates or facts.qk_norm:
                 self._views["v"] = "qkv"
                 self._sizes |= {"v": key}
@@ -288,26 +290,28 @@ class _Writer:
         else:
             for name, weights in (("q", query_weights), ("k", key_weights), ("v", key_weights)):
                 self._linear("n1", name, names[name], weights)
-        asked = {name: name for name in names}
+        projections = {name: name for name in names}
         if facts.qk_norm:
             for name in ("q", "k"):
                 normed = f"{name} normed"
                 self._add(Operation(reads=(name,), makes=(normed,), keeps=(name,)), **{normed: names[name]})
-                asked[name] = normed
+                projections[name] = normed
         if rotates:
             for name in ("q", "k"):
                 turned = f"{name} turned"
-                halves = scaled(names[name], 2.0) if traits.rotary == "composite" else ZERO
+                halves = scale(names[name], 2.0) if traits.rotary == "composite" else ZERO
                 self._add(
-                    Operation(reads=(asked[name],), makes=(turned,), working=halves, working_back=halves),
+                    Operation(reads=(projections[name],), makes=(turned,), working=halves, working_back=halves),
                     **{turned: names[name]},
                 )
-                asked[name] = turned
+                projections[name] = turned
         if traits.repeats_keys and facts.num_kv_heads < facts.num_heads:
             for name in ("k", "v"):
-                self._add(Operation(reads=(asked[name],), makes=(f"{name} repeated",)), **{f"{name} repeated": query})
-                asked[name] = f"{name} repeated"
-        self._scores(tuple(asked.values()), query)
+                self._add(
+                    Operation(reads=(projections[name],), makes=(f"{name} repeated",)), **{f"{name} repeated": query}
+                )
+                projections[name] = f"{name} repeated"
+        self._scores(tuple(projections.values()), query)
         self._linear("attended heads", "o", self._between(self._width), query_weights)
 
     def _latent_attention(self) -> None:
@@ -331,7 +335,7 @@ class _Writer:
         self._scores(("q turned", "k", "v"), {"a b s v": width})
         self._linear("attended heads", "o", self._between(width), {"a h v": 1})
 
-    def _scores(self, asked: tuple[str, ...], size: Polynomial) -> None:
+    def _scores(self, projections: tuple[str, ...], size: Polynomial) -> None:
         width, traits = self._width, self._traits
         if self._attention == "eager":
             factor = width / 2
@@ -344,9 +348,9 @@ class _Writer:
             beside = ZERO
         self._add(
             Operation(
-                reads=asked,
+                reads=projections,
                 makes=("attended heads", "scores"),
-                keeps=(*asked, "attended heads", "scores"),
+                keeps=(*projections, "attended heads", "scores"),
                 product=self._attention != "eager",
                 working=beside,
                 working_back=beside,
@@ -372,16 +376,16 @@ class _Writer:
         """Gate and up, or one product; what they make together; down again."""
         inner: Polynomial = {" ".join(sorted((*batch.split(), *width.split(), "s"))): float(self._width)}
         weights = {" ".join(sorted(("h", width.split()[-1]))): 1.0}
-        gate, up, made = (f"{name}{mark}" for name in ("gate", "up", "made"))
+        gate, up, product = (f"{name}{mark}" for name in ("gate", "up", "made"))
         if self._facts.gated_mlp:
             self._linear(source, gate, inner, weights)
             self._linear(source, up, inner, weights)
             if self._traits.activation == "composite":
                 opened = f"{gate} opened"
                 self._add(Operation(reads=(gate,), makes=(opened,), keeps=(gate,)), **{opened: inner})
-                self._add(Operation(reads=(opened, up), makes=(made,), keeps=(opened, up)), **{made: inner})
+                self._add(Operation(reads=(opened, up), makes=(product,), keeps=(opened, up)), **{product: inner})
             else:
-                self._add(Operation(reads=(gate, up), makes=(made,), keeps=(gate, up)), **{made: inner})
+                self._add(Operation(reads=(gate, up), makes=(product,), keeps=(gate, up)), **{product: inner})
         else:
             self._linear(source, gate, inner, weights)
             kept = [gate]
@@ -389,8 +393,8 @@ class _Writer:
                 # The hyperbolic tangent of a GELU that is written out is kept, since it costs more than memory.
                 self._sizes[f"{gate} tanh"] = inner
                 kept.append(f"{gate} tanh")
-            self._add(Operation(reads=(gate,), makes=(made,), keeps=tuple(kept)), **{made: inner})
-        self._linear(made, out, size, weights)
+            self._add(Operation(reads=(gate,), makes=(product,), keeps=tuple(kept)), **{product: inner})
+        self._linear(product, out, size, weights)
 
     def _experts(self, source: str) -> None:
         """Routed experts over copies of their tokens, and what all tokens pass besides."""
@@ -422,11 +426,11 @@ class _Writer:
 
 
 def _block_form(walk: Walk, traits: BlockTraits, boundary: Polynomial, held: Polynomial) -> BlockForm:
-    kept = added((walk.kept, boundary)) if walk.keeps_its_input else walk.kept
+    kept = add((walk.kept, boundary)) if walk.keeps_its_input else walk.kept
     again = walk.without_the_end()
     chosen = walk.products(traits.selective)
     if traits.selective == "attention":
-        beyond = subtracted(kept, boundary if walk.keeps_its_input else ZERO)
+        beyond = subtract(kept, boundary if walk.keeps_its_input else ZERO)
         products: Polynomial = {term: size for term, size in beyond.items() if term != "a b s s"}
         unused = ZERO
         replayed: tuple[Moment, ...] = again.backward(held)[-1:]
@@ -450,7 +454,7 @@ def _block_form(walk: Walk, traits: BlockTraits, boundary: Polynomial, held: Pol
 
 
 def _with(moments: Iterable[Moment], held: Polynomial) -> tuple[Moment, ...]:
-    return tuple(replace(moment, activations=added((moment.activations, held))) for moment in moments)
+    return tuple(replace(moment, activations=add((moment.activations, held))) for moment in moments)
 
 
 # Whole models.
@@ -481,19 +485,19 @@ def code_form(
     return Form(
         blocks=code_blocks(facts, block, mode, attention, held, frozen=frozen),
         buffers=ZERO,
-        before=Moment(activations=added((stream, dropped, {"b s": 16.0})), cast=ZERO, gradients=ZERO),
-        loss=(Moment(activations=added((ending, tokens, forward)), cast=head_cast, gradients=ZERO),),
+        before=Moment(activations=add((stream, dropped, {"b s": 16.0})), cast=ZERO, gradients=ZERO),
+        loss=(Moment(activations=add((ending, tokens, forward)), cast=head_cast, gradients=ZERO),),
         loss_backward=(
-            Moment(activations=added((ending, backward)), cast=head_cast, gradients=ZERO),
+            Moment(activations=add((ending, backward)), cast=head_cast, gradients=ZERO),
             Moment(
-                activations=added((ending, {"V b s": float(width), "b h s": float(width)})),
+                activations=add((ending, {"V b s": float(width), "b h s": float(width)})),
                 cast=head_cast,
                 gradients=head,
             ),
             Moment(
-                activations=added((ending, stream, {"b h s": float(width)})),
+                activations=add((ending, stream, {"b h s": float(width)})),
                 cast=ZERO,
-                gradients=added((head, {"h": 1})) if head else ZERO,
+                gradients=add((head, {"h": 1})) if head else ZERO,
             ),
         ),
         table_backward=() if frozen else (Moment(activations=stream, cast=ZERO, gradients={"V h": 1}),),
@@ -576,19 +580,19 @@ def with_loss(form: Form, loss: Loss, *, width: int, weight: int, rows: float, f
     ends = tuple(moment for moment in form.loss_backward if "V b s" not in moment.activations)
     if loss == "chunked":
         copies = {"b h s": float(width + 4)}
-        forward = added((beside, copies, scaled(_logits(COPIED["forward"], width), rows)))
-        backward = added((beside, copies, scaled(_logits(COPIED["backward"], width), rows), {"b h s": width * rows}))
-        made: Polynomial = ZERO if frozen else {"V h": 1}
+        forward = add((beside, copies, scale(_logits(COPIED["forward"], width), rows)))
+        backward = add((beside, copies, scale(_logits(COPIED["backward"], width), rows), {"b h s": width * rows}))
+        gradients: Polynomial = ZERO if frozen else {"V h": 1}
         # The next chunk's gradient of the head, as its product makes it and as it is added to what is there.
         head = ZERO if frozen else {"V h": float(weight + (width if width < weight else 0))}
-        again = added((beside, copies, {"V b s": width * rows}, head))
-        moments = (Moment(activations=each, cast=cast, gradients=made) for each in (backward, again))
+        again = add((beside, copies, {"V b s": width * rows}, head))
+        moments = (Moment(activations=each, cast=cast, gradients=gradients) for each in (backward, again))
         return replace(
             form, loss=(Moment(activations=forward, cast=cast, gradients=ZERO),), loss_backward=(*moments, *ends)
         )
-    working = added((beside, {"b h s": float(width), "V b s": width * rows}))
+    working = add((beside, {"b h s": float(width), "V b s": width * rows}))
     if not frozen:
-        working = added((working, {"V h": float(weight + (0 if weight == 4 else width + 4))}))
+        working = add((working, {"V h": float(weight + (0 if weight == 4 else width + 4))}))
     return replace(form, loss=(Moment(activations=working, cast=cast, gradients=ZERO),), loss_backward=ends)
 
 

@@ -76,7 +76,7 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
         traced, chosen = facts.traced.get(precision_mode(recipe)), job.configuration
         splits_sequences = chosen.sequence_parallel and chosen.tp > 1
         traced = traced and traced.of(tp=chosen.tp, cp=chosen.cp, ep=chosen.ep, splits_sequences=splits_sequences)
-        return _traced(job, recipe, traced) if traced is not None else _untraced(job, recipe)
+        return _traced_figures(job, recipe, traced) if traced is not None else _untraced_figures(job, recipe)
     configuration = job.configuration
     question = _Question(
         mode=precision_mode(recipe),
@@ -100,7 +100,7 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
     if job.workload.freezes and not job.counts.trains_all:
         numbers = _numbers(job, recipe)
         question = replace(question, training=training_of(job.counts), numbers=numbers)
-    figures = _catalogued(facts, question)
+    figures = _catalogued_figures(facts, question)
     return figures if recipe.scaled is None else _with_scaled_inputs(figures, job, recipe.scaled)
 
 
@@ -156,16 +156,16 @@ def _with_scaled_inputs(figures: Figures, job: Job, scaled: ScaledProducts) -> F
         replace(
             block,
             kept=plus(block.kept, each),
-            backward=_moved(block.backward, each),
-            recomputed=_moved(block.recomputed, each),
-            replayed=_moved(block.replayed, each),
+            backward=_add_activations(block.backward, each),
+            recomputed=_add_activations(block.recomputed, each),
+            replayed=_add_activations(block.replayed, each),
         )
         for block in figures.blocks
     ]
     return replace(figures, blocks=blocks)
 
 
-def _moved(peaks: Sequence[Peak], amount: Amount) -> Sequence[Peak]:
+def _add_activations(peaks: Sequence[Peak], amount: Amount) -> Sequence[Peak]:
     """Moments with `amount` more of activations."""
     return [
         Peak(activations=plus(peak.activations, amount), cast=peak.cast, gradients=peak.gradients) for peak in peaks
@@ -199,12 +199,12 @@ def _frozen_mode(recipe: Recipe) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
+def _catalogued_figures(facts: ModelFacts, question: _Question) -> Figures:
     figures = _of_form(facts, question, *_form_of(facts, question))
     if question.training is None or question.numbers is None:
         return _with_exchanges(figures, _exchanges(facts, question))
     fixed = _of_form(facts, question, *_form_of(facts, question, frozen=question.numbers.mode))
-    parts = _partly_trained(
+    parts = _partly_trained_figures(
         facts,
         training=question.training,
         numbers=question.numbers,
@@ -293,12 +293,14 @@ def _traced_form(facts: ModelFacts, question: _Question, modes: Sequence[str] = 
     windows = question.attention == "sdpa" and 0 < facts.sliding_window < question.length
     attentions = _attentions(question.attention, windows=windows)
     devices = ("cpu", "cuda") if question.on_cpu else ("cuda",)
-    asked = modes or (question.mode,)
-    variants = [f"{device} {mode} {attention}" for attention, device, mode in product(attentions, devices, asked)]
-    found = find_form(structure_of(facts), variants)
-    if found is None:
+    modes_to_try = modes or (question.mode,)
+    variants = [
+        f"{device} {mode} {attention}" for attention, device, mode in product(attentions, devices, modes_to_try)
+    ]
+    nearest = find_form(structure_of(facts), variants)
+    if nearest is None:
         raise LookupError(f"no memory form for {facts.model_type}")
-    return found.form, found.differences
+    return nearest.form, nearest.differences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -389,18 +391,20 @@ def _with_exchanges(figures: Figures, exchanges: _Exchanges) -> Figures:
         replace(
             block,
             kept=plus(block.kept, (0.0, exchanges.kept)),
-            forward=_moved(block.forward, (0.0, exchanges.kept + exchanges.forward)),
-            recomputed=_moved(block.recomputed, (0.0, exchanges.kept + exchanges.forward)),
-            replayed=_moved(block.replayed, (0.0, exchanges.kept + exchanges.forward)),
-            backward=_moved(block.backward, (0.0, exchanges.kept + exchanges.backward)),
+            forward=_add_activations(block.forward, (0.0, exchanges.kept + exchanges.forward)),
+            recomputed=_add_activations(block.recomputed, (0.0, exchanges.kept + exchanges.forward)),
+            replayed=_add_activations(block.replayed, (0.0, exchanges.kept + exchanges.forward)),
+            backward=_add_activations(block.backward, (0.0, exchanges.kept + exchanges.backward)),
         )
         for block in figures.blocks
     ]
-    loss, loss_backward = (_moved(peaks, (0.0, exchanges.head)) for peaks in (figures.loss, figures.loss_backward))
+    loss, loss_backward = (
+        _add_activations(peaks, (0.0, exchanges.head)) for peaks in (figures.loss, figures.loss_backward)
+    )
     return replace(figures, blocks=blocks, loss=loss, loss_backward=loss_backward)
 
 
-def _partly_trained(
+def _partly_trained_figures(
     facts: ModelFacts,
     *,
     training: Training,
@@ -549,13 +553,13 @@ def _block(name: str, count: int, form: BlockForm, sizes: _Sizes) -> BlockFigure
 
 def _peaks(moments: Sequence[Moment], sizes: _Sizes) -> list[Peak]:
     """Return the moments that can be the largest of their part for this model."""
-    found = [_peak(moment, sizes) for moment in moments]
-    corners = [_corners(peak) for peak in found]
+    candidates = [_peak(moment, sizes) for moment in moments]
+    corners = [_corners(peak) for peak in candidates]
     kept: list[int] = []
     for index, mine in sorted(enumerate(corners), key=lambda entry: -entry[1][0]):
         if not any(all(map(le, mine, corners[other])) for other in kept):
             kept.append(index)
-    return [found[index] for index in sorted(kept)]
+    return [candidates[index] for index in sorted(kept)]
 
 
 def _corners(peak: Peak) -> list[float]:
@@ -581,7 +585,7 @@ def _peak(moment: Moment, sizes: _Sizes) -> Peak:
     )
 
 
-def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
+def _traced_figures(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
     """Return the figures of a module that was traced with its own batches.
 
     Where whole replicas keep all that forward made, the moments of the traced backward pass are the step's own. Other
@@ -590,7 +594,7 @@ def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
     configuration = job.configuration
     keeps_all = configuration.strategy in ("single", "ddp") and configuration.activation_checkpointing == "none"
     if keeps_all and traced.moments and configuration.pp == 1:
-        return _replayed(traced)
+        return _replayed_figures(traced)
     if traced.figures is not None:
         return traced.figures
     count = sum(block.repeats for block in job.counts.blocks)
@@ -625,7 +629,7 @@ def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
     )
 
 
-def _replayed(traced: TracedActivations) -> Figures:
+def _replayed_figures(traced: TracedActivations) -> Figures:
     """Return the figures of the traced passes as they were."""
     return Figures(
         blocks=[],
@@ -640,7 +644,7 @@ def _replayed(traced: TracedActivations) -> Figures:
     )
 
 
-def _untraced(job: Job, recipe: Recipe) -> Figures:
+def _untraced_figures(job: Job, recipe: Recipe) -> Figures:
     """Return the figures of a module of which only the parameters are known.
 
     The blocks are taken as a transformer's of the same parameters: a block of P parameters of width h has P/h elements

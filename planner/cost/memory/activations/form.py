@@ -22,7 +22,7 @@ Polynomial: TypeAlias = Mapping[str, float]
 ZERO: Polynomial = {}
 
 
-def added(polynomials: Iterable[Polynomial]) -> dict[str, float]:
+def add(polynomials: Iterable[Polynomial]) -> dict[str, float]:
     """Return the sum, without terms that cancel."""
     total: dict[str, float] = {}
     for polynomial in polynomials:
@@ -31,19 +31,19 @@ def added(polynomials: Iterable[Polynomial]) -> dict[str, float]:
     return {term: value for term, value in total.items() if value}
 
 
-def scaled(polynomial: Polynomial, factor: float) -> dict[str, float]:
+def scale(polynomial: Polynomial, factor: float) -> dict[str, float]:
     """Every coefficient times `factor`."""
     return {term: coefficient * factor for term, coefficient in polynomial.items()}
 
 
-def subtracted(left: Polynomial, right: Polynomial) -> dict[str, float]:
+def subtract(left: Polynomial, right: Polynomial) -> dict[str, float]:
     """`left` less `right`."""
-    return added((left, scaled(right, -1.0)))
+    return add((left, scale(right, -1.0)))
 
 
-def multiplied(left: Polynomial, right: Polynomial) -> dict[str, float]:
+def multiply(left: Polynomial, right: Polynomial) -> dict[str, float]:
     """Return the product."""
-    return added(
+    return add(
         {" ".join(sorted((*first.split(), *second.split()))): coefficient * other}
         for first, coefficient in left.items()
         for second, other in right.items()
@@ -304,8 +304,8 @@ def find_form(structure: Mapping[str, str], variants: Sequence[str]) -> Found | 
             entries = [entry for entry in _file(stem) if variant in entry["forms"]]
             if entries:
                 distances = [difference(dict(structure), entry["structure"]) for entry in entries]
-                place = distances.index(min(distances))
-                return Found(form=_form(entries[place]["forms"][variant]), differences=distances[place])
+                nearest = distances.index(min(distances))
+                return Found(form=_form(entries[nearest]["forms"][variant]), differences=distances[nearest])
     return None
 
 

@@ -103,8 +103,8 @@ class _Step:
         keeps_all = self._checkpointing == "none"
         self._each = [self._kept(block) for block in figures.blocks]
         self._once = [
-            (block.once if keeps_all else block.handed) if count and (place or job.is_first_stage) else NOTHING
-            for place, (block, count) in enumerate(zip(figures.blocks, self._counts, strict=True))
+            (block.once if keeps_all else block.handed) if count and (stack or job.is_first_stage) else NOTHING
+            for stack, (block, count) in enumerate(zip(figures.blocks, self._counts, strict=True))
         ]
         stacks = zip(self._once, self._counts, self._each, strict=True)
         kept = (plus(once, times(count, each)) for once, count, each in stacks)
@@ -170,40 +170,40 @@ class _Step:
         cast = max((peak.cast for peak in self._figures.loss_backward), default=0.0)
         return cast, tokens * (4 * vocabulary + 8 * facts.hidden_size)
 
-    def _before(self, place: int, done: int) -> Amount:
-        """Return what was kept before a block: by the part in front, all earlier stacks, and `done` blocks of this one.
+    def _before(self, stack: int, blocks_done: int) -> Amount:
+        """Return what was kept before a block: by the part in front, earlier stacks, `blocks_done` blocks of this.
 
         What the first of these blocks hands to the others is there while any of them is at work.
         """
-        before = plus(self._earlier[place], self._once[place], times(done, self._each[place]))
+        before = plus(self._earlier[stack], self._once[stack], times(blocks_done, self._each[stack]))
         # The input of the block at work is on the device.
-        return plus(before, times(min(done, 1), self._figures.blocks[place].boundary)) if self._parks else before
+        return plus(before, times(min(blocks_done, 1), self._figures.blocks[stack].boundary)) if self._parks else before
 
-    def _fetched(self, place: int, done: int) -> Amount:
+    def _fetched(self, stack: int, blocks_done: int) -> Amount:
         """Return the parked input of the block that backward comes to next, which is on its way already."""
-        return self._figures.blocks[place].boundary if self._parks and done > 1 else NOTHING
+        return self._figures.blocks[stack].boundary if self._parks and blocks_done > 1 else NOTHING
 
     def _all_kept(self) -> Amount:
         return self._earlier[-1]
 
-    def _casts(self, place: int, done: int) -> float:
+    def _casts(self, stack: int, blocks_done: int) -> float:
         """Cast copies of the weights of all blocks before; under checkpointing they live until the forward ends."""
-        cast = self._cached * self._figures.blocks[place].cast if done else 0.0
-        return self._earlier_casts[place] + done * cast
+        cast = self._cached * self._figures.blocks[stack].cast if blocks_done else 0.0
+        return self._earlier_casts[stack] + blocks_done * cast
 
     def forward(self) -> Iterator[Instant]:
         """Yield the last block of each stack; the end of the pass where a module has no repeated blocks."""
         if not self._blocks:
             yield Instant(phase="forward", unit="table", activations=self._all_kept(), cast=self._casts(0, 0))
-        for place, (block, count) in enumerate(zip(self._figures.blocks, self._counts, strict=True)):
-            before = self._before(place, count - 1)
+        for stack, (block, count) in enumerate(zip(self._figures.blocks, self._counts, strict=True)):
+            before = self._before(stack, count - 1)
             for peak in (None, *block.forward) if count else ():
                 yield Instant(
                     phase="forward",
                     unit="block",
                     activations=plus(self._at_last, before, peak.activations if peak else NOTHING),
-                    cast=self._casts(place, count - 1) + (peak.cast if peak else 0.0),
-                    blocks_done=sum(self._counts[: place + 1]) - 1,
+                    cast=self._casts(stack, count - 1) + (peak.cast if peak else 0.0),
+                    blocks_done=sum(self._counts[: stack + 1]) - 1,
                     blocks=self._blocks,
                     enters=peak is None,
                 )
@@ -235,44 +235,44 @@ class _Step:
         is one more to be fetched.
         """
         finished = 0
-        for place in reversed(range(len(self._counts))):
-            count = self._counts[place]
+        for stack in reversed(range(len(self._counts))):
+            count = self._counts[stack]
             if not count:
                 continue
-            for done in sorted(self._places(count), reverse=True):
-                behind = finished + count - 1 - done
+            for blocks_done in sorted(self._places(count), reverse=True):
+                behind = finished + count - 1 - blocks_done
                 others = self._at_last if behind < self._blocks / self._pieces else self._at_first
-                yield from self._block_backward(place, done, behind=behind, others=others)
+                yield from self._block_backward(stack, blocks_done, behind=behind, others=others)
             finished += count
-            if place and self._job.facts.kind.endswith("encoder-decoder"):
-                yield self._between_stacks(place, finished, self._at_first)
+            if stack and self._job.facts.kind.endswith("encoder-decoder"):
+                yield self._between_stacks(stack, finished, self._at_first)
 
     def _places(self, count: int) -> set[int]:
         """Blocks of a stack at which a peak can be; a replica's bytes change evenly from the last to the first."""
         ends = {count - 1, 0}
         return ends if self._is_replica else ends | {max(count - 2, 0), min(1, count - 1)}
 
-    def _block_backward(self, place: int, done: int, *, behind: int, others: Amount) -> Iterator[Instant]:
-        """Yield the backward of a block with `done` others before it in its stack and `behind` after it.
+    def _block_backward(self, stack: int, blocks_done: int, *, behind: int, others: Amount) -> Iterator[Instant]:
+        """Yield the backward of a block with `blocks_done` others before it in its stack and `behind` after it.
 
         Beside what forward kept there is the gradient of its output when it begins, of its input when it ends.
         """
-        block, recomputes = self._figures.blocks[place], self._checkpointing != "none"
-        before = plus(others, self._before(place, done), self._fetched(place, done))
+        block, recomputes = self._figures.blocks[stack], self._checkpointing != "none"
+        before = plus(others, self._before(stack, blocks_done), self._fetched(stack, blocks_done))
         gradients = plus(block.boundary, block.waiting, (self._waiting, 0.0))
-        casts = 0.0 if recomputes else self._casts(place, done)
+        casts = 0.0 if recomputes else self._casts(stack, blocks_done)
         instant = partial(
             Instant,
             phase="backward",
             unit="block",
-            done_gradients=self._head + behind * self._parameters + self._finished_table(place),
+            done_gradients=self._head + behind * self._parameters + self._finished_table(stack),
             blocks_done=behind,
             blocks=self._blocks,
         )
         if not self._is_replica:
             yield instant(
-                activations=plus(others, self._before(place, done + 1), gradients),
-                cast=0.0 if recomputes else self._casts(place, done + 1),
+                activations=plus(others, self._before(stack, blocks_done + 1), gradients),
+                cast=0.0 if recomputes else self._casts(stack, blocks_done + 1),
                 enters=True,
             )
             yield instant(
@@ -282,13 +282,13 @@ class _Step:
                 leaves=True,
             )
         # A first block that is run again makes all that it made before, not only what the others are given.
-        inside = plus(before, block.again) if recomputes and done == 0 else before
-        for activations, cast, made in self._inside(block):
-            yield instant(activations=plus(inside, activations), cast=casts + cast, unit_gradients=made)
+        inside = plus(before, block.again) if recomputes and blocks_done == 0 else before
+        for activations, cast, new_gradients in self._inside(block):
+            yield instant(activations=plus(inside, activations), cast=casts + cast, unit_gradients=new_gradients)
 
-    def _finished_table(self, place: int) -> float:
+    def _finished_table(self, stack: int) -> float:
         """Return the table's gradient while a speech model's encoder, which reads no tokens, is in its backward."""
-        return self._table if place == 0 and self._job.facts.kind == "speech-encoder-decoder" else 0.0
+        return self._table if stack == 0 and self._job.facts.kind == "speech-encoder-decoder" else 0.0
 
     def _waiting_table(self) -> float:
         """Return the head's gradient of a table it shares, at the moments inside a block.
@@ -300,13 +300,13 @@ class _Step:
             return 0.0  # both add to one buffer
         return self._gradient_width * self._table if self._tied and has_head else 0.0
 
-    def _between_stacks(self, place: int, finished: int, others: Amount) -> Instant:
+    def _between_stacks(self, stack: int, finished: int, others: Amount) -> Instant:
         """Return the backward of a decoder's table, with all that its encoder kept."""
         return Instant(
             phase="backward",
             unit="table",
-            activations=plus(others, self._earlier[place], (self._shared_table(), 0.0)),
-            cast=0.0 if self._checkpointing != "none" else self._casts(place, 0),
+            activations=plus(others, self._earlier[stack], (self._shared_table(), 0.0)),
+            cast=0.0 if self._checkpointing != "none" else self._casts(stack, 0),
             done_gradients=self._head + finished * self._parameters,
             blocks_done=finished,
             blocks=self._blocks,

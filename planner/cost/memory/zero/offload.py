@@ -196,4 +196,4 @@ def _stepped(job: Job, recipe: Recipe) -> int:
 @lru_cache(maxsize=256)
 def _buckets(tensors: tuple[int, ...], limit: int) -> tuple[int, ...]:
     """Elements of each bucket."""
-    return tuple(sum(tensors[place] for place in bucket) for bucket in bucket_members(tensors, limit))
+    return tuple(sum(tensors[index] for index in bucket) for bucket in bucket_members(tensors, limit))
