@@ -242,7 +242,7 @@ def _keep_page(report: RunReport, stored: str) -> None:
 
 
 def _behind_the_script(script: Path, arguments: Sequence[str]) -> str:
-    """What to say where options of this command stand behind a script that knows none of their names."""
+    """Return what to say where options of this command stand behind a script that knows none of their names."""
     groups = (PlanningFlags, PlacementFlags, SupervisionFlags)
     ours = {f"--{item.name.replace('_', '-')}" for group in groups for item in fields(group)} | {"--json"}
     source = script.read_text(errors="replace")

@@ -29,28 +29,33 @@ class Decision:
 
     @property
     def continues(self) -> bool:
+        """True if another attempt follows."""
         return self.action in ("restart", "next_plan", "switch")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunContext:
-    """The run when an attempt ended: the highest step it ever reached (0: none), whether the attempt got further than
-    every one before, whether a plan is known, which other plans may replace, whether another attempt could resume
-    anything, whether this node resumes where another one was stopped, and the memory of the largest device and of the
-    host in bytes, whichever is more."""
+    """The run when an attempt ended."""
 
     highest_step: int = 0
+    """That the run ever reached; 0: none."""
     progressed: bool = False
+    """Whether the attempt got further than every one before."""
     has_plan: bool = False
+    """Whether a plan is known, which other plans may replace."""
     can_resume: bool = True
+    """Whether another attempt could resume anything."""
     stays: bool = False
+    """Whether this node resumes where another one was stopped."""
     memory_bytes: int | None = None
+    """Of the largest device or of the host, whichever is more."""
 
 
 class Policy:
-    """Decides ending by ending. `retries` endings in a row without progress are followed by another attempt; the
-    pauses are 0, 1, 2, 4 ... 60 seconds. With None that depends: a script that has nothing to resume from is not begun
-    again."""
+    """Decides ending by ending, after at most `retries` endings in a row without progress.
+
+    Pauses are 0, 1, 2, 4 ... 60 seconds. With None, a script that has nothing to resume from is not begun again.
+    """
 
     def __init__(self, retries: int | None) -> None:
         self._requested = retries
@@ -59,7 +64,7 @@ class Policy:
         self._last: Ending | None = None
 
     def decide(self, ending: Ending, now: RunContext) -> Decision:
-        """What follows `ending`."""
+        """Return what follows `ending`."""
         last, self._last = self._last, ending
         if self._requested is None:
             self._retries = RETRIES if now.can_resume else 0
@@ -84,7 +89,7 @@ class Policy:
         return Decision(action="next_plan", why="the next plan that needs less memory follows")
 
     def _hopeless(self, ending: Ending, last: Ending | None, now: RunContext) -> Decision | None:
-        """The end of the run where the program itself is at fault and would be again."""
+        """Return the end of the run where the program itself is at fault and would be again."""
         if self._retries == 0 or ending.kind in _REPEATABLE:
             return None
         if now.highest_step == 0:

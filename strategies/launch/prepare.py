@@ -179,10 +179,7 @@ def prepare(request: RunRequest) -> Launch:
 
 
 def check_script(path: Path) -> None:
-    """
-    Raises:
-        BrokenFile: the file is missing, is not a file, or is not Python.
-    """
+    """Refuse a script that this interpreter would not run."""
     if not path.exists():
         raise BrokenFile(path, "no such script", "name the Python file that trains your model")
     if not path.is_file():
@@ -251,7 +248,7 @@ def _check_degrees(request: RunRequest, processes: int, placement: Placement) ->
 
 
 def _resume_from(request: RunRequest) -> str:
-    """The checkpoint to resume from, absolute, as ranks may be elsewhere; `start` and empty stay."""
+    """Return the checkpoint to resume from, absolute, as ranks may be elsewhere; `start` and empty stay."""
     named = request.resume_from
     if not named or request.resume is None:
         return ""

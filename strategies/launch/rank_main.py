@@ -62,7 +62,7 @@ def main(spec_path: str) -> int:
 
 
 def _leave_word(directory: Path, rank: int) -> None:
-    """This rank's script has ended well: for the command, and for ranks that still mean to meet this one."""
+    """Say that this rank's script has ended well, to the command and to ranks that still mean to meet this one."""
     from strategies.distributed.rendezvous import ended
 
     write_success(directory, rank)
@@ -103,7 +103,7 @@ def _run_script(spec: LaunchSpec) -> None:
 
 
 def _exit_status(exit_request: SystemExit, directory: Path, rank: int) -> int:
-    """What `sys.exit(value)` means to a shell: None is 0, a text is printed and is 1."""
+    """Return what `sys.exit(value)` means to a shell: None is 0, a text is printed and is 1."""
     code = exit_request.code
     if code is None or isinstance(code, int):
         return code or 0
@@ -113,7 +113,7 @@ def _exit_status(exit_request: SystemExit, directory: Path, rank: int) -> int:
 
 
 def _print_traceback(error: BaseException) -> None:
-    """The script's own traceback, without the frames of this runner and of runpy above it."""
+    """Print the script's own traceback, without the frames of this runner and of runpy above it."""
     frames = error.__traceback__
     while frames is not None and (
         frames.tb_frame.f_code.co_filename == __file__ or "runpy" in frames.tb_frame.f_code.co_filename

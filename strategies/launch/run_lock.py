@@ -44,7 +44,7 @@ class RunLock:
 
 
 def is_held(directory: Path) -> bool:
-    """Whether a command supervises the run of a directory now, as far as this machine can know."""
+    """Return whether a command supervises the run of a directory now, as far as this machine can know."""
     try:
         with (directory / LOCK_FILE).open("rb") as file:
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -56,8 +56,9 @@ def is_held(directory: Path) -> bool:
 
 
 def launcher_lock(directory: Path) -> IO[bytes]:
-    """An open file whose lock says that a launcher's processes run; hand its descriptor on to the launcher's process,
-    then close it. Waits for those of an earlier attempt or command to be gone.
+    """Return an open file whose lock says that a launcher's processes run, when those of earlier ones are gone.
+
+    Hand its descriptor on to the launcher's process, then close it.
 
     Raises:
         DsplanError: they are still there.

@@ -37,7 +37,7 @@ sysexits.h, "try again later". `rank{N}.failure.json` has the kind."""
 
 
 def exit_status_of(kind: EndingKind, error_type: str) -> int:
-    """The exit status of a rank or a run that ended so: 2 cannot be run, 1 failed or no plan fits."""
+    """Return the exit status of a rank or a run that ended so: 2 cannot be run, 1 failed or no plan fits."""
     if kind in ("preempted", "switch"):
         return STOPPED
     return 2 if kind == "refused" and error_type != NothingFits.__name__ else 1
@@ -74,7 +74,7 @@ class Placement:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the number of nodes may change while the run continues."""
+        """True if the number of nodes may change while the run continues."""
         return self.least_nodes != self.most_nodes
 
 
@@ -119,6 +119,7 @@ class LaunchSpec:
 
     @property
     def directory(self) -> Path:
+        """The run directory."""
         return Path(self.run_directory)
 
     @property
@@ -132,7 +133,7 @@ class LaunchSpec:
 
     @classmethod
     def load(cls, path: Path) -> LaunchSpec:
-        """The spec that `save` wrote.
+        """Read the spec that `save` wrote.
 
         Raises:
             BrokenFile: it is that of another version, or damaged.

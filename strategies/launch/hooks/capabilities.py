@@ -1,5 +1,4 @@
-"""What each kind of script can run, and refusals of what `dsplan run` was asked that it cannot. No torch is imported
-for it: this is asked before a script has loaded any."""
+"""What each kind of script can run, and refusals of what `dsplan run` was asked that it cannot. No torch."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ class _Observer:
 
     @property
     def is_needed(self) -> bool:
-        """Whether what comes by now is to be looked at; once somebody has taken the run over, nothing comes any
-        more."""
+        """True while what comes by is to be looked at, which is until somebody has taken the run over."""
         if claim.is_taken_over() and not self._is_over:
             # The hooks stay: torch goes through them while it calls them.
             self._is_over = True
@@ -55,7 +54,7 @@ class _Observer:
         return not self._is_over and not claim.is_own_work()
 
     def backward_starts(self, tensors: Any) -> None:
-        """A backward pass begins from a tensor, or from several."""
+        """Note that a backward pass begins from a tensor, or from several."""
         capabilities.refuse_unplanned_step()
         roots = [tensors] if hasattr(tensors, "backward") else list(tensors)
         if len(roots) == 1 and roots[0].numel() == 1:
@@ -83,7 +82,7 @@ class _Observer:
         monitor.memory_starts(weights)
 
     def _watching(self, device: torch.device) -> RunMonitor:
-        """The monitor, made at the first sign of training: what came before it is not a step's."""
+        """Return the monitor, made at the first sign of training: what came before it is not a step's."""
         if self._monitor is None:
             from strategies.telemetry.monitor import RunMonitor
 

@@ -111,14 +111,14 @@ def sequence_length(dataset: Any, collate: Callable[[list[Any]], Any] | None) ->
 
 
 def _samples_in_a_row(batch: Any, samples: int) -> int:
-    """1 for a collator that pads; all of them for one that packs, which puts them one behind the other."""
+    """Return 1 for a collator that pads; all samples for one that packs, which puts them behind each other."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return samples if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[0] == 1 else 1
 
 
 @claim.own_work()
 def plan_live(job: LiveJob) -> Plan | None:
-    """The plan for a script's model on this machine, the same on every rank; every rank must call this together.
+    """Plan for a script's model on this machine, the same on every rank; every rank must call this together.
 
     None where there is nothing to plan from and nothing was asked for: the script then runs as it is, and rank 0 says
     why.
@@ -179,7 +179,7 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
 
 
 def _longest(job: LiveJob, facts: ModelFacts) -> int | None:
-    """Tokens of a sample; as many as the model has positions for if the script has shown no data yet, which is said."""
+    """Return the tokens of a sample; where no data is shown yet the model's positions, which is said."""
     if job.sequence_length is not None or job.example is not None or not facts.max_position_embeddings:
         return job.sequence_length
     say(f"no data is shown before the first step: planned for {facts.max_position_embeddings} tokens, the model's most")
@@ -197,8 +197,10 @@ def _global_batch(job: LiveJob, ranks: int) -> int:
 
 
 def watch(plan: Plan | None, *, planned: bool, device: torch.device) -> RunMonitor:
-    """A monitor that writes this rank's metrics, headed by the plan where it was made here; from here on who claimed
-    the run measures it."""
+    """Return a monitor that writes this rank's metrics; from here on who claimed the run measures it.
+
+    It begins with the plan where that was made here.
+    """
     monitor = RunMonitor(
         Path(os.environ[RUN_DIRECTORY]),
         rank=int(os.environ["RANK"]),
@@ -216,7 +218,7 @@ def watch(plan: Plan | None, *, planned: bool, device: torch.device) -> RunMonit
 
 
 def own_device() -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
+    """Return this rank's GPU, or the CPU where there is none."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return torch.device("cpu")
