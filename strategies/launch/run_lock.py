@@ -6,7 +6,6 @@ import fcntl
 import os
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from hardware_db.errors import DsplanError
@@ -36,9 +35,7 @@ class RunLock:
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._file is not None:
             self._file.close()
 

@@ -193,7 +193,7 @@ class RunState:
         try:
             state = (self._spec.directory / LINEAGE_FILE).stat()
         except OSError:
-            return
+            return  # nothing has been saved yet
         if self._seen != (state.st_mtime_ns, state.st_size):
             self._seen = (state.st_mtime_ns, state.st_size)
             listed = lineage.read(self._spec.directory)

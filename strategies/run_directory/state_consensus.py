@@ -91,7 +91,7 @@ def wait_for_training_ranks(store: Store, state: ResumeState) -> None:
 
 def release_waiting_ranks(store: Store) -> None:
     """Rank 0, when its script has ended: those that wait may end too."""
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError):  # those that wait end with the store too
         store.set(_ENDED, "")
 
 

@@ -178,7 +178,7 @@ class NodePlace(RendezvousHandler):
     def leave(self) -> None:
         """Give the place up, so that the next round begins without this node before its heartbeat is missed."""
         self.rendezvous._stop_heartbeats()
-        with suppress(RendezvousError):
+        with suppress(RendezvousError):  # a rendezvous that is gone keeps no places
             self.rendezvous._op_executor.run(_RendezvousExitOp(), time.monotonic() + _LEAVE_SECONDS)
 
 

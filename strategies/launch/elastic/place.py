@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -13,6 +14,8 @@ from strategies.distributed.launcher_env import ProcessVariables, own_place
 from strategies.distributed.network import interfaces
 from strategies.run_directory.spec import LaunchSpec
 from strategies.variables import AGENT_PID
+
+_LOG = logging.getLogger(__name__)
 
 # Ask the kernel to end this process when the one that started it ends, so that no rank outlives its run.
 
@@ -68,8 +71,8 @@ def address_towards(host: str) -> str:
             with socket.socket(family, kind, protocol) as asking:
                 asking.connect(address)  # of a datagram socket: chooses the way, sends nothing
                 return str(asking.getsockname()[0])
-    except OSError:
-        pass
+    except OSError as problem:
+        _LOG.debug("no way to %s: %s", host, problem)
     return ""
 
 

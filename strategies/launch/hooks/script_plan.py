@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ from strategies.tracing.example import first_samples, longest_tokens
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_request, work_of
 from strategies.variables import RUN_DIRECTORY
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,9 +104,11 @@ def sequence_length(dataset: Any, collate: Callable[[list[Any]], Any] | None) ->
     samples = first_samples(dataset)
     batch = None
     if collate is not None and samples:
-        # The script's own code, which may raise anything: Trainer drops columns of samples before it collates them.
-        with suppress(Exception):
+        try:
             batch = collate(samples)
+        except Exception:
+            # The script's own code, which may raise anything: Trainer drops columns of samples before it collates them.
+            _LOG.debug("the collator fails on the first samples, whose own lengths count", exc_info=True)
     if batch is None:
         return max(map(longest_tokens, samples), default=0) or None
     return -(-longest_tokens(batch) // _samples_in_a_row(batch, len(samples))) or None

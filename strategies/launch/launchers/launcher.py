@@ -7,8 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from strategies.run_directory.spec import LauncherName, LaunchSpec
 
 LAUNCHERS: dict[LauncherName, str] = {
@@ -32,9 +30,7 @@ class Launcher(Protocol):
 
     def __enter__(self) -> Launcher: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
 
     def poll(self) -> int | None:
         """Return the exit status: 0 when every rank ended with 0; None while any runs."""

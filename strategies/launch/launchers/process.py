@@ -11,7 +11,6 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from hardware_db.files import provide_torch_extensions
 from hardware_db.notices import LABEL
@@ -101,9 +100,7 @@ class ProcessLauncher(ABC):
                 pass_fds=(lock.fileno(),),
             )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     def poll(self) -> int | None:
