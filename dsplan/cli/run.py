@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -25,6 +25,8 @@ from strategies.supervision.save_clock import CHECKPOINT_MINUTES
 if TYPE_CHECKING:
     from strategies.launch.prepare import RunRequest
     from strategies.launch.report import RunReport
+
+Part = TypeVar("Part")
 
 # The flags of `dsplan run`: the plan, where ranks start, and how the run is watched over.
 
@@ -272,8 +274,8 @@ def _request(
             plan_file=None if planning.plan is None else str(planning.plan),
             strategy=planning.strategy,
             backend=planning.backend,
-            degrees=RequestedDegrees(**{item.name: getattr(planning, item.name) for item in fields(RequestedDegrees)}),
-            method=RequestedMethod(**{item.name: getattr(planning, item.name) for item in fields(RequestedMethod)}),
+            degrees=_part(RequestedDegrees, planning),
+            method=_part(RequestedMethod, planning),
             kernels=parse_kernels(planning.kernels),
         ),
         run_directory=planning.run_dir,
@@ -281,21 +283,11 @@ def _request(
         resume_from=supervision.resume_from or "",
         trackers=() if supervision.track is None else parse_trackers(supervision.track),
         profile="" if supervision.profile is None else parse_profile(supervision.profile),
-        placement=RequestedPlacement(
-            launcher=placement.launcher,
-            nodes=placement.nodes,
-            rendezvous=placement.rendezvous,
-            hostfile=placement.hostfile,
-            node_rank=placement.node_rank,
-            options=tuple(placement.launcher_option) if placement.launcher_option else None,
-        ),
-        supervision=RequestedSupervision(
-            retries=supervision.retries,
-            checkpoint_directory=supervision.checkpoint_dir,
-            checkpoint_steps=supervision.checkpoint_steps,
-            checkpoint_minutes=supervision.checkpoint_minutes,
-            hang_minutes=supervision.hang_minutes,
-            grace_seconds=supervision.grace_seconds,
-            tunes=supervision.tune or None,
-        ),
+        placement=_part(RequestedPlacement, placement),
+        supervision=_part(RequestedSupervision, supervision),
     )
+
+
+def _part(kind: type[Part], flags: Any) -> Part:
+    """Return the part of a request whose fields have the names of flags."""
+    return kind(**{item.name: getattr(flags, item.name) for item in fields(kind)})  # type: ignore[arg-type]

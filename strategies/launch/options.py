@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class RequestedPlacement:
     rendezvous: str | None = None
     hostfile: Path | None = None
     node_rank: int | None = None
-    options: tuple[str, ...] | None = None
+    launcher_option: Sequence[str] | None = None
 
     def over(self, earlier: Placement) -> Placement:
         """Return the placement with what is left open from an earlier one, unless that had another launcher.
@@ -43,6 +44,8 @@ class RequestedPlacement:
         if self.hostfile is not None and not self.hostfile.is_file():
             raise DsplanError(f"--hostfile {self.hostfile}: no such file; write one line per node into it")
         changes: dict[str, Any] = named(self)
+        if options := changes.pop("launcher_option", None):
+            changes["options"] = tuple(options)
         if self.rendezvous is not None:
             _require_address(self.rendezvous)
         if self.hostfile is not None:
@@ -58,13 +61,13 @@ class RequestedSupervision:
     """The flags of `SupervisionOptions`; None is left open."""
 
     retries: int | None = None
-    checkpoint_directory: Path | None = None
+    checkpoint_dir: Path | None = None
     checkpoint_steps: int | None = None
     checkpoint_minutes: float | None = None
     """0: not by the clock."""
     hang_minutes: float | None = None
     grace_seconds: float | None = None
-    tunes: bool | None = None
+    tune: bool = False
 
     def over(self, earlier: SupervisionOptions) -> SupervisionOptions:
         """Return the options with what is left open from earlier ones.
@@ -78,8 +81,9 @@ class RequestedSupervision:
         limits.MINUTES.check("--hang-minutes", self.hang_minutes)
         limits.GRACE_SECONDS.check("--grace-seconds", self.grace_seconds)
         changes: dict[str, Any] = named(self)
-        if self.checkpoint_directory is not None:
-            changes["checkpoint_directory"] = str(self.checkpoint_directory.resolve())
+        changes["tunes"] = changes.pop("tune") or earlier.tunes
+        if self.checkpoint_dir is not None:
+            changes["checkpoint_directory"] = str(changes.pop("checkpoint_dir").resolve())
         if self.hang_minutes is not None:
             changes["hang_seconds"] = 60 * changes.pop("hang_minutes")
         # Who says after how many steps has said when; the clock then saves only if asked to as well.

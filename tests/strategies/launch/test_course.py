@@ -127,7 +127,7 @@ def test_a_resumed_run_keeps_what_it_was_asked_and_takes_what_is_asked_now(scrip
         plan=PlanRequest(strategy="ddp"),
         processes=1,
         run_directory=tmp_path / "run",
-        placement=RequestedPlacement(launcher="mpi", options=("--a", "--b")),
+        placement=RequestedPlacement(launcher="mpi", launcher_option=("--a", "--b")),
         supervision=RequestedSupervision(retries=7, hang_minutes=2),
     )
     spec = prepare(request).spec
@@ -232,7 +232,7 @@ def test_no_address(text: str) -> None:
         (RequestedPlacement(nodes="1:2", launcher="mpi"), "give --launcher mpi one number"),
         (RequestedPlacement(launcher="slurm", rendezvous="node0:29400"), "--rendezvous is for --launcher local or"),
         (RequestedPlacement(node_rank=1), "--node-rank is for --launcher deepspeed or accelerate"),
-        (RequestedPlacement(options=("-x",)), "--launcher-option is for"),
+        (RequestedPlacement(launcher_option=("-x",)), "--launcher-option is for"),
     ],
 )
 def test_placements_that_do_not_fit_together(placement: RequestedPlacement, words: str, script: Path) -> None:
@@ -241,7 +241,7 @@ def test_placements_that_do_not_fit_together(placement: RequestedPlacement, word
 
 
 def test_another_launcher_is_not_told_what_the_earlier_one_was(script: Path, tmp_path: Path) -> None:
-    placement = RequestedPlacement(launcher="mpi", nodes="2", options=("-x",))
+    placement = RequestedPlacement(launcher="mpi", nodes="2", launcher_option=("-x",))
     prepare(RunRequest(script=script, run_directory=tmp_path / "run", placement=placement)).spec.save()
     resume = RunRequest(resume=tmp_path / "run", placement=RequestedPlacement(launcher="local"))
     assert prepare(resume).spec.placement == Placement()

@@ -237,7 +237,7 @@ def test_a_run_directory_that_cannot_be_made(script: Path, tmp_path: Path) -> No
 
 def test_a_checkpoint_directory_that_cannot_be_made(script: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    supervision = RequestedSupervision(checkpoint_directory=tmp_path / "file" / "saves")
+    supervision = RequestedSupervision(checkpoint_dir=tmp_path / "file" / "saves")
     assert "--checkpoint-dir" in _refusal(RunRequest(script=script, supervision=supervision))
 
 
