@@ -15,7 +15,7 @@ from hardware_db.notices import notice
 from hardware_db.records import dataclass
 from planner import limits
 from planner import vocabulary as words
-from planner.types.job import DEFAULT_LORA_RANK
+from planner.models.counting.adapters import LORA_RANK
 from strategies.launch.attempt import GRACE_SECONDS
 from strategies.launch.policy import RETRIES
 from strategies.run_directory.spec import LauncherName
@@ -76,9 +76,9 @@ class PlanningFlags:
         words.Method | None,
         typer.Option(help="Train all weights, or adapters beside frozen ones, which dsplan.initialize puts in."),
     ] = None
-    lora_rank: Annotated[
-        int | None, number(limits.SAMPLES, f"Rank of the adapters; {DEFAULT_LORA_RANK} by default.", "N")
-    ] = None
+    lora_rank: Annotated[int | None, number(limits.SAMPLES, f"Rank of the adapters; {LORA_RANK} by default.", "N")] = (
+        None
+    )
     lora_targets: Annotated[
         str | None,
         typer.Option(metavar="WHAT", help="attention, all-linear (the default), names, or a pattern of module names."),

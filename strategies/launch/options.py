@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware_db.errors import DsplanError
-from hardware_db.handed_in import shown
+from hardware_db.handed_in import quote
 from planner import limits
 from planner.errors import ContradictoryRequest
 from strategies.launch.attempt import GRACE_SECONDS
@@ -123,14 +123,14 @@ def parse_profile(text: str) -> str:
     first, last = _span(text)
     if not 1 <= first <= last < first + _MOST_PROFILED:
         example = "write 20, or 20:22 for three of them"
-        raise DsplanError(f"--profile {shown(text)} names no steps, at most {_MOST_PROFILED}, from 1 on; {example}")
+        raise DsplanError(f"--profile {quote(text)} names no steps, at most {_MOST_PROFILED}, from 1 on; {example}")
     return f"{first}:{last}"
 
 
 def _nodes(text: str) -> tuple[int, int]:
     least, most = _span(text)
     if not 1 <= least <= most <= limits.NODE_RANK.most:
-        raise DsplanError(f"--nodes {shown(text)} is no number of nodes; write 4, or 2:4 for at least 2 and at most 4")
+        raise DsplanError(f"--nodes {quote(text)} is no number of nodes; write 4, or 2:4 for at least 2 and at most 4")
     return least, most
 
 
@@ -143,4 +143,4 @@ def _span(text: str) -> tuple[int, int]:
 def _require_address(text: str) -> None:
     host, _, port = text.rpartition(":")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
-        raise DsplanError(f"--rendezvous {shown(text)} is no address; write HOST:PORT, such as node0:29400")
+        raise DsplanError(f"--rendezvous {quote(text)} is no address; write HOST:PORT, such as node0:29400")

@@ -444,7 +444,7 @@ class Feed:
             project=file_name(Path(spec.script).stem if spec is not None else "dsplan"),
             name=file_name(self._directory.name) + course,
             identity=identity + course,
-            last_step=state.run,
+            known=state.run,
             resumes_at=state.step + 1,
         )
         tracker = KINDS[self._name](run)

@@ -17,7 +17,7 @@ from strategies.run_directory.request import named, plan_request
 from strategies.run_directory.resume_state import Findings, ResumeState, combined
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from strategies.torch_compat.distributed import Store
 
 _LOOK_SECONDS = 0.5
 _ENDED = "ended"

@@ -30,6 +30,7 @@ class Interval:
 
     @property
     def is_set(self) -> bool:
+        """True if ranks save by themselves at all."""
         return self.seconds is not None or self.steps is not None
 
 
@@ -48,7 +49,7 @@ class SaveClock:
         self.next_look = step + 1
 
     def is_due(self, step: int, now: float) -> bool:
-        """Whether to save at this step, a look; sets the next one. `now` is rank 0's time in seconds."""
+        """Return whether to save at this step, a look; set the next one. `now` is rank 0's time in seconds."""
         every = self._interval.steps
         if self._counts_from is None:
             self._counts_from = now
@@ -59,11 +60,11 @@ class SaveClock:
         return is_time or (every is not None and step % every == 0)
 
     def saved(self) -> None:
-        """A checkpoint was begun, by whomever."""
+        """Begin to count anew: a checkpoint was begun, by whomever."""
         self._counts_from, self._has_failed = None, False
 
     def failed(self) -> None:
-        """A checkpoint could not be written: the next try by time comes within a minute."""
+        """Let the next try by time come within a minute: a checkpoint could not be written."""
         self._counts_from, self._has_failed = None, True
 
     def _left(self, now: float) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsplan.cli.app import load_command
-from planner.types.job import DEFAULT_LORA_RANK
+from planner.models.counting.adapters import LORA_RANK
 from strategies.launch.attempt import GRACE_SECONDS
 from strategies.launch.policy import RETRIES
 from strategies.supervision.hang_detection import HANG_SECONDS
@@ -16,4 +16,4 @@ def test_help_of_run_names_the_defaults_of_the_modules_that_use_them() -> None:
     assert f"minutes; {CHECKPOINT_MINUTES:g}, or 0" in texts["checkpoint_minutes"]
     assert f"progress; {HANG_SECONDS / 60:g}, or 0" in texts["hang_minutes"]
     assert f"SIGUSR1; {GRACE_SECONDS:g} by default" in texts["grace_seconds"]
-    assert f"adapters; {DEFAULT_LORA_RANK} by default" in texts["lora_rank"]
+    assert f"adapters; {LORA_RANK} by default" in texts["lora_rank"]

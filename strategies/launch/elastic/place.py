@@ -10,8 +10,8 @@ import socket
 import sys
 from collections.abc import MutableMapping
 
-from strategies.distributed.launcher_env import ProcessVariables, own_place
-from strategies.distributed.network import interfaces
+from strategies.distributed.launcher_env import ProcessVariables, read_own_variables
+from strategies.distributed.network import list_interfaces
 from strategies.run_directory.spec import LaunchSpec
 from strategies.variables import AGENT_PID
 
@@ -46,7 +46,7 @@ def take_place(spec: LaunchSpec) -> ProcessVariables:
     """
     if spec.placement.launcher != "slurm":  # slurmstepd ends its tasks itself, also those that others have started
         die_with_parent(signal.SIGKILL, int(os.environ.get(AGENT_PID) or os.getppid()))
-    process = own_place()
+    process = read_own_variables()
     if process.meeting_point is not None and process.local_world_size < process.world_size:
         choose_interface(process.meeting_point.host, os.environ)
     return process
@@ -78,4 +78,4 @@ def address_towards(host: str) -> str:
 
 def interface_of(address: str) -> str:
     """Return the name of the interface that has an IPv4 address; empty where none has it."""
-    return next((interface.name for interface in interfaces() if interface.address == address), "")
+    return next((interface.name for interface in list_interfaces() if interface.address == address), "")

@@ -50,7 +50,7 @@ from strategies.supervision import lineage
 from strategies.supervision.autosave import KEPT
 from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.not_finite import FiniteWatch
-from strategies.supervision.process import leave, stopped
+from strategies.supervision.process import describe_stop, leave
 from strategies.supervision.resume import nothing_left
 from strategies.supervision.save_clock import Interval, SaveClock
 from strategies.supervision.stopping import Request, Stopping, open_board
@@ -171,7 +171,7 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
     def _note(self, path: Path, step: int) -> None:
         """Remember a checkpoint; a full disk makes a later resume begin earlier and ends nothing."""
         attempt, automatic = self._options.attempt, self._saves_now
-        checkpoint = lineage.Made(
+        checkpoint = lineage.RunCheckpoint(
             path=str(path),
             step=step,
             attempt=attempt,
@@ -196,21 +196,21 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
     def _leave(self, request: Request, message: str, saved: Path | None) -> None:
         if self._environment.is_main:
             notice(message)
-        word = stopped(request.kind, message, self._directory, saved)
+        word = describe_stop(request.kind, message, self._directory, saved)
         leave(self._stopping, self._watch, self._directory, word)
 
 
 def _newest(
     directory: Path, output: Path, attempt_options: AttemptOptions, *, script_asks: bool
-) -> lineage.Made | None:
+) -> lineage.RunCheckpoint | None:
     """Return the newest complete checkpoint of this run in a Trainer's output directory, as rank 0 sees it.
 
     Raises:
         CannotRun: the run had got further and nothing of it is left, and the script does not say what to load.
     """
 
-    def look() -> lineage.Made | None:
-        lists = lineage.known(directory)
+    def look() -> lineage.RunCheckpoint | None:
+        lists = lineage.read_lineage(directory)
         own = [checkpoint for checkpoint in lists.all if attempt_options.counts(checkpoint.run, checkpoint.attempt)]
         candidates = [
             checkpoint
@@ -222,7 +222,7 @@ def _newest(
             candidates.sort(key=lambda checkpoint: checkpoint.step, reverse=True)
         if not candidates and attempt_options.base:
             candidates = [
-                lineage.Made(path=attempt_options.base, step=_step_of(attempt_options.base), by="huggingface")
+                lineage.RunCheckpoint(path=attempt_options.base, step=_step_of(attempt_options.base), by="huggingface")
             ]
         if candidates:
             gone = max((checkpoint.step for checkpoint in lists.journalled if checkpoint in own), default=0)
@@ -241,7 +241,7 @@ def _newest(
     return on_rank_zero(look)
 
 
-def _unlisted(directory: Path, output: Path, listed: set[str]) -> list[lineage.Made]:
+def _unlisted(directory: Path, output: Path, listed: set[str]) -> list[lineage.RunCheckpoint]:
     """Return the checkpoints in a Trainer's output directory that this run made and that are in no list of it."""
     try:
         began = (directory / LOCK_FILE).stat().st_mtime  # made when the run was, and never written to
@@ -249,7 +249,7 @@ def _unlisted(directory: Path, output: Path, listed: set[str]) -> list[lineage.M
         began = 0.0
     unlisted = []
     for path in output.glob("checkpoint-*"):
-        folder = lineage.Made(path=str(path), step=_step_of(str(path)), by="huggingface")
+        folder = lineage.RunCheckpoint(path=str(path), step=_step_of(str(path)), by="huggingface")
         if folder.path not in listed and folder.step > 0 and _is_whole(folder) and path.stat().st_mtime >= began:
             unlisted.append(folder)
     if unlisted:
@@ -258,7 +258,7 @@ def _unlisted(directory: Path, output: Path, listed: set[str]) -> list[lineage.M
     return unlisted
 
 
-def _is_whole(checkpoint: lineage.Made) -> bool:
+def _is_whole(checkpoint: lineage.RunCheckpoint) -> bool:
     """Return whether a Trainer's checkpoint has its state, which is written last, and of the step in its name."""
     try:
         state = json.loads(Path(checkpoint.path, _STATE).read_text())
