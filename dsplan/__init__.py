@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from strategies.distributed.environment import init_distributed
     from strategies.engine.checkpoint_manager import CheckpointManager
     from strategies.engine.initialize import initialize
-    from strategies.engine.observers import MemoryProfiler
+    from strategies.engine.telemetry import MemoryProfiler
     from strategies.engine.trainer import DistributedTrainer, setup_distributed_training
     from strategies.modules.activation_checkpointing import checkpoint_activations
     from strategies.modules.kernels import register_kernel
@@ -55,7 +55,7 @@ _HOMES = {
     "DistributedTrainer": "strategies.engine.trainer",
     "DsplanError": "hardware_db.errors",
     "HardwareSelector": "dsplan.selector",
-    "MemoryProfiler": "strategies.engine.observers",
+    "MemoryProfiler": "strategies.engine.telemetry",
     "TrainingMonitor": "strategies.telemetry.training_monitor",
     "ZeroOptimizer": "strategies.optim.optimizers",
     "checkpoint_activations": "strategies.modules.activation_checkpointing",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -171,10 +170,11 @@ def _check_machine(plan: BenchPlan, machine: Machine, file: Path | None) -> None
             f"the benchmark needs {plan.most_ranks} GPUs in this machine and there are {here.gpus_per_node}; use"
             f" --ranks {here.gpus_per_node} or fewer"
         )
-    if here.device.is_cpu and plan.most_ranks > _RANKS_PER_CORE * (os.cpu_count() or 1):
+    cores = machine.host.usable_cores or 1
+    if here.device.is_cpu and plan.most_ranks > _RANKS_PER_CORE * cores:
         raise DsplanError(
-            f"the benchmark needs {plan.most_ranks} processes at once on {os.cpu_count()} CPU cores; use --ranks"
-            f" {_RANKS_PER_CORE * (os.cpu_count() or 1)} or fewer"
+            f"the benchmark needs {plan.most_ranks} processes at once on {cores} CPU cores; use --ranks"
+            f" {_RANKS_PER_CORE * cores} or fewer"
         )
 
 

@@ -24,6 +24,7 @@ class RunRow:
 
     `config` is JSON: a transformers config of which only the sizes are written. `ranks_per_device` processes shared one
     device; each was allowed `memory_limit_bytes`, 0 for no limit. `outcome` is completed, out_of_memory or failed.
+    Ranks on a processor shared `cores` of `cpu`; empty and 0 on GPUs, in traces, and where nobody wrote it down.
     """
 
     KIND: ClassVar[str] = "run"
@@ -57,6 +58,8 @@ class RunRow:
     transformers: str
     deepspeed: str
     outcome: str
+    cpu: str = ""
+    cores: int = 0
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -128,6 +131,7 @@ class MemoryRun(RunRow):
     MEASURED: ClassVar[tuple[str, ...]] = (
         *("resident_bytes", "forward_bytes", "loss_bytes", "backward_bytes", "step_bytes"),
         *("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "context_bytes", "host_bytes"),
+        *("cpu", "cores"),
     )
 
     resident_bytes: int = 0
@@ -170,9 +174,9 @@ def write_memory_runs(path: Path, runs: Iterable[MemoryRun]) -> None:
 class TimeRun(RunRow):
     """A run with the seconds of one optimizer step, all ranks beginning it together.
 
-    `cores` of `cpu` were there for all ranks, each of which computed on `threads`. `step_seconds` is the median over
-    `steps` steps of the slowest rank, `fastest_seconds` and `slowest_seconds` their 10th and 90th percentile; forward,
-    backward and optimizer are medians of their own. `rounds` is how often the run was started anew.
+    Each rank computed on `threads`. `step_seconds` is the median over `steps` steps of the slowest rank,
+    `fastest_seconds` and `slowest_seconds` their 10th and 90th percentile; forward, backward and optimizer are medians
+    of their own. `rounds` is how often the run was started anew.
     """
 
     KIND: ClassVar[str] = "timed run"
@@ -181,8 +185,6 @@ class TimeRun(RunRow):
         *("forward_seconds", "backward_seconds", "optimizer_seconds"),
     )
 
-    cpu: str
-    cores: int
     threads: int
     rounds: int = 0
     steps: int = 0

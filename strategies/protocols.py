@@ -65,7 +65,9 @@ class TrainingEngine(Protocol):
     client_state: dict[str, Any]
     client_state_source: Callable[[], dict[str, Any]] | None
     counted_peak_bytes: int | None
-    observers: list[Observer]
+
+    @property
+    def observers(self) -> list[Observer]: ...
 
     @property
     def module(self) -> nn.Module: ...

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from dsplan.render.show import Bar, Block, Cell, Style, Table, Text, columns
 from hardware_db.units import format_bytes, format_count, format_seconds, three_digits, time_unit
+from planner.cost.verdict import why_it_misses
 from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def figure_blocks(plan: Plan) -> list[Block]:
 
 def header(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block]:
     """Which model on which hardware, with what nobody asked for."""
-    model, cluster = cast("dict[str, Any]", plan.model), cast("dict[str, Any]", plan.cluster)
+    model, cluster = plan.model, plan.cluster
     where = f"{cluster['gpus']} x {cluster['device']}"
     nodes = f" on {cluster['nodes']} nodes" if cluster["nodes"] > 1 else ""
     usable = f"{format_bytes(limit_bytes(plan))} usable each"
@@ -60,7 +61,7 @@ def header(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block]:
 
 def _what_runs(plan: Plan) -> str:
     """Whose modules run and how, where that is not what goes without saying."""
-    work = cast("dict[str, Any]", plan.workload)
+    work = plan.workload
     words = [f"code {work['code']}"] if work.get("code", "transformers") != "transformers" else []
     words += ["blocks compiled"] if work.get("compile") else []
     words += [f"loss {work['loss']}"] if work.get("loss", "plain") != "plain" else []
@@ -167,9 +168,9 @@ def interval_text(time: StepTime) -> str:
 
 def verdict_line(plan: Plan) -> str:
     """Whether it fits, with the figures that decide it."""
-    if plan.verdict == "does_not_fit":
-        # The notes of a plan begin with what `dsplan run` cannot run of it, if there is anything, then the reason.
-        return f"verdict: does not fit: {plan.notes[0 if plan.runnable else 1]}"
+    reason = why_it_misses(plan)
+    if reason is not None:
+        return f"verdict: does not fit: {reason}"
     memory, have = plan.memory, format_bytes(limit_bytes(plan))
     # Plans of earlier releases have the upper bound alone, which was what is needed.
     need = format_bytes(memory.device_needed_bytes or memory.device_used_upper_bytes)
@@ -180,9 +181,9 @@ def verdict_line(plan: Plan) -> str:
 
 def limit_bytes(plan: Plan) -> int:
     """What one device may use: its capacity, or less where the user set a limit."""
-    capacity = cast("int", plan.cluster["capacity_bytes"])
+    capacity = plan.cluster["capacity_bytes"]
     # A GPU that others have filled has none free, and shares of it are still to be shown.
-    return max(1, min(capacity, cast("int | None", plan.workload.get("max_memory_bytes")) or capacity))
+    return max(1, min(capacity, plan.workload.get("max_memory_bytes") or capacity))
 
 
 def _row(name: str, share: float, figure: str) -> list[Cell]:
@@ -241,9 +242,9 @@ def maxima_blocks(request: Request, rows: Sequence[Maximum]) -> list[Block]:
 
 def maxima_to_dict(request: Request, rows: Sequence[Maximum]) -> dict[str, Any]:
     """What `max --json` prints: `maxima`, a list of one object for each way to run, and what they are searched at."""
-    from planner.types.job import Job, described
+    from planner.types.job import Job, sections_of
 
-    sections = described(
+    sections = sections_of(
         Job(
             facts=request.facts,
             counts=request.counts,

@@ -27,7 +27,6 @@ from strategies.telemetry.metrics import Row
 _STEPS_FLAG = re.compile(r"--(?:max[-_]|train[-_]|num[-_]|total[-_])?(?:steps|iters)(?:=(\d+))?")
 _RECENT = 20
 _ROOM_FOR_SPANS = 60
-_HAPPENINGS = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

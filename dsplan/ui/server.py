@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
+from hardware_db.probe.cgroup import usable_cores
 from hardware_db.records import dataclass
 
 LOCAL = "127.0.0.1"
@@ -67,9 +68,7 @@ def serve(options: ServerOptions) -> None:
 
 
 def _usual_workers() -> int:
-    return max(
-        1, min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MOST_WORKERS)
-    )
+    return min(usable_cores(), _MOST_WORKERS)
 
 
 @contextmanager

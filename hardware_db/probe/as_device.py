@@ -18,6 +18,8 @@ _AVX512_BF16_GAIN = 2  # VDPBF16PS multiplies twice as many lanes as the fp32 in
 # Either of these is what oneDNN, and torch with it, asks of a processor for fp16: avx512_core_fp16 and avx2_vnni_2.
 _FP16_UNITS = ({"avx512_fp16"}, {"avx_ne_convert", "avx_vnni_int8"})
 _AMX_BF16_PER_CYCLE = 1024  # TDPBF16PS: 16 x 16 x 32 multiply-adds in 16 cycles
+RATE_FLAGS = frozenset({"avx512_bf16", "amx_bf16"}).union(*(flags for flags, _ in _FP32_PER_CYCLE), *_FP16_UNITS)
+"""Flags of a processor that decide its peak here, and what it computes in."""
 _SAME_MEMORY = 0.03  # a datasheet total this near the driver's is the same card
 
 

@@ -1,8 +1,9 @@
-"""What the control group of this process allows: memory and processor time, versions 1 and 2."""
+"""What this process may use: memory and processor time of its control group (versions 1 and 2), and its cores."""
 
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path, PurePosixPath
 
 from hardware_db.files import read_int, read_text
@@ -33,6 +34,16 @@ def cgroup_limits(root: Path = Path("/")) -> Limits:
         memory_left_bytes=min((left for _, left in memory), default=None),
         cpus=min(cpus, default=None),
     )
+
+
+def usable_cores(limits: Limits | None = None) -> int:
+    """Return how many logical cores this process may use, by its affinity and its control group's quota.
+
+    Threads, workers and processes at once are counted by this, not by the cores of the machine.
+    """
+    # os.process_cpu_count (Python 3.13) knows no quota either.
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(allowed, (limits or cgroup_limits()).cpus or allowed)
 
 
 def _groups(root: Path) -> dict[str, list[Path]]:

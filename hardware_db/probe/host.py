@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from hardware_db.files import children, read_int, read_text
-from hardware_db.probe.cgroup import cgroup_limits
+from hardware_db.probe.cgroup import cgroup_limits, usable_cores
 from hardware_db.probe.machine import Disk, Host, Nic
 from hardware_db.units import KIB
 
@@ -98,7 +98,12 @@ def probe_host(root: Path = Path("/")) -> Host:
     if sys.platform == "darwin":
         return _macos_host()
     if not (root / "proc/meminfo").exists():
-        return Host(system=_system(), cpu_model=platform.processor() or None, logical_cores=os.cpu_count())
+        return Host(
+            system=_system(),
+            cpu_model=platform.processor() or None,
+            logical_cores=os.cpu_count(),
+            usable_cores=usable_cores(),
+        )
     return _linux_host(root)
 
 
@@ -113,7 +118,7 @@ def _linux_host(root: Path) -> Host:
     memory = _meminfo(root)
     total, available = memory.get("MemTotal"), memory.get("MemAvailable")
     left = [size for size in (available, limits.memory_left_bytes) if size is not None]
-    logical = len(blocks) or os.cpu_count()
+    logical = len(blocks) or os.cpu_count() or 1
     return Host(
         system=_system(),
         cpu_model=first.get("model name") or first.get("Processor") or platform.machine(),
@@ -121,7 +126,7 @@ def _linux_host(root: Path) -> Host:
         cpu_max_mhz=_max_mhz(root, blocks),
         physical_cores=_physical_cores(root, blocks) or logical,
         logical_cores=logical,
-        usable_cores=_usable_cores(logical, limits.cpus),
+        usable_cores=min(logical, usable_cores(limits)),
         memory_total_bytes=total,
         memory_available_bytes=min(left, default=None),
         memory_limit_bytes=limits.memory_bytes if total is None or (limits.memory_bytes or total) < total else None,
@@ -157,12 +162,6 @@ def _max_mhz(root: Path, blocks: list[dict[str, str]]) -> float | None:
         return kilohertz / 1000
     shown = [float(block["cpu MHz"]) for block in blocks if re.fullmatch(r"[\d.]+", block.get("cpu MHz", ""))]
     return max(shown, default=None)
-
-
-def _usable_cores(logical: int | None, quota: int | None) -> int | None:
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
-    known = [count for count in (logical, allowed, quota) if count]
-    return min(known, default=None)
 
 
 def _meminfo(root: Path) -> dict[str, int]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.errors import ContradictoryRequest
-from planner.models.counting.count import count_parameters, frozen_but, with_adapters
+from planner.models.counting.count import count_parameters, freeze_but, with_adapters
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.facts_document import facts_document
 from planner.types.cluster import SHIPPED, Cluster, Rates
-from planner.types.plan import Configuration
+from planner.types.plan import ClusterSection, Configuration, ModelSection, WorkloadSection
 
 EXPERT_IMBALANCE = 1.25
 """Tokens that come to the busiest rank's experts over the mean: the capacity factor that Switch Transformers train
@@ -117,7 +117,7 @@ def counts_of(facts: ModelFacts, workload: Workload) -> ParameterCounts:
         dora = workload.method == "dora"
         rank, targets = workload.lora_rank, workload.lora_targets
         return with_adapters(facts, counts, rank=rank, targets=targets, magnitude=dora)
-    return frozen_but(facts, counts, workload.train_only) if workload.train_only else counts
+    return freeze_but(facts, counts, workload.train_only) if workload.train_only else counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,20 +183,29 @@ class Described(Protocol):
     def cluster(self) -> Cluster: ...
 
 
-def described(job: Described) -> dict[str, dict[str, object]]:
-    """The sections `model`, `cluster` and `workload` of a plan."""
+class Sections(TypedDict):
+    """What the plans of a job say of it."""
+
+    model: ModelSection
+    cluster: ClusterSection
+    workload: WorkloadSection
+
+
+def sections_of(job: Described) -> Sections:
+    """Return the sections `model`, `cluster` and `workload` of a plan."""
     return {"model": _model(job), "cluster": cluster_section(job.cluster), "workload": _workload(job)}
 
 
-def workload_of(section: Mapping[str, Any], configuration: Configuration) -> Workload:
+def workload_of(section: Mapping[str, Any] | WorkloadSection, configuration: Configuration) -> Workload:
     """The workload of a plan's `workload` section and its configuration; what a release did not write is as by default.
 
     Raises:
         ContradictoryRequest: a word or a number is none that a workload has.
     """
-    own = {item.name: getattr(configuration, item.name, None) for item in fields(Workload)}
-    said = {item.name: section.get(item.name) for item in fields(Workload)}
-    values = {name: said[name] if own[name] is None else own[name] for name in own}
+    values: dict[str, Any] = {}
+    for item in fields(Workload):
+        value = getattr(configuration, item.name, None)
+        values[item.name] = section.get(item.name) if value is None else value
     return Workload(**{"task": "", **{name: value for name, value in values.items() if value is not None}})
 
 
@@ -220,7 +229,7 @@ def provenance(
     return found
 
 
-def _model(job: Described) -> dict[str, object]:
+def _model(job: Described) -> ModelSection:
     facts = job.facts
     return {
         "name": facts.name,
@@ -238,7 +247,7 @@ def _model(job: Described) -> dict[str, object]:
     }
 
 
-def cluster_section(cluster: Cluster) -> dict[str, object]:
+def cluster_section(cluster: Cluster) -> ClusterSection:
     """A cluster as the JSON contract has it."""
     return {
         "device": cluster.device.name,
@@ -258,7 +267,7 @@ def cluster_section(cluster: Cluster) -> dict[str, object]:
     }
 
 
-def _workload(job: Described) -> dict[str, object]:
+def _workload(job: Described) -> WorkloadSection:
     workload = job.workload
     return {
         "task": workload.task,

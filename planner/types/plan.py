@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 from math import prod
+from typing import Any, TypedDict
 
 from hardware_db.records import dataclass
 from planner import vocabulary as words
@@ -275,6 +276,77 @@ class Throughput:
     mfu: float | None
 
 
+# What a plan says of its job: sections of the JSON contract. `plan_io` checks values against these annotations; keys
+# that other releases wrote are left as they are.
+
+Count = int
+"""A number of devices or nodes, at least 1."""
+
+
+class ModelSection(TypedDict, total=False):
+    """The model of a plan; the sizes of its architecture are in `facts`."""
+
+    name: str
+    family: str
+    model_type: str
+    kind: str
+    parameters: int
+    trainable_parameters: int
+    active_parameters: int
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    block_class: str
+    facts: dict[str, Any] | None
+
+
+class ClusterNeeds(TypedDict):
+    """What every plan says of its cluster."""
+
+    device: str
+    capacity_bytes: int
+
+
+class ClusterSection(ClusterNeeds, total=False):
+    """The cluster of a plan."""
+
+    vendor: str
+    gpus: Count
+    nodes: Count
+    gpus_per_node: Count
+    intra_link: str | None
+    inter_link: str | None
+    nics_per_node: Count
+    host_memory_bytes_per_node: int
+    nvme_bytes_per_node: int
+    node_type: str
+    assumed: str
+    probed: bool
+
+
+class WorkloadSection(TypedDict, total=False):
+    """The part of a plan's `Workload` that its configuration does not hold."""
+
+    task: words.Task
+    source_length: int
+    max_memory_bytes: int | None
+    host_memory_bytes: int | None
+    evaluation_batch_size: int
+    evaluation_steps_kept: int
+    save: words.Save
+    code: str
+    compile: bool
+    loss: words.Loss
+    method: words.Method
+    lora_rank: int | None
+    lora_targets: str | None
+    train_only: str
+    load_dtype: words.LoadDtype | None
+    fp8_recipe: words.Fp8Recipe | None
+    ema: bool
+    expert_imbalance: float | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """A configuration with its price. `plan_io.plan_to_dict` gives what `estimate --json` prints and plan files hold.
@@ -284,8 +356,8 @@ class Plan:
     today, with `notes` holding the reason where it cannot.
     """
 
-    model: Mapping[str, object]
-    cluster: Mapping[str, object]
+    model: ModelSection
+    cluster: ClusterSection
     configuration: Configuration
     memory: MemoryEstimate
     time: StepTime
@@ -295,6 +367,6 @@ class Plan:
     runnable: bool
     notes: tuple[str, ...] = ()
     provenance: Mapping[str, words.Provenance] = field(default_factory=dict)
-    workload: Mapping[str, object] = field(default_factory=dict)
+    workload: WorkloadSection = field(default_factory=WorkloadSection)
     alternatives: tuple[Mapping[str, object], ...] = ()
     schema_version: int = SCHEMA_VERSION

@@ -13,7 +13,17 @@ from planner import limits
 from planner import vocabulary as words
 from planner.errors import BrokenFile, ContradictoryRequest
 from planner.models.facts import MlaFacts, ModelFacts, TowerFacts
-from planner.types.plan import SCHEMA_VERSION, Configuration, MemoryEstimate, Plan, StepTime, Throughput
+from planner.types.plan import (
+    SCHEMA_VERSION,
+    ClusterSection,
+    Configuration,
+    MemoryEstimate,
+    ModelSection,
+    Plan,
+    StepTime,
+    Throughput,
+    WorkloadSection,
+)
 
 Value = TypeVar("Value")
 
@@ -22,31 +32,7 @@ _PARTS: dict[str, type] = {
     "time": StepTime,
     "throughput": Throughput,
 }
-_SECTIONS: dict[str, dict[str, str]] = {
-    "model": {
-        **dict.fromkeys(("name", "family", "model_type", "kind", "block_class"), "str"),
-        **dict.fromkeys(("parameters", "trainable_parameters", "active_parameters"), "int"),
-        **dict.fromkeys(("hidden_size", "num_layers", "vocab_size"), "int"),
-    },
-    "cluster": {
-        **dict.fromkeys(("device", "vendor", "node_type", "assumed"), "str"),
-        **dict.fromkeys(("intra_link", "inter_link"), "str | None"),
-        **dict.fromkeys(("gpus", "nodes", "gpus_per_node", "nics_per_node"), "count"),
-        **dict.fromkeys(("capacity_bytes", "host_memory_bytes_per_node", "nvme_bytes_per_node"), "int"),
-        "probed": "bool",
-    },
-    "workload": {
-        **dict.fromkeys(("source_length", "evaluation_batch_size", "evaluation_steps_kept"), "int"),
-        **dict.fromkeys(("max_memory_bytes", "host_memory_bytes", "lora_rank"), "int | None"),
-        **dict.fromkeys(("task", "save", "code", "loss", "method", "train_only"), "str"),
-        **dict.fromkeys(("lora_targets", "load_dtype", "fp8_recipe"), "str | None"),
-        **dict.fromkeys(("compile", "ema"), "bool"),
-        "expert_imbalance": "float | None",
-    },
-    "provenance": {},
-}
-"""The kinds of what a plan says of its job, of those keys that every plan of this schema has."""
-_NEEDED = {"cluster": ("device", "capacity_bytes")}
+_SECTIONS: dict[str, type] = {"model": ModelSection, "cluster": ClusterSection, "workload": WorkloadSection}
 _REMEDY = "write it anew with `dsplan recommend --out DIR`"
 
 
@@ -99,6 +85,7 @@ def plan_from_dict(raw: object, where: object = "plan") -> Plan:
         configuration=configuration,
         **parts,
         **sections,
+        provenance=_mapping(raw.get("provenance"), f"{where}: provenance"),
         verdict=raw["verdict"],
         limited_by=raw["limited_by"],
         runnable=raw["runnable"],
@@ -165,12 +152,13 @@ def _part(part: type[Value], raw: object, where: str) -> Value:
 def _section(name: str, raw: object, where: str) -> dict[str, Any]:
     """What the plan says of its job; keys of a release that knew others stay as they are."""
     values = _mapping(raw, where)
-    for key in _NEEDED.get(name, ()):
-        if key not in values:
-            raise BrokenFile(where, f"lacks {key!r}", _REMEDY)
-    for key, kind in _SECTIONS[name].items():
-        if key in values:
-            _check_type(values[key], kind, f"{where}.{key}")
+    section: Any = _SECTIONS[name]
+    for key in sorted(section.__required_keys__ - values.keys()):
+        raise BrokenFile(where, f"lacks {key!r}", _REMEDY)
+    for key, hint in section.__annotations__.items():
+        if key in values and key != "facts":
+            _check_type(values[key], hint.__forward_arg__, f"{where}.{key}")
+            _check_word(values[key], hint.__forward_arg__, f"{where}.{key}")
     if values.get("facts") is not None:
         _check_facts(_mapping(values["facts"], f"{where}.facts"), f"{where}.facts")
     return values
@@ -241,7 +229,15 @@ def _check_type(value: object, annotation: str, where: str) -> None:
         raise BrokenFile(where, f"is {shown(value)}, {wanted}", _REMEDY)
 
 
-_NUMBERS = {"int": limits.BYTES, "float": limits.AMOUNT, "count": limits.GPUS}
+def _check_word(value: object, annotation: str, where: str) -> None:
+    """Hold a text against the vocabulary that its annotation names, if it does."""
+    vocabulary = annotation.removesuffix(" | None").removeprefix("words.")
+    allowed = get_args(getattr(words, vocabulary, None))
+    if allowed and value is not None and value not in allowed:
+        raise BrokenFile(where, f"is {shown(value)}, not one of {', '.join(allowed)}", _REMEDY)
+
+
+_NUMBERS = {"int": limits.BYTES, "float": limits.AMOUNT, "Count": limits.GPUS}
 
 
 def _mapping(raw: object, where: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from hardware_db.probe.cgroup import usable_cores
 from tests.dsplan.browser import chromium
 
 MODELS = ("llama-3-8b", "opt-13b", "mixtral-8x7b", "qwen2.5-7b", "llama-2-70b", "gpt2-xl", "mistral-7b", "gemma-2-9b")
@@ -156,7 +157,7 @@ def main() -> None:
         print(said(f"{asked.users} at once, {asked.cores} cores, each answer", each))
         print(said(f"{asked.users} at once, {asked.cores} cores, the last answer", last))
         print(f"  processor seconds: {together:.2f} of the server, {together / asked.cores:.2f} on every core")
-    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {usable_cores()} cores")
 
 
 if __name__ == "__main__":

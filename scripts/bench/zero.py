@@ -13,7 +13,6 @@ is slow for a while is slow to all of them; a ratio is one of medians over all t
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -25,14 +24,17 @@ from typing import Any
 import psutil
 
 from hardware_db.measured_rows import SHIPPED
+from hardware_db.probe import probe
+from hardware_db.probe.cgroup import usable_cores
 from hardware_db.spawn import RankPool
 from hardware_db.units import GIB
 from planner.search.estimate import estimate
 from planner.types.plan_io import plan_to_dict
+from scripts.measure.machines import columns_of
+from scripts.measure.measured_run import Subject, TimedStep, mean_over_ranks, measure_subject, time_subject
 from scripts.measure.memory_grid import Case
 from scripts.measure.memory_rows import question
 from scripts.measure.zero_rows import ENGINES, LENGTH, SIZES, Engine, Row, Setting, write
-from strategies.bench.measured_run import Subject, TimedStep, mean_over_ranks, measure_subject, time_subject
 
 _ENOUGH_BYTES = 10 * GIB
 """Of free memory, for the largest setting."""
@@ -51,11 +53,12 @@ def main() -> None:
         for model, precision, steps in chosen
     ]
     engines = [engine for engine in ENGINES if not arguments.only or "-".join(engine) in arguments.only]
+    here = columns_of(probe())
     with Pools(arguments.ranks) as pools:
         for rows in (_bytes if arguments.bytes else _times)(pools, settings, engines, arguments):
             print(*(row.line for row in rows), sep="\n", flush=True)
             if not arguments.dry:
-                write(arguments.out, rows)
+                write(arguments.out, [replace(row, **here) for row in rows])
 
 
 def _arguments() -> argparse.Namespace:
@@ -120,7 +123,7 @@ def _times(
     """The rows of a setting after each of its turns; the first turn is taken whatever time there is."""
     timed: dict[tuple[Setting, Engine], list[TimedStep]] = {}
     longest: dict[Setting, float] = {}
-    threads = max(1, (os.cpu_count() or 1) // arguments.ranks)
+    threads = max(1, usable_cores() // arguments.ranks)
     ends = time.perf_counter() + 60 * arguments.minutes
     for turn in count():
         fitting = [

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import sys
 import time
@@ -27,13 +26,15 @@ import torch
 from hardware_db.files import replace_text
 from hardware_db.measured_rows import SHIPPED
 from hardware_db.probe import probe
+from hardware_db.probe.cgroup import usable_cores
 from hardware_db.spawn import RankError, RankPool
 from planner.search.estimate import estimate
 from planner.types.plan_io import plan_to_dict
+from scripts.measure.measured_run import Subject, TimedStep, text_batches, time_subject
 from scripts.measure.memory_grid import FULL, Case
 from scripts.measure.memory_rows import question
 from scripts.measure.time_grid import MODELS
-from strategies.bench.measured_run import Subject, TimedStep, build_model, text_batches, time_subject
+from strategies.bench.training import build_model
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = {**FULL, **MODELS}
 Run = tuple[str, str, Mapping[str, Any]]
@@ -168,7 +169,7 @@ def with_peak(body: Any, subject: Subject, steps: int) -> tuple[tuple[TimedStep,
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()  # what an earlier run left behind
-    found = body(subject, steps, os.cpu_count() or 1)
+    found = body(subject, steps, usable_cores())
     return found, torch.cuda.max_memory_allocated() - before if on_gpu else 0
 
 

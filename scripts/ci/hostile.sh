@@ -2,6 +2,8 @@
 # Runs the suite as an unlike machine would see it, and leaves nothing running: `bash scripts/ci/hostile.sh tests/strategies/launch -k cli`.
 # Arguments go to pytest, whose summary is the last line and whose exit status this is.
 # HOSTILE_WITHOUT names what to leave out, to find the culprit: "user network port precision core load home path locale".
+# HOSTILE_CORES=8 (1, 2, any number) says how many cores the machine reports: os.cpu_count, affinity, psutil, /proc/cpuinfo
+# and the control group's quota; they need not be there. Without it they are those that are there.
 # As root the suite runs as the user `nobody` in a copy of the tree; HOSTILE_USER names another user.
 source "$(dirname "$0")/../setup.sh"
 root=$PWD
@@ -122,10 +124,16 @@ if simulates home "$why" "HOME that cannot be written"; then
 fi
 
 if simulates precision "" "a processor without fp16 and bf16, of AVX2 at most"; then
-    cp "$root/scripts/ci/old_processor.py" "$own"
-    echo "import old_processor" >> "$own/hostile.pth"
-    variables+=(ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2)
+    variables+=(HOSTILE_OLD_PROCESSOR=1 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2)
 fi
+
+if simulates reported "$([ -n "${HOSTILE_CORES:-}" ] || echo "HOSTILE_CORES does not say how many")" "${HOSTILE_CORES:-other} cores reported"; then
+    variables+=(HOSTILE_CORES="$HOSTILE_CORES")
+else
+    variables+=(-u HOSTILE_CORES)
+fi
+cp "$root/scripts/ci/other_machine.py" "$own"
+echo "import other_machine" >> "$own/hostile.pth"
 
 if simulates locale "" "LANG=C"; then
     variables+=(-u LC_ALL -u LC_CTYPE LANG=C)

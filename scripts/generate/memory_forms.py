@@ -25,7 +25,7 @@ from hardware_db.files import replace_text
 from planner.cost.memory.activations.form import FORMS, FROZEN_ENDING, form_to_dict, structure_of
 from planner.models.catalogue import models
 from planner.models.facts import ModelFacts
-from strategies.tracing.forms.form_trace import Variant, form_of
+from scripts.generate.forms.form_trace import Variant, form_of
 
 ON_CPU = frozenset(
     {

@@ -28,9 +28,9 @@ from planner.errors import BrokenFile
 from planner.models.catalogue import RECORDED
 from planner.models.compile import compact_row
 from planner.models.facts import ModelFacts
+from scripts.generate.forms.form_trace import Variant
+from scripts.generate.forms.recording import Recipe, kinds_of, meta_module, recorded_form, recorded_work
 from strategies.parallel.blocks import repeated_blocks
-from strategies.tracing.forms.form_trace import Variant
-from strategies.tracing.forms.recording import Recipe, kinds_of, meta_module, recorded_form, recorded_work
 from strategies.tracing.live import counts_from_module
 
 SOURCE = RECORDED.with_suffix(".yaml")

@@ -32,7 +32,7 @@ from planner.search.estimate import estimate
 from planner.types.plan import Configuration, Plan
 from scripts.generate.generated import REFERENCE
 from scripts.measure.parity import LENGTH, MODELS, question
-from strategies.bench.measured_run import build_model
+from strategies.bench.training import build_model
 from strategies.checkpoint.export import export_checkpoint
 from strategies.engine.initialize import initialize
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,22 +21,23 @@ from itertools import product
 from typing import Any, cast
 
 from hardware_db.measured_rows import SHIPPED, read_rows, write_rows
+from hardware_db.probe import probe
 from hardware_db.spawn import RankError, RankPool
 from hardware_db.units import MIB
-from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.errors import DsplanError
 from planner.models.facts import ModelFacts
-from planner.search.estimate import estimate, price, timed
+from planner.search.estimate import estimate, price, time_step
 from planner.search.request import Request
 from planner.types.plan import Configuration
 from planner.types.plan_io import plan_to_dict
+from scripts.measure.gloo import quiet
+from scripts.measure.machines import measured_cluster, record
+from scripts.measure.measured_run import PHASES, StepMemory, Subject, measure_and_time
 from scripts.measure.modules import language_module, language_subject, token_batch
 from scripts.measure.term_rows import Scored, TermRun, key_of
 from scripts.measure.term_rows import question as asked
 from scripts.measure.term_rows import scored as scored_by
 from scripts.measure.trace_terms import case_of
-from strategies.bench.measured_run import PHASES, StepMemory, Subject, measure_and_time
-from strategies.distributed.gloo import quiet
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import WHOLE, Degrees, traced_facts
 
@@ -101,7 +101,6 @@ class CompositionRun(TermRun):
 
     step_seconds: float = 0.0
     steps: int = 0
-    cores: int = 0
     predicted_bytes: int = 0
 
     @property
@@ -128,7 +127,7 @@ class CompositionRun(TermRun):
 
 
 def _key(run: CompositionRun) -> tuple[object, ...]:
-    return key_of(replace(run, step_seconds=0.0, steps=0, cores=0, predicted_bytes=0))
+    return key_of(replace(run, step_seconds=0.0, steps=0, predicted_bytes=0))
 
 
 def read_compositions() -> list[CompositionRun]:
@@ -251,7 +250,7 @@ def facts_of(run: CompositionRun) -> ModelFacts | None:
 @cache
 def _traced(config: str, length: int, precision: Any, degrees: Degrees) -> ModelFacts:
     module = language_module(json.loads(config))
-    cpu = resolve_cluster(HardwareRequest(gpu="cpu", gpus=1)).device
+    cpu = measured_cluster("cpu", ranks=1).device
     split = () if degrees == WHOLE else (degrees,)
     return traced_facts(facts_from_module(module), module, token_batch(3, length), precision, cpu, split)
 
@@ -313,11 +312,11 @@ def measure(case: CompositionRun, ranks: _Ranks) -> CompositionRun | None:
     return replace(
         case,
         **seen,
+        **record(probe()),
         peak_allocated_bytes=max(phases.values()),
         stages_bytes=" ".join(str(memory.peak_bytes) for memory in memories),
         step_seconds=min(max(step) for step in zip(*seconds, strict=True)),
         steps=STEPS,
-        cores=os.cpu_count() or 0,
     )
 
 
@@ -339,8 +338,8 @@ def with_prediction(run: CompositionRun) -> CompositionRun:
 
 
 def predicted_seconds(run: CompositionRun) -> float:
-    """What the planner expects a step to take on a CPU that nobody has measured."""
-    return timed(price(*question(run))).step_seconds
+    """Return what the planner expects a step to take on the run's processor, whose speed nobody has measured."""
+    return time_step(price(*question(run))).step_seconds
 
 
 def measure_all(cases: Sequence[CompositionRun], *, again: bool, deadline: float) -> None:

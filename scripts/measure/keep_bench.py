@@ -23,7 +23,7 @@ from planner.types.plan_io import configuration_from_dict
 from scripts.measure.memory import place_of
 from scripts.measure.rate_rows import write_rates
 from scripts.measure.real_times import files_of
-from scripts.measure.times import threads_of, timed_place
+from scripts.measure.times import threads_of
 from strategies.bench.cases import training_cases
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     device = parser.parse_args().device
     machine = probe()
-    place = timed_place(place_of(machine, device)).columns
+    place = place_of(machine, device).columns
     key = fingerprint(machine)
     cluster = probed_cluster(machine, ranks=2 if device == "cpu" else 1)
     configs = {case.model: case.config for case in training_cases(cluster)}

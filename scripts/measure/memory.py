@@ -29,10 +29,11 @@ from planner.search.estimate import estimate
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
 from planner.vocabulary import ZERO_STAGES, Task
+from scripts.measure.gloo import quiet
+from scripts.measure.machines import record
+from scripts.measure.measured_run import StepMemory, Subject, device_used_bytes, measure_subject
 from scripts.measure.memory_grid import CPU_GRID, Case, gpu_grid
 from scripts.measure.memory_rows import compared, question
-from strategies.bench.measured_run import StepMemory, Subject, device_used_bytes, measure_subject
-from strategies.distributed.gloo import quiet
 
 RUN_SECONDS = 300.0
 
@@ -70,8 +71,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def place_of(machine: Machine, device: str) -> Place:
+    """Return the columns of runs here, and record the machine that they name."""
     versions = fingerprint(machine).versions
-    columns = {name: getattr(versions, name) for name in ("torch", "transformers", "deepspeed")}
+    columns = record(machine) | {name: getattr(versions, name) for name in ("torch", "transformers", "deepspeed")}
     if device == "cpu":
         return Place(columns={**columns, "device": "cpu", "driver": ""})
     if not machine.usable_gpus:

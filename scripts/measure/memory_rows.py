@@ -7,15 +7,16 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hardware_db.measured_rows import MemoryRun, RunRow
-from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.memory.states import states_of
 from planner.cost.precision import recipe_of
 from planner.models.from_hf.config import facts_from_config
 from planner.search.estimate import estimate, price
 from planner.search.request import Request, WorkOptions, make_request
+from planner.types.cluster import Cluster
 from planner.types.job import Job
 from planner.types.plan import Configuration, MemoryEstimate, Plan
 from planner.vocabulary import default_backend
+from scripts.measure.machines import measured_cluster
 from scripts.measure.memory_grid import Case
 
 
@@ -56,7 +57,8 @@ def asked(run: RunRow) -> tuple[Request, Configuration]:
     # What runs do not name was not varied.
     chosen = {item.name: getattr(run, item.name) for item in fields(Configuration) if hasattr(run, item.name)}
     configuration = Configuration(**chosen)
-    return _request(run.model, run.model_config, run.device, configuration), configuration
+    cluster = measured_cluster(run.device, configuration.world_size, cpu=run.cpu, cores=run.cores)
+    return _request(run.model, run.model_config, cluster, configuration), configuration
 
 
 def question(case: Case, device: str) -> tuple[Request, Configuration]:
@@ -77,11 +79,11 @@ def question(case: Case, device: str) -> tuple[Request, Configuration]:
         activation_checkpointing=case.checkpointing,
         offload=case.offload,
     )
-    return _request(case.model, case.model_config, device, configuration), configuration
+    cluster = measured_cluster(device, configuration.world_size)
+    return _request(case.model, case.model_config, cluster, configuration), configuration
 
 
-def _request(model: str, config: Mapping[str, Any], device: str, configuration: Configuration) -> Request:
-    cluster = resolve_cluster(HardwareRequest(gpu=device, gpus=configuration.world_size))
+def _request(model: str, config: Mapping[str, Any], cluster: Cluster, configuration: Configuration) -> Request:
     options = WorkOptions(
         seq_len=configuration.sequence_length,
         global_batch=configuration.global_batch_size,

@@ -25,12 +25,12 @@ from torch.nn import functional
 
 from hardware_db.files import replace_text
 from hardware_db.probe import probe
-from planner.cluster.resolve import probed_cluster
 from planner.search.estimate import estimate
 from planner.search.exact import ExactOptions, exact
 from planner.search.request import WorkOptions, make_request
 from planner.types.plan_io import plan_from_dict
-from strategies.bench.measured_run import Made, Subject
+from scripts.measure.machines import columns_of, measured_cluster
+from scripts.measure.measured_run import Made, Subject
 from strategies.tracing.example import arguments_of
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_request, work_of
@@ -206,7 +206,8 @@ def token_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     text = io.StringIO()
-    writer = csv.DictWriter(text, ("module", "package", "torch", "samples", "predicted_bytes", "measured_bytes"))
+    columns = ("module", "package", "torch", "cpu", "cores", "samples", "predicted_bytes", "measured_bytes")
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     for row in rows():
         writer.writerow(row)
@@ -224,6 +225,7 @@ def rows() -> Iterator[dict[str, Any]]:
                 "module": name,
                 "package": f"{package} {version(package)}",
                 "torch": torch.__version__,
+                **columns_of(probe()),
                 "samples": samples,
                 "predicted_bytes": predicted(module, batch_of(SHOWN), samples),
                 "measured_bytes": measured(module, batch_of(samples)),
@@ -235,7 +237,7 @@ def predicted(module: nn.Module, shown: Any, samples: int) -> int:
     facts = facts_from_module(module)
     task, length = work_of(facts, module, shown)
     work = WorkOptions(task=task, seq_len=length, global_batch=samples, precision="fp32")
-    request = traced_request(make_request(facts, probed_cluster(probe(), ranks=1), work), module, shown)
+    request = traced_request(make_request(facts, measured_cluster("cpu", ranks=1), work), module, shown)
     plan = estimate(*exact(request, ExactOptions(strategy="single", micro_batch=samples)))
     return plan.memory.peak_allocated_bytes
 

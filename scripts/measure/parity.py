@@ -34,10 +34,10 @@ from torch import nn
 
 from hardware_db.files import replace_text
 from hardware_db.measured_rows import SHIPPED, RunRow, read_rows, write_rows
+from hardware_db.probe import probe
 from hardware_db.spawn import RankError, RankPool
 from planner import vocabulary as words
-from planner.cluster.resolve import HardwareRequest, resolve_cluster
-from planner.cost.combinations import refusal
+from planner.cost.combinations import why_refused
 from planner.errors import ContradictoryRequest, DsplanError
 from planner.models.from_hf.config import facts_from_config
 from planner.search.estimate import estimate
@@ -45,7 +45,8 @@ from planner.search.request import Degrees, Request, WorkOptions, make_request
 from planner.search.space import CandidateLayout, configuration_of, enumerate_candidates, micro_batches
 from planner.types.plan import Configuration, Plan
 from scripts.generate.generated import REFERENCE
-from strategies.bench.measured_run import build_model
+from scripts.measure.machines import columns_of, measured_cluster
+from strategies.bench.training import build_model
 from strategies.engine.initialize import initialize
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +74,7 @@ DRIFT = 1e-3
 parameter that lacks a factor stays below the other bounds. A hundred times as much where gradients are sent in fewer
 bits; 16-bit precisions round parameters by more than they move."""
 CALL_SECONDS = 240.0
-_PRELOAD = ("torch", "transformers", "strategies.engine.initialize", "strategies.bench.measured_run")
+_PRELOAD = ("torch", "transformers", "strategies.engine.initialize", "strategies.bench.training")
 WRITE_SECONDS = 5.0
 
 
@@ -162,7 +163,7 @@ def _first_runnable(layouts: Sequence[Asked], turn: int) -> Plan | None:
 
         for micro in sorted(micro_batches(request, layout), key=rounds):
             chosen = configuration_of(request, layout, micro)
-            if not refusal(chosen):
+            if not why_refused(chosen):
                 return estimate(request, chosen)
     return None
 
@@ -214,7 +215,7 @@ def question(
     model: str, ranks: int, precision: str, *, nodes: int = 1, zero: words.Backend = "native", pp: int = 1
 ) -> Request:
     """The training of a model on CPU ranks."""
-    cluster = resolve_cluster(HardwareRequest(gpu="cpu", gpus=ranks, nodes=nodes))
+    cluster = measured_cluster("cpu", ranks, nodes=nodes)
     work = WorkOptions(
         seq_len=LENGTH, global_batch=GLOBAL_BATCH, precision=cast("words.Precision", precision), optimizer="sgd"
     )
@@ -229,7 +230,10 @@ class ParityRun(RunRow):
     """How far one composition came from one process."""
 
     KIND = "parity run"
-    MEASURED = ("loss_difference", "norm_difference", "parameter_difference", "drift", "where", "date", "code")
+    MEASURED = (
+        *("loss_difference", "norm_difference", "parameter_difference", "drift", "where", "date", "code"),
+        *("cpu", "cores"),
+    )
 
     cp: int
     ep: int
@@ -485,7 +489,8 @@ def measured(model: str, plan: Plan, ranks: Ranks, report: Callable[[str], None]
     """The row of one composition, trained now; `report` takes what ranks say of a failure."""
     chosen = plan.configuration
     right = alone(model, chosen.pp, chosen.precision)
-    row = replace(row_of(model, plan), date=datetime.now(timezone.utc).date().isoformat(), code=code_digest())
+    today = datetime.now(timezone.utc).date().isoformat()
+    row = replace(row_of(model, plan), date=today, code=code_digest(), **columns_of(probe()))
     try:
         return compared(row, right, ranks.run(model, plan, right.parameters))
     except (RankError, DsplanError) as problem:

@@ -21,14 +21,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from hardware_db.probe import probe
 from hardware_db.spawn import RankError, RankPool
 from planner.search.estimate import estimate, price
 from planner.types.plan_io import plan_to_dict
+from scripts.measure.gloo import quiet
+from scripts.measure.machines import record
+from scripts.measure.measured_run import PHASES, StepMemory, Subject, measure_step, measure_subject
 from scripts.measure.term_rows import TERMS, TermRun, key_of, question, read_term_runs, write_term_runs
 from scripts.measure.trace_terms import case_of, line_of
-from strategies.bench.measured_run import PHASES, StepMemory, Subject, build_model, measure_step, measure_subject
+from strategies.bench.training import build_model
 from strategies.distributed.environment import join
-from strategies.distributed.gloo import quiet
 from strategies.engine.base import Engine
 from strategies.parallel.blocks import repeated_blocks
 from strategies.tracing.step.build import Subject as Traced
@@ -187,7 +190,7 @@ def main() -> None:
     for case in grid():
         known = {key_of(run): run for run in read_term_runs()}
         if case.term in terms and (arguments.again or key_of(case) not in known):
-            run = measure(case)
+            run = measure(replace(case, **record(probe())))
             write_term_runs({**known, key_of(run): run}.values())
             print(line_of(run), flush=True)
 

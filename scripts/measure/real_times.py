@@ -11,9 +11,7 @@ from pathlib import Path
 from hardware_db.measured_rows import SHIPPED, TimeRun, read_time_runs
 from hardware_db.measurement import RateMeasurement
 from hardware_db.microbench.grid import CPU, GPU, Scale, point_of, quick_points
-from hardware_db.probe import Host
-from planner.calibration.learn import Row, fitted, learn, with_factors
-from planner.cluster.probed import cpu_cluster
+from planner.calibration.learn import Row, fit_factors, learn, with_factors
 from planner.cluster.rates import rates_from_measurements
 from planner.cost.timing import step_time
 from planner.search.estimate import price
@@ -46,16 +44,6 @@ def files_of(device: str) -> Files:
 
 
 CPU_FILES = files_of("cpu")
-# The processor of the shipped CPU rows; what the machine that compares them has is of no account.
-_MEASURED_ON = Host(
-    system="Linux",
-    cpu_model="Intel(R) Xeon(R) Processor",
-    cpu_flags=frozenset({"avx512f", "avx512_bf16", "avx2", "fma"}),
-    cpu_max_mhz=2600.0,
-    physical_cores=2,
-    logical_cores=2,
-    usable_cores=2,
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,10 +110,7 @@ class Bench:
         """A run as a job on the machine as it was measured."""
         request, configuration = asked(run)
         rates = rates_from_measurements(self._rates, ranks=run.world_size, precision=request.workload.precision)
-        cluster = replace(request.cluster, rates=rates, host_cores_per_node=run.cores)
-        if cluster.device.is_cpu:
-            cluster = replace(cluster, device=cpu_cluster(_MEASURED_ON, ranks=run.world_size).device)
-        return price(replace(request, cluster=cluster), configuration).job
+        return price(replace(request, cluster=replace(request.cluster, rates=rates)), configuration).job
 
     def row(self, run: TimeRun) -> Row:
         """A run to learn from."""
@@ -146,7 +131,7 @@ class Bench:
 
 def learnt(rows: Sequence[Row]) -> Factors:
     """The factors that runs ask for."""
-    return Factors(**fitted(rows).factors)
+    return Factors(**fit_factors(rows).factors)
 
 
 def shipped_bench(*, calibrated: bool) -> Bench:

@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 from hardware_db.measured_rows import SHIPPED, MemoryRun, read_rows, write_rows
-from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.memory.overhead import library_workspace
 from planner.errors import DsplanError
 from planner.models.catalogue import find_model
@@ -20,6 +19,7 @@ from planner.search.estimate import price
 from planner.search.exact import ExactOptions, exact
 from planner.search.request import Request, WorkOptions, make_request
 from planner.types.plan import Configuration
+from scripts.measure.machines import measured_cluster
 
 ROWS = SHIPPED / "memory_terms.csv"
 TERMS = (
@@ -109,7 +109,7 @@ def question(run: TermRun, facts: ModelFacts | None = None) -> tuple[Request, Co
     chosen |= {"virtual_stages": run.virtual_stages, "sequence_parallel": run.sequence_parallel}
     chosen |= {"strategy": run.strategy, "backend": run.backend, "checkpointing": run.activation_checkpointing}
     nodes = run.dp_replicate if run.strategy == "hsdp" else 1
-    cluster = resolve_cluster(HardwareRequest(gpu=run.device, gpus=world, nodes=nodes))
+    cluster = measured_cluster(run.device, world, nodes=nodes, cpu=run.cpu, cores=run.cores)
     request = make_request(facts or _facts(run.model, run.config), cluster, WorkOptions(**work))
     return exact(
         request,

@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from hardware_db.fingerprint import fingerprint
 from hardware_db.measured_rows import SHIPPED, TimeRun, read_time_runs, write_time_runs
 from hardware_db.probe import probe
 from hardware_db.spawn import RankError, RankPool
@@ -29,11 +28,11 @@ from planner.search.estimate import estimate
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
 from planner.vocabulary import ZERO_STAGES, Task
+from scripts.measure.measured_run import Subject, TimedStep, mean_over_ranks, time_subject
 from scripts.measure.memory import Place, place_of
 from scripts.measure.memory_grid import Case
 from scripts.measure.memory_rows import question
 from scripts.measure.time_grid import cpu_grid, gpu_grid
-from strategies.bench.measured_run import Subject, TimedStep, mean_over_ranks, time_subject
 
 RUN_SECONDS = 300.0
 
@@ -60,7 +59,7 @@ class Turn:
 
 def main() -> None:
     arguments = _arguments()
-    place = timed_place(place_of(probe(), arguments.device))
+    place = place_of(probe(), arguments.device)
     path = arguments.out or SHIPPED / f"times_{place.columns['device'].split('-')[0].lower()}.csv"
     groups = gpu_grid() if place.is_gpu else cpu_grid()
     effort = Effort(rounds=arguments.rounds, steps=arguments.steps, deadline=time.monotonic() + 60 * arguments.minutes)
@@ -78,12 +77,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", metavar="MODEL", help="time these models alone")
     parser.add_argument("--again", action="store_true", help="time anew what has a row")
     return parser.parse_args()
-
-
-def timed_place(place: Place) -> Place:
-    """The columns of a place with the processor that its ranks share."""
-    machine = fingerprint(probe()).machine
-    return replace(place, columns={**place.columns, "cpu": machine.cpu, "cores": machine.cores})
 
 
 def threads_of(columns: Mapping[str, Any], ranks: int) -> int:

@@ -40,6 +40,7 @@ class Row:
     """One engine in one setting: seconds are medians over `steps` steps in `turns` turns, bytes the busiest rank's.
 
     `resident_bytes` are alive between steps, `states_bytes` after the last backward pass, `peak_bytes` at most.
+    The ranks shared `cores` of `cpu`.
     """
 
     model: str
@@ -60,6 +61,8 @@ class Row:
     states_bytes: int = 0
     peak_bytes: int = 0
     peak_phase: str = ""
+    cpu: str = ""
+    cores: int = 0
 
     @property
     def setting(self) -> Setting:

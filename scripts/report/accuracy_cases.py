@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from hardware_db.measured_rows import SHIPPED, MemoryRun, read_memory_runs
-from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.memory.overhead import library_workspace
 from planner.models.catalogue import find_model
 from planner.models.from_hf.config import facts_from_config
@@ -20,6 +19,7 @@ from planner.types.job import Job
 from planner.types.plan import Configuration, MemoryEstimate
 from planner.vocabulary import Verdict
 from scripts.fit.published_memory import PublishedRun, predicted_bytes, published_runs
+from scripts.measure.machines import measured_cluster
 from scripts.measure.memory_rows import compared
 
 Truth = Literal["traced", "cpu", "gpu", "published"]
@@ -138,7 +138,7 @@ def _priced(run: MemoryRun) -> Priced:
     chosen = {item.name: getattr(run, item.name) for item in fields(Configuration) if hasattr(run, item.name)}
     configuration = Configuration(**chosen)
     facts = facts_from_config(run.model_config, run.model) if run.config else find_model(run.model)
-    cluster = resolve_cluster(HardwareRequest(gpu=run.device, gpus=run.world_size))
+    cluster = measured_cluster(run.device, run.world_size, cpu=run.cpu, cores=run.cores)
     options = WorkOptions(
         seq_len=run.sequence_length,
         global_batch=run.global_batch_size,

@@ -25,8 +25,8 @@ PAGE = """# Our own ZeRO beside DeepSpeed and FSDP2
 of a setting by turns in one run, and writes `hardware_db/measurements/zero_cpu.csv`;
 `python -m scripts.report.zero_report` writes this page from it.
 
-Machine: 2 cores of an Intel Xeon with AMX, no GPU; gloo, one thread per rank; torch 2.13, DeepSpeed 0.19.8, AdamW as
-torch runs it on a CPU; micro-batch 1 of 128 words (14 M) or 64 (101 M).
+Machine: {cores} cores of one processor ({cpu}), no GPU; gloo, one thread per rank; torch 2.13,
+DeepSpeed 0.19.8, AdamW as torch runs it on a CPU; micro-batch 1 of 128 words (14 M) or 64 (101 M).
 
 ## Seconds of a step on two ranks, ours / theirs
 
@@ -64,7 +64,10 @@ def page(rows: Rows) -> str:
     single = [row for row in rows.values() if row.peak_bytes and row.accumulation == 1 and row.model == "gpt2-101m"]
     several = [row for row in rows.values() if row.peak_bytes and row.accumulation > 1 and row.model == "gpt2-101m"]
     ratios = {title: _peak_ratios(rows, single, title) for _, title, _ in PAIRS}
+    ((cpu, cores),) = {(row.cpu, row.cores) for row in rows.values()}
     return PAGE.format(
+        cpu=cpu,
+        cores=cores,
         seconds="\n".join(_against(rows, _settings(timed), _seconds)),
         steps=_range([row.steps for row in timed]),
         turns=_range([row.turns for row in timed]),

@@ -25,7 +25,7 @@ def best_plan(request: Request) -> Plan:
     their memory; where there is none left, the smallest of all that are predicted to save any.
 
     Raises:
-        NothingFits: there is none; the message holds the closest miss and the first remedy.
+        NothingFits: there is none; the message holds the closest miss and the remedies.
         ContradictoryRequest: the batch cannot be split as asked.
     """
     failed = current().failed_plans
@@ -35,8 +35,7 @@ def best_plan(request: Request) -> Plan:
         found = recommend(replace(without(request, failed), objective="memory"))
     if found.plans:
         return found.plans[0]
-    reasons = [*(found.closest.notes[:1] if found.closest else ()), *(item.change for item in found.remedies[:1])]
-    raise NothingFits(f"no plan fits this machine: {'; '.join(reasons)}")
+    raise NothingFits(found.no_plan().sentence)
 
 
 def without(request: Request, failed: tuple[FailedPlan, ...], share: float = 0.0) -> Request:

@@ -16,7 +16,7 @@ from hardware_db.notices import labelled, notice
 from hardware_db.units import format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.search.request import Degrees
-from planner.types.plan import Configuration, Plan
+from planner.types.plan import Configuration, Plan, WorkloadSection
 from planner.types.plan_io import load_plan
 from strategies.config import ScriptConfig
 from strategies.distributed.environment import Environment
@@ -44,7 +44,7 @@ class PlanningOptions:
     loss: words.Loss = "plain"
 
 
-def degrees_of(asked: Mapping[str, Any] | None) -> Degrees | None:
+def read_degrees(asked: Mapping[str, Any] | None) -> Degrees | None:
     """The degrees that `dsplan run --tp ...` or a script asks for, those that are left out being 1; None where none are
     asked for.
 
@@ -71,7 +71,7 @@ def degrees_of(asked: Mapping[str, Any] | None) -> Degrees | None:
     return Degrees(**asked)
 
 
-def planned_work(options: PlanningOptions) -> tuple[Mapping[str, object], str | None]:
+def read_planned_work(options: PlanningOptions) -> tuple[WorkloadSection, words.Precision | None]:
     """The workload and the precision of the plan that is there before the model is looked at; nothing without one."""
     state = current()
     found = state.plan
@@ -80,7 +80,7 @@ def planned_work(options: PlanningOptions) -> tuple[Mapping[str, object], str | 
     return ({}, None) if found is None else (found.workload, found.configuration.precision)
 
 
-def settled_plan(model: nn.Module, options: PlanningOptions, environment: Environment) -> Plan | None:
+def load_given_plan(model: nn.Module, options: PlanningOptions, environment: Environment) -> Plan | None:
     """Return the plan that a run resumes with, else that of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`), or
     None if one has to be made.
 
@@ -94,7 +94,7 @@ def settled_plan(model: nn.Module, options: PlanningOptions, environment: Enviro
     """
     state = current()
     # A script may train a second model, which the plan of the first says nothing of.
-    if state.plan is not None and not state.is_given and not another_model(state.plan, model):
+    if state.plan is not None and not state.is_given and not why_another_model(state.plan, model):
         return state.plan
     found = _given(options)
     if found is None:
@@ -160,7 +160,7 @@ def _other_degree(asked: Degrees, plan: Configuration) -> str:
     return next((f"{name} {has} and {name} {wanted}" for name, has, wanted in other), "")
 
 
-def another_model(plan: Plan, model: nn.Module) -> str:
+def why_another_model(plan: Plan, model: nn.Module) -> str:
     """What to say where a given plan was made for a model of another size; empty where it was not."""
     planned, here = plan.model.get("parameters"), sum(parameter.numel() for parameter in model.parameters())
     if not isinstance(planned, int) or abs(here - planned) <= _SAME_MODEL * planned:
@@ -171,7 +171,7 @@ def another_model(plan: Plan, model: nn.Module) -> str:
     )
 
 
-def another_device(plan: Plan, device: torch.device) -> str:
+def why_another_device(plan: Plan, device: torch.device) -> str:
     """What to say where a given plan for GPUs runs on a CPU, or one for CPUs on GPUs; empty where it does not."""
     vendor = plan.cluster.get("vendor")
     if vendor is None or (vendor == "cpu") == (device.type == "cpu"):

@@ -114,7 +114,7 @@ def _informed(request: Request, tried: Sequence[Tried]) -> Request:
         )
         for trial in tried
     }
-    experience = replace(request.experience, known={**request.experience.known, **known})
+    experience = replace(request.experience, known_runs={**request.experience.known_runs, **known})
     fastest = replace(request, experience=experience, simplest_first=False, objective="throughput", top=1)
     return without(fastest, current().failed_plans)
 
@@ -218,7 +218,7 @@ class Prospect:
             engine.observers.append(Tuner(engine, self.request, self.before, self.run_directory))
 
 
-def prospect(
+def prepare_tuning(
     model: nn.Module, options: PlanningOptions, environment: Environment, run_directory: Path
 ) -> Prospect | None:
     """Return what to tune with, or None if nothing is to be tuned (any more). Every rank calls this together.

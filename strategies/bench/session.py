@@ -17,6 +17,7 @@ from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import Measurement, Outcome, RateMeasurement, measure_run, plan_key
 from hardware_db.microbench.grid import Point, Rate, Refusal, as_measurement, point_of
 from hardware_db.probe import Machine
+from hardware_db.probe.cgroup import usable_cores
 from hardware_db.spawn import RankError, RankPool
 from hardware_db.store import Store
 from planner.cluster.rates import rates_from_measurements
@@ -139,7 +140,7 @@ class Pools:
 def threads_of(ranks: int) -> int:
     """Threads that each of so many ranks computes in: what `dsplan run` gives them."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdecimal() and int(asked) else max(1, (os.cpu_count() or 1) // ranks)
+    return int(asked) if asked.isdecimal() and int(asked) else max(1, usable_cores() // ranks)
 
 
 # One benchmark measures at a time: two at once would each measure the other.

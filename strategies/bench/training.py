@@ -6,13 +6,16 @@ import gc
 import os
 import time
 from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from planner.types.plan_io import plan_from_dict
+from planner.vocabulary import Attention, Task
 from strategies.bench.cases import Trainee
-from strategies.bench.measured_run import batch_for, build_model
 from strategies.distributed.environment import join
 from strategies.engine.base import Engine
 from strategies.engine.initialize import initialize
@@ -25,6 +28,43 @@ _LEAST_STEPS = 6
 _MOST_STEPS = 40
 _LONG_STEP_SECONDS = 2.0
 _STEPS_OF_A_LONG_RUN = 3
+
+_CLASSES: Mapping[Task, str] = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq-cls": "AutoModelForSequenceClassification",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "image-cls": "AutoModelForImageClassification",
+}
+
+
+def build_model(config: Mapping[str, Any], task: Task, attention: Attention, device: torch.device) -> nn.Module:
+    """The model that transformers builds from `config` (with its `model_type`), fp32, in training, no cache.
+
+    The same on every rank: weights are drawn from one seed.
+    """
+    transformers = import_module("transformers")
+    arguments = dict(config)
+    settings = transformers.AutoConfig.for_model(arguments.pop("model_type"), **arguments)
+    if hasattr(settings, "use_cache"):
+        settings.use_cache = False
+    torch.manual_seed(0)
+    with device:
+        model: nn.Module = getattr(transformers, _CLASSES[task]).from_config(
+            settings, attn_implementation="eager" if attention == "eager" else "sdpa"
+        )
+    return model.train()
+
+
+def batch_for(model: nn.Module, task: Task, samples: int, length: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """A micro-batch of `samples` x `length` words (or images), labels beside them."""
+    settings: Any = model.config
+    if task == "image-cls":
+        pixels = torch.rand(samples, settings.num_channels, settings.image_size, settings.image_size, device=device)
+        return {"pixel_values": pixels, "labels": torch.randint(2, (samples,), device=device)}
+    words = torch.randint(settings.vocab_size, (samples, length), device=device)
+    labels = torch.randint(2, (samples,), device=device) if task == "seq-cls" else words.clone()
+    return {"input_ids": words, "labels": labels}
 
 
 def train(trainee: Trainee) -> None:

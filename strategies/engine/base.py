@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import math
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -23,6 +21,7 @@ from strategies.checkpoint.saving import SaveOptions
 from strategies.checkpoint.states import States, unwrapped
 from strategies.config.values import CheckpointSection
 from strategies.distributed.environment import Environment
+from strategies.engine.telemetry import EVERY, Telemetry
 from strategies.errors import CannotRun
 from strategies.modules.precision import LossScale
 from strategies.parallel.mesh import Mesh
@@ -32,20 +31,11 @@ from strategies.parallel.tensor import whole_layers
 from strategies.parallel.whole import whole_tensors
 from strategies.protocols import Observer, Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE, beat
-from strategies.telemetry.timers import Section
 
 if TYPE_CHECKING:
     from strategies.data.loader import ShardedLoader
     from strategies.supervision.supervision import Supervision
     from strategies.telemetry.memory_report import MemoryReport
-
-
-_newest: weakref.ref[Engine] | None = None
-
-
-def live_engine() -> Engine | None:
-    """The engine that this process made last, as long as the script holds it."""
-    return None if _newest is None else _newest()
 
 
 class Strategy(ABC):
@@ -65,11 +55,10 @@ class Engine(ABC):
     """A model in training: call it, `backward` the loss, `step`. The same calls under every strategy.
 
     `step` is called after every `backward`; it changes the weights once per `gradient_accumulation_steps` calls.
-    `module` is the script's own model, `wrapped` what runs it. `observers` are called with what happens; without any,
-    nothing is measured. `gradient_clipping` is the norm that the next step clips to, 0 for none; it can be set.
-    `counted_peak_bytes` is the most that `memory_timeline` has seen alive. `client_state`, JSON, is what the script
-    wants to find again after a restart: checkpoints that `dsplan run` has the engine save by itself hold it. Where
-    `client_state_source` is set, it makes the state when such a checkpoint is saved.
+    `module` is the script's own model, `wrapped` what runs it. `telemetry` reports; without observers nothing is
+    measured. `gradient_clipping` is the norm that the next step clips to, 0 for none; it can be set. `client_state`,
+    JSON, is what the script wants to find again after a restart: checkpoints that `dsplan run` has the engine save by
+    itself hold it. Where `client_state_source` is set, it makes the state when such a checkpoint is saved.
     """
 
     module: nn.Module
@@ -84,15 +73,12 @@ class Engine(ABC):
         self.environment = strategy.environment
         self.mesh = strategy.mesh
         self.dataloader: ShardedLoader | None = None
-        self.observers: list[Observer] = []
-        self.counted_peak_bytes: int | None = None
+        self.telemetry = Telemetry(self)
         self.client_state: dict[str, Any] = {}
         self.client_state_source: Callable[[], dict[str, Any]] | None = None
         self.supervision: Supervision | None = None
         self._may_reduce = True
         self._boundary: bool | None = None
-        global _newest
-        _newest = weakref.ref(self)
 
     @property
     def configuration(self) -> Configuration:
@@ -133,8 +119,7 @@ class Engine(ABC):
         if not self.observers or not self.module.training:
             beat()
             return self._forward(*args, **kwargs)
-        for observer in self.observers:
-            observer.forward_starts(self.module, (args, kwargs))
+        self.telemetry.forward_starts(self.module, (args, kwargs))
         with self.profile("forward"):
             return self._forward(*args, **kwargs)
 
@@ -148,8 +133,7 @@ class Engine(ABC):
         if not self.observers:
             with self.meeting("backward"):
                 return self._backward(loss)
-        for observer in self.observers:
-            observer.loss_is(loss)
+        self.telemetry.loss_is(loss)
         with self.profile("backward"), self.meeting("backward"):
             return self._backward(loss)
 
@@ -194,45 +178,45 @@ class Engine(ABC):
             return
         if self.dataloader is not None:
             self.dataloader.trained()
-        for observer in self.observers:
-            observer.step_ended()
+        self.telemetry.step_ended()
+
+    @property
+    def observers(self) -> list[Observer]:
+        """The engine's `telemetry.observers`, which are called with what happens."""
+        return self.telemetry.observers
+
+    @property
+    def counted_peak_bytes(self) -> int | None:
+        """The most bytes that `memory_timeline` or `MemoryProfiler` has seen alive."""
+        return self.telemetry.counted_peak_bytes
+
+    @counted_peak_bytes.setter
+    def counted_peak_bytes(self, value: int | None) -> None:
+        self.telemetry.counted_peak_bytes = value
 
     def profile(self, name: str) -> AbstractContextManager[None]:
-        """A section of the script by name, in traces and, where timers run, in the times that are printed."""
-        return Section(self.observers, name)
+        """Name a section of the script, in traces and, where timers run, in the times that are printed."""
+        return self.telemetry.profile(name)
 
     def memory_report(self) -> MemoryReport:
-        """What this rank's tensors take now and took at most, beside the plan's prediction; printed, it is a table."""
-        from strategies.telemetry.memory_report import memory_report
-
-        return memory_report(self)
+        """Return what this rank's tensors take now and took at most, beside the plan's prediction; printed, a table."""
+        return self.telemetry.memory_report()
 
     def memory_profile(self) -> MemoryReport:
-        """The `memory_report` of this rank, which rank 0 prints."""
-        report = self.memory_report()
-        if self.is_main:
-            print(report, flush=True)
-        return report
+        """Return the `memory_report` of this rank, which rank 0 prints."""
+        return self.telemetry.memory_profile()
 
     def memory_timeline(self, path: str | Path) -> AbstractContextManager[None]:
         """Draw this rank's memory over the steps that are made inside, as an SVG picture; they take longer."""
-        from strategies.telemetry.memory_timeline import memory_timeline
+        return self.telemetry.memory_timeline(path)
 
-        return memory_timeline(self, path)
-
-    def set_tensorboard_writer(self, writer: Any, *, every: int = 10) -> None:
-        """Write loss, learning rate, norms, memory, and seconds of sections and of communication to rank 0's writer,
-        which stays the script's to close.
+    def set_tensorboard_writer(self, writer: Any, *, every: int = EVERY) -> None:
+        """Write loss, rates, norms, memory and seconds of sections to rank 0's writer, which the script closes.
 
         Raises:
             CannotRun: it is no such writer, or `every` steps are below 1.
         """
-        from strategies.telemetry.tensorboard_log import scalar_log
-
-        log = scalar_log(self, writer, every=every)
-        if self.is_main:
-            self.observers.append(log)
-            atexit.register(self.close)
+        self.telemetry.set_tensorboard_writer(writer, every=every)
 
     def train(self, mode: bool = True) -> Engine:
         """Put the module in training mode."""
@@ -258,9 +242,7 @@ class Engine(ABC):
 
     def close(self) -> None:
         """Let the observers finish their files; leaving Python does it too."""
-        for observer in self.observers:
-            observer.close()
-        atexit.unregister(self.close)
+        self.telemetry.close()
 
     @property
     @abstractmethod

@@ -1,10 +1,14 @@
-"""`dsplan.initialize`: from a module to an engine that trains it, under whichever plan."""
+"""`dsplan.initialize`: from a module to an engine that trains it, under whichever plan.
+
+Configure, adapt, plan, split, build, supervise: each phase hands the next ones a frozen value. Their order, and that of
+what each does, is the same on every rank, since ranks meet in most of them.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,44 +18,48 @@ from torch.utils.data import Dataset
 
 from hardware_db.notices import notice
 from planner import vocabulary as words
-from planner.types.plan import Configuration, Plan
+from planner.search.request import Degrees
+from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
 from strategies.autoplan.select import (
     PlanningOptions,
-    another_device,
-    another_model,
-    degrees_of,
     describe,
-    planned_work,
-    settled_plan,
+    load_given_plan,
+    read_degrees,
+    read_planned_work,
+    why_another_device,
+    why_another_model,
 )
-from strategies.config import read_config
+from strategies.config import ScriptConfig, read_config
 from strategies.config.limits import refuse_deepspeed_keys
 from strategies.config.values import MonitorSettings
 from strategies.data.loader import Collate, LoaderSettings, ShardedLoader
 from strategies.distributed.environment import Environment, ensure_group, join
 from strategies.distributed.excepthook import install_excepthook
 from strategies.distributed.rank_check import require_same_model
-from strategies.engine.base import Engine
+from strategies.engine.base import Engine, Strategy
 from strategies.engine.observers import watch
 from strategies.engine.registry import find_strategy
 from strategies.errors import CannotRun
-from strategies.modules.adapters import apply_method, asked_method, require_trainable, still_trained
-from strategies.modules.kernels import asked_kernels, install_kernels
-from strategies.optim.optimizers import fitting
-from strategies.optim.registry import with_named
+from strategies.modules.adapters import TrainingMethod, apply_method, read_method, require_trainable, select_trained
+from strategies.modules.kernels import install_kernels, read_kernels
+from strategies.optim.optimizers import guard_optimizer
+from strategies.optim.registry import resolve_names
 from strategies.parallel.model import SplitOptions, split_model
 from strategies.parallel.stages import stages_of, without_elsewhere
 from strategies.protocols import OptimizerFactory, Scheduler, SchedulerFactory, TrainingParts
 from strategies.run_directory import claim
 from strategies.run_directory.state_consensus import current
-from strategies.supervision.supervision import supervise
+from strategies.supervision import supervision
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.example import example_batch, examples_for
 from strategies.variables import QUIET, RUN_DIRECTORY
 
 if TYPE_CHECKING:
     from strategies.autoplan.tuning import Prospect
+
+ConfigSource = Mapping[str, Any] | str | Path
+"""A config as scripts give it: a dictionary with DeepSpeed's keys, or the path of a JSON file with them."""
 
 
 @claim.use("dsplan")
@@ -76,8 +84,7 @@ def initialize(
     """Place a model under a plan and return (engine, optimizer, dataloader, scheduler); called on every rank.
 
     The plan is, in this order: the file that `dsplan run --plan` hands over, `plan=`, or one made now from the module
-    and this machine within what `strategy=`, `backend=` and `config=` ask for. Rank 0 prints a plan that was made now,
-    unless DSPLAN_QUIET is set.
+    and this machine. Rank 0 prints a plan that was made now, unless DSPLAN_QUIET is set.
 
     Args:
         model: on any device, whole and with the weights to start from; rank 0's weights count.
@@ -91,6 +98,9 @@ def initialize(
             docs/reference/config.md lists them. What it names, `optimizer=` and `lr_scheduler=` come before. As the
             second argument by position it is understood too.
         args: the command line's values, as argparse has them; its `deepspeed_config` or `dsplan_config` is the config.
+        plan: a plan, or the file of one that `dsplan recommend --out` wrote.
+        strategy: what a plan that is made now must have, and a given one has to agree with; None leaves it open.
+        backend: the same.
         pipeline: whether the model has to be cut into pipeline stages: a plan that does not is refused.
         parallel: degrees of a plan that is made now, by name: `{"tp": 2, "pp": 2, "cp": 1, "ep": 1}`, with
             `pp_schedule`, `virtual_stages` and `sequence_parallel` where the plan is not to choose them; data
@@ -103,7 +113,63 @@ def initialize(
     Raises:
         DsplanError: what was asked for cannot be planned or run here; one line with the remedy.
     """
-    install_excepthook()
+    install_excepthook()  # first: from here on a rank that fails says so before the others wait for it
+    configured = configure(model, optimizer, config, args=args, parallel=parallel)
+    options = PlanningOptions(
+        plan=plan,
+        strategy=strategy,
+        backend=backend,
+        parallel=configured.degrees,
+        config=configured.script,
+        optimizer=configured.optimizer,
+        training_data=sample_data if training_data is None else training_data,
+        collate=collate_fn,
+    )
+    adapted = adapt(model, options, configured.environment, model_parameters)
+    planned = choose_plan(model, adapted, configured.environment, has_to_split=pipeline)
+    runner = split(model, planned.plan, adapted.options, configured.environment, tp_plan or {})
+    parts = TrainingParts(
+        model=model,
+        plan=planned.plan,
+        optimizer=configured.optimizer,
+        model_parameters=adapted.model_parameters,
+        lr_scheduler=lr_scheduler,
+        gradient_clipping=configured.script.gradient_clipping,
+        script=configured.script,
+    )
+    engine = build(runner, parts, training_data, collate_fn)
+    supervise(engine, configured.script, planned)
+    return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
+
+
+# Configure: the script's arguments, and the ranks.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Configured:
+    """The script's config, read, and the ranks that it runs on."""
+
+    script: ScriptConfig
+    environment: Environment
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None
+    """The script's own."""
+    degrees: Degrees | None
+    """Those that a plan made now must have; None leaves them to it."""
+
+
+def configure(
+    model: object,
+    optimizer: torch.optim.Optimizer | OptimizerFactory | ConfigSource | None,
+    config: ConfigSource | None,
+    *,
+    args: object = None,
+    parallel: Mapping[str, Any] | None = None,
+) -> Configured:
+    """Read the config and join the process group.
+
+    Raises:
+        CannotRun: arguments of `initialize` contradict each other, or the ranks do not fit together.
+    """
     if isinstance(optimizer, (Mapping, str, Path)):
         if config is not None:
             raise CannotRun("initialize: the second argument is a config and config= is given too; leave one out")
@@ -112,79 +178,29 @@ def initialize(
         raise CannotRun(
             f"initialize: model is a {type(model).__name__}; give a torch.nn.Module (args= takes a command line)"
         )
-    script = read_config(_config_of(args, config))
+    # The config before the ranks meet: a mistake in it is the same on all, and none has to wait for it.
+    script = read_config(_choose_config(args, config))
     environment = join()
-    options = PlanningOptions(
-        plan=plan,
-        strategy=strategy,
-        backend=backend,
-        parallel=degrees_of(_with_stages(parallel, script.pipeline.stages)),
-        config=script,
-        optimizer=optimizer,
-        training_data=sample_data if training_data is None else training_data,
-        collate=collate_fn,
-    )
-    method = asked_method(script, *planned_work(options))
-    if done := apply_method(model, method):
-        if isinstance(optimizer, torch.optim.Optimizer):
-            raise CannotRun(
-                "initialize: the optimizer was made before weights were frozen for it; give a function"
-                " (optimizer=lambda parameters: ...), or leave it to the config"
-            )
-        model_parameters = None if model_parameters is None else still_trained(model_parameters, model)
-        if environment.is_main:
-            notice(done, stream="stdout")
-    work = planned_work(options)[0]
-    installed = install_kernels(model, asked_kernels(script.kernels, work.get("loss")), environment.device)
-    for said in filter(None, (installed.sentence, *installed.notes)):
-        if environment.is_main:
-            notice(said, stream="stdout")
-    require_same_model(model)
-    options = replace(options, loss=installed.loss)
-    settled, is_new = _settle(model, options, environment)
-    if not method.is_full:
-        settled = replace(settled, workload={**settled.workload, **method.in_a_plan})
-    require_trainable(model, settled.configuration)
-    if pipeline and settled.configuration.pp == 1:
-        raise CannotRun(
-            'initialize: pipeline=True, and the plan has no pipeline; give parallel={"pp": 2} or start with `dsplan run'
-            " --pp 2`"
-        )
-    refuse_deepspeed_keys(script, settled.configuration)
-    parts = TrainingParts(
-        model=model,
-        plan=settled,
-        optimizer=optimizer,
-        # `model.parameters()` can be walked once, and more than one part looks at them.
-        model_parameters=None if model_parameters is None else list(model_parameters),
-        lr_scheduler=lr_scheduler,
-        gradient_clipping=script.gradient_clipping,
-        script=script,
-    )
-    claim.take_over(is_planned=True)
-    tuning = _tuning(model, options, environment)
-    monitor = _monitor(settled, environment, script.monitor, is_new=is_new)
-    way = find_strategy(settled.configuration, environment)
-    if not way.mesh.is_data_parallel:
-        ensure_group(environment)
-    split_model(model, way.mesh, _how_to_split(model, settled.configuration, options, tp_plan))
-    engine = way.engine(fitting(with_named(_here(parts))))
-    engine.checkpointing = script.checkpoint
-    if training_data is not None:
-        read_as = LoaderSettings(section=script.data, collate=collate_fn)
-        engine.dataloader = ShardedLoader(training_data, settled.configuration, environment, read_as)
-    if monitor is not None:
-        engine.observers.append(monitor)
-        monitor.training_starts(lambda: engine.global_steps)
-    watch(engine, script, monitor)
-    supervise(engine)
-    if tuning is not None:
-        tuning.watch(engine)
-    return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
+    degrees = read_degrees(_add_stages(parallel, script.pipeline.stages))
+    return Configured(script=script, environment=environment, optimizer=optimizer, degrees=degrees)
 
 
-def _with_stages(parallel: Mapping[str, Any] | None, stages: int | None) -> Mapping[str, Any] | None:
-    """The degrees that a script asks for, those of its config too.
+def _choose_config(args: object, config: ConfigSource | None) -> ConfigSource | None:
+    """Return the config, or the one that a script's command line names.
+
+    Raises:
+        CannotRun: both are given.
+    """
+    for name in ("deepspeed_config", "dsplan_config"):
+        of_args: Any = getattr(args, name, None)
+        if of_args is not None and config is not None:
+            raise CannotRun(f"initialize: args.{name} is {str(of_args)!r} and config= is given too; leave one out")
+        config = config if of_args is None else of_args
+    return config
+
+
+def _add_stages(parallel: Mapping[str, Any] | None, stages: int | None) -> Mapping[str, Any] | None:
+    """Add the pipeline stages that a config asks for to the degrees of `initialize`.
 
     Raises:
         CannotRun: the two differ.
@@ -198,69 +214,112 @@ def _with_stages(parallel: Mapping[str, Any] | None, stages: int | None) -> Mapp
     return {**(parallel or {}), "pp": stages}
 
 
-def _how_to_split(
-    model: nn.Module, configuration: Configuration, options: PlanningOptions, tp_plan: Mapping[str, str] | None
-) -> SplitOptions:
-    """How the model is split, with what a pipeline looks at."""
-    batch = example_batch(options.training_data, options.collate) if configuration.pp > 1 else None
-    examples = [] if batch is None else list(examples_for(model, batch))
-    return SplitOptions(
-        configuration=configuration,
-        tp_plan=tp_plan or {},
-        examples=[(example.positional, example.named) for example in examples],
-        partition=options.config.pipeline.partition,
-    )
+# Adapt: what of the model is trained, and by which kernels it computes.
 
 
-def _here(parts: TrainingParts) -> TrainingParts:
-    """Without the parameters of other pipeline stages."""
-    if stages_of(parts.model) is None:
-        return parts
-    optimizer = parts.optimizer
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = without_elsewhere(parts.model, optimizer)
-    return replace(parts, optimizer=optimizer, model_parameters=without_elsewhere(parts.model, parts.model_parameters))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapted:
+    """What planning and the optimizer have to know of a model that was changed in place."""
+
+    method: TrainingMethod
+    """Which weights are trained."""
+    options: PlanningOptions
+    """The script's, with the loss that the kernels compute."""
+    model_parameters: list[Any] | None
+    """What the optimizer trains of those that the script named; None: all that require gradients."""
 
 
-def _config_of(args: object, config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path | None:
-    """The config, or the one that a script's command line names.
+def adapt(
+    model: nn.Module, options: PlanningOptions, environment: Environment, model_parameters: Iterable[Any] | None = None
+) -> Adapted:
+    """Put adapters and kernels into the model, in place, and check that all ranks have the same.
 
     Raises:
-        CannotRun: both are given.
+        CannotRun: the model has not got what the method or a kernel is for, or ranks differ.
+        BackendMissing: a library of the method is not installed.
     """
-    for name in ("deepspeed_config", "dsplan_config"):
-        named: Any = getattr(args, name, None)
-        if named is not None and config is not None:
-            raise CannotRun(f"initialize: args.{name} is {str(named)!r} and config= is given too; leave one out")
-        if named is not None:
-            config = named
-    return config
+    workload, precision = read_planned_work(options)
+    method = read_method(options.config, workload, precision)
+    adapters = apply_method(model, method)
+    # More than one part looks at the parameters, and `model.parameters()` can be walked once.
+    parameters = None if model_parameters is None else list(model_parameters)
+    if adapters:
+        if isinstance(options.optimizer, torch.optim.Optimizer):
+            raise CannotRun(
+                "initialize: the optimizer was made before weights were frozen for it; give a function"
+                " (optimizer=lambda parameters: ...), or leave it to the config"
+            )
+        parameters = None if parameters is None else select_trained(parameters, model)
+    _say(adapters, environment)
+    # Behind the adapters, which put modules of their own around those that kernels replace.
+    kernels = install_kernels(model, read_kernels(options.config.kernels, workload.get("loss")), environment.device)
+    _say(kernels.sentence, environment)
+    for note in kernels.notes:
+        _say(note, environment)
+    require_same_model(model)  # as it is trained: ranks may have adapted different models
+    return Adapted(method=method, options=replace(options, loss=kernels.loss), model_parameters=parameters)
+
+
+def _say(sentence: str, environment: Environment) -> None:
+    if sentence and environment.is_main:
+        notice(sentence, stream="stdout")
+
+
+# Plan: the plan that trains this model on these ranks, checked and announced.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """The plan, and what follows it."""
+
+    plan: Plan
+    tuning: Prospect | None
+    """What the plan is tuned with; None: it stays."""
+    monitor: RunMonitor | None
+    """Writes metrics for `dsplan run`; None in a script that was started otherwise."""
+
+
+def choose_plan(model: nn.Module, adapted: Adapted, environment: Environment, *, has_to_split: bool = False) -> Planned:
+    """Load the plan or make one, claim the run for it, and print or hand over one that was made now.
+
+    `has_to_split` refuses a plan without a pipeline.
+
+    Raises:
+        DsplanError: there is no plan, or the script, the model or its adapters contradict it.
+    """
+    plan, is_new = _settle(model, adapted.options, environment)
+    if not adapted.method.is_full:
+        plan = replace(plan, workload={**plan.workload, **adapted.method.in_a_plan})
+    require_trainable(model, plan.configuration)
+    if has_to_split and plan.configuration.pp == 1:
+        raise CannotRun(
+            'initialize: pipeline=True, and the plan has no pipeline; give parallel={"pp": 2} or start with `dsplan run'
+            " --pp 2`"
+        )
+    refuse_deepspeed_keys(adapted.options.config, plan.configuration)
+    # Not before all that may refuse the plan: who claims a run measures it from then on.
+    claim.take_over(is_planned=True)
+    # The model is whole here, as the search has to see it; splitting takes it apart.
+    tuning = _prepare_tuning(model, adapted.options, environment)
+    # Before anything is built under the plan, which may run out of memory: the supervisor then knows of which.
+    monitor = _announce(plan, environment, adapted.options.config.monitor, is_new=is_new)
+    return Planned(plan=plan, tuning=tuning, monitor=monitor)
 
 
 def _settle(model: nn.Module, options: PlanningOptions, environment: Environment) -> tuple[Plan, bool]:
-    """The plan to run, and whether it is another one than was given."""
-    plan = settled_plan(model, options, environment)
+    """Return the plan to run, and whether it is another one than was given."""
+    plan = load_given_plan(model, options, environment)
     is_new = plan is None or plan is current().plan
     if plan is None:
         from strategies.autoplan.live import make_plan  # with the planner's search, which a given plan does not need
 
         plan = make_plan(model, options, environment)
     elif environment.is_main:
-        for warning in filter(None, (another_model(plan, model), another_device(plan, environment.device))):
+        for warning in filter(None, (why_another_model(plan, model), why_another_device(plan, environment.device))):
             notice(warning)
     if not current().chooses_anew:
         _require_same_choice(plan, options.strategy, options.backend)
     return plan, is_new
-
-
-def _tuning(model: nn.Module, options: PlanningOptions, environment: Environment) -> Prospect | None:
-    """Return what the plan is tuned with, or None if nothing is to be tuned."""
-    directory = os.environ.get(RUN_DIRECTORY)
-    if not current().tunes or directory is None:
-        return None
-    from strategies.autoplan.tuning import prospect  # with the planner's search
-
-    return prospect(model, options, environment, Path(directory))
 
 
 def _require_same_choice(plan: Plan, strategy: str | None, backend: str | None) -> None:
@@ -270,12 +329,23 @@ def _require_same_choice(plan: Plan, strategy: str | None, backend: str | None) 
         CannotRun: they differ.
     """
     chosen = plan.configuration
-    for word, asked, has in (("strategy", strategy, chosen.strategy), ("backend", backend, chosen.backend)):
-        if asked is not None and asked != has:
-            raise CannotRun(f"{word}={asked!r} was asked for and the plan has {has!r}; leave {word}= out or plan again")
+    for word, named, planned in (("strategy", strategy, chosen.strategy), ("backend", backend, chosen.backend)):
+        if named not in (None, planned):
+            raise CannotRun(
+                f"{word}={named!r} was asked for and the plan has {planned!r}; leave {word}= out or plan again"
+            )
 
 
-def _monitor(plan: Plan, environment: Environment, settings: MonitorSettings, *, is_new: bool) -> RunMonitor | None:
+def _prepare_tuning(model: nn.Module, options: PlanningOptions, environment: Environment) -> Prospect | None:
+    directory = os.environ.get(RUN_DIRECTORY)
+    if not current().tunes or directory is None:
+        return None
+    from strategies.autoplan.tuning import prepare_tuning  # with the planner's search
+
+    return prepare_tuning(model, options, environment, Path(directory))
+
+
+def _announce(plan: Plan, environment: Environment, settings: MonitorSettings, *, is_new: bool) -> RunMonitor | None:
     """Print a plan that was made now, or leave it and the metrics to `dsplan run`, which shows them itself."""
     directory = os.environ.get(RUN_DIRECTORY)
     if directory:
@@ -293,3 +363,82 @@ def _monitor(plan: Plan, environment: Environment, settings: MonitorSettings, *,
     if is_new and environment.is_main and not os.environ.get(QUIET):
         print(describe(plan), flush=True)
     return None
+
+
+# Split: the ranks of every degree, and each one's part of the model.
+
+
+def split(
+    model: nn.Module, plan: Plan, options: PlanningOptions, environment: Environment, tp_plan: Mapping[str, str]
+) -> Strategy:
+    """Return the strategy that runs a plan, and leave in the model what this rank has of it, in place.
+
+    Raises:
+        DsplanError: no strategy of this version runs the plan, or the model cannot be split so.
+    """
+    configuration = plan.configuration
+    strategy = find_strategy(configuration, environment)
+    if not strategy.mesh.is_data_parallel:
+        ensure_group(environment)  # a rank alone has none yet, and meshes are made of it
+    batch = example_batch(options.training_data, options.collate) if configuration.pp > 1 else None
+    examples = [] if batch is None else list(examples_for(model, batch))
+    split_options = SplitOptions(
+        configuration=configuration,
+        tp_plan=tp_plan,
+        examples=[(example.positional, example.named) for example in examples],
+        partition=options.config.pipeline.partition,
+    )
+    split_model(model, strategy.mesh, split_options)
+    return strategy
+
+
+# Build: the engine.
+
+
+def build(
+    strategy: Strategy, parts: TrainingParts, training_data: Dataset[Any] | None = None, collate: Collate | None = None
+) -> Engine:
+    """Make the engine of a model that was split, and its loader.
+
+    Raises:
+        CannotRun: the optimizer, the scheduler or the data cannot be used under the plan.
+        BackendMissing: the optimizer's library is not installed.
+    """
+    # The parameters of this rank's stages first: what the config names is made of these, and then checked.
+    engine = strategy.engine(guard_optimizer(resolve_names(_drop_other_stages(parts))))
+    engine.checkpointing = parts.script.checkpoint
+    if training_data is not None:
+        settings = LoaderSettings(section=parts.script.data, collate=collate)
+        engine.dataloader = ShardedLoader(training_data, parts.plan.configuration, engine.environment, settings)
+    return engine
+
+
+def _drop_other_stages(parts: TrainingParts) -> TrainingParts:
+    """Leave out the parameters of other pipeline stages."""
+    if stages_of(parts.model) is None:
+        return parts
+    optimizer = parts.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = without_elsewhere(parts.model, optimizer)
+    return replace(parts, optimizer=optimizer, model_parameters=without_elsewhere(parts.model, parts.model_parameters))
+
+
+# Supervise: what watches the engine's steps.
+
+
+def supervise(engine: Engine, script: ScriptConfig, planned: Planned) -> None:
+    """Give an engine the observers of its config and of the run, and resume the run.
+
+    Raises:
+        BrokenFile: none of the run's checkpoints can be loaded.
+        BackendMissing: TensorBoard is not installed.
+    """
+    # Observers are called in this order at the end of a step: what counts and writes it down comes before what saves
+    # and stops, and the tuner, which may end the process, behind the supervision that saves for it.
+    if planned.monitor is not None:
+        engine.observers.append(planned.monitor)
+        planned.monitor.training_starts(lambda: engine.global_steps)
+    watch(engine, script, planned.monitor)
+    supervision.supervise(engine)
+    if planned.tuning is not None:
+        planned.tuning.watch(engine)

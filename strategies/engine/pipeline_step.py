@@ -189,15 +189,13 @@ def _train_stages(engine: Any, micro_batches: list[Any], loss: Loss | None) -> t
     pipeline = _pipeline_of(engine, loss)
     arguments = _arguments(micro_batches)
     for given in arguments:
-        for observer in engine.observers:
-            observer.forward_starts(engine.module, given)
+        engine.telemetry.forward_starts(engine.module, given)
     # One meeting of all ranks: within it every stage has passes in an order of its own.
     with engine.meeting("train_batch"):
         losses = pipeline.run(arguments, _Passes(engine), trains=True)
         engine.complete_gradients()
     mean = _mean_over_ranks(engine, losses)
-    for observer in engine.observers:
-        observer.loss_is(mean)
+    engine.telemetry.loss_is(mean)
     engine.passed(len(micro_batches) - 1)
     engine.step()
     return mean

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from strategies.run_directory.spec import ENDING_KINDS, RESULT_FILE, STOPS, EndingKind, log_path
+from strategies.run_directory.spec import ENDING_KINDS, RESULT_FILE, STOPS, EndingKind, heartbeat_path, log_path
+from strategies.supervision.verdicts import Verdict, ranks_by_number, read_heartbeat_file, weigh
 
 # How often the kernel has killed a process of this cgroup for want of memory.
 
@@ -125,7 +126,8 @@ def ending_of(directory: Path, status: int, *, memory_killed: bool = False) -> E
     silent = {
         rank: code for rank, code in (own or ({} if failures else codes)).items() if code and rank not in failures
     }
-    found = [_said(directory, rank, failure, codes.get(rank)) for rank, failure in failures.items()]
+    believed = _believed_failures(directory, failures)
+    found = [_said(directory, rank, failure, codes.get(rank)) for rank, failure in believed.items()]
     found += [_silent(directory, rank, code, memory_killed=memory_killed) for rank, code in silent.items()]
     if (deserter := _who_ended_early(directory, found)) is not None:
         found = [deserter]
@@ -201,6 +203,26 @@ def _said(directory: Path, rank: int, failure: Mapping[str, Any], exit_status: i
         exit_status=exit_status,
         saved=failure.get("saved"),
     )
+
+
+def _believed_failures(directory: Path, failures: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Leave out what ranks reported of a hang where those they accuse have spoken since."""
+    verdicts = {
+        rank: Verdict(
+            behind=tuple(failure["behind"]),
+            sentence=str(failure.get("message", "")),
+            silent=ranks_by_number(failure.get("silent") or {}),
+        )
+        for rank, failure in failures.items()
+        if failure.get("behind")
+    }
+    accused = {rank for verdict in verdicts.values() for rank in verdict.silent}
+    believed = weigh(verdicts, {rank: read_heartbeat_file(heartbeat_path(directory, rank)) for rank in accused})
+    return {
+        rank: {**failure, "behind": believed[rank].behind} if rank in believed else failure
+        for rank, failure in failures.items()
+        if rank in believed or rank not in verdicts
+    }
 
 
 def _kind(failure: Mapping[str, Any]) -> EndingKind:

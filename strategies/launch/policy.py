@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from strategies.launch.failure_causes import Ending
 from strategies.run_directory.spec import RETRIES
 
 Action = Literal["restart", "next_plan", "switch", "stop", "give_up"]
-ACTIONS: tuple[Action, ...] = get_args(Action)
 
 _LONGEST_PAUSE_SECONDS = 60.0
 _REPEATABLE = ("killed", "lost", "hung", "disk_full")

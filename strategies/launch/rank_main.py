@@ -24,8 +24,8 @@ from strategies.run_directory.state_consensus import (
     release_waiting_ranks,
     wait_for_training_ranks,
 )
-from strategies.supervision.failures import described, exit_status, failure_of, write_failure, write_success
-from strategies.supervision.hang_detection import explained
+from strategies.supervision.failures import describe_failure, exit_status, failure_of, write_failure, write_success
+from strategies.supervision.hang_detection import explain_failure
 from strategies.supervision.process import begin
 
 
@@ -49,7 +49,7 @@ def main(spec_path: str) -> int:
             _leave_word(spec.directory, rank)
         return status
     except BaseException as error:
-        failure = explained(failure_of(error, spec.directory), spec.directory)
+        failure = explain_failure(failure_of(error, spec.directory), spec.directory)
         write_failure(spec.directory, rank, failure)
         if not isinstance(error, DsplanError):
             _print_traceback(error)
@@ -107,7 +107,7 @@ def _exit_status(exit_request: SystemExit, directory: Path, rank: int) -> int:
     if code is None or isinstance(code, int):
         return code or 0
     print(code, file=sys.stderr)
-    write_failure(directory, rank, described("failed", exit_request, directory))
+    write_failure(directory, rank, describe_failure("failed", exit_request, directory))
     return 1
 
 

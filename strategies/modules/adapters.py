@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from planner import vocabulary as words
-from planner.cost.combinations import Adapted, refusal
-from planner.types.plan import Configuration
+from planner.cost.combinations import Adapted, why_refused
+from planner.types.plan import Configuration, WorkloadSection
 from strategies.config import ScriptConfig
 from strategies.errors import BackendMissing, CannotRun
 from strategies.parallel.blocks import quantised_weights, repeated_blocks
@@ -73,14 +73,14 @@ class TrainingMethod:
         return self.method == "full" and not self.train_only
 
     @property
-    def in_a_plan(self) -> dict[str, object]:
+    def in_a_plan(self) -> WorkloadSection:
         """The fields of a plan's `workload` that say it."""
         if self.method == "full":
             return {"train_only": self.train_only}
         return {"method": self.method, "lora_rank": self.rank, "lora_targets": self.targets}
 
 
-def asked_method(script: ScriptConfig, planned: Mapping[str, object], precision: str | None) -> TrainingMethod:
+def read_method(script: ScriptConfig, planned: WorkloadSection, precision: str | None) -> TrainingMethod:
     """What `dsplan run`, the config, or else the workload of the plan (empty where none is made yet) asks for.
 
     Raises:
@@ -88,11 +88,11 @@ def asked_method(script: ScriptConfig, planned: Mapping[str, object], precision:
     """
     asked, section = json.loads(os.environ.get(METHOD) or "{}"), script.lora
     of_plan = TrainingMethod(
-        method=planned.get("method") or "full",  # type: ignore[arg-type]
-        rank=int(str(planned.get("lora_rank") or DEFAULT_RANK)),
-        targets=str(planned.get("lora_targets") or "all-linear"),
-        train_only=str(planned.get("train_only") or ""),
-        load_dtype=str(planned["load_dtype"]) if planned.get("load_dtype") else None,
+        method=planned.get("method", "full"),
+        rank=planned.get("lora_rank") or DEFAULT_RANK,
+        targets=planned.get("lora_targets") or "all-linear",
+        train_only=planned.get("train_only", ""),
+        load_dtype=planned.get("load_dtype"),
         precision=script.precision or precision,
     )
     if asked:
@@ -172,11 +172,11 @@ def require_trainable(model: nn.Module, configuration: Configuration) -> None:
     has_magnitudes = any(len(getattr(module, "lora_magnitude_vector", ())) for module in model.modules())
     method: words.Method = "dora" if has_magnitudes else "lora"
     adapted = Adapted(method=method, load_dtype="nf4" if quantised_weights(model) else None)
-    if why := refusal(configuration, adapted):
+    if why := why_refused(configuration, adapted):
         raise CannotRun(f"the plan: {why}")
 
 
-def still_trained(given: Iterable[Any], model: nn.Module) -> list[Any] | None:
+def select_trained(given: Iterable[Any], model: nn.Module) -> list[Any] | None:
     """What an optimizer is to train after adapters were put beside weights that the script named before; None: all that
     is trained.
 

@@ -210,7 +210,7 @@ _LOSSES: Mapping[str, Loss] = {"liger": "fused", "chunked": "chunked"}
 # What a config asks for.
 
 
-def asked_kernels(config: Mapping[str, str], planned_loss: object) -> dict[str, str]:
+def read_kernels(config: Mapping[str, str], planned_loss: object) -> dict[str, str]:
     """Providers by kernel: those of `dsplan run --kernels`, else the config's, else the loss of a plan.
 
     Raises:

@@ -219,7 +219,7 @@ def takes_sparse_gradients_only(optimizer: optim.Optimizer) -> bool:
     return isinstance(optimizer, optim.SparseAdam)
 
 
-def fitting(parts: TrainingParts) -> TrainingParts:
+def guard_optimizer(parts: TrainingParts) -> TrainingParts:
     """The parts, with an optimizer that is refused as soon as it is made where the plan's strategy cannot step it.
 
     Raises:

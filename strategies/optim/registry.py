@@ -135,7 +135,7 @@ def _arguments(factory: Factory) -> list[inspect.Parameter]:
 Made = TypeVar("Made")
 
 
-def with_named(parts: TrainingParts) -> TrainingParts:
+def resolve_names(parts: TrainingParts) -> TrainingParts:
     """The parts with the optimizer and scheduler that the config names, where the script brings none itself.
 
     Raises:

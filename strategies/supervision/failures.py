@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +72,23 @@ class NotFinite(DsplanError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """A rank's last word.
-
-    `expected` failures are reported in one line without a traceback. `step` is the last one that ended, None before the
-    first; `saved` the checkpoint that a stop on purpose has left, `behind` the ranks for which a hung one waits.
-    """
+    """A rank's last word."""
 
     kind: EndingKind
     type: str
     message: str
     expected: bool
+    """Whether it is reported in one line without a traceback."""
     step: int | None
+    """The last one that ended; None before the first."""
     host: str
     attempt: int
     saved: str | None = None
+    """The checkpoint that a stop on purpose has left."""
     behind: tuple[int, ...] = ()
+    """The ranks for which a hung one waits."""
+    silent: Mapping[int, int] = field(default_factory=dict)
+    """Those of them that said nothing any more, with the number of the last heartbeat of each."""
 
 
 def kind_of(error: BaseException) -> EndingKind:
@@ -111,8 +113,8 @@ def kind_of(error: BaseException) -> EndingKind:
 def failure_of(error: BaseException, directory: Path) -> Failure:
     """The last word about an exception."""
     if sentence := _wants_a_gpu(error):
-        return replace(described("refused", error, directory), message=sentence, expected=True)
-    return described(kind_of(error), error, directory)
+        return replace(describe_failure("refused", error, directory), message=sentence, expected=True)
+    return describe_failure(kind_of(error), error, directory)
 
 
 def _wants_a_gpu(error: BaseException) -> str:
@@ -136,7 +138,7 @@ def own_line(frames: Iterable[traceback.FrameSummary]) -> str:
     return lines[-1] if lines else ""
 
 
-def described(kind: EndingKind, error: BaseException, directory: Path) -> Failure:
+def describe_failure(kind: EndingKind, error: BaseException, directory: Path) -> Failure:
     """The last word of an ending of a known kind."""
     lines = str(error).strip().splitlines() or [""]
     return Failure(

@@ -9,7 +9,6 @@ the lock as well.
 from __future__ import annotations
 
 import faulthandler
-import json
 import math
 import os
 import signal
@@ -17,10 +16,8 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, NoReturn
@@ -30,9 +27,20 @@ import psutil
 from hardware_db.notices import notice
 from hardware_db.units import format_seconds
 from strategies.run_directory import claim
-from strategies.run_directory.heartbeat import PULSE, Meeting, Pulse, main_frame, script_line
+from strategies.run_directory.heartbeat import PULSE, Pulse, main_frame, script_line
 from strategies.run_directory.spec import heartbeat_path, stacks_path
-from strategies.supervision.failures import Failure, described, exit_status, write_failure
+from strategies.supervision.failures import Failure, describe_failure, exit_status, write_failure
+from strategies.supervision.verdicts import (
+    Heartbeat,
+    Verdict,
+    answer,
+    judge,
+    parted,
+    read_heartbeat,
+    read_verdict,
+    silent_ranks,
+    slowest,
+)
 
 if TYPE_CHECKING:
     from strategies.supervision.stopping import Board, Stopping
@@ -99,217 +107,6 @@ def _seconds_of_children() -> float:
     return total
 
 
-# For whom the ranks of a hung run wait.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Heartbeat:
-    """What a rank's watchdog says of it about once a second.
-
-    `calls` counts what all ranks do alike; `section` is what the rank is in, empty between the engine's calls;
-    `quiet_seconds` is how long nothing has happened. `number` changes with every heartbeat. `meetings` are the last
-    calls that gather sharded tensors from all ranks, of which it is `inside` the last one; `waits_at` is the script's
-    line where it waits for others in another collective, and `has_ended` says that its script is over.
-    """
-
-    rank: int
-    pid: int
-    host: str
-    number: int
-    step: int
-    calls: int
-    section: str
-    quiet_seconds: float
-    time: float
-    meetings: tuple[Meeting, ...] = ()
-    inside: bool = False
-    waits_at: str = ""
-    has_ended: bool = False
-
-    def text(self) -> str:
-        return json.dumps(asdict(self))
-
-
-def read_heartbeat(text: str | None) -> Heartbeat | None:
-    """A heartbeat that `Heartbeat.text` wrote; None for anything else."""
-    try:
-        raw = json.loads(text or "")
-        return Heartbeat(**{**raw, "meetings": tuple(Meeting(**each) for each in raw.pop("meetings", ()))})
-    except (ValueError, TypeError):
-        return None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """Which ranks the others wait for, and one line that says so; `silent` are those that say nothing any more."""
-
-    behind: tuple[int, ...]
-    sentence: str
-    silent: tuple[int, ...] = ()
-    is_final: bool = False
-    """Whether the script's own calls differ between ranks, which no repetition mends."""
-
-    def text(self) -> str:
-        return json.dumps(asdict(self))
-
-
-def read_verdict(text: str | None) -> Verdict | None:
-    """Read a verdict that `Verdict.text` wrote, or None if there is none."""
-    if text is None:
-        return None
-    found = json.loads(text)
-    return Verdict(
-        behind=tuple(found["behind"]),
-        sentence=found["sentence"],
-        silent=tuple(found["silent"]),
-        is_final=found["is_final"],
-    )
-
-
-def judge(
-    before: Mapping[int, Heartbeat | None], now: Mapping[int, Heartbeat | None], *, quiet_seconds: float
-) -> Verdict | None:
-    """The verdict over ranks of which the first looked at has been quiet for `quiet_seconds`.
-
-    `before` and `now` are the ranks' heartbeats at two moments that are a few heartbeats apart. None if some rank still
-    works, for which the others may be waiting rightly.
-    """
-    silent = sorted(rank for rank, beat in now.items() if beat is None or beat == before.get(rank))
-    if silent:
-        return Verdict(behind=tuple(silent), sentence=_silent(silent, now), silent=tuple(silent))
-    beats = {rank: beat for rank, beat in now.items() if beat is not None}
-    if any(beat.quiet_seconds < quiet_seconds / 2 for beat in beats.values()):
-        return None
-    return _slowest(beats, quiet_seconds)
-
-
-def slowest(now: Mapping[int, Heartbeat | None], quiet_seconds: float) -> Verdict:
-    """The verdict where the ranks for which the others wait work, but for far too long."""
-    return _slowest({rank: beat for rank, beat in now.items() if beat is not None}, quiet_seconds)
-
-
-def _silent(silent: list[int], now: Mapping[int, Heartbeat | None]) -> str:
-    last = now[silent[0]]
-    where = "" if last is None else f" (process {last.pid} on {last.host})"
-    others = "" if len(silent) == len(now) else "; the others wait"
-    return f"{_named(silent)} {_does(silent, 'does', 'do')} not answer: stopped, or stuck in native code{where}{others}"
-
-
-def _slowest(beats: Mapping[int, Heartbeat], quiet_seconds: float) -> Verdict:
-    fewest = min(beat.calls for beat in beats.values())
-    behind = sorted(rank for rank, beat in beats.items() if beat.calls == fewest)
-    outside = [rank for rank in behind if not beats[rank].section]
-    if len(behind) == len(beats) and outside:
-        behind = outside
-    first = beats[behind[0]]
-    where = f"in {first.section!r}" if first.section else "outside the engine"
-    quiet = f"no progress for {format_seconds(quiet_seconds)} in step {first.step + 1}"
-    if len(behind) == len(beats):
-        sentence = f"{quiet}: all ranks stand {where}"
-    else:
-        sentence = f"{quiet}: {_named(behind)} {_does(behind, 'is', 'are')} {where} and the others wait"
-    return Verdict(behind=tuple(behind), sentence=sentence)
-
-
-# Ranks that have parted: some are in a call that gathers sharded tensors from all, and others will never be.
-
-
-def parted(now: Mapping[int, Heartbeat | None], quiet_seconds: float) -> Verdict | None:
-    """The verdict over ranks whose scripts call differently what all must call alike; None where that is not certain.
-
-    It is certain where the same call, by number, is of another kind on another rank. It is as well where a rank waits
-    in a call that others have not begun, and each of these has ended or waits for the others in a collective of its
-    own; all have been quiet for `quiet_seconds` then. A rank that works, loads data, or sleeps may yet come.
-    """
-    beats = {rank: beat for rank, beat in now.items() if beat is not None}
-    if len(beats) < len(now):
-        return None
-    return _unlike(beats) or _alone(beats, quiet_seconds)
-
-
-def _unlike(beats: Mapping[int, Heartbeat]) -> Verdict | None:
-    if not all(beat.meetings for beat in beats.values()):
-        return None
-    begins = max(beat.meetings[0].number for beat in beats.values())
-    ends = min(beat.meetings[-1].last for beat in beats.values())
-    starts = {begins, *(each.number for beat in beats.values() for each in beat.meetings)}
-    called = {
-        number: {rank: _at(number, beat.meetings) for rank, beat in beats.items()}
-        for number in sorted(starts)
-        if begins <= number <= ends
-    }
-    clash = next((own for own in called.values() if len({_family(each) for each in own.values()}) > 1), None)
-    if clash is None:
-        return None
-    # They parted where one of them evaluated and the others trained, if that is still known.
-    first = next(own for own in called.values() if len({each.kind for each in own.values()}) > 1)
-    odd = _odd({rank: each.kind for rank, each in first.items()})
-    others = sorted(set(beats) - set(odd))
-    there = f"{_named(others)} {_does(others, 'is', 'are')} in {_called(first[others[0]])}"
-    return _verdict(odd, first[odd[0]], there)
-
-
-def _at(number: int, meetings: Sequence[Meeting]) -> Meeting:
-    return next(each for each in meetings if each.number <= number <= each.last)
-
-
-def _alone(beats: Mapping[int, Heartbeat], quiet_seconds: float) -> Verdict | None:
-    last = {rank: beat.meetings[-1].last if beat.meetings else 0 for rank, beat in beats.items()}
-    # A call that met another collective of the same size has come back, and its rank waits in the next one.
-    stuck = {rank for rank, beat in beats.items() if beat.inside or beat.waits_at}
-    ahead = sorted(rank for rank in stuck if last[rank] == max(last.values()))
-    others = sorted(set(beats) - set(ahead))
-    if not ahead or not others or any(beats[rank].quiet_seconds < quiet_seconds for rank in ahead):
-        return None
-    for rank in others:
-        beat = beats[rank]
-        waits = bool(beat.waits_at) and not beat.inside and beat.quiet_seconds >= quiet_seconds
-        if last[rank] >= last[ahead[0]] or not (beat.has_ended or waits):
-            return None
-    waiting = [rank for rank in others if not beats[rank].has_ended] or others
-    if beats[waiting[0]].has_ended:
-        there = f"{_named(waiting)} {_does(waiting, 'has', 'have')} ended"
-    else:
-        there = f"{_named(waiting)} {_does(waiting, 'waits', 'wait')} at {beats[waiting[0]].waits_at}"
-    return _verdict(ahead, beats[ahead[0]].meetings[-1], there)
-
-
-def _verdict(ranks: list[int], meeting: Meeting, there: str) -> Verdict:
-    sentence = (
-        f"{meeting.place or 'the script'}: {_named(ranks)} {_does(ranks, 'calls', 'call')} {_call_of(meeting)} alone,"
-        f" which gathers sharded tensors from all ranks, and {there}; call it on every rank"
-    )
-    return Verdict(behind=tuple(ranks), sentence=sentence, is_final=True)
-
-
-def _family(meeting: Meeting) -> str:
-    return "forward" if meeting.kind == "evaluation" else meeting.kind
-
-
-def _odd(kinds: Mapping[int, str]) -> list[int]:
-    """The ranks that do what fewest do; of equally many, those that do not train."""
-    counts = Counter(kinds.values())
-    rarest = min(counts, key=lambda kind: (counts[kind], kind in ("forward", "backward", "step"), kind))
-    return sorted(rank for rank, kind in kinds.items() if kind == rarest)
-
-
-def _call_of(meeting: Meeting) -> str:
-    return {"evaluation": "the model without gradients", "forward": "the model"}.get(meeting.kind, meeting.kind)
-
-
-def _called(meeting: Meeting) -> str:
-    return f"{meeting.kind!r}" + (f" at {meeting.place}" if meeting.place else "")
-
-
-def _named(ranks: list[int]) -> str:
-    named = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
-
-
-def _does(ranks: list[int], one: str, many: str) -> str:
-    return one if len(ranks) == 1 else many
-
-
 _POLL_SECONDS = 0.25
 _BEAT_SECONDS = 1.0
 _LOCK_SECONDS = 30.0
@@ -319,15 +116,18 @@ _PATIENT = 3.0
 _ASIDE_SECONDS = 3.0
 """What the other ranks get to write their stacks, before this one's end makes the launcher end them."""
 _ALONE_SECONDS = 120.0
-_LOOKS_BETWEEN = 3
+_LOOKS = 3
+"""Heartbeats that are published between the two looks at all ranks from which a verdict is formed."""
+_SILENT_LOOKS = 9
+"""The same where a rank seems silent: a starved one may take long to publish its next heartbeat."""
 _FILED = 5
 """Heartbeats of which one is left in the run directory, for people."""
 _PARTED_SECONDS = 20.0
 """How long all ranks are quiet before those that wait in different calls have parted; a shorter limit is halved."""
 _SETTLED_SECONDS = 1.0
 """How long a rank waits in a collective before another one that failed takes it for stuck there."""
-_WAITING = ("distributed_c10d.py", "zero/collectives.py")
-"""Where the main thread stands that waits in a collective."""
+_WAITING = ("torch.distributed.distributed_c10d", "strategies.backends.zero.collectives")
+"""The modules in whose functions the main thread stands that waits in a collective."""
 _LEAVE_SECONDS = 15.0
 _HUNG, _PARTED = "hung", "parted"
 
@@ -402,10 +202,10 @@ class Watchdog(threading.Thread):
             return
         limit = self._hang_seconds + _LOCK_SECONDS
         faulthandler.dump_traceback_later(limit, file=self._stacks, exit=not self._only_reports)
-        reported = None if self._board is None else read_verdict(self._board.get(_HUNG))
-        if reported is not None:
-            self._give_up(reported)
-        elif quiet >= self._limit and (verdict := self._verdict(quiet)) is not None:
+        verdict = self._reported(quiet)
+        if verdict is None and quiet >= self._limit:
+            verdict = self._verdict(quiet)
+        if verdict is not None:
             self._give_up(verdict)
 
     def _have_parted(self, quiet: float) -> bool:
@@ -479,18 +279,30 @@ class Watchdog(threading.Thread):
             return Verdict(behind=PULSE.waits_for, sentence=f"{named} does not answer, and the ranks have not met")
         if self._board is None:
             return Verdict(behind=(self.rank,), sentence=f"no progress for {format_seconds(quiet)}")
-        before = self._heartbeats(self._board)
-        time.sleep(_LOOKS_BETWEEN * self._beat_seconds)
-        self._beat_at = time.monotonic()
-        if self._activity.is_there(with_children=True):
-            self._active_at = self._beat_at
-            return None
-        self._publish(self._beat_at - self._active_at)
-        now = self._heartbeats(self._board)
+        before = now = self._heartbeats(self._board)
+        for look in range(1, _SILENT_LOOKS + 1):
+            time.sleep(self._beat_seconds)
+            self._beat_at = time.monotonic()
+            if self._activity.is_there(with_children=True):
+                self._active_at = self._beat_at
+                return None
+            self._publish(self._beat_at - self._active_at)
+            now = self._heartbeats(self._board)
+            if reported := self._reported(quiet):
+                return reported
+            if look >= _LOOKS and not silent_ranks(before, now):
+                break
         verdict = judge(before, now, quiet_seconds=self._hang_seconds)
         if verdict is None and quiet >= _PATIENT * self._hang_seconds:
             return slowest(now, quiet)
         return verdict
+
+    def _reported(self, quiet: float) -> Verdict | None:
+        """Return the verdict that another rank has reported, or what this rank has to answer; None if there is none."""
+        verdict = None if self._board is None else read_verdict(self._board.get(_HUNG))
+        if self._board is None or verdict is None or self.rank not in verdict.silent:
+            return verdict
+        return answer(verdict, self.rank, self._heartbeats(self._board), max(quiet, self._hang_seconds))
 
     def _heartbeats(self, board: Board) -> dict[int, Heartbeat | None]:
         return {rank: read_heartbeat(board.get(_beat(rank))) for rank in range(self._world_size)}
@@ -509,14 +321,15 @@ class Watchdog(threading.Thread):
 
     def _end_hung(self, verdict: Verdict) -> NoReturn:
         """Have silent ranks write their stacks, leave the last word, and end, with those that no SIGTERM ends."""
-        asked = self._ask_for_stacks(verdict)
-        failure = described("refused" if verdict.is_final else "hung", Hung(verdict.sentence), self.directory)
-        write_failure(self.directory, self.rank, replace(failure, expected=True, behind=verdict.behind))
+        silent = self._ask_for_stacks(verdict)
+        failure = _failure_of(verdict, self.directory)
+        write_failure(self.directory, self.rank, failure)
         time.sleep(_ASIDE_SECONDS)
-        for beat in asked:
+        for beat in silent:
             # A stopped process takes no SIGTERM, and its launcher would wait for it to.
-            with suppress(OSError):
-                os.kill(beat.pid, signal.SIGKILL)
+            if self._last_heartbeat(beat.rank) in (None, beat):
+                with suppress(OSError):
+                    os.kill(beat.pid, signal.SIGKILL)
         os._exit(exit_status(failure))
 
     def _write_stacks(self, why: str) -> None:
@@ -527,14 +340,17 @@ class Watchdog(threading.Thread):
 
     def _ask_for_stacks(self, verdict: Verdict) -> list[Heartbeat]:
         """Ask the ranks on this machine whose watchdogs do not answer; others write when they read the verdict."""
-        asked: list[Heartbeat] = []
+        silent: list[Heartbeat] = []
         for rank in verdict.silent:
-            beat = None if self._board is None else read_heartbeat(self._board.get(_beat(rank)))
+            beat = self._last_heartbeat(rank)
             if rank != self.rank and beat is not None and beat.host == socket.gethostname():
                 with suppress(OSError):
                     os.kill(beat.pid, signal.SIGUSR2)
-                    asked.append(beat)
-        return asked
+                    silent.append(beat)
+        return silent
+
+    def _last_heartbeat(self, rank: int) -> Heartbeat | None:
+        return None if self._board is None else read_heartbeat(self._board.get(_beat(rank)))
 
 
 def begin_watching(directory: Path, rank: int, hang_seconds: float) -> Watchdog:
@@ -549,20 +365,29 @@ def begin_watching(directory: Path, rank: int, hang_seconds: float) -> Watchdog:
 _watchdog: Watchdog | None = None
 
 
-def explained(failure: Failure, directory: Path) -> Failure:
-    """A failure for which another rank was gone, as one of the script where the ranks' calls differed before."""
+def explain_failure(failure: Failure, directory: Path) -> Failure:
+    """Return a failure for which another rank was gone as one of the script, where the ranks' calls differed before."""
     verdict = _watchdog.parted_at_once() if _watchdog is not None and failure.kind in ("lost", "failed") else None
-    if verdict is None:
-        return failure
-    return replace(described("refused", Hung(verdict.sentence), directory), expected=True, behind=verdict.behind)
+    return failure if verdict is None else _failure_of(verdict, directory)
+
+
+def _failure_of(verdict: Verdict, directory: Path) -> Failure:
+    failure = describe_failure("refused" if verdict.is_final else "hung", Hung(verdict.sentence), directory)
+    return replace(failure, expected=True, behind=verdict.behind, silent=verdict.silent)
 
 
 def _waits_at() -> str:
-    """The script's line where the main thread waits in a collective; empty where it does not."""
+    """Return the script's line where the main thread waits in a collective; empty where it does not."""
     frame = main_frame()
-    if frame is None or not frame.f_code.co_filename.endswith(_WAITING):
+    if frame is None or not is_waiting(frame):
         return ""
     return script_line(frame) or "the end of the script"
+
+
+def is_waiting(frame: FrameType) -> bool:
+    """Return whether a frame runs a function of a module that waits for other ranks."""
+    modules = (sys.modules.get(name) for name in _WAITING)
+    return any(module is not None and frame.f_globals is vars(module) for module in modules)
 
 
 def _beat(rank: int) -> str:

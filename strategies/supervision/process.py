@@ -13,7 +13,7 @@ from typing import NoReturn
 from hardware_db.files import replace_whole
 from strategies.run_directory import claim
 from strategies.run_directory.spec import SAVING, STOPPED, EndingKind, LaunchSpec, failure_path, pid_path, success_path
-from strategies.supervision.failures import Failure, described, write_failure
+from strategies.supervision.failures import Failure, describe_failure, write_failure
 from strategies.supervision.hang_detection import Watchdog, begin_watching
 from strategies.supervision.stopping import STOP_SIGNAL, Stopped, Stopping
 
@@ -43,7 +43,7 @@ def _listen(spec: LaunchSpec) -> None:
 
 
 def _leave_unsaved(spec: LaunchSpec, rank: int) -> None:
-    failure = described("preempted", Stopped(), spec.directory)
+    failure = describe_failure("preempted", Stopped(), spec.directory)
     write_failure(spec.directory, rank, failure)
     raise Stopped
 
@@ -53,7 +53,7 @@ def _leave_unsaved(spec: LaunchSpec, rank: int) -> None:
 
 def stopped(kind: EndingKind, message: str, run_directory: Path, saved: Path | None) -> Failure:
     """The last word of a rank that stops on purpose, with the checkpoint it has left."""
-    word = described(kind, Stopped(), run_directory)
+    word = describe_failure(kind, Stopped(), run_directory)
     return replace(word, message=message, expected=True, saved=None if saved is None else str(saved))
 
 

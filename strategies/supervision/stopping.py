@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 import uuid
@@ -234,11 +233,6 @@ class Stopping:
 
     def _all(self, key: Callable[[int], str]) -> bool:
         return all(self._board.get(key(rank)) is not None for rank in range(self._world_size))
-
-
-def request_stop(kind: EndingKind) -> None:
-    """Let the run save and stop at the next step on which all ranks agree; any one rank may ask."""
-    STOP_SIGNAL.ask(kind, sys.float_info.max if kind == "switch" else None)
 
 
 def _armed(rank: int) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from strategies.bench.measured_run import text_batches
+from scripts.measure.measured_run import text_batches
 from strategies.engine.initialize import initialize
 from tests.strategies import training_bodies
 from tests.strategies.training_bodies import Recipe

@@ -25,7 +25,7 @@ from planner import vocabulary as words
 from planner.emit.accelerate import emit
 from planner.emit.common import EmitOptions
 from planner.types.plan import Plan
-from strategies.launch.hooks.live import LiveJob, plan_live, say, say_replaced, sequence_length, settled_plan, watch
+from strategies.launch.hooks.live import LiveJob, load_given_plan, plan_live, say, say_replaced, sequence_length, watch
 from strategies.launch.hooks.patch import patch, with_batch_size
 from strategies.launch.hooks.sharded import apply_checkpointing, library_plan, shard_models
 from strategies.run_directory import claim
@@ -53,7 +53,7 @@ _START = "_dsplan_start"
 def init(original: Callable[..., None], accelerator: Any, *positional: Any, **named: Any) -> None:
     """`Accelerator.__init__`, under the plan where there is one already. It claims nothing yet: a script may have an
     accelerator for its rank or its prints alone, and train with something else."""
-    plan = settled_plan("accelerate")
+    plan = load_given_plan("accelerate")
     given = inspect.signature(original).bind(accelerator, *positional, **named).arguments
     given.pop("self")
     setattr(accelerator, _GIVEN, given)
@@ -70,7 +70,7 @@ def prepare(original: Callable[..., Any], accelerator: Any, *objects: Any, **nam
     if model is None or hasattr(accelerator, "_dsplan_monitor") or not hasattr(accelerator, _GIVEN):
         return original(accelerator, *objects, **named)
     with claim.use("accelerate"):
-        plan = settled_plan("accelerate")
+        plan = load_given_plan("accelerate")
         accumulates = _accumulates(sys._getframe(1))
         made = plan or plan_live(_live_job(accelerator, objects, accumulates=accumulates))
         if plan is None and made is not None:

@@ -25,8 +25,6 @@ _WHO: Mapping[ScriptKind, str] = {
 }
 _ON_ACCELERATE = ("huggingface", "accelerate")
 _FLAGS = {STRATEGY: "--strategy", BACKEND: "--backend", PLAN: "--plan"}
-_OWN_SPLITS: Mapping[ScriptKind, tuple[words.Degree, ...]] = {}
-"""Degrees by which a library splits models itself, so that a plan with them is its to run."""
 LIBRARIES = "dsplan, HF Trainer, accelerate, DeepSpeed, Lightning, DDP and FSDP"
 
 # deepspeed.initialize knows data parallelism (stage 0) and its own ZeRO.
@@ -135,7 +133,7 @@ def _refuse_splits(kind: ScriptKind, degrees: Mapping[str, Any]) -> None:
     Raises:
         CannotRun: the library of the script splits no model so.
     """
-    asked = {name: degrees.get(name, 1) for name in words.DEGREES if name not in _OWN_SPLITS.get(kind, ())}
+    asked = {name: degrees.get(name, 1) for name in words.DEGREES}
     split = " x ".join(f"{name} {size}" for name, size in asked.items() if size > 1)
     if split:
         # accelerate's ParallelismConfig wants models that from_pretrained has split, and GPUs (1.15, state.py).

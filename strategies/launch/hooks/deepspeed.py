@@ -20,11 +20,11 @@ from strategies.backends.deepspeed.engine import require_precision
 from strategies.config import read_object
 from strategies.launch.hooks.live import (
     LiveJob,
+    load_given_plan,
     own_device,
     plan_live,
     say_replaced,
     sequence_length,
-    settled_plan,
     watch,
 )
 from strategies.launch.hooks.patch import patch
@@ -47,7 +47,7 @@ _OPTIMIZERS: Mapping[str, words.Optimizer] = {"adam": "adamw", "adamw": "adamw",
 
 def initialize(original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
     """`deepspeed.initialize` under the plan, which is made here unless there is one."""
-    plan = settled_plan("deepspeed")
+    plan = load_given_plan("deepspeed")
     if not torch.cuda.is_available():
         # Its shared-memory collectives serve inference alone, and would be compiled for a minute before the first step.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

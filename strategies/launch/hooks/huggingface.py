@@ -31,7 +31,7 @@ from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
 from strategies.integrations.huggingface import OPTIMIZERS
 from strategies.launch.hooks import asked
-from strategies.launch.hooks.live import LiveJob, plan_live, say, say_replaced, sequence_length, settled_plan, watch
+from strategies.launch.hooks.live import LiveJob, load_given_plan, plan_live, say, say_replaced, sequence_length, watch
 from strategies.launch.hooks.patch import patch
 from strategies.launch.hooks.sharded import library_plan, save_from_all_ranks, shard_models
 from strategies.launch.run_lock import LOCK_FILE
@@ -286,7 +286,7 @@ def settle(original: Callable[..., None], settings: Any) -> None:
     if hasattr(settings, _WRITTEN):  # a subclass's, which has come to its base's
         original(settings)
         return
-    plan = settled_plan("huggingface")
+    plan = load_given_plan("huggingface")
     if not torch.cuda.is_available():
         # As ACCELERATE_USE_CPU, which `dsplan run` sets. TRL asks for bf16 everywhere: without this that is refused.
         settings.use_cpu = True
@@ -316,7 +316,7 @@ def _resettle(settings: Any, plan: Plan) -> None:
 
 def init(original: Callable[..., None], trainer: Any, *positional: Any, **named: Any) -> None:
     """`Trainer.__init__` under the plan; subclasses come here with the data and the collator that they made."""
-    plan = settled_plan("huggingface")
+    plan = load_given_plan("huggingface")
     bound = inspect.signature(original).bind(trainer, *positional, **named)
     arguments = bound.arguments
     arguments["args"] = settings = arguments.get("args") or TrainingArguments(output_dir="tmp_trainer")

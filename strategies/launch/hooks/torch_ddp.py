@@ -38,7 +38,7 @@ from strategies.errors import CannotRun
 from strategies.integrations.ddp_script import ScriptParallel, configuration_for, follow_script, observe
 from strategies.launch.hooks import asked as asked_for
 from strategies.launch.hooks import observer
-from strategies.launch.hooks.live import say, settled_plan
+from strategies.launch.hooks.live import load_given_plan, say
 from strategies.protocols import Observer
 from strategies.run_directory import claim
 from strategies.run_directory.attempt_options import AttemptOptions
@@ -55,7 +55,7 @@ _REMEDIES: tuple[words.Strategy, ...] = ("zero2", "fsdp", "zero3")
 
 def wrap(original: Callable[..., None], wrapper: Any, module: nn.Module, *positional: Any, **named: Any) -> None:
     """`DistributedDataParallel.__init__`: the strategy that was asked for, in the place of DDP."""
-    plan = settled_plan("torch")
+    plan = load_given_plan("torch")
     asked = plan.configuration if plan is not None else _named_configuration()
     facts = facts_from_module(module)
     if asked is None or asked.strategy in ("single", "ddp"):
@@ -106,7 +106,7 @@ def parallelize(original: Callable[..., Any], *positional: Any, **named: Any) ->
 
 
 def _refuse_another(own: str, what: str) -> None:
-    plan = settled_plan("torch")
+    plan = load_given_plan("torch")
     asked_for.require_possible("torch", own or None, gpus=torch.cuda.is_available())
     asked = plan.configuration.strategy if plan is not None else os.environ.get(STRATEGY)
     if asked and asked != own:

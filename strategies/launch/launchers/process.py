@@ -15,6 +15,7 @@ from types import TracebackType
 
 from hardware_db.files import provide_torch_extensions
 from hardware_db.notices import LABEL
+from hardware_db.probe.cgroup import usable_cores
 from strategies.launch.failure_causes import AGENT_LOG
 from strategies.launch.run_lock import launcher_lock
 from strategies.run_directory.spec import RESULT_FILE, LaunchSpec, Placement, keep_result
@@ -153,7 +154,7 @@ def launch_environment(spec: LaunchSpec) -> dict[str, str]:
     variables = {
         **os.environ,
         **import_path(Path(__file__).resolve().parents[3]),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.processes))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // spec.processes))),
         # Keeps a `planner` or `strategies` folder in the working directory from hiding dsplan's (Python 3.11 on).
         "PYTHONSAFEPATH": "1",
         **spec.environment,

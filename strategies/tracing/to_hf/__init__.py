@@ -132,22 +132,6 @@ def model_class(facts: ModelFacts) -> type[nn.Module]:
     return found
 
 
-def meta_model(config: Any, facts: ModelFacts) -> nn.Module:
-    """The class named by the row, on the meta device; an untied T5 head as `from_pretrained` leaves it."""
-    torch = import_module("torch")
-    with torch.device("meta"):
-        model: Any = model_class(facts)(copy.deepcopy(config))
-    if facts.model_type in ("t5", "mt5") and not facts.tie_word_embeddings:
-        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
-    made: nn.Module = model
-    return made
-
-
-def real_count(model: nn.Module) -> int:
-    """Parameters, each counted once however many names it has."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def shortened(facts: ModelFacts, depth: int) -> ModelFacts:
     """The same architecture with at most `depth` blocks in every tower."""
     return replace(

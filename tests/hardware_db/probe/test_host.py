@@ -11,7 +11,7 @@ import pytest
 
 from hardware_db.probe import Disk, Host, Nic, probe
 from hardware_db.probe.as_device import cpu_device
-from hardware_db.probe.cgroup import Limits, cgroup_limits
+from hardware_db.probe.cgroup import Limits, cgroup_limits, usable_cores
 from hardware_db.probe.host import macos_available, probe_disks, probe_host, probe_nics
 from hardware_db.probe.other_gpus import probe_amd, probe_apple
 from hardware_db.units import GIB, KIB
@@ -83,6 +83,28 @@ def test_the_control_group_limits_memory_and_cores(tmp_path: Path, files: dict[s
     assert (host.memory_limit_bytes, host.memory_available_bytes) == (8 * GIB, 6 * GIB)
     assert host.usable_cores is not None
     assert host.usable_cores <= 2
+
+
+@pytest.mark.parametrize(("allowed", "quota", "usable"), [(1, None, 1), (2, 8, 2), (8, 2, 2), (8, None, 8), (64, 1, 1)])
+def test_cores_to_use_are_those_of_affinity_and_quota(
+    monkeypatch: pytest.MonkeyPatch, allowed: int, quota: int | None, usable: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(allowed)))
+    assert usable_cores(Limits(cpus=quota)) == usable
+
+
+@pytest.mark.parametrize("cores", [1, 2, 8])
+def test_a_machine_reports_other_cores_than_it_has(cores: int) -> None:
+    """As `scripts/ci/hostile.sh` has it do."""
+    program = (
+        "import scripts.ci.other_machine, os, psutil, multiprocessing; from hardware_db.probe import probe_hardware;"
+        "from hardware_db.probe.cgroup import usable_cores; host = probe_hardware().host;"
+        "print({os.cpu_count(), len(os.sched_getaffinity(0)), psutil.cpu_count(), multiprocessing.cpu_count(),"
+        " usable_cores(), host.physical_cores, host.logical_cores, host.usable_cores})"
+    )
+    environment = {**os.environ, "HOSTILE_CORES": str(cores)}
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert shown.stdout.strip() == str({cores})
 
 
 def test_no_control_group_is_no_limit(tmp_path: Path) -> None:

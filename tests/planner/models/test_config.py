@@ -19,6 +19,7 @@ from planner.models.facts import ModelFacts
 from planner.models.from_hf.config import CLASS_ENDINGS, facts_from_config, read_config
 from planner.models.from_hf.reader import find_architecture, model_types
 from strategies.tracing import to_hf as builder
+from tests.planner.models.hf_modules import meta_model, real_count
 
 OUTSIDE = {*builder.STAND_INS, *builder.NOT_IN_TRANSFORMERS}
 NATIVE = [facts for facts in models() if facts.model_type not in OUTSIDE]
@@ -52,7 +53,7 @@ def test_count_of_a_small_config_is_that_of_the_model_built_from_it(facts: Model
     small = builder.shortened(facts, 2)
     config = builder.hf_config(small)
     read = facts_from_config(_as_json(config), "config.json")
-    assert read.parameters == builder.real_count(builder.meta_model(config, dataclasses.replace(small, **_tied(small))))
+    assert read.parameters == real_count(meta_model(config, dataclasses.replace(small, **_tied(small))))
 
 
 def _tied(facts: ModelFacts) -> dict[str, Any]:
@@ -71,6 +72,18 @@ def test_defaults_are_those_of_the_config_class(model_type: str) -> None:
         actual = getattr(config, own[0]) if own else getattr(config, "rope_parameters", {}).get(known[0])
         default = entry.defaults[known[0]]
         assert default == actual or (default is None and actual in _follows(fact, config)), fact
+
+
+def test_sequences_are_split_where_transformers_has_a_tensor_parallel_plan() -> None:
+    for model_type in FIRST_OF_TYPE:
+        entry, config = find_architecture(model_type), CONFIG_MAPPING[model_type]
+        has_plan = any(
+            getattr(part, "base_model_tp_plan", None)
+            for part in (config, *(getattr(config, "sub_configs", None) or {}).values())
+        )
+        if entry.kind == "decoder":
+            assert entry.facts.get("splits_sequences", True) == has_plan, model_type
+        assert entry.facts.get("splits_sequences", True) or not has_plan, model_type
 
 
 def _follows(fact: str, config: Any) -> tuple[Any, ...]:
@@ -123,7 +136,7 @@ def test_inner_configs_may_leave_out_their_defaults(config_class: str) -> None:
     values = {key: value for key, value in _as_json(config).items() if not key.endswith("_config")}
     built = config_class.replace("Config", "Model" if "CLIP" in config_class else "ForConditionalGeneration")
     facts = facts_from_config({**values, "architectures": [built]}, "config.json")
-    assert facts.parameters == builder.real_count(builder.meta_model(config, facts))
+    assert facts.parameters == real_count(meta_model(config, facts))
 
 
 HEADS = [
@@ -145,7 +158,7 @@ def test_each_head_of_an_architecture_is_counted(built: str) -> None:
     config = builder.hf_config(row)
     config.architectures, config.num_labels = [built], 3
     facts = facts_from_config(_as_json(config), "config.json")
-    assert facts.parameters == builder.real_count(builder.meta_model(config, facts))
+    assert facts.parameters == real_count(meta_model(config, facts))
 
 
 LLAMA = {
@@ -170,7 +183,7 @@ def test_a_sparse_llama_config_means_what_transformers_makes_of_it(changes: Mapp
     values = {**LLAMA, **changes}
     facts = facts_from_config(values, "config.json")
     config = transformers.LlamaConfig(**{key: value for key, value in values.items() if key != "model_type"})
-    assert facts.parameters == builder.real_count(builder.meta_model(config, facts))
+    assert facts.parameters == real_count(meta_model(config, facts))
 
 
 def test_older_spellings_are_read() -> None:
@@ -196,7 +209,7 @@ def test_dense_layers_of_a_qwen_mixture_are_counted(sparse: Mapping[str, Any], d
         setattr(config, key, value)
     read = facts_from_config(_as_json(config), "config.json")
     assert read.first_k_dense == dense_layers
-    assert read.parameters == builder.real_count(builder.meta_model(config, read))
+    assert read.parameters == real_count(meta_model(config, read))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from planner.models.facts import ModelFacts
 from planner.models.from_hf.reader import find_architecture
 from strategies.tracing import to_hf as builder
 from strategies.tracing.live import counts_from_module
+from tests.planner.models.hf_modules import meta_model, real_count
 
 ROWS: Mapping[str, Mapping[str, object]] = {
     row["id"]: row
@@ -53,8 +54,8 @@ def _name(facts: ModelFacts) -> str:
 @pytest.mark.parametrize("facts", BUILDABLE, ids=_name)
 @pytest.mark.sweep(suite=lambda facts: FIRST_OF_TYPE.get(facts.model_type, facts) is facts)
 def test_count_is_that_of_the_model_on_the_meta_device(facts: ModelFacts) -> None:
-    model = builder.meta_model(builder.hf_config(facts), facts)
-    assert count_parameters(facts).total == facts.parameters == builder.real_count(model)
+    model = meta_model(builder.hf_config(facts), facts)
+    assert count_parameters(facts).total == facts.parameters == real_count(model)
 
 
 def test_only_one_row_cannot_be_built() -> None:
@@ -93,7 +94,7 @@ def test_active_parameters_of_mixtures_agree_with_their_column() -> None:
 def test_blocks_are_those_of_the_real_model(facts: ModelFacts) -> None:
     """Size, number, experts and largest tensor of the blocks, found in the module by the class in the catalogue."""
     short = builder.shortened(facts, 3)
-    model = builder.meta_model(builder.hf_config(short), short)
+    model = meta_model(builder.hf_config(short), short)
     counted, real = count_parameters(short), counts_from_module(model, short)
     # T5 keeps the table of relative positions in the first block; it counts as `other`.
     table = facts.relative_attention_num_buckets * facts.num_heads
@@ -113,14 +114,14 @@ def test_shapes_are_those_of_the_real_weights(facts: ModelFacts) -> None:
     formula = Counter(counts.outside)
     for block in counts.blocks:
         formula += Counter(list(block.shapes) * block.repeats)
-    model = builder.meta_model(builder.hf_config(short), short)
+    model = meta_model(builder.hf_config(short), short)
     assert formula == Counter(tuple(weight.shape) for weight in model.parameters())
 
 
 @pytest.mark.parametrize("model_type", FIRST_OF_TYPE)
 def test_block_classes_are_what_transformers_calls_them(model_type: str) -> None:
     short = builder.shortened(FIRST_OF_TYPE[model_type], 2)
-    model = builder.meta_model(builder.hf_config(short), short)
+    model = meta_model(builder.hf_config(short), short)
     present = {type(part).__name__ for part in model.modules()}
     assert set(find_architecture(model_type).block_class.split(",")) <= present
 
@@ -141,8 +142,8 @@ def test_each_figure_of_a_decoder_is_counted(changes: dict[str, object], explana
         intermediate_size=96, vocab_size=50, tie_word_embeddings=True,
     )  # fmt: skip
     facts = replace(small, **changes)  # type: ignore[arg-type]
-    model = builder.meta_model(builder.hf_config(facts), facts)
-    assert count_parameters(facts).total == builder.real_count(model), explanation
+    model = meta_model(builder.hf_config(facts), facts)
+    assert count_parameters(facts).total == real_count(model), explanation
     assert count_parameters(facts).total != count_parameters(small).total
 
 
@@ -152,14 +153,14 @@ def test_published_head_of_flan_t5_stays_untied_after_loading(tmp_path: Path) ->
         vocab_size=100, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_decoder_layers=1, num_heads=4
     )
     model = transformers.T5ForConditionalGeneration(config)
-    tied = builder.real_count(model)
+    tied = real_count(model)
     model.lm_head.weight = torch.nn.Parameter(torch.randn(100, 16))
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**saved, "tie_word_embeddings": False}))
     loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path)
     assert loaded.config.tie_word_embeddings is True
-    assert builder.real_count(loaded) == tied + 100 * 16
+    assert real_count(loaded) == tied + 100 * 16
 
 
 def test_active_parameters_leave_out_idle_experts_only() -> None:

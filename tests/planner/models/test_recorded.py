@@ -20,15 +20,16 @@ from strategies.tracing import to_hf as builder
 from strategies.tracing.live import counts_from_module
 from strategies.tracing.step.step import trace_step
 from tests.planner.cost.timing.cases import make_job
+from tests.planner.models.hf_modules import meta_model, real_count
 
 MODELS = pytest.mark.parametrize("facts", recorded_models(), ids=lambda facts: facts.recorded_as)
 
 
 @MODELS
 def test_the_count_is_that_of_the_module(facts: ModelFacts) -> None:
-    module = builder.meta_model(builder.hf_config(facts), facts)
+    module = meta_model(builder.hf_config(facts), facts)
     counts = counts_from_module(module)
-    assert facts.parameters == builder.real_count(module) == counts.total
+    assert facts.parameters == real_count(module) == counts.total
     assert facts.measured_counts is not None
     assert facts.measured_counts.total == facts.parameters
     blocks = {type(part).__name__ for part in module.modules()}

@@ -17,6 +17,7 @@ from planner.models.resolve import model_of_size
 from planner.models.tasks import default_sequence_length, default_task
 from strategies.tracing import to_hf as builder
 from strategies.tracing.factory import any_model
+from tests.planner.models.hf_modules import meta_model, real_count
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -185,7 +186,7 @@ def test_any_size_is_met_with_a_sensible_shape() -> None:
 
 def test_a_generic_decoder_is_what_transformers_builds() -> None:
     facts = model_of_size("125M")
-    assert facts.parameters == builder.real_count(builder.meta_model(builder.hf_config(facts), facts))
+    assert facts.parameters == real_count(meta_model(builder.hf_config(facts), facts))
     assert (model_of_size("13B").hidden_size, model_of_size("13B").num_layers) == (5120, 40)
 
 

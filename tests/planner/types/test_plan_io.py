@@ -36,6 +36,8 @@ def test_round_trip(tmp_path: Path, plan_dict: dict[str, object]) -> None:
         (("plan", "micro_batch_size"), 0, "must be a whole number of at least 1"),
         (("plan", "micro_batch_size"), "eight", "is 'eight', not a whole number"),
         (("plan", "gradient_accumulation_steps"), 7, "is not the global batch"),
+        (("workload", "loss"), "chunky", "workload.loss: is 'chunky', not one of plain, chunked, fused"),
+        (("workload", "lora_rank"), "eight", "workload.lora_rank: is 'eight', not a whole number"),
         (("plan", "colour"), "red", "has an unknown key 'colour'"),
         (("memory",), None, "is missing or not a mapping"),
         (("time", "step_seconds"), "fast", "not a number"),

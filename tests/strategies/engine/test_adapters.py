@@ -15,7 +15,7 @@ from hardware_db.spawn import RankError, RankPool
 from strategies.checkpoint.export import export_checkpoint
 from strategies.config import read_config
 from strategies.errors import BackendMissing, CannotRun, DsplanError
-from strategies.modules.adapters import TrainingMethod, apply_method, asked_method, require_trainable
+from strategies.modules.adapters import TrainingMethod, apply_method, read_method, require_trainable
 from tests.strategies import adapter_bodies as bodies
 from tests.strategies.conftest import PoolOf
 from tests.strategies.training_bodies import Recipe, TinyModel
@@ -157,17 +157,17 @@ def test_a_pattern_leaves_the_rest_frozen() -> None:
 
 def test_the_config_and_the_plan_name_one_method() -> None:
     config = read_config({"lora": {"rank": 16, "targets": "attention"}})
-    assert asked_method(config, {}, "bf16").rank == 16
-    assert asked_method(config, {"method": "lora", "lora_rank": 4}, "bf16").rank == 16
+    assert read_method(config, {}, "bf16").rank == 16
+    assert read_method(config, {"method": "lora", "lora_rank": 4}, "bf16").rank == 16
     with pytest.raises(CannotRun, match="the plan is for method full and the script's config asks for lora"):
-        asked_method(config, {"method": "full"}, "bf16")
-    planned = asked_method(read_config({}), {"method": "dora", "lora_rank": 4, "load_dtype": "bf16"}, "bf16")
+        read_method(config, {"method": "full"}, "bf16")
+    planned = read_method(read_config({}), {"method": "dora", "lora_rank": 4, "load_dtype": "bf16"}, "bf16")
     assert (planned.method, planned.rank, planned.load_dtype) == ("dora", 4, "bf16")
 
 
 def test_the_command_line_comes_before_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSPLAN_METHOD", '{"method": "dora", "lora_targets": "up"}')
-    found = asked_method(read_config({"lora": {"rank": 16}}), {}, None)
+    found = read_method(read_config({"lora": {"rank": 16}}), {}, None)
     assert (found.method, found.targets) == ("dora", "up")
 
 

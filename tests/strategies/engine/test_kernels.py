@@ -15,7 +15,7 @@ from hardware_db.spawn import RankPool
 from planner.errors import UnknownName
 from strategies.errors import CannotRun
 from strategies.modules import kernels
-from strategies.modules.kernels import asked_kernels, install_kernels, register_kernel
+from strategies.modules.kernels import install_kernels, read_kernels, register_kernel
 from tests.strategies import adapter_bodies, kernel_bodies
 from tests.strategies.training_bodies import Recipe
 
@@ -38,7 +38,7 @@ def test_registered_kernels_compute_forward_and_backward() -> None:
     usual, ids = copy.deepcopy(model), adapter_bodies.batch_of(0)
     expected = usual(input_ids=ids, labels=ids).loss
     expected.backward()
-    asked = asked_kernels({"all": "mine", "linear_cross_entropy": "chunked"}, None)
+    asked = read_kernels({"all": "mine", "linear_cross_entropy": "chunked"}, None)
     installed = install_kernels(model, asked, CPU)
     kernel_bodies.CALLS.clear()
     loss = model(input_ids=ids, labels=ids).loss
@@ -63,7 +63,7 @@ def test_no_logits_are_made_in_training_and_they_are_elsewhere() -> None:
 def test_another_dtype_is_left_to_torch() -> None:
     kernel_bodies.register()  # for fp32
     model, ids = adapter_bodies.llama().bfloat16(), adapter_bodies.batch_of(0)
-    install_kernels(model, asked_kernels({"rms_norm": "mine"}, None), CPU)
+    install_kernels(model, read_kernels({"rms_norm": "mine"}, None), CPU)
     kernel_bodies.CALLS.clear()
     usual = adapter_bodies.llama().bfloat16()
     assert torch.equal(model(input_ids=ids).logits, usual(input_ids=ids).logits)
@@ -99,10 +99,10 @@ def test_a_module_that_computes_something_else_stays() -> None:
 
 def test_what_is_absent_is_said_in_one_line() -> None:
     model = nn.Sequential(nn.RMSNorm(8), nn.LayerNorm(8))
-    on_cpu = install_kernels(model, asked_kernels({"rms_norm": "liger", "layer_norm": "liger"}, None), CPU)
+    on_cpu = install_kernels(model, read_kernels({"rms_norm": "liger", "layer_norm": "liger"}, None), CPU)
     assert on_cpu.notes == ("kernels: torch's own rms_norm, layer_norm: liger runs on GPUs",)
-    assert install_kernels(model, asked_kernels({"all": "auto"}, None), CPU).notes == ()
-    assert asked_kernels({"all": "torch"}, None) == {}
+    assert install_kernels(model, read_kernels({"all": "auto"}, None), CPU).notes == ()
+    assert read_kernels({"all": "torch"}, None) == {}
 
 
 def _sum_for_mean(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -149,7 +149,7 @@ def test_torchs_own_functions_are_right_in_every_dtype(dtype: torch.dtype) -> No
     functions = {**kernel_bodies.FUNCTIONS, "linear_cross_entropy": kernels._chunked_loss}
     for name, function in functions.items():
         register_kernel(name, function, provider="mine")
-    installed = install_kernels(model, asked_kernels({"all": "mine"}, None), CPU)
+    installed = install_kernels(model, read_kernels({"all": "mine"}, None), CPU)
     assert set(installed.kernels) == set(functions)
 
 
@@ -159,9 +159,9 @@ def test_wrong_names_get_the_near_ones() -> None:
     with pytest.raises(UnknownName, match="unknown kernel 'rms_nrm'; nearest: rms_norm"):
         register_kernel("rms_nrm", torch.relu)
     with pytest.raises(UnknownName, match="unknown kernel provider 'ligr'; nearest: liger"):
-        asked_kernels({"rms_norm": "ligr"}, None)
+        read_kernels({"rms_norm": "ligr"}, None)
     with pytest.raises(CannotRun, match="liger has no attention; it has rms_norm, "):
-        asked_kernels({"attention": "liger"}, None)
+        read_kernels({"attention": "liger"}, None)
     with pytest.raises(CannotRun, match="provider 'liger' is dsplan's own"):
         dsplan.register_kernel("rms_norm", torch.relu, provider="liger")
     with pytest.raises(CannotRun, match="None is no function"):
@@ -169,14 +169,14 @@ def test_wrong_names_get_the_near_ones() -> None:
 
 
 def test_the_loss_of_a_plan_is_what_runs() -> None:
-    assert asked_kernels({}, "chunked") == {"linear_cross_entropy": "chunked"}
-    assert asked_kernels({}, "fused") == {"linear_cross_entropy": "liger"}
-    assert asked_kernels({"linear_cross_entropy": "torch"}, "fused") == {}
+    assert read_kernels({}, "chunked") == {"linear_cross_entropy": "chunked"}
+    assert read_kernels({}, "fused") == {"linear_cross_entropy": "liger"}
+    assert read_kernels({"linear_cross_entropy": "torch"}, "fused") == {}
 
 
 def test_the_command_line_comes_before_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSPLAN_KERNELS", '{"linear_cross_entropy": "chunked"}')
-    assert asked_kernels({"rms_norm": "liger"}, None) == {"linear_cross_entropy": "chunked"}
+    assert read_kernels({"rms_norm": "liger"}, None) == {"linear_cross_entropy": "chunked"}
 
 
 @pytest.mark.parametrize(

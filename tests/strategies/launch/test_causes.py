@@ -9,7 +9,16 @@ import pytest
 
 from strategies.launch.failure_causes import ending_of, forget_last_attempt, memory_kills, with_stacks_kept
 from strategies.launch.policy import Policy, RunContext
-from strategies.run_directory.spec import RESULT_FILE, EndingKind, failure_path, log_path, success_path, write_json
+from strategies.run_directory.spec import (
+    RESULT_FILE,
+    EndingKind,
+    failure_path,
+    heartbeat_path,
+    log_path,
+    success_path,
+    write_json,
+)
+from tests.strategies.supervision.test_verdicts import beat
 
 ECHO = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3012"
 
@@ -190,3 +199,25 @@ def test_the_kernel_counts_its_kills(own: str, counter: str, tmp_path: Path) -> 
 
 def test_no_counter(tmp_path: Path) -> None:
     assert memory_kills(tmp_path / "none", tmp_path) == 0
+
+
+OUTSIDE = {"message": "rank 1 is outside the engine", "behind": [1], "expected": True}
+SILENT = {"message": "rank 0 does not answer", "behind": [0], "silent": {"0": 20}, "expected": True}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_has_reported_itself_is_not_believed_to_be_stuck(first: int, tmp_path: Path) -> None:
+    _result(tmp_path, {first: 1, 1 - first: -15})
+    for rank in (first, 1 - first):
+        _said(tmp_path, rank, "hung", **(SILENT if rank else OUTSIDE))
+    ending = ending_of(tmp_path, 1)
+    assert (ending.kind, ending.rank, ending.reason) == ("hung", 1, OUTSIDE["message"])
+
+
+@pytest.mark.parametrize(("number", "culprit"), [(20, 0), (21, 1)])
+def test_a_rank_whose_heart_went_on_is_not_believed_to_be_stuck(number: int, culprit: int, tmp_path: Path) -> None:
+    _result(tmp_path, {1: 1, 2: 1})
+    _said(tmp_path, 1, "hung", **SILENT)
+    _said(tmp_path, 2, "hung", **OUTSIDE)
+    heartbeat_path(tmp_path, 0).write_text(beat(0, number).text())
+    assert ending_of(tmp_path, 1).rank == culprit

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,54 +23,13 @@ from torch.distributed import HashStore
 
 from strategies.distributed.rank_check import Patience, Presence, check_ranks
 from strategies.run_directory.heartbeat import PULSE, Pulse
-from strategies.supervision.hang_detection import (
-    Activity,
-    Heartbeat,
-    Verdict,
-    Watchdog,
-    judge,
-    read_heartbeat,
-    read_verdict,
-    slowest,
-)
+from strategies.supervision import hang_detection
+from strategies.supervision.hang_detection import Activity, Watchdog, is_waiting
+from strategies.supervision.stopping import FileBoard
+from strategies.supervision.verdicts import Verdict, read_heartbeat
+from tests.strategies.supervision.test_verdicts import beat
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def beat(rank: int, number: int = 1, **values: Any) -> Heartbeat:
-    defaults = {"pid": 100 + rank, "host": "node1", "step": 11, "calls": 50, "section": "backward"}
-    return Heartbeat(**{**defaults, "rank": rank, "number": number, "quiet_seconds": 60.0, "time": 0.0, **values})
-
-
-def test_a_rank_whose_heart_stands_still_is_the_one() -> None:
-    verdict = judge({0: beat(0), 1: beat(1)}, {0: beat(0, 2), 1: beat(1)}, quiet_seconds=60)
-    assert verdict is not None
-    assert (verdict.behind, verdict.silent) == ((1,), (1,))
-    assert verdict.sentence == (
-        "rank 1 does not answer: stopped, or stuck in native code (process 101 on node1); the others wait"
-    )
-
-
-def test_a_rank_that_was_never_heard_of_is_the_one() -> None:
-    verdict = judge({0: beat(0), 1: None}, {0: beat(0, 2), 1: None}, quiet_seconds=60)
-    assert verdict is not None
-    assert verdict.behind == (1,)
-
-
-@pytest.mark.parametrize(
-    ("other", "behind", "where"),
-    [
-        ({"calls": 48, "section": ""}, (1,), "rank 1 is outside the engine and the others wait"),
-        ({"calls": 52, "section": ""}, (0,), "rank 0 is in 'backward' and the others wait"),
-        ({"section": ""}, (1,), "rank 1 is outside the engine and the others wait"),
-        ({}, (0, 1), "all ranks stand in 'backward'"),
-    ],
-)
-def test_the_rank_with_the_fewest_calls_is_the_one(other: dict[str, Any], behind: tuple[int, ...], where: str) -> None:
-    verdict = judge({0: beat(0), 1: beat(1, **other)}, {0: beat(0, 2), 1: beat(1, 2, **other)}, quiet_seconds=60)
-    assert verdict is not None
-    assert verdict.behind == behind
-    assert verdict.sentence == f"no progress for 60 s in step 12: {where}"
 
 
 def test_before_the_ranks_have_met_the_one_that_is_waited_for_is_behind(tmp_path: Path) -> None:
@@ -87,21 +51,6 @@ def test_before_the_ranks_have_met_the_one_that_is_waited_for_is_behind(tmp_path
     assert alone == Verdict(behind=(1,), sentence="no progress for 2 min")
     faulthandler.unregister(signal.SIGUSR2)
     watchdog._stacks.close()
-
-
-def test_ranks_that_wait_for_one_that_works_are_not_hung() -> None:
-    now = {0: beat(0, 2), 1: beat(1, 2, calls=40, section="", quiet_seconds=3.0)}
-    assert judge({0: beat(0), 1: beat(1)}, now, quiet_seconds=60) is None
-    assert slowest(now, 180).behind == (1,)
-
-
-def test_notes_survive_the_board() -> None:
-    assert read_heartbeat(beat(1).text()) == beat(1)
-    assert read_heartbeat("{") is None
-    assert read_heartbeat(None) is None
-    verdict = Verdict(behind=(1,), sentence="so", silent=(1,))
-    assert read_verdict(verdict.text()) == verdict
-    assert read_verdict(None) is None
 
 
 def _spin(seconds: float) -> None:
@@ -155,6 +104,113 @@ def test_the_pulse_a_rest_and_the_work_of_children_are_activity() -> None:
     finally:
         child.kill()
         child.wait()
+
+
+class Starved(FileBoard):
+    """A board on which rank 0 publishes its next heartbeat only when rank 1 has looked at it so often."""
+
+    def __init__(self, folder: Path, looks: int, *, reports: Verdict | None = None) -> None:
+        super().__init__(folder)
+        self._looks, self._reports = looks, reports
+        self.put("beat-0", beat(0, 7).text())
+
+    def get(self, key: str) -> str | None:
+        """Return a note, after rank 0 has woken up where it is time."""
+        self._looks -= key == "beat-0"
+        if self._looks == 0:
+            self.put("beat-0", beat(0, 8).text())
+            if self._reports is not None:
+                self.put("hung", self._reports.text())
+        return super().get(key)
+
+
+@pytest.fixture
+def watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
+    """Rank 1 of two, quiet in the script, whose looks are short."""
+    monkeypatch.setattr(hang_detection, "PULSE", pulse := Pulse())
+    pulse.step, pulse.calls = 11, 49
+    watchdog = Watchdog(tmp_path, 1, 9.0)
+    watchdog._active_at -= 60
+    monkeypatch.setattr(watchdog, "_beat_seconds", 0.01)
+    monkeypatch.setattr(watchdog, "_world_size", 2)
+    monkeypatch.setattr(watchdog._activity, "is_there", lambda with_children: False)
+    yield watchdog
+    faulthandler.unregister(signal.SIGUSR2)
+    watchdog._stacks.close()
+
+
+def _judged(watchdog: Watchdog, board: FileBoard, monkeypatch: pytest.MonkeyPatch) -> Verdict:
+    monkeypatch.setattr(watchdog, "_board", board)
+    watchdog._publish(60.0)
+    verdict = watchdog._verdict(60.0)
+    assert verdict is not None
+    return verdict
+
+
+@pytest.mark.parametrize(("looks", "behind"), [(3, 1), (7, 1), (99, 0)])
+def test_a_rank_that_was_only_starved_is_not_silent(
+    looks: int, behind: int, watchdog: Watchdog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = _judged(watchdog, Starved(tmp_path / "board", looks), monkeypatch)
+    assert verdict.behind == (behind,)
+    assert ("outside the engine" in verdict.sentence) is (behind == 1)
+
+
+def test_a_rank_publishes_heartbeats_while_it_looks_at_others(
+    watchdog: Watchdog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _judged(watchdog, board := FileBoard(tmp_path / "board"), monkeypatch)
+    own = read_heartbeat(board.get("beat-1"))
+    assert own is not None
+    assert own.number > hang_detection._LOOKS
+
+
+def test_what_another_rank_reports_meanwhile_counts(
+    watchdog: Watchdog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported = Verdict(behind=(1,), sentence="rank 1 is outside the engine")
+    assert _judged(watchdog, Starved(tmp_path / "board", 4, reports=reported), monkeypatch) == reported
+
+
+def test_a_rank_that_reads_that_it_is_silent_answers_with_whom_all_wait_for(
+    watchdog: Watchdog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = Verdict(behind=(1,), sentence="rank 1 does not answer", silent={1: 3})
+    verdict = _judged(watchdog, Starved(tmp_path / "board", 4, reports=wrong), monkeypatch)
+    assert verdict.silent == {}
+    assert verdict.sentence == "no progress for 60 s in step 12: rank 1 is outside the engine and the others wait"
+
+
+@pytest.mark.parametrize("revives", [True, False])
+def test_only_a_rank_that_stays_silent_is_killed(
+    revives: bool, watchdog: Watchdog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = FileBoard(tmp_path / "board")
+    with subprocess.Popen(["sleep", "60"]) as other:
+        board.put("beat-0", beat(0, 7, pid=other.pid, host=socket.gethostname()).text())
+        signals: list[int] = []
+        monkeypatch.setattr(watchdog, "_board", board)
+        monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number))
+        monkeypatch.setattr(os, "_exit", lambda status: None)
+        if revives:
+            monkeypatch.setattr(time, "sleep", lambda _: board.put("beat-0", beat(0, 8).text()))
+        else:
+            monkeypatch.setattr(hang_detection, "_ASIDE_SECONDS", 0.0)
+        watchdog._end_hung(Verdict(behind=(0,), sentence="so", silent={0: 7}))
+        monkeypatch.undo()
+        other.terminate()
+    assert signals == [signal.SIGUSR2] + [signal.SIGKILL] * (not revives)
+
+
+def test_a_rank_waits_where_the_module_is_torchs_and_not_where_a_file_is_called_so() -> None:
+    code = compile("def stand(): return sys._getframe()", "zero/collectives.py", "exec")
+    names: dict[str, Any] = {"sys": sys}
+    exec(code, names)
+    assert not is_waiting(names["stand"]())
+    for name in hang_detection._WAITING:
+        module = importlib.import_module(name)
+        stand = types.FunctionType((lambda own_frame: own_frame()).__code__, vars(module), "stand", (sys._getframe,))
+        assert is_waiting(stand()), name
 
 
 def test_a_process_alone_that_sleeps_is_ended_with_its_stacks(tmp_path: Path) -> None:

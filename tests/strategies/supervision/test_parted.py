@@ -13,8 +13,9 @@ import pytest
 from hardware_db.spawn import RankError, RankPool
 from strategies.run_directory.heartbeat import Meeting, Pulse
 from strategies.supervision import hang_detection
-from strategies.supervision.hang_detection import Heartbeat, Watchdog, parted, read_heartbeat
+from strategies.supervision.hang_detection import Watchdog
 from strategies.supervision.stopping import FileBoard
+from strategies.supervision.verdicts import Heartbeat, parted, read_heartbeat
 from tests.strategies.integrations import ddp_script_bodies as bodies
 from tests.strategies.launch.command import run
 

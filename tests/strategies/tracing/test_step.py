@@ -22,8 +22,8 @@ from planner.search.estimate import price
 from planner.types.job import Job, Workload
 from planner.types.plan import Configuration
 from scripts.measure.compositions import question, read_compositions
+from scripts.measure.gloo import quiet
 from scripts.measure.modules import language_module, token_batch
-from strategies.distributed.gloo import quiet
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_facts
 from strategies.tracing.step.build import Subject, own_subject, subject_of

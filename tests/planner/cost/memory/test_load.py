@@ -20,8 +20,8 @@ from planner.search.exact import ExactOptions, exact
 from planner.search.request import Request, WorkOptions, make_request
 from planner.types.plan_io import save_plan
 from planner.vocabulary import ZERO_STAGES, Precision, Strategy
+from scripts.measure.gloo import quiet
 from strategies.backends.deepspeed.engine import lacking
-from strategies.distributed.gloo import quiet
 from tests.planner.cost.memory import load_bodies
 
 RANKS = 2

@@ -17,7 +17,7 @@ from hardware_db.measured_rows import SHIPPED, MemoryRun, read_memory_runs, writ
 from hardware_db.spawn import RankPool
 from planner.types.plan_io import plan_to_dict
 from planner.vocabulary import Task
-from strategies.distributed.gloo import quiet
+from scripts.measure.gloo import quiet
 
 RUNS = read_memory_runs(SHIPPED / "memory_cpu.csv")
 STRATEGIES = ("single", "ddp", "fsdp", "fsdp-grad-op", "zero1", "zero2", "zero3")
@@ -83,7 +83,7 @@ def test_runs_survive_a_file(tmp_path: Path) -> None:
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_rows_can_be_measured_again(rows: ModuleType, pool: RankPool) -> None:
     """Two shipped rows, with half their length so that they are quick: phases as predicted again."""
-    from strategies.bench.measured_run import Subject, measure_subject
+    from scripts.measure.measured_run import Subject, measure_subject
 
     for model, strategy, precision in LIVE:
         run = _shorter(

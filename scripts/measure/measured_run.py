@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
@@ -22,7 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.types.plan_io import plan_from_dict
-from planner.vocabulary import Attention, Task
+from planner.vocabulary import Task
+from strategies.bench.training import batch_for, build_model
 from strategies.distributed.environment import join
 from strategies.engine.base import Engine
 from strategies.engine.initialize import initialize
@@ -59,15 +59,6 @@ def text_batches(
         starts = torch.randint(len(words) - length, (samples, 1), generator=generator)
         batch = words[starts + torch.arange(length)].to(device)
         yield {"input_ids": batch, "labels": batch.clone()}
-
-
-_CLASSES: Mapping[Task, str] = {
-    "causal-lm": "AutoModelForCausalLM",
-    "masked-lm": "AutoModelForMaskedLM",
-    "seq-cls": "AutoModelForSequenceClassification",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "image-cls": "AutoModelForImageClassification",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,35 +148,6 @@ def device_used_bytes() -> int:
 
 def _has_storage(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-
-
-def build_model(config: Mapping[str, Any], task: Task, attention: Attention, device: torch.device) -> nn.Module:
-    """The model that transformers builds from `config` (with its `model_type`), fp32, in training, no cache.
-
-    The same on every rank: weights are drawn from one seed.
-    """
-    transformers = import_module("transformers")
-    arguments = dict(config)
-    settings = transformers.AutoConfig.for_model(arguments.pop("model_type"), **arguments)
-    if hasattr(settings, "use_cache"):
-        settings.use_cache = False
-    torch.manual_seed(0)
-    with device:
-        model: nn.Module = getattr(transformers, _CLASSES[task]).from_config(
-            settings, attn_implementation="eager" if attention == "eager" else "sdpa"
-        )
-    return model.train()
-
-
-def batch_for(model: nn.Module, task: Task, samples: int, length: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """A micro-batch of `samples` x `length` words (or images), labels beside them."""
-    settings: Any = model.config
-    if task == "image-cls":
-        pixels = torch.rand(samples, settings.num_channels, settings.image_size, settings.image_size, device=device)
-        return {"pixel_values": pixels, "labels": torch.randint(2, (samples,), device=device)}
-    words = torch.randint(settings.vocab_size, (samples, length), device=device)
-    labels = torch.randint(2, (samples,), device=device) if task == "seq-cls" else words.clone()
-    return {"input_ids": words, "labels": labels}
 
 
 # The true memory of an engine's step, phase by phase: what forward, loss, backward and optimizer step reach at most.

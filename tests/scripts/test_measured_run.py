@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from strategies.bench.measured_run import PHASES, PhasePeaks, StepMemory
+from scripts.measure.measured_run import PHASES, PhasePeaks, StepMemory
 from strategies.telemetry.memory_report import reachable_tensors
 
 

@@ -20,11 +20,11 @@ from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, 
 from planner.cost.memory.activations.form import Form
 from planner.models.catalogue import models
 from planner.models.facts import ModelFacts
+from scripts.generate.forms import symbols
 from strategies.parallel.blocks import repeated_blocks
 from strategies.tracing.cuda.as_cuda import as_cuda
 from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.cuda.kernels import cpu_outputs
-from strategies.tracing.forms import symbols
 from strategies.tracing.forms.derive import Derivation
 from strategies.tracing.forms.timeline import Marks, Recorder, Timeline
 from strategies.tracing.step.build import Subject, subject_of
