@@ -46,15 +46,15 @@ class CheckpointedEngine(TrainingEngine, Protocol):
     def _resume(self, progress: Mapping[str, Any]) -> None: ...
 
 
-class Checkpoints:
+class Checkpoints(Saver):
     """Saves and restores one engine; every rank calls every method together."""
 
     def __init__(self, engine: CheckpointedEngine) -> None:
+        super().__init__(engine.environment)
         self._engine = engine
-        self._saver = Saver(engine.environment)
 
     def save(self, directory: Path, client_state: Mapping[str, Any], options: SaveOptions) -> Path:
-        """Write one checkpoint and return its path; `Saver.save` says what it raises."""
+        """Write one checkpoint and return its path; `write` says what it raises."""
         engine = self._engine
         states = self._states()
         states.leaves_out = left_out(states, trainable_only=options.trainable_only)
@@ -80,14 +80,14 @@ class Checkpoints:
             return text_of(replace(content, optimizer=dict(whole.optimizer), aliases=aliases, extra=extra))
 
         what = Saved(step=engine.global_steps, tensors=tensors, state=state)
-        return self._saver.save(directory, what, options)
+        return self.write(directory, what, options)
 
     def load(self, directory: Path) -> tuple[Path | None, dict[str, Any]]:
         """Restore the latest checkpoint; return its path and client state, or (None, {}) where there is none.
 
         All is read and checked on all ranks before anything of the engine changes.
         """
-        self._saver.wait()
+        self.wait()
         engine = self._engine
         states = self._states()
         own = _OwnState(engine, states.names.extra)
@@ -131,7 +131,7 @@ class Checkpoints:
             finally:
                 shutil.rmtree(between, ignore_errors=True)
 
-        self._saver.save(between, what, SaveOptions())
+        self.write(between, what, SaveOptions())
         return on_rank_zero(convert)
 
     def _states(self) -> States:
@@ -147,20 +147,6 @@ class Checkpoints:
         states, inventory = everywhere(own)
         states.whole = together(gathered(inventory, engine.mesh))
         return states
-
-    @property
-    def is_written(self) -> bool:
-        """True if this rank has nothing left to do for the last checkpoint; on rank 0, if it is complete."""
-        return self._saver.is_written
-
-    @property
-    def problem(self) -> str:
-        """The reason why this rank's part of the last checkpoint failed, as far as known; empty where it did not."""
-        return self._saver.problem
-
-    def wait(self) -> None:
-        """Return when the checkpoint that is being written in the background is complete."""
-        self._saver.wait()
 
 
 class _OwnState:

@@ -15,14 +15,7 @@ import torch
 
 from hardware_db.files import replace_whole, replacement
 from strategies.checkpoint import content as folder
-from strategies.checkpoint.adapters import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    Written,
-    adapters_alone,
-    merge_into,
-    merged_names,
-)
+from strategies.checkpoint.adapters import CONFIG_FILE, WEIGHTS_FILE, Written, adapters_alone, merge_into, merged_names
 from strategies.checkpoint.content import Content
 from strategies.checkpoint.loading import Opened, open_whole
 from strategies.checkpoint.safefile import DTYPES, Entry, bytes_of, lay_out, write

@@ -222,7 +222,7 @@ class Saver:
         self._writing: Writing | None = None
         self._buffer: torch.Tensor | None = None
 
-    def save(self, directory: Path, what: Saved, options: SaveOptions) -> Path:
+    def write(self, directory: Path, what: Saved, options: SaveOptions) -> Path:
         """Write one checkpoint and return the path that it has when it is complete.
 
         Raises:
