@@ -142,9 +142,9 @@ def _merges(module: nn.Module, adapter: str, names: Mapping[str, object]) -> Ite
             problem = "its adapter has a bias"
         elif type(layer.base_layer).__name__ == "Linear4bit":
             problem = "its weight is stored in 4 bits"
-        merge = {"down": down, "up": up, "magnitude": magnitude if magnitude in names else "", "problem": problem}
-        merge |= {"scale": float(layer.scaling[adapter])}
-        yield path, {**merge, "transposed": bool(getattr(layer, "fan_in_fan_out", False))}
+        tensors = {"down": down, "up": up, "magnitude": magnitude if magnitude in names else ""}
+        transposed, scale = bool(getattr(layer, "fan_in_fan_out", False)), float(layer.scaling[adapter])
+        yield path, {**tensors, "scale": scale, "transposed": transposed, "problem": problem}
 
 
 def _plain(value: Any) -> Any:

@@ -119,8 +119,8 @@ class Tracker(ABC):
         self.tracker.finish()
 
 
-def _start(name: str, *arguments: Any, **named: Any) -> Any:
-    tracker = getattr(import_module("accelerate.tracking"), name)(*arguments, **named)
+def _start(kind: str, /, *arguments: Any, **named: Any) -> Any:
+    tracker = getattr(import_module("accelerate.tracking"), kind)(*arguments, **named)
     tracker.start()
     return tracker
 
