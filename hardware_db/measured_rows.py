@@ -81,7 +81,7 @@ Row = TypeVar("Row", bound=RunRow)
 
 
 def read_rows(kind: type[Row], path: Path) -> list[Row]:
-    """The runs of a file, in its order; none where there is no file.
+    """Return the runs of a file, in its order; none where there is no file.
 
     Raises:
         BrokenFile: a column is missing or a number is none.
@@ -157,7 +157,7 @@ class MemoryRun(RunRow):
 
 
 def read_memory_runs(path: Path) -> list[MemoryRun]:
-    """The runs of a file, in its order; none where there is no file.
+    """Return the runs of a file, in its order; none where there is no file.
 
     Raises:
         BrokenFile: a column is missing or a number is none.
@@ -202,7 +202,7 @@ class TimeRun(RunRow):
 
 
 def read_time_runs(path: Path) -> list[TimeRun]:
-    """The runs of a file, in its order; none where there is no file.
+    """Return the runs of a file, in its order; none where there is no file.
 
     Raises:
         BrokenFile: a column is missing or a number is none.

@@ -97,6 +97,7 @@ class RunData:
 
     @property
     def measured(self) -> MeasuredRun:
+        """Peaks and times of the run."""
         return self.report.measured
 
     @property
@@ -136,17 +137,14 @@ def is_run_directory(path: Path) -> bool:
 
 
 def check_run_directory(directory: Path) -> None:
-    """
-    Raises:
-        BrokenFile: the directory is not one of a run.
-    """
+    """Read a run directory."""
     if not is_run_directory(directory):
         remedy = "name a run directory of dsplan run; they lie below ~/.local/share/dsplan/runs"
         raise BrokenFile(directory, "is no run directory", remedy)
 
 
 def read_run(directory: Path, metrics: Sequence[Sequence[Row]] | None = None) -> RunData:
-    """A run, finished or not; of the rows of `metrics`, by rank, where somebody has read them.
+    """Return a run, finished or not; of the rows of `metrics`, by rank, where somebody has read them.
 
     Raises:
         BrokenFile: the directory is not one of a run, or not as this version writes it.
@@ -161,7 +159,7 @@ def read_run(directory: Path, metrics: Sequence[Sequence[Row]] | None = None) ->
 
 def _read(directory: Path, metrics: Sequence[Sequence[Row]]) -> RunData:
     journal = read_journal(directory)
-    reports = earlier_attempts(directory, metrics) or (_without_journal(metrics),)
+    reports = earlier_attempts(directory, metrics) or (_read_unwatched(metrics),)
     running = is_held(directory)
     if running and not _is_closed(journal, reports[-1].attempt):
         reports = (*reports[:-1], replace(reports[-1], ending=None))
@@ -192,8 +190,8 @@ def _spec(directory: Path, report: AttemptReport) -> LaunchSpec:
     return LaunchSpec(script="", processes=report.ranks, run_directory=str(directory))
 
 
-def _without_journal(metrics: Sequence[Sequence[Row]]) -> AttemptReport:
-    """What an engine wrote that no `dsplan run` watched. It began at 0 where no row has a time."""
+def _read_unwatched(metrics: Sequence[Sequence[Row]]) -> AttemptReport:
+    """Return what an engine wrote that no `dsplan run` watched. It began at 0 where no row has a time."""
     elapsed, began = 0.0, list[float]()
     for row in next((rows for rows in metrics if rows), ()):
         if _is_step(row):
@@ -248,8 +246,8 @@ def _first_step_began(rows: Sequence[Row], journal: Sequence[Mapping[str, Any]],
             latest.append(row["time"] - after[row["step"]])
         elif row.get("event") in ("end", "ending"):
             latest.append(row["time"] - elapsed)
-    known = [row["time"] for row in journal if row.get("event") in ("attempt", "plan")]
-    return max(report.began, min(latest)) if latest else max([report.began, *known])
+    starts = [row["time"] for row in journal if row.get("event") in ("attempt", "plan")]
+    return max(report.began, min(latest)) if latest else max([report.began, *starts])
 
 
 def _points(rows: Sequence[Row], ranks: Sequence[Sequence[Row]], start: float) -> Iterator[Point]:
@@ -285,10 +283,10 @@ def _together(points: Iterator[Point]) -> tuple[Point, ...]:
     size = math.ceil(len(every) / MOST_POINTS)
     if size <= 1:
         return tuple(every)
-    return tuple(_merged(every[start : start + size]) for start in range(0, len(every), size))
+    return tuple(_merge(every[start : start + size]) for start in range(0, len(every), size))
 
 
-def _merged(points: Sequence[Point]) -> Point:
+def _merge(points: Sequence[Point]) -> Point:
     rates = [point.tokens_per_second for point in points if point.tokens_per_second is not None]
     return replace(
         points[-1],
@@ -310,8 +308,8 @@ def _step(row: Row) -> int:
 
 
 def _mean(losses: Sequence[float | None]) -> float | None:
-    known = [loss for loss in losses if loss is not None]
-    mean = statistics.fmean(known) if known else math.nan
+    finite = [loss for loss in losses if loss is not None]
+    mean = statistics.fmean(finite) if finite else math.nan
     return mean if math.isfinite(mean) else None
 
 

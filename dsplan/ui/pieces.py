@@ -62,7 +62,7 @@ PICTURES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 
 def picture_heading(name: str) -> str:
-    """What a picture shows, and what its colours mean."""
+    """Return what a picture shows, and what its colours mean."""
     text, colours = PICTURES[name]
     keys = "".join(
         f'<li><span style="background:{colour}"></span>{plain(part)}</li>' for part, colour in colours.items()
@@ -82,7 +82,7 @@ def failure_html(error: str) -> str:
 
 
 def unknown_html(names: Sequence[str]) -> str:
-    """What of an address nobody understands."""
+    """Return what of an address nobody understands."""
     return "".join(
         f'<p class="style-warning">the address has {plain(name)}, which is no flag here</p>' for name in names
     )

@@ -50,7 +50,7 @@ def compile_interconnects(path: Path = HERE / "interconnects.yaml") -> str:
 
 
 def read_yaml(path: Path, keys: set[str]) -> dict[str, Any]:
-    """A YAML mapping with exactly these top-level keys.
+    """Return a YAML mapping with exactly these top-level keys.
 
     Raises:
         BrokenFile: the file cannot be read, is not YAML, or has other keys.
@@ -64,8 +64,8 @@ def read_yaml(path: Path, keys: set[str]) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise BrokenFile(path, f"is not YAML ({' '.join(str(error).split())})", "fix that line") from error
     if not isinstance(data, dict) or set(data) != keys:
-        found = ", ".join(map(str, data)) if isinstance(data, dict) else type(data).__name__
-        raise BrokenFile(path, f"holds {found}", f"the top level must be {', '.join(sorted(keys))}")
+        content = ", ".join(map(str, data)) if isinstance(data, dict) else type(data).__name__
+        raise BrokenFile(path, f"holds {content}", f"the top level must be {', '.join(sorted(keys))}")
     return data
 
 

@@ -147,7 +147,7 @@ class Software:
     packages: tuple[tuple[str, str], ...] = ()
 
     def version(self, package: str) -> str | None:
-        """The installed version of torch, nccl, deepspeed, transformers, accelerate or dsplan."""
+        """Return the installed version of torch, nccl, deepspeed, transformers, accelerate or dsplan."""
         return dict(self.packages).get(package)
 
 

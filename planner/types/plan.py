@@ -128,10 +128,12 @@ class Configuration:
 
     @property
     def world_size(self) -> int:
+        """Ranks of the run: the product of all degrees but ep."""
         return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
 
     @property
     def dims(self) -> ParallelDims:
+        """The degrees, checked against the world size."""
         return ParallelDims(
             dp_replicate=self.dp_replicate,
             dp_shard=self.dp_shard,
@@ -144,8 +146,10 @@ class Configuration:
 
     @property
     def state_shards(self) -> int:
-        """Ranks over which the states of what every rank computes with are sharded, where the strategy shards any: the
-        ranks of one sample hold the same weights, so that they share in it (torchtitan's dp_shard_cp mesh)."""
+        """Ranks over which the states of what every rank computes with are sharded, where the strategy shards any.
+
+        The ranks of one sample hold the same weights, so that they share in it (torchtitan's dp_shard_cp mesh).
+        """
         return self.dp_shard if self.strategy in ("single", "ddp") else self.dp_shard * self.cp
 
     @property

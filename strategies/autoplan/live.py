@@ -205,18 +205,21 @@ def _request(
         seq_len=length,
         global_batch=config.global_batch_size(_readers(asked, environment)) if batch is None else batch,
         precision=config.precision or (like.precision if like else None),
-        optimizer=like.optimizer if like and not has_optimizer else limits.optimizer(asked.optimizer, config.optimizer),
+        optimizer=like.optimizer
+        if like and not has_optimizer
+        else limits.name_optimizer(asked.optimizer, config.optimizer),
         loss=asked.loss,
         attention=_ATTENTION_NAMES.get(getattr(getattr(model, "config", None), "_attn_implementation", ""), "sdpa"),
     )
-    cluster = limits.with_disk(probed_cluster(probe(), ranks=environment.world_size), asked.config.zero)
+    cluster = limits.add_disk(probed_cluster(probe(), ranks=environment.world_size), asked.config.zero)
     candidates = _candidates(strategy, asked.backend)
     zero = _zero_backend(asked.backend)
     request = make_request(facts, cluster, options, strategies=candidates, zero_backend=zero)
     request = replace(request, degrees=_degrees(asked, environment))
     request = replace(request, splits=_splits(request, asked, like, environment))
-    request = replace(request, **limits.offload(asked.config.zero, strategy, request.zero_backend))
-    request = replace(request, **limits.travel(asked.config), **limits.activations(asked.config, model))
+    request = replace(request, **limits.limit_offload(asked.config.zero, strategy, request.zero_backend))
+    request = replace(request, gradient_compression=asked.config.communication.compression)
+    request = replace(request, **limits.limit_activations(asked.config.activations, model))
     return traced_request(request, model, example)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardware_db.notices import labelled, notice
+from hardware_db.notices import label_lines, notice
 from hardware_db.units import format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.search.request import Degrees
@@ -145,7 +145,7 @@ def _check(where: str, plan: Plan, options: PlanningOptions, environment: Enviro
             f"{where} has global batch {configuration.global_batch_size} and the script's config asks for {asked};"
             f" plan again with --global-batch {asked} or change train_batch_size"
         )
-    policy = options.config.activations.asked
+    policy = options.config.activations.effective_policy
     if policy not in (None, configuration.activation_checkpointing):
         raise CannotRun(
             f"{where} has activation checkpointing {configuration.activation_checkpointing!r} and the script's config"
@@ -197,7 +197,7 @@ def describe(plan: Plan) -> str:
         )
         if value != "none"
     )
-    return labelled(
+    return label_lines(
         f"{chosen.strategy} ({chosen.backend}) on {chosen.world_size} x {plan.cluster.get('device')},"
         f" {chosen.precision}, {chosen.optimizer}{extras}\n"
         f"micro-batch {chosen.micro_batch_size} x accumulation {chosen.gradient_accumulation_steps} x"

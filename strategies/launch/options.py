@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware_db.errors import DsplanError
-from hardware_db.handed_in import shown
+from hardware_db.handed_in import quote
 from planner import limits
 from planner.errors import ContradictoryRequest
 from strategies.run_directory.spec import LauncherName
@@ -80,7 +80,7 @@ def asked_profile(text: str) -> str:
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last < first + _MOST_PROFILED:
         example = "write 20, or 20:22 for three of them"
-        raise DsplanError(f"--profile {shown(text)} names no steps, at most {_MOST_PROFILED}, from 1 on; {example}")
+        raise DsplanError(f"--profile {quote(text)} names no steps, at most {_MOST_PROFILED}, from 1 on; {example}")
     return f"{first}:{last}"
 
 
@@ -123,12 +123,12 @@ def _nodes(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip())
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most <= limits.NODE_RANK.most:
-        raise DsplanError(f"--nodes {shown(text)} is no number of nodes; write 4, or 2:4 for at least 2 and at most 4")
+        raise DsplanError(f"--nodes {quote(text)} is no number of nodes; write 4, or 2:4 for at least 2 and at most 4")
     return least, most
 
 
 def _address(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
-        raise DsplanError(f"--rendezvous {shown(text)} is no address; write HOST:PORT, such as node0:29400")
+        raise DsplanError(f"--rendezvous {quote(text)} is no address; write HOST:PORT, such as node0:29400")
     return text

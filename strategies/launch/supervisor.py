@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from hardware_db.notices import labelled
+from hardware_db.notices import label_lines
 from hardware_db.probe import probe
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_from_dict, plan_to_dict
@@ -43,7 +43,7 @@ from strategies.launch.tracking import Tracking
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.journal import Journal
 from strategies.run_directory.spec import LaunchSpec
-from strategies.supervision.lineage import Made
+from strategies.supervision.lineage import RunCheckpoint
 from strategies.telemetry.alerts import Alert
 from strategies.telemetry.follow import AlertFollower
 
@@ -83,7 +83,7 @@ class Supervisor:
             # Behind the lock, whose release says to the trackers' process that nothing more comes.
             with suppress(KeyboardInterrupt):
                 for text in self._tracking.finish(in_a_hurry=requests.came):
-                    yield OutputLine(rank=0, stream="stderr", text=labelled(text))
+                    yield OutputLine(rank=0, stream="stderr", text=label_lines(text))
 
     def _run_to_its_end(self, requests: StopRequests) -> Iterator[Event]:
         # Ranks of a command that was killed may still be about to end, and to say so in files of this directory.
@@ -108,7 +108,7 @@ class Supervisor:
         self._write_end()
 
     def _tracking_remarks(self) -> list[str]:
-        return [labelled(text) for text in self._tracking.remarks()]
+        return [label_lines(text) for text in self._tracking.remarks()]
 
     def report(self) -> RunReport:
         """The finished run.
@@ -187,7 +187,7 @@ class Supervisor:
             self._journal.append("back", self._number, step=step, seconds_lost=lost)
             yield RunIsBack(step=step, seconds_lost=lost)
 
-    def _note_saves(self, saves: Iterable[Made]) -> None:
+    def _note_saves(self, saves: Iterable[RunCheckpoint]) -> None:
         """Have the journal list checkpoints too: the list of them may be lost."""
         for made in saves:
             fields = {name: value for name, value in asdict(made).items() if name != "attempt"}

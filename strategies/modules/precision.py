@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_map
 
 from strategies.config import Fp16Section
+from strategies.torch_compat.tensors import foreach_norm, tree_map
 
 _COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_DTYPE = {**_COMPUTE_DTYPE, "bf16-pure": torch.bfloat16}
@@ -74,7 +74,7 @@ def square_of(values: Iterable[torch.Tensor], device: torch.device | None = None
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)
     is_double = any(part.dtype == torch.float64 for part in parts)
-    norms = torch._foreach_norm(parts, 2, dtype=torch.float64 if is_double else torch.float32)
+    norms = foreach_norm(parts, 2, dtype=torch.float64 if is_double else torch.float32)
     return torch.stack(norms).double().square().sum()
 
 
@@ -97,14 +97,14 @@ class ScaleSettings:
 
 def scale_settings(section: Fp16Section) -> ScaleSettings:
     """What a config's `fp16` asks for."""
-    fixed = section.loss_scale
-    return ScaleSettings(
-        initial=fixed or 2.0**section.initial_scale_power,
-        window=section.loss_scale_window,
-        hysteresis=section.hysteresis,
-        floor=section.min_loss_scale,
-        is_dynamic=not fixed,
-    )
+    fixed, power = section.loss_scale, section.initial_scale_power
+    settings: dict[str, Any] = {
+        "initial": fixed or (None if power is None else 2.0**power),
+        "window": section.loss_scale_window,
+        "hysteresis": section.hysteresis,
+        "floor": section.min_loss_scale,
+    }
+    return ScaleSettings(**{name: value for name, value in settings.items() if value is not None}, is_dynamic=not fixed)
 
 
 class LossScale:

@@ -237,7 +237,7 @@ def _built_in(registry: Registry, asked: NamedParts) -> tuple[Callable[..., Any]
         near = registry.nearest(asked.name)
         remedy = f"did you mean {near}?" if near else f"choose one of {', '.join(registry.names)}"
         raise CannotRun(f"config: {word} {asked.name} is not known; {remedy} (or dsplan.register_{word})")
-    factory = _found(named.place, asked.name)
+    factory = _found(named.path, asked.name)
     signatures = (factory,) if named.accepts is None else (factory, _found(named.accepts, asked.name))
     check_params(word, asked, signatures, more=(*named.settled, *named.more))
     for name, value in named.settled.items():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hardware_db.errors import UnknownName
-from hardware_db.handed_in import shown
+from hardware_db.handed_in import quote
 from hardware_db.records import dataclass
 from strategies.errors import BackendMissing, CannotRun
 
@@ -33,7 +33,7 @@ def parse_trackers(text: str) -> tuple[str, ...]:
     """
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not names:
-        raise CannotRun(f"{shown(text)} names no tracker; give one or more of {', '.join(NAMES)}, with commas between")
+        raise CannotRun(f"{quote(text)} names no tracker; give one or more of {', '.join(NAMES)}, with commas between")
     for name in names:
         if name not in PACKAGES:
             raise UnknownName("tracker", name, NAMES, hint=f"one of {', '.join(NAMES)}")

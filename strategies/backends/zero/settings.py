@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -97,12 +97,13 @@ def _offload(parts: TrainingParts) -> OffloadSettings:
             "offload 'nvme' needs a directory on a local disk; set zero_optimization.offload_optimizer.nvme_path in the"
             f" config, or {NVME_PATH}"
         )
-    return OffloadSettings(
-        kind=configuration.offload,
-        ratio=min(script.offload_ratio, configuration.offload_ratio),
-        nvme_path=path,
-        buffers=script.buffer_count,
-        pins=script.pin_memory,
+    settings = OffloadSettings(
+        kind=configuration.offload, ratio=min(script.offload_ratio, configuration.offload_ratio), nvme_path=path
+    )
+    return replace(
+        settings,
+        buffers=settings.buffers if script.buffer_count is None else script.buffer_count,
+        pins=settings.pins if script.pin_memory is None else script.pin_memory,
     )
 
 
