@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from strategies.integrations import fabric, lightning
-from strategies.integrations.lightning_shared import FABRICS, Ranks
+from strategies.integrations.lightning_shared import FABRICS, EngineStrategy
 from strategies.launch.hooks.live import say_replaced
 from strategies.variables import BACKEND
 
@@ -61,7 +61,7 @@ def _start(
     given = inspect.signature(original).bind(made, *positional, **named).arguments
     given = {**given.pop("kwargs", {}), **{name: value for name, value in given.items() if name != "self"}}
     theirs = given.get("strategy", "auto")
-    ours = theirs if isinstance(theirs, Ranks) else kind(backend=os.environ.get(BACKEND))
+    ours = theirs if isinstance(theirs, EngineStrategy) else kind(backend=os.environ.get(BACKEND))
     ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     machine = {"accelerator": "cuda" if torch.cuda.is_available() else "cpu", "devices": here}
     machine["num_nodes"] = max(1, ranks // here)
