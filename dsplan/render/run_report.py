@@ -79,7 +79,7 @@ def report_blocks(report: RunReport, *, reason_follows: bool = False) -> list[Bl
 
 
 def profile_lines(directory: Path) -> list[str]:
-    """Where the profiles of a run are, and what opens them; none where nothing was profiled."""
+    """Return where the profiles of a run are, and what opens them; none where nothing was profiled."""
     return [
         f"profile of {len(paths)} {'rank' if len(paths) == 1 else 'ranks'} for {viewer}: {paths[0].name}"
         + (f" to {paths[-1].name}" if len(paths) > 1 else "")
@@ -118,7 +118,7 @@ def _after_interruption(report: RunReport) -> str:
 
 
 def _stop_sentence(report: RunReport) -> str:
-    """How a run stopped that was asked to, and how to resume."""
+    """Return how a run stopped that was asked to, and how to resume."""
     ending = report.attempts[-1].ending
     if ending is not None and ending.saved:
         sentence = f"stopped at step {ending.step} and saved"

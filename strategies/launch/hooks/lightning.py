@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from strategies.integrations import fabric, lightning
-from strategies.integrations.lightning_shared import FABRICS, Ranks
+from strategies.integrations.lightning_shared import FABRICS, EngineStrategy
+from strategies.launch.hooks.live import say_replaced
 from strategies.launch.hooks.script_plan import say_replaced
 from strategies.run_directory.request import plan_request
 
@@ -61,7 +62,7 @@ def _start(
     given = inspect.signature(original).bind(instance, *positional, **named).arguments
     given = {**given.pop("kwargs", {}), **{name: value for name, value in given.items() if name != "self"}}
     theirs = given.get("strategy", "auto")
-    ours = theirs if isinstance(theirs, Ranks) else kind(backend=plan_request().backend)
+    ours = theirs if isinstance(theirs, EngineStrategy) else kind(backend=plan_request().backend)
     ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     machine = {"accelerator": "cuda" if torch.cuda.is_available() else "cpu", "devices": here}
     machine["num_nodes"] = max(1, ranks // here)
