@@ -123,7 +123,8 @@ def _line(row: Sequence[str], widths: Sequence[int], table: Table) -> str:
 
 
 def _wide(text: str) -> int:
-    """Return how many characters of a terminal a text takes: two for one of East Asia, none for an accent of its own."""
+    """Return how many characters of a terminal a text takes: two for one of East Asia, none for an accent of its own.
+    """
     if text.isascii():
         return len(text)
     from unicodedata import combining, east_asian_width

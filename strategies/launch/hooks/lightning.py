@@ -16,7 +16,6 @@ import torch
 
 from strategies.integrations import fabric, lightning
 from strategies.integrations.lightning_shared import FABRICS, EngineStrategy
-from strategies.launch.hooks.live import say_replaced
 from strategies.launch.hooks.script_plan import say_replaced
 from strategies.run_directory.request import plan_request
 
