@@ -24,7 +24,7 @@ _END_SECONDS = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOptions:
-    """Where the page is served and by how many processes."""
+    """Address of the page and number of its processes."""
 
     host: str = LOCAL
     port: int | None = None
