@@ -176,11 +176,11 @@ def base_of(model: str) -> nn.Module:
 
 def losses_of(engine: Any, first: int, count: int) -> list[float]:
     """Return the losses of steps over the global batch."""
-    found = []
+    losses = []
     for step in range(first, first + count):
         own = samples_of(step).chunk(engine.data_parallel_size)[engine.data_parallel_rank]
-        found.append(float(engine.train_batch({"input_ids": own, "labels": own})))
-    return found
+        losses.append(float(engine.train_batch({"input_ids": own, "labels": own})))
+    return losses
 
 
 def save_after(model: str, plan: Plan, directory: str) -> list[float]:
@@ -201,11 +201,11 @@ def alone(directory: str) -> str:
 
 def resume_each(model: str, plan: Plan, directories: Sequence[str]) -> list[list[float]]:
     """Return the losses of the steps that follow each checkpoint, all loaded by one engine."""
-    engine, found = made(model, plan), []
+    engine, losses = made(model, plan), []
     for directory in directories:
         engine.load_checkpoint(directory)
-        found.append(losses_of(engine, SAVED_AFTER, FOLLOWING))
-    return found
+        losses.append(losses_of(engine, SAVED_AFTER, FOLLOWING))
+    return losses
 
 
 def without_moments(model: str, plan: Plan, directory: str) -> list[float]:
@@ -233,8 +233,8 @@ def loaded_by_peft(directory: str) -> tuple[float, torch.Tensor]:
     loaded = peft.PeftModel.from_pretrained(base_of(ADAPTERS), f"{directory}-export")
     tokens = samples_of(SAVED_AFTER)
     with torch.no_grad():
-        found = loaded(input_ids=tokens, labels=tokens)
-    return float(found.loss), found.logits
+        output = loaded(input_ids=tokens, labels=tokens)
+    return float(output.loss), output.logits
 
 
 def run(composition: Composition, function: Any, *arguments: Any) -> Any:
@@ -289,12 +289,12 @@ def measure(model: str, compositions: Sequence[Composition], top: Path) -> Matri
     print(f"{model}: losses without the optimizer's moments would be {lost:.1e} apart", flush=True)
     for reader in compositions:
         try:
-            found = run(reader, resume_each, model, reader.plan(model), list(folders.values()))
+            resumed = run(reader, resume_each, model, reader.plan(model), list(folders.values()))
         except (RankError, DsplanError) as problem:
             cells |= {(writer, reader.name): first_line(problem) for writer in folders}
             print(f"{model}: {reader.name} cannot load: {first_line(problem)}", flush=True)
             continue
-        for writer, losses in zip(folders, found, strict=True):
+        for writer, losses in zip(folders, resumed, strict=True):
             cells[writer, reader.name] = _cell(apart(losses, right), TOLERANCE)
         print(f"{model}: {reader.name} loaded {' '.join(cells[writer, reader.name] for writer in folders)}", flush=True)
     if model == ADAPTERS:

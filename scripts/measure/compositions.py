@@ -123,10 +123,10 @@ class CompositionRun(TermRun):
     @property
     def degrees(self) -> str:
         """What splits the model, as people write it: `tp 2 x pp 2`."""
-        found = [f"{name} {getattr(self, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(self, name) > 1]
-        said = " x ".join(found) or "data parallel"
+        degrees = [f"{name} {getattr(self, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(self, name) > 1]
+        split = " x ".join(degrees) or "data parallel"
         how = "+ sp" if self.sequence_parallel else self.pp_schedule if self.pp > 1 else ""
-        return f"{said} {how}".strip()
+        return f"{split} {how}".strip()
 
 
 def _key(run: CompositionRun) -> tuple[object, ...]:
@@ -208,8 +208,8 @@ def grid() -> Iterator[CompositionRun]:
     ways: tuple[tuple[str, str], ...] = (("fp32", "none"), ("bf16", "full"))
     for model, (precision, checkpointing) in product(("llama", "gpt2"), ways):
         yield _case(model, precision=precision, activation_checkpointing=checkpointing, strategy="fsdp", dp_shard=4)
-    for place, degrees in enumerate(_DENSE):
-        for model, (precision, checkpointing) in zip(("llama", "gpt2"), ways if place % 2 else ways[::-1], strict=True):
+    for turn, degrees in enumerate(_DENSE):
+        for model, (precision, checkpointing) in zip(("llama", "gpt2"), ways if turn % 2 else ways[::-1], strict=True):
             yield _case(model, precision=precision, activation_checkpointing=checkpointing, **degrees)
     for degrees, model, (precision, checkpointing) in product(_OWN, ("own gpt", "own grouped"), ways):
         yield _case(model, precision=precision, activation_checkpointing=checkpointing, **degrees)
@@ -304,13 +304,13 @@ def measure(case: CompositionRun, ranks: _Ranks) -> CompositionRun | None:
     subject = Subject(config=case.model_config, task="causal-lm", plan=plan_to_dict(plan))
     try:
         make = (language_subject,) if case.is_own else ()
-        made = ranks.of(case).run(measure_and_time, subject, STEPS, *make)
-        found = cast("list[tuple[StepMemory, tuple[float, ...]]]", made)
+        results = ranks.of(case).run(measure_and_time, subject, STEPS, *make)
+        measured = cast("list[tuple[StepMemory, tuple[float, ...]]]", results)
     except RankError as problem:
         ranks.close()
         print(f"{line_of(case)}: {str(problem)[-600:]}", flush=True)
         return None
-    memories, seconds = [memory for memory, _ in found], [times for _, times in found]
+    memories, seconds = [memory for memory, _ in measured], [times for _, times in measured]
     phases = {name: max(memory.phases[name] for memory in memories) for name in PHASES}
     # A pipeline's micro-batches are in several phases at once.
     seen: dict[str, Any] = {f"{name}_bytes": size for name, size in phases.items()} if case.pp == 1 else {}
@@ -333,8 +333,8 @@ def line_of(run: CompositionRun) -> str:
         return name
     row = scored(run)
     phases = "  ".join(f"{phase} {100 * row.phase_error(phase):+5.1f}" for phase in row.phases if run.phases[phase])
-    said = row.refused or f"{100 * row.error:+6.2f} %   {phases}"
-    return f"{name} {run.peak_allocated_bytes / MIB:8.1f} MiB {said}"
+    outcome = row.refused or f"{100 * row.error:+6.2f} %   {phases}"
+    return f"{name} {run.peak_allocated_bytes / MIB:8.1f} MiB {outcome}"
 
 
 def with_prediction(run: CompositionRun) -> CompositionRun:
@@ -353,13 +353,13 @@ def measure_all(cases: Sequence[CompositionRun], *, again: bool, deadline: float
     ranks = _Ranks()
     try:
         for case in sorted(cases, key=_Ranks.kind):
-            known = {_key(run): run for run in read_compositions()} if ROWS.exists() else {}
-            if (_key(case) in known and not again) or time.monotonic() > deadline:
+            rows = {_key(run): run for run in read_compositions()} if ROWS.exists() else {}
+            if (_key(case) in rows and not again) or time.monotonic() > deadline:
                 continue
             run = measure(case, ranks)
             if run is not None:
                 run = with_prediction(run)
-                write_rows(CompositionRun, ROWS, {**known, _key(run): run}.values())
+                write_rows(CompositionRun, ROWS, {**rows, _key(run): run}.values())
                 print(line_of(run), flush=True)
     finally:
         ranks.close()

@@ -33,11 +33,11 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     device = parser.parse_args().device
     machine = probe()
-    place = place_of(machine, device).columns
+    columns = place_of(machine, device).columns
     key = fingerprint(machine)
     cluster = probed_cluster(machine, ranks=2 if device == "cpu" else 1)
     configs = {case.model: case.config for case in training_cases(cluster)}
-    files = files_of(place["device"])
+    files = files_of(columns["device"])
     with open_store() as store:
         rates = store.rates(key.key)
         runs = [
@@ -48,25 +48,25 @@ def main() -> None:
     newest = {run.plan_key: run for run in reversed(runs)}.values()
     write_rates(files.rates, rates)
     write_time_runs(
-        files.training, [_row(measurement, configs, place) for measurement in newest if measurement.model in configs]
+        files.training, [_row(measurement, configs, columns) for measurement in newest if measurement.model in configs]
     )
     print(f"{len(rates)} rates in {files.rates.name}, {len(newest)} runs in {files.training.name}")
 
 
-def _row(run: Measurement, configs: dict[str, Any], place: Any) -> TimeRun:
+def _row(run: Measurement, configs: dict[str, Any], columns: Any) -> TimeRun:
     plan: Any = run.plan
     configuration = configuration_from_dict(plan["plan"])
     measured = run.measured
     seconds = measured.step_seconds or 0.0
     return TimeRun(
-        **place,
+        **columns,
         **asdict(configuration),
         model=run.model,
         config=json.dumps(configs[run.model]),
         task=plan["workload"]["task"],
         ranks_per_device=1,
         memory_limit_bytes=0,
-        threads=threads_of(place, configuration.world_size),
+        threads=threads_of(columns, configuration.world_size),
         outcome="completed",
         rounds=1,
         steps=measured.steps,

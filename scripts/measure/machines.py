@@ -69,8 +69,8 @@ def record(machine: Machine) -> dict[str, Any]:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_COLUMNS)
-    for (cpu, cores), known in sorted(hosts.items()):
-        writer.writerow((cpu, cores, " ".join(sorted(known.cpu_flags & RATE_FLAGS)), known.cpu_max_mhz or 0.0))
+    for (cpu, cores), host in sorted(hosts.items()):
+        writer.writerow((cpu, cores, " ".join(sorted(host.cpu_flags & RATE_FLAGS)), host.cpu_max_mhz or 0.0))
     if not FILE.exists() or FILE.read_text(encoding="utf-8") != text.getvalue():
         replace_text(FILE, text.getvalue())
         _hosts.cache_clear()

@@ -42,8 +42,8 @@ _WORD = re.compile(rb"\w+|[^\w\s]")
 def _words() -> tuple[int, ...]:
     folder = Path(os.__file__).parent
     sources = [(folder / f"{name}.py") for name in _MODULES]
-    found = [word for source in sources if source.exists() for word in _WORD.findall(source.read_bytes())]
-    return tuple(crc32(word) for word in found)
+    words = [word for source in sources if source.exists() for word in _WORD.findall(source.read_bytes())]
+    return tuple(crc32(word) for word in words)
 
 
 def text_batches(

@@ -55,11 +55,11 @@ class Place:
 def main() -> None:
     """Measure the grid and write its rows."""
     arguments = _arguments()
-    place = place_of(probe(), arguments.device)
-    path = arguments.out or SHIPPED / f"memory_{place.columns['device'].split('-')[0].lower()}.csv"
-    grid = gpu_grid(place.total_bytes) if place.is_gpu else CPU_GRID
+    machine = place_of(probe(), arguments.device)
+    path = arguments.out or SHIPPED / f"memory_{machine.columns['device'].split('-')[0].lower()}.csv"
+    grid = gpu_grid(machine.total_bytes) if machine.is_gpu else CPU_GRID
     wanted = [case for case in grid if not arguments.only or case.strategy in arguments.only]
-    measure(wanted, place, path, again=arguments.again, deadline=time.monotonic() + 60 * arguments.minutes)
+    measure(wanted, machine, path, again=arguments.again, deadline=time.monotonic() + 60 * arguments.minutes)
 
 
 def _arguments() -> argparse.Namespace:
@@ -86,24 +86,24 @@ def place_of(machine: Machine, device: str) -> Place:
     return Place(columns=columns, total_bytes=total, used_bytes=total - (gpu.free_bytes or 0))
 
 
-def measure(cases: Iterable[Case], place: Place, path: Path, *, again: bool, deadline: float) -> None:
+def measure(cases: Iterable[Case], machine: Place, path: Path, *, again: bool, deadline: float) -> None:
     """Measure the cases that have no row yet (or `again` those that have) and write a row for each as it is done."""
     runs = {run.key: run for run in read_memory_runs(path)}
-    with Ranks(place) as ranks:
-        for case in sorted(cases, key=Ranks.kind) if not place.is_gpu else cases:
-            asked, plan = _asked(case, place)
-            if (asked.key in runs and not again) or time.monotonic() > deadline:
+    with Ranks(machine) as ranks:
+        for case in sorted(cases, key=Ranks.kind) if not machine.is_gpu else cases:
+            row, plan = _asked(case, machine)
+            if (row.key in runs and not again) or time.monotonic() > deadline:
                 continue
-            runs[asked.key] = done = _measured(case, asked, plan, ranks)
+            runs[row.key] = measured = _measured(case, row, plan, ranks)
             write_memory_runs(path, runs.values())
-            print(_line(done), flush=True)
+            print(_line(measured), flush=True)
 
 
 class Ranks:
     """One pool of ranks at a time, kept as long as the next case can use it."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, machine: Place) -> None:
+        self.place = machine
         self.context_bytes = 0
         self._pool: RankPool | None = None
         self._kind: tuple[bool, int] = (False, 0)
@@ -154,43 +154,43 @@ class Ranks:
         self.close()
 
 
-def _asked(case: Case, place: Place) -> tuple[MemoryRun, Plan]:
+def _asked(case: Case, machine: Place) -> tuple[MemoryRun, Plan]:
     """Return the row of a case with nothing measured, and the plan that its engine runs."""
     columns: dict[str, Any] = {
-        **place.columns,
+        **machine.columns,
         "model": case.model,
         "config": json.dumps(case.model_config),
-        "ranks_per_device": case.world_size if place.is_gpu else 1,
-        "memory_limit_bytes": round(case.memory_fraction * place.total_bytes) if case.memory_fraction < 1 else 0,
+        "ranks_per_device": case.world_size if machine.is_gpu else 1,
+        "memory_limit_bytes": round(case.memory_fraction * machine.total_bytes) if case.memory_fraction < 1 else 0,
     }
     request, configuration = question(case, str(columns["device"]))
     row = MemoryRun(**columns, **asdict(configuration), task=request.workload.task, outcome="failed")
     return row, estimate(request, configuration)
 
 
-def _measured(case: Case, asked: MemoryRun, plan: Plan, ranks: Ranks) -> MemoryRun:
+def _measured(case: Case, row: MemoryRun, plan: Plan, ranks: Ranks) -> MemoryRun:
     subject = Subject(
         config=case.model_config,
-        task=cast("Task", asked.task),
+        task=cast("Task", row.task),
         plan=plan_to_dict(plan),
         memory_fraction=case.memory_fraction,
     )
     try:
-        found = ranks.run(case, subject)
+        steps = ranks.run(case, subject)
     except RankError as problem:
         print(str(problem)[:3000], file=sys.stderr)
-        return replace(asked, outcome="out_of_memory" if "out of memory" in str(problem) else "failed")
-    busiest = max(found, key=lambda rank: rank.peak_bytes)
-    used = max(rank.device_used_bytes for rank in found)
+        return replace(row, outcome="out_of_memory" if "out of memory" in str(problem) else "failed")
+    busiest = max(steps, key=lambda rank: rank.peak_bytes)
+    used = max(rank.device_used_bytes for rank in steps)
     return replace(
-        asked,
+        row,
         outcome="completed",
         resident_bytes=busiest.resident_bytes,
         peak_allocated_bytes=busiest.peak_bytes,
-        peak_reserved_bytes=max(rank.reserved_bytes for rank in found),
-        device_used_bytes=max(used - ranks.place.used_bytes, 0) // len(found),
+        peak_reserved_bytes=max(rank.reserved_bytes for rank in steps),
+        device_used_bytes=max(used - ranks.place.used_bytes, 0) // len(steps),
         context_bytes=ranks.context_bytes,
-        host_bytes=sum(rank.host_bytes for rank in found),
+        host_bytes=sum(rank.host_bytes for rank in steps),
         forward_bytes=busiest.phases["forward"],
         loss_bytes=busiest.phases["loss"],
         backward_bytes=busiest.phases["backward"],
@@ -204,9 +204,9 @@ def _line(run: MemoryRun) -> str:
     name = f"{run.model:24} {run.strategy:13} x{run.world_size} {' '.join(how):40}"
     if run.outcome != "completed":
         return f"{name} {run.outcome}"
-    found = compared(run)
-    errors = "  ".join(f"{phase} {100 * found.error(phase):+5.1f} %" for phase in run.phases)
-    return f"{name} {run.peak_allocated_bytes / MIB:9.1f} MiB  peak {100 * found.error():+5.1f} %  {errors}"
+    errors_of_run = compared(run)
+    errors = "  ".join(f"{phase} {100 * errors_of_run.error(phase):+5.1f} %" for phase in run.phases)
+    return f"{name} {run.peak_allocated_bytes / MIB:9.1f} MiB  peak {100 * errors_of_run.error():+5.1f} %  {errors}"
 
 
 if __name__ == "__main__":

@@ -151,8 +151,8 @@ class GroupedBlock(nn.Module):
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         y = self.norm2(x)
-        made: torch.Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
-        return made
+        output: torch.Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
+        return output
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:

@@ -136,18 +136,18 @@ def _kinds(model: str, ranks: int, precision: str, *, in_turn: bool) -> Iterator
         *(((2, "native", ("hsdp",)),) if ranks > 2 else ()),
     ]
     for nodes, zero, strategies in ways:
-        found: dict[CandidateLayout, list[Asked]] = {}
+        layouts: dict[CandidateLayout, list[Asked]] = {}
         for degrees in _degrees(ranks):
             request = question(model, ranks, precision, nodes=nodes, zero=zero, pp=degrees.pp)
-            asked = replace(request, degrees=degrees, strategies=strategies, offload="none")
-            for layout in enumerate_candidates(asked):
+            request_of_degrees = replace(request, degrees=degrees, strategies=strategies, offload="none")
+            for layout in enumerate_candidates(request_of_degrees):
                 if zero == "deepspeed" and layout.splits_model:  # which our own ZeRO runs
                     continue
                 kind = replace(layout, checkpointing="none")
                 if in_turn:
                     kind = replace(kind, sequence_parallel=False, pp_schedule="1f1b", virtual_stages=1)
-                found.setdefault(kind, []).append((asked, layout))
-        yield from found.items()
+                layouts.setdefault(kind, []).append((request_of_degrees, layout))
+        yield from layouts.items()
 
 
 def _first_runnable(layouts: Sequence[Asked], turn: int) -> Plan | None:
@@ -172,18 +172,19 @@ def with_options(model: str) -> Iterator[Plan]:
 
     Models take turns but where only one has the degree.
     """
-    found = dict[tuple[str, str], Configuration]()
+    runnable = dict[tuple[str, str], Configuration]()
     for kind, layouts in _kinds(model, OPTIONS_RANKS, "fp32", in_turn=False):
         degrees = [name for name in words.DEGREES if getattr(kind, name) > 1]
         is_usual = kind.pp_schedule == "1f1b" and not kind.sequence_parallel
-        if is_usual and [getattr(kind, name) for name in degrees] == [2] and (kind.strategy, degrees[0]) not in found:
+        sizes = [getattr(kind, name) for name in degrees]
+        if is_usual and sizes == [2] and (kind.strategy, degrees[0]) not in runnable:
             plan = _first_runnable(layouts, turn=0)
             if plan is not None:
-                found[kind.strategy, degrees[0]] = plan.configuration
-    for turn, ((strategy, degree), option) in enumerate(product(found, OPTIONS)):
+                runnable[kind.strategy, degrees[0]] = plan.configuration
+    for turn, ((strategy, degree), option) in enumerate(product(runnable, OPTIONS)):
         if degree != "ep" and turn % len(MODELS) != list(MODELS).index(model):
             continue
-        chosen = found[strategy, degree]
+        chosen = runnable[strategy, degree]
         request = question(model, OPTIONS_RANKS, option.get("precision", "fp32"), pp=chosen.pp)
         try:
             plan = estimate(request, replace(chosen, **option))
@@ -207,8 +208,8 @@ def _degrees(ranks: int) -> Iterator[Degrees]:
         ways: list[dict[str, Any]] = [{}]
         if pp > 1:
             ways = [{"pp_schedule": name} for name in words.SCHEDULES]
-        for way, splits_sequence in product(ways, (False, True) if tp > 1 else (False,)):
-            yield Degrees(tp=tp, pp=pp, cp=cp, ep=ep, sequence_parallel=splits_sequence, **way)
+        for degrees, splits_sequence in product(ways, (False, True) if tp > 1 else (False,)):
+            yield Degrees(tp=tp, pp=pp, cp=cp, ep=ep, sequence_parallel=splits_sequence, **degrees)
 
 
 @cache
@@ -268,8 +269,8 @@ class ParityRun(RunRow):
     @property
     def split(self) -> str:
         """Its degrees, as tables name them."""
-        found = " x ".join(f"{name} {getattr(self, name)}" for name in words.DEGREES if getattr(self, name) > 1)
-        return found or "data parallel"
+        split = " x ".join(f"{name} {getattr(self, name)}" for name in words.DEGREES if getattr(self, name) > 1)
+        return split or "data parallel"
 
     @property
     def option(self) -> str:
@@ -509,8 +510,8 @@ def _reason(problem: Exception) -> str:
     """Return what the first rank that failed said."""
     reports = list(problem.reports.values()) if isinstance(problem, RankError) else [str(problem)]
     lines = [line for line in (reports or [str(problem)])[0].strip().splitlines() if line.strip()]
-    said = [line for line in lines if re.match(r"[\w.]+(Error|Exception|CannotRun|Refused)\b", line)]
-    return ([*said, str(problem).splitlines()[0], *lines] if lines else [type(problem).__name__])[0][:300]
+    problems = [line for line in lines if re.match(r"[\w.]+(Error|Exception|CannotRun|Refused)\b", line)]
+    return ([*problems, str(problem).splitlines()[0], *lines] if lines else [type(problem).__name__])[0][:300]
 
 
 # The page.
@@ -628,8 +629,8 @@ class Rows:
 
     def is_done(self, row: ParityRun, *, by_any_code: bool = False) -> bool:
         """Whether this code has trained it to the same end."""
-        known = self._rows.get(row.key)
-        return known is not None and known.outcome == "same" and (by_any_code or known.code == code_digest())
+        kept = self._rows.get(row.key)
+        return kept is not None and kept.outcome == "same" and (by_any_code or kept.code == code_digest())
 
     def add(self, row: ParityRun) -> None:
         """Put a row in place of an older one; all are written now and then."""
@@ -708,15 +709,15 @@ def main() -> None:
     options = parser.parse_args()
     rows, wanted = Rows(ROWS), list[tuple[str, int, Plan]]()
     for ranks, model, precision in product(options.ranks, options.models, options.precisions):
-        found = [(row_of(model, plan), plan) for plan in plans_of(model, ranks, precision, every=options.every)]
-        rows.drop(model, ranks, precision, [row for row, _ in found])
-        found = [(row, plan) for row, plan in found if options.only in row.name]
+        compositions = [(row_of(model, plan), plan) for plan in plans_of(model, ranks, precision, every=options.every)]
+        rows.drop(model, ranks, precision, [row for row, _ in compositions])
+        compositions = [(row, plan) for row, plan in compositions if options.only in row.name]
         if options.list:
-            print(*(f"{model} {ranks}: {row.name}" for row, _ in found), sep="\n")
+            print(*(f"{model} {ranks}: {row.name}" for row, _ in compositions), sep="\n")
         is_left_out = options.resume or options.missing
         wanted += [
             (model, ranks, plan)
-            for row, plan in found
+            for row, plan in compositions
             if not (is_left_out and rows.is_done(row, by_any_code=options.missing))
         ]
     if options.list:

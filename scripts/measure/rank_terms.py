@@ -164,20 +164,20 @@ def measure(case: TermRun) -> TermRun:
             quiet(pool)
         try:
             if plan is None:
-                found: list[StepMemory] = pool.run(measured_here, asdict(case))
+                steps: list[StepMemory] = pool.run(measured_here, asdict(case))
             else:
                 subject = Subject(config=case.model_config, task="causal-lm", plan=plan_to_dict(plan))
-                found = pool.run(measure_subject, subject)
+                steps = pool.run(measure_subject, subject)
         except RankError as problem:
             print(str(problem)[-1500:], flush=True)
             return replace(case, outcome="failed")
-    phases = {name: max(step.phases[name] for step in found) for name in PHASES}
+    phases = {name: max(step.phases[name] for step in steps) for name in PHASES}
     seen = phases if case.pp == 1 else {"step": phases["step"]}  # a pipeline has no one forward or backward
     return replace(
         case,
         **{f"{name}_bytes": size for name, size in seen.items()},
         peak_allocated_bytes=max(phases.values()),
-        stages_bytes=" ".join(str(step.peak_bytes) for step in found),
+        stages_bytes=" ".join(str(step.peak_bytes) for step in steps),
     )
 
 
@@ -189,10 +189,10 @@ def main() -> None:
     arguments = parser.parse_args()
     terms = set(arguments.terms or TERMS)
     for case in grid():
-        known = {key_of(run): run for run in read_term_runs()}
-        if case.term in terms and (arguments.again or key_of(case) not in known):
+        kept = {key_of(run): run for run in read_term_runs()}
+        if case.term in terms and (arguments.again or key_of(case) not in kept):
             run = measure(replace(case, **record(probe())))
-            write_term_runs({**known, key_of(run): run}.values())
+            write_term_runs({**kept, key_of(run): run}.values())
             print(line_of(run), flush=True)
 
 

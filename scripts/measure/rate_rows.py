@@ -53,6 +53,6 @@ def write_rates(path: Path, rates: Iterable[RateMeasurement]) -> None:
         machine, versions = rate.fingerprint.machine, rate.fingerprint.versions
         shape = "x".join(map(str, rate.shape))
         figures = (f"{rate.value:.5g}", rate.unit, rate.repeats, f"{rate.spread or 0:.3g}")
-        place = (machine.device, machine.cpu, machine.cores, versions.torch)
-        writer.writerow((rate.operation, rate.dtype, shape, rate.size or "", rate.ranks, *figures, *place))
+        columns = (machine.device, machine.cpu, machine.cores, versions.torch)
+        writer.writerow((rate.operation, rate.dtype, shape, rate.size or "", rate.ranks, *figures, *columns))
     replace_text(path, text.getvalue())

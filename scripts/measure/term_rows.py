@@ -167,9 +167,9 @@ class TermScore:
 
 def scores(runs: Iterable[TermRun]) -> Iterator[TermScore]:
     """One line per term, in the order of TERMS."""
-    found = [scored(run) for run in runs if run.outcome == "completed"]
+    completed = [scored(run) for run in runs if run.outcome == "completed"]
     for term in TERMS:
-        rows = [row for row in found if row.run.term == term]
+        rows = [row for row in completed if row.run.term == term]
         errors = [abs(row.error) for row in rows if not row.refused]
         refused = sum(bool(row.refused) for row in rows)
         if rows:

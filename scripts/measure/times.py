@@ -60,12 +60,12 @@ class Turn:
 def main() -> None:
     """Time the grid and write its rows."""
     arguments = _arguments()
-    place = place_of(probe(), arguments.device)
-    path = arguments.out or SHIPPED / f"times_{place.columns['device'].split('-')[0].lower()}.csv"
-    groups = gpu_grid() if place.is_gpu else cpu_grid()
+    machine = place_of(probe(), arguments.device)
+    path = arguments.out or SHIPPED / f"times_{machine.columns['device'].split('-')[0].lower()}.csv"
+    groups = gpu_grid() if machine.is_gpu else cpu_grid()
     effort = Effort(rounds=arguments.rounds, steps=arguments.steps, deadline=time.monotonic() + 60 * arguments.minutes)
     wanted = [group for group in groups if not arguments.only or group[0].model in arguments.only]
-    measure(wanted, place, path, effort, again=arguments.again)
+    measure(wanted, machine, path, effort, again=arguments.again)
 
 
 def _arguments() -> argparse.Namespace:
@@ -85,28 +85,28 @@ def threads_of(columns: Mapping[str, Any], ranks: int) -> int:
     return max(1, int(columns["cores"]) // ranks)
 
 
-def measure(groups: Iterable[Sequence[Case]], place: Place, path: Path, effort: Effort, *, again: bool) -> None:
+def measure(groups: Iterable[Sequence[Case]], machine: Place, path: Path, effort: Effort, *, again: bool) -> None:
     """Time the groups that lack a row (or `again` all of them) and write the rows of each as it is done."""
     runs = {run.key: run for run in read_time_runs(path)}
-    with Pools(place) as pools:
+    with Pools(machine) as pools:
         for group in groups:
-            turns = [_turn(case, place) for case in group]
+            turns = [_turn(case, machine) for case in group]
             waiting = [turn for turn in turns if again or turn.asked.key not in runs]
             if not waiting or time.monotonic() > effort.deadline:
                 continue
             for turn in waiting * effort.rounds:
                 _take(turn, pools, effort.steps)
-            done = [_row(turn, effort.rounds) for turn in waiting]
-            runs |= {row.key: row for row in done}
+            rows = [_row(turn, effort.rounds) for turn in waiting]
+            runs |= {row.key: row for row in rows}
             write_time_runs(path, runs.values())
-            print("\n".join(_line(row) for row in done), flush=True)
+            print("\n".join(_line(row) for row in rows), flush=True)
 
 
 class Pools:
     """Ranks for torch's strategies and ranks for DeepSpeed, which leaves state behind in its own; one world size."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, machine: Place) -> None:
+        self.place = machine
         self._pools: dict[bool, RankPool] = {}
 
     def run(self, case: Case, subject: Subject, steps: int, threads: int) -> list[Any]:
@@ -138,15 +138,15 @@ class Pools:
         self.close()
 
 
-def _turn(case: Case, place: Place) -> Turn:
+def _turn(case: Case, machine: Place) -> Turn:
     """Return a case as the row it will become and the plan that the engine runs."""
     columns: dict[str, Any] = {
-        **place.columns,
+        **machine.columns,
         "model": case.model,
         "config": json.dumps(case.model_config),
-        "ranks_per_device": case.world_size if place.is_gpu else 1,
+        "ranks_per_device": case.world_size if machine.is_gpu else 1,
         "memory_limit_bytes": 0,
-        "threads": threads_of(place.columns, case.world_size),
+        "threads": threads_of(machine.columns, case.world_size),
     }
     request, configuration = question(case, str(columns["device"]))
     row = TimeRun(**columns, **asdict(configuration), task=request.workload.task, outcome="failed")

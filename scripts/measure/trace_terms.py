@@ -224,13 +224,13 @@ def _job_of(case: TermRun) -> Job:
 def trace_all(terms: set[str], *, again: bool) -> None:
     """Trace what has no row, or everything of the terms `again`; rows of cases that are no longer there go."""
     cases = {key_of(case): case for case in grid()}
-    done = {key_of(run): run for run in read_term_runs() if run.device == "cpu" or key_of(run) in cases}
+    kept = {key_of(run): run for run in read_term_runs() if run.device == "cpu" or key_of(run) in cases}
     for key, case in cases.items():
-        if case.term not in terms or (key in done and not again):
+        if case.term not in terms or (key in kept and not again):
             continue
-        done[key] = run = traced(case)
-        order = [*cases, *(other for other in done if other not in cases)]
-        write_term_runs(done[place] for place in order if place in done)
+        kept[key] = run = traced(case)
+        order = [*cases, *(other for other in kept if other not in cases)]
+        write_term_runs(kept[name] for name in order if name in kept)
         print(line_of(run), flush=True)
 
 
@@ -255,8 +255,8 @@ def _name(run: TermRun) -> str:
     how = [run.strategy, run.precision, run.load_dtype, run.lora_targets, *shown, f"b{run.micro_batch_size}"]
     if run.activation_checkpointing != "none":
         how.append(run.activation_checkpointing)
-    place = "cpu" if run.device == "cpu" else ""
-    return f"{run.term:18} {run.model.rpartition('/')[2]:16} {' '.join(filter(None, how)):52} {place}"
+    device = "cpu" if run.device == "cpu" else ""
+    return f"{run.term:18} {run.model.rpartition('/')[2]:16} {' '.join(filter(None, how)):52} {device}"
 
 
 def main() -> None:

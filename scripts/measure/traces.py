@@ -110,15 +110,15 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     cases = [case for case in trace_grid() if not arguments.only or find_model(case.model).model_type in arguments.only]
-    done = {run.key: run for run in read_memory_runs(ROWS)}
+    kept = {run.key: run for run in read_memory_runs(ROWS)}
     keys = {_row(job_of(case), "completed", {}).key: case for case in cases}
-    wanted = [case for key, case in keys.items() if arguments.again or key not in done]
+    wanted = [case for key, case in keys.items() if arguments.again or key not in kept]
     with ProcessPoolExecutor(max_workers=arguments.workers) as workers:
         pending = [workers.submit(traced, case) for case in wanted]
         for number, future in enumerate(as_completed(pending), start=1):
             run = future.result()
-            done[run.key] = run
-            write_memory_runs(ROWS, done.values())
+            kept[run.key] = run
+            write_memory_runs(ROWS, kept.values())
             print(
                 f"{number}/{len(wanted)} {run.model} {run.strategy} {run.peak_allocated_bytes / 2**30:.2f} GiB",
                 flush=True,

@@ -31,15 +31,15 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
     training["activation_recomputation"] = analysis.ActivationRecomputation(training["activation_recomputation"])
     training["ds_zero"] = analysis.DSZeRO(training["ds_zero"])
     try:
-        asked = analysis.LLMAnalysis(
+        model = analysis.LLMAnalysis(
             config.ModelConfig(**case["model"]),
             replace(config.get_gpu_config_by_name(case.get("gpu", "a100-sxm-80gb")), mem_per_GPU_in_GB=ROOMY_GB),
             config.DtypeConfig(**case["dtype"]),
             config.ParallelismConfig(**case["parallelism"]),
             flops_efficiency=case.get("efficiency", 0.5),
         )
-        found = asked.training(**training)
-        return {"bytes": round(found[ANSWER]), "seconds": found[SECONDS]}
+        figures = model.training(**training)
+        return {"bytes": round(figures[ANSWER]), "seconds": figures[SECONDS]}
     except (AssertionError, ZeroDivisionError) as error:
         return {"reason": f"refuses: {str(error).splitlines()[0] if str(error) else 'an assertion fails'}"}
 

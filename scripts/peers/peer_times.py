@@ -53,13 +53,13 @@ def _peer_time(row: Mapping[str, str]) -> PeerTime:
 
 def peer_scores(runs: Sequence[PublishedRun]) -> dict[str, list[Scored]]:
     """By peer, the runs that it answers for."""
-    known = {run.name: run for run in runs}
-    found: dict[str, list[Scored]] = {peer: [] for peer in EFFICIENCIES}
+    runs_by_name = {run.name: run for run in runs}
+    scores: dict[str, list[Scored]] = {peer: [] for peer in EFFICIENCIES}
     for answer in read_peer_times():
-        if answer.seconds and answer.run in known:
-            found[answer.peer].append(Scored(run=known[answer.run], predicted_seconds=answer.seconds))
-    found[RULE] = [Scored(run=run, predicted_seconds=at_fixed_mfu(run)) for run in runs]
-    return found
+        if answer.seconds and answer.run in runs_by_name:
+            scores[answer.peer].append(Scored(run=runs_by_name[answer.run], predicted_seconds=answer.seconds))
+    scores[RULE] = [Scored(run=run, predicted_seconds=at_fixed_mfu(run)) for run in runs]
+    return scores
 
 
 def at_fixed_mfu(run: PublishedRun) -> float:

@@ -41,28 +41,28 @@ def main() -> None:
 
 def _ask(runs: Sequence[PublishedRun], peer: str, share: float | None, interpreter: str) -> list[PeerTime]:
     """One run of the other interpreter for all runs."""
-    asked: list[tuple[PublishedRun, dict[str, Any]]] = []
+    questions_of_runs: list[tuple[PublishedRun, dict[str, Any]]] = []
     refused: list[tuple[PublishedRun, str]] = []
     for run in runs:
         try:
-            asked.append((run, _timed_question(run, share)))
+            questions_of_runs.append((run, _timed_question(run, share)))
         except NoAnswer as error:
             refused.append((run, str(error)))
-    questions = json.dumps([question for _, question in asked])
-    done = subprocess.run([interpreter, LLM_ANALYSIS], input=questions, capture_output=True, text=True, check=True)
-    said = json.loads(done.stdout)
-    found = [
+    questions = json.dumps([question for _, question in questions_of_runs])
+    process = subprocess.run([interpreter, LLM_ANALYSIS], input=questions, capture_output=True, text=True, check=True)
+    reply = json.loads(process.stdout)
+    times = [
         PeerTime(
             run=run.name,
             peer=peer,
-            version=said["version"],
+            version=reply["version"],
             seconds=answer.get("seconds", 0.0),
             reason=answer.get("reason", ""),
         )
-        for (run, _), answer in zip(asked, said["answers"], strict=True)
+        for (run, _), answer in zip(questions_of_runs, reply["answers"], strict=True)
     ]
-    return found + [
-        PeerTime(run=run.name, peer=peer, version=said["version"], seconds=0.0, reason=why) for run, why in refused
+    return times + [
+        PeerTime(run=run.name, peer=peer, version=reply["version"], seconds=0.0, reason=why) for run, why in refused
     ]
 
 

@@ -43,8 +43,8 @@ def main() -> None:
     """Ask the peers about all cases and write their answers."""
     arguments = _arguments()
     cases = [case for case in all_cases() if case.measured]
-    known = {} if arguments.again else {(answer.case, answer.peer): answer for answer in read_peers()}
-    answers = {**known, **{(item.case, item.peer): item for item in _arithmetic(cases)}}
+    kept = {} if arguments.again else {(answer.case, answer.peer): answer for answer in read_peers()}
+    answers = {**kept, **{(item.case, item.peer): item for item in _arithmetic(cases)}}
     if arguments.llm_analysis:
         answers |= {(item.case, item.peer): item for item in _llm_analysis(cases, arguments.llm_analysis)}
     if arguments.trackers:
@@ -128,29 +128,29 @@ def _deepspeed(job: Job) -> int:
 
 def _llm_analysis(cases: Sequence[Case], interpreter: str) -> Iterable[PeerAnswer]:
     """One run of the other interpreter for all cases."""
-    asked: list[tuple[Case, dict[str, Any]]] = []
+    answerable: list[tuple[Case, dict[str, Any]]] = []
     refused: list[tuple[Case, str]] = []
     for case in cases:
         try:
-            asked.append((case, _question(case.job)))
+            answerable.append((case, _question(case.job)))
         except NoAnswer as error:
             refused.append((case, str(error)))
-    done = subprocess.run(
+    process = subprocess.run(
         [interpreter, LLM_ANALYSIS],
-        input=json.dumps([question for _, question in asked]),
+        input=json.dumps([question for _, question in answerable]),
         capture_output=True,
         text=True,
         check=True,
     )
-    said = json.loads(done.stdout)
-    for (case, _), found in zip(asked, said["answers"], strict=True):
-        yield _said(case, said["version"], found.get("bytes", 0), found.get("reason", ""))
+    reply = json.loads(process.stdout)
+    for (case, _), answer in zip(answerable, reply["answers"], strict=True):
+        yield _said(case, reply["version"], answer.get("bytes", 0), answer.get("reason", ""))
     for case, reason in refused:
-        yield _said(case, said["version"], 0, reason)
+        yield _said(case, reply["version"], 0, reason)
 
 
-def _said(case: Case, release: str, found: int, reason: str) -> PeerAnswer:
-    return PeerAnswer(case=case.name, peer="llm-analysis", version=release, bytes=found, reason=reason)
+def _said(case: Case, release: str, predicted: int, reason: str) -> PeerAnswer:
+    return PeerAnswer(case=case.name, peer="llm-analysis", version=release, bytes=predicted, reason=reason)
 
 
 def _question(job: Job) -> dict[str, Any]:
@@ -192,10 +192,10 @@ def _question(job: Job) -> dict[str, Any]:
     }
 
 
-def _trackers(cases: Sequence[Case], known: dict[tuple[str, str], PeerAnswer], deadline: float) -> Iterable[PeerAnswer]:
+def _trackers(cases: Sequence[Case], kept: dict[tuple[str, str], PeerAnswer], deadline: float) -> Iterable[PeerAnswer]:
     """Torch's trackers on what has no answer yet, shallow models first, while there is time."""
     for case in sorted(cases, key=_depth):
-        if (case.name, "torch") not in known and time.monotonic() < deadline:
+        if (case.name, "torch") not in kept and time.monotonic() < deadline:
             yield _answer(case, "torch", version("torch"), lambda job, case=case: _track(case, job))
 
 

@@ -119,13 +119,13 @@ def _models(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         max_position_embeddings=512,
         pad_token_id=tokenizer.pad_token_id,
     )
-    made = {
+    models = {
         "tiny-gpt2": GPT2LMHeadModel(gpt2),
         "tiny-llama": LlamaForCausalLM(llama),
         "bert-base-cased": BertForSequenceClassification(bert),
         "roberta-base": BertForMaskedLM(bert),
     }
-    for name, model in made.items():
+    for name, model in models.items():
         model.save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)
 
@@ -165,9 +165,9 @@ def _instructions(directory: Path, lines: list[str], draw: random.Random) -> Non
     """Instructions with answers: for alpaca's script, and as TRL's SFT and DPO read them."""
     alpaca, chats, preferences = [], [], []
     for _ in range(160):
-        asked, answer, worse = (draw.choice(lines)[:80] for _ in range(3))
-        alpaca.append({"instruction": asked, "input": "", "output": answer})
-        question = {"role": "user", "content": asked}
+        instruction, answer, worse = (draw.choice(lines)[:80] for _ in range(3))
+        alpaca.append({"instruction": instruction, "input": "", "output": answer})
+        question = {"role": "user", "content": instruction}
         chats.append({"messages": [question, {"role": "assistant", "content": answer}]})
         preferences.append(
             {

@@ -66,12 +66,12 @@ def fetch(directory: Path, mirrors: Path | None) -> None:
     _prepare_nanochat(directory)
 
 
-def _lay_out(project: Project, place: Path, mirrors: Path | None) -> None:
+def _lay_out(project: Project, folder: Path, mirrors: Path | None) -> None:
     """One commit without its history, and of its folders only those that are needed."""
     source = f"https://github.com/{project.name}"
     if mirrors is not None:
         source = str(mirrors / project.name.replace("/", "+") / "repo")
-    unfinished = place.with_name(f"{place.name}.new")
+    unfinished = folder.with_name(f"{folder.name}.new")
     shutil.rmtree(unfinished, ignore_errors=True)
     for arguments in (
         ("init", "--quiet", str(unfinished)),
@@ -80,18 +80,18 @@ def _lay_out(project: Project, place: Path, mirrors: Path | None) -> None:
         ("-C", str(unfinished), "checkout", "--quiet", "FETCH_HEAD"),
     ):
         subprocess.run(("git", *arguments), check=True)
-    unfinished.rename(place)
+    unfinished.rename(folder)
 
 
-def _edit(place: Path, recipes: list[Recipe]) -> None:
+def _edit(folder: Path, recipes: list[Recipe]) -> None:
     for recipe in recipes:
         for edit in recipe.edits:
-            path = place / edit.file
+            path = folder / edit.file
             text = path.read_text()
             if edit.old not in text:
                 raise DsplanError(f"{path}: does not hold {edit.old!r}; is it {PROJECTS[recipe.project].commit}?")
             replace_text(path, text.replace(edit.old, edit.new))
-    (place / _EDITED).touch()
+    (folder / _EDITED).touch()
 
 
 def _prepare_nanogpt(directory: Path) -> None:
@@ -105,32 +105,32 @@ def _prepare_nanochat(directory: Path) -> None:
     """Train nanochat's own tokenizer on the data that stands in the place of its shards."""
     command = (sys.executable, "-m", "scripts.tok_train", "--vocab-size", "512", "--max-chars", "400000")
     own = {"NANOCHAT_BASE_DIR": str(directory / "data/nanochat"), "PYTHONPATH": str(directory / "nanochat")}
-    place = directory / "nanochat"
-    subprocess.run(command, cwd=place, env={**os.environ, **own}, check=True, stdout=subprocess.DEVNULL)
+    folder = directory / "nanochat"
+    subprocess.run(command, cwd=folder, env={**os.environ, **own}, check=True, stdout=subprocess.DEVNULL)
 
 
 def run(directory: Path, recipe: Recipe, way: str, killed_under: str = "zero2") -> dict[str, Any]:
     """Return what became of a recipe in one way."""
-    place = _place(directory, recipe, way)
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+    folder = _place(directory, recipe, way)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     strategy = killed_under if way == "killed" else way
-    command = [sys.executable, "-m", "dsplan", "run", "--json", "--run-dir", str(place / "run")]
+    command = [sys.executable, "-m", "dsplan", "run", "--json", "--run-dir", str(folder / "run")]
     command += ["--nproc", str(recipe.ranks)]
     command += [] if strategy == "free" else ["--strategy", strategy]
     command += ["--checkpoint-steps", "2"] if way == "killed" else []
-    script, work = _work(directory, recipe, place)
-    words = {"out": str(place / "out"), "data": str(directory / "data"), "project": str(directory / recipe.project)}
-    (place / "out").mkdir()
+    script, work = _work(directory, recipe, folder)
+    words = {"out": str(folder / "out"), "data": str(directory / "data"), "project": str(directory / recipe.project)}
+    (folder / "out").mkdir()
     command += [str(script), *(argument.format(**words) for argument in recipe.arguments)]
     killed = False
-    with (place / "stdout").open("w") as out, (place / "stderr").open("w") as err:
+    with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
         own = {name: value.format(**words) for name, value in recipe.variables.items()}
         process = subprocess.Popen(
             command, cwd=work, env=_environment(directory, own), stdout=out, stderr=err, start_new_session=True
         )
         try:
-            killed = way == "killed" and _kill_a_rank(process, place / "run", recipe.ranks - 1)
+            killed = way == "killed" and _kill_a_rank(process, folder / "run", recipe.ranks - 1)
             process.wait(TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)
@@ -138,15 +138,15 @@ def run(directory: Path, recipe: Recipe, way: str, killed_under: str = "zero2") 
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-    found = _outcome(place, process.wait())
-    for known in (f"{work}/", f"{directory}/"):  # the line is published, and says nothing of this machine
-        found["reason"] = found["reason"].replace(known, "")
+    outcome = _outcome(folder, process.wait())
+    for path in (f"{work}/", f"{directory}/"):  # the line is published, and says nothing of this machine
+        outcome["reason"] = outcome["reason"].replace(path, "")
     if way == "killed":
-        found["killed_at"] = _KILL_AT if killed else None
-        found["killed_under"] = killed_under
+        outcome["killed_at"] = _KILL_AT if killed else None
+        outcome["killed_under"] = killed_under
         undisturbed = _place(directory, recipe, killed_under)
-        found["loss_difference"] = _difference(undisturbed, place, recipe.ranks) if recipe.is_seeded else None
-    return found
+        outcome["loss_difference"] = _difference(undisturbed, folder, recipe.ranks) if recipe.is_seeded else None
+    return outcome
 
 
 def _place(directory: Path, recipe: Recipe, way: str) -> Path:
@@ -154,10 +154,10 @@ def _place(directory: Path, recipe: Recipe, way: str) -> Path:
     return directory / "runs" / f"{name}-{way}"
 
 
-def _work(directory: Path, recipe: Recipe, place: Path) -> tuple[Path, Path]:
+def _work(directory: Path, recipe: Recipe, folder: Path) -> tuple[Path, Path]:
     """Prepare the script and the folder that it runs in, where its data are and what it writes stays."""
     script = directory / recipe.project / recipe.script
-    work = place / "work"
+    work = folder / "work"
     if recipe.inside:
         shutil.copytree(script.parent, work, ignore=shutil.ignore_patterns(".git"))
         return work / script.name, work
@@ -194,7 +194,7 @@ def _kill_a_rank(process: subprocess.Popen[bytes], run_directory: Path, rank: in
 
 def _steps(metrics: Path) -> dict[int, float | None]:
     """Return the loss of every step of a rank; of a step that was made again, the last one."""
-    found: dict[int, float | None] = {}
+    losses: dict[int, float | None] = {}
     if metrics.exists():
         for line in metrics.read_text().splitlines():
             try:
@@ -202,28 +202,28 @@ def _steps(metrics: Path) -> dict[int, float | None]:
             except ValueError:  # being written
                 continue
             if row.get("event") == "step":
-                found[row["global_step"]] = row.get("loss")
-    return found
+                losses[row["global_step"]] = row.get("loss")
+    return losses
 
 
-def _difference(undisturbed: Path, place: Path, ranks: int) -> float | None:
+def _difference(undisturbed: Path, folder: Path, ranks: int) -> float | None:
     """Return the largest difference of a step's loss from the undisturbed run of the same strategy, where known."""
     differences: list[float] = []
     for rank in range(ranks):
-        ours = _steps(place / "run" / f"metrics-rank{rank}.jsonl")
+        ours = _steps(folder / "run" / f"metrics-rank{rank}.jsonl")
         theirs = _steps(undisturbed / "run" / f"metrics-rank{rank}.jsonl")
         if ours.keys() != theirs.keys():
             return None
         pairs = ((ours[step], theirs[step]) for step in ours)
-        known = [(mine, other) for mine, other in pairs if mine is not None and other is not None]
-        differences += [abs(mine - other) for mine, other in known if math.isfinite(mine - other)]
+        both = [(mine, other) for mine, other in pairs if mine is not None and other is not None]
+        differences += [abs(mine - other) for mine, other in both if math.isfinite(mine - other)]
     return max(differences, default=None)
 
 
-def _outcome(place: Path, status: int) -> dict[str, Any]:
-    lines = [line for line in (place / "stderr").read_text().splitlines() if line.startswith(("error:", "dsplan:"))]
+def _outcome(folder: Path, status: int) -> dict[str, Any]:
+    lines = [line for line in (folder / "stderr").read_text().splitlines() if line.startswith(("error:", "dsplan:"))]
     try:
-        report = json.loads((place / "stdout").read_text())
+        report = json.loads((folder / "stdout").read_text())
     except ValueError:
         return {
             "status": status,
@@ -269,23 +269,23 @@ def main() -> None:
     parser.add_argument("--mirrors", type=Path)
     parser.add_argument("--only", nargs="*", default=())
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
-    asked = parser.parse_args()
-    directory = asked.directory.absolute()
-    if asked.what == "fetch":
-        fetch(directory, asked.mirrors)
+    options = parser.parse_args()
+    directory = options.directory.absolute()
+    if options.what == "fetch":
+        fetch(directory, options.mirrors)
         return
     for room in ("dsplan", "planner", "strategies", "hardware_db"):
         leave = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / room, directory / _ROOMS / room, dirs_exist_ok=True, ignore=leave)
-    chosen = [recipe for recipe in RECIPES if not asked.only or any(word in recipe.name for word in asked.only)]
+    chosen = [recipe for recipe in RECIPES if not options.only or any(word in recipe.name for word in options.only)]
     for recipe in chosen:
-        for way in asked.ways:
+        for way in options.ways:
             with _results(directory) as results:
                 zero2 = results["scripts"].get(recipe.name, {}).get("zero2", {})
-            found = run(directory, recipe, way, "zero2" if zero2.get("outcome") == "completed" else "free")
-            print(f"{recipe.name} {way}: {json.dumps(found)}", flush=True)
+            outcome = run(directory, recipe, way, "zero2" if zero2.get("outcome") == "completed" else "free")
+            print(f"{recipe.name} {way}: {json.dumps(outcome)}", flush=True)
             with _results(directory) as results:
-                results["scripts"].setdefault(recipe.name, {})[way] = found
+                results["scripts"].setdefault(recipe.name, {})[way] = outcome
 
 
 if __name__ == "__main__":

@@ -56,13 +56,13 @@ def tracked_bytes(job: Job) -> int:
 
 def _materialised(module: nn.Module) -> nn.Module:
     """Return the module with every weight and buffer made anew under the fake tensor mode; what is tied stays tied."""
-    made: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
     for part in module.modules():
         own: tuple[Any, Any] = (part._parameters, part._buffers)
         for tensors in own:
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    tensors[name] = made.setdefault(id(tensor), _like(tensor))
+                    tensors[name] = copies.setdefault(id(tensor), _like(tensor))
     return module
 
 
@@ -94,8 +94,8 @@ def _optimizer(module: nn.Module, name: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=name == "adamw", fused=name == "adamw-fused")
 
 
-def _step(subject: Subject, module: Any, optimizer: torch.optim.Optimizer, asked: tuple[Job, MemTracker]) -> None:
-    job, tracker = asked
+def _step(subject: Subject, module: Any, optimizer: torch.optim.Optimizer, question: tuple[Job, MemTracker]) -> None:
+    job, tracker = question
     chosen = job.configuration
     batch = subject.batch_of(chosen.micro_batch_size, chosen.sequence_length, job.workload.source_length or None)
     autocast = chosen.precision == "bf16" and chosen.strategy == "single"
