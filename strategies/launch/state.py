@@ -163,10 +163,7 @@ class RunState:
         """Rule out the plan in use, which ran out of memory, and those that need as much."""
         if self.plan is not None:
             configuration = plan_to_dict(self.plan)["plan"]
-            failed = FailedPlan(
-                configuration=configuration,
-                predicted_bytes=self.plan.memory.peak_allocated_bytes,
-            )
+            failed = FailedPlan(configuration=configuration, predicted_bytes=self.plan.memory.peak_allocated_bytes)
             self.options = replace(self.options, failed_plans=(*self.options.failed_plans, failed))
 
     @property

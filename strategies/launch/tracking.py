@@ -32,16 +32,7 @@ from strategies.run_directory.journal import read_journal
 from strategies.run_directory.spec import LaunchSpec
 from strategies.telemetry.follow import LineFollower
 from strategies.telemetry.metrics import parse_row, step_number
-from strategies.telemetry.trackers import (
-    KINDS,
-    TrackedRun,
-    Tracker,
-    clean,
-    figures,
-    file_name,
-    flags_of,
-    flatten,
-)
+from strategies.telemetry.trackers import KINDS, TrackedRun, Tracker, clean, figures, file_name, flags_of, flatten
 
 LOG_FILE = "trackers.log"
 """What trackers' libraries print."""
