@@ -87,7 +87,7 @@ _METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
 
 
 class RunFiles:
-    """What is new in the files of a run directory. Which ranks run here shows by the files they write.
+    """News in the files of a run directory, by which it also shows which ranks run here.
 
     What the files hold when this begins is an earlier command's, and is not printed again. Files are opened only when
     they have grown: this is called ten times a second beside ranks that need the processors.

@@ -83,7 +83,7 @@ _CPU_PROCESSES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRequest:
-    """What `dsplan run` was asked; None, or nothing, is left open."""
+    """A command line of `dsplan run`; None, or nothing, is left open."""
 
     script: Path | None = None
     arguments: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class Launch:
 
     @property
     def notice(self) -> str:
-        """What to know before the ranks start; empty where nothing needs saying."""
+        """A line for people before the ranks start; empty where nothing needs saying."""
         if self.resumes and claimed_kind(self.spec.directory) not in (None, *SAVING):
             return f"{self.script} resumes from what its own code loads: dsplan keeps no checkpoint of it"
         return ""

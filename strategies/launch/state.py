@@ -1,4 +1,4 @@
-"""What a run carries from attempt to attempt, and finds again in its directory when it is resumed. No torch."""
+"""The state that a run carries from attempt to attempt, and reads from its directory when it is resumed. No torch."""
 
 from __future__ import annotations
 

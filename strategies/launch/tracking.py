@@ -51,7 +51,7 @@ _PAUSES = (5.0, 15.0, 60.0, 300.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackerState:
-    """What a tracker has of a run, as `tracker-NAME.json`."""
+    """The part of a run that a tracker has, as `tracker-NAME.json`."""
 
     run: str = ""
     """What the tracker calls the run."""

@@ -1,4 +1,4 @@
-"""What `dsplan run` was asked of its plan, handed to the ranks as one environment variable. No torch."""
+"""The plan that `dsplan run` is asked for, handed to the ranks as one environment variable. No torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RequestedDegrees:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestedMethod:
-    """What is trained; None is left open."""
+    """The kind of training; None is left open."""
 
     method: words.Method | None = None
     lora_rank: int | None = None
@@ -49,7 +49,7 @@ class RequestedMethod:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """What the command line says of the plan; None, or nothing, is left to the planner, or to the script."""
+    """The flags of the plan; None, or nothing, is left to the planner, or to the script."""
 
     plan_file: str | None = None
     """Of the plan to follow, absolute."""

@@ -40,7 +40,7 @@ _ENDINGS_LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeEnding:
-    """Why a node's part of a round ended: the words of an Ending, and the node's number in the round."""
+    """The end of a node's part of a round: the words of an Ending, and the node's number in the round."""
 
     node: int
     host: str

@@ -127,7 +127,7 @@ def _named_configuration() -> Configuration | None:
 
 @dataclass(kw_only=True, slots=True)
 class _Seen:
-    """What the first step has shown."""
+    """The settings that the first step has shown."""
 
     micro_batch: int = 0
     accumulation: int = 0
