@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
@@ -72,7 +72,10 @@ class PlanRequest:
 
     def to_variables(self) -> dict[str, str]:
         """Return the variables that `of` reads; none where everything is left open."""
-        return {} if self == PlanRequest() else {REQUEST: json.dumps(asdict(self))}
+        flat = {name: getattr(self, name) for name in (*_TEXTS, "kernels")}
+        parts = {**flat, "degrees": named(self.degrees), "method": named(self.method)}
+        requested = {name: value for name, value in parts.items() if value}
+        return {REQUEST: json.dumps(requested)} if requested else {}
 
 
 _TEXTS = ("plan_file", "strategy", "backend")
