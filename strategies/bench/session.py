@@ -17,7 +17,6 @@ from hardware_db.measurement import Measurement, Outcome, RateMeasurement, measu
 from hardware_db.microbench.grid import Point, Rate, Refusal, as_measurement, point_of
 from hardware_db.probe import Machine
 from hardware_db.probe.cgroup import usable_cores
-from hardware_db.spawn import RankError, RankPool
 from hardware_db.store import Store
 from planner.cluster.rates import rates_from_measurements
 from planner.cluster.resolve import probed_cluster
@@ -26,6 +25,7 @@ from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
 from strategies.bench.cases import Trainee, TrainingCase, request_of
 from strategies.bench.plan import BenchPlan
+from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.telemetry.metrics import measured_of, read_metrics, summarise
 from strategies.variables import QUIET
 

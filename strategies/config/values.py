@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from planner.cost.precision import INT8_BLOCK
+from planner.models.counting.adapters import LORA_TARGETS
 from planner.vocabulary import Checkpointing, Offload, Precision
 from strategies.errors import CannotRun
 
@@ -168,10 +169,10 @@ class LoraSection:
     method: AdapterKind = "lora"
     """`lora`, `dora`, or `qlora`, beside weights that are stored in 4 bits."""
     rank: int | None = field(default=None, metadata=AT_LEAST_1)
-    """Of the adapters; None: `strategies/modules/adapters.py` has it."""
+    """Of the adapters; None: `planner/models/counting/adapters.py` has it."""
     alpha: float | None = None
     """An adapter's output counts alpha / rank times; None: alpha is twice the rank."""
-    targets: str = "all-linear"
+    targets: str = LORA_TARGETS
     """What adapters are put beside."""
     dropout: float = field(default=0.0, metadata={"most": 1.0})
     """Share of an adapter's inputs that is dropped in training."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
 
 from strategies.distributed.launcher_env import ProcessVariables, read_own_variables, read_process_variables
 from strategies.distributed.rendezvous import meet
 from strategies.errors import CannotRun
+from strategies.torch_compat.distributed import HashStore, Store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

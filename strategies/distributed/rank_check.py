@@ -22,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from hardware_db.notices import notice
 from hardware_db.units import format_seconds
 from strategies.errors import CannotMeet, CannotRun
 from strategies.run_directory.heartbeat import PULSE
+from strategies.torch_compat.distributed import Store
 from strategies.variables import RENDEZVOUS_SECONDS
 
 FIRST_SECONDS = 20.0

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from hardware_db.units import format_seconds
@@ -35,6 +34,7 @@ from strategies.distributed.rank_check import (
 )
 from strategies.errors import CannotMeet
 from strategies.run_directory.attempt_options import AttemptOptions
+from strategies.torch_compat.distributed import PrefixStore, Store, TCPStore
 from strategies.variables import RUN_DIRECTORY
 
 _ANSWER = timedelta(seconds=FIRST_SECONDS)
@@ -134,7 +134,7 @@ def _stranger_seconds(process: ProcessVariables) -> float:
         return FIRST_SECONDS
     directory = os.environ.get(RUN_DIRECTORY)
     options = None if directory is None else AttemptOptions.load(Path(directory))
-    hang_seconds = (0.0 if options is None else options.hang_seconds) or AGAIN_SECONDS
+    hang_seconds = (0.0 if options is None else options.supervision.hang_seconds) or AGAIN_SECONDS
     return max(FIRST_SECONDS, min(AGAIN_SECONDS, hang_seconds))
 
 

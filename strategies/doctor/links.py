@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
 from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
 from hardware_db.units import format_seconds
 from strategies.doctor.finding import Finding, LinkTime
+from strategies.torch_compat.distributed import PrefixStore, Store, nccl_options
 
 # Ranks exchange values through the store of the rendezvous.
 _LOOK_SECONDS = 0.01
@@ -148,9 +148,7 @@ def _time_pair(room: Room, pair: Pair, device: torch.device) -> tuple[float, flo
 
 
 def _nccl(store: Store, rank: int) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _LIMIT
-    return dist.ProcessGroupNCCL(store, rank, 2, options)
+    return dist.ProcessGroupNCCL(store, rank, 2, nccl_options(_LIMIT))
 
 
 def _time_sums(tensor: torch.Tensor, group: Any, repeats: int) -> list[float]:

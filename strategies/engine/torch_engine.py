@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from strategies.checkpoint.states import WholeStates, unwrapped
 from strategies.distributed.gathers import require_alike
@@ -29,6 +28,7 @@ from strategies.parallel.tensor import sum_copies
 from strategies.parallel.whole import share_of_square
 from strategies.protocols import Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE
+from strategies.torch_compat.tensors import foreach_mul_, tree_leaves
 
 # Gradients of the torch strategies: their norm over all ranks, their scaling, and their sums over micro-batches.
 
@@ -115,7 +115,7 @@ def sum_terms(module: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient by a factor, in place."""
     if factor != 1.0 and (values := _values(parameters)):
-        torch._foreach_mul_(values, factor)
+        foreach_mul_(values, factor)
 
 
 class WideSums:

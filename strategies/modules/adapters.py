@@ -8,8 +8,6 @@ that the script's model, and the names of what is frozen, stay what they are. Ta
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -22,14 +20,13 @@ from torch import nn
 
 from planner import vocabulary as words
 from planner.cost.combinations import Adapted, why_refused
+from planner.models.counting.adapters import LORA_RANK, LORA_TARGETS
 from planner.types.plan import Configuration, WorkloadSection
 from strategies.config import ScriptConfig
 from strategies.errors import BackendMissing, CannotRun
 from strategies.parallel.blocks import quantised_weights, repeated_blocks
-from strategies.variables import METHOD
+from strategies.run_directory.request import named, plan_request
 
-DEFAULT_RANK = 8
-"""PEFT's and the planner's."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ATTENTION = ("attn", "attention")
 """What the path of a linear layer of attention has in one of its parts, in transformers and in most other blocks."""
@@ -52,11 +49,11 @@ class TrainingMethod:
 
     method: words.Method = "full"
     """`full`, or adapters of a kind."""
-    rank: int = DEFAULT_RANK
+    rank: int = LORA_RANK
     """Of the adapters."""
     alpha: float | None = None
     """An adapter's output counts alpha / rank times; None: alpha is twice the rank."""
-    targets: str = "all-linear"
+    targets: str = LORA_TARGETS
     """What adapters are put beside: `all-linear`, `attention`, names with commas, or a regular expression."""
     dropout: float = 0.0
     """Share of an adapter's inputs that is dropped in training."""
@@ -86,18 +83,18 @@ def read_method(script: ScriptConfig, planned: WorkloadSection, precision: str |
     Raises:
         CannotRun: the config and the plan contradict each other.
     """
-    asked, section = json.loads(os.environ.get(METHOD) or "{}"), script.lora
+    requested, section = named(plan_request().method), script.lora
     of_plan = TrainingMethod(
         method=planned.get("method", "full"),
-        rank=planned.get("lora_rank") or DEFAULT_RANK,
-        targets=planned.get("lora_targets") or "all-linear",
+        rank=planned.get("lora_rank") or LORA_RANK,
+        targets=planned.get("lora_targets") or LORA_TARGETS,
         train_only=planned.get("train_only", ""),
         load_dtype=planned.get("load_dtype"),
         precision=script.precision or precision,
     )
-    if asked:
-        named = {"lora_rank": "rank", "lora_targets": "targets"}
-        return replace(of_plan, **{named.get(name, name): value for name, value in asked.items()}, load_dtype=None)
+    if requested:
+        fields = {"lora_rank": "rank", "lora_targets": "targets"}
+        return replace(of_plan, **{fields.get(name, name): value for name, value in requested.items()}, load_dtype=None)
     if section is None and not script.train_only:
         return of_plan
     method = section.method if section is not None else "full"
@@ -111,7 +108,7 @@ def read_method(script: ScriptConfig, planned: WorkloadSection, precision: str |
     return replace(
         of_plan,
         method=section.method,
-        rank=section.rank or DEFAULT_RANK,
+        rank=section.rank or LORA_RANK,
         alpha=section.alpha,
         targets=section.targets,
         dropout=section.dropout,

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_map
 
 from strategies.config import Fp16Section
+from strategies.torch_compat.tensors import foreach_norm, tree_map
 
 _COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_DTYPE = {**_COMPUTE_DTYPE, "bf16-pure": torch.bfloat16}
@@ -74,7 +74,7 @@ def square_of(values: Iterable[torch.Tensor], device: torch.device | None = None
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)
     is_double = any(part.dtype == torch.float64 for part in parts)
-    norms = torch._foreach_norm(parts, 2, dtype=torch.float64 if is_double else torch.float32)
+    norms = foreach_norm(parts, 2, dtype=torch.float64 if is_double else torch.float32)
     return torch.stack(norms).double().square().sum()
 
 

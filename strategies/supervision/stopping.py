@@ -23,13 +23,13 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from hardware_db.files import replace_whole
 from hardware_db.notices import notice
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.run_directory.spec import STOPPED, EndingKind
+from strategies.torch_compat.distributed import TCPStore
 
 # The signals by which a rank is asked to save and stop.
 

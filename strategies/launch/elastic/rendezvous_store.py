@@ -27,7 +27,9 @@ _START_SECONDS = 60.0  # importing torch takes seconds, on a loaded machine many
 def main(port: str, parent: str) -> int:
     """Serve the store until the parent ends."""
     die_with_parent(signal.SIGKILL, int(parent))
-    from torch._C._distributed_c10d import TCPStore  # here, so that the command that starts this imports no torch
+    from strategies.torch_compat.distributed import (
+        TCPStore,  # here, so that the command that starts this imports no torch
+    )
 
     try:
         store = TCPStore("localhost", int(port), is_master=True, wait_for_workers=False)
@@ -64,7 +66,7 @@ def ensure_store(at: Address, directory: Path, environment: dict[str, str]) -> N
 
 
 def is_here(host: str) -> bool:
-    """Whether a host is this machine: one can listen at its address.
+    """Return whether a host is this machine: one can listen at its address.
 
     Raises:
         DsplanError: nobody knows such a host.
