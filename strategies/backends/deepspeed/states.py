@@ -160,7 +160,7 @@ class DeepSpeedStates(States):
         return run.of(states[key])
 
     def keep(self, place: Place, states: dict[str, Any]) -> None:
-        """Keep numbers that were read: one for all parameters of a flat tensor, the most stepped. Tensors are in place."""
+        """Keep numbers, one for all parameters of a flat tensor: the most stepped. Tensors were read in place."""
         run = self._run(place)
         if not run.numel:
             return

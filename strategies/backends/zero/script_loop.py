@@ -339,7 +339,7 @@ class ScriptLoop:
         return {**state, "state": own}
 
     def _places(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Bucket | None, Slot | None]]:
-        """Yield where each of an optimizer's tensors lies, in the order of its state dict; nowhere for what is not ours."""
+        """Yield where an optimizer's tensors lie, in the order of its state dict; nowhere for what is not ours."""
         places = {self.pieces.of[slot.parameter]: (bucket, slot) for bucket, slot in self.pieces.slots()}
         for group in optimizer.param_groups:
             for tensor in group["params"]:
