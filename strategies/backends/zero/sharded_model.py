@@ -51,7 +51,7 @@ class ShardedModel:
         return nullcontext()
 
     def renew(self, bucket: Bucket) -> None:
-        """Begin to bring a bucket's weights up to date on every rank with its master, which the optimizer has changed."""
+        """Begin to bring a bucket's weights up to date on every rank, with its master that the optimizer changed."""
         self.weights.renew(bucket)
 
     def renewed(self) -> None:
