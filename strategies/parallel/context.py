@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -40,6 +41,8 @@ from strategies.parallel.styles import Randomness, RegionEnd, derived, draw_own,
 from strategies.torch_compat.autograd import has_saved_tensor_hooks
 from strategies.torch_compat.dispatch import FakeTensor, without_modes
 from strategies.torch_compat.tensors import storage_number
+
+_log = logging.getLogger(__name__)
 
 _IGNORED = -100
 """Labels that no loss is made of, torch's `ignore_index`."""
@@ -129,6 +132,7 @@ def _require_no_positions(blocks: Sequence[nn.Module], ranks: TensorRanks, mesh:
             try:
                 expected = _first(tried(hidden))
             except Exception:  # whatever a block raises that takes other arguments, which `_own_tokens` looks at
+                _log.debug("%s does not run on hidden states alone", type(block).__name__, exc_info=True)
                 return
         together = all_chunks(_first(tried(own_chunks(hidden, ranks))), ranks)
     if not torch.allclose(together, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from strategies.torch_compat.tensors import tree_leaves, tree_map
+
+_log = logging.getLogger(__name__)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _SAMPLES_LOOKED_AT = 16
@@ -133,8 +136,10 @@ def example_batch(dataset: Any, collate: Callable[[list[Any]], Any] | None = Non
     samples = first_samples(dataset)
     for chosen in (samples, samples[:1] * 2):
         # A collator is the script's own code, which may raise anything; torch's wants samples of one length.
-        with contextlib.suppress(Exception):
+        try:
             return (collate or default_collate)(chosen)
+        except Exception:
+            _log.debug("%d samples cannot be put together", len(chosen), exc_info=True)
     return None
 
 

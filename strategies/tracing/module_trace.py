@@ -10,6 +10,7 @@ Where layers or sequences may be split, the first of the ranks that share them i
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,8 @@ from strategies.tracing.forms.timeline import Marks, Recorder, Timeline
 from strategies.tracing.step.refusal import guarded
 from strategies.tracing.step.step import fake_copy, loss_of, on_device
 from strategies.tracing.storage_tracker import StorageTracker
+
+_log = logging.getLogger(__name__)
 
 MODES: Mapping[Precision, tuple[str, ...]] = {
     "fp32": ("fp32",),
@@ -138,11 +141,12 @@ def traced_facts(
 def _with_part(
     traces: dict[str, TracedActivations], degrees: Degrees, trace: Callable[[], dict[str, TracedActivations]]
 ) -> dict[str, TracedActivations]:
-    """With what a rank of these degrees holds; one of a module that cannot be split so is taken to hold it whole."""
+    """Add what a rank of these degrees holds; of a module that cannot be split so it is taken to hold the whole."""
     try:
         with guarded():
             part = trace()
     except Exception:  # whatever code of the user's own raises with a part of its layers or tokens
+        _log.debug("no trace of a rank of tp, cp, ep %s", degrees[:3], exc_info=True)
         return traces
     return {mode: replace(whole, parts={**whole.parts, degrees: part[mode]}) for mode, whole in traces.items()}
 
@@ -235,6 +239,7 @@ def _figures(few: Reading, many: Reading) -> Figures | None:
     try:
         form = Derivation(joined, few.kinds, _grown, _POINTS).form()
     except (KeyError, IndexError):  # a block that has no part in the backward pass
+        _log.debug("no figures of blocks %s", few.kinds, exc_info=True)
         return None
     return figures_of_form(form, few.kinds)
 
@@ -384,7 +389,7 @@ class _BlockWatch(Marks):
     def enter(self, block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if block is self._block:
             self._before = self._tracker.live_bytes
-        with contextlib.suppress(Exception):  # nothing that a block may be given or give stops the module
+        with _logged():
             super().enter(block, inputs, named)
 
     def leave(self, block: nn.Module, inputs: Any, output: Any) -> None:
@@ -392,11 +397,20 @@ class _BlockWatch(Marks):
             self._reading.block = self._tracker.live_bytes - self._before
             self._reading.boundary = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
         self._reading.kinds = (*self._reading.kinds, _kind(block))
-        with contextlib.suppress(Exception):
+        with _logged():
             super().leave(block, inputs, output)
 
     def _leave_linear(self, _module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
         self._reading.products += output.nbytes
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """Log what fails inside: nothing that a block may be given or give stops the module."""
+    try:
+        yield
+    except Exception:
+        _log.debug("a block's moments are not known", exc_info=True)
 
 
 def _kind(block: nn.Module) -> str:
