@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.parallel.stages import looked_at
+from strategies.parallel.stages import show_inputs
 from strategies.parallel.styles import is_linear, widths
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def _capture(inner: nn.Module, block: nn.Module, given: tuple[Any, ...], named: 
 
     handle = block.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        with torch.no_grad(), looked_at(inner):
+        with torch.no_grad(), show_inputs(inner):
             inner(*given, **named)
     except _Reached:
         pass

@@ -210,7 +210,7 @@ def _attention(
     keys, values = (all_chunks(tensor, ranks, -2, sums=True) for tensor in (key, value))
     length = query.shape[-2] // 2
     attended = []
-    with _gathered_again(ranks, (key, value), (keys, values)):
+    with _gather_again(ranks, (key, value), (keys, values)):
         for chunk, queries in zip(_places(ranks.rank, ranks.size), query.chunk(2, dim=-2), strict=True):
             end = (chunk + 1) * length
             bias = earlier_tokens(length, end, query.device)
@@ -222,7 +222,7 @@ def _attention(
     return torch.cat(attended, dim=-2)
 
 
-def _gathered_again(
+def _gather_again(
     ranks: TensorRanks, own: Sequence[torch.Tensor], whole: Sequence[torch.Tensor]
 ) -> AbstractContextManager[object]:
     """Have backward all-gather keys and values once more instead of keeping those of all ranks from forward.
@@ -428,7 +428,7 @@ def _whole_loss(ranks: TensorRanks, model: Any, args: Any, kwargs: Mapping[str, 
         output.loss = _Whole.apply(own, share, ranks)  # type: ignore[no-untyped-call]
     if getattr(output, "logits", None) is not None:
         is_left_out = model.training and loss is not None
-        output.logits = None if is_left_out else all_chunks(scaled_gradient(output.logits, ranks.size), ranks)
+        output.logits = None if is_left_out else all_chunks(scale_gradient(output.logits, ranks.size), ranks)
     return output
 
 
@@ -467,7 +467,7 @@ class _Scaled(Function):
         return gradient * ctx.factor, None
 
 
-def scaled_gradient(values: torch.Tensor, factor: float) -> torch.Tensor:
+def scale_gradient(values: torch.Tensor, factor: float) -> torch.Tensor:
     """Return the same values; their gradient is multiplied by a factor."""
     scaled: torch.Tensor = _Scaled.apply(values, factor)  # type: ignore[no-untyped-call]
     return scaled
@@ -480,7 +480,7 @@ def _own_tokens(ranks: TensorRanks, block: nn.Module, args: Any, kwargs: dict[st
         raise CannotRun(
             f"cp splits the hidden states that {type(block).__name__} takes first, and it takes none; use cp 1"
         )
-    own = own_chunks(scaled_gradient(args[0], 1 / ranks.size), ranks)
+    own = own_chunks(scale_gradient(args[0], 1 / ranks.size), ranks)
     return _of_own_tokens(ranks, block, (own, *args[1:]), kwargs)
 
 
@@ -502,5 +502,5 @@ def _all_tokens(ranks: TensorRanks, block: nn.Module, args: Any, output: Any) ->
     if ranks.is_whole:
         return output
     # Each rank's weights see its own tokens alone, and gradients are averaged over ranks.
-    whole = all_chunks(scaled_gradient(_first(output), ranks.size), ranks)
+    whole = all_chunks(scale_gradient(_first(output), ranks.size), ranks)
     return (whole, *output[1:]) if isinstance(output, tuple) else whole

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import Function
 
 from strategies.errors import CannotRun
-from strategies.parallel.context import scaled_gradient
+from strategies.parallel.context import scale_gradient
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
 from strategies.parallel.ranks import ImaginedGroup, TensorRanks
@@ -90,7 +90,7 @@ def _with_tokens_of_all(
         return whole
     numbers = chosen.reshape(-1)
     order = numbers.argsort(stable=True)
-    counts, coming = _counted(numbers, experts.num_experts, ranks)
+    counts, coming = _count_tokens(numbers, experts.num_experts, ranks)
     if isinstance(ranks.group, ImaginedGroup):
         each = numbers.numel() // ranks.size
         sent, received = [each] * ranks.size, [round(ranks.group.uneven * each)] * ranks.size
@@ -99,13 +99,13 @@ def _with_tokens_of_all(
     tokens = exchanged(hidden[order // chosen.shape[-1]], ranks, sent, received)
     local = torch.arange(experts.num_experts, device=hidden.device).repeat(ranks.size)
     own = local.repeat_interleave(coming.reshape(-1), output_size=sum(received)).unsqueeze(-1)
-    outputs = scaled_gradient(_made(forward, scaled_gradient(tokens, 1 / share), own), share)
+    outputs = scale_gradient(_run_experts(forward, scale_gradient(tokens, 1 / share), own), share)
     back = exchanged(outputs, ranks, received, sent)
     of_token = back[order.argsort()].view(*chosen.shape, -1)
     return (of_token * weights.unsqueeze(-1).to(of_token.dtype)).sum(1)
 
 
-def _counted(numbers: torch.Tensor, experts: int, ranks: TensorRanks) -> tuple[torch.Tensor, torch.Tensor]:
+def _count_tokens(numbers: torch.Tensor, experts: int, ranks: TensorRanks) -> tuple[torch.Tensor, torch.Tensor]:
     """Count the tokens that this rank sends to each expert, and gets from each rank for each: [ranks, experts]."""
     if isinstance(ranks.group, ImaginedGroup):
         return numbers.new_empty((ranks.size, experts)), numbers.new_empty((ranks.size, experts))
@@ -115,7 +115,7 @@ def _counted(numbers: torch.Tensor, experts: int, ranks: TensorRanks) -> tuple[t
     return counts, coming
 
 
-def _made(forward: Any, tokens: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def _run_experts(forward: Any, tokens: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Run each token through its expert; with no token too, since all ranks gather the experts' weights."""
     if tokens.shape[0]:
         outputs: torch.Tensor = forward(tokens, own, torch.ones_like(own, dtype=tokens.dtype))

@@ -25,9 +25,9 @@ from strategies.parallel.ranks import (
     gather_from_ranks,
     scatter_sum,
     split_between_ranks,
-    started_sum,
+    start_sum,
     sum_over_ranks,
-    waited_for,
+    wait_for,
 )
 from strategies.parallel.split import Split, hold_part, note_split
 
@@ -46,11 +46,11 @@ class _OverlappedLinear(Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        on_its_way = started_sum(gradient @ weight, ctx.ranks)
+        on_its_way = start_sum(gradient @ weight, ctx.ranks)
         rows = gradient.reshape(-1, gradient.shape[-1])
         for_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
         for_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return waited_for(on_its_way), for_weight, for_bias, None
+        return wait_for(on_its_way), for_weight, for_bias, None
 
 
 # Linear layers and the vocabulary. The first three are what a module's own class is derived from.

@@ -89,15 +89,15 @@ def tokens_of_each(length: int, ranks: int) -> int:
 
 def all_reduce(values: torch.Tensor, ranks: TensorRanks, kind: str = "sum") -> torch.Tensor:
     """All-reduce values in place, without a gradient; one rank alone has them already."""
-    return waited_for(started_sum(values, ranks, kind))
+    return wait_for(start_sum(values, ranks, kind))
 
 
-def started_sum(values: torch.Tensor, ranks: TensorRanks, kind: str = "sum") -> torch.Tensor:
+def start_sum(values: torch.Tensor, ranks: TensorRanks, kind: str = "sum") -> torch.Tensor:
     """Start a sum of a tensor that nobody else reads until it is waited for."""
     return _ops().all_reduce_(values.contiguous(), kind, _name(ranks))  # type: ignore[no-any-return]
 
 
-def waited_for(values: torch.Tensor) -> torch.Tensor:
+def wait_for(values: torch.Tensor) -> torch.Tensor:
     """Wait for a sum that was started."""
     return _ops().wait_tensor(values)  # type: ignore[no-any-return]
 
@@ -118,7 +118,7 @@ def _all_gather(part: torch.Tensor, ranks: TensorRanks, dim: int, length: int) -
     rows = part.movedim(dim, 0)
     if part.shape[dim] < sizes[0]:
         rows = torch.cat((rows, rows.new_zeros((sizes[0] - part.shape[dim], *rows.shape[1:]))))
-    whole = waited_for(_ops().all_gather_into_tensor(rows.contiguous(), ranks.size, _name(ranks)))
+    whole = wait_for(_ops().all_gather_into_tensor(rows.contiguous(), ranks.size, _name(ranks)))
     if sizes[0] != sizes[-1]:
         runs: tuple[torch.Tensor, ...] = torch.split(whole, sizes[0])
         whole = torch.cat([run[:size] for run, size in zip(runs, sizes, strict=True)])
@@ -134,7 +134,7 @@ def _reduce_scatter(values: torch.Tensor, ranks: TensorRanks, dim: int) -> torch
     if values.device.type == "cpu":  # gloo's own is an all-reduce too, and older ones have none
         return _own(all_reduce(values.clone(), ranks), ranks, dim)
     rows = values.movedim(dim, 0).contiguous()
-    return waited_for(_ops().reduce_scatter_tensor(rows, "sum", ranks.size, _name(ranks))).movedim(0, dim).contiguous()
+    return wait_for(_ops().reduce_scatter_tensor(rows, "sum", ranks.size, _name(ranks))).movedim(0, dim).contiguous()
 
 
 # Collectives with gradients. What all ranks compute alike has, on every rank, its whole gradient.

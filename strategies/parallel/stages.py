@@ -151,7 +151,7 @@ def stages_of(model: nn.Module) -> Stages | None:
 
 
 @contextmanager
-def looked_at(model: nn.Module) -> Iterator[None]:
+def show_inputs(model: nn.Module) -> Iterator[None]:
     """Have calls of a model inside show what this rank's first blocks are called with, whatever they return.
 
     Hidden states are random where another stage makes them.
@@ -180,7 +180,7 @@ def cut_stages(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: Model
     configuration = options.configuration
     number = configuration.pp * configuration.virtual_stages
     stack = _stack_of(model, number)
-    record = _recorded(model, stack, options)
+    record = _record_pass(model, stack, options)
     costs = _costs(model, stack, record, options.partition)
     counts = _counts(costs, number) if options.partition != "uniform" else blocks_per_piece(len(costs.blocks), number)
     ranges = [range(first, end) for first, end in pairwise(accumulate(counts, initial=0))]
@@ -301,7 +301,7 @@ class _Watch(TorchFunctionMode):
         self.part = self._blocks[block] + 1 if self._blocks[block] + 1 == len(self._blocks) else self._blocks[block]
 
 
-def _recorded(model: nn.Module, stack: nn.Module, options: SplitOptions) -> _Record:
+def _record_pass(model: nn.Module, stack: nn.Module, options: SplitOptions) -> _Record:
     """Look at a forward pass under fake tensors.
 
     Raises:

@@ -112,7 +112,7 @@ def split_unit(
     heads = _heads_of(unit, styles) if variant.adapts >= 0 else _Heads()
     direct = sequence and is_block  # no unit's edge: each layer gathers its input and scatters its output
     for name, style in styles.items():
-        module_name, parameter = _placed(unit, name)
+        module_name, parameter = _locate(unit, name)
         module = unit.get_submodule(module_name)
         if parameter:
             split = _parameter(module, parameter, style, ranks)
@@ -121,7 +121,7 @@ def split_unit(
         else:
             split = _module(module, style, ranks, heads, variant, sequence=sequence, direct=direct)
         applied.add(module_name, split)
-    applied.changes += _adapted(unit, heads, ranks, variant.adapts) if not variant.gathers else []
+    applied.changes += _split_adapters(unit, heads, ranks, variant.adapts) if not variant.gathers else []
     if not is_block:
         if sequence:
             mode = "shared" if variant.shares_input else "own"
@@ -134,7 +134,7 @@ def split_unit(
         elif variant.shares_input:
             unit.register_forward_pre_hook(UnitInput(ranks, "copied"), with_kwargs=True)
     if not variant.gathers:
-        modules = [(styles[name], unit.get_submodule(name)) for name in styles if not _placed(unit, name)[1]]
+        modules = [(styles[name], unit.get_submodule(name)) for name in styles if not _locate(unit, name)[1]]
         columns = [module for style, module in modules if is_columns(style)]
         _draw_own_between(unit, columns, [module for style, module in modules if style in ROWS], randomness)
     return applied
@@ -150,12 +150,12 @@ def can_share(unit: nn.Module, styles: Mapping[str, str]) -> bool:
 
 
 def _parameters_below(unit: nn.Module, name: str) -> list[nn.Parameter]:
-    module_name, parameter = _placed(unit, name)
+    module_name, parameter = _locate(unit, name)
     module = unit.get_submodule(module_name)
     return [getattr(module, parameter)] if parameter else list(module.parameters())
 
 
-def _placed(unit: nn.Module, name: str) -> tuple[str, str]:
+def _locate(unit: nn.Module, name: str) -> tuple[str, str]:
     """Return module and parameter ("" for none) of a name in a plan."""
     try:
         unit.get_submodule(name)
@@ -406,7 +406,7 @@ def _heads_of(unit: nn.Module, styles: Mapping[str, str]) -> _Heads:
         return _Heads(rotary=rotary or 0)
     outputs: list[int] = []
     for name, style in styles.items():
-        module_name, parameter = _placed(unit, name)
+        module_name, parameter = _locate(unit, name)
         module: Any = unit.get_submodule(module_name)
         module = getattr(module, "base_layer", module)
         if not parameter and is_linear(module) and is_columns(style):
@@ -447,7 +447,7 @@ def _pieces_of(
     return ((first, first + heads.width),), copies
 
 
-def _adapted(unit: nn.Module, heads: _Heads, ranks: TensorRanks, how: int) -> list[Change]:
+def _split_adapters(unit: nn.Module, heads: _Heads, ranks: TensorRanks, how: int) -> list[Change]:
     """Give attributes that count heads, or their widths, those of this rank."""
     if not heads.width:
         return []

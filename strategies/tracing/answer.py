@@ -12,9 +12,9 @@ from planner.errors import DsplanError
 from planner.types.job import Job
 from strategies.tracing.cache.reading import Answer, Reading, Refusal, sizes_of
 from strategies.tracing.cache.source import ModelSource
-from strategies.tracing.factory import Made, made_by
+from strategies.tracing.factory import Made, call_factory
 from strategies.tracing.step.build import Subject, own_subject, subject_of
-from strategies.tracing.step.refusal import TraceFailed, guarded, why_refused
+from strategies.tracing.step.refusal import TraceFailed, guard, why_refused
 from strategies.tracing.step.step import trace_step
 
 # What `save_pretrained` writes beside the arguments of a config, and what the subject decides itself.
@@ -28,9 +28,9 @@ def trace_answer(job: Job, source: ModelSource, report: Callable[[str], None]) -
         DsplanError: the factory that makes the module fails.
     """
     sizes = sizes_of(job)
-    product = made_by(source.factory) if source.factory else None
+    product = call_factory(source.factory) if source.factory else None
     try:
-        with guarded():
+        with guard():
             report(f"building {source.facts.architecture} without its weights")
             subject = _subject(job, source, product)
             report(f"tracing a step of {source.facts.architecture} on fake tensors")

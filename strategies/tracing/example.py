@@ -116,14 +116,14 @@ def first_samples(dataset: Any) -> list[Any]:
     """Return the first samples of a dataset that can be indexed or iterated over; an iterator would lose them."""
     if dataset is None or isinstance(dataset, Iterator):
         return []
-    with _random_numbers_kept():
+    with _keep_random_numbers():
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             return [dataset[index] for index in range(min(_SAMPLES_LOOKED_AT, len(dataset)))]
         return list(itertools.islice(iter(dataset), _SAMPLES_LOOKED_AT))
 
 
 @contextlib.contextmanager
-def _random_numbers_kept() -> Iterator[None]:
+def _keep_random_numbers() -> Iterator[None]:
     """Have what a sample is cut or turned by drawn again in training, on every rank alike."""
     state = random.getstate()
     with torch.random.fork_rng(devices=[]):

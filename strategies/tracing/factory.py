@@ -37,15 +37,15 @@ def model_and_made(name: str | None, *, model_size: str | None = None) -> tuple[
     """Return the model's facts, and what a factory made where it comes from one.
 
     Raises:
-        DsplanError: as `resolve_model`, `made_by` and `facts_of_made`.
+        DsplanError: as `resolve_model`, `call_factory` and `facts_of_product`.
     """
     if name is None or model_size is not None or not is_factory(name):
         return resolve_model(name, model_size=model_size), None
-    product = made_by(name.strip())
-    return facts_of_made(name.strip(), product), product
+    product = call_factory(name.strip())
+    return facts_of_product(name.strip(), product), product
 
 
-def made_by(spec: str) -> Made:
+def call_factory(spec: str) -> Made:
     """Return what `package.module:factory` returns, called without arguments and, with torch, on the meta device.
 
     The working directory is searched first, as `python -m` does.
@@ -122,7 +122,7 @@ def _meta_device() -> contextlib.AbstractContextManager[Any]:
     return device
 
 
-def facts_of_made(spec: str, product: Made) -> ModelFacts:
+def facts_of_product(spec: str, product: Made) -> ModelFacts:
     """Return the facts of what a factory made: an `nn.Module`, a transformers config, or a dict such as a config.json.
 
     Raises:

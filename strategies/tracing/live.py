@@ -59,7 +59,7 @@ def counts_from_module(module: nn.Module, described: ModelFacts | None = None) -
     tables = [_take(part, seen) for part in outside if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     blocks = [_block(path, block, seen) for path, stack in stacks for block in stack]
     head = _take(_last_linear(outside), seen)
-    return count_weights(embedding=sum(tables, NOTHING), blocks=_merged(blocks), head=head, other=_take(module, seen))
+    return count_weights(embedding=sum(tables, NOTHING), blocks=_merge(blocks), head=head, other=_take(module, seen))
 
 
 def _described(module: nn.Module, name: str) -> ModelFacts | None:
@@ -148,7 +148,7 @@ def _role(path: str, experts: int) -> str:
     return "moe" if experts else "decoder"
 
 
-def _merged(blocks: list[BlockCount]) -> tuple[BlockCount, ...]:
+def _merge(blocks: list[BlockCount]) -> tuple[BlockCount, ...]:
     """Merge runs of equal blocks; blocks whose weights were all counted before (shared layers) add nothing."""
     merged: list[BlockCount] = []
     for block in blocks:

@@ -38,7 +38,7 @@ from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.example import arguments_of, examples_for
 from strategies.tracing.forms.derive import Derivation
 from strategies.tracing.forms.timeline import Marks, Recorder, Timeline
-from strategies.tracing.step.refusal import guarded
+from strategies.tracing.step.refusal import guard
 from strategies.tracing.step.step import fake_copy, loss_of, on_device
 from strategies.tracing.storage_tracker import StorageTracker
 
@@ -125,7 +125,7 @@ def traced_facts(
     problems: list[Exception] = []
     for example in examples_for(module, batch):
         try:
-            with guarded():
+            with guard():
                 traces = trace_activations(module, example.batch_of, precision, device)
         except Exception as problem:
             problems.append(problem)
@@ -143,7 +143,7 @@ def _with_part(
 ) -> dict[str, TracedActivations]:
     """Add what a rank of these degrees holds; of a module that cannot be split so it is taken to hold the whole."""
     try:
-        with guarded():
+        with guard():
             part = trace()
     except Exception:  # whatever code of the user's own raises with a part of its layers or tokens
         _log.debug("no trace of a rank of tp, cp, ep %s", degrees[:3], exc_info=True)
@@ -233,7 +233,7 @@ def _per_sample(few: Reading, many: Reading) -> TracedActivations:
 
 def _figures(few: Reading, many: Reading) -> Figures | None:
     """Return the figures of a module whose blocks run once each, and alike for both batches."""
-    joined = _joined(few.timeline, many.timeline)
+    joined = _join(few.timeline, many.timeline)
     if joined is None or not few.kinds or len(joined.outputs) != len(few.kinds):
         return None
     try:
@@ -247,7 +247,7 @@ def _figures(few: Reading, many: Reading) -> Figures | None:
 _POINTS: tuple[Mapping[str, float], ...] = tuple({"b": float(samples)} for samples in (1, 4, 16, 64, 256))
 
 
-def _joined(few: Timeline, many: Timeline) -> Timeline | None:
+def _join(few: Timeline, many: Timeline) -> Timeline | None:
     """Join the same step over both batches, each shape the elements of both; None where they are not the same."""
     alike = few.marks == many.marks and len(few.storages) == len(many.storages)
     if not alike or any(a.operation != b.operation for a, b in zip(few.storages, many.storages, strict=True)):
@@ -300,7 +300,7 @@ def _run(module: nn.Module, batch: Any, mode: str, device: Device, fake: FakeTen
         tracker.meet(weights.values())
         resting = tracker.live_bytes
         watch = _BlockWatch(tracker, repeated_blocks(module), reading, recorder)
-        with experts_balanced(module), watch, work_counted(reading), autocast:
+        with balance_experts(module), watch, count_work(reading), autocast:
             loss = loss_of(torch.func.functional_call(module, {**weights, **buffers}, *inputs))
         recorder.timeline.mark("loss")
         reading.kept, reading.forward = tracker.live_bytes - resting, tracker.peak_bytes - resting
@@ -324,7 +324,7 @@ def _run(module: nn.Module, batch: Any, mode: str, device: Device, fake: FakeTen
 def _part_of(module: nn.Module, fake: FakeTensorMode, degrees: Degrees, uneven: float) -> nn.Module:
     """Return a copy of the module on fake tensors, split as `dsplan.initialize` splits it."""
     copied, _ = fake_copy(module, (), fake, None)
-    with fake, experts_balanced(copied):
+    with fake, balance_experts(copied):
         split_imagined(copied, *degrees, uneven=uneven)
     return copied
 
@@ -423,7 +423,7 @@ def _kind(block: nn.Module) -> str:
 
 
 @contextlib.contextmanager
-def experts_balanced(module: nn.Module) -> Iterator[None]:
+def balance_experts(module: nn.Module) -> Iterator[None]:
     """Have routed experts (`strategies.parallel.expert.is_mixture`) that look up their tokens find as many each."""
     make: Any = _Balanced
     handles: list[Any] = []
@@ -462,7 +462,7 @@ class _Balanced(TorchDispatchMode):  # type: ignore[no-untyped-call]
 # The work of a forward pass: operations of products and convolutions, and bytes that all other kernels move.
 
 
-def work_counted(reading: Reading) -> AbstractContextManager[object]:
+def count_work(reading: Reading) -> AbstractContextManager[object]:
     """Count the work of what runs inside."""
     make: Any = _Work
     mode: AbstractContextManager[object] = make(reading)

@@ -172,7 +172,7 @@ def _timeline(subject: Subject, variant: Variant) -> Timeline:
     with fake:
         module.to_empty(device="cpu")
         tie(module)
-        batch = _narrowed(subject.batch_of(symbols.SAMPLES, symbols.LENGTH, source), module)
+        batch = _cast_batch(subject.batch_of(symbols.SAMPLES, symbols.LENGTH, source), module)
         with device, unpadded():
             return record_step(subject, batch, autocast, on_cuda=not variant.on_cpu)
 
@@ -196,7 +196,7 @@ def tie(module: Any) -> None:
         module.tie_weights()
 
 
-def _narrowed(batch: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+def _cast_batch(batch: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
     """Images and audio in the type of the weights, as a 16-bit model takes them."""
     dtype = next(module.parameters()).dtype
     return {

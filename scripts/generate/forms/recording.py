@@ -24,9 +24,9 @@ from strategies.torch_compat.dispatch import FakeTensorMode
 from strategies.tracing.cuda.as_cuda import as_cuda
 from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.forms.derive import Derivation
-from strategies.tracing.module_trace import Reading, work_counted
+from strategies.tracing.module_trace import Reading, count_work
 from strategies.tracing.step.build import Subject
-from strategies.tracing.step.images import images_followed, images_of
+from strategies.tracing.step.images import follow_images, images_of
 from strategies.tracing.step.step import loss_of
 from strategies.tracing.to_hf import config_of
 
@@ -168,7 +168,7 @@ def recorded_form(recipe: Recipe, variant: Variant) -> Form:
             name: value.to(dtype) if value.is_floating_point() else value
             for name, value in batch_of(module, SAMPLES, length).items()
         }
-        with as_cuda(), unpadded(), images_followed(module):
+        with as_cuda(), unpadded(), follow_images(module):
             timeline = record_step(subject, batch, autocast, on_cuda=True)
     counted = lengths.count if recipe.loops else lengths.count_of_images if recipe.sees_images else None
     return Derivation(timeline, kinds_of(module), lengths.elements, POINTS, counted=counted).form()
@@ -223,11 +223,11 @@ def _worked(recipe: Recipe, samples: int, length: int) -> dict[str, Reading]:
         tie(module)
         stack.enter_context(as_cuda())
         stack.enter_context(unpadded())
-        stack.enter_context(images_followed(module))
+        stack.enter_context(follow_images(module))
         everything = Reading()
         for block, kind in zip(blocks, kinds, strict=True):
             _watch(block, everything, readings[kind])
-        with torch.no_grad(), work_counted(everything):
+        with torch.no_grad(), count_work(everything):
             loss_of(module(**batch_of(module, samples, length)))
     for name in _COUNTED:
         inside = sum(getattr(readings[kind], name) for kind in dict.fromkeys(kinds))

@@ -121,7 +121,7 @@ def _traced(priced: Priced, coverage: Coverage, reading: Reading) -> Priced:
     job = priced.job
     closed, workspace = phases_of(job), Ledger(temporaries=library_workspace(job))
     if coverage.partly:
-        phases, margin = _corrected(job, closed, reading.phases), FRAGMENTATION_UPPER
+        phases, margin = _correct(job, closed, reading.phases), FRAGMENTATION_UPPER
     else:
         seen = {name: ledger + workspace for name, ledger in reading.phases.items()}
         # Loading, evaluation and saving are not part of a step.
@@ -139,7 +139,7 @@ def _traced(priced: Priced, coverage: Coverage, reading: Reading) -> Priced:
     )
 
 
-def _corrected(job: Job, closed: Mapping[str, Ledger], seen: Mapping[str, Ledger]) -> dict[str, Ledger]:
+def _correct(job: Job, closed: Mapping[str, Ledger], seen: Mapping[str, Ledger]) -> dict[str, Ledger]:
     """Return closed forms whose activations are off as much as their largest ones are off those of a trace."""
     largest: dict[str, float] = {}
     for instant in instants_of(job, recipe_of(job)):

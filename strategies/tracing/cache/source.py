@@ -20,7 +20,7 @@ from planner.models.facts import ModelFacts
 from planner.models.resolve import config_file, is_factory, resolve_model
 from planner.vocabulary import Task
 from strategies.tracing.cache.cache import TraceCache, trace_versions
-from strategies.tracing.factory import Made, facts_of_made, made_by
+from strategies.tracing.factory import Made, call_factory, facts_of_product
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
@@ -124,15 +124,15 @@ def factory_source(spec: str, cache: TraceCache) -> ModelSource:
     """Return the source of a factory's module, whose code runs only where it is new or one of its files changed.
 
     Raises:
-        DsplanError: as `made_by` and `facts_of_made`.
+        DsplanError: as `call_factory` and `facts_of_product`.
     """
     series = trace_key({"factory": spec, "directory": os.getcwd(), "versions": trace_versions()})
     for record in cache.series(series):
         files: Any = record.document["files"]
         if unchanged(files):
             return _source(spec, record.document)
-    model = made_by(spec)
-    facts = facts_of_made(spec, model)
+    model = call_factory(spec)
+    facts = facts_of_product(spec, model)
     document: dict[str, object] = {
         "facts": asdict(facts),
         "files": source_files(_modules(spec, model.model)),

@@ -32,7 +32,7 @@ _WEIGHTS = ((2.0, 0.0), (4.0, 1.0), (0.0, 0.0), (6.0, 0.0))
 """Bytes per element of a gradient, and whether cast copies count, as strategies have it."""
 
 
-def distinctive(points: Sequence[Dimensions], moments: Sequence[Moment]) -> tuple[Moment, ...]:
+def prune_moments(points: Sequence[Dimensions], moments: Sequence[Moment]) -> tuple[Moment, ...]:
     """Return the fewest moments that come within 0.2 % of the largest at every point."""
     pool = list({str((m.activations, m.cast, m.gradients)): m for m in moments}.values())
     terms = {term for moment in pool for part in _parts(moment) for term in part}
@@ -150,9 +150,9 @@ class Derivation:
             blocks=blocks,
             buffers=self._bytes(self._timeline.outside),
             before=replace(start.moment(), activations=add((start.activations, inputs))),
-            loss=distinctive(self._points, forward),
-            loss_backward=distinctive(self._points, backward),
-            table_backward=distinctive(self._points, table),
+            loss=prune_moments(self._points, forward),
+            loss_backward=prune_moments(self._points, backward),
+            table_backward=prune_moments(self._points, table),
         )
 
     def _representative(self, label: str) -> int:
@@ -176,10 +176,10 @@ class Derivation:
             products=self._products(enter, leave),
             unused=self._products(needed, leave),
             **self._once(index, kept, in_front),
-            forward=distinctive(self._points, self._moments(enter, leave, before)),
-            backward=distinctive(self._points, self._moments(marks[f"back{index}"], ends, before)),
-            recomputed=distinctive(self._points, again),
-            replayed=distinctive(
+            forward=prune_moments(self._points, self._moments(enter, leave, before)),
+            backward=prune_moments(self._points, self._moments(marks[f"back{index}"], ends, before)),
+            recomputed=prune_moments(self._points, again),
+            replayed=prune_moments(
                 self._points, [self._beside_products(moment, leave, before) for moment in self._within(enter, needed)]
             ),
         )

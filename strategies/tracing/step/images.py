@@ -50,7 +50,7 @@ def is_known(value: object) -> bool:
 
 
 @contextlib.contextmanager
-def images_followed(module: nn.Module) -> Iterator[None]:
+def follow_images(module: nn.Module) -> Iterator[None]:
     """Keep a transformers model from comparing image tokens with images, and give it the grids of its patches."""
     home: Any = sys.modules.get(type(module).__module__)
     with contextlib.ExitStack() as restored:

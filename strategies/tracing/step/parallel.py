@@ -133,7 +133,7 @@ def reduction_buckets(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def sharding_counted(storages: Storages, watch: Callable[[Sequence[nn.Parameter]], None]) -> Iterator[None]:
+def count_sharding(storages: Storages, watch: Callable[[Sequence[nn.Parameter]], None]) -> Iterator[None]:
     """Count what FSDP2 gathers and reduces as buffers, the gradients it leaves as gradients.
 
     `watch` is called with the whole parameters, which FSDP2 makes when it first gathers them.

@@ -102,7 +102,7 @@ class MemoryRead(Exception):
 
 
 @contextlib.contextmanager
-def guarded() -> Iterator[None]:
+def guard() -> Iterator[None]:
     """Keep what runs inside off the memory that fake tensors lack, and off stderr what is reported in one line."""
     kind: Any = FakeTensor
     inherited = torch.Tensor.data_ptr

@@ -28,16 +28,16 @@ from strategies.tracing.cuda.kernels import cpu_outputs, scratch_bytes
 from strategies.tracing.example import arguments_of
 from strategies.tracing.step.build import Subject, subject_of, with_adapters
 from strategies.tracing.step.checkpointing import checkpoint_activations
-from strategies.tracing.step.images import images_followed, is_known
+from strategies.tracing.step.images import follow_images, is_known
 from strategies.tracing.step.methods import compile_block, compute_loss_as, host_states, make_optimizer
 from strategies.tracing.step.parallel import (
     all_gather_dtype,
     autocast_dtype,
+    count_sharding,
     expert_ranks,
     ranks,
     reduction_buckets,
     shard,
-    sharding_counted,
     synchronize,
     weight_dtype,
 )
@@ -156,7 +156,7 @@ def trace_stages(job: Job, subject: Traceable | None = None) -> list[TracedStep]
         raise TraceFailed("", "", "an average of the weights, a reference model and pairs of samples are not traced")
     if job.workload.compile and (job.configuration.pp > 1 or job.configuration.activation_checkpointing != "none"):
         raise TraceFailed("", "", "compiled blocks are traced without pipelines and checkpointing")
-    chosen = _trained_as(subject or _described(job), job)
+    chosen = _train_as(subject or _described(job), job)
     return [_traced(job, chosen, rank) for rank in range(job.configuration.pp)]
 
 
@@ -170,7 +170,7 @@ def _traced(job: Job, chosen: Traceable, rank: int) -> TracedStep:
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(on_device(job.cluster.device))
         stack.enter_context(unpadded())
-        stack.enter_context(images_followed(chosen.module))
+        stack.enter_context(follow_images(chosen.module))
         if configuration.attention == "flash":
             stack.enter_context(windows_without_masks())
         if configuration.cp > 1 and mesh is not None and job.facts.kind != "custom":
@@ -184,7 +184,7 @@ def _described(job: Job) -> Subject:
     return replace(subject, with_images=job.facts.kind == "vision-language")
 
 
-def _trained_as(chosen: Traceable, job: Job) -> Traceable:
+def _train_as(chosen: Traceable, job: Job) -> Traceable:
     """Return the subject with what is trained of it, adapters or some of its weights, and loaded as it is asked."""
     work = job.workload
     if work.method != "full":
@@ -226,7 +226,7 @@ class _Run:
         self._on_cpu = job.cluster.device.is_cpu
         self._storages = Storages(mode, None if self._on_cpu else scratch_bytes)
         dtype = weight_dtype(self._configuration)
-        self._batch = _narrowed(self._batch_of(subject), dtype)
+        self._batch = _cast_batch(self._batch_of(subject), dtype)
         self._phases: dict[str, Mapping[Category, int]] = {}
         self._in_forward = False
         whole, blocks = self._part_of(subject)
@@ -281,10 +281,10 @@ class _Run:
         storages.label([leaf for leaf in tree_leaves(self._batch) if isinstance(leaf, torch.Tensor)], "activations")
         buckets = reduction_buckets(list(module.parameters())) if self._configuration.strategy == "ddp" else []
         storages.label(buckets, "buffers")
-        storages.cast_is_temporary(module.parameters())
+        storages.take_casts_as_temporary(module.parameters())
         self._compile()
         self._watch_gradients(module.parameters())
-        with sharding_counted(storages, self._watch_gradients), storages, Following(module, storages):
+        with count_sharding(storages, self._watch_gradients), storages, Following(module, storages):
             optimizers = self._optimizers()
             self._phases = {}
             self._accumulate()
@@ -450,7 +450,7 @@ class _PipelineRun(_Run):
         return output
 
 
-def _narrowed(batch: Any, dtype: torch.dtype | None) -> Any:
+def _cast_batch(batch: Any, dtype: torch.dtype | None) -> Any:
     """Return the batch as fake tensors but for known values, images and audio in the dtype of the weights."""
 
     def narrowed(leaf: Any) -> Any:

@@ -86,7 +86,7 @@ class Replay:
         storages = [storage_number(tensor) for tensor in tensors]
         if len(set(storages)) < len(storages) or not set(storages).isdisjoint(_storages(args)):
             return None
-        described = tuple(None if item is None else _made(item) for item in results)
+        described = tuple(None if item is None else _describe(item) for item in results)
         return type(result), described
 
     def _again(self, kind: type, described: tuple[_Made | None, ...]) -> Any:
@@ -101,7 +101,7 @@ class Replay:
         return FakeTensor(self._mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
 
-def _made(tensor: FakeTensor) -> _Made:
+def _describe(tensor: FakeTensor) -> _Made:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device
 
 
@@ -195,7 +195,7 @@ class Storages:
                 storage = part.untyped_storage()
                 self._set(weakref.ref(storage, self._died), storage.nbytes(), category)
 
-    def cast_is_temporary(self, weights: Iterable[torch.Tensor]) -> None:
+    def take_casts_as_temporary(self, weights: Iterable[torch.Tensor]) -> None:
         """Take copies of these weights in another dtype, which autocast makes, for temporaries."""
         self._weights = {weakref.ref(part.untyped_storage()) for weight in weights for part in plain_parts(weight)}
 

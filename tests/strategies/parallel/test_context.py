@@ -175,7 +175,7 @@ def test_keys_of_all_ranks_are_not_kept_for_backward(monkeypatch: pytest.MonkeyP
     assert len(gathered) == (2 if watches else 4)  # once more in backward, for both chunks of queries
     assert all(keys() is None for keys in gathered)
     own = [tensor.grad for tensor in given]
-    monkeypatch.setattr(context, "_gathered_again", lambda *_: nullcontext())
+    monkeypatch.setattr(context, "_gather_again", lambda *_: nullcontext())
     fresh = [tensor.detach().requires_grad_() for tensor in given]
     context._attention(_Ranks(), *fresh, is_causal=True).square().sum().backward()  # type: ignore[arg-type]
     for mine, tensor in zip(own, fresh, strict=True):

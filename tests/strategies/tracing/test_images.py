@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from strategies.tracing.step.images import images_followed, images_of
+from strategies.tracing.step.images import follow_images, images_of
 from strategies.tracing.step.step import loss_of
 from strategies.tracing.storage_tracker import StorageTracker
 
@@ -51,7 +51,7 @@ def test_a_model_that_reads_the_grid_of_its_patches_is_traced_as_it_runs(model_t
             if fake:
                 stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 module.to_empty(device="cpu")
-                stack.enter_context(images_followed(module))
+                stack.enter_context(follow_images(module))
             batch = images_of(config, 2, 64)
             tokens = torch.full((2, 64), 7)
             tokens[:, :36] = config.image_token_id

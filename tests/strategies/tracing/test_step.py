@@ -27,7 +27,7 @@ from strategies.distributed.rank_pool import RankPool
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_facts
 from strategies.tracing.step.build import Subject, own_subject, subject_of
-from strategies.tracing.step.refusal import TraceFailed, guarded
+from strategies.tracing.step.refusal import TraceFailed, guard
 from strategies.tracing.step.step import trace_step
 from tests.strategies.tracing import trace_bodies as bodies
 
@@ -294,6 +294,6 @@ def test_layers_that_a_rule_splits_are_traced_as_real_ranks_have_them() -> None:
     runs = (run for run in read_compositions() if run.model == "gpt2" and run.strategy == "ddp")
     run = next(run for run in runs if (run.tp, run.pp, run.world_size) == (2, 1, 2))
     job = price(*question(run)).job
-    with guarded():
+    with guard():
         phases = trace_step(job, subject_of(job.facts)).phases
     assert max(sum(parts.values()) for parts in phases.values()) == pytest.approx(run.peak_allocated_bytes, rel=0.001)
