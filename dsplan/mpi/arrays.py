@@ -39,7 +39,7 @@ def name_of(path: Path) -> str:
 
 
 def rebuilt(tree: Tree, replace: Callable[[Path], Any], path: Path = ()) -> Tree:
-    """The same dicts, lists and tuples around other leaves; what is a Mapping becomes a dict."""
+    """Return the same dicts, lists and tuples around other leaves; what is a Mapping becomes a dict."""
     if isinstance(tree, Mapping):
         return {key: rebuilt(value, replace, (*path, key)) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -51,7 +51,7 @@ def rebuilt(tree: Tree, replace: Callable[[Path], Any], path: Path = ()) -> Tree
 
 
 def subtree(tree: Tree, path: Path) -> Tree:
-    """What lies at a path.
+    """Return what lies at a path.
 
     Raises:
         CannotRun: nothing does; the message names the keys there are.
@@ -128,14 +128,16 @@ class Form:
 
     @property
     def is_floating(self) -> bool:
+        """True if values are floating-point numbers."""
         return self.word == "bfloat16" or np.dtype(self.word).kind == "f"
 
     @property
     def is_summable(self) -> bool:
+        """True if values are floating-point or complex."""
         return self.is_floating or np.dtype(self.word).kind == "c"
 
     def made(self, values: Array) -> Any:
-        """A leaf of this form with `values`, [count] or [shape], any dtype that casts to it."""
+        """Return a leaf of this form with `values`, [count] or [shape], any dtype that casts to it."""
         values = values.reshape(self.shape)
         if self.kind == "tensor":
             torch = sys.modules["torch"]
@@ -166,7 +168,7 @@ def is_array(value: object) -> bool:
 
 
 def form_of(value: Any, name: str) -> Form:
-    """The form of a leaf called `name`.
+    """Return the form of a leaf called `name`.
 
     Raises:
         CannotRun: it is no array, or one of a kind that cannot be sent.

@@ -46,10 +46,11 @@ class Bucket:
 
     @property
     def count(self) -> int:
+        """Elements of all ranks."""
         return sum(self.counts)
 
     def filled(self, flat: Mapping[int, Array | None]) -> Array:
-        """The buffer with the leaves' values, cast to `dtype`; zeros where a leaf is None."""
+        """Return the buffer with the leaves' values, cast to `dtype`; zeros where a leaf is None."""
         buffer = np.empty(self.count, dtype=self.dtype)
         for run in self.runs:
             leaf = flat[run.leaf]
@@ -62,7 +63,7 @@ class Bucket:
             flat[run.leaf][run.start : run.stop] = buffer[run.place]
 
     def runs_of(self, rank: int) -> Iterator[Run]:
-        """The runs of a rank's part, placed from the part's beginning."""
+        """Return the runs of a rank's part, placed from the part's beginning."""
         begin = sum(self.counts[:rank])
         end = begin + self.counts[rank]
         for run in self.runs:
@@ -71,12 +72,13 @@ class Bucket:
 
 
 def bounds(count: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The elements of a leaf of `count` that are a rank's."""
+    """Return the elements of a leaf of `count` that are a rank's."""
     return count * rank // ranks, count * (rank + 1) // ranks
 
 
 def checked_bucket_bytes(value: int) -> int:
-    """
+    """Return `value` if messages can be of that many bytes.
+
     Raises:
         CannotRun: messages of that size cannot be sent.
     """
@@ -161,6 +163,7 @@ class Leaf:
 
     @property
     def name(self) -> str:
+        """The leaf's name in messages and files."""
         return name_of(self.path)
 
 
@@ -175,7 +178,7 @@ class Exchange:
 
 
 def common_leaves(communicator: Communicator, tree: Tree, exchange: Exchange) -> list[Leaf]:
-    """The leaves in the order of all ranks. A leaf may be None on some ranks: a gradient that was not computed there.
+    """Return the leaves in the order of all ranks. A leaf may be None on some: a gradient that was not computed there.
 
     Raises:
         CannotRun: names, shapes or dtypes differ between ranks, or a leaf cannot be sent; all ranks raise.
@@ -235,7 +238,7 @@ def _differ_in_absence_only(forms: Sequence[FormsByName], also: Sequence[str]) -
 
 
 def _completed(leaf: Leaf, forms: Sequence[FormsByName], device: Any) -> Leaf:
-    """A leaf with the form that other ranks have, where this rank has no value."""
+    """Return a leaf with the form that other ranks have, where this rank has no value."""
     absent = frozenset(rank for rank, words in enumerate(forms) if words[leaf.name] is None)
     if leaf.form is not None:
         return replace(leaf, absent=absent)
@@ -246,7 +249,8 @@ def _completed(leaf: Leaf, forms: Sequence[FormsByName], device: Any) -> Leaf:
 
 
 def require_summable(path: Path, form: Form) -> None:
-    """
+    """Stop at a leaf whose values cannot be averaged.
+
     Raises:
         CannotRun: a leaf is of whole numbers or truth values.
     """

@@ -181,13 +181,13 @@ class Communicator:
 
 
 def _digest(words: Sequence[str]) -> int:
-    """A number of 62 bits, so that it and its negative fit a signed 64-bit integer."""
+    """Return a number of 62 bits, so that it and its negative fit a signed 64-bit integer."""
     text = "\n".join(words).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
 
 
 def _bytes(array: Array) -> Array:
-    """A contiguous array's bytes, so that dtypes that MPI has not travel too."""
+    """Return a contiguous array's bytes, so that dtypes that MPI has not travel too."""
     return array.reshape(-1).view(np.uint8)
 
 
@@ -206,10 +206,12 @@ class TimerRow:
 
     @property
     def mean(self) -> float:
+        """Seconds of a rank on average."""
         return sum(self.seconds) / len(self.seconds)
 
     @property
     def slowest_rank(self) -> int:
+        """The rank with the most seconds."""
         return max(range(len(self.seconds)), key=self.seconds.__getitem__)
 
 
@@ -324,7 +326,7 @@ class PerformanceMonitor:
 
     @contextmanager
     def timer(self, name: str, kind: Kind = "compute") -> Iterator[None]:
-        """A timer around a block; it stops when the block fails, too."""
+        """Return a timer around a block; it stops when the block fails, too."""
         self.start_timer(name, kind)
         try:
             yield
@@ -352,7 +354,7 @@ class PerformanceMonitor:
         }
 
     def report(self) -> PerformanceReport:
-        """What all ranks measured up to now; running timers count up to now. A rank without a timer counts 0 for it."""
+        """Return what all ranks measured until now, running timers too. A rank without a timer counts 0 for it."""
         now = self._now()
         own = {name: (timer.kind, _seconds(timer, now), timer.calls) for name, timer in self._timers.items()}
         everyone = self._communicator.all_gather_objects(
@@ -367,7 +369,7 @@ class PerformanceMonitor:
         )
 
     def _now(self) -> float:
-        """The time, after what passed since the last reading is put down to what was running meanwhile."""
+        """Return the time, after what passed since the last reading is put down to what was running meanwhile."""
         if self._synchronize is not None:
             self._synchronize()
         now = self._clock()

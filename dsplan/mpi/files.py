@@ -71,7 +71,7 @@ class Region:
     shape: tuple[int, ...]
 
     def within(self, whole: Array) -> Array:
-        """The piece of a whole array, as a view where the whole is contiguous."""
+        """Return the piece of a whole array, as a view where the whole is contiguous."""
         if isinstance(self.start, int):
             return whole.reshape(-1)[self.start : self.start + self.shape[0]]
         view: Array = whole[self._slices()] if self.shape else whole.reshape(())
@@ -128,7 +128,7 @@ def can_hold(word: str) -> bool:
 
 
 def bytes_of(values: Array, word: str) -> Array:
-    """The bytes that stand for an array in the file, [n] of uint8; without a copy where it lies contiguous."""
+    """Return the bytes that stand for an array in the file, [n] of uint8; without a copy where it lies contiguous."""
     flat = np.ascontiguousarray(values).reshape(-1)
     if word == "bfloat16":
         flat = (flat.view(np.uint32) >> 16).astype(np.uint16)
@@ -168,7 +168,7 @@ def header(folder: Path, name: str) -> dict[str, Place]:
 
 
 def read(path: Path, key: str, place: Place, word: str, digest: str) -> Array:
-    """The values of one array, flat.
+    """Return the values of one array, flat.
 
     Raises:
         BrokenFile: the file is not there, or holds something else than was written.

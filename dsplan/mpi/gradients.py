@@ -60,7 +60,7 @@ class GradientManager:
         self._bucket_bytes = checked_bucket_bytes(bucket_bytes)
 
     def average_gradients(self, gradients: Tree, *, weight: float | None = None) -> Tree:
-        """The mean over ranks. `weight` is this rank's part in it, as its number of samples; None: all the same."""
+        """Return the mean over ranks. `weight` is this rank's part, as its number of samples; None: all the same."""
         also = "mean" if weight is None else "weighted mean"
         found = common_leaves(
             self._communicator, gradients, Exchange(action="average_gradients", also=also, require=require_summable)
@@ -74,7 +74,7 @@ class GradientManager:
         )
 
     def sum_gradients(self, gradients: Tree) -> Tree:
-        """The sum over ranks, in each leaf's own dtype: fp16 becomes infinite beyond 65504."""
+        """Return the sum over ranks, in each leaf's own dtype: fp16 becomes infinite beyond 65504."""
         found = common_leaves(
             self._communicator, gradients, Exchange(action="sum_gradients", also="sum", require=require_summable)
         )

@@ -41,7 +41,7 @@ class SavedTree:
         self._named = [{name_of(path): value for path, value in leaves(tree).items()} for tree in self._trees]
 
     def whole(self) -> Tree:
-        """The tree with every array whole.
+        """Return the tree with every array whole.
 
         Raises:
             BrokenFile: a file is damaged.
@@ -51,7 +51,7 @@ class SavedTree:
         return rebuilt(joined, lambda path: self._values(name_of(path)))
 
     def like(self, wanted: Tree) -> Tree:
-        """The leaves that `wanted` has, in its nesting: an array as the same kind and dtype, a Part as that part.
+        """Return the leaves that `wanted` has, in its nesting: an array in its kind and dtype, a Part as that part.
 
         Raises:
             As `whole`; CannotRun also where there is no such leaf, or one of another shape.
@@ -82,7 +82,7 @@ class SavedTree:
         return whole[()] if found.kind == "scalar" else whole
 
     def _leaf(self, name: str) -> Any:
-        """What was saved under a name; the same on all ranks that count."""
+        """Return what was saved under a name; the same on all ranks that count."""
         found = [named[name] for named in self._named if name in named]
         if not found:
             raise CannotRun(f"load_checkpoint: {self._folder} has no {name!r}")
@@ -109,7 +109,7 @@ class SavedTree:
         )
 
     def _assembled(self, saved: Json, wanted: Region | None) -> Array:
-        """The whole array; where only a region is wanted, elements outside of it may be left unset."""
+        """Return the whole array; where only a region is wanted, elements outside of it may be left unset."""
         word, shape = saved["dtype"], tuple(saved["shape"])
         regions = [(piece, _region(piece, shape)) for piece in saved["pieces"]]
         needed = [
@@ -150,9 +150,9 @@ def _read_index(path: Path) -> Mapping[str, Json]:
     index = json_object(path, read_bytes(path.parent, path.name), _DEEPEST)
     version = index.get("version")
     if version != VERSION:
-        problem = f"is of version {shown(version)}, and this dsplan reads {VERSION}"
-        raise BrokenFile(path, problem, "load it with the other one")
-    problem = _trees_problem(index) or next(filter(None, map(_variants_problem, *_arrays_of(index))), "")
+        mismatch = f"is of version {shown(version)}, and this dsplan reads {VERSION}"
+        raise BrokenFile(path, mismatch, "load it with the other one")
+    problem = _why_broken_trees(index) or next(filter(None, map(_why_broken_arrays, *_arrays_of(index))), None)
     if problem:
         raise BrokenFile(path, problem, "load another step")
     return index
@@ -163,8 +163,8 @@ def _arrays_of(index: Mapping[str, Json]) -> tuple[list[str], list[Json]]:
     return (list(arrays), list(arrays.values())) if isinstance(arrays, dict) else (["arrays"], [None])
 
 
-def _trees_problem(index: Mapping[str, Json]) -> str:
-    """What is wrong with the nestings of the ranks' trees; empty where nothing is."""
+def _why_broken_trees(index: Mapping[str, Json]) -> str | None:
+    """Return what is wrong with the nestings of the ranks' trees."""
     structures, of_ranks, ranks = (index.get(key) for key in ("structures", "structure_of_rank", "world_size"))
     if not isinstance(structures, list) or not isinstance(of_ranks, list) or ranks != len(of_ranks) or not of_ranks:
         return "does not say what each rank held"
@@ -178,7 +178,7 @@ def _trees_problem(index: Mapping[str, Json]) -> str:
         missing = [name for name in names if not isinstance(there, dict) or name not in there]
         if missing:
             return f"does not say where {shown(missing[0])} lies"
-    return ""
+    return None
 
 
 def _array_names(structure: Json) -> list[str] | None:
@@ -205,8 +205,8 @@ def _is_member(entry: Json) -> bool:
     return isinstance(entry, list) and len(entry) == 2 and type(entry[0]) in (str, int)
 
 
-def _variants_problem(name: str, variants: Json) -> str:
-    """What is wrong with the arrays of a name; empty where each element of each is in one piece."""
+def _why_broken_arrays(name: str, variants: Json) -> str | None:
+    """Return what is wrong with the arrays of a name, where not each element of each is in one piece."""
     if not isinstance(variants, list):
         return f"does not say where {shown(name)} lies"
     for variant in variants:
@@ -215,13 +215,13 @@ def _variants_problem(name: str, variants: Json) -> str:
         known = isinstance(saved.get("dtype"), str) and files.can_hold(saved["dtype"])
         if not known or shape is None or not isinstance(ranks, list) or not isinstance(pieces, list):
             return f"does not say what {shown(name)} is"
-        problem = _pieces_problem(shape, pieces)
+        problem = _why_broken_pieces(shape, pieces)
         if problem:
             return f"{shown(name)}: {problem}"
-    return ""
+    return None
 
 
-def _pieces_problem(shape: tuple[int, ...], pieces: list[Json]) -> str | None:
+def _why_broken_pieces(shape: tuple[int, ...], pieces: list[Json]) -> str | None:
     boxes, are_runs = [], set[bool]()
     for piece in pieces:
         if not isinstance(piece, dict) or not all(isinstance(piece.get(key), str) for key in ("file", "key", "digest")):

@@ -90,7 +90,7 @@ class ActivationCheckpoint:
         return output
 
     def backward_pass(self, name: str, index: int, layers: int, grad_output: Any) -> tuple[Any, ...]:
-        """The gradients of a layer's inputs; from the last layer to the first.
+        """Return the gradients of a layer's inputs; from the last layer to the first.
 
         Raises:
             CannotRun: the layer has not run, or a later one is left.

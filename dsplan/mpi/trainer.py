@@ -26,10 +26,10 @@ class Model(Protocol):
 
     @property
     def parameters(self) -> Tree:
-        """This rank's parameters, a tree of arrays; steps write into them."""
+        """The rank's parameters, a tree of arrays; steps write into them."""
 
     def gradients(self, batch: Any) -> tuple[float, Tree]:
-        """The loss of a batch, and the gradients as a tree like the parameters."""
+        """Return the loss of a batch, and the gradients as a tree like the parameters."""
 
 
 class ParallelTrainer:

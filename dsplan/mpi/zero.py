@@ -63,7 +63,7 @@ class ReducedGradients(Mapping[str, Array]):
         return sum(part.nbytes for part in self.parts.values())
 
     def scaled(self, factor: float) -> ReducedGradients:
-        """The same, times a factor."""
+        """Return the same, times a factor."""
         return ReducedGradients({path: part * factor for path, part in self.parts.items()}, divided=self.divided)
 
     def __add__(self, other: ReducedGradients) -> ReducedGradients:
@@ -189,7 +189,7 @@ class ZeROOptimizer:
         )
 
     def norm(self, reduced: ReducedGradients) -> float:
-        """The 2-norm of all gradients over all ranks; not finite where any of them is not."""
+        """Return the 2-norm of all gradients over all ranks; not finite where any of them is not."""
         square = np.zeros(1)
         for path, part in reduced.parts.items():
             run = self._own_run(path, part)
@@ -205,6 +205,7 @@ class ZeROOptimizer:
         Args:
             parameters: the tree as the last step returned it; changes that the script has made since are kept. None in
                 stage 3: the parameters stay partitioned, and None is returned.
+            reduced: the averaged gradients.
             clip_norm: gradients are scaled down to this norm where theirs is larger.
             in_place: write into the arrays of `parameters`, and return the same tree; otherwise they are not changed.
 
@@ -228,7 +229,7 @@ class ZeROOptimizer:
         return parameters if in_place else rebuilt(parameters, lambda path: made.get(path, whole[path]))
 
     def gather_parameters(self, *keys: str | int) -> Tree:
-        """The parameters at some keys (`gather_parameters("blocks", 3)`; without any: all), whole, in new arrays.
+        """Return the parameters at some keys (`gather_parameters("blocks", 3)`; none: all), whole, in new arrays.
 
         Raises:
             CannotRun: the stage is not 3, or there are none at these keys.
@@ -246,7 +247,7 @@ class ZeROOptimizer:
         return rebuilt(found, lambda path: made[paths[path]])
 
     def memory(self) -> ZeROMemory:
-        """What this rank keeps."""
+        """Return what this rank keeps."""
         masters = sum(shard.master.nbytes for shard in self._shards.values() if shard.master is not None)
         parameters = masters if self._partitioned else 0
         whole = sum(shard.bytes for shard in self._shards.values())
@@ -298,7 +299,7 @@ class ZeROOptimizer:
             targets.flats[run.leaf][run.start - begin : run.stop - begin] = own[run.place]
 
     def _updated(self, path: Path, part: Array, whole: Mapping[Path, Any] | None, factor: float) -> Array:
-        """This rank's run of a parameter after the step."""
+        """Return this rank's run of a parameter after the step."""
         shard = self._shards[path]
         run = self._own_run(path, part)
         value = shard.current(None if whole is None else whole[path])
@@ -343,7 +344,7 @@ class ZeROOptimizer:
             raise CannotRun(f"the gradient of {shard.name!r} is {form}, the parameter {shard.form}; shapes must match")
 
     def _checked(self, parameters: Tree, reduced: ReducedGradients, in_place: bool) -> dict[Path, Any] | None:
-        """The leaves of `parameters`, when a step can be made with these arguments."""
+        """Return the leaves of `parameters`, when a step can be made with these arguments."""
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
             raise CannotRun(f"learning_rate is {self.learning_rate}; it must be a number of at least 0")
         if reduced.divided != (self.stage >= ZeROStage.STAGE_2) or reduced.parts.keys() - self._shards.keys():
