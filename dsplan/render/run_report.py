@@ -16,7 +16,7 @@ from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan_io import plan_to_dict
 from strategies.launch.tracking import tracked_by
 from strategies.run_directory.claim import claimed_kind
-from strategies.run_directory.spec import profiles_in
+from strategies.run_directory.files import profiles_in
 
 if TYPE_CHECKING:
     from planner.types.plan import Plan
@@ -89,7 +89,7 @@ def profile_lines(directory: Path) -> list[str]:
 
 def write_report(report: RunReport, stored: str) -> None:
     """Keep the page as `report.md` in the run directory; `stored` says where the database has the run."""
-    from strategies.launch.report import REPORT_FILE
+    from strategies.run_directory.files import REPORT_FILE
 
     path = report.spec.directory / REPORT_FILE
     page = markdown([*report_blocks(report), Text(text=stored)], title=f"dsplan run {Path(report.spec.script).name}")

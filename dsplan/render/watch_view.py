@@ -20,7 +20,7 @@ from hardware_db.records import dataclass
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan import Plan
 from strategies.launch.report import metrics_of
-from strategies.run_directory.spec import heartbeat_path, profiles_in
+from strategies.run_directory.files import heartbeat_path, profiles_in
 from strategies.telemetry.follow import RecentRows
 from strategies.telemetry.metrics import Row
 

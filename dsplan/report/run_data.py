@@ -12,6 +12,7 @@ from typing import Any
 from hardware_db.errors import BrokenFile
 from hardware_db.records import dataclass
 from planner.types.plan import Plan
+from strategies.launch.options import DEFAULT_SUPERVISION
 from strategies.launch.report import (
     COMPLETED,
     INTERRUPTED,
@@ -24,8 +25,9 @@ from strategies.launch.report import (
     outcome_of,
 )
 from strategies.launch.run_lock import is_held
-from strategies.run_directory.journal import JOURNAL_FILE, read_journal
-from strategies.run_directory.spec import SPEC_FILE, LaunchSpec
+from strategies.run_directory.files import JOURNAL_FILE, SPEC_FILE, metrics_files
+from strategies.run_directory.journal import read_journal
+from strategies.run_directory.spec import LaunchSpec
 from strategies.telemetry.metrics import MeasuredRun, Row, is_slowed, with_attempts
 
 MOST_POINTS = 1000
@@ -133,7 +135,7 @@ class RunData:
 
 def is_run_directory(path: Path) -> bool:
     """Return whether a directory is one of `dsplan run`, or holds metrics as its ranks write them."""
-    return path.is_dir() and ((path / JOURNAL_FILE).is_file() or any(path.glob("metrics-rank*.jsonl")))
+    return path.is_dir() and ((path / JOURNAL_FILE).is_file() or bool(metrics_files(path)))
 
 
 def check_run_directory(directory: Path) -> None:
@@ -187,7 +189,7 @@ def _read(directory: Path, metrics: Sequence[Sequence[Row]]) -> RunData:
 
 
 def _spec(directory: Path, report: AttemptReport) -> LaunchSpec:
-    return LaunchSpec(script="", processes=report.ranks, run_directory=str(directory))
+    return LaunchSpec(script="", processes=report.ranks, run_directory=str(directory), supervision=DEFAULT_SUPERVISION)
 
 
 def _read_unwatched(metrics: Sequence[Sequence[Row]]) -> AttemptReport:
