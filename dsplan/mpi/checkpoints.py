@@ -89,13 +89,13 @@ class CheckpointManager:
         return complete
 
     def load_checkpoint(self, step: int | None = None, *, like: Tree = None) -> Tree:
-        """Return the state of a step. All ranks call it together.
+        """Return the state of a step; None: of the latest. All ranks call it together.
 
         As many ranks as saved it get each what it gave, others the names of all ranks together. Arrays come back whole,
         in numpy (bfloat16 as fp32).
 
         Args:
-            step: None for the latest.
+            step: the step to load; None: the latest.
             like: load only the leaves of this tree, each as its leaf is: a torch tensor of that dtype on that device,
                 or that `Part` of the array.
 
@@ -155,8 +155,8 @@ class CheckpointManager:
 
     def _from_root(self, action: Callable[[], Any]) -> Any:
         """Return what `action` returns on rank 0, on every rank; every rank raises what it raises."""
-        done = self._together(lambda: action() if self._communicator.rank == 0 else None)
-        return self._communicator.broadcast_object(0, done)
+        result = self._together(lambda: action() if self._communicator.rank == 0 else None)
+        return self._communicator.broadcast_object(0, result)
 
     def _together(self, action: Callable[[], Any]) -> Any:
         """Return what `action` returns, when it fails on no rank."""
@@ -170,8 +170,8 @@ class CheckpointManager:
                     self.directory, f"cannot be used ({reason})", "make room, or name another directory"
                 ) from None
 
-        done, _ = self._communicator.compare(attempted, lambda _: ())
-        return done
+        result, _ = self._communicator.compare(attempted, lambda _: ())
+        return result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

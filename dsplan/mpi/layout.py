@@ -49,7 +49,7 @@ def file_of(rank: int) -> str:
 
 
 def describe(state: Tree) -> TreeDescription:
-    """Return what a tree holds, without its values.
+    """Describe a tree and its arrays.
 
     Raises:
         CannotRun: a leaf can be stored neither as an array nor as JSON.
@@ -67,9 +67,9 @@ def describe(state: Tree) -> TreeDescription:
 
 
 def structure_of(tree: Tree) -> Json:
-    """Return a tree's nesting: `{"dict": [[key, …], …]}`, `{"list": […]}` or `{"tuple": […]}`.
+    """Return a tree's nesting around `{"array": kind}` and `{"value": …}`.
 
-    Around `{"array": kind}` and `{"value": …}`.
+    Nestings are `{"dict": [[key, …], …]}`, `{"list": […]}` and `{"tuple": […]}`.
     """
     if isinstance(tree, Mapping):
         return {"dict": [[key, structure_of(value)] for key, value in tree.items()]}

@@ -34,7 +34,7 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """The parameter's name in messages and files."""
+        """The path as messages write it."""
         return name_of(self.path)
 
     @property
@@ -99,7 +99,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partitioning:
-    """A rank, the number of ranks, whether parameters are partitioned too, and the names of the rule's states."""
+    """Return rank, number of ranks, whether parameters are partitioned, and the names of the rule's states."""
 
     rank: int
     ranks: int

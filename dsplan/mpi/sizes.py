@@ -58,7 +58,7 @@ class ModelParallelConfig:
         return self.model_parallel_size * self.data_parallel_size * self.pipeline_parallel_size
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank stands.
+        """Return where a rank stands.
 
         Raises:
             CannotRun: there is no such rank.
@@ -70,7 +70,7 @@ class ModelParallelConfig:
         return Coordinates(model=model, data=data, pipeline=pipeline)
 
     def require_world(self, ranks: int) -> None:
-        """Stop unless the sizes multiply to the number of ranks.
+        """Check the sizes against the number of ranks.
 
         Raises:
             CannotRun: the sizes do not multiply to `ranks`; the message says what to change.
@@ -118,10 +118,10 @@ class ModelParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelGroups:
-    """A rank's communicators. `free` them, or use a `with` block.
+    """A rank's communicators; `free` them, or use a `with` block.
 
-    `model` has the ranks with the other parts of its layers, `data` those with the same parameters, `pipeline` the
-    other stages in order.
+    `model` joins the ranks that hold the other parts of its layers, `data` those that hold the same parameters,
+    `pipeline` the other stages, in order.
     """
 
     coordinates: Coordinates
@@ -153,11 +153,11 @@ class UpdateRule(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the rule, in messages."""
+        """The rule's name, as checkpoints keep it."""
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of its arrays."""
+        """Names of the rule's arrays for a parameter."""
 
     def update(
         self, value: Array, gradient: Array, states: Mapping[str, Array], step: int, learning_rate: float
@@ -221,7 +221,7 @@ class SGD:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The momentum, unless it is 0."""
+        """Names of the rule's arrays for a parameter."""
         return ("momentum",) if self.momentum else ()
 
     def update(

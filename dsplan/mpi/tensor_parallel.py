@@ -52,7 +52,10 @@ class TensorParallelism:
     def split_linear_layer(
         self, weights: Array, biases: Array | None = None, split_type: Split = "column"
     ) -> tuple[Array, Array | None]:
-        """Return this rank's part of a layer that all have whole: columns and their biases, or rows and all biases."""
+        """Return this rank's part of a layer that every rank has whole.
+
+        Columns and their biases, or rows and all biases.
+        """
 
         def parts() -> tuple[Array, Array | None]:
             _require_matrix(weights, split_type)
@@ -85,10 +88,10 @@ class TensorParallelism:
         """Return what the whole layer gives, from this rank's part of it.
 
         Args:
+            weights: this rank's columns or rows, [in, out].
+            biases: this rank's of columns, all of rows.
+            split_type: `column` or `row`.
             inputs: whole on every rank; for rows also this rank's part, as a column layer leaves it.
-            weights: this rank's part, as `split_linear_layer` gives it.
-            biases: those of the part.
-            split_type: what the layer is divided by.
             gather_output: False leaves the outputs of a column layer divided: this rank's alone.
         """
         action = "parallel_linear_forward"
@@ -114,13 +117,13 @@ class TensorParallelism:
     def parallel_linear_backward(
         self, inputs: Array, grad_outputs: Array, weights: Array, split_type: Split = "column"
     ) -> tuple[Array, Array, Array]:
-        """Return gradients of the inputs, and of this rank's weights and biases.
+        """Gradients of the inputs, and of this rank's weights and biases.
 
         Args:
+            weights: as forward had them.
+            split_type: `column` or `row`.
             inputs: as forward had them; their gradient is whole where they were, else this rank's part.
             grad_outputs: whole, or this rank's part where a column layer left its outputs divided.
-            weights: this rank's part, as forward had it.
-            split_type: what the layer is divided by.
         """
         action = "parallel_linear_backward"
 
