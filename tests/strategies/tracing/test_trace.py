@@ -132,7 +132,7 @@ def test_a_module_that_cannot_be_split_is_taken_as_whole() -> None:
     model = Model()
     whole = traced_facts(facts_from_module(model), model, batch_of(3), "fp32", CPU)
     split = traced_facts(facts_from_module(model), model, batch_of(3), "fp32", CPU, [(1, 2, 1, False)])
-    assert split.traced["fp32"].of(1, 2) == whole.traced["fp32"]
+    assert split.traced["fp32"].of(tp=1, cp=2) == whole.traced["fp32"]
 
 
 def test_experts_are_traced_as_if_all_were_chosen_alike() -> None:
