@@ -519,13 +519,13 @@ class AccumulatingEngine(Engine):
             self.gradient_norm = norm
             clip = min(1.0, self.gradient_clipping / (norm + 1e-6)) if self.gradient_clipping > 0 else 1.0
             self._apply(clip / self._scale.value)
-            self._scale.stepped()
+            self._scale.count_step()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         else:
             self.gradient_norm = None
             self.skipped_steps += 1
-            self._scale.overflowed()
+            self._scale.count_overflow()
         self._clear_gradients()
         self._global_steps += 1
 

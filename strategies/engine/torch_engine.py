@@ -20,7 +20,7 @@ from strategies.distributed.gathers import require_alike
 from strategies.engine.base import AccumulatingEngine, Strategy
 from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
-from strategies.modules.precision import LossScale, cast_model, scale_settings, square_of
+from strategies.modules.precision import DTYPES, LossScale, cast_model, read_scale_settings, sum_squares
 from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.pipeline import sum_shared
@@ -31,9 +31,6 @@ from strategies.protocols import Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE
 
 # Gradients of the torch strategies: their norm over all ranks, their scaling, and their sums over micro-batches.
-
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def total_norm(module: nn.Module, mesh: Mesh | None = None) -> torch.Tensor:
@@ -48,7 +45,7 @@ def total_norm(module: nn.Module, mesh: Mesh | None = None) -> torch.Tensor:
     if mesh is not None and not mesh.is_data_parallel:
         return _norm_over(module, mesh)
     parameters = list(module.parameters())
-    square = square_of(_values(parameters))
+    square = sum_squares(_values(parameters))
     sharded = next((parameter for parameter in parameters if isinstance(parameter, DTensor)), None)
     if sharded is not None:
         met = torch.tensor(float(PULSE.number), dtype=torch.float64, device=sharded.device)
@@ -74,7 +71,7 @@ def _norm_over(module: nn.Module, mesh: Mesh) -> torch.Tensor:
             shards = math.prod(size for placement, size in sizes if placement.is_shard())
         by_share.setdefault(share_of_square(unwrapped(name), parts, mesh, shards), []).append(parameter)
     device = mesh.environment.device
-    squares = [square_of(_values(group), device).to(device) * share for share, group in by_share.items()]
+    squares = [sum_squares(_values(group), device).to(device) * share for share, group in by_share.items()]
     square = torch.stack([*squares, torch.zeros((), dtype=torch.float64, device=device)]).sum()
     dist.all_reduce(square)
     if sharded is not None:
@@ -150,7 +147,7 @@ def wide_sums(asked: str | None, parameters: Iterable[nn.Parameter]) -> WideSums
         CannotRun: it asks for a narrower dtype than that of the gradients.
     """
     dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
-    if asked is None or dtypes == {_DTYPES[asked]}:
+    if asked is None or dtypes == {DTYPES[asked]}:
         return None
     if asked != "fp32":
         raise CannotRun(
@@ -236,7 +233,7 @@ class TorchEngine(AccumulatingEngine):
     def __init__(
         self, *, strategy: TorchStrategy, wrapped: nn.Module, optimizer: torch.optim.Optimizer, parts: TrainingParts
     ) -> None:
-        settings = scale_settings(parts.script.fp16) if parts.plan.configuration.precision == "fp16" else None
+        settings = read_scale_settings(parts.script.fp16) if parts.plan.configuration.precision == "fp16" else None
         super().__init__(parts, strategy, LossScale(settings))
         self.strategy = strategy
         self.module = parts.model

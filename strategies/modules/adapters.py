@@ -25,12 +25,12 @@ from planner.cost.combinations import Adapted, refusal
 from planner.types.plan import Configuration, WorkloadSection
 from strategies.config import ScriptConfig
 from strategies.errors import BackendMissing, CannotRun
+from strategies.modules.precision import DTYPES
 from strategies.parallel.blocks import quantised_weights, repeated_blocks
 from strategies.variables import METHOD
 
 DEFAULT_RANK = 8
 """PEFT's and the planner's."""
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ATTENTION = ("attn", "attention")
 """What the path of a linear layer of attention has in one of its parts, in transformers and in most other blocks."""
 _TASKS = {
@@ -136,12 +136,12 @@ def apply_method(model: nn.Module, asked: TrainingMethod) -> str:
         return ""
     layers = _targets(model, asked.targets)
     peft = _library("peft", asked.method, "makes the adapters")
-    if asked.load_dtype not in (None, "nf4", *_DTYPES):
+    if asked.load_dtype not in (None, "nf4", *DTYPES):
         raise CannotRun(f"dsplan run loads no frozen weights in {asked.load_dtype}; use bf16, or nf4 with method qlora")
     if asked.method == "qlora" or asked.load_dtype == "nf4":
         _quantise(model, asked)
     elif asked.load_dtype is not None:
-        _cast(model, _DTYPES[asked.load_dtype])
+        _cast(model, DTYPES[asked.load_dtype])
     config = _peft_config(peft, model, asked, layers)
     peft.inject_adapter_in_model(config, model)
     holder: Any = model

@@ -32,7 +32,7 @@ from strategies.engine.base import AccumulatingEngine, Strategy
 from strategies.engine.torch_engine import scheduler_of, tensors_in
 from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
-from strategies.modules.precision import LossScale, narrowed
+from strategies.modules.precision import LossScale, narrow_inputs
 from strategies.optim.optimizers import trainable_parameters, undivided
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.pipeline import sum_shared
@@ -288,7 +288,7 @@ class ZeroEngine(AccumulatingEngine):
         return ZeroStates(self.module, self.optimizer, self._pieces, self._sharded_model)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = narrowed((args, kwargs), self._context.settings.compute)
+        args, kwargs = narrow_inputs((args, kwargs), self._context.settings.compute)
         return self.module(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor) -> None:
