@@ -260,7 +260,7 @@ def adapt(
     return Adapted(method=method, options=replace(options, loss=kernels.loss), model_parameters=parameters)
 
 
-def _say(sentence: str, environment: Environment) -> None:
+def _say(sentence: str | None, environment: Environment) -> None:
     if sentence and environment.is_main:
         notice(sentence, stream="stdout")
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -336,17 +335,15 @@ class _RotaryFunction:
         self.original, self.dispatch = original, dispatch
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = not args and not kwargs.pop("position_ids", None) and kwargs.pop("unsqueeze_dim", 1) == 1 and not kwargs
-        function = self.dispatch.for_(q) if plain else None
+        is_usual = kwargs.get("position_ids") is None and kwargs.get("unsqueeze_dim", 1) == 1
+        is_plain = is_usual and not args and kwargs.keys() <= {"position_ids", "unsqueeze_dim"}
+        function = self.dispatch.for_(q) if is_plain else None
         return self.original(q, k, cos, sin, *args, **kwargs) if function is None else function(q, k, cos, sin)
 
 
 def _replace_rotary(model: nn.Module, dispatch: _Dispatch) -> bool:
     name, replaced = "apply_rotary_pos_emb", False
-    homes: dict[str, ModuleType] = {
-        type(part).__module__: sys.modules[type(part).__module__] for part in model.modules()
-    }
-    for home in homes.values():
+    for home in {sys.modules[type(module).__module__] for module in model.modules()}:
         original = getattr(home, name, None)
         if isinstance(original, _RotaryFunction):
             original = original.original

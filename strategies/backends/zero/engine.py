@@ -33,7 +33,7 @@ from strategies.engine.torch_engine import scheduler_of, tensors_in
 from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.precision import LossScale, narrow_inputs
-from strategies.optim.optimizers import trainable_parameters, undivided
+from strategies.optim.optimizers import select_undivided, trainable_parameters
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.pipeline import sum_shared
 from strategies.parallel.ranks import TensorRanks
@@ -76,7 +76,7 @@ class Latecomers:
                     f"{name} has a gradient that was not summed over ranks; have it in the optimizer before the first"
                     " backward pass of a step that makes one"
                 )
-        whole = [p for each in self._pieces.optimizers for p in undivided(each, (p for _, p in come))]
+        whole = [p for each in self._pieces.optimizers for p in select_undivided(each, (p for _, p in come))]
         owners = owners_in(self._sharded_model.context, whole)
         made = self._sharded_model.admit(come, owners)
         self._reducer.take(made)
@@ -182,7 +182,7 @@ class ZeroStrategy(Strategy):
             kinds=kinds,
             experts=experts,
         )
-        context = replace(context, owners=owners_in(context, undivided(optimizer, model.parameters())))
+        context = replace(context, owners=owners_in(context, select_undivided(optimizer, model.parameters())))
         return ZeroEngine(
             strategy=self,
             parts=parts,

@@ -38,7 +38,7 @@ from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
 from strategies.modules.compression import GradientTravel
 from strategies.modules.precision import runs
-from strategies.optim.optimizers import undivided
+from strategies.optim.optimizers import select_undivided
 from strategies.run_directory.heartbeat import PULSE
 
 
@@ -58,7 +58,7 @@ class ScriptLoop:
     ) -> None:
         self.model = model
         ranks = Ranks(rank=environment.rank, world_size=environment.world_size)
-        whole = [parameter for each in optimizers for parameter in undivided(each, model.parameters())]
+        whole = [parameter for each in optimizers for parameter in select_undivided(each, model.parameters())]
         device = environment.device
         self._context = ShardingContext(
             device=device,
