@@ -292,15 +292,15 @@ class ZeroEngine(AccumulatingEngine):
         return self.module(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        self._add_gradients(self.scaled(loss), None, ends_step=self.is_gradient_accumulation_boundary())
+        self._add_gradients(self.scale_loss(loss), None, ends_step=self.is_gradient_accumulation_boundary())
 
     def forward_stage(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)
 
     def backward_stage(
-        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
+        self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
     ) -> None:
-        self._add_gradients(made, gradient, ends_step=ends_step)
+        self._add_gradients(output, gradient, ends_step=ends_step)
 
     def backward_weights(self, run: Callable[[], None], *, ends_step: bool) -> None:
         self._latecomers.welcome()
@@ -312,18 +312,18 @@ class ZeroEngine(AccumulatingEngine):
     def complete_gradients(self) -> None:
         """The step's last backward pass has reduced what was waiting."""
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         # Divided here once, gradients are means over ranks and micro-batches when they have been added up.
         parts = self.configuration.gradient_accumulation_steps * self._context.collectives.ranks.world_size
         return loss.float() * (self._scale.value / parts)
 
     def _add_gradients(
-        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_step: bool
+        self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_step: bool
     ) -> None:
         self._latecomers.welcome()
         self._reducer.begin(reduces=ends_step or (self._reduces_each and self._may_reduce))
         with self._sharded_model.backward():
-            torch.autograd.backward(made, gradient)
+            torch.autograd.backward(output, gradient)
             self._reducer.finish()
 
     def _summed_norm(self) -> float:

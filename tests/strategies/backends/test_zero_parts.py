@@ -81,7 +81,7 @@ def test_the_scale_follows_its_four_settings() -> None:
     scale = LossScale(ScaleSettings(initial=16.0, window=3, hysteresis=2, floor=4.0))
     seen = []
     for overflows in (True, True, True, True, False, False, False, True):
-        (scale.overflowed if overflows else scale.stepped)()
+        (scale.count_overflow if overflows else scale.count_step)()
         seen.append(scale.value)
     assert seen == [16.0, 8.0, 4.0, 4.0, 4.0, 4.0, 8.0, 8.0]
     again = LossScale(ScaleSettings(initial=1.0, window=3, hysteresis=2))
