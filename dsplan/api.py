@@ -31,15 +31,13 @@ def plan(**question: Any) -> Plan:
     """The best plan: `plan(model="opt-6.7b", gpus=8)`. Takes what `recommend` takes.
 
     Raises:
-        NothingFits: no plan fits; the message names the first remedy.
+        NothingFits: no plan fits; the message holds the closest miss and the remedies.
         DsplanError: the model, the hardware or a number is not one that can be planned with.
     """
     answer = recommend(**question)
     if answer.plans:
         return answer.plans[0]
-    closest = answer.closest.notes[0] if answer.closest and answer.closest.notes else "none ends in time"
-    remedy = f"; {answer.remedies[0].change} ({answer.remedies[0].flag})" if answer.remedies else ""
-    raise NothingFits(f"no plan fits: {closest}{remedy}")
+    raise NothingFits(answer.no_plan().sentence)
 
 
 def estimate(*, exact: bool = False, **asked: Any) -> Plan:

@@ -20,7 +20,7 @@ from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts
 from planner.models.resolve import is_factory, resolve_model
-from planner.search.recall import recalled
+from planner.search.recall import recall
 from planner.search.request import Request, WorkOptions, make_request
 from planner.types.plan import Plan
 
@@ -73,13 +73,13 @@ class Question(WorkOptions):
         )
         cluster = resolve_cluster(hardware)
         if made is None or made.batch is None:
-            return recalled(make_request(facts, cluster, self, **ranking))
+            return recall(make_request(facts, cluster, self, **ranking))
         from strategies.tracing.module_trace import traced_request, work_of
 
         task, length = work_of(facts, made.model, made.batch, self.seq_len)
         work = replace(self, task=self.task or task, seq_len=length)
         request = make_request(facts, cluster, work, **ranking)
-        return recalled(traced_request(request, made.model, made.batch, degrees))
+        return recall(traced_request(request, made.model, made.batch, degrees))
 
 
 # From a question about one configuration to its plan, by closed forms or by a trace.

@@ -170,7 +170,7 @@ class HardwareSelector:
         answer = recommend(make_request(facts, cluster, work))
         plans = tuple(plan for plan in answer.plans if plan.runnable)
         if not plans:
-            raise NothingFits(_nothing_fits(answer, facts.name))
+            raise NothingFits(answer.no_plan().sentence)
         return answer, plans
 
     def _resolved(self, job: _Job) -> tuple[ModelFacts, Cluster]:
@@ -324,14 +324,3 @@ def _explanation(plans: tuple[Plan, ...], answer: Recommendation) -> str:
     ]
     sentences += [answer.choice, *(f"{item.strategy}: {item.reason}" for item in answer.rejected)]
     return ". ".join(sentences) + "."
-
-
-def _nothing_fits(answer: Recommendation, model: str) -> str:
-    cluster = answer.request.cluster
-    closest = answer.closest or answer.plans[0]
-    reason = closest.notes[0] if closest.notes else closest.verdict
-    remedies = [f"{number}) {item.change}" for number, item in enumerate(answer.remedies, start=1)]
-    return (
-        f"{model} does not fit on {cluster.gpus} x {cluster.device.name}: closest is {describe(closest)}, {reason};"
-        f" {' '.join(remedies) or 'use more GPUs'}"
-    )

@@ -12,6 +12,6 @@ class ContradictoryRequest(DsplanError):
 
 
 class NothingFits(DsplanError):
-    """No plan fits where the caller needs one; the message names the closest miss and the first remedy."""
+    """No plan fits where the caller needs one; the message names the closest miss and remedies."""
 
     exit_code = 1

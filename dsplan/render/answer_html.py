@@ -34,9 +34,8 @@ def rejected_html(found: Recommendation) -> str:
 def answer_title(found: Recommendation) -> str:
     """Whether the first plan fits, and which it is."""
     if not found.plans:
-        return (
-            "No plan fits" if found.closest is None or found.closest.verdict == "does_not_fit" else "None ends in time"
-        )
+        headline = found.no_plan().headline
+        return headline[0].upper() + headline[1:]
     first = found.plans[0].configuration
     offload = f" with offload {first.offload}" if first.offload != "none" else ""
     verdict = "Fits" if found.plans[0].verdict == "fits" else "Fits tightly"

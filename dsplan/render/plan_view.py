@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsplan.render.show import Bar, Block, Cell, Style, Table, Text, columns
 from hardware_db.units import format_bytes, format_count, format_seconds, three_digits, time_unit
+from planner.cost.verdict import why_it_misses
 from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime
 
 if TYPE_CHECKING:
@@ -167,9 +168,9 @@ def interval_text(time: StepTime) -> str:
 
 def verdict_line(plan: Plan) -> str:
     """Whether it fits, with the figures that decide it."""
-    if plan.verdict == "does_not_fit":
-        # The notes of a plan begin with what `dsplan run` cannot run of it, if there is anything, then the reason.
-        return f"verdict: does not fit: {plan.notes[0 if plan.runnable else 1]}"
+    reason = why_it_misses(plan)
+    if reason is not None:
+        return f"verdict: does not fit: {reason}"
     memory, have = plan.memory, format_bytes(limit_bytes(plan))
     # Plans of earlier releases have the upper bound alone, which was what is needed.
     need = format_bytes(memory.device_needed_bytes or memory.device_used_upper_bytes)

@@ -10,7 +10,7 @@ from dsplan.render.plan_view import describe, dims_text, header, interval_text, 
 from dsplan.render.show import Bar, Block, Cell, Table, Text, columns
 from hardware_db.units import DAY_SECONDS, format_count, format_seconds, gib, three_digits
 from planner.cluster.budget import Bill, bill_of
-from planner.search.device_counts import MOST_DEVICES, OnDevices
+from planner.search.device_counts import OnDevices
 from planner.search.request import Request
 from planner.search.search import Recommendation
 from planner.types.job import Workload
@@ -272,28 +272,12 @@ def _instead(answer: Recommendation) -> list[Block]:
 
 
 def _nothing_fits(answer: Recommendation) -> list[Block]:
-    late = answer.closest is not None and answer.closest.verdict != "does_not_fit"
-    what = (
-        f"no plan that fits ends in {format_seconds((answer.request.budget.deadline_days or 0.0) * DAY_SECONDS)}"
-        if late
-        else "no plan fits"
-    )
-    blocks: list[Block] = [Text(text=what, style="bad")]
+    no_plan = answer.no_plan()
+    blocks: list[Block] = [Text(text=no_plan.headline, style="bad")]
     if answer.closest is not None:
-        days = bill(answer.request, answer.closest).days
-        takes = f", {format_seconds(days * DAY_SECONDS)}" if late and days is not None else ""
-        blocks.append(Text(text=f"closest: {describe(answer.closest.configuration)}{takes}"))
+        blocks.append(Text(text=f"closest: {describe(answer.closest.configuration)}{no_plan.takes}"))
         blocks.append(Text(text=verdict_line(answer.closest)))
-    for number, item in enumerate(answer.remedies, start=1):
-        blocks.append(Text(text=f"  {number}. {item.change} ({item.flag}): {item.plan}"))
-    if not answer.remedies:
-        nothing = (
-            f"no number of GPUs up to {MOST_DEVICES:,} ends in time; give it more time or fewer tokens"
-            if late
-            else "no single change that was tried makes it fit; combine several (`dsplan max` says what fits here)"
-        )
-        blocks.append(Text(text=nothing))
-    return blocks
+    return blocks + [Text(text=step) for step in no_plan.steps]
 
 
 def rejected_blocks(answer: Recommendation) -> list[Block]:

@@ -22,7 +22,7 @@ from hardware_db.units import format_seconds
 from planner.calibration.learn import Refreshed
 from planner.cost.timing import step_time
 from planner.search.estimate import job_of
-from planner.search.recall import recalled
+from planner.search.recall import recall
 from planner.search.request import Request, request_of_plan
 from planner.search.search import Recommendation
 from planner.types.plan import Plan
@@ -141,7 +141,7 @@ def _asked(plan: Plan) -> Request | None:
 
     machine = probe_hardware() if plan.cluster.get("vendor") == "cpu" else None
     request = request_of_plan(plan, machine)
-    return None if request is None else recalled(request)
+    return None if request is None else recall(request)
 
 
 ALIKE = 0.01

@@ -44,11 +44,11 @@ class Calibration:
     created_at: str = ""
 
     def variance(self, gradient: Mapping[str, float]) -> float:
-        """How uncertain a logarithm is that changes by `gradient` with the logarithm of each factor."""
+        """Return how uncertain a logarithm is that changes by `gradient` with the logarithm of each factor."""
         return quadratic(self.covariance, [gradient[name] for name in self.names])
 
     def as_document(self) -> dict[str, object]:
-        """The JSON object that the database keeps; the time is the record's own."""
+        """Return the JSON object that the database keeps; the time is the record's own."""
         document = asdict(self)
         del document["created_at"]
         return document
@@ -57,7 +57,7 @@ class Calibration:
     def from_document(document: Mapping[str, Any], created_at: str) -> Calibration | None:
         """Return the calibration of a stored object, or None if it is of a release with other factors."""
         try:
-            found = Calibration(
+            calibration = Calibration(
                 factors=Factors(**document["factors"]),
                 names=tuple(document["names"]),
                 covariance=tuple(tuple(float(item) for item in row) for row in document["covariance"]),
@@ -70,14 +70,14 @@ class Calibration:
             )
         except (KeyError, TypeError, ValueError):
             return None
-        usable = all(0 < value < math.inf for value in asdict(found.factors).values())
-        known = set(asdict(found.factors)) >= set(found.names)
-        square = len(found.covariance) == len(found.names) == len({*found.names})
-        return found if usable and known and square else None
+        usable = all(0 < value < math.inf for value in asdict(calibration.factors).values())
+        knows_all = set(asdict(calibration.factors)) >= set(calibration.names)
+        square = len(calibration.covariance) == len(calibration.names) == len({*calibration.names})
+        return calibration if usable and knows_all and square else None
 
 
 def hardware_kind(cluster: Cluster) -> HardwareKind:
-    """What a calibration of this cluster holds for. A processor is identified by its model: all are called cpu."""
+    """Return what a calibration of this cluster holds for; a processor goes by its model, since all are called cpu."""
     from hardware_db.measurement import HardwareKind
 
     device = cluster.device

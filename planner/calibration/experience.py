@@ -37,7 +37,7 @@ class KnownRun:
     peak_allocated_bytes: int | None = None
 
     def answer(self, predicted: StepTime) -> StepTime:
-        """The measured step, its parts in the proportions that were predicted."""
+        """Return the measured step, its parts in the proportions that were predicted."""
         half = NINE_OF_TEN * self._spread()
         return replace(
             predicted.scaled(self.step_seconds / predicted.step_seconds),
@@ -48,28 +48,26 @@ class KnownRun:
         )
 
     def sentence(self, predicted_seconds: float) -> str:
-        """What was measured beside what would have been predicted, for a plan's notes."""
+        """Return what was measured beside what would have been predicted, for a plan's notes."""
         runs = "once" if len(self.each) == 1 else f"{len(self.each)} times"
         error = predicted_seconds / self.step_seconds - 1
         return f"step time measured here {runs}, last on {self.created_at[:10]}; the model alone is {error:+.0%} off"
 
     def _spread(self) -> float:
-        """The logarithmic spread of one more run: what is usual counts as one run more than there are."""
+        """Return the logarithmic spread of one more run: what is usual counts as one run more than there are."""
         logs = [math.log(seconds) for seconds in self.each]
         middle = math.fsum(logs) / len(logs)
         squares = AGAIN**2 + sum((value - middle) ** 2 for value in logs)
         return math.sqrt(squares / len(logs) * (1 + 1 / len(logs)))
 
 
-def known_runs(
-    measurements: Iterable[Measurement], inputs: Sections
-) -> dict[Configuration, KnownRun]:
-    """The completed runs of this model and work on devices like these, by configuration.
+def known_runs(measurements: Iterable[Measurement], inputs: Sections) -> dict[Configuration, KnownRun]:
+    """Return the completed runs of this model and work on devices like these, by configuration.
 
     `measurements` come newest first and are those of one machine; of each configuration only the runs with the versions
     of its newest one count. `inputs` are the sections model, cluster and workload of a plan for the request.
     """
-    found: dict[Configuration, list[Measurement]] = {}
+    runs: dict[Configuration, list[Measurement]] = {}
     for measurement in measurements:
         plan = measurement.plan
         if (
@@ -82,14 +80,14 @@ def known_runs(
             configuration = configuration_from_dict(plan["plan"])
         except DsplanError:
             continue  # of a release that knew other words
-        group = found.setdefault(configuration, [])
+        group = runs.setdefault(configuration, [])
         if not group or group[0].fingerprint.versions == measurement.fingerprint.versions:
             group.append(measurement)
-    return {configuration: _known(group) for configuration, group in found.items()}
+    return {configuration: _known(group) for configuration, group in runs.items()}
 
 
 def is_same_work(plan: Mapping[str, object], inputs: Sections) -> bool:
-    """Whether a stored plan is of the model, the devices and the work that a request's sections describe."""
+    """Return whether a stored plan is of the model, the devices and the work that a request's sections describe."""
     from hardware_db.measurement import CIRCUMSTANCES
 
     wanted: Mapping[str, object]
@@ -124,9 +122,11 @@ Family = tuple[str, str, str, bool]
 
 
 def family_of(configuration: Configuration) -> Family:
-    """Plans whose runs say all of each other's step times, communication and the engine's overhead included. ZeRO-1 and
-    ZeRO-2 of one backend do the same but for when gradients are reduced, and are off by much the same
-    (`scripts/fit/one_run.py`)."""
+    """Return the family of plans whose runs say all of each other's step times, the engine's overhead included.
+
+    ZeRO-1 and ZeRO-2 of one backend do the same but for when gradients are reduced, and are off by much the same
+    (`scripts/fit/one_run.py`).
+    """
     chosen = configuration
     strategy = "zero1 and zero2" if chosen.strategy in ("zero1", "zero2") else chosen.strategy
     return chosen.backend, strategy, chosen.offload, chosen.splits_model
@@ -134,7 +134,7 @@ def family_of(configuration: Configuration) -> Family:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """What runs of the same work say of a prediction."""
+    """Correction of a prediction by runs of the same work."""
 
     family: float = 1.0
     """What every part of a step takes over the model's time, as runs of the plan's own family did."""
@@ -142,7 +142,7 @@ class Correction:
     """What computing takes over the model's time, as far as runs of other families have it in common with the plan."""
 
     def of(self, predicted: StepTime) -> StepTime:
-        """The prediction with it."""
+        """Return the prediction with it."""
         if self.family != 1.0:
             return predicted.scaled(self.family)
         more = (self.compute - 1) * predicted.compute_seconds
@@ -164,11 +164,13 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experience:
-    """The calibration of hardware like this, whose factors the cluster has already, the runs that this machine has
-    made of the same work, and those that ran out of memory."""
+    """Experience of hardware like this: its calibration, whose factors the cluster has already, and its runs.
+
+    `known_runs` are those that this machine has made of the same work, `oom_records` those that ran out of memory.
+    """
 
     calibration: Calibration | None = None
-    known: Mapping[Configuration, KnownRun] = field(default_factory=dict)
+    known_runs: Mapping[Configuration, KnownRun] = field(default_factory=dict)
     oom_records: tuple[OomRecord, ...] = ()
     # Not an argument: a copy with other runs must work its corrections out anew.
     _corrections: dict[tuple[Family, int], Correction] = field(
@@ -176,31 +178,33 @@ class Experience:
     )
 
     def expected(self, job: Job) -> StepTime:
-        """What a job takes that has not run here: as predicted, with what runs of the same work say of it."""
+        """Return what a job takes that has not run here: as predicted, with what runs of the same work say of it."""
         return self.correction(job).of(step_time(job))
 
     def correction(self, job: Job) -> Correction:
-        """What the runs of this work on as many ranks say: those of the same family all of the step, as a geometric
-        mean; else those of others what they share with it, which is the machine's computing.
+        """Return what the runs of this work on as many ranks say.
+
+        Those of the same family say all of the step, as a geometric mean; else those of others what they share with it,
+        which is the machine's computing.
 
         Where that was measured or fitted, what a run took beyond its prediction is its own: its communication, and what
         its engine does. A plan is not held faster because another was better than predicted.
         """
-        if not self.known:
+        if not self.known_runs:
             return NO_CORRECTION
         family, ranks = family_of(job.configuration), job.configuration.world_size
         if (family, ranks) not in self._corrections:
-            runs = {one: run for one, run in self.known.items() if one.world_size == ranks}
+            runs = {one: run for one, run in self.known_runs.items() if one.world_size == ranks}
             logs = [_beyond(job, one, run)[0] for one, run in runs.items() if family_of(one) == family]
             if logs:
-                found = Correction(family=math.exp(math.fsum(logs) / len(logs)))
+                correction = Correction(family=math.exp(math.fsum(logs) / len(logs)))
             else:
-                found = Correction(compute=self._shared(job, runs))
-            self._corrections[family, ranks] = found
+                correction = Correction(compute=self._shared(job, runs))
+            self._corrections[family, ranks] = correction
         return self._corrections[family, ranks]
 
     def _shared(self, job: Job, runs: Mapping[Configuration, KnownRun]) -> float:
-        """What computing takes over the model's time, where nothing but these runs knows of the machine's.
+        """Return what computing takes over the model's time, where nothing but these runs knows of the machine's.
 
         Communication and engines only add to a step, so it is at most what the run that is least beyond its prediction
         shows. Of that the most probable figure for machines that differ as they usually do and parts that scatter with
@@ -225,8 +229,8 @@ class Experience:
         return next((record for record in self.oom_records if record.rules_out(job, memory)), None)
 
     def time_of(self, job: Job, predicted: StepTime) -> StepTime:
-        """What the job takes: as measured where it ran before, else as predicted, with the interval either has."""
-        run = self.known.get(job.configuration)
+        """Return what the job takes: as measured where it ran before, else as predicted, with its interval."""
+        run = self.known_runs.get(job.configuration)
         if run is not None:
             return run.answer(predicted)
         low, high = interval(job, predicted.step_seconds, self.calibration)
@@ -238,6 +242,6 @@ NO_EXPERIENCE = Experience()
 
 
 def _beyond(job: Job, configuration: Configuration, run: KnownRun) -> tuple[float, float]:
-    """The logarithm of what a run took over its prediction, and the share of computing in that prediction."""
+    """Return the logarithm of what a run took over its prediction, and the share of computing in that prediction."""
     predicted = step_time(replace(job, configuration=configuration))
     return math.log(run.step_seconds / predicted.step_seconds), predicted.compute_seconds / predicted.step_seconds

@@ -23,20 +23,20 @@ from planner.calibration.calibration import Matrix, Vector, quadratic
 
 
 def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> Vector:
-    """x of `matrix x = right` for a symmetric positive definite matrix, by Cholesky's decomposition."""
+    """Return x of `matrix x = right` for a symmetric positive definite matrix, by Cholesky's decomposition."""
     lower = _cholesky(matrix)
     size = len(right)
     forward: list[float] = []
     for i in range(size):
         forward.append((right[i] - sum(lower[i][k] * forward[k] for k in range(i))) / lower[i][i])
-    found = [0.0] * size
+    solution = [0.0] * size
     for i in reversed(range(size)):
-        found[i] = (forward[i] - sum(lower[k][i] * found[k] for k in range(i + 1, size))) / lower[i][i]
-    return tuple(found)
+        solution[i] = (forward[i] - sum(lower[k][i] * solution[k] for k in range(i + 1, size))) / lower[i][i]
+    return tuple(solution)
 
 
 def inverse(matrix: Sequence[Sequence[float]]) -> Matrix:
-    """The inverse of a symmetric positive definite matrix."""
+    """Return the inverse of a symmetric positive definite matrix."""
     size = len(matrix)
     return tuple(solve(matrix, [float(i == column) for i in range(size)]) for column in range(size))
 
@@ -66,7 +66,7 @@ _NEAR = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prior:
-    """What is known of a factor before any run: its logarithm is 0, give or take `spread` (one standard deviation)."""
+    """A factor before any run: its logarithm is 0, give or take `spread` (one standard deviation)."""
 
     name: str
     spread: float
@@ -82,8 +82,11 @@ class Noise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """What was found: `values` are logarithms of the factors, `covariance` their posterior covariance, `spread` what
-    the residuals keep, in the residuals' own unit."""
+    """Result of a fit.
+
+    `values` are logarithms of the factors, `covariance` their posterior covariance, `spread` what the residuals keep,
+    in the residuals' own unit.
+    """
 
     names: tuple[str, ...]
     values: Vector
@@ -96,7 +99,7 @@ class Fit:
         return {name: math.exp(value) for name, value in zip(self.names, self.values, strict=True)}
 
     def variance(self, gradient: Sequence[float]) -> float:
-        """How uncertain a figure is that changes by `gradient` with each value."""
+        """Return how uncertain a figure is that changes by `gradient` with each value."""
         return quadratic(self.covariance, gradient)
 
 
@@ -106,7 +109,7 @@ Residuals = Callable[[Sequence[float]], Sequence[float]]
 def fit(
     residuals: Residuals, priors: Sequence[Prior], noise: Noise | None = None, start: Sequence[float] | None = None
 ) -> Fit:
-    """The most probable values. `residuals` takes the logarithms in the order of `priors`; so does `start`, a guess.
+    """Return the most probable values; `residuals` and `start`, a guess, have the logarithms in the order of `priors`.
 
     With no residuals at all the answer is the prior: zeros, its variances, and the expected spread.
     """
@@ -141,23 +144,23 @@ class _Problem:
     priors: tuple[Prior, ...]
 
     def at(self, values: Vector) -> _Point:
-        """The point, with slopes of its own."""
-        known = tuple(self.residuals(values))
+        """Return the point moved there, with slopes of its own."""
+        residuals = tuple(self.residuals(values))
         columns = []
         for index in range(len(values)):
             beside = tuple(value + _STEP * (i == index) for i, value in enumerate(values))
             moved = self.residuals(beside)
-            columns.append(tuple((there - here) / _STEP for there, here in zip(moved, known, strict=True)))
-        return _Point(values=values, residuals=known, origin=values, columns=tuple(columns))
+            columns.append(tuple((there - here) / _STEP for there, here in zip(moved, residuals, strict=True)))
+        return _Point(values=values, residuals=residuals, origin=values, columns=tuple(columns))
 
     def cost(self, values: Vector, residuals: Sequence[float], spread: float) -> float:
-        """The negative logarithm of the posterior, up to a constant."""
+        """Return the negative logarithm of the posterior, up to a constant."""
         misfit = sum(math.log1p((r / spread) ** 2 / FREEDOM) for r in residuals)
         pull = sum((value / prior.spread) ** 2 for value, prior in zip(values, self.priors, strict=True))
         return (FREEDOM + 1) / 2 * misfit + pull / 2
 
     def downhill(self, point: _Point, spread: float) -> list[float]:
-        """The negative gradient of the cost."""
+        """Return the negative gradient of the cost."""
         weights = _weights(point, spread)
         return [
             -sum(w * c * r for w, c, r in zip(weights, column, point.residuals, strict=True)) - value / prior.spread**2
@@ -165,15 +168,15 @@ class _Problem:
         ]
 
     def curvature(self, point: _Point, spread: float) -> list[list[float]]:
-        """The cost's curvature, as Gauss and Newton approximate it."""
+        """Return the cost's curvature, as Gauss and Newton approximate it."""
         weights = _weights(point, spread)
-        found = [
+        curvature = [
             [sum(w * a * b for w, a, b in zip(weights, column, other, strict=True)) for other in point.columns]
             for column in point.columns
         ]
         for index, prior in enumerate(self.priors):
-            found[index][index] += 1 / prior.spread**2
-        return found
+            curvature[index][index] += 1 / prior.spread**2
+        return curvature
 
     def descend(self, point: _Point, spread: float) -> _Point:
         """One accepted step of Levenberg and Marquardt, or the same point where none goes down."""
@@ -186,15 +189,15 @@ class _Problem:
             ]
             step = solve(damped, downhill)
             values = tuple(value + move for value, move in zip(point.values, step, strict=True))
-            found = tuple(self.residuals(values))
-            if self.cost(values, found, spread) < here:
+            residuals = tuple(self.residuals(values))
+            if self.cost(values, residuals, spread) < here:
                 near = all(abs(value - old) < _NEAR for value, old in zip(values, point.origin, strict=True))
-                return replace(point, values=values, residuals=found) if near else self.at(values)
+                return replace(point, values=values, residuals=residuals) if near else self.at(values)
             damping *= 10
         return point
 
     def spread_left(self, point: _Point, spread: float, noise: Noise) -> float:
-        """The next estimate of the spread; factors that the runs determine take degrees of freedom from them."""
+        """Return the next estimate of the spread; factors that the runs determine take degrees of freedom from them."""
         weighted = sum(_weight(r, spread) * r**2 for r in point.residuals)
         covariance = inverse(self.curvature(point, spread))
         taken = sum(1 - covariance[i][i] / prior.spread**2 for i, prior in enumerate(self.priors))
@@ -207,7 +210,7 @@ def _weights(point: _Point, spread: float) -> list[float]:
 
 
 def _weight(residual: float, spread: float) -> float:
-    """How much a run counts: 1.25 where it is as expected, ever less the further off it is."""
+    """Return how much a run counts: 1.25 where it is as expected, ever less the further off it is."""
     return (FREEDOM + 1) / (FREEDOM + (residual / spread) ** 2)
 
 

@@ -1,4 +1,4 @@
-"""What stored runs teach about one kind of hardware.
+"""Lessons of stored runs about one kind of hardware.
 
 They become jobs that can be priced again; calibration factors are fitted to them, and proved on runs left out.
 """
@@ -33,8 +33,10 @@ from planner.vocabulary import Precision
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A completed run: what ran, and the seconds of its median step. `doubt` is a logarithmic spread to add to what is
-    usual for such runs."""
+    """A completed run: what ran, and the seconds of its median step.
+
+    `doubt` is a logarithmic spread to add to what is usual for such runs.
+    """
 
     job: Job
     seconds: float
@@ -42,6 +44,7 @@ class Row:
 
     @property
     def model(self) -> str:
+        """Model that ran, by its name."""
         return self.job.facts.name
 
 
@@ -55,13 +58,13 @@ class Rebuilder:
         self._rates: dict[str, tuple[RateMeasurement, ...]] = {}
 
     def rows(self, measurements: Iterable[Measurement]) -> tuple[Row, ...]:
-        """The rows of those that completed, have a step time, and can be priced again."""
-        found = (
+        """Return the rows of those that completed, have a step time, and can be priced again."""
+        candidates = (
             self.row(measurement)
             for measurement in measurements
             if measurement.outcome == "completed" and measurement.measured.step_seconds
         )
-        return tuple(row for row in found if row is not None)
+        return tuple(row for row in candidates if row is not None)
 
     def row(self, measurement: Measurement) -> Row | None:
         """Return the row of a measurement, or None if its model, what it trains or its hardware is unknown now."""
@@ -137,7 +140,7 @@ class Lesson:
 
 
 def learn(rows: Sequence[Row], seconds: Seconds | None = None) -> Lesson:
-    """The calibration for rows of one kind of hardware, with its error on rows that it was not fitted to.
+    """Return the calibration for rows of one kind of hardware, with its error on rows that it was not fitted to.
 
     The shipped constants were fitted to none of the rows, so their error over all rows is fair; that of the factors is
     over every row left out in turn. `seconds` prices a job, by default the time model.
@@ -148,9 +151,9 @@ def learn(rows: Sequence[Row], seconds: Seconds | None = None) -> Lesson:
     if configurations < FEWEST:
         why = f"{configurations} different configurations ran, and {FEWEST} are needed"
         return Lesson(rows=len(rows), configurations=configurations, split=split, reason=why)
-    found = fitted(rows, price)
+    fitted = fit_factors(rows, price)
     shipped = [price(with_factors(row.job, SHIPPED)) for row in rows]
-    apart = dict(pair for part in parts for pair in _left_out(rows, part, price, found))
+    apart = dict(pair for part in parts for pair in _left_out(rows, part, price, fitted))
     left_out = [apart[index] for index in range(len(rows))]
     before, after = _errors(shipped, rows), _errors(left_out, rows)
     lesson = Lesson(
@@ -167,10 +170,10 @@ def learn(rows: Sequence[Row], seconds: Seconds | None = None) -> Lesson:
         return replace(lesson, reason="the fitted factors predict runs that were left out no better than shipped ones")
     models = tuple(sorted({row.model for row in rows}))
     calibration = Calibration(
-        factors=Factors(**found.factors),
-        names=found.names,
-        covariance=found.covariance,
-        spread=found.spread * TAILS,
+        factors=Factors(**fitted.factors),
+        names=fitted.names,
+        covariance=fitted.covariance,
+        spread=fitted.spread * TAILS,
         rows=len(rows),
         models=models,
         error_before=statistics.median(before),
@@ -179,15 +182,17 @@ def learn(rows: Sequence[Row], seconds: Seconds | None = None) -> Lesson:
     return replace(lesson, calibration=calibration)
 
 
-def fitted(rows: Sequence[Row], seconds: Seconds | None = None, near: Fit | None = None) -> Fit:
-    """The most probable factors, of those that the rows' step times feel at all; `near` is a fit to much the same
-    rows."""
+def fit_factors(rows: Sequence[Row], seconds: Seconds | None = None, near: Fit | None = None) -> Fit:
+    """Return the most probable factors, of those that the rows' step times feel at all.
+
+    `near` is a fit to much the same rows.
+    """
     price = seconds or _seconds
     felt = [slopes(row.job, price) for row in rows]
     priors = [
         Prior(name=name, spread=spread)
         for name, spread in FACTOR_SPREADS.items()
-        if any(abs(found[name]) > _FELT for found in felt)
+        if any(abs(slopes_of_row[name]) > _FELT for slopes_of_row in felt)
     ]
     names = [prior.name for prior in priors]
     scales = [math.hypot(SPREADS[kind_of(row.job)].inside, row.doubt) for row in rows]
@@ -204,7 +209,7 @@ def fitted(rows: Sequence[Row], seconds: Seconds | None = None, near: Fit | None
 
 
 def errors(rows: Sequence[Row], factors: Factors, seconds: Seconds | None = None) -> list[float]:
-    """How far predictions with these factors are from what was measured, fractions of it."""
+    """Return how far predictions with these factors are from what was measured, fractions of it."""
     price = seconds or _seconds
     return _errors([price(with_factors(row.job, factors)) for row in rows], rows)
 
@@ -214,31 +219,34 @@ def _errors(predicted: Sequence[float], rows: Sequence[Row]) -> list[float]:
 
 
 def with_factors(job: Job, factors: Factors) -> Job:
-    """The job on a cluster of these factors."""
+    """Return the job on a cluster of these factors."""
     return replace(job, cluster=replace(job.cluster, factors=factors))
 
 
 def _left_out(rows: Sequence[Row], part: frozenset[int], price: Seconds, whole: Fit) -> list[tuple[int, float]]:
-    """The predictions for the rows of one part, by their places, of factors fitted to all others."""
+    """Return the predictions for the rows of one part, by their places, of factors fitted to all others."""
     rest = [row for index, row in enumerate(rows) if index not in part]
-    factors = Factors(**fitted(rest, price, whole).factors)
+    factors = Factors(**fit_factors(rest, price, whole).factors)
     return [(index, price(with_factors(rows[index].job, factors))) for index in part]
 
 
 def _parts(rows: Sequence[Row]) -> tuple[list[frozenset[int]], str]:
-    """Which rows are left out together: those of one model where there are several, else those of one configuration or
-    of a fifth of them. Runs of one configuration are never on both sides."""
-    models = _grouped(row.model for row in rows)
+    """Return which rows are left out together, and the word for such a part.
+
+    They are those of one model where there are several, else those of one configuration or of a fifth of them. Runs of
+    one configuration are never on both sides.
+    """
+    models = _group(row.model for row in rows)
     if len(models) >= _MODELS_TO_SPLIT_BY:
         return models, "each model left out in turn"
-    configurations = _grouped(row.job.configuration for row in rows)
+    configurations = _group(row.job.configuration for row in rows)
     if len(configurations) <= _LEAVE_ONE_OUT:
         return configurations, "each configuration left out in turn"
     folds = [frozenset[int]().union(*configurations[start::_FOLDS]) for start in range(_FOLDS)]
     return folds, f"each {_FOLDS}th of the configurations left out in turn"
 
 
-def _grouped(keys: Iterable[object]) -> list[frozenset[int]]:
+def _group(keys: Iterable[object]) -> list[frozenset[int]]:
     groups: dict[object, set[int]] = {}
     for index, key in enumerate(keys):
         groups.setdefault(key, set()).add(index)
@@ -261,8 +269,7 @@ WITHDRAWN = {"withdrawn": "factors fitted to all runs so far predict those left 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibrated:
-    """What was learnt of one kind of hardware from which runs; `is_new` says that the database has something new of
-    it."""
+    """Calibration of one kind of hardware with its runs; `is_new` says that the database has something new of it."""
 
     hardware: HardwareKind
     lesson: Lesson
@@ -272,7 +279,7 @@ class Calibrated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refreshed:
-    """What was learnt of every kind of hardware, and how many runs could not be priced again."""
+    """Calibrations of every kind of hardware, and how many runs could not be priced again."""
 
     kinds: tuple[Calibrated, ...]
     skipped: int
@@ -284,7 +291,7 @@ def refresh(store: Store, machine: Machine, *, only: HardwareKind | None = None,
     Raises:
         DsplanError: the database cannot be read or written.
     """
-    made = [
+    completed = [
         measurement
         for measurement in store.list(outcome="completed", limit=MOST_ROWS)
         if measurement.measured.step_seconds
@@ -292,32 +299,32 @@ def refresh(store: Store, machine: Machine, *, only: HardwareKind | None = None,
     rebuilder = Rebuilder(store, machine)
     groups: dict[HardwareKind, list[tuple[Measurement, Row]]] = {}
     skipped = 0
-    for measurement in made:
+    for measurement in completed:
         row = rebuilder.row(measurement)
         if row is None:
             skipped += 1
         elif only in (None, kind := hardware_kind(row.job.cluster)):
             groups.setdefault(kind, []).append((measurement, row))
-    kinds = tuple(_calibrated(store, kind, _doubted(group), keep=keep) for kind, group in groups.items())
+    kinds = tuple(_calibrate(store, kind, _doubt_older(group), keep=keep) for kind, group in groups.items())
     return Refreshed(kinds=kinds, skipped=skipped)
 
 
-def _calibrated(store: Store, kind: HardwareKind, rows: Sequence[Row], *, keep: bool) -> Calibrated:
+def _calibrate(store: Store, kind: HardwareKind, rows: Sequence[Row], *, keep: bool) -> Calibrated:
     lesson = learn(rows)
-    known = calibration_of(store, rows[0].job.cluster)
+    stored = calibration_of(store, rows[0].job.cluster)
     if lesson.calibration is not None:
         document = lesson.calibration.as_document()
-        is_new = known is None or canonical_json(known.as_document()) != canonical_json(document)
+        is_new = stored is None or canonical_json(stored.as_document()) != canonical_json(document)
     else:
         document = dict(WITHDRAWN)
-        is_new = known is not None and lesson.error_after is not None
+        is_new = stored is not None and lesson.error_after is not None
     if keep and is_new:
         store.add_calibration(calibration_record(kind, document))
     return Calibrated(hardware=kind, lesson=lesson, is_new=is_new, rows=tuple(rows))
 
 
-def _doubted(group: Sequence[tuple[Measurement, Row]]) -> list[Row]:
-    """The rows, newest first; those of other versions of torch than the newest run's say less of the next one."""
+def _doubt_older(group: Sequence[tuple[Measurement, Row]]) -> list[Row]:
+    """Return the rows, newest first; those of other versions of torch than the newest run's say less of the next."""
     newest = group[0][0].fingerprint.versions.torch
     return [
         row if measurement.fingerprint.versions.torch == newest else replace(row, doubt=OTHER_VERSIONS)
@@ -330,8 +337,11 @@ def _doubted(group: Sequence[tuple[Measurement, Row]]) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One run beside its predictions, each as the seconds of a step and between which nine runs of ten should lie:
-    with the shipped constants, and with factors that were not fitted to it (None where nothing was fitted)."""
+    """One run beside its predictions.
+
+    Each is the seconds of a step and between which nine runs of ten should lie: with the shipped constants, and with
+    factors that were not fitted to it (None where nothing was fitted).
+    """
 
     row: Row
     shipped: tuple[float, float, float]
@@ -347,13 +357,13 @@ def checks(kind: Calibrated) -> tuple[Check, ...]:
     lesson = kind.lesson
     shipped = lesson.shipped or tuple(_seconds(with_factors(row.job, SHIPPED)) for row in kind.rows)
     left_out = lesson.left_out or (None,) * len(kind.rows)
-    found = []
+    checked = []
     for row, before, after in zip(kind.rows, shipped, left_out, strict=True):
         factors = SHIPPED if lesson.calibration is None else lesson.calibration.factors
         first = _interval(with_factors(row.job, SHIPPED), before, None)
         second = None if after is None else _interval(with_factors(row.job, factors), after, lesson.calibration)
-        found.append(Check(row=row, shipped=first, left_out=second))
-    return tuple(found)
+        checked.append(Check(row=row, shipped=first, left_out=second))
+    return tuple(checked)
 
 
 def _interval(job: Job, seconds: float, calibration: Calibration | None) -> tuple[float, float, float]:

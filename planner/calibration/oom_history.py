@@ -31,25 +31,26 @@ class OomRecord:
 
     @property
     def when(self) -> str:
+        """Words for when it failed: `here on 2026-11-23`, or in this run."""
         return f"here on {self.created_at[:10]}" if self.created_at else "in this run"
 
     def counts_on(self, cluster: Cluster) -> bool:
-        """Whether it says anything of such devices: not where a device has more room than it had then."""
+        """Return whether it says anything of such devices: not where a device has more room than it had then."""
         if cluster.device.is_cpu:
             return self.counts_for(cluster.gpus, on_cpu=True)
         return self.capacity_bytes is None or cluster.capacity_bytes <= MORE_ROOM * self.capacity_bytes
 
     def counts_for(self, ranks: int, *, on_cpu: bool) -> bool:
-        """Whether it says anything of so many ranks on the same devices."""
+        """Return whether it says anything of so many ranks on the same devices."""
         # What is free of a host changes by the minute; fewer ranks than then have more of it each.
         return not on_cpu or ranks >= self.configuration.world_size
 
     def rules_out(self, job: Job, memory: MemoryEstimate) -> bool:
-        """Whether a plan for these devices is this one or is predicted to take at least as much."""
+        """Return whether a plan for these devices is this one or is predicted to take at least as much."""
         return self.counts_on(job.cluster) and self.takes_no_more_than(job.configuration, memory)
 
     def takes_no_more_than(self, configuration: Configuration, memory: MemoryEstimate) -> bool:
-        """Whether a plan with this memory is the one that failed or is predicted to take at least as much.
+        """Return whether a plan with this memory is the one that failed or is predicted to take at least as much.
 
         Of a plan that offloads it is not known which memory was short, so only what takes as much of both is out; where
         what it took of the host was not recorded, it alone.
@@ -63,7 +64,7 @@ class OomRecord:
         return self.host_bytes_per_node is not None and memory.host_bytes_per_node >= self.host_bytes_per_node
 
     def judgement(self, memory: MemoryEstimate) -> Judgement:
-        """That of a plan that is ruled out."""
+        """Return the judgement of a plan that is ruled out."""
         need, failed = memory.peak_allocated_bytes, self.peak_allocated_bytes
         reason = (
             f"is predicted at {format_bytes(need)}, and a plan predicted at {format_bytes(failed)} ran out of memory"
@@ -72,7 +73,7 @@ class OomRecord:
         return Judgement(verdict="does_not_fit", pressure=max(need, failed) / max(failed - 1, 1), reason=reason)
 
     def sentence(self) -> str:
-        """What happened, for the list of what was rejected."""
+        """Return what happened, for the list of what was rejected."""
         failed = self.configuration
         kind = failed.activation_checkpointing
         recomputing = "without checkpointing" if kind == "none" else f"with {kind} checkpointing"

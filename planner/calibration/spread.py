@@ -1,4 +1,4 @@
-"""How far step times are from what is predicted, by kind of plan, and what a calibration takes away from that.
+"""Spread of step times around predictions, by kind of plan, and what a calibration takes away from it.
 
 `scripts/fit/time_intervals.py` and `scripts/fit/calibration_spread.py` work the figures out from the published runs.
 """
@@ -88,7 +88,7 @@ _STEP = 1e-3
 
 
 def kind_of(job: Job) -> Kind:
-    """The kind of plan, as far as errors go."""
+    """Return the kind of plan, as far as errors go."""
     configuration, cluster = job.configuration, job.cluster
     if cluster.device.is_cpu:
         return "unmeasured cpu" if cluster.rates.matmul is None else "cpu"
@@ -102,7 +102,7 @@ def kind_of(job: Job) -> Kind:
 
 
 def spread_of(job: Job) -> Spread:
-    """How far a job is off: by the kind of plan, wider or narrower where the code base is known for it."""
+    """Return how far a job is off: by the kind of plan, wider or narrower where the code base is known for it."""
     kind = kind_of(job)
     spread = SPREADS[kind]
     if job.cluster.device.is_cpu:
@@ -120,9 +120,12 @@ def interval(job: Job, seconds: float, calibration: Calibration | None) -> tuple
 
 
 def _left(job: Job, spread: Spread, calibration: Calibration) -> float:
-    """The spread that calibration leaves: of the runs of one hardware and code, and of what the factors may be, which
-    is never more than before. Models that were not among its runs keep the usual noise. Runs that scatter widely (made
-    while other work ran) leave at most what is known of a machine that never ran anything."""
+    """Return the spread that calibration leaves, never more than before.
+
+    It is that of the runs of one hardware and code, and of what the factors may be. Models that were not among its runs
+    keep the usual noise. Runs that scatter widely (made while other work ran) leave at most what is known of a machine
+    that never ran anything.
+    """
     gradient = slopes(job)
     unfitted = sum((spread * gradient[name]) ** 2 for name, spread in FACTOR_SPREADS.items())
     unfitted -= sum((FACTOR_SPREADS[name] * gradient[name]) ** 2 for name in calibration.names)
@@ -134,22 +137,22 @@ def _left(job: Job, spread: Spread, calibration: Calibration) -> float:
 
 
 def slopes(job: Job, price: Callable[[Job], float] | None = None) -> dict[str, float]:
-    """How the logarithm of the step time changes with the logarithm of each factor."""
+    """Return how the logarithm of the step time changes with the logarithm of each factor."""
     seconds = price or (lambda varied: step_time(varied).step_seconds)
     here, values = seconds(job), asdict(job.cluster.factors)
-    found = {}
+    logarithms = {}
     for name in FACTOR_SPREADS:
         if _unfelt(job, name):
-            found[name] = 0.0
+            logarithms[name] = 0.0
             continue
         factors = Factors(**{**values, name: values[name] * math.exp(_STEP)})
         there = seconds(replace(job, cluster=replace(job.cluster, factors=factors)))
-        found[name] = math.log(there / here) / _STEP
-    return found
+        logarithms[name] = math.log(there / here) / _STEP
+    return logarithms
 
 
 def _unfelt(job: Job, name: str) -> bool:
-    """Whether a job does nothing that a factor is about; saves most of the work where hundreds are asked about."""
+    """Return whether a job does nothing that a factor is about, which saves most of the work of hundreds of jobs."""
     if name == "inter_link":
         return job.cluster.nodes == 1
     is_on_host = job.configuration.offload != "none" or job.cluster.device.is_cpu

@@ -14,8 +14,11 @@ HOUR = 3_600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """What was said of money and time. `usd_per_gpu_hour` stands in for the price that the cluster has, `tokens` are
-    those of the whole training, of which `deadline_days` is the time for."""
+    """Limits of money and time.
+
+    `usd_per_gpu_hour` stands in for the price that the cluster has, `tokens` are those of the whole training, of which
+    `deadline_days` is the time for.
+    """
 
     usd_per_gpu_hour: float | None = None
     tokens: float | None = None
@@ -33,8 +36,10 @@ NO_BUDGET = Budget()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bill:
-    """What a plan costs: per million tokens, and for the whole training where its tokens were given. Dollars are None
-    where no price is known, days and totals where no number of tokens is."""
+    """The costs of a plan: per million tokens, and for the whole training where its tokens were given.
+
+    Dollars are None where no price is known, days and totals where no number of tokens is.
+    """
 
     gpu_hours_per_million_tokens: float
     usd_per_million_tokens: float | None = None
@@ -49,7 +54,7 @@ def tokens_per_step(workload: Workload) -> int:
 
 
 def bill_of(configuration: Configuration, step_seconds: float, price: float | None, budget: Budget) -> Bill:
-    """The bill of a configuration whose step takes `step_seconds`, at `price` dollars per GPU-hour."""
+    """Return the bill of a configuration whose step takes `step_seconds`, at `price` dollars per GPU-hour."""
     per_step = configuration.global_batch_size * configuration.sequence_length
     million = step_seconds * configuration.world_size / HOUR / per_step * 1e6
     hours = None if budget.tokens is None else million * budget.tokens / 1e6

@@ -36,6 +36,7 @@ class Layout:
 
     @property
     def gpus(self) -> int:
+        """GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
 
@@ -59,7 +60,7 @@ def spread(gpus: int, nodes: int | None, device: Device) -> Layout:
 
 
 def usual_gpus_per_node(device: Device) -> int:
-    """How many of these GPUs one machine usually has.
+    """Return how many of these GPUs one machine usually has.
 
     Cards: eight, the slots of a server. Modules: as many as in the catalogue's largest node type of the best provider.
     Superchips: four on a tray of an NVL72 rack, else one. Systems on a chip: one.
@@ -68,10 +69,10 @@ def usual_gpus_per_node(device: Device) -> int:
         return 1
     if device.form == "PCIe":
         return _PCIE_SLOTS
-    known = _carriers(device)
-    if known:
-        best = _rank(known[0])
-        return max(node.gpus_per_node for node in known if _rank(node) == best)
+    carriers = _carriers(device)
+    if carriers:
+        best = _rank(carriers[0])
+        return max(node.gpus_per_node for node in carriers if _rank(node) == best)
     if device.form == "superchip":
         return _NVL72_TRAY if _is_rack_scale(device) else 1
     return _PCIE_SLOTS
@@ -83,11 +84,11 @@ def default_node_type(device: Device, gpus_per_node: int) -> NodeType | None:
     NVIDIA's own before generic ones, workstations and servers, before clouds; among those the smallest that is large
     enough, else the largest there is.
     """
-    known = _carriers(device)
-    enough = [node for node in known if node.gpus_per_node >= gpus_per_node]
+    carriers = _carriers(device)
+    enough = [node for node in carriers if node.gpus_per_node >= gpus_per_node]
     if enough:
         return min(enough, key=lambda node: (_rank(node), node.gpus_per_node))
-    return max(known, key=lambda node: node.gpus_per_node, default=None)
+    return max(carriers, key=lambda node: node.gpus_per_node, default=None)
 
 
 def capacity(device: Device, memory_gb: float | None = None) -> int:
@@ -96,9 +97,9 @@ def capacity(device: Device, memory_gb: float | None = None) -> int:
     Raises:
         ContradictoryRequest: the datasheet has no figure and none was given.
     """
-    known = device.capacity_bytes
-    if known is not None:
-        return known
+    capacity = device.capacity_bytes
+    if capacity is not None:
+        return capacity
     if memory_gb is not None:
         return round(memory_gb * GB)
     raise ContradictoryRequest(
@@ -113,7 +114,7 @@ def price_per_gpu(node: NodeType) -> float | None:
 
 
 def cluster_of(device: Device, layout: Layout, node: NodeType | None, memory_gb: float | None = None) -> Cluster:
-    """A cluster of a named device. A node type with more GPUs than are used lends its host in proportion.
+    """Return a cluster of a named device. A node type with more GPUs than are used lends its host in proportion.
 
     Raises:
         ContradictoryRequest: the memory of the device is unknown.
@@ -139,7 +140,7 @@ def cluster_of(device: Device, layout: Layout, node: NodeType | None, memory_gb:
 
 
 def network(device: Device, layout: Layout, node: NodeType) -> tuple[Link | None, int]:
-    """The link between nodes and how many of them a node has.
+    """Return the link between nodes and how many of them a node has.
 
     A link whose figures are per node counts once. Where a provider sells less than the adapters' line rate, the link is
     scaled to it. Inside one NVL72 rack nodes talk over NVLink; a node of more GPUs than a tray has is several
@@ -154,11 +155,11 @@ def network(device: Device, layout: Layout, node: NodeType) -> tuple[Link | None
     rate = (link.per_node_gbit or link.line_rate_gbit or 0) * nics
     sold = node.inter_node_gbit or rate
     trays = max(1, layout.gpus_per_node // node.gpus_per_node) if _is_rack_scale(device) and link.per == "NIC" else 1
-    return (link if sold >= rate else scaled(link, sold / rate)), nics * trays
+    return (link if sold >= rate else scale_link(link, sold / rate)), nics * trays
 
 
-def scaled(link: Link, factor: float) -> Link:
-    """The same link with every rate times `factor`; latencies stay."""
+def scale_link(link: Link, factor: float) -> Link:
+    """Return the same link with every rate times `factor`; latencies stay."""
 
     def rates(busbw: Mapping[str, float | None]) -> dict[str, float | None]:
         return {key: rate if rate is None or key == "gpus" else rate * factor for key, rate in busbw.items()}
@@ -196,7 +197,7 @@ def _without_node_type(device: Device, layout: Layout, bytes_per_device: int) ->
 
 
 def _intra_link(device: Device, gpus_per_node: int, node: NodeType) -> Link | None:
-    """The node type's own link; a bridge between two cards does not join more of them."""
+    """Return the node type's own link; a bridge between two cards does not join more of them."""
     if gpus_per_node < 2:
         return None
     if node.intra_link is None or ("bridge" in node.intra_link and gpus_per_node > 2):

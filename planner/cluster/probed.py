@@ -23,7 +23,7 @@ _PLAIN_NETWORK = "eth-25"
 
 
 def probed_cluster(machine: Machine, ranks: int | None = None) -> Cluster:
-    """The cluster that a process started here trains on: all GPUs, a MIG slice, or `ranks` (2) processes on the CPU.
+    """Return the cluster that a process started here trains on: all GPUs, a MIG slice, or `ranks` (2) CPU processes.
 
     `ranks` is the world size: the first GPUs where it is fewer than there are, several such nodes where it is more.
 
@@ -34,7 +34,7 @@ def probed_cluster(machine: Machine, ranks: int | None = None) -> Cluster:
 
 
 def of_machine(cluster: Cluster, machine: Machine) -> Cluster:
-    """The cluster, which knows what machine it is."""
+    """Return the cluster, which knows what machine it is."""
     return replace(cluster, machine=machine)
 
 
@@ -125,7 +125,7 @@ def _speed(device: Device) -> float:
 
 
 def _remarks(machine: Machine, gpus: tuple[Gpu, ...], device: Device) -> list[str]:
-    """What a plan for these GPUs has to say about them, a sentence each."""
+    """Return what a plan for these GPUs has to say about them, a sentence each."""
     names = Counter(gpu.name for gpu in gpus)
     remarks = []
     if len(names) > 1:
@@ -162,7 +162,7 @@ def _held(process: GpuProcess) -> str:
 
 
 def _network(host: Host, device: Device, layout: Layout) -> tuple[Link | None, int, str]:
-    """The link between nodes like this one, how many a node has, and what was guessed; nothing for one node."""
+    """Return the link between nodes like this one, how many a node has, and what was guessed; nothing for one node."""
     if layout.nodes == 1:
         return None, 1, ""
     for kind, prefix in _RDMA.items():

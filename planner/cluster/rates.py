@@ -23,7 +23,7 @@ _ATTENTION_BACKWARD_WORK = 2.5
 def rates_from_measurements(
     measurements: Iterable[RateMeasurement], *, ranks: int, precision: words.Precision
 ) -> Rates:
-    """The newest rates of a machine with `ranks` processes at work; None for each kind never measured.
+    """Return the newest rates of a machine with `ranks` processes at work; None for each kind never measured.
 
     `measurements` come newest first. Matrix products and attention are those of the dtype that `precision` computes in;
     collectives are kept for every number of ranks that was measured. On a CPU only rates of `ranks` processes count,
@@ -69,7 +69,7 @@ class _Points:
         return [rate for rate in self.of(operation) if rate.dtype == self._dtype]
 
     def products(self, operation: str) -> Curve | None:
-        """Of shape (m, k, n), or of the edge of a square that older rows keep as `size`."""
+        """Return the curve of products of shape (m, k, n), or of a square's edge, which older rows keep as `size`."""
         flops = ((2.0 * _extents(rate), rate.value) for rate in self._typed(operation))
         return curve_of((work, work / rate) for work, rate in flops)
 
@@ -107,4 +107,4 @@ def _collectives(measurements: tuple[RateMeasurement, ...]) -> dict[tuple[str, i
         elif rate.operation in COLLECTIVES:
             seconds = crossings(rate.operation, rate.ranks) * rate.size / rate.value
             points.setdefault((rate.operation, rate.ranks), []).append((float(rate.size), seconds))
-    return {key: curve for key, found in points.items() if (curve := curve_of(found))}
+    return {key: curve for key, pairs in points.items() if (curve := curve_of(pairs))}

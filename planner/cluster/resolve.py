@@ -1,4 +1,4 @@
-"""From what was asked of the hardware to a `Cluster`: named, described in a file, probed, or assumed."""
+"""A `Cluster` from what was asked of the hardware: named, described in a file, probed, or assumed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class HardwareRequest:
 
 
 def resolve_cluster(request: HardwareRequest, machine: Machine | None = None) -> Cluster:
-    """The cluster that a request means; `machine` is what was probed (probed now where it is needed and None).
+    """Return the cluster that a request means; `machine` is what was probed (probed now where it is needed and None).
 
     A cluster file, a node type or a GPU is planned for as named. With none of them it is the probed machine, and where
     that has no GPU, 8 x A100-SXM4-80GB with a sentence in `assumed` that says so.
@@ -92,31 +92,36 @@ def resolve_cluster(request: HardwareRequest, machine: Machine | None = None) ->
     if cluster.probed and machine is not None:
         cluster = of_machine(cluster, machine)
     if request.interconnect is not None:
-        cluster = _joined_by(cluster, request.interconnect, request.cluster_file)
+        cluster = _join_by(cluster, request.interconnect, request.cluster_file)
     if cluster.gpus > limits.GPUS.most:
         raise ContradictoryRequest(f"{cluster.gpus:,} GPUs are more than {limits.GPUS.most:,}; ask for fewer nodes")
     return cluster
 
 
-def _joined_by(cluster: Cluster, asked: str, cluster_file: str | None) -> Cluster:
-    """The cluster with the named link between its nodes. An adapter is as often in a node as the node type has
-    adapters, or as the name says; Ethernet, which hosts have beside them, once."""
-    match = _SEVERAL.fullmatch(asked)
-    count, name = (int(match[1]), match[2]) if match else (None, asked)
+def _join_by(cluster: Cluster, wanted: str, cluster_file: str | None) -> Cluster:
+    """Return the cluster with the named link between its nodes.
+
+    An adapter is as often in a node as the node type has adapters, or as the name says; Ethernet, which hosts have
+    beside them, once.
+    """
+    match = _SEVERAL.fullmatch(wanted)
+    count, name = (int(match[1]), match[2]) if match else (None, wanted)
     link = find_link(name)
     if link.scope != "inter":
         between = ", ".join(other.name for other in links() if other.scope == "inter")
-        raise ContradictoryRequest(f"--interconnect {asked} is a link inside a node; between nodes are {between}")
+        raise ContradictoryRequest(f"--interconnect {wanted} is a link inside a node; between nodes are {between}")
     if cluster.nodes == 1:
         raise ContradictoryRequest(
-            f"--interconnect {asked} is between nodes, and {cluster.gpus} x {cluster.device.name} are one node here;"
+            f"--interconnect {wanted} is between nodes, and {cluster.gpus} x {cluster.device.name} are one node here;"
             " leave it out or give --nodes"
         )
     if cluster_file is not None and link != cluster.inter_link:
-        raise ContradictoryRequest(f"--interconnect {asked} contradicts {cluster_file}; write inter_link: {name} there")
+        raise ContradictoryRequest(
+            f"--interconnect {wanted} contradicts {cluster_file}; write inter_link: {name} there"
+        )
     if count is not None and (link.per != "NIC" or not limits.NICS.allows(count)):
         raise ContradictoryRequest(
-            f"--interconnect {asked}: a node has no {count} x {link.name}; leave {match[1] if match else count}x out"
+            f"--interconnect {wanted}: a node has no {count} x {link.name}; leave {match[1] if match else count}x out"
         )
     ordinary = link.name.startswith("eth-")
     nics = count or (1 if link.per != "NIC" or ordinary else cluster.nics_per_node)
@@ -160,7 +165,7 @@ def _from_cpu(request: HardwareRequest, machine: Machine) -> Cluster:
 
 
 def _from_gpu(request: HardwareRequest, device: Device) -> Cluster:
-    """As many as asked for; without a number all GPUs of the nodes asked for, else one GPU."""
+    """Return a cluster of as many as asked for; without a number all GPUs of the nodes asked for, else one GPU."""
     per_node = usual_gpus_per_node(device)
     gpus = request.gpus or (request.nodes * per_node if request.nodes else 1)
     layout = spread(gpus, request.nodes, device)
@@ -181,7 +186,7 @@ def _from_machine(request: HardwareRequest, machine: Machine) -> Cluster:
     if slices is not None and request.gpus in (None, 1) and request.nodes in (None, 1):
         return slices
     if not here:
-        return _assumed(request, machine)
+        return _assume(request, machine)
     if request.gpus is not None and request.gpus <= len(here) and request.nodes in (None, 1):
         return gpu_cluster(machine, here[: request.gpus])
     if request.gpus is None:
@@ -189,7 +194,7 @@ def _from_machine(request: HardwareRequest, machine: Machine) -> Cluster:
     return _more_than_here(request, machine)
 
 
-def _assumed(request: HardwareRequest, machine: Machine) -> Cluster:
+def _assume(request: HardwareRequest, machine: Machine) -> Cluster:
     device = find_device(ASSUMED_GPU)
     gpus = request.gpus or ASSUMED_COUNT * (request.nodes or 1)
     cluster = _from_gpu(replace(request, gpus=gpus), device)
@@ -208,13 +213,14 @@ def _more_than_here(request: HardwareRequest, machine: Machine) -> Cluster:
     if request.nodes is not None and gpus == request.nodes * len(here):
         return gpu_cluster(machine, here, nodes=request.nodes)
     named = _from_gpu(request, cluster.device)
-    found = f"{len(here)} x {cluster.device.name} found here, planned for {gpus} of them"
-    return replace(named, assumed="; ".join(part for part in (found, named.assumed) if part))
+    note = f"{len(here)} x {cluster.device.name} found here, planned for {gpus} of them"
+    return replace(named, assumed="; ".join(part for part in (note, named.assumed) if part))
 
 
 def cluster_of_plan(section: Mapping[str, Any], machine: Machine | None = None) -> Cluster | None:
-    """The cluster of a plan's `cluster` section: this machine's devices where `machine` has such, else those of the
-    datasheets. Return None for a processor of another machine, of which nothing is known.
+    """Return the cluster of a plan's `cluster` section, or None for another machine's processor.
+
+    It has this machine's devices where `machine` has such, else those of the datasheets.
 
     Raises:
         UnknownName: a device or a link is in no datasheet.
@@ -245,23 +251,23 @@ def cluster_of_plan(section: Mapping[str, Any], machine: Machine | None = None) 
 
 
 def _link(name: str | None, base: Link | None) -> Link | None:
-    """The link of this name; that of the node type, which may be sold slower than it is, where it is the one."""
+    """Return the link of this name; that of the node type, which may be sold slower than it is, where it is the one."""
     if name is None:
         return None
     return base if base is not None and base.name == name else find_link(name)
 
 
 def _require_same_hardware(request: HardwareRequest, cluster: Cluster) -> None:
-    """A cluster file says everything about the cluster; flags beside it may only repeat it."""
-    for flag, asked, actual in (
+    """Refuse flags that contradict a cluster file, which says everything about the cluster; they may repeat it."""
+    for flag, requested, actual in (
         ("--gpus", request.gpus, cluster.gpus),
         ("--nodes", request.nodes, cluster.nodes),
         ("--gpu", request.gpu and find_device(request.gpu).name, cluster.device.name),
         ("--node-type", request.node_type and find_node_type(request.node_type).name, cluster.node_type),
     ):
-        if asked is not None and asked != actual:
+        if requested is not None and requested != actual:
             raise ContradictoryRequest(
-                f"{flag} {asked} contradicts {request.cluster_file}, which describes {cluster.nodes} x "
+                f"{flag} {requested} contradicts {request.cluster_file}, which describes {cluster.nodes} x "
                 f"{cluster.gpus_per_node} {cluster.device.name}; drop {flag} or change the file"
             )
 
@@ -294,12 +300,12 @@ KEYS = (*_TEXT, *_NUMBERS)
 
 
 def read_cluster_file(path: str) -> Cluster:
-    """The cluster in a file. What it leaves out comes from its node type, or the usual node type of its GPU.
+    """Return the cluster in a file. What it leaves out comes from its node type, or the usual node type of its GPU.
 
     Raises:
         BrokenFile: the file is missing, not YAML, or a key is unknown or of the wrong type; one line with the remedy.
     """
-    given = _checked(path, _mapping(path))
+    given = _check(path, _mapping(path))
     try:
         return _with_figures(_base(path, given), given)
     except (UnknownName, ContradictoryRequest) as error:
@@ -313,7 +319,7 @@ def _mapping(path: str) -> dict[Any, Any]:
     return data
 
 
-def _checked(path: str, data: dict[Any, Any]) -> dict[str, Any]:
+def _check(path: str, data: dict[Any, Any]) -> dict[str, Any]:
     for key, given in data.items():
         if key not in KEYS:
             raise BrokenFile(path, f"unknown key {shown(key)}", f"keys are {', '.join(KEYS)}")

@@ -1,1 +1,1 @@
-"""What a configuration costs: bytes and seconds. What both models share lies here, once."""
+"""The cost of a configuration: bytes and seconds. Both models share what lies here."""

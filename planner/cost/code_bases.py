@@ -1,5 +1,8 @@
-"""Code bases: whose modules run, as data. What is fused, kept for the backward, recomputed and overlapped decides both
-memory and time; `code_bases.yaml` has a row for each, with the source of every trait."""
+"""Code bases as data: whose modules run.
+
+Their traits, such as what is fused, kept for the backward, recomputed and overlapped, decide memory and time;
+`code_bases.yaml` has a row for each, with the source of every trait.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ TRANSFORMERS = Implementation()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockTraits:
-    """What a decoder block keeps for its backward; `planner.cost.memory.activations.blocks` makes it bytes."""
+    """Traits of a decoder block that decide what it keeps; `cost.memory.activations.blocks` makes bytes of them."""
 
     norm: Literal["composite", "fused"] = "composite"
     """`composite` keeps an fp32 copy of its input and the normalised one, `fused` the input itself and its scale."""
@@ -101,7 +104,7 @@ class BlockTraits:
 
 
 class LogitBytes(TypedDict):
-    """What is alive of the logits at the loss and at its backward: copies in the compute dtype, and bytes besides."""
+    """Logits alive at the loss and at its backward: copies in the compute dtype, and bytes besides."""
 
     forward: tuple[float, float]
     backward: tuple[float, float]
@@ -187,12 +190,12 @@ class CodeBase:
         return hash(self.name)
 
     def traits(self, *, compiled: bool) -> Traits:
-        """How its modules run."""
+        """Return how its modules run."""
         return self.compiled if compiled and self.compiled is not None else self.eager
 
     @property
     def runs_here(self) -> bool:
-        """Whether `dsplan run` runs its code."""
+        """True if `dsplan run` runs its code."""
         return self.runs_with == "dsplan"
 
 
@@ -205,7 +208,7 @@ _CHOICES = {"strategies", "whole_strategies", "degrees", "schedules", "offloads"
 
 @lru_cache(maxsize=64)
 def code_base(name: str) -> CodeBase:
-    """The code base of a name, or of a YAML file whose row begins with `like: NAME`.
+    """Return the code base of a name, or of a YAML file whose row begins with `like: NAME`.
 
     Raises:
         UnknownName: no row answers to the name, and there is no such file.
@@ -220,18 +223,18 @@ def code_base(name: str) -> CodeBase:
 
 
 def code_names() -> tuple[str, ...]:
-    """The names of the catalogue, in its order."""
+    """Return the names of the catalogue, in its order."""
     return tuple(_rows())
 
 
 def of_any_year(name: str) -> str:
-    """A code base whatever its version: the catalogue names older ones by their year."""
+    """Return a code base whatever its version: the catalogue names older ones by their year."""
     stem, _, year = name.rpartition("-")
     return stem if len(year) == 4 and year.isdigit() else name
 
 
 def facts_for_code(facts: ModelFacts, name: str) -> ModelFacts:
-    """The model with the dropout that a code base trains it with, and the head that it gives it."""
+    """Return the model with the dropout that a code base trains it with, and the head that it gives it."""
     code = code_base(name)
     if code.unties_head and facts.tie_word_embeddings and facts.kind == "decoder":
         facts = replace(facts, tie_word_embeddings=False)
@@ -249,7 +252,7 @@ def _rows() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _made(name: str, row: Mapping[str, Any]) -> CodeBase:
-    """The code base of a row that was checked when it was compiled."""
+    """Return the code base of a row that was checked when it was compiled."""
     compiled = row.get("compiled")
     plain = {key: row[key] for key in row.keys() - {*_GROUPS, "compiled", "like"}}
     plain |= {key: tuple(plain[key]) for key in _CHOICES & plain.keys()}
@@ -273,7 +276,7 @@ def _handed_in(path: str) -> CodeBase:
 
 
 def compile_code_bases(path: Path = _WRITTEN) -> str:
-    """The catalogue as JSON text, every `like` resolved.
+    """Return the catalogue as JSON text, every `like` resolved.
 
     Raises:
         BrokenFile: a row has an unknown or ill-typed key, or no sources.
@@ -286,8 +289,8 @@ def compile_code_bases(path: Path = _WRITTEN) -> str:
     return json.dumps(rows, indent=1) + "\n"
 
 
-def checked_row(row: object, known: Mapping[str, Mapping[str, Any]], where: object) -> Mapping[str, Any]:
-    """A row with every key checked and filled up from the one that it is `like`.
+def checked_row(row: object, entries: Mapping[str, Mapping[str, Any]], where: object) -> Mapping[str, Any]:
+    """Return a row with every key checked and filled up from the one that it is `like`.
 
     Raises:
         BrokenFile: a key is unknown, missing or holds what it cannot.
@@ -297,23 +300,23 @@ def checked_row(row: object, known: Mapping[str, Mapping[str, Any]], where: obje
     if not isinstance(row, dict):
         raise BrokenFile(where, "is not a mapping of traits", _REMEDY)
     like = row.get("like")
-    if like is not None and (not isinstance(like, str) or like not in known):
-        raise BrokenFile(where, f"is like {like!r}, which is none of {', '.join(known)}", _REMEDY)
-    if like is None and known and not {"title", "runs_with", "loads"} <= row.keys():
+    if like is not None and (not isinstance(like, str) or like not in entries):
+        raise BrokenFile(where, f"is like {like!r}, which is none of {', '.join(entries)}", _REMEDY)
+    if like is None and entries and not {"title", "runs_with", "loads"} <= row.keys():
         raise BrokenFile(where, "has no `like: NAME` and not all of title, runs_with and loads", _REMEDY)
-    full = {**(known[like] if like else {}), **{key: value for key, value in row.items() if key != "like"}}
+    full = {**(entries[like] if like else {}), **{key: value for key, value in row.items() if key != "like"}}
     if like and isinstance(row.get("sources"), dict):
-        full["sources"] = {**known[like].get("sources", {}), **row["sources"]}
+        full["sources"] = {**entries[like].get("sources", {}), **row["sources"]}
     nested = {key: value for key, value in full.items() if key not in _GROUPS}
     nested["eager"] = {key: full[key] for key in _GROUPS if key in full}
     try:
         from_json(CodeBase, {"name": like or "", **nested})
     except WrongValue as problem:
-        said = str(problem).removeprefix("eager.")
+        message = str(problem).removeprefix("eager.")
         for ours, theirs in (("are name,", "are like,"), (" eager,", f" {', '.join(_GROUPS)},")):
-            said = said.replace(ours, theirs)
-        raise BrokenFile(where, said, _REMEDY) from None
-    for place, widths in full.get("states", {}).items():
+            message = message.replace(ours, theirs)
+        raise BrokenFile(where, message, _REMEDY) from None
+    for location, widths in full.get("states", {}).items():
         if unknown := widths.keys() - StateBytes.__annotations__.keys():
-            raise BrokenFile(where, f"states.{place}.{min(unknown)} is not a key", _REMEDY)
+            raise BrokenFile(where, f"states.{location}.{min(unknown)} is not a key", _REMEDY)
     return full

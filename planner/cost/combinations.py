@@ -1,8 +1,8 @@
-"""What does not go together in a plan: strategies, backends, degrees, offload, compression, checkpointing, schedules,
-optimizers, precisions, and adapters beside frozen weights.
+"""The one table of what does not go together in a plan, from which search, estimate and engine take their sentences.
 
-The one table that the search, the estimate and the engine read, so that they say the same sentence. What depends on a
-model (heads that a degree does not divide) is in `planner.search.estimate`, and for a live module where it is split.
+It has strategies, backends, degrees, offload, compression, checkpointing, schedules, optimizers, precisions, and
+adapters beside frozen weights. What depends on a model (heads that a degree does not divide) is in
+`planner.search.estimate`, and for a live module where it is split.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class Rule:
     """Why, and what to do: a template over `plan`, the configuration, and what `_said` adds."""
 
     def why(self, plan: Configuration) -> str:
-        """The sentence for a configuration that breaks the rule."""
+        """Return the sentence for a configuration that breaks the rule."""
         return self.sentence.format(plan=plan, **_said(plan))
 
 
-def contradiction(plan: Configuration) -> str:
-    """Why nothing, here or elsewhere, runs a configuration; empty where something may."""
-    return next((rule.why(plan) for rule in _CONTRADICTIONS if rule.breaks(plan)), "")
+def why_contradictory(plan: Configuration) -> str | None:
+    """Return why nothing, here or elsewhere, runs a configuration; None where something may."""
+    return next((rule.why(plan) for rule in _CONTRADICTIONS if rule.breaks(plan)), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapted:
-    """What lies beside frozen weights, and what those are kept in."""
+    """Frozen weights: the method that trains beside them, and what they are kept in."""
 
     method: words.Method = "full"
     """How a model is trained."""
@@ -44,26 +44,26 @@ class Adapted:
 
     @property
     def in_4_bits(self) -> bool:
-        """Whether matrices are bitsandbytes' 4-bit ones."""
+        """True if matrices are bitsandbytes' 4-bit ones."""
         return self.load_dtype == "nf4" or (self.method == "qlora" and self.load_dtype is None)
 
 
-def refusal(plan: Configuration, adapted: Adapted | None = None) -> str:
-    """Why `dsplan run` and `dsplan.initialize` cannot run a configuration; empty where they can."""
-    found = contradiction(plan)
-    found = found or next((rule.why(plan) for rule in _NOT_HERE if rule.breaks(plan)), "")
-    if found or adapted is None:
-        return found
-    return next((rule.why(plan) for breaks, rule in _BESIDE_FROZEN if breaks(adapted) and rule.breaks(plan)), "")
+def why_refused(plan: Configuration, adapted: Adapted | None = None) -> str | None:
+    """Return why `dsplan run` and `dsplan.initialize` cannot run a configuration; None where they can."""
+    reason = why_contradictory(plan)
+    reason = reason or next((rule.why(plan) for rule in _NOT_HERE if rule.breaks(plan)), None)
+    if reason or adapted is None:
+        return reason
+    return next((rule.why(plan) for breaks, rule in _BESIDE_FROZEN if breaks(adapted) and rule.breaks(plan)), None)
 
 
 def compresses(strategy: str, backend: str, compression: words.Compression) -> bool:
-    """Whether a strategy can send its gradients so: 16 bits are a dtype for every one, 8 bits our own exchange."""
+    """Return whether a strategy can send its gradients so: all can in 16 bits, our own exchange alone in 8."""
     return compression != "int8" or strategy in ("single", "ddp") or backend == "native"
 
 
 def offloads_of(strategy: str, backend: str) -> tuple[words.Offload, ...]:
-    """What a strategy can offload, `none` left out. DeepSpeed swaps to NVMe in stage 3 alone."""
+    """Return what a strategy can offload, `none` left out. DeepSpeed swaps to NVMe in stage 3 alone."""
     if strategy == "zero3":
         return ("optimizer", "all", "nvme")
     if strategy in ("zero1", "zero2"):
@@ -72,8 +72,11 @@ def offloads_of(strategy: str, backend: str) -> tuple[words.Offload, ...]:
 
 
 def other_trainer(plan: Configuration) -> str:
-    """The trainer that people run such splits of layers with: torchtitan shards by FSDP2, Megatron-LM keeps replicas
-    and shards their optimizer, Megatron-DeepSpeed shards further by ZeRO."""
+    """Return the trainer that people run such splits of layers with.
+
+    torchtitan shards by FSDP2, Megatron-LM keeps replicas and shards their optimizer, Megatron-DeepSpeed shards further
+    by ZeRO.
+    """
     if plan.strategy in words.FSDP_STRATEGIES:
         return "torchtitan"
     return "Megatron-DeepSpeed" if plan.strategy in ("zero2", "zero3") else "Megatron-LM"
@@ -271,7 +274,7 @@ _BESIDE_FROZEN: tuple[tuple[Callable[[Adapted], bool], Rule], ...] = (
 
 
 def _said(plan: Configuration) -> dict[str, object]:
-    """What sentences name beside the configuration's own fields."""
+    """Return what sentences name beside the configuration's own fields."""
     degrees = {name: getattr(plan, name) for name in words.DEGREES}
     return {
         "backends": " or ".join(words.backends_of(plan.strategy)),

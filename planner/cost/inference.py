@@ -1,4 +1,4 @@
-"""What serving a model takes: its weights and the keys and values of the sequences that are served at a time.
+"""The memory of serving: weights, and keys and values of the sequences that are served at a time.
 
 A token leaves a key and a value per layer and key-value head, `2 * layers * kv_heads * head_dim` numbers (Pope et al.
 2022, arXiv:2211.05102, section 2; with grouped heads Ainslie et al. 2023, arXiv:2305.13245). Multi-head latent
@@ -45,19 +45,22 @@ class Serving:
 
     @property
     def cache_bytes(self) -> int:
+        """Keys and values of all sequences on one GPU."""
         return self.cache_bytes_per_sequence * self.sequences
 
     @property
     def used_bytes(self) -> int:
+        """Weights, keys and values on one GPU."""
         return self.weights_bytes + self.cache_bytes
 
     @property
     def fits(self) -> bool:
+        """True if a GPU has room for both."""
         return self.used_bytes <= self.usable_bytes
 
     @property
     def most_sequences(self) -> int | None:
-        """How many full sequences have room at a time; None where sequences leave nothing behind."""
+        """Full sequences that have room at a time; None where sequences leave nothing behind."""
         if not self.cache_bytes_per_sequence:
             return None
         return max(0, self.usable_bytes - self.weights_bytes) // self.cache_bytes_per_sequence
@@ -92,7 +95,7 @@ def cached_values_per_sequence(facts: ModelFacts, tokens: int) -> tuple[int, int
 def serving_on(
     facts: ModelFacts, gpus: int, *, capacity_bytes: int, tokens: int, sequences: int, bytes_per_value: int
 ) -> Serving:
-    """The memory of a model that so many GPUs serve, `sequences` of `tokens` (prompt and answer) at a time."""
+    """Return the memory of a model that so many GPUs serve, `sequences` of `tokens` (prompt and answer) at a time."""
     by_head, latent = cached_values_per_sequence(facts, tokens)
     holders = min(gpus, facts.num_kv_heads or facts.num_heads or gpus)
     return Serving(

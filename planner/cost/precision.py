@@ -109,6 +109,7 @@ class Recipe:
 
     @property
     def dequantises(self) -> bool:
+        """True if frozen weights are dequantised to be computed with."""
         return self.quantised is not None
 
 
@@ -121,8 +122,11 @@ LOADED_BYTES: dict[LoadDtype, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8":
 
 
 def recipe_of(job: Job) -> Recipe:
-    """The recipe that a backend follows for a precision (docs/explanation/strategies.md, "What a precision means"), or
-    the one of the code base where it trains replicas and ZeRO's stages by an engine of its own."""
+    """Return the recipe that a backend follows for a precision.
+
+    docs/explanation/strategies.md, "What a precision means", has them. A code base that trains replicas and ZeRO's
+    stages by an engine of its own has its own.
+    """
     configuration, workload = job.configuration, job.workload
     code = code_base(job.workload.code)
     if has_own_states(code, configuration):
@@ -136,13 +140,15 @@ def recipe_of(job: Job) -> Recipe:
     if narrow and configuration.backend != "native":
         recipe = replace(recipe, reduce=2)
     loaded, scaled = load_dtype_of(workload), None if configuration.backend == "native" else scaled_products(job)
-    recipe = recipe if loaded is None else _loaded(recipe, loaded, trains_all=job.counts.trains_all)
+    recipe = recipe if loaded is None else _as_loaded(recipe, loaded, trains_all=job.counts.trains_all)
     return recipe if scaled is None else _with_scaled(recipe, scaled, configuration)
 
 
 def load_dtype_of(workload: Workload) -> LoadDtype | None:
-    """What the weights are loaded as: what was asked for; beside adapters nf4 for QLoRA and else what is computed in;
-    None for what the precision says."""
+    """Return what the weights are loaded as: what was asked for, else None for what the precision says.
+
+    Beside adapters that are nf4 for QLoRA and else what is computed in.
+    """
     if workload.load_dtype is not None or workload.method == "full":
         return workload.load_dtype
     if workload.method == "qlora":
@@ -150,10 +156,12 @@ def load_dtype_of(workload: Workload) -> LoadDtype | None:
     return "fp32" if workload.precision == "fp32" else "fp16" if workload.precision == "fp16" else "bf16"
 
 
-def _loaded(recipe: Recipe, loaded: LoadDtype, *, trains_all: bool) -> Recipe:
-    """A recipe where weights are loaded in a dtype of their own. Those that are trained keep it under autocast and
-    FSDP, with gradients and moments as wide; frozen ones do everywhere, and what a quantised model leaves as it is has
-    16 bits, or those of compute."""
+def _as_loaded(recipe: Recipe, loaded: LoadDtype, *, trains_all: bool) -> Recipe:
+    """Return a recipe where weights are loaded in a dtype of their own.
+
+    Those that are trained keep it under autocast and FSDP, with gradients and moments as wide; frozen ones do
+    everywhere, and what a quantised model leaves as it is has 16 bits, or those of compute.
+    """
     width = LOADED_BYTES[loaded]
     if not trains_all:
         plain = float(max(width, 2)) if width >= 2 else float(recipe.compute)
@@ -175,8 +183,10 @@ def _loaded(recipe: Recipe, loaded: LoadDtype, *, trains_all: bool) -> Recipe:
 
 
 def _with_scaled(recipe: Recipe, scaled: ScaledProducts, configuration: Configuration) -> Recipe:
-    """Weights, gradients and masters stay those of bf16; what is cached beside weights is not where they are sharded,
-    since each all-gather is followed by a cast of its own."""
+    """Return the recipe with scaled products: weights, gradients and masters stay those of bf16.
+
+    What is cached beside weights is not where they are sharded, since each all-gather is followed by a cast of its own.
+    """
     is_cut = configuration.strategy in FSDP_STRATEGIES or configuration.zero_stage == 3
     return replace(
         recipe,
@@ -187,12 +197,12 @@ def _with_scaled(recipe: Recipe, scaled: ScaledProducts, configuration: Configur
 
 
 def has_own_states(code: CodeBase, configuration: Configuration) -> bool:
-    """Whether a code base's own engine holds the states of a configuration, rather than torch's or DeepSpeed's."""
+    """Return whether a code base's own engine holds a configuration's states, rather than torch's or DeepSpeed's."""
     return stored_precision(configuration) in code.states and configuration.strategy in OWN_ENGINES
 
 
 def stored_precision(configuration: Configuration) -> Precision:
-    """The precision that states are held in: 8-bit and 4-bit products leave them in bf16."""
+    """Return the precision that states are held in: 8-bit and 4-bit products leave them in bf16."""
     return "bf16" if configuration.precision in SCALED_PRECISIONS else configuration.precision
 
 
@@ -236,9 +246,11 @@ def _recipe(configuration: Configuration) -> Recipe:
 
 
 def _native_recipe(configuration: Configuration) -> Recipe:
-    """Our own ZeRO's (`strategies/backends/zero/settings.py`): masters only where weights are 16-bit and states are
-    not, and gradients that wait for several micro-batches in fp32. Stage 3's sharded weights are the masters, cast as
-    they are all-gathered."""
+    """Return the recipe of our own ZeRO (`strategies/backends/zero/settings.py`).
+
+    Masters are only where weights are 16-bit and states are not, and gradients that wait for several micro-batches in
+    fp32. Stage 3's sharded weights are the masters, cast as they are all-gathered.
+    """
     state, precision = STATE_BYTES[configuration.optimizer], configuration.precision
     width = 4 if precision == "fp32" else 2
     mixed = precision in MIXED_PRECISIONS
@@ -274,8 +286,7 @@ Smallest = Literal["", "tensorwise", "rowwise"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledProducts:
-    """How the linear layers of blocks multiply in 8 or 4 bits; the output head, attention and everything else stay in
-    bf16.
+    """Linear layers of blocks that multiply in 8 or 4 bits; all else, the output head and attention too, stays in bf16.
 
     `dtype` names the peak; `operand` are bytes of an operand's element with its scales. `activation_casts` and
     `weight_casts` are bytes that casts read and write per element, for both orders of it that products need: of an
@@ -301,7 +312,7 @@ class ScaledProducts:
     blocks: float = 1.0
 
     def takes(self, outputs: float, inputs: float) -> bool:
-        """Whether a layer of these widths is converted (torchao@36027d82 `float8_linear_utils.py`)."""
+        """Return whether a layer of these widths is converted (torchao@36027d82 `float8_linear_utils.py`)."""
         if self.smallest == "tensorwise":
             return inputs > 4096 or outputs > 1024
         if self.smallest == "rowwise":
@@ -371,25 +382,25 @@ _TRANSFORMER_ENGINE: Mapping[Fp8Recipe, ScaledProducts] = {
 
 
 def scaled_products(job: Job) -> ScaledProducts | None:
-    """How a job's linear layers multiply in 8 or 4 bits; None where they do not, or nothing that runs it can."""
+    """Return how a job's linear layers multiply in 8 or 4 bits; None where they do not, or nothing that runs it can."""
     precision = job.configuration.precision
     if precision not in SCALED_PRECISIONS:
         return None
     library = code_base(job.workload.code).scaled_products
     recipe = job.workload.fp8_recipe or usual_recipe(job.cluster.device, precision)
     if library == "Transformer Engine":
-        found = _TRANSFORMER_ENGINE.get(recipe, _TRANSFORMER_ENGINE["tensorwise"])
+        products = _TRANSFORMER_ENGINE.get(recipe, _TRANSFORMER_ENGINE["tensorwise"])
         # Sharded weights are cast after each all-gather.
-        casts = 4.0 if job.configuration.strategy in _SHARDED else found.weight_casts
-        return replace(found, weight_casts=casts, casts_shards=True)
-    found = _TORCHAO[recipe]
+        casts = 4.0 if job.configuration.strategy in _SHARDED else products.weight_casts
+        return replace(products, weight_casts=casts, casts_shards=True)
+    products = _TORCHAO[recipe]
     if job.workload.compile:
-        return found
-    return replace(found, activation_casts=EAGER_CAST_BYTES, weight_casts=EAGER_CAST_BYTES)
+        return products
+    return replace(products, activation_casts=EAGER_CAST_BYTES, weight_casts=EAGER_CAST_BYTES)
 
 
 def usual_recipe(device: Device, precision: Precision) -> Fp8Recipe:
-    """What a device's own units scale: blocks of 32 where it has them (Blackwell), else whole tensors."""
+    """Return what a device's own units scale: blocks of 32 where it has them (Blackwell), else whole tensors."""
     if precision == "fp4":
         return "nvfp4"
     return "mxfp8" if (10, 0) <= capability_of(device) < (12, 0) else "tensorwise"
@@ -401,16 +412,17 @@ def capability_of(device: Device) -> tuple[int, int]:
     return int(major), int(minor or 0)
 
 
-def lacks_scaled(device: Device, precision: Precision, recipe: Fp8Recipe | None, code: str) -> str:
-    """Why linear layers cannot multiply so, in one sentence with what to use; empty where they can, and for other
-    precisions, unless a recipe contradicts them.
+def why_not_scaled(device: Device, precision: Precision, recipe: Fp8Recipe | None, code: str) -> str | None:
+    """Return why linear layers cannot multiply so, in one sentence with what to use; None where they can.
+
+    It is None for other precisions too, unless a recipe contradicts them.
 
     The devices are those of TransformerEngine@d0067d0d `pytorch/quantization.py` and torchao@36027d82
     `docs/source/workflows/training.md`: fp8 takes compute capability 8.9 or an MI300, blocks of 128 take 9.0, MXFP8
     takes 10.0 and is not on 12.0 yet, NVFP4 takes 10.0.
     """
     if precision not in SCALED_PRECISIONS:
-        return f"--fp8-recipe {recipe} is for --precision fp8 or fp4, not {precision}" if recipe else ""
+        return f"--fp8-recipe {recipe} is for --precision fp8 or fp4, not {precision}" if recipe else None
     library = code_base(code).scaled_products
     if library == "none":
         others = ", ".join(name for name in code_names() if code_base(name).scaled_products != "none")
@@ -423,17 +435,17 @@ def lacks_scaled(device: Device, precision: Precision, recipe: Fp8Recipe | None,
         return f"{library}, which --code {code} uses, has no {chosen} recipe; use {', '.join(RECIPES_OF[library])}"
     if code == "llm-foundry" and chosen != "tensorwise":
         return f"llm-foundry has no {chosen} recipe; use --fp8-recipe tensorwise, which its amp_fp8 is"
-    return _lacks(device, precision, chosen)
+    return _why_no_units(device, precision, chosen)
 
 
-def _lacks(device: Device, precision: Precision, recipe: Fp8Recipe) -> str:
-    """What a device has no units for."""
+def _why_no_units(device: Device, precision: Precision, recipe: Fp8Recipe) -> str | None:
+    """Return what a device has no units for."""
     capability = capability_of(device)
     if device.architecture in ("cdna3", "cdna4") and recipe in ("tensorwise", "rowwise"):
-        return ""
+        return None
     needed = {"tensorwise": (8, 9), "rowwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}[recipe]
     if capability >= needed and not (recipe == "mxfp8" and capability >= (12, 0)):
-        return ""
+        return None
     if not capability >= (8, 9) and device.architecture not in ("cdna3", "cdna4"):
         return f"{device.name} has no units for {precision} products; use --precision bf16 or fp16"
     other = "--fp8-recipe tensorwise" if precision == "fp8" else "--precision fp8"

@@ -1,5 +1,7 @@
-"""How a model and its tokens are split over ranks, as memory and time both need it: the stages of a pipeline with the
-micro-batches each holds at once, what the ranks of one sample exchange for attention, and what experts get.
+"""The split of a model and its tokens over ranks, as memory and time both need it.
+
+It has the stages of a pipeline with the micro-batches each holds at once, what the ranks of one sample exchange for
+attention, and what experts get.
 
 Blocks are dealt out over `pp` ranks, or over `pp x virtual_stages` pieces of which a rank has every `pp`-th. What does
 not divide goes to the pieces in the middle first: the ends have the embedding and the head besides (Llama 3's 126
@@ -27,7 +29,7 @@ _MIXED = frozenset({"local", "global"})
 
 @lru_cache(maxsize=256)
 def blocks_per_piece(blocks: int, pieces: int) -> tuple[int, ...]:
-    """How many of the blocks each piece of the model has, in the order of the model."""
+    """Return how many of the blocks each piece of the model has, in the order of the model."""
     each, more = divmod(blocks, pieces)
     from_middle = sorted(range(pieces), key=lambda piece: (piece == pieces - 1, piece == 0, piece))
     larger = set(from_middle[:more])
@@ -35,20 +37,22 @@ def blocks_per_piece(blocks: int, pieces: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def blocks_per_stage(blocks: int, pp: int, virtual_stages: int = 1) -> tuple[int, ...]:
-    """How many of the blocks each rank of the pipeline has."""
+def blocks_per_stage(blocks: int, *, pp: int, virtual_stages: int = 1) -> tuple[int, ...]:
+    """Return how many of the blocks each rank of the pipeline has."""
     pieces = blocks_per_piece(blocks, pp * virtual_stages)
     return tuple(sum(pieces[stage::pp]) for stage in range(pp))
 
 
 @lru_cache(maxsize=1024)
-def kinds_on_stage(kinds: tuple[tuple[str, int], ...], pp: int, virtual_stages: int, stage: int) -> tuple[int, ...]:
-    """How many blocks of each kind a rank has, where `kinds` are the names and numbers in the order of the model."""
+def kinds_on_stage(kinds: tuple[tuple[str, int], ...], *, pp: int, virtual_stages: int, stage: int) -> tuple[int, ...]:
+    """Return how many blocks of each kind a rank has; `kinds` are the names and numbers in the order of the model."""
     total = sum(count for _, count in kinds)
     if pp == 1:
         return tuple(count for _, count in kinds)
     if total and all(name in _MIXED for name, _ in kinds):
-        return _in_proportion([count for _, count in kinds], blocks_per_stage(total, pp, virtual_stages)[stage])
+        return _in_proportion(
+            [count for _, count in kinds], blocks_per_stage(total, pp=pp, virtual_stages=virtual_stages)[stage]
+        )
     pieces = blocks_per_piece(total, pp * virtual_stages)
     ranges = list(pairwise(accumulate(pieces, initial=0)))[stage::pp]
     ends = pairwise(accumulate((count for _, count in kinds), initial=0))
@@ -56,12 +60,12 @@ def kinds_on_stage(kinds: tuple[tuple[str, int], ...], pp: int, virtual_stages: 
 
 
 def _in_proportion(counts: Sequence[int], some: int) -> tuple[int, ...]:
-    total, left, found = sum(counts), some, []
-    for place, count in enumerate(counts):
-        part = left if place == len(counts) - 1 else min(left, round(some * count / total))
-        found.append(part)
+    total, left, parts = sum(counts), some, []
+    for index, count in enumerate(counts):
+        part = left if index == len(counts) - 1 else min(left, round(some * count / total))
+        parts.append(part)
         left -= part
-    return tuple(found)
+    return tuple(parts)
 
 
 def micro_batches_in_flight(configuration: Configuration, stage: int) -> float:
@@ -83,8 +87,11 @@ def micro_batches_in_flight(configuration: Configuration, stage: int) -> float:
 
 
 def stages_looked_at(pp: int) -> tuple[int, ...]:
-    """The stages of which one is the busiest in memory: the first, which holds the most micro-batches and the
-    embedding; the one after it, which may have a block more; the last, which has the head and the loss."""
+    """Return the stages of which one is the busiest in memory.
+
+    They are the first, which holds the most micro-batches and the embedding; the one after it, which may have a block
+    more; the last, which has the head and the loss.
+    """
     return tuple(dict.fromkeys((0, min(1, pp - 1), pp - 1)))
 
 
@@ -101,40 +108,44 @@ _FP32_OUTPUT = 2
 
 
 def attention_exchange(job: Job) -> AttentionExchange:
-    """The exchange of a job's code."""
+    """Return the exchange of a job's code."""
     if job.configuration.backend == "deepspeed" or job.workload.code == "megatron-deepspeed":
         return "all-to-all"
     return "ring" if job.workload.code in _RINGS else "all-gather"
 
 
 def keeps_stage_whole(job: Job) -> bool:
-    """Whether FSDP neither frees a pipeline stage's weights nor reduces its gradients before the last micro-batch of a
-    step, or each would all-gather them again."""
+    """Return whether FSDP neither frees a stage's weights nor reduces its gradients before the last micro-batch.
+
+    Each micro-batch of a step would all-gather them again otherwise.
+    """
     return job.configuration.pp > 1 and code_base(job.workload.code).whole_stages
 
 
-def reshards(job: Job) -> bool:
-    """Whether FSDP frees a unit's weights between its uses."""
+def reshards_weights(job: Job) -> bool:
+    """Return whether FSDP frees a unit's weights between its uses."""
     return job.configuration.strategy != "fsdp-grad-op" and not keeps_stage_whole(job)
 
 
 def reduces_each_micro_batch(job: Job) -> bool:
-    """Whether FSDP reduces gradients in every micro-batch."""
+    """Return whether FSDP reduces gradients in every micro-batch."""
     return job.configuration.sync_each_micro_batch and not keeps_stage_whole(job)
 
 
 def logit_parts(job: Job) -> int:
-    """Ranks among which the logits of a token are split. Of transformers' models `dsplan.initialize` splits those of
-    causal language models with their own loss (`strategies/parallel/tensor.py`); transformers' plans gather the others
-    on every tp rank (`lm_head: colwise_gather_output`, `transformers/modeling_utils.py` of 5.23). All other code bases
-    compute a split loss."""
+    """Return the ranks among which the logits of a token are split.
+
+    Of transformers' models `dsplan.initialize` splits those of causal language models with their own loss
+    (`strategies/parallel/tensor.py`); transformers' plans gather the others on every tp rank (`lm_head:
+    colwise_gather_output`, `transformers/modeling_utils.py` of 5.23). All other code bases compute a split loss.
+    """
     work = job.workload
     is_split = work.task == "causal-lm" and work.loss == "plain" and job.facts.kind == "decoder"
     return job.configuration.tp if work.code != "transformers" or is_split else 1
 
 
 def keeps_sequence_shards(job: Job) -> bool:
-    """Whether a column-parallel product keeps its rank's part of the input and all-gathers it again in backward."""
+    """Return whether a column-parallel product keeps its part of the input and all-gathers it again in backward."""
     block = code_base(job.workload.code).traits(compiled=job.workload.compile).block
     return block is not None and block.keeps_sequence_shards
 
@@ -149,8 +160,9 @@ def attention_widths(facts: ModelFacts, tp: int) -> tuple[float, float]:
 
 
 def exchange_elements(facts: ModelFacts, exchange: AttentionExchange, tp: int, cp: int) -> tuple[float, float]:
-    """Elements per token of the whole sample that the exchange takes beside a block's own tensors, in forward and in
-    backward.
+    """Return elements per token of the whole sample that the exchange takes, in forward and in backward.
+
+    They are beside a block's own tensors.
 
     All-gathered keys and values lie beside the copy that was sent; around a ring two parts of them are under way, and
     of their gradients as many in backward. Partial outputs are merged in fp32. Exchanged heads are a second copy.

@@ -7,7 +7,7 @@ from hardware_db.units import format_bytes
 from planner import vocabulary as words
 from planner.types.cluster import Cluster
 from planner.types.job import Job, Workload
-from planner.types.plan import MemoryEstimate, StepTime
+from planner.types.plan import MemoryEstimate, Plan, StepTime
 
 TIGHT_ABOVE = 0.95
 """Share of the capacity from which what is needed leaves no room for a longer sample or a newer library."""
@@ -35,7 +35,7 @@ def host_limit(workload: Workload, cluster: Cluster) -> int:
 
 
 def judge(job: Job, memory: MemoryEstimate, nvme_bytes: float = 0) -> Judgement:
-    """What is needed on the device against its capacity, then host memory, then NVMe.
+    """Return what is needed on the device against its capacity, then host memory, then NVMe.
 
     It is tight where one real run in twenty would go beyond the capacity, or where hardly anything is left.
     """
@@ -61,8 +61,16 @@ def judge(job: Job, memory: MemoryEstimate, nvme_bytes: float = 0) -> Judgement:
     return Judgement(verdict="tight" if tight else "fits", pressure=pressure)
 
 
+def why_it_misses(plan: Plan) -> str | None:
+    """Return why a plan does not fit, with the figures that decide it; None for one that fits."""
+    if plan.verdict != "does_not_fit":
+        return None
+    # The notes of a plan begin with what `dsplan run` cannot run of it, if there is anything, then the reason.
+    return plan.notes[0 if plan.runnable else 1]
+
+
 def limited_by(time: StepTime) -> str:
-    """The largest part of a step that keeps it from being faster."""
+    """Return the largest part of a step that keeps it from being faster."""
     parts = {
         "compute": time.compute_seconds,
         "communication": time.exposed_communication_seconds,

@@ -1,5 +1,6 @@
-"""Bucket and prefetch sizes of ZeRO, shared by the memory model that counts them and the configs that set them; and
-how our own ZeRO deals tensors out to buckets, to ranks and to the host, shared with the engine that does it.
+"""Bucket and prefetch sizes of ZeRO, shared by the memory model that counts them and the configs that set them.
+
+Our own ZeRO's dealing of tensors out to buckets, to ranks and to the host is here too, shared with the engine.
 
 Stages 1 and 2 keep DeepSpeed's own 5e8 elements (`deepspeed/runtime/zero/config.py`), but never more than the model
 has: the buffers are allocated whole, and 1 GB of buffer for a 125M model would be waste. Stage 3 takes the sizes that
@@ -40,7 +41,7 @@ class ZeroBuckets:
 
 
 def zero_buckets(stage: int, *, parameters: int, hidden_size: int) -> ZeroBuckets:
-    """The sizes used for a model of `parameters` elements and width `hidden_size` at ZeRO `stage` 0 to 3."""
+    """Return the sizes used for a model of `parameters` elements and width `hidden_size` at ZeRO `stage` 0 to 3."""
     whole = min(_DEEPSPEED_BUCKET, parameters + parameters % 2)  # DeepSpeed asserts that stages 1 and 2 have even ones
     if stage < 3:
         return ZeroBuckets(reduce=whole, allgather=whole)
@@ -54,7 +55,7 @@ def zero_buckets(stage: int, *, parameters: int, hidden_size: int) -> ZeroBucket
 
 
 def native_buckets(stage: int, *, hidden_size: int, on_cpu: bool) -> ZeroBuckets:
-    """The sizes of our own ZeRO: gradients travel and wait in small buckets, and larger tensors as they are.
+    """Return the sizes of our own ZeRO: gradients travel and wait in small buckets, and larger tensors as they are.
 
     A GPU's links need tens of megabytes to reach their rate; between ranks on CPUs a few do, and a smaller
     bucket means fewer copies. Small parameters stay whole in stage 3 by the same threshold as DeepSpeed's.
@@ -64,36 +65,37 @@ def native_buckets(stage: int, *, hidden_size: int, on_cpu: bool) -> ZeroBuckets
 
 
 def bucket_members(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """The places of the tensors that share a bucket of at most `limit` elements, in their order; a larger one has a
-    bucket to itself.
+    """Return the indices of the tensors that share a bucket of at most `limit` elements, in their order.
+
+    A larger one has a bucket to itself.
 
     A tensor of half the limit or more is alone too: its gradient then travels as it is, without a copy.
     """
     buckets: list[list[int]] = []
     together: list[int] = []
     filled = 0
-    for place, size in enumerate(sizes):
+    for index, size in enumerate(sizes):
         if 2 * size >= limit:
-            buckets.append([place])
+            buckets.append([index])
             continue
         if filled + size > limit:
             buckets.append(together)
             together, filled = [], 0
-        together.append(place)
+        together.append(index)
         filled += size
     return [*buckets, together] if together else buckets
 
 
 def owning_ranks(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank that owns each tensor that must not be divided: the largest first, to the rank that has least so far.
+    """Return the rank that owns each undivided tensor: the largest first, to the rank that has least so far.
 
     The most that a rank has is at most 4/3 of the best there is (Graham 1969), and never less than the largest tensor.
     """
     loads = [(0, rank) for rank in range(ranks)]  # in order, and so a heap
     owners = [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        load, owners[place] = loads[0]
-        heapreplace(loads, (load + sizes[place], owners[place]))
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        load, owners[index] = loads[0]
+        heapreplace(loads, (load + sizes[index], owners[index]))
     return owners
 
 
@@ -105,7 +107,7 @@ class OffloadRatio:
         self._seen = self._taken = 0
 
     def takes(self, elements: int) -> bool:
-        """Whether the next bucket, of so many elements, is offloaded: where that is nearer to the ratio than not."""
+        """Return whether the next bucket, of so many elements, is offloaded: where that is nearer to the ratio."""
         self._seen += elements
         if self._taken + elements / 2 > self._ratio * self._seen:
             return False

@@ -32,7 +32,7 @@ _Emitter = Callable[[Plan, EmitOptions], dict[str, str]]
 
 
 def emit(plan: Plan, format: str, options: EmitOptions = DEFAULTS) -> dict[str, str]:
-    """The files of one format, `{filename: text}`; the file to look at first comes first.
+    """Return the files of one format, `{filename: text}`; the file to look at first comes first.
 
     Raises:
         UnknownName: the format is not in FORMATS; the message lists them.
@@ -54,8 +54,11 @@ _CODE_FORMATS = {
 
 
 def fitting_formats(plan: Plan) -> tuple[str, ...]:
-    """The formats to write a recommended plan in: its own trainer's; where none is named, the others, and the trainers'
-    too for a plan that `dsplan run` cannot run. A format may still have no form of the plan."""
+    """Return the formats to write a recommended plan in: its own trainer's.
+
+    Where none is named they are the others, and the trainers' too for a plan that `dsplan run` cannot run. A format may
+    still have no form of the plan.
+    """
     code = workload_word(plan, "code")
     if code in _CODE_FORMATS:
         return _CODE_FORMATS[code]
@@ -64,8 +67,10 @@ def fitting_formats(plan: Plan) -> tuple[str, ...]:
 
 
 def fitting_configs(plan: Plan) -> dict[str, dict[str, str]]:
-    """The files of a plan in each of its `fitting_formats`, or where its own trainer lacks something of it, in any that
-    has a form of it."""
+    """Return the files of a plan in each of its `fitting_formats`.
+
+    Where its own trainer lacks something of it they are of any format that has a form of it.
+    """
     return _configs(plan, fitting_formats(plan)) or _configs(plan, tuple(FORMATS))
 
 

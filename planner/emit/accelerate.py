@@ -42,7 +42,7 @@ def emit(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
 
 
 def accelerate_config(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, object]:
-    """The mapping of the YAML file.
+    """Return the mapping of the YAML file.
 
     Raises:
         ContradictoryRequest: accelerate has no form of this plan.
@@ -108,7 +108,7 @@ def require_whole_offload(plan: Plan, form: str) -> None:
 
 
 def _distribution(plan: Plan) -> dict[str, object]:
-    """The distributed type with its own section."""
+    """Return the distributed type with its own section."""
     if is_zero(plan):
         # Precision and accumulation may not stand here as well: accelerate refuses a key that the JSON also holds.
         section = {"deepspeed_config_file": CONFIG_NAME, "zero3_init_flag": plan.configuration.zero_stage == 3}

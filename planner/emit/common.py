@@ -1,4 +1,4 @@
-"""What a config needs beyond the plan, and what every format asks of a plan."""
+"""Needs of a config beyond the plan, and what every format asks of a plan."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "intel": "gpu.in
 
 
 def on_cpu(plan: Plan, options: EmitOptions) -> bool:
-    """Whether the config is for CPU ranks."""
+    """Return whether the config is for CPU ranks."""
     return plan.cluster.get("vendor") == "cpu" if options.cpu is None else options.cpu
 
 
 def device_resource(plan: Plan, options: EmitOptions) -> str:
-    """The name that Kubernetes has for the plan's GPUs; empty for CPU ranks and for what no cluster schedules."""
+    """Return Kubernetes' name for the plan's GPUs; empty for CPU ranks and for what no cluster schedules."""
     return "" if on_cpu(plan, options) else _RESOURCES.get(str(plan.cluster.get("vendor", "nvidia")), "")
 
 
 def model_number(plan: Plan, key: str) -> int:
-    """A whole number of the plan's model object.
+    """Return a whole number of the plan's model object.
 
     Raises:
         ContradictoryRequest: the plan does not hold it.
@@ -72,13 +72,13 @@ def node_layout(plan: Plan) -> tuple[int, int]:
 
 
 def model_word(plan: Plan, key: str) -> str:
-    """A word of the plan's model object, empty where the plan does not hold it."""
+    """Return a word of the plan's model object, empty where the plan does not hold it."""
     value = plan.model.get(key)
     return value if isinstance(value, str) else ""
 
 
 def facts_of(plan: Plan, form: str) -> ModelFacts:
-    """The sizes of the plan's model, a decoder.
+    """Return the sizes of the plan's model, a decoder.
 
     Raises:
         ContradictoryRequest: neither the plan nor the catalogue holds them, they are counts without an architecture, or
@@ -95,13 +95,13 @@ def facts_of(plan: Plan, form: str) -> ModelFacts:
 
 
 def workload_word(plan: Plan, key: str) -> str:
-    """A word of the plan's workload, empty where the plan does not hold it."""
+    """Return a word of the plan's workload, empty where the plan does not hold it."""
     value = plan.workload.get(key)
     return value if isinstance(value, str) else ""
 
 
 def refuse(plan: Plan, form: str, reason: str, remedy: str) -> ContradictoryRequest:
-    """The error for a plan that `form` cannot carry."""
+    """Return the error for a plan that `form` cannot carry."""
     strategy = plan.configuration.strategy
     article = "an" if strategy.startswith(("fsdp", "hsdp")) else "a"  # letter by letter
     plan_words = " ".join((article, strategy, "plan", *reason.split()))
@@ -122,7 +122,7 @@ def require_data_parallel_only(plan: Plan, form: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Abilities:
-    """What a trainer that splits layers can do, by the plan's words; what it lacks is refused by `require`."""
+    """Abilities of a trainer that splits layers, by the plan's words; what it lacks is refused by `require`."""
 
     strategies: frozenset[str]
     instead: str
@@ -172,7 +172,7 @@ def require(plan: Plan, form: str, can: Abilities) -> None:
 
 
 def is_zero(plan: Plan) -> bool:
-    """Whether the plan is one of the ZeRO stages."""
+    """Return whether the plan is one of the ZeRO stages."""
     return plan.configuration.strategy in words.ZERO_STAGES
 
 
@@ -221,7 +221,7 @@ def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, .
 
 
 def as_comment(duties: tuple[str, ...]) -> str:
-    """The duties as comment lines of YAML and shell."""
+    """Return the duties as comment lines of YAML and shell."""
     return "".join(("# The plan holds for a script that\n", *(f"#  - {duty}\n" for duty in duties)))
 
 
@@ -252,7 +252,7 @@ _CODES = {"torchtitan": ("torchtitan",), "nanotron": ("nanotron",)}
 
 
 def _trainer_duties(plan: Plan, format: str) -> tuple[str, ...]:
-    """What a trainer's own config leaves open, and where the trainer does otherwise than the plan counts."""
+    """Return what a trainer's own config leaves open, and where the trainer does otherwise than the plan counts."""
     configuration, workload = plan.configuration, plan.workload
     codes = _CODES.get(format, ("megatron", "nemo"))
     code = workload_word(plan, "code") or "transformers"
@@ -288,7 +288,7 @@ def _batch(plan: Plan, format: str) -> tuple[str, ...]:
 
 
 def _loading(plan: Plan) -> str:
-    """transformers 5 loads a checkpoint in the dtype it was saved in unless told otherwise."""
+    """Return the duty to name a dtype: transformers 5 loads a checkpoint in the one it was saved in unless told."""
     configuration = plan.configuration
     dtype = "bfloat16" if configuration.precision == "bf16-pure" else "float32"
     if is_zero(plan) and configuration.precision in words.MIXED_PRECISIONS:
@@ -298,7 +298,7 @@ def _loading(plan: Plan) -> str:
 
 
 def _products(plan: Plan, format: str) -> tuple[str, ...]:
-    """torchao's float8 and MX converters, where the format itself does not ask accelerate for them."""
+    """Return the duty to add torchao's converters, where the format itself does not ask accelerate for them."""
     if plan.configuration.precision not in words.SCALED_PRECISIONS or converts_products(plan, format):
         return ()
     recipe = plan.workload.get("fp8_recipe") or "tensorwise"
@@ -307,12 +307,12 @@ def _products(plan: Plan, format: str) -> tuple[str, ...]:
 
 
 def converts_products(plan: Plan, format: str) -> bool:
-    """Whether a format has accelerate put torchao's layers in, whose only recipe there is by whole tensors."""
+    """Return whether a format has accelerate put torchao's layers in, whose only recipe there is by whole tensors."""
     return format == "accelerate" and not is_zero(plan) and plan.workload.get("fp8_recipe") == "tensorwise"
 
 
 def _what_runs(plan: Plan) -> tuple[str, ...]:
-    """What the workload asks for that is a matter of the script alone."""
+    """Return what the workload asks for that is a matter of the script alone."""
     workload, duties = plan.workload, []
     method = workload_word(plan, "method") or "full"
     if method != "full":
@@ -373,7 +373,7 @@ def _optimizer(plan: Plan, format: str, options: EmitOptions) -> tuple[str, ...]
 
 
 def _reduction(plan: Plan, format: str) -> tuple[str, ...]:
-    """accelerate's FSDP2 policy reduces gradients in the compute dtype; the plan counts fp32."""
+    """Return the remark that accelerate's FSDP2 policy reduces in the compute dtype; the plan counts fp32."""
     mixed = plan.configuration.precision in words.MIXED_PRECISIONS
     if format not in ("accelerate", "huggingface") or not _is_fsdp(plan) or not mixed:
         return ()
@@ -381,7 +381,7 @@ def _reduction(plan: Plan, format: str) -> tuple[str, ...]:
 
 
 def _synchronisation(plan: Plan, format: str) -> tuple[str, ...]:
-    """accelerate keeps whole gradients while it accumulates unless it is told to reduce in every micro-batch."""
+    """Return the remark that accelerate keeps whole gradients while it accumulates unless told to reduce each time."""
     configuration = plan.configuration
     accumulates = _is_fsdp(plan) and configuration.gradient_accumulation_steps > 1
     if format != "accelerate" or not accumulates or not configuration.sync_each_micro_batch:

@@ -72,11 +72,12 @@ def emit(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
 
 
 def as_json(config: Mapping[str, object]) -> str:
+    """Return a config as the text of a JSON file."""
     return json.dumps(config, indent=2) + "\n"
 
 
 def deepspeed_config(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, object]:
-    """The config of a `single`, `ddp` (stage 0) or ZeRO plan as `deepspeed.initialize(config=...)` takes it.
+    """Return the config of a `single`, `ddp` (stage 0) or ZeRO plan as `deepspeed.initialize(config=...)` takes it.
 
     Raises:
         ContradictoryRequest: the plan is FSDP, uses tp or pp, or asks of a stage what it cannot do.
@@ -98,7 +99,7 @@ def deepspeed_config(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, o
 
 
 def config_without_optimizer(plan: Plan, form: str, options: EmitOptions = DEFAULTS) -> dict[str, object]:
-    """The config for accelerate and HF Trainer, where the script or the Trainer makes the optimizer.
+    """Return the config for accelerate and HF Trainer, where the script or the Trainer makes the optimizer.
 
     On GPU machines accelerate itself replaces an offloaded torch AdamW by `DeepSpeedCPUAdam`.
 
@@ -178,15 +179,15 @@ def _offload(plan: Plan, options: EmitOptions) -> dict[str, object]:
     offload = plan.configuration.offload
     if offload == "none":
         return {}
-    place: dict[str, object] = {"device": "cpu", "pin_memory": not on_cpu(plan, options)}
+    target: dict[str, object] = {"device": "cpu", "pin_memory": not on_cpu(plan, options)}
     if offload == "optimizer":
-        return {"offload_optimizer": {**place, "ratio": 1.0}}
+        return {"offload_optimizer": {**target, "ratio": 1.0}}
     if offload == "all":
-        return {"offload_optimizer": {**place, "ratio": 1.0}, "offload_param": place}
-    place |= {"device": "nvme", "nvme_path": options.nvme_path}
+        return {"offload_optimizer": {**target, "ratio": 1.0}, "offload_param": target}
+    target |= {"device": "nvme", "nvme_path": options.nvme_path}
     # Adam swaps four tensors per sub-group: parameter, gradient and two moments.
-    optimizer = {**place, "buffer_count": 4, "fast_init": False}
-    parameters = {**place, "buffer_count": 5, "buffer_size": _swap_buffer(plan), "max_in_cpu": 1_000_000_000}
+    optimizer = {**target, "buffer_count": 4, "fast_init": False}
+    parameters = {**target, "buffer_count": 5, "buffer_size": _swap_buffer(plan), "max_in_cpu": 1_000_000_000}
     return {"offload_optimizer": optimizer, "offload_param": parameters}
 
 
@@ -201,7 +202,7 @@ def _swap_buffer(plan: Plan) -> int:
 
 
 def _optimizer(plan: Plan, options: EmitOptions) -> dict[str, object]:
-    """The optimizer section, or the permission to pass an optimizer that DeepSpeed cannot build from JSON."""
+    """Return the optimizer section, or the permission to pass an optimizer that DeepSpeed cannot build from JSON."""
     name = plan.configuration.optimizer
     rates: dict[str, object] = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
     if name in ("adamw", "adamw-fused", "adamw-forloop"):
@@ -231,7 +232,7 @@ def _communication(plan: Plan) -> dict[str, object]:
 
 
 def _activation_checkpointing(plan: Plan) -> dict[str, object]:
-    """Settings of `deepspeed.checkpointing`; the model's own checkpointing is switched on in the model, not here."""
+    """Return the settings of `deepspeed.checkpointing`; the model's own is switched on in the model, not here."""
     if plan.configuration.activation_checkpointing == "none":
         return {}
     return {

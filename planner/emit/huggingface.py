@@ -124,7 +124,7 @@ def _synchronisation(plan: Plan) -> dict[str, object]:
 
 
 def fsdp_config(plan: Plan) -> dict[str, object]:
-    """The `fsdp_config` of TrainingArguments for FSDP2."""
+    """Return the `fsdp_config` of TrainingArguments for FSDP2."""
     configuration = plan.configuration
     block = model_word(plan, "block_class")
     return {

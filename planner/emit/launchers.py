@@ -29,7 +29,7 @@ def torchrun(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
 
 
 def launch_script(plan: Plan, call: str, duties: tuple[str, ...], *, head: str = "", arguments: str = "") -> str:
-    """A shell script called as `bash CALL ARGUMENTS` that starts torchrun on this node, with these duties at its head.
+    """Return a shell script that starts torchrun on this node, called as `bash CALL ARGUMENTS`, duties at its head.
 
     `head` is what comes before the command, `arguments` what comes before those of the caller.
 
@@ -46,7 +46,7 @@ exec {launch_command(plan)}{arguments} "$@"
 
 
 def launch_command(plan: Plan) -> str:
-    """The command up to the training script, in one line; several nodes meet at `$MASTER_ADDR`.
+    """Return the command up to the training script, in one line; several nodes meet at `$MASTER_ADDR`.
 
     Raises:
         ContradictoryRequest: the plan's ranks do not fill whole nodes.

@@ -71,7 +71,7 @@ def arguments(plan: Plan, options: EmitOptions, form: str = "Megatron-LM argumen
     require(plan, form, _ABILITIES)
     configuration = plan.configuration
     model = model_fields(plan, form)
-    vocabulary = _padded(int(str(model["vocab_size"])), configuration.tp)
+    vocabulary = _pad(int(str(model["vocab_size"])), configuration.tp)
     fields: Fields = {
         **model,
         "max_position_embeddings": model.get("max_position_embeddings", configuration.sequence_length),
@@ -129,8 +129,8 @@ def _one_connection(plan: Plan) -> bool:
     return configuration.strategy not in ("fsdp", "hsdp") and configuration.tp * configuration.cp > 1
 
 
-def _padded(vocabulary: int, tp: int) -> int:
-    """The smallest vocabulary that tp ranks share evenly; Megatron's own default pads to multiples of 128 tp."""
+def _pad(vocabulary: int, tp: int) -> int:
+    """Return the smallest vocabulary that tp ranks share evenly; Megatron's own default pads to multiples of 128 tp."""
     return -(-vocabulary // tp) * tp
 
 
@@ -138,13 +138,13 @@ def _padded(vocabulary: int, tp: int) -> int:
 
 
 def model_fields(plan: Plan, form: str) -> Fields:
-    """The sizes of the plan's model.
+    """Return the sizes of the plan's model.
 
     Raises:
         ContradictoryRequest: Megatron's GPT has another structure than the model, or as many weights by no setting.
     """
     facts = facts_of(plan, form)
-    odd = _odd(facts)
+    odd = _find_lack_of_gpt(facts)
     if odd:
         raise refuse(plan, form, f"of {facts.name}, which has {odd},", "emit it as accelerate or torchrun")
     biased = facts.mlp_bias and facts.attn_out_bias and facts.qkv_bias
@@ -180,7 +180,7 @@ def model_fields(plan: Plan, form: str) -> Fields:
 
 
 def _weights(facts: ModelFacts, biased: bool) -> int:
-    """The weights of Megatron's GPT of these sizes: its embedding, attention, MLPs and norms, summed."""
+    """Return the weights of Megatron's GPT of these sizes: its embedding, attention, MLPs and norms, summed."""
     hidden, heads, norm = facts.hidden_size, facts.num_heads, 1 if facts.norm == "rmsnorm" else 2
     gates = 3 if facts.gated_mlp else 2
     if facts.mla is not None:
@@ -206,9 +206,9 @@ def _weights(facts: ModelFacts, biased: bool) -> int:
     return blocks + hidden * (tables + norm)
 
 
-def _odd(facts: ModelFacts) -> str:
-    """What of a model Megatron's GPT does not have; empty when it has all."""
-    found = {
+def _find_lack_of_gpt(facts: ModelFacts) -> str | None:
+    """Return what of a model Megatron's GPT does not have; None where it has all."""
+    lacks = {
         "a parallel residual": facts.parallel_residual,
         f"{facts.position_type} positions": facts.position_type not in ("rope", "learned"),
         "an offset in its positions": bool(facts.position_offset),
@@ -224,7 +224,7 @@ def _odd(facts: ModelFacts) -> str:
         "a bias in its head": facts.lm_head_bias,
         "biases in some products": facts.mlp_bias != facts.attn_out_bias,
     }
-    return next((what for what, there in found.items() if there), "")
+    return next((what for what, there in lacks.items() if there), None)
 
 
 def _known_activation(facts: ModelFacts) -> bool:
@@ -273,7 +273,7 @@ def _experts(facts: ModelFacts) -> Fields:
 
 
 def parallel_fields(plan: Plan, form: str) -> Fields:
-    """The degrees and what shards; what is 1 or off is left to Megatron's default.
+    """Return the degrees and what shards; what is 1 or off is left to Megatron's default.
 
     Raises:
         ContradictoryRequest: Megatron cannot combine them.
@@ -297,7 +297,7 @@ def parallel_fields(plan: Plan, form: str) -> Fields:
 
 
 def _stages(plan: Plan, form: str, layers: int) -> Fields:
-    """How layers are cut into stages: evenly, with embedding and head counted as layers, or with smaller ends."""
+    """Return how layers are cut into stages: evenly, embedding and head counted as layers, or with smaller ends."""
     configuration = plan.configuration
     pp, virtual = configuration.pp, configuration.virtual_stages
     if pp == 1:
@@ -556,7 +556,7 @@ def _python_fields(plan: Plan, form: str) -> tuple[Fields, Fields]:
     tp = plan.configuration.tp
     # Megatron-Core pads to multiples of this times tp.
     everything["make_vocab_size_divisible_by"] = 1
-    everything["vocab_size"] = _padded(int(str(everything["vocab_size"])), tp)
+    everything["vocab_size"] = _pad(int(str(everything["vocab_size"])), tp)
     if plan.configuration.pp > 1:
         everything["pipeline_dtype"] = _Name("torch." + _DTYPES.get(plan.configuration.precision, "bfloat16"))
     return everything, ddp

@@ -60,7 +60,7 @@ def emit(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
 
 
 def nanotron_config(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, object]:
-    """The mapping of the YAML file.
+    """Return the mapping of the YAML file.
 
     Raises:
         ContradictoryRequest: nanotron has no form of this plan.

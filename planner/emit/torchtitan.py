@@ -84,8 +84,8 @@ def emit(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
     Raises:
         ContradictoryRequest: torchtitan has no form of this plan, or registers no model of these sizes.
     """
-    flavor = _checked(plan)
-    lacks_toml, lacks_python = _lacks_toml(plan, flavor), _lacks_python(plan)
+    flavor = _check(plan)
+    lacks_toml, lacks_python = _find_lack_of_toml(plan, flavor), _find_lack_of_python(plan)
     if lacks_toml and lacks_python:
         raise refuse(plan, _FORM, f"with {lacks_toml}", "plan with --precision bf16, or --fp8-recipe rowwise")
     files = {} if lacks_toml else {"torchtitan.toml": _toml(toml_sections(plan, flavor, options))}
@@ -115,8 +115,8 @@ fi
 # What torchtitan has of a plan.
 
 
-def _checked(plan: Plan) -> _Flavor:
-    """The registered model of the plan's sizes.
+def _check(plan: Plan) -> _Flavor:
+    """Return the registered model of the plan's sizes.
 
     Raises:
         ContradictoryRequest: torchtitan lacks something of the plan.
@@ -128,7 +128,7 @@ def _checked(plan: Plan) -> _Flavor:
     _require_stages(plan, facts.num_layers)
     flavor = _FLAVORS.get((facts.model_type, facts.parameters))
     if flavor is None:
-        alike = ", ".join(known.name for key, known in _FLAVORS.items() if key[0] == facts.model_type)
+        alike = ", ".join(registered.name for key, registered in _FLAVORS.items() if key[0] == facts.model_type)
         names = alike or "llama3, qwen3, deepseek_v3 and gpt_oss"
         raise refuse(plan, _FORM, f"of {facts.name}", f"it registers {names}; emit it as megatron or accelerate")
     return flavor
@@ -147,20 +147,20 @@ def _require_stages(plan: Plan, layers: int) -> None:
         raise refuse(plan, _FORM, f"of {layers} layers in {pp * virtual} stages", "plan with fewer --virtual-stages")
 
 
-def _lacks_toml(plan: Plan, flavor: _Flavor) -> str:
-    """What release 0.2.2 does not have of a plan; empty when it has all."""
+def _find_lack_of_toml(plan: Plan, flavor: _Flavor) -> str | None:
+    """Return what release 0.2.2 does not have of a plan; None where it has all."""
     recipe, configuration = _recipe(plan), plan.configuration
     if not flavor.in_release:
         return f"{flavor.module} {flavor.name}"
-    return recipe if recipe not in ("", "tensorwise", "rowwise", "mxfp8") or configuration.precision == "fp4" else ""
+    return recipe if recipe not in ("", "tensorwise", "rowwise", "mxfp8") or configuration.precision == "fp4" else None
 
 
-def _lacks_python(plan: Plan) -> str:
-    """What torchtitan after 0.2.2 does not have of a plan; empty when it has all."""
+def _find_lack_of_python(plan: Plan) -> str | None:
+    """Return what torchtitan after 0.2.2 does not have of a plan; None where it has all."""
     recipe, configuration = _recipe(plan), plan.configuration
     if configuration.activation_checkpointing == "full" and configuration.checkpoint_every > 1:
         return f"every {configuration.checkpoint_every}th block recomputed"
-    return recipe if recipe not in ("", "rowwise", "mxfp8", "nvfp4") else ""
+    return recipe if recipe not in ("", "rowwise", "mxfp8", "nvfp4") else None
 
 
 def _recipe(plan: Plan) -> str:
@@ -208,7 +208,7 @@ def _training(plan: Plan, options: EmitOptions) -> Section:
 
 
 def toml_sections(plan: Plan, flavor: _Flavor, options: EmitOptions = DEFAULTS) -> dict[str, Section]:
-    """The tables of `torchtitan.toml`, by their dotted names."""
+    """Return the tables of `torchtitan.toml`, by their dotted names."""
     configuration, recipe = plan.configuration, _recipe(plan)
     micro, steps = configuration.micro_batch_size, configuration.gradient_accumulation_steps
     parallelism = _degrees(plan)
@@ -339,8 +339,8 @@ def _python(plan: Plan, flavor: _Flavor, options: EmitOptions) -> str:
         module=flavor.module,
         flavor=flavor.name,
         losses="ChunkedLossWrapper, CrossEntropyLoss" if chunked else "CrossEntropyLoss",
-        quantization=_imported("components.quantization", converters),
-        policies=_imported("distributed.activation_checkpoint", policy),
+        quantization=_import_line("components.quantization", converters),
+        policies=_import_line("distributed.activation_checkpoint", policy),
         converters=converters,
         lr=options.learning_rate,
         decay=options.weight_decay,
@@ -357,8 +357,8 @@ def _python(plan: Plan, flavor: _Flavor, options: EmitOptions) -> str:
 _POLICIES = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
 
 
-def _imported(module: str, expression: str) -> str:
-    """The import of the class whose Config an expression makes; empty for None."""
+def _import_line(module: str, expression: str) -> str:
+    """Return the import of the class whose Config an expression makes; empty for None."""
     name = expression.removeprefix("[").split(".")[0]
     return "" if name == "None" else f"from torchtitan.{module} import {name}\n"
 

@@ -19,8 +19,9 @@ _PAGE = 1 << 21
 
 
 def chrome_trace(job: Job, memory: MemoryEstimate) -> str:
-    """The predicted step of the busiest rank as JSON in the trace event format, which Perfetto and chrome://tracing
-    open: a thread for each stream, and a counter of the memory by category. Times are microseconds.
+    """Return the predicted step of the busiest rank as JSON that Perfetto and chrome://tracing open.
+
+    It has a thread for each stream, and a counter of the memory by category. Times are microseconds.
 
     Format: "Trace Event Format", the Chromium project; X are spans, M names, C counters.
     """
@@ -56,8 +57,9 @@ def chrome_trace(job: Job, memory: MemoryEstimate) -> str:
 
 
 def memory_snapshot(job: Job, memory: MemoryEstimate) -> bytes:
-    """The predicted memory of the busiest rank from loading to the end of a step as a pickle in the form of
-    `torch.cuda.memory._snapshot()`, which pytorch.org/memory_viz and `torch.cuda._memory_viz` open.
+    """Return the predicted memory of the busiest rank from loading to the end of a step, pickled.
+
+    It has the form of `torch.cuda.memory._snapshot()`, which pytorch.org/memory_viz and `torch.cuda._memory_viz` open.
 
     Each category of each phase is a block, whose stack says what it is; a category has a segment as large as its
     largest phase.
@@ -83,7 +85,7 @@ def memory_snapshot(job: Job, memory: MemoryEstimate) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Moment:
-    """What is alive at the end of a phase, bytes by category."""
+    """Memory at the end of a phase, bytes by category."""
 
     phase: str
     seconds: float
@@ -91,7 +93,7 @@ class _Moment:
 
 
 def _moments(job: Job, memory: MemoryEstimate, spans: tuple[Span, ...]) -> Iterator[_Moment]:
-    """The phases in the order of a step. Where memory was traced, activations take what the closed form lacks."""
+    """Yield the phases in the order of a step. Where memory was traced, activations take what the closed form lacks."""
     ends = {kind: min((span.end for span in spans if span.kind == kind), default=0.0) for kind in ("forward",)}
     backward = [span.end for span in spans if span.kind == "backward"]
     optimizer = [span.start for span in spans if span.kind == "optimizer"]
@@ -120,24 +122,26 @@ class _Home:
         return sum(size for _, size, _ in self._blocks)
 
     def freed(self, size: int, moment: _Moment) -> Iterator[dict[str, Any]]:
-        """The events after which the blocks take so many bytes at most."""
+        """Yield the events after which the blocks take so many bytes at most."""
         time = round(moment.seconds * _MICRO)
         while self._end > size:
-            place, length, phase = self._blocks.pop()
+            address, length, phase = self._blocks.pop()
             for action in ("free_requested", "free_completed"):
-                yield snapshot_event(action, place, length, time, _frames(f"{self.name} ({phase})"))
+                yield snapshot_event(action, address, length, time, _frames(f"{self.name} ({phase})"))
 
     def grown(self, size: int, moment: _Moment) -> Iterator[dict[str, Any]]:
-        """The event after which the blocks take so many bytes."""
+        """Yield the event after which the blocks take so many bytes."""
         if size > self._end:
-            place, length = self.address + self._end, size - self._end
-            self._blocks.append((place, length, moment.phase))
+            address, length = self.address + self._end, size - self._end
+            self._blocks.append((address, length, moment.phase))
             time, frames = round(moment.seconds * _MICRO), _frames(f"{self.name} ({moment.phase})")
-            yield snapshot_event("alloc", place, length, time, frames)
+            yield snapshot_event("alloc", address, length, time, frames)
 
     def segment(self) -> dict[str, Any]:
-        """The segment as it is in the end."""
-        blocks = [snapshot_block(place, size, _frames(f"{self.name} ({phase})")) for place, size, phase in self._blocks]
+        """Return the segment as it is in the end."""
+        blocks = [
+            snapshot_block(address, size, _frames(f"{self.name} ({phase})")) for address, size, phase in self._blocks
+        ]
         return snapshot_segment(self.address, self.size, blocks, _frames(f"segment of {self.name}"))
 
 
@@ -154,7 +158,7 @@ _POOL = (0, 0)
 
 
 def snapshot_of(segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What `torch.cuda.memory._snapshot()` returns for one device. The segments are there from the beginning."""
+    """Return what `torch.cuda.memory._snapshot()` returns for one device. The segments are there from the beginning."""
     began = [
         snapshot_event("segment_alloc", segment["address"], segment["total_size"], 0, segment["frames"])
         for segment in segments
@@ -163,7 +167,7 @@ def snapshot_of(segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[s
 
 
 def snapshot_event(action: str, address: int, size: int, microseconds: int, frames: Frames) -> dict[str, Any]:
-    """A moment at which memory was taken or given back; `action` is a word of torch's."""
+    """Return a moment at which memory was taken or given back; `action` is a word of torch's."""
     return {
         "action": action,
         "addr": address,
@@ -181,7 +185,7 @@ def snapshot_block(address: int, size: int, frames: Frames, state: str = "active
 
 
 def snapshot_segment(address: int, size: int, blocks: Sequence[Mapping[str, Any]], frames: Frames) -> dict[str, Any]:
-    """A range of `size` bytes with the blocks in it, by address; what is between them is not in use."""
+    """Return a range of `size` bytes with the blocks in it, by address; what is between them is not in use."""
     used, end, every = sum(block["size"] for block in blocks), address, []
     for block in blocks:
         if block["address"] > end:

@@ -1,1 +1,1 @@
-"""What the arithmetic needs to know of a model, from a name, a config file, a size or a factory."""
+"""Facts of a model that the arithmetic needs, from a name, a config file, a size or a factory."""

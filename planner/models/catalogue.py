@@ -43,21 +43,23 @@ def recorded_config(name: str) -> Mapping[str, Any]:
 
 
 def knows_model(name: str) -> bool:
-    """Whether `find_model` would find `name`."""
+    """Return whether `find_model` would find `name`."""
     return _row(name) is not None
 
 
 def find_model(name: str) -> ModelFacts:
-    """The model with this Hub id or alias; the organisation, case, spaces, dashes and underscores do not count, nor do
-    words for a training or a storage that leaves the shapes as they are (`-Instruct`, `-hf`, `-bnb-4bit`).
+    """Return the model with this Hub id or alias.
+
+    The organisation, case, spaces, dashes and underscores do not count, nor do words for a training or a storage that
+    leaves the shapes as they are (`-Instruct`, `-hf`, `-bnb-4bit`).
 
     Raises:
         DsplanError: no row answers to the name, or it is that of a family; the message names what may be meant.
     """
-    found = _row(name)
-    if found is None:
+    row = _row(name)
+    if row is None:
         raise _unknown(name)
-    return _build(found)
+    return _build(row)
 
 
 def _row(name: str) -> Mapping[str, Any] | None:
@@ -90,7 +92,7 @@ def _words(name: str) -> tuple[str, ...]:
 
 
 def _shape_words(name: str) -> tuple[str, ...]:
-    """The words of a name without those that leave the shapes as they are."""
+    """Return the words of a name without those that leave the shapes as they are."""
     plain = name.rpartition("/")[2].lower()
     while (shorter := _STORED_BITS.sub("", plain).rstrip("-_")) != plain:
         plain = shorter
@@ -108,7 +110,7 @@ def _by_words() -> Mapping[tuple[str, ...], Mapping[str, Any] | None]:
 
 
 def _unknown(name: str) -> DsplanError:
-    """Why a name stands for no model, and what may be meant."""
+    """Return why a name stands for no model, and what may be meant."""
     short = name.rpartition("/")[2]
     family = _family(short)
     if len(family) > 1:
@@ -120,28 +122,28 @@ def _unknown(name: str) -> DsplanError:
         return UnknownName("model", short or name, family or _spellings(), hint=hint)
     size = re.search(r"(?<![0-9.x])([0-9]+(?:\.[0-9]+)?[bm])(?![a-z])", short.lower())
     by_size = f"--model-size {size[1].upper()}" if size else "a size such as --model-size 6.7B"
-    known = "`dsplan models` lists what is known, and the Hub was not asked"
-    hint = f"{known}: download {name}'s config.json and give its path to --model, or give {by_size}"
+    not_asked = "`dsplan models` lists what is known, and the Hub was not asked"
+    hint = f"{not_asked}: download {name}'s config.json and give its path to --model, or give {by_size}"
     return UnknownName("model", short, _spellings(), hint=hint, called=name)
 
 
 def _family(name: str) -> list[str]:
-    """The shortest names of the models whose names have all the words of this one, smallest model first."""
+    """Return the shortest names of the models whose names have all the words of this one, smallest model first."""
     wanted = [word for word in _words(name) if word not in _SAME_SHAPES]
     if not any(word.isalpha() and len(word) > 1 for word in wanted):
         return []
-    found = []
+    sized = []
     for row in _rows():
         spellings = (*row["aliases"], row["name"])
         fitting = [spelling for spelling in spellings if _has_words(_words(spelling), wanted)]
         if fitting:
             shortest = min((spelling.rpartition("/")[2] for spelling in fitting), key=len)
-            found.append((row["parameters"], shortest))
-    return [shortest for _, shortest in sorted(found)]
+            sized.append((row["parameters"], shortest))
+    return [shortest for _, shortest in sorted(sized)]
 
 
 def _has_words(words: tuple[str, ...], wanted: Sequence[str]) -> bool:
-    """Whether all are there, the first of them first; 3 is there where 3.1 is."""
+    """Return whether all are there, the first of them first; 3 is there where 3.1 is."""
     begins = bool(words) and words[0] == wanted[0]
     return begins and all(any(word == own or own.startswith(f"{word}.") for own in words) for word in wanted)
 

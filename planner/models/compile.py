@@ -23,6 +23,8 @@ BOOKKEEPING = frozenset({
 })  # fmt: skip
 _ENTRY_KEYS = frozenset(field.name for field in dataclasses.fields(Architecture)) - {"model_type"} | {"extends"}
 _SECTIONS = ("facts", "read", "defaults", "nested", "only")
+_FIXED = frozenset(("fused_qkv", "fused_gate_up", "splits_sequences"))
+"""Facts that the code of an architecture fixes, whatever its sizes."""
 _FACTS = {field.name: field for field in dataclasses.fields(ModelFacts)}
 
 
@@ -45,20 +47,20 @@ def compile_catalogue(
     Raises:
         BrokenFile: a row has an unknown, missing or ill-typed key, no source, or a name that is already taken.
     """
-    known = json.loads(compile_architectures(architectures))
-    rows = [_row(row, position, known, path) for position, row in enumerate(read_yaml(path, {"models"})["models"])]
+    entries = json.loads(compile_architectures(architectures))
+    rows = [_row(row, position, entries, path) for position, row in enumerate(read_yaml(path, {"models"})["models"])]
     # A Hub id answers without its organisation too.
     spelled = [{**row, "aliases": [*row["aliases"], row["name"].rpartition("/")[2]]} for row in rows]
     return _json({"names": name_index(spelled, path), "rows": rows})
 
 
-def _row(row: Any, position: int, known: dict[str, Any], path: Path) -> dict[str, Any]:
+def _row(row: Any, position: int, entries: dict[str, Any], path: Path) -> dict[str, Any]:
     if not isinstance(row, dict) or not row.get("source"):
         raise BrokenFile(path, f"row {position} has no source", "cite where its figures come from")
     figures = {"name": row.get("id"), **{key: value for key, value in row.items() if key not in {*BOOKKEEPING, "id"}}}
-    if row.get("model_type") not in known:
+    if row.get("model_type") not in entries:
         raise BrokenFile(path, f"row {row.get('id')!r} has model_type {row.get('model_type')!r}", "add its entry")
-    figures |= _from_architecture(known[row["model_type"]]) | {"parameters": 0, "active_parameters": 0}
+    figures |= _from_architecture(entries[row["model_type"]]) | {"parameters": 0, "active_parameters": 0}
     parts = {key: _part(row, key, path) for key in PARTS if row.get(key)}
     checked = check_row(figures | parts, ModelFacts, path, position)
     facts = ModelFacts(**checked | {"aliases": tuple(checked.get("aliases", ()))})
@@ -76,18 +78,18 @@ def _part(row: dict[str, Any], key: str, path: Path) -> Any:
 
 
 def _from_architecture(entry: dict[str, Any]) -> dict[str, Any]:
-    """What the architecture fixes and a row does not repeat."""
-    fused = {key: value for key, value in entry.get("facts", {}).items() if key.startswith("fused_")}
+    """Return what the architecture fixes and a row does not repeat."""
+    fixed = {key: value for key, value in entry.get("facts", {}).items() if key in _FIXED}
     keys, defaults = entry.get("read", {}), entry.get("defaults", {})
     dropouts = {
         fact: next((defaults[key] for key in keys.get(fact, ()) if key in defaults), 0.0)
         for fact in ("hidden_dropout", "attention_dropout")
     }
-    return {"block_class": entry["block_class"], **fused, **dropouts}
+    return {"block_class": entry["block_class"], **fixed, **dropouts}
 
 
 def compact_row(facts: ModelFacts) -> dict[str, Any]:
-    """The row without the fields at their defaults, as JSON keeps it."""
+    """Return the row without the fields at their defaults, as JSON keeps it."""
     given = {name: getattr(facts, name) for name in _FACTS}
     short = {name: value for name, value in given.items() if value != _default(_FACTS[name]) or name == "aliases"}
     return {

@@ -20,8 +20,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """A low-rank adapter beside one frozen matrix of a block: weights [rank, inputs] and [outputs, rank], and with
-    `magnitude` (DoRA) a vector of `outputs`. `name` is the matrix's, as in `BlockCount.names`."""
+    """A low-rank adapter beside one frozen matrix of a block: weights [rank, inputs] and [outputs, rank].
+
+    With `magnitude` (DoRA) it has a vector of `outputs`. `name` is the matrix's, as in `BlockCount.names`.
+    """
 
     name: str
     inputs: int
@@ -31,6 +33,7 @@ class Adapter:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
+        """Shapes of its weights."""
         low_rank: tuple[Shape, ...] = ((self.rank, self.inputs), (self.outputs, self.rank))
         return (*low_rank, (self.outputs,)) if self.magnitude else low_rank
 
@@ -65,7 +68,7 @@ class BlockCount:
     @property
     def held(self) -> BlockCount:
         """Its frozen weights alone."""
-        return self._of(tuple(self.shapes[place] for place in self.frozen))
+        return self._of(tuple(self.shapes[index] for index in self.frozen))
 
     def _of(self, shapes: tuple[Shape, ...]) -> BlockCount:
         sizes = [prod(shape) for shape in shapes]
@@ -99,28 +102,32 @@ class ParameterCounts:
 
     @property
     def trains_all(self) -> bool:
+        """True if no weight is frozen."""
         return not self.frozen and not any(block.frozen for block in self.blocks)
 
     @property
     def trained(self) -> ParameterCounts:
         """The counts without frozen weights: what gradients and optimizer states are of."""
-        return self if self.trains_all else _parted(self)[0]
+        return self if self.trains_all else _part(self)[0]
 
     @property
     def held(self) -> ParameterCounts:
         """The counts of frozen weights alone."""
-        return _parted(self)[1]
+        return _part(self)[1]
 
     @property
     def in_blocks(self) -> int:
+        """Parameters of all blocks."""
         return sum(block.parameters * block.repeats for block in self.blocks)
 
     @property
     def total(self) -> int:
+        """Parameters of the model."""
         return self.embedding + self.in_blocks + self.head + self.other
 
     @property
     def largest_block(self) -> int:
+        """Parameters of the largest block."""
         return max((block.parameters for block in self.blocks), default=0)
 
     @property
@@ -130,26 +137,26 @@ class ParameterCounts:
 
 
 @lru_cache(maxsize=64)
-def _parted(counts: ParameterCounts) -> tuple[ParameterCounts, ParameterCounts]:
-    """What is trained, and what is frozen."""
+def _part(counts: ParameterCounts) -> tuple[ParameterCounts, ParameterCounts]:
+    """Return what is trained, and what is frozen."""
     ends = tuple(accumulate(map(prod, counts.outside)))
-    tables = tuple(shape for place, shape in enumerate(counts.outside) if ends[place] <= counts.embedding)
+    tables = tuple(shape for index, shape in enumerate(counts.outside) if ends[index] <= counts.embedding)
     fixed = set(counts.frozen)
-    places = [place for place in range(len(counts.outside)) if place not in fixed]
+    places = [index for index in range(len(counts.outside)) if index not in fixed]
     parts = []
     for chosen, blocks in (
         (places, tuple(block.trained for block in counts.blocks)),
         (sorted(fixed), tuple(block.held for block in counts.blocks)),
     ):
-        outside = tuple(counts.outside[place] for place in chosen)
-        embedding = sum(prod(counts.outside[place]) for place in chosen if place < len(tables))
+        outside = tuple(counts.outside[index] for index in chosen)
+        embedding = sum(prod(counts.outside[index]) for index in chosen if index < len(tables))
         other = sum(map(prod, outside)) - embedding
         parts.append(ParameterCounts(embedding=embedding, blocks=blocks, head=0, other=other, outside=outside))
     return parts[0], parts[1]
 
 
 def _without(shapes: tuple[Shape, ...], places: tuple[int, ...]) -> tuple[Shape, ...]:
-    return tuple(shape for place, shape in enumerate(shapes) if place not in places)
+    return tuple(shape for index, shape in enumerate(shapes) if index not in places)
 
 
 # transformers 5 has no torch.nn.functional.scaled_dot_product_attention path for these, and falls back to eager.
@@ -202,8 +209,10 @@ class TowerFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedMoment:
-    """Bytes alive at one moment of the backward pass beside weights and finished gradients: `fixed` whatever the batch
-    and `per_sample`; `gradients` are the elements of the weights whose gradient is finished.
+    """Bytes alive at one moment of the backward pass beside weights and finished gradients.
+
+    `fixed` are there whatever the batch, `per_sample` for each sample; `gradients` are the elements of the weights
+    whose gradient is finished.
     """
 
     fixed: float
@@ -241,11 +250,11 @@ class TracedActivations:
     figures: Figures | None = None
     parts: Mapping[tuple[int, int, int, bool], TracedActivations] = field(default_factory=dict)
 
-    def of(self, tp: int, cp: int, ep: int = 1, splits_sequences: bool = False) -> TracedActivations:
-        """On a rank of such degrees: as it was traced, or like one of two ranks that split layers, or of the whole."""
-        two, asked = self.parts.get((2, 1, 1, False)), (tp, cp, ep, splits_sequences)
-        if asked in self.parts or tp < 2 or cp > 1 or two is None:
-            return self.parts.get(asked, self)
+    def of(self, *, tp: int, cp: int, ep: int = 1, splits_sequences: bool = False) -> TracedActivations:
+        """Return the trace of a rank of such degrees, or one like that of two ranks, or the whole's."""
+        two, degrees = self.parts.get((2, 1, 1, False)), (tp, cp, ep, splits_sequences)
+        if degrees in self.parts or tp < 2 or cp > 1 or two is None:
+            return self.parts.get(degrees, self)
         sizes: dict[str, Any] = {name: share_of(getattr(self, name), getattr(two, name), tp) for name in _SIZES}
         smaller = sizes["kept"] / two.kept if two.kept else 1.0
         moments = tuple(
@@ -291,7 +300,9 @@ class ModelFacts:
     counts a mixture of experts' layers that have a plain MLP, wherever they sit. `decoder_intermediate_size` is 0
     where it is the encoder's. `fused_qkv` and `fused_gate_up`: one weight holds all of these projections. The dropouts
     are the probabilities active in training by default. `measured_counts` is set where the counts come from a real
-    module that these figures do not describe: kind `custom`, or a transformers model with something added. `traced`
+    module that these figures do not describe: kind `custom`, or a transformers model with something added.
+    `splits_sequences`: sequence parallelism knows where the model gathers its tokens; transformers 5.23 has no
+    `base_model_tp_plan` of the others, whose layers are split by rule. `traced`
     maps `fp32`, `autocast` and `pure` to what a trace of the module found in that precision. `recorded_as` names the
     form of a model whose blocks were recorded as they are, with their `work`; empty for one that figures describe.
     """
@@ -355,6 +366,7 @@ class ModelFacts:
     new_decoder_architecture: bool = False
     num_ln_in_parallel_attn: int = 0
     attention_sinks: bool = False
+    splits_sequences: bool = True
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     hidden_dropout: float = 0.0
@@ -402,11 +414,12 @@ class ModelFacts:
 
     @property
     def is_moe(self) -> bool:
+        """True if blocks have experts."""
         return self.num_experts > 1
 
     @property
     def eager_only(self) -> bool:
-        """Whether the attention runs unfused, whatever is asked for."""
+        """True if the attention runs unfused, whatever is asked for."""
         return self.model_type in _EAGER_ONLY and not self.fuses_attention
 
     @property
@@ -416,5 +429,5 @@ class ModelFacts:
 
     @property
     def composite_activation(self) -> bool:
-        """Whether the activation is several kernels in Python rather than one of torch's."""
+        """True if the activation is several kernels in Python rather than one of torch's."""
         return self.activation in _COMPOSITE_ACTIVATIONS

@@ -17,7 +17,7 @@ _NOT_KEPT = frozenset({"traced", "note", "aliases"})
 
 
 def facts_document(facts: ModelFacts, task: Task) -> dict[str, object] | None:
-    """The fields of a model that are not what they are by default; None for a model that the catalogue has as it is."""
+    """Return the fields of a model that are not at their defaults; None for one that the catalogue has as it is."""
     if knows_model(facts.name) and facts_for_task(find_model(facts.name), task) == facts:
         return None
     document = asdict(facts)

@@ -15,13 +15,15 @@ Amount: TypeAlias = tuple[float, float]
 NOTHING: Amount = (0.0, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """A moment: bytes of activations, bytes of cast weights, elements of new gradients."""
+    """Memory at a moment beside weights, optimizer states and gradients that were there before."""
 
     activations: Amount
-    cast: float
-    gradients: float
+    cast: float = 0.0
+    """Bytes of cast weights."""
+    gradients: float = 0.0
+    """Elements of new gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +51,10 @@ class BlockFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """A whole model; see `planner.cost.memory.activations.form.Form`. `differences`: how far the form's structure is
-    from the model's; None if no form was found. `moments` are those of a backward pass that was traced as a whole,
-    with the gradients that are finished by then.
+    """Figures of a whole model; see `planner.cost.memory.activations.form.Form`.
+
+    `differences`: how far the form's structure is from the model's; None if no form was found. `moments` are those of a
+    backward pass that was traced as a whole, with the gradients that are finished by then.
     """
 
     blocks: Sequence[BlockFigures]
@@ -65,7 +68,7 @@ class Figures:
 
 
 def on_more_ranks(whole: Figures, two: Figures, tp: int) -> Figures:
-    """The figures of one of `tp` ranks that split layers between them, from those of one rank and of one of two."""
+    """Return the figures of one of `tp` ranks that split layers, from those of one rank and of one of two."""
     return replace(
         two,
         blocks=[_on_more(one, half, tp) for one, half in zip(whole.blocks, two.blocks, strict=True)],
@@ -75,7 +78,7 @@ def on_more_ranks(whole: Figures, two: Figures, tp: int) -> Figures:
 
 
 def share_of(whole: float, half: float, tp: int) -> float:
-    """What `tp` ranks have each of `half` on two and `whole` on one: a part is on all of them, the rest is divided."""
+    """Return what `tp` ranks have each of `half` on two and `whole` on one; what one has whole, all have."""
     return max(2 * half - whole + 2 * (whole - half) / tp, 0.0)
 
 
@@ -97,7 +100,7 @@ def _on_more(whole: BlockFigures, half: BlockFigures, tp: int) -> BlockFigures:
 def _scaled(peaks: Sequence[Peak], smaller: float, tp: int) -> Sequence[Peak]:
     return [
         Peak(
-            (peak.activations[0], smaller * peak.activations[1]),
+            activations=(peak.activations[0], smaller * peak.activations[1]),
             cast=peak.cast * 2 / tp,
             gradients=peak.gradients * 2 / tp,
         )

@@ -21,7 +21,7 @@ _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w
 
 
 def resolve_model(name: str | None, *, model_size: str | None = None) -> ModelFacts:
-    """The model that `name` or `model_size` stands for.
+    """Return the model that `name` or `model_size` stands for.
 
     A path of a config.json or of a directory that holds one comes first, then the catalogue, then a size such as
     `6.7B`. `package.module:factory` is code: `any_model` beside the tracer runs it.
@@ -48,12 +48,12 @@ def config_file(name: str) -> Path | None:
 
 
 def is_factory(name: str) -> bool:
-    """Whether a name stands for `package.module:factory`."""
+    """Return whether a name stands for `package.module:factory`."""
     return config_file(name) is None and _FACTORY.fullmatch(name.strip()) is not None
 
 
 def named_model(name: str) -> ModelFacts:
-    """The model of the catalogue with this name, else of this size; no file is looked at.
+    """Return the model of the catalogue with this name, else of this size; no file is looked at.
 
     Raises:
         DsplanError: nothing answers to the name.
@@ -108,12 +108,12 @@ MLP_RATIO = 8 / 3
 
 
 def looks_like_a_size(text: str) -> bool:
-    """Whether `text` is a number with a suffix such as `6.7B` or `350m`, or a plain count."""
+    """Return whether `text` is a number with a suffix such as `6.7B` or `350m`, or a plain count."""
     return re.fullmatch(r"\s*[0-9]*\.?[0-9]+\s*[kKmMbBtT]?\s*", text) is not None
 
 
 def model_of_size(size: str) -> ModelFacts:
-    """A decoder like LLaMA (RMSNorm, gated MLP, rotary positions, multi-head attention) of `size` parameters.
+    """Return a decoder like LLaMA (RMSNorm, gated MLP, rotary positions, multi-head attention) of `size` parameters.
 
     Width over depth is near LLaMA-7B's 128, below 1B near OPT-125m's 64; the MLP is about 8/3 as wide as the model.
     The vocabulary is LLaMA's 32,000, smaller below 50M. The total is within 0.5 % of what was asked, and `parameters`
@@ -145,14 +145,14 @@ class _Shape:
 
 
 def _oddness(shape: _Shape) -> float:
-    """How far a shape is from the usual one, in logarithms of its two ratios; 4 stages should divide its depth."""
+    """Return how far a shape is from the usual, in logarithms of its two ratios; 4 stages should divide its depth."""
     uneven = 0.1 if shape.layers % 4 else 0.0
     aspect = abs(math.log(shape.hidden / shape.layers / shape.usual_aspect))
     return uneven + aspect + 2 * abs(math.log(shape.mlp_width / shape.hidden / MLP_RATIO))
 
 
 def _shapes(parameters: int) -> Iterator[_Shape]:
-    """Decoders within the tolerance, around the width at which depth and width are in the usual proportion."""
+    """Yield decoders within the tolerance, around the width at which depth and width are in the usual proportion."""
     large = parameters >= BILLION
     aspect, head_dim = (128, 128) if large else (64, 64 if parameters >= 50 * 10**6 else 16)
     step = head_dim * next(heads for least, heads in _HEADS if parameters >= least)

@@ -1,4 +1,4 @@
-"""What a model is usually trained for, and on how long samples."""
+"""Tasks that a model is usually trained for, and how long their samples are."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ LONGEST_DEFAULT = {"decoder": 2048, "vision-language": 2048, "custom": 2048}
 
 
 def default_task(facts: ModelFacts) -> Task:
-    """The task a model of this kind is trained for unless another is named; a classifier's class says so itself."""
+    """Return the task that a model of this kind is trained for unless another is named; a classifier's class says."""
     if facts.kind in ("encoder", "decoder") and facts.architecture.endswith(_CLASSIFIERS):
         return "seq-cls"
     return _TASKS[facts.kind]
 
 
 def possible_tasks(facts: ModelFacts) -> tuple[Task, ...]:
-    """The tasks that models of this kind can be trained for, the usual one first."""
+    """Return the tasks that models of this kind can be trained for, the usual one first."""
     if facts.recorded_as:
         return (_TASKS[facts.kind],)
     return TASKS if facts.kind == "custom" else (_TASKS[facts.kind], *_OTHER_TASKS.get(facts.kind, ()))
 
 
 def facts_for_task(facts: ModelFacts, task: Task) -> ModelFacts:
-    """The facts of the class that has the head of `task`, where the model's own class has another.
+    """Return the facts of the class that has the head of `task`, where the model's own class has another.
 
     A classifier of text has a small head on one position in place of the one over the vocabulary, and no table that the
     head shares; two labels, transformers' default, where the model says nothing of them. A

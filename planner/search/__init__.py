@@ -1,1 +1,1 @@
-"""From a request to ranked plans."""
+"""The search: ranked plans for a request."""

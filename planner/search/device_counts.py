@@ -1,4 +1,4 @@
-"""The same work on fewer devices or more: a cluster halved or doubled, node by node, then inside the last node."""
+"""Fewer devices or more for the same work: a cluster halved or doubled, node by node, then inside the last node."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ MOST_DEVICES = 16_384
 
 
 def device_counts(request: Request) -> Iterator[Request]:
-    """The request itself; where cost counts, also on half the devices, a quarter and so on: what is paid is the time of
-    every device."""
+    """Yield the request, and where cost counts also on half the devices, a quarter and so on: all devices are paid."""
     yield request
     if request.objective == "cost":
         yield from on_fewer_devices(request)
 
 
 def on_fewer_devices(request: Request) -> Iterator[Request]:
-    """The request on half its devices, a quarter, and so on, down to one or an odd number; machines that are rented
-    whole, at a list price, stay whole."""
+    """Yield the request on half its devices, a quarter, and so on, down to one or an odd number.
+
+    Machines that are rented whole, at a list price, stay whole.
+    """
     cluster = halved(request.cluster)
     rented = request.cluster.usd_per_gpu_hour is not None and request.budget.usd_per_gpu_hour is None
     while cluster is not None and not (rented and cluster.gpus_per_node < request.cluster.gpus_per_node):
@@ -69,12 +70,14 @@ class OnDevices:
 
     @property
     def gpus(self) -> int:
+        """Devices that the plan takes."""
         return self.plan.configuration.world_size
 
 
 def on_other_device_counts(request: Request, fastest: Fastest) -> tuple[OnDevices, ...]:
-    """The devices that were asked for, fewer down to the first that are too slow, and more up to what is in time. A
-    global batch that was asked for stays, or is the next multiple of the devices; else it is as large on each of more
+    """Return plans on fewer devices, down to the first that are too slow, and on more, up to what is in time.
+
+    A global batch that was asked for stays, or is the next multiple of the devices; else it is as large on each of more
     devices. Fewest devices first; numbers on which nothing fits are left out.
 
     `fastest` returns the first plan of a request, or None if nothing fits.
@@ -107,8 +110,10 @@ def _more(request: Request) -> Iterator[Request]:
 
 
 def on_devices(request: Request, cluster: Cluster) -> Request:
-    """The request on other devices, with a batch that divides over them: as large for each as it was where nobody asked
-    for one."""
+    """Return the request on other devices, with a batch that divides over them.
+
+    It is as large for each as it was where nobody asked for one.
+    """
     batch = request.workload.global_batch_size
     if any("--global-batch" in text for text in request.defaults):
         batch = batch * cluster.gpus // request.cluster.gpus
@@ -117,8 +122,10 @@ def on_devices(request: Request, cluster: Cluster) -> Request:
 
 
 def _between(request: Request, enough: Request, fastest: Fastest) -> OnDevices | None:
-    """Three quarters of the devices that are enough, where those end in time too, are whole nodes and need no larger
-    batch."""
+    """Return three quarters of the devices that are enough, where those do too.
+
+    They have to end in time, be whole nodes and need no larger batch.
+    """
     cluster = enough.cluster
     fewer = on_devices(request, replace(cluster, nodes=cluster.nodes * 3 // 4))
     if cluster.nodes % 4 or fewer.workload.global_batch_size > enough.workload.global_batch_size:

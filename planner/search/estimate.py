@@ -7,13 +7,13 @@ from hardware_db.units import GB, format_bytes
 from planner import vocabulary as words
 from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.cost.code_bases import code_base
-from planner.cost.combinations import Adapted, contradiction, refusal
+from planner.cost.combinations import Adapted, why_contradictory, why_refused
 from planner.cost.memory import memory_estimate
 from planner.cost.memory.activations.figures import has_written_form
 from planner.cost.memory.activations.instants import selective_saves
 from planner.cost.memory.host import loads_once
 from planner.cost.memory.load import made_bytes
-from planner.cost.memory.overhead import NEAREST_FORM_ERROR, differs
+from planner.cost.memory.overhead import NEAREST_FORM_ERROR, has_other_form
 from planner.cost.memory.states import is_uneven, nominal_states_of, states_of
 from planner.cost.memory.units import shards_of, shards_over, units_of
 from planner.cost.precision import EAGER_CAST_BYTES, recipe_of, scaled_products
@@ -21,15 +21,18 @@ from planner.cost.timing import step_time, throughput
 from planner.cost.verdict import Judgement, judge, limited_by
 from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts
-from planner.search.request import WITHOUT_DEEPSPEED, Request, deepspeed_lacks
+from planner.search.request import WITHOUT_DEEPSPEED, Request, why_not_deepspeed
 from planner.types.job import Job, Workload, provenance, sections_of
 from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Priced:
-    """A job with its memory and whether that fits; `memory_source` is where the memory comes from, `notes` what there
-    is to say of it, `experience` what was measured before."""
+    """A job with its memory and whether that fits.
+
+    `memory_source` is where the memory comes from, `notes` what there is to say of it, `experience` what was measured
+    before.
+    """
 
     job: Job
     memory: MemoryEstimate
@@ -40,7 +43,7 @@ class Priced:
 
 
 def job_of(request: Request, configuration: Configuration) -> Job:
-    """The request's work in one configuration."""
+    """Return the request's work in one configuration."""
     return Job(
         facts=request.facts,
         counts=request.counts,
@@ -58,15 +61,15 @@ def price(request: Request, configuration: Configuration) -> Priced:
     return Priced(
         job=job,
         memory=memory,
-        judgement=judged(job, memory, experience),
+        judgement=judge_job(job, memory, experience),
         memory_source="traced" if job.facts.traced else "datasheet",
         experience=experience,
     )
 
 
-def timed(priced: Priced) -> StepTime:
-    """What the job takes: as measured where this machine ran it before, as expected from runs like it elsewhere."""
-    run = priced.experience.known.get(priced.job.configuration)
+def time_step(priced: Priced) -> StepTime:
+    """Return what the job takes: as measured where this machine ran it, as expected from runs like it elsewhere."""
+    run = priced.experience.known_runs.get(priced.job.configuration)
     return priced.experience.expected(priced.job) if run is None else run.answer(step_time(priced.job))
 
 
@@ -76,45 +79,45 @@ def resident_bytes(job: Job) -> float:
     return states.parameters + states.gradients + states.optimizer
 
 
-def judged(job: Job, memory: MemoryEstimate, experience: Experience) -> Judgement:
-    """Whether a job with this memory fits: by what there is, and by what ran out of memory before."""
+def judge_job(job: Job, memory: MemoryEstimate, experience: Experience) -> Judgement:
+    """Return whether a job with this memory fits: by what there is, and by what ran out of memory before."""
     judgement = judge(job, memory, _nvme_bytes(job))
     oom_record = None if judgement.verdict == "does_not_fit" else experience.oom_record(job, memory)
     return judgement if oom_record is None else oom_record.judgement(memory)
 
 
 def _nvme_bytes(job: Job) -> float:
-    """What one node keeps on its disks."""
+    """Return what one node keeps on its disks."""
     if job.configuration.offload != "nvme":
         return 0.0
     return states_of(job, recipe_of(job)).nvme * job.cluster.gpus_per_node
 
 
 def estimate(request: Request, configuration: Configuration) -> Plan:
-    """The plan of one configuration on the request's cluster.
+    """Return the plan of one configuration on the request's cluster.
 
     Raises:
-        ContradictoryRequest: as `possible`.
+        ContradictoryRequest: as `require_possible`.
     """
-    priced = possible(request, configuration)
-    return plan_of(priced, timed(priced))
+    priced = require_possible(request, configuration)
+    return plan_of(priced, time_step(priced))
 
 
-def possible(request: Request, configuration: Configuration) -> Priced:
-    """The price of a configuration that somebody asked for by name.
+def require_possible(request: Request, configuration: Configuration) -> Priced:
+    """Return the price of a configuration that somebody asked for by name.
 
     Raises:
         ContradictoryRequest: the configuration's degrees do not use exactly the cluster's devices, or a degree does not
             divide what it splits, or the strategy cannot do what is asked of it.
     """
-    problem = impossible(request, configuration)
+    problem = why_impossible(request, configuration)
     if problem:
         raise ContradictoryRequest(problem)
     return price(request, configuration)
 
 
-def impossible(request: Request, configuration: Configuration) -> str:
-    """Why a configuration cannot be run by anything, in one sentence; empty when it can."""
+def why_impossible(request: Request, configuration: Configuration) -> str | None:
+    """Return why a configuration cannot be run by anything, in one sentence; None where it can."""
     gpus, strategy = request.cluster.gpus, configuration.strategy
     if configuration.world_size != gpus:
         return (
@@ -125,17 +128,21 @@ def impossible(request: Request, configuration: Configuration) -> str:
     code = code_base(request.workload.code)
     if strategy not in code.strategies:
         return f"{code.name} has no {strategy}; use {', '.join(code.strategies)}"
-    lacks = deepspeed_lacks(request.cluster.device, configuration.precision)
+    lacks = why_not_deepspeed(request.cluster.device, configuration.precision)
     if lacks and configuration.backend == "deepspeed":
         return f"{lacks}; {WITHOUT_DEEPSPEED}"
     if strategy in words.FSDP_STRATEGIES and request.facts.kind == "vision-text":
         # torch 2.13, distributed/fsdp/_fully_shard: "fully_shard doesn't support scalar parameters" (logit_scale).
         return f"torch's FSDP2 cannot shard the scalar logit_scale of {request.facts.name}; use zero1-3 or ddp"
-    return contradiction(configuration) or _lacking(request, configuration) or indivisible(request, configuration)
+    return (
+        why_contradictory(configuration)
+        or _why_code_cannot(request, configuration)
+        or why_indivisible(request, configuration)
+    )
 
 
-def _lacking(request: Request, configuration: Configuration) -> str:
-    """What a configuration asks for that its code base cannot do, in one sentence; empty where it can."""
+def _why_code_cannot(request: Request, configuration: Configuration) -> str | None:
+    """Return what a configuration asks for that its code base cannot do, in one sentence; None where it can."""
     code = code_base(request.workload.code)
     for name in words.DEGREES:
         if getattr(configuration, name) > 1 and name not in code.degrees:
@@ -149,23 +156,13 @@ def _lacking(request: Request, configuration: Configuration) -> str:
     ):
         if value not in allowed:
             return f"{code.title} has no {word} {value}; it has {' and '.join(allowed)}"
-    return ""
+    return None
 
 
-_NO_PLAN = frozenset(
-    {
-        *("albert", "bart", "bert", "bloom", "codegen", "deberta-v2", "distilbert", "electra", "falcon", "gpt2"),
-        *("gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "mamba", "mamba2", "modernbert", "mpt", "opt", "roberta"),
-        *("stablelm", "xlm-roberta"),
-    }
-)
-"""Types of models whose config has no `base_model_tp_plan` (transformers 5.23): their layers are split by rule."""
-
-
-def indivisible(request: Request, configuration: Configuration) -> str:
-    """Why a model cannot be split by a configuration's degrees, in one sentence; empty where it can."""
+def why_indivisible(request: Request, configuration: Configuration) -> str | None:
+    """Return why a model cannot be split by a configuration's degrees, in one sentence; None where it can."""
     if not configuration.splits_model:
-        return ""
+        return None
     facts, tp, pp, cp, ep = (request.facts, *(getattr(configuration, name) for name in words.DEGREES))
     code = code_base(request.workload.code)
     layers, stages = facts.total_layers, pp * configuration.virtual_stages
@@ -176,7 +173,7 @@ def indivisible(request: Request, configuration: Configuration) -> str:
     if tp > 1 and code.key_heads == "divided" and facts.num_kv_heads % tp:
         heads = f"the {facts.num_kv_heads} heads of keys of {facts.name}"
         return f"tp {tp} does not divide {heads}, which {code.title} asks for"
-    if configuration.sequence_parallel and code.runs_here and facts.model_type in _NO_PLAN:
+    if configuration.sequence_parallel and code.runs_here and not facts.splits_sequences:
         return (
             f"sequence parallelism needs the places where {facts.name} gathers its tokens, and transformers has no"
             f" tensor-parallel plan of {facts.model_type}; use no sequence parallelism"
@@ -190,28 +187,30 @@ def indivisible(request: Request, configuration: Configuration) -> str:
         return f"cp {cp} is for decoders, and {facts.name} is of kind {facts.kind}; use cp 1"
     if cp > 1 and facts.eager_only:
         return f"cp {cp} needs fused attention, and {facts.name} runs eager; use cp 1"
-    if why := without_experts(facts, ep):
+    if why := why_no_experts(facts, ep):
         return why
     if ep > 1 and facts.num_experts % ep:
         return f"ep {ep} does not divide the {facts.num_experts} experts of {facts.name}"
-    return ""
+    return None
 
 
-def without_experts(facts: ModelFacts, ep: int) -> str:
-    """Why a model has nothing to spread over ep ranks; empty where it has."""
+def why_no_experts(facts: ModelFacts, ep: int) -> str | None:
+    """Return why a model has nothing to spread over ep ranks; None where it has."""
     if ep == 1 or facts.is_moe:
-        return ""
+        return None
     return f"ep {ep} spreads experts over ranks, and {facts.name} has none; use ep 1"
 
 
-def adapted(workload: Workload) -> Adapted | None:
-    """What is trained beside frozen weights; None where there is nothing."""
+def adapted_of(workload: Workload) -> Adapted | None:
+    """Return what is trained beside frozen weights; None where there is nothing."""
     return Adapted(method=workload.method, load_dtype=workload.load_dtype) if workload.freezes else None
 
 
 def heads_left_over(facts: ModelFacts, tp: int) -> bool:
-    """Whether tp ranks cannot have as many heads each. A module of the user's own may not say how many it has, which
-    reads as one, and is tried when it is split."""
+    """Return whether tp ranks cannot have as many heads each.
+
+    A module of the user's own may not say how many it has, which reads as one, and is tried when it is split.
+    """
     return facts.num_heads % tp > 0 and (facts.kind != "custom" or facts.num_heads > 1)
 
 
@@ -220,7 +219,7 @@ LAST_RESORT_MFU = 0.02
 
 
 def is_last_resort(plan: Plan) -> bool:
-    """Whether a plan trains at all only by moving states through a link that is far too slow for the device."""
+    """Return whether a plan trains at all only by moving states through a link that is far too slow for the device."""
     return _is_slow(plan.configuration, plan.throughput.mfu)
 
 
@@ -229,18 +228,18 @@ def _is_slow(configuration: Configuration, mfu: float | None) -> bool:
 
 
 def waits_mostly(job: Job, time: StepTime) -> bool:
-    """The same of a job that is timed."""
+    """Return whether a timed job mostly waits for offloaded states."""
     return job.configuration.offload != "none" and _is_slow(job.configuration, throughput(job, time).mfu)
 
 
 def plan_of(priced: Priced, time: StepTime) -> Plan:
-    """The whole plan, with notes and provenance, and with the interval of its step time."""
+    """Return the whole plan, with notes and provenance, and with the interval of its step time."""
     job, configuration = priced.job, priced.job.configuration
     expected = priced.experience.time_of(job, time) if time.step_seconds_low is None else time
     predicted = expected.predicted_step_seconds
     like_it = priced.experience.correction(job).sentence() if predicted is None else ""
-    seen = like_it if predicted is None else priced.experience.known[configuration].sentence(predicted)
-    blocked = _elsewhere(job) or refusal(configuration, adapted(job.workload))
+    seen = like_it if predicted is None else priced.experience.known_runs[configuration].sentence(predicted)
+    blocked = _why_run_elsewhere(job) or why_refused(configuration, adapted_of(job.workload))
     sections = sections_of(job)
     rates = throughput(job, expected)
     slow = f"a last resort: {rates.mfu or 0:.1%} of the dense peak, the rest of a step waits for offloaded states"
@@ -263,34 +262,34 @@ def plan_of(priced: Priced, time: StepTime) -> Plan:
 
 
 def _remarks_on_code(job: Job) -> list[str]:
-    """What of the code that was asked for is not counted as its own."""
-    facts, work, found = job.facts, job.workload, []
+    """Return what of the code that was asked for is not counted as its own."""
+    facts, work, remarks = job.facts, job.workload, []
     code = code_base(work.code)
     own_blocks = has_written_form(facts, work.code, work.sequence_length, compiled=work.compile)
     if code.eager.block is not None and not own_blocks:
-        found.append(f"only plain decoders' blocks are known of {code.name}; of {facts.name} transformers' count")
+        remarks.append(f"only plain decoders' blocks are known of {code.name}; of {facts.name} transformers' count")
     if work.compile and code.compiled is None:
-        found.append(f"--compile changes nothing that is known of {code.name}, whose kernels are fused already")
+        remarks.append(f"--compile changes nothing that is known of {code.name}, whose kernels are fused already")
     elif work.compile and code.eager.block is None and not own_blocks:
-        found.append(f"only plain decoders' blocks are known compiled; those of {facts.name} take eager ones' memory")
+        remarks.append(f"only plain decoders' blocks are known compiled; those of {facts.name} take eager ones' memory")
     own = ["--compile"] * work.compile + [f"--loss {work.loss}"] * (work.loss != "plain")
     if own and code.runs_here:
-        found.append(f"{' and '.join(own)}: counted as the script does it; dsplan run changes no module")
+        remarks.append(f"{' and '.join(own)}: counted as the script does it; dsplan run changes no module")
     if work.loss != "plain" and (facts.kind == "custom" or not facts.vocab_size):
-        found.append(f"--loss {work.loss} is counted for language models of the catalogue, not for {facts.name}")
-    return found
+        remarks.append(f"--loss {work.loss} is counted for language models of the catalogue, not for {facts.name}")
+    return remarks
 
 
-def _elsewhere(job: Job) -> str:
-    """Which tool runs the code that a job names, where `dsplan run` does not."""
+def _why_run_elsewhere(job: Job) -> str | None:
+    """Return which tool runs the code that a job names, where `dsplan run` does not."""
     code = code_base(job.workload.code)
     if code.runs_here:
-        return ""
+        return None
     return f"{code.runs_with} runs the code {code.name}; dsplan run runs transformers' modules and plain torch"
 
 
-def _copies(job: Job) -> list[str]:
-    """What the script must do beside the training that was asked for, and how it is counted."""
+def _remarks_on_copies(job: Job) -> list[str]:
+    """Return what the script must do beside the training that was asked for, and how it is counted."""
     workload, remarks = job.workload, []
     if workload.freezes and (workload.code != "transformers" or workload.compile):
         remarks.append("what is frozen and adapters are counted as transformers' modules and PEFT's run eagerly")
@@ -315,10 +314,10 @@ def _remarks(priced: Priced) -> list[str]:
     elif facts.kind == "custom" and priced.memory_source != "traced":
         why = f": {facts.note}" if facts.note else ""
         remarks.append(f"activations are a rule of thumb from {facts.name}'s parameters{why}")
-    if priced.memory_source == "datasheet" and facts.kind != "custom" and differs(job):
+    if priced.memory_source == "datasheet" and facts.kind != "custom" and has_other_form(job):
         near = f"the nearest one's memory counts, of which one in twenty is {NEAREST_FORM_ERROR:.0%} under or more"
         remarks.append(f"no {facts.model_type} of this structure was ever traced: {near}; --exact traces it")
-    remarks += _copies(job)
+    remarks += _remarks_on_copies(job)
     if configuration.attention != "eager" and facts.eager_only and job.workload.code == "transformers":
         remarks.append(f"transformers runs {facts.model_type} with eager attention only; counted so")
     if configuration.attention == "flash" and configuration.precision == "fp32":
@@ -333,20 +332,20 @@ def _remarks(priced: Priced) -> list[str]:
             "selective checkpointing keeps more here than none does: products that backward does not need; use"
             " --checkpointing none or full"
         )
-    remarks += _experts_dealt_out_whole(job) or _uneven_shards(job)
+    remarks += _remarks_on_whole_experts(job) or _remarks_on_uneven_shards(job)
     if loads_once(job):
         copies = f"{job.cluster.gpus_per_node} copies of the model, {format_bytes(made_bytes(job))} each"
-        way = "deepspeed.zero.Init" if configuration.zero_stage else "accelerate's cpu_ram_efficient_loading"
-        remarks.append(f"a node has no room to load {copies}: counted for one, as {way} makes it")
-    asked, capacity = job.workload.max_memory_bytes, job.cluster.capacity_bytes
-    if asked is not None and asked > capacity:
+        loader = "deepspeed.zero.Init" if configuration.zero_stage else "accelerate's cpu_ram_efficient_loading"
+        remarks.append(f"a node has no room to load {copies}: counted for one, as {loader} makes it")
+    requested, capacity = job.workload.max_memory_bytes, job.cluster.capacity_bytes
+    if requested is not None and requested > capacity:
         usable = f"the {format_bytes(capacity)} usable on one {device.name}, which stay the limit"
-        remarks.append(f"--max-memory-gb {asked / GB:g} is more than {usable}")
+        remarks.append(f"--max-memory-gb {requested / GB:g} is more than {usable}")
     return remarks
 
 
-def _uneven_shards(job: Job) -> list[str]:
-    """What a rank rests with where rows of weights do not spread evenly over FSDP2's ranks."""
+def _remarks_on_uneven_shards(job: Job) -> list[str]:
+    """Return what a rank rests with where rows of weights do not spread evenly over FSDP2's ranks."""
     recipe = recipe_of(job)
     states, even = states_of(job, recipe), nominal_states_of(job, recipe)
     if job.configuration.strategy not in words.FSDP_STRATEGIES or not is_uneven(states, even):
@@ -357,8 +356,8 @@ def _uneven_shards(job: Job) -> list[str]:
     ]
 
 
-def _experts_dealt_out_whole(job: Job) -> list[str]:
-    """What a rank holds more than its share of experts, because FSDP2 shards dimension 0 of tensors that hold all."""
+def _remarks_on_whole_experts(job: Job) -> list[str]:
+    """Return what a rank holds beyond its share of experts; FSDP2 shards dimension 0 of tensors that hold all."""
     chosen, experts = job.configuration, job.facts.num_experts
     ranks = chosen.expert_shards
     local = experts // chosen.ep

@@ -23,7 +23,7 @@ from planner.cost.memory.activations.instants import selective_saves
 from planner.cost.memory.host import host_load_bytes
 from planner.cost.precision import recipe_of
 from planner.cost.verdict import device_limit, host_limit
-from planner.search.estimate import Priced, job_of, price, resident_bytes, timed
+from planner.search.estimate import Priced, job_of, price, resident_bytes, time_step
 from planner.search.ranking import ONE_STRATEGY, Timed, clearly_worse, order, worth
 from planner.search.request import Request
 from planner.search.space import CandidateLayout, configuration_of, micro_batches
@@ -52,13 +52,13 @@ class Candidate:
         self._verdicts: tuple[words.Verdict, ...] = ("fits", "tight")
 
     def with_room(self) -> Candidate:
-        """The same candidate, of which only what has room in memory fits; both share their results."""
+        """Return the same candidate, of which only what has room in memory fits; both share their results."""
         other = copy(self)
         other._verdicts = ("fits",)
         return other
 
     def configuration(self, index: int) -> Configuration:
-        """With one of the micro-batches."""
+        """Return the configuration with one of the micro-batches."""
         return configuration_of(self.request, self.layout, self.micros[index])
 
     def priced(self, index: int) -> Priced:
@@ -68,45 +68,49 @@ class Candidate:
         return self._priced[index]
 
     def timed(self, index: int) -> Timed:
+        """Return one of the micro-batches with its step time."""
         priced = self.priced(index)
-        return Timed(priced=priced, time=timed(priced))
+        return Timed(priced=priced, time=time_step(priced))
 
     def used_bytes(self, index: int) -> int:
         """Memory of a device."""
         return self.priced(index).memory.device_used_bytes
 
     def fits(self, index: int) -> bool:
+        """Return whether one of the micro-batches fits, with room where that is asked for."""
         return self.priced(index).judgement.verdict in self._verdicts
 
     def has_run(self, index: int) -> bool:
-        """Whether this machine has run it and it still fits, with room or without: that it does has been shown."""
+        """Return whether this machine has run it and it still fits, with room or without, which the run has shown."""
         return self.is_known(index) and self.priced(index).judgement.verdict != "does_not_fit"
 
     def is_known(self, index: int) -> bool:
-        """Whether this machine has run it, so that what it takes is not what is predicted."""
-        known = self.request.experience.known
-        return bool(known) and self.configuration(index) in known
+        """Return whether this machine has run it, so that what it takes is not what is predicted."""
+        known_runs = self.request.experience.known_runs
+        return bool(known_runs) and self.configuration(index) in known_runs
 
     def ends(self) -> tuple[int, ...]:
-        """The smallest micro-batch and the largest, if there are any: what takes least memory is one of the two."""
+        """Return the smallest micro-batch and the largest, if there are any: one of the two takes least memory."""
         return tuple(dict.fromkeys((0, len(self.micros) - 1))) if self.micros else ()
 
     def fits_somehow(self) -> bool:
+        """Return whether any micro-batch fits."""
         return any(self.fits(index) for index in self.ends())
 
     def selective_saves(self) -> bool:
-        """Whether selective checkpointing keeps less than none, which no degree changes."""
+        """Return whether selective checkpointing keeps less than none, which no degree changes."""
         job = job_of(self.request, self.configuration(0))
         return selective_saves(job, recipe_of(job))
 
     def time(self, index: int) -> StepTime:
-        """Of a step as it is expected, had it never run; whether it fits or not."""
+        """Return the time of a step as it is expected, had it never run; whether it fits or not."""
         if index not in self._times:
             job = job_of(self.request, self.configuration(index))
             self._times[index] = self.request.experience.expected(job)
         return self._times[index]
 
     def seconds(self, index: int) -> float:
+        """Return the seconds of a step as they are expected."""
         return self.time(index).step_seconds
 
     def bound(self) -> float:
@@ -117,7 +121,7 @@ class Candidate:
         return (largest.step_seconds + bubble) * (CACHES if self.request.cluster.device.is_cpu else slack)
 
     def fastest_fitting(self, seconds: float) -> int | None:
-        """The fastest micro-batch that fits and takes at most so many seconds a step, of those that were not run."""
+        """Return the fastest micro-batch, of those not run, that fits and takes at most so many seconds a step."""
         index = self._fastest(self._rivals(len(self.micros) - 1))
         if index is None or self.seconds(index) > seconds:
             return None
@@ -131,16 +135,18 @@ class Candidate:
         return None if index is None or self.seconds(index) > seconds else index
 
     def seems_hopeless(self) -> bool:
-        """Whether it is known that the smallest micro-batch does not fit."""
+        """Return whether it is known that the smallest micro-batch does not fit."""
         return 0 in self._priced and not self.fits(0)
 
     def _fastest(self, indices: Iterable[int]) -> int | None:
         return min((index for index in indices if not self.is_known(index)), key=self.seconds, default=None)
 
     def _rivals(self, largest: int) -> list[int]:
-        """The micro-batches up to one of which any may be the fastest. Its divisors are not: they fill tiles no better.
-        In a pipeline larger ones are faster until the bubble costs more than they save: all of them up to where two in
-        a row have been slower than the fastest."""
+        """Return the micro-batches up to one of which any may be the fastest.
+
+        Its divisors are not: they fill tiles no better. In a pipeline larger ones are faster until the bubble costs
+        more than they save: all of them up to where two in a row have been slower than the fastest.
+        """
         every = range(largest + 1)
         if self.layout.pp == 1 and not self.request.cluster.device.is_cpu:
             return [index for index in every if index == largest or self.micros[largest] % self.micros[index]]
@@ -155,7 +161,7 @@ class Candidate:
         return list(every)
 
     def _first_that_does_not_fit(self, fitting: int, below: int) -> int:
-        """The first after one that fits, up to one that does not."""
+        """Return the first after one that fits, up to one that does not."""
         if self.fits(below - 1):  # as often as not it is the next
             return below
         return bisect_left(range(below - 1), True, lo=fitting + 1, key=lambda index: not self.fits(index))
@@ -173,7 +179,7 @@ class Family:
         return self.members[0].bound()
 
     def is_hopeless(self) -> bool:
-        """Whether weights, gradients and optimizer states alone do not fit, or loading them on the host."""
+        """Return whether weights, gradients and optimizer states alone do not fit, or loading them on the host."""
         first = self.members[0]
         job = job_of(first.request, first.configuration(0))
         on_host = host_limit(job.workload, job.cluster)
@@ -195,16 +201,17 @@ class Family:
         )
 
     def fits_somehow(self) -> bool:
+        """Return whether the member that takes least memory fits."""
         return self.members[-1].fits_somehow()
 
     def misses(self) -> Iterator[Priced]:
-        """What takes least memory, where nothing fits."""
+        """Return what takes least memory, where nothing fits."""
         last = self.members[-1]
         return (last.priced(index) for index in last.ends())
 
     @property
     def split(self) -> tuple[object, ...]:
-        """What it has in common with the same family over fewer devices."""
+        """Traits in common with the same family over fewer devices."""
         layout = self.members[0].layout
         degrees = layout.tp, layout.pp, layout.cp, layout.ep, layout.virtual_stages, layout.pp_schedule
         return layout.strategy, *degrees, layout.offload, layout.offload_ratio, layout.sync_each_micro_batch
@@ -222,65 +229,64 @@ class Family:
 
 
 def best(group: Sequence[Candidate], objective: words.Objective, limit: float = math.inf) -> Timed | None:
-    """The best configuration of a group that fits and takes at most `limit` seconds a step; None without one."""
-    found: Timed | None = None
+    """Return the best configuration of a group that fits and takes at most `limit` seconds a step; None without one."""
+    fastest: Timed | None = None
     for timed_ in _smallest(group, limit) if objective == "memory" else _fast(group, objective, limit):
-        if found is None or order(timed_, objective) < order(found, objective):
-            found = timed_
-    return found
+        if fastest is None or order(timed_, objective) < order(fastest, objective):
+            fastest = timed_
+    return fastest
 
 
 def preferred(group: Sequence[Candidate], objective: words.Objective, limit: float = math.inf) -> Timed | None:
-    """The best configuration of a group, or where that has no room in memory the best one with room, if the two cannot
-    be told apart."""
-    found = best(group, objective, limit)
-    if found is None or found.has_room or objective == "memory":
-        return found
-    near = found.time.step_seconds * (1 + ONE_STRATEGY) if objective == "throughput" else math.inf
+    """Return the best configuration of a group, or the best with room in memory if the two cannot be told apart."""
+    first = best(group, objective, limit)
+    if first is None or first.has_room or objective == "memory":
+        return first
+    near = first.time.step_seconds * (1 + ONE_STRATEGY) if objective == "throughput" else math.inf
     roomy = best([candidate.with_room() for candidate in group], objective, min(limit, near))
-    if roomy is None or clearly_worse(roomy, found, objective):
-        return found
-    return replace(roomy, passed_over=found)
+    if roomy is None or clearly_worse(roomy, first, objective):
+        return first
+    return replace(roomy, passed_over=first)
 
 
 def bound(group: Sequence[Candidate]) -> float:
     """Seconds that a step of any of a group takes at least, had it never run; infinite where none can fit."""
     families = (family for family in families_of(group) if not family.is_hopeless())
     least = min((family.bound() for family in families), default=math.inf)
-    return min([least, *(known.time.step_seconds for known in _known(group))])
+    return min([least, *(run.time.step_seconds for run in _known(group))])
 
 
 def any_that_fits(group: Iterable[Candidate]) -> Priced | None:
-    """The first configuration that fits, or None without one."""
-    return next((found for family in families_of(group) if (found := family.first_that_fits()) is not None), None)
+    """Return the first configuration that fits, or None without one."""
+    return next((fitting for family in families_of(group) if (fitting := family.first_that_fits()) is not None), None)
 
 
 def closest(group: Sequence[Candidate]) -> Priced | None:
-    """The configuration that misses by least, of a group in which nothing fits."""
+    """Return the configuration that misses by least, of a group in which nothing fits."""
     misses = (priced for family in families_of(group) for priced in family.misses())
     return min(misses, key=lambda priced: priced.judgement.pressure, default=None)
 
 
 def _fast(group: Sequence[Candidate], objective: words.Objective, limit: float) -> Iterator[Timed]:
-    """What was measured before, then ever better configurations by time or cost."""
-    found = math.inf
-    for known in _known(group):
-        if known.time.step_seconds <= limit:
-            found = min(found, worth(known, objective))
-            yield known
+    """Yield what was measured before, then ever better configurations by time or cost."""
+    least_worth = math.inf
+    for run in _known(group):
+        if run.time.step_seconds <= limit:
+            least_worth = min(least_worth, worth(run, objective))
+            yield run
     families = _with_devices_enough([family for family in families_of(group) if not family.is_hopeless()])
     weights = [family.gpus if objective == "cost" else 1 for family in families]
     bounds = [family.bound() * weight for family, weight in zip(families, weights, strict=True)]
-    for place in sorted(range(len(families)), key=bounds.__getitem__):
-        if bounds[place] > found:
+    for index in sorted(range(len(families)), key=bounds.__getitem__):
+        if bounds[index] > least_worth:
             return
-        for member in families[place].within(min(found / weights[place], limit)):
-            found = min(found, worth(member, objective))
+        for member in families[index].within(min(least_worth / weights[index], limit)):
+            least_worth = min(least_worth, worth(member, objective))
             yield member
 
 
 def _known(group: Iterable[Candidate]) -> Iterator[Timed]:
-    """What this machine has run, with the times that it took."""
+    """Yield what this machine has run, with the times that it took."""
     for candidate in group:
         for index in range(len(candidate.micros)):
             if candidate.has_run(index):
@@ -341,7 +347,7 @@ def _smallest(group: Sequence[Candidate], limit: float) -> Iterator[Timed]:
 
 
 def _in_time(group: Iterable[Candidate], limit: float) -> Iterator[Timed]:
-    """Of each candidate those that are fast enough: the one with least memory may need a large micro-batch."""
+    """Yield of each candidate those that are fast enough: the one with least memory may need a large micro-batch."""
     for candidate in group:
         for index in range(len(candidate.micros)):
             if candidate.seconds(index) <= limit and candidate.fits(index):

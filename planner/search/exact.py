@@ -40,7 +40,7 @@ class ExactOptions:
 
 
 def exact(request: Request, options: ExactOptions) -> tuple[Request, Configuration]:
-    """The configuration, and the request with the global batch that it has.
+    """Return the configuration, and the request with the global batch that it has.
 
     Without a strategy it is `single` on one GPU and `ddp` on several; without a micro-batch, one sample.
 
@@ -86,7 +86,7 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
 
 
 def _splits_sequence(request: Request, options: ExactOptions) -> bool:
-    """As asked; else where there are tensor-parallel ranks and the code does it unless told otherwise."""
+    """Return whether tp ranks split sequences: as asked, else where the code does it unless told otherwise."""
     if options.sequence_parallel is not None:
         return options.sequence_parallel
     return options.tp > 1 and code_base(request.workload.code).sequence_parallel
@@ -118,9 +118,9 @@ def _batch(options: ExactOptions, ranks: int) -> tuple[int, int]:
         return options.micro_batch or 1, options.grad_accum or 1
     if options.micro_batch and options.grad_accum:
         return options.micro_batch, _checked(options, options.micro_batch * ranks, options.grad_accum)
-    known = options.micro_batch or options.grad_accum or 1
-    other = _checked(options, known * ranks, None)
-    return (other, known) if options.grad_accum else (known, other)
+    divisor = options.micro_batch or options.grad_accum or 1
+    other = _checked(options, divisor * ranks, None)
+    return (other, divisor) if options.grad_accum else (divisor, other)
 
 
 def _checked(options: ExactOptions, per_step: int, wanted: int | None) -> int:

@@ -20,10 +20,10 @@ from planner.models.counting.count import count_parameters
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.resolve import LARGEST, SMALLEST, model_of_size
 from planner.models.tasks import facts_for_task
-from planner.search.estimate import impossible, price
+from planner.search.estimate import price, why_impossible
 from planner.search.exact import ExactOptions, exact
 from planner.search.request import Request
-from planner.search.space import inapplicable
+from planner.search.space import why_inapplicable
 from planner.types.plan import Configuration
 
 SEQUENCE_STEP = 128
@@ -32,7 +32,7 @@ SEQUENCE_STEP = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaximumOptions:
-    """What every row has; a field is None where rows of several are wanted."""
+    """Traits of every row; a field is None where rows of several are wanted."""
 
     strategy: words.Strategy | None = None
     backend: words.Backend | None = None
@@ -46,7 +46,7 @@ class MaximumOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Maximum:
-    """What fits in one way of running; each number is None where not even the smallest does or nothing is known of it.
+    """The most that fits in one way of running; a number is None where not even the smallest does or nothing is known.
 
     `configuration` has micro-batch 1, at which `sequence_length` fits, and the largest decoder like LLaMA
     (`planner.models.resolve.model_of_size`), of `model_parameters` and asked for as `model_size`.
@@ -60,32 +60,33 @@ class Maximum:
 
 
 def maxima(request: Request, options: MaximumOptions) -> tuple[Maximum, ...]:
-    """The most that fits, by strategy and by what it recomputes and offloads.
+    """Return the most that fits, by strategy and by what it recomputes and offloads.
 
     Raises:
         ContradictoryRequest: nothing can run as `options` ask.
     """
-    found, problem = [], ""
-    for way in _ways(request, options):
+    most_that_fits: list[Maximum] = []
+    problem: str | None = None
+    for options_of_row in _ways(request, options):
         try:
-            asked, configuration = exact(request, way)
+            exactly, configuration = exact(request, options_of_row)
         except ContradictoryRequest as error:
             problem = problem or str(error)
             continue
-        refused = impossible(asked, configuration)
-        problem = problem or refused
-        if not refused:
-            found.append(_maximum(request, way, configuration))
-    if not found:
-        why = inapplicable(request, options.strategy or "single")
+        impossible = why_impossible(exactly, configuration)
+        problem = problem or impossible
+        if not impossible:
+            most_that_fits.append(_maximum(request, options_of_row, configuration))
+    if not most_that_fits:
+        why = why_inapplicable(request, options.strategy or "single")
         raise ContradictoryRequest(problem or f"--strategy {options.strategy}: {why}; leave it out")
-    return tuple(found)
+    return tuple(most_that_fits)
 
 
 def _ways(request: Request, options: MaximumOptions) -> Iterator[ExactOptions]:
     """Without recomputation, with all of it, and with all of it and everything offloaded that the strategy can."""
     for strategy in words.STRATEGIES:
-        if options.strategy not in (None, strategy) or inapplicable(request, strategy):
+        if options.strategy not in (None, strategy) or why_inapplicable(request, strategy):
             continue
         backend = options.backend or words.default_backend(strategy, zero=request.zero_backend)
         kept: tuple[words.Offload, ...] = ("none",) if request.cluster.device.is_cpu else ("none", "all", "optimizer")
@@ -107,18 +108,20 @@ def _ways(request: Request, options: MaximumOptions) -> Iterator[ExactOptions]:
                 )
 
 
-def _maximum(request: Request, way: ExactOptions, configuration: Configuration) -> Maximum:
-    def fits(asked: Request, micro_batch: int = 1) -> bool:
-        there, chosen = exact(asked, replace(way, micro_batch=micro_batch))
-        return not impossible(there, chosen) and price(there, chosen).judgement.verdict != "does_not_fit"
+def _maximum(request: Request, options: ExactOptions, configuration: Configuration) -> Maximum:
+    def fits(question: Request, micro_batch: int = 1) -> bool:
+        there, chosen = exact(question, replace(options, micro_batch=micro_batch))
+        return not why_impossible(there, chosen) and price(there, chosen).judgement.verdict != "does_not_fit"
 
     micro = largest(lambda size: fits(request, size), 1, int(limits.SAMPLES.most))
     guess = (micro or 1) * request.workload.sequence_length // SEQUENCE_STEP
     longest = longest_steps(request)
     steps = longest and largest(lambda count: fits(of_length(request, count * SEQUENCE_STEP)), guess, longest)
     models = sizes() if scales(request.facts) else ()
-    place = models and largest(lambda index: fits(_of_size(request, models[index - 1])), _guess(request), len(models))
-    size = models[place - 1] if place else None
+    position = models and largest(
+        lambda index: fits(_of_size(request, models[index - 1])), _guess(request), len(models)
+    )
+    size = models[position - 1] if position else None
     return Maximum(
         configuration=configuration,
         micro_batch_size=micro or None,
@@ -129,8 +132,10 @@ def _maximum(request: Request, way: ExactOptions, configuration: Configuration) 
 
 
 def largest(fits: Callable[[int], bool], guess: int, most: int) -> int:
-    """The largest number from 1 to `most` that fits, where every smaller one does; 0 without one. Numbers near the
-    guess are asked about first, then ever farther ones."""
+    """Return the largest number from 1 to `most` that fits, where every smaller one does; 0 without one.
+
+    Numbers near the guess are tried first, then ever farther ones.
+    """
     low, high = 0, most + 1
     probe, stride = min(max(guess, 1), most), max(guess // 8, 1)
     while low < probe < high and not (low and high <= most):
@@ -149,12 +154,12 @@ def largest(fits: Callable[[int], bool], guess: int, most: int) -> int:
 
 
 def scales(facts: ModelFacts) -> bool:
-    """Whether a larger model of its kind is a decoder of so many parameters."""
+    """Return whether a larger model of its kind is a decoder of so many parameters."""
     return facts.kind == "decoder" and not facts.traced
 
 
 def longest_steps(request: Request) -> int:
-    """Steps of the longest sequence there may be; 0 where it cannot be varied: in images, and in what was traced."""
+    """Return the steps of the longest sequence there may be; 0 where none is varied: in images, and what was traced."""
     facts = request.facts
     varies = facts.kind in ("decoder", "encoder", "encoder-decoder") and not (facts.traced or facts.recorded_as)
     if not varies or request.workload.task == "image-cls":
@@ -164,6 +169,7 @@ def longest_steps(request: Request) -> int:
 
 
 def of_length(request: Request, length: int) -> Request:
+    """Return the request with sequences of so many tokens."""
     return replace(request, workload=replace(request.workload, sequence_length=length))
 
 
@@ -189,5 +195,5 @@ def _model(size: str) -> tuple[ModelFacts, ParameterCounts]:
 
 
 def _guess(request: Request) -> int:
-    """Where in `sizes` the asked model would be, as 270 sizes are three decades."""
+    """Return where in `sizes` the asked model would be, as 270 sizes are three decades."""
     return max(round(90 * log2(max(request.counts.total, SMALLEST) / SMALLEST) / log2(10)), 1)

@@ -16,9 +16,9 @@ ALIKE = 0.1
 """A plan that is better than another by less, in time and in memory, is no choice of its own."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Point:
-    """What is made small: GPU-seconds where cost counts, else seconds of a step; bytes; devices."""
+    """Values to make small: GPU-seconds where cost counts, else seconds of a step; bytes; devices."""
 
     worth: float
     used: float
@@ -32,38 +32,39 @@ class _Point:
         )
 
 
-def pareto_front(request: Request, known: Iterable[Candidate] = ()) -> tuple[Timed, ...]:
-    """The Pareto front over step time (or cost, where that is the objective), memory of a device and devices, from all
-    the devices down to one; on each number of them the best first. Plans that `dsplan run` cannot run are there only
-    where the request allows them, and plans that end too late are not. `known` are all candidates of some numbers of
-    devices, of which a search has worked out some already.
+def pareto_front(request: Request, priced_before: Iterable[Candidate] = ()) -> tuple[Timed, ...]:
+    """Return the Pareto front over step time (or cost, where that is the objective), memory of a device and devices.
+
+    It is of all the devices down to one, the best first on each number of them. Plans that `dsplan run` cannot run are
+    there only where the request allows them, and plans that end too late are not. `worked_out` are all candidates of
+    some numbers of devices, of which a search has worked out some already.
 
     Families are looked at in the order of the best time that each could take, so that most are beaten before their
     memory is worked out: exact as `planner.search.evaluate` is.
     """
     objective: words.Objective = "cost" if request.objective == "cost" else "throughput"
-    found: list[tuple[_Point, Timed]] = []
+    unbeaten: list[tuple[_Point, Timed]] = []
     limit = request.budget.step_limit(request.workload)
-    families = [family for family in families_of(_candidates(request, known)) if not family.is_hopeless()]
+    families = [family for family in families_of(_candidates(request, priced_before)) if not family.is_hopeless()]
     for family in sorted(families, key=lambda family: family.bound() * _weight(family.gpus, objective)):
-        for item in _unbeaten(family, found, objective):
+        for item in _unbeaten(family, unbeaten, objective):
             point = _point(item, objective)
-            if item.time.step_seconds <= limit and not any(_goes_before(other, (point, item)) for other in found):
-                found = [other for other in found if not point.no_worse_than(other[0])] + [(point, item)]
-    ranked = sorted(found, key=lambda pair: (-pair[0].gpus, order(pair[1], objective)))
+            if item.time.step_seconds <= limit and not any(_goes_before(other, (point, item)) for other in unbeaten):
+                unbeaten = [other for other in unbeaten if not point.no_worse_than(other[0])] + [(point, item)]
+    ranked = sorted(unbeaten, key=lambda pair: (-pair[0].gpus, order(pair[1], objective)))
     return tuple(_distinct(ranked))
 
 
 def _goes_before(other: tuple[_Point, Timed], item: tuple[_Point, Timed]) -> bool:
-    """Whether a plan is as good; of two that are equally good the one that ranks first."""
+    """Return whether a plan is as good; of two that are equally good the one that ranks first."""
     if other[0] == item[0]:
         return order(other[1], "throughput") <= order(item[1], "throughput")
     return other[0].no_worse_than(item[0])
 
 
-def _candidates(request: Request, known: Iterable[Candidate]) -> Iterator[Candidate]:
+def _candidates(request: Request, priced_before: Iterable[Candidate]) -> Iterator[Candidate]:
     counts = set()
-    for candidate in known:
+    for candidate in priced_before:
         counts.add(candidate.request.cluster.gpus)
         yield candidate
     for option in (request, *on_fewer_devices(request)):
@@ -71,13 +72,13 @@ def _candidates(request: Request, known: Iterable[Candidate]) -> Iterator[Candid
             yield from (Candidate(option, layout) for layout in enumerate_candidates(option))
 
 
-def _unbeaten(family: Family, found: list[tuple[_Point, Timed]], objective: words.Objective) -> Iterator[Timed]:
-    """A family's configurations that fit, but for those of which it is known before that they are beaten."""
+def _unbeaten(family: Family, unbeaten: list[tuple[_Point, Timed]], objective: words.Objective) -> Iterator[Timed]:
+    """Yield a family's configurations that fit, but for those of which it is known before that they are beaten."""
     weight = _weight(family.gpus, objective)
 
     def beaten(seconds: float, used: float) -> bool:
-        point = _Point(seconds * weight, used, family.gpus)
-        return any(other != point and other.no_worse_than(point) for other, _ in found)
+        point = _Point(worth=seconds * weight, used=used, gpus=family.gpus)
+        return any(other != point and other.no_worse_than(point) for other, _ in unbeaten)
 
     if beaten(family.bound(), family.resident_bytes()) or not family.fits_somehow():
         return
@@ -103,9 +104,9 @@ def _weight(gpus: int, objective: words.Objective) -> int:
 
 def _point(item: Timed, objective: words.Objective) -> _Point:
     return _Point(
-        worth(item, objective),
-        item.priced.memory.device_used_bytes,
-        item.configuration.world_size,
+        worth=worth(item, objective),
+        used=item.priced.memory.device_used_bytes,
+        gpus=item.configuration.world_size,
     )
 
 

@@ -16,13 +16,13 @@ from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.calibration.spread import AGAIN, NINE_OF_TEN
 from planner.cluster.budget import bill_of
-from planner.cost.combinations import refusal
+from planner.cost.combinations import why_refused
 from planner.cost.memory.overhead import beyond_need
 from planner.cost.timing import step_time
 from planner.cost.verdict import device_limit, limited_by
-from planner.search.estimate import Priced, adapted, plan_of, waits_mostly
+from planner.search.estimate import Priced, adapted_of, plan_of, waits_mostly
 from planner.search.request import Request
-from planner.search.space import inapplicable
+from planner.search.space import why_inapplicable
 from planner.types.plan import Configuration, Plan, StepTime
 
 # Room in memory and simplicity of plans, and the difference from which on two predictions count as different.
@@ -49,28 +49,42 @@ class Named(Protocol):
     """A layout or a configuration, as far as names and simplicity go."""
 
     @property
-    def strategy(self) -> words.Strategy: ...
+    def strategy(self) -> words.Strategy:
+        """Strategy by its name on the command line."""
+
     @property
-    def offload(self) -> words.Offload: ...
+    def offload(self) -> words.Offload:
+        """Memory that states are moved to."""
+
     @property
-    def tp(self) -> int: ...
+    def tp(self) -> int:
+        """Ranks that split layers."""
+
     @property
-    def pp(self) -> int: ...
+    def pp(self) -> int:
+        """Stages of the pipeline."""
+
     @property
-    def cp(self) -> int: ...
+    def cp(self) -> int:
+        """Ranks that split sequences."""
+
     @property
-    def ep(self) -> int: ...
+    def ep(self) -> int:
+        """Ranks that experts are spread over."""
 
 
 def simplicity(plan: Named) -> tuple[int, ...]:
-    """Smaller is simpler: whole layers before split ones, all on the device before offload, a replica before torch's
-    shards, and those before ZeRO, which asks for one more library."""
+    """Return the simplicity of a plan, smaller is simpler.
+
+    Whole layers go before split ones, all on the device before offload, a replica before torch's shards, and those
+    before ZeRO, which asks for one more library.
+    """
     sharded = 2 if plan.strategy in words.ZERO_STAGES else int(plan.strategy in words.FSDP_STRATEGIES)
     return plan.tp * plan.pp * plan.cp * plan.ep > 1, words.OFFLOADS.index(plan.offload), sharded
 
 
 def slower_threshold(one: Named, other: Named) -> float:
-    """From what share of a step time on one plan counts as slower than another."""
+    """Return the share of a step time from which on one plan counts as slower than another."""
     if simplicity(one) == simplicity(other):
         return ONE_STRATEGY if one.strategy == other.strategy else NEVER_COMPARED
     only_split = simplicity(one)[1:] == simplicity(other)[1:]
@@ -88,8 +102,10 @@ class Rejection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """A configuration that fits, with its step time. `passed_over` is a better one of the same group that has no room
-    in memory, which this one has."""
+    """A configuration that fits, with its step time.
+
+    `passed_over` is a better one of the same group that has no room in memory, which this one has.
+    """
 
     priced: Priced
     time: StepTime
@@ -97,40 +113,47 @@ class Timed:
 
     @property
     def configuration(self) -> Configuration:
+        """The configuration that was timed."""
         return self.priced.job.configuration
 
     @property
     def plan(self) -> Plan:
+        """The whole plan, with notes and provenance."""
         return plan_of(self.priced, self.time)
 
     @property
     def was_run(self) -> bool:
-        """Whether its time is what this machine measured."""
+        """True if its time is what this machine measured."""
         return self.time.predicted_step_seconds is not None
 
     @property
     def has_room(self) -> bool:
-        """Whether it fits as real runs went beyond what is predicted; what ran here has shown that it fits."""
+        """True if it fits as real runs went beyond what is predicted; what ran here has shown that it fits."""
         return self.was_run or self.priced.judgement.verdict == "fits"
 
 
 def preference(item: Timed) -> tuple[int, ...]:
-    """Smaller goes before larger where times cannot be told apart: room in memory, unless an offload makes it, then
-    simplicity. Plans that are equal in both are ranked by their times alone."""
+    """Return what goes before where times cannot be told apart, smaller first.
+
+    Room in memory comes first, unless an offload makes it, then simplicity. Plans that are equal in both are ranked by
+    their times alone.
+    """
     offloads = item.configuration.offload != "none"
     return (not item.has_room) + offloads, *simplicity(item.configuration)
 
 
 def worth(item: Timed, objective: words.Objective) -> float:
-    """What the objective makes smallest: seconds of a step, GPU-seconds of a step, or bytes of device memory."""
+    """Return what the objective makes smallest: seconds of a step, GPU-seconds of a step, or bytes of device memory."""
     if objective == "memory":
         return float(item.priced.memory.device_used_bytes)
     return item.time.step_seconds * (item.configuration.world_size if objective == "cost" else 1)
 
 
 def order(item: Timed, objective: words.Objective) -> tuple[float, ...]:
-    """Sorts by worth; then by memory and time; then by the words and numbers of the plan, so that equal plans always
-    stand in the same order."""
+    """Return the key of the order by worth; then by memory and time; then by the words and numbers of the plan.
+
+    So equal plans always stand in the same order.
+    """
     chosen, memory = item.configuration, item.priced.memory.device_used_bytes
     return (
         worth(item, objective),
@@ -175,22 +198,26 @@ def _without_group(items: Sequence[Timed], first: Timed) -> list[Timed]:
 
 
 def _preferred(items: Sequence[Timed], objective: words.Objective) -> Timed:
-    """The preferred one of those that are not clearly worse than the first, which is the best; or what is preferred as
-    much and no worse: of some pairs less is known than of others."""
+    """Return the preferred one of those that are not clearly worse than the first, which is the best.
+
+    It may also be what is preferred as much and no worse: of some pairs less is known than of others.
+    """
     alike = [item for item in items if not clearly_worse(item, items[0], objective)]
     level = min(map(preference, alike))
     return next(item for item in items if preference(item) <= level)
 
 
 def clearly_worse(item: Timed, best: Timed, objective: words.Objective) -> bool:
-    """Whether a plan is worse than the best one by more than the prediction of their ratio may be wrong."""
+    """Return whether a plan is worse than the best one by more than the prediction of their ratio may be wrong."""
     return worth(item, objective) / worth(best, objective) > 1 + worse_threshold(item, best, objective)
 
 
 def worse_threshold(item: Timed, best: Timed, objective: words.Objective) -> float:
-    """By how much a plan must be worse than another to count as worse. Memory is predicted well enough to be compared
-    as it is, and who asks for cost gets the cheapest; two plans that this machine has run differ by what a run does
-    when it is made again."""
+    """Return by how much a plan must be worse than another to count as worse.
+
+    Memory is predicted well enough to be compared as it is, and who asks for cost gets the cheapest; two plans that
+    this machine has run differ by what a run does when it is made again.
+    """
     if objective in ("memory", "cost") or preference(item) == preference(best):
         return 0.0
     if item.was_run and best.was_run:
@@ -205,31 +232,31 @@ def group_name(plan: Named) -> str:
 
 
 def strategy_name(plan: Named) -> str:
-    """The strategy, and whether layers, sequences or experts are split as well."""
+    """Return the strategy, and whether layers, sequences or experts are split as well."""
     splits = {"tp/pp": plan.tp * plan.pp, "cp": plan.cp, "ep": plan.ep}
     split = "/".join(name for name, degree in splits.items() if degree > 1)
     return f"{plan.strategy} + {split}" if split else plan.strategy
 
 
 def rejections(request: Request, ranked: Sequence[Timed], missing: Sequence[Priced]) -> tuple[Rejection, ...]:
-    """Why each strategy beyond the shown ones is not among them: slower, too large, or senseless here."""
+    """Return why each strategy beyond the shown ones is not among them: slower, too large, or senseless here."""
     rejected = []
     for item in ranked[request.top :]:
-        reason = compared(request, item, ranked[0])
+        reason = compare(request, item, ranked[0])
         rejected.append(Rejection(strategy=group_name(item.configuration), reason=reason, plan=item.plan))
     for priced in missing:
         name, plan = strategy_name(priced.job.configuration), plan_of(priced, step_time(priced.job))
-        rejected.append(Rejection(strategy=name, reason=_miss(priced), plan=plan))
+        rejected.append(Rejection(strategy=name, reason=_why_missing(priced), plan=plan))
     named = {item.strategy for item in rejected} | {strategy_name(item.configuration) for item in ranked}
     for strategy in words.STRATEGIES:
-        senseless = inapplicable(request, strategy)
+        senseless = why_inapplicable(request, strategy)
         if senseless and strategy not in named:
             rejected.append(Rejection(strategy=strategy, reason=senseless))
     return tuple(rejected)
 
 
 def too_late(request: Request, late: Sequence[Timed]) -> tuple[Rejection, ...]:
-    """The strategies that fit and do not end in time, at their fastest."""
+    """Return the strategies that fit and do not end in time, at their fastest."""
     rejected = []
     for item in late:
         days = bill_of(item.configuration, item.time.step_seconds, None, request.budget).days or 0.0
@@ -239,7 +266,7 @@ def too_late(request: Request, late: Sequence[Timed]) -> tuple[Rejection, ...]:
 
 
 def ran_out(request: Request) -> tuple[Rejection, ...]:
-    """The plans that ran out of memory and so are not proposed."""
+    """Return the plans that ran out of memory and so are not proposed."""
     return tuple(
         Rejection(strategy=group_name(record.configuration), reason=record.sentence())
         for record in request.experience.oom_records
@@ -247,9 +274,9 @@ def ran_out(request: Request) -> tuple[Rejection, ...]:
     )
 
 
-def compared(request: Request, item: Timed, first: Timed) -> str:
-    """How a plan that fits compares with the first one, in what the objective counts."""
-    blocked = refusal(item.configuration, adapted(request.workload))
+def compare(request: Request, item: Timed, first: Timed) -> str:
+    """Return how a plan that fits compares with the first one, in what the objective counts."""
+    blocked = why_refused(item.configuration, adapted_of(request.workload))
     aside = f"; {blocked}" if blocked else ""
     ratio = worth(item, request.objective) / worth(first, request.objective)
     if request.objective == "memory":
@@ -263,7 +290,7 @@ def compared(request: Request, item: Timed, first: Timed) -> str:
 
 
 def why_first(request: Request, ranked: Sequence[Timed]) -> str:
-    """Why the first plan is first, in one line."""
+    """Return why the first plan is first, in one line."""
     first, objective = ranked[0], request.objective
     best = min(ranked, key=lambda item: order(item, objective))
     reason = f"{group_name(first.configuration)} {_IS_BEST[objective]}"
@@ -283,7 +310,7 @@ def why_first(request: Request, ranked: Sequence[Timed]) -> str:
 
 
 def _tight(item: Timed) -> str:
-    """That a plan fits without room: `needs 77.0 GiB of 79.1 GiB, where one run in twenty takes 21% more`."""
+    """Return that a plan fits without room: `needs 77.0 GiB of 79.1 GiB, where one run in twenty takes 21% more`."""
     job, need = item.priced.job, item.priced.memory.device_needed_bytes
     limit = device_limit(job.workload, job.cluster)
     more = f"{beyond_need(job):.0%} more"
@@ -291,7 +318,7 @@ def _tight(item: Timed) -> str:
 
 
 def _without_room(first: Timed, fuller: Timed, objective: words.Objective) -> str:
-    """The plan of the first one's group that would be better and has no room."""
+    """Return the plan of the first one's group that would be better and has no room."""
     chosen = fuller.configuration
     recompute = "no" if chosen.activation_checkpointing == "none" else chosen.activation_checkpointing
     return (
@@ -301,7 +328,7 @@ def _without_room(first: Timed, fuller: Timed, objective: words.Objective) -> st
 
 
 def ahead(first: Timed, other: Timed, objective: words.Objective) -> str:
-    """How much better another plan is predicted to be: `6% faster` in speed, `4.0x as fast`, `30% cheaper` in price."""
+    """Return how much better another plan is predicted to be: `6% faster`, `4.0x as fast`, `30% cheaper`."""
     ratio = worth(first, objective) / worth(other, objective)
     if objective == "throughput" and ratio >= 2:
         return f"{ratio:.1f}x as fast"
@@ -313,8 +340,8 @@ _IS_BEST = {"throughput": "is predicted fastest", "memory": "needs least memory"
 _BETTER = {"throughput": "faster", "memory": "smaller", "cost": "cheaper"}
 
 
-def _miss(priced: Priced) -> str:
-    """Why a strategy's closest configuration does not fit."""
+def _why_missing(priced: Priced) -> str:
+    """Return why a strategy's closest configuration does not fit."""
     configuration = priced.job.configuration
     savers = []
     if configuration.activation_checkpointing != "none":

@@ -1,4 +1,4 @@
-"""What the database knows, brought to a request: measured rates, the calibration of such hardware, earlier runs."""
+"""Knowledge of the database, brought to a request: measured rates, calibrations of such hardware, earlier runs."""
 
 from __future__ import annotations
 
@@ -38,44 +38,46 @@ the micro-batch."""
 def oom_records(
     failed: Iterable[Measurement], completed: Iterable[Measurement], request: Request
 ) -> tuple[OomRecord, ...]:
-    """What ran out of memory of this request's model and work, newest first; both lists are those of one machine.
+    """Return what ran out of memory of this request's model and work, newest first; both lists are of one machine.
 
     A newer run that completed takes a failure back: one of the same configuration, or one that was predicted to take at
     least as much. Of a plan that offloads it is not known which memory was short, so only one of the same configuration
     does.
     """
     inputs = sections_of(request)
-    done = [
-        (measurement, found)
+    completed_runs = [
+        (measurement, ran)
         for measurement in completed
-        if (found := _configuration(measurement, inputs, request)) is not None
+        if (ran := _configuration(measurement, inputs, request)) is not None
     ]
     records: dict[Configuration, OomRecord] = {}
     for measurement in failed:
         configuration = _configuration(measurement, inputs, request)
-        if configuration is None or configuration in records or _taken_back(measurement, configuration, done):
+        if configuration is None or configuration in records or _taken_back(measurement, configuration, completed_runs):
             continue
         records[configuration] = _oom_record(measurement, configuration, request)
     return tuple(records.values())
 
 
-def oom_record_of(configuration: Configuration, predicted_bytes: int, request: Request, **known: Any) -> OomRecord:
-    """A failure in today's prediction, so that it can be compared with that of other plans; in the one it was made
-    with where it ran on another number of devices."""
+def oom_record_of(
+    configuration: Configuration, predicted_bytes: int, request: Request, **circumstances: Any
+) -> OomRecord:
+    """Return a failure in today's prediction, so that it can be compared with that of other plans.
+
+    It is in the prediction it was made with where it ran on another number of devices.
+    """
     if configuration.world_size != request.cluster.gpus:
-        return OomRecord(configuration=configuration, peak_allocated_bytes=predicted_bytes, **known)
+        return OomRecord(configuration=configuration, peak_allocated_bytes=predicted_bytes, **circumstances)
     memory = memory_estimate(job_of(request, configuration))
     return OomRecord(
         configuration=configuration,
         peak_allocated_bytes=memory.peak_allocated_bytes,
         host_bytes_per_node=memory.host_bytes_per_node,
-        **known,
+        **circumstances,
     )
 
 
-def _configuration(
-    measurement: Measurement, inputs: Sections, request: Request
-) -> Configuration | None:
+def _configuration(measurement: Measurement, inputs: Sections, request: Request) -> Configuration | None:
     if not is_same_work(measurement.plan, inputs):
         return None
     try:
@@ -87,7 +89,7 @@ def _configuration(
 
 
 def _taken_back(
-    measurement: Measurement, configuration: Configuration, done: Iterable[tuple[Measurement, Configuration]]
+    measurement: Measurement, configuration: Configuration, completed: Iterable[tuple[Measurement, Configuration]]
 ) -> bool:
     need = measurement.predicted.peak_allocated_bytes or 0
     return any(
@@ -96,7 +98,7 @@ def _taken_back(
             other == configuration
             or (not configuration.uses_host and need <= (later.predicted.peak_allocated_bytes or -1))
         )
-        for later, other in done
+        for later, other in completed
     )
 
 
@@ -117,8 +119,8 @@ _NEWEST = 200
 """Runs of one size of model that are looked through: reading them takes 20 ms."""
 
 
-def recalled(request: Request) -> Request:
-    """The request with everything that the user's database has for its hardware and its work.
+def recall(request: Request) -> Request:
+    """Return the request with everything that the user's database has for its hardware and its work.
 
     Where there is no database this costs one look at the disk; where it cannot be used, one line says so and the
     request stays as it is. Rates and earlier runs are those of the probed machine; a calibration holds for every
@@ -128,25 +130,29 @@ def recalled(request: Request) -> Request:
         return request
     from hardware_db.store import ask_store
 
-    return ask_store(lambda store: recalled_from(store, request), request)
+    return ask_store(lambda store: recall_from(store, request), request)
 
 
-def recalled_from(store: Store, request: Request) -> Request:
-    """The same out of an open store."""
+def recall_from(store: Store, request: Request) -> Request:
+    """Return the request with everything that an open store has for its hardware and its work."""
     request = replace(request, cluster=with_rates(store, request))
     calibration = calibration_of(store, request.cluster)
     if calibration is not None:
         request = replace(request, cluster=replace(request.cluster, factors=calibration.factors))
-    made = _made(store, request, "completed")
+    completed = _made(store, request, "completed")
     experience = Experience(
-        calibration=calibration, known=_known(made, request), oom_records=_oom_records(store, request, made)
+        calibration=calibration,
+        known_runs=_known(completed, request),
+        oom_records=_oom_records(store, request, completed),
     )
     return replace(request, experience=experience)
 
 
 def with_rates(store: Store, request: Request) -> Cluster:
-    """The cluster with the rates that were measured on this machine with as many ranks, for the request's precision,
-    unless it has such rates already."""
+    """Return the cluster with the rates measured on this machine with as many ranks, for the request's precision.
+
+    A cluster that has such rates already stays as it is.
+    """
     cluster = request.cluster
     is_open = cluster.machine is not None and cluster.rates == NOTHING_MEASURED
     measured = store.rates(_machine_key(cluster)) if is_open else ()
@@ -160,7 +166,7 @@ def with_rates(store: Store, request: Request) -> Cluster:
 
 
 def _made(store: Store, request: Request, outcome: Outcome) -> tuple[Measurement, ...]:
-    """The newest runs of a model of this size on this machine."""
+    """Return the newest runs of a model of this size on this machine."""
     cluster = request.cluster
     if cluster.machine is None:
         return ()
@@ -169,12 +175,12 @@ def _made(store: Store, request: Request, outcome: Outcome) -> tuple[Measurement
     )
 
 
-def _known(made: tuple[Measurement, ...], request: Request) -> dict[Configuration, KnownRun]:
-    if not made:
+def _known(completed: tuple[Measurement, ...], request: Request) -> dict[Configuration, KnownRun]:
+    if not completed:
         return {}
     from planner.calibration.experience import known_runs
 
-    return known_runs(made, sections_of(request))
+    return known_runs(completed, sections_of(request))
 
 
 def _oom_records(store: Store, request: Request, completed: tuple[Measurement, ...]) -> tuple[OomRecord, ...]:

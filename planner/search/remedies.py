@@ -1,4 +1,4 @@
-"""Remedies for a request that no plan fits, each tried before it is offered."""
+"""The answer where no plan fits: headline, closest miss, and remedies, each tried before it is offered."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from hardware_db.records import dataclass
 from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
-from planner.cluster.budget import NO_BUDGET
+from planner.cluster.budget import NO_BUDGET, bill_of
 from planner.cost.combinations import other_trainer
 from planner.cost.precision import LOADED_BYTES, load_dtype_of
-from planner.cost.verdict import device_limit, host_limit
+from planner.cost.verdict import device_limit, host_limit, why_it_misses
 from planner.errors import ContradictoryRequest
-from planner.search.device_counts import OnDevices, doubled
+from planner.search.device_counts import MOST_DEVICES, OnDevices, doubled
 from planner.search.estimate import Priced
+from planner.search.ranking import group_name
 from planner.search.request import Request
 from planner.types.job import counts_of
 from planner.types.plan import Configuration, Plan
@@ -30,6 +31,49 @@ class Remedy:
     change: str
     flag: str
     plan: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoPlan:
+    """Words of commands, pages, reports and errors where there is no plan."""
+
+    headline: str
+    """`no plan fits`, or by when none that fits ends."""
+    takes: str
+    """How long the closest miss trains where that is what it misses by, ready to follow its name; else empty."""
+    steps: tuple[str, ...]
+    """The remedies, numbered; without any what to try instead."""
+    sentence: str
+    """All in one line, with the model and the hardware, for errors."""
+
+
+def compose_no_plan(request: Request, closest: Plan | None, remedies: tuple[Remedy, ...]) -> NoPlan:
+    """Return what is said of a request without a plan: `closest` misses by least, and may be one that ends too late."""
+    name, hardware = request.facts.name, f"{request.cluster.gpus} x {request.cluster.device.name}"
+    is_late = closest is not None and closest.verdict != "does_not_fit"
+    deadline = request.budget.deadline_days
+    takes = ""
+    if closest is not None and is_late and deadline is not None:
+        days = bill_of(closest.configuration, closest.time.step_seconds, None, request.budget).days
+        takes = "" if days is None else f", {format_seconds(days * DAY_SECONDS)}"
+        term = format_seconds(deadline * DAY_SECONDS)
+        headline, subject = f"no plan that fits ends in {term}", f"{name} on {hardware} does not end in {term}"
+        otherwise = f"no number of GPUs up to {MOST_DEVICES:,} ends in time; give it more time or fewer tokens"
+    else:
+        headline, subject = "no plan fits", f"{name} does not fit on {hardware}"
+        otherwise = "no single change that was tried makes it fit; combine several (`dsplan max` says what fits here)"
+    miss = ""
+    if closest is not None:
+        reason = takes or f", {why_it_misses(closest) or next(iter(closest.notes), closest.verdict)}"
+        miss = f"closest is {group_name(closest.configuration)}{reason}; "
+    changes = [f"{number}) {item.change} ({item.flag})" for number, item in enumerate(remedies, start=1)]
+    steps = [f"  {number}. {item.change} ({item.flag}): {item.plan}" for number, item in enumerate(remedies, start=1)]
+    return NoPlan(
+        headline=headline,
+        takes=takes,
+        steps=tuple(steps) or (otherwise,),
+        sentence=f"{subject}: {miss}{' '.join(changes) or otherwise}",
+    )
 
 
 def remedies(request: Request, fits: Fits) -> tuple[Remedy, ...]:
@@ -56,25 +100,30 @@ _ADAPTERS: tuple[tuple[Method, str], ...] = (
 def adapter_remedies(
     request: Request, first: Callable[[Request], Plan | None], instead: Plan | None
 ) -> tuple[Remedy, ...]:
-    """Adapters in place of all weights, where that fits on the devices alone and all weights do not: `instead` is the
-    best plan for those, None where there is none."""
+    """Return adapters in place of all weights, where those fit on the devices alone and all weights do not.
+
+    `instead` is the best plan for all weights, None where there is none.
+    """
     workload = request.workload
     cluster = request.cluster
     if workload.freezes or cluster.device.is_cpu or cluster.gpus > MOST_GPUS_FOR_ADAPTERS:
         return ()
-    found = []
+    offered = []
     for method, change in _ADAPTERS:
-        asked = replace(workload, method=method, load_dtype=None)
+        with_adapters = replace(workload, method=method, load_dtype=None)
         try:
-            counts = counts_of(request.facts, asked)
+            counts = counts_of(request.facts, with_adapters)
         except ContradictoryRequest:
             return ()
-        if LOADED_BYTES[load_dtype_of(asked) or "bf16"] * counts.held.total > cluster.gpus * cluster.capacity_bytes:
+        if (
+            LOADED_BYTES[load_dtype_of(with_adapters) or "bf16"] * counts.held.total
+            > cluster.gpus * cluster.capacity_bytes
+        ):
             continue  # not even the frozen weights fit, shared by all
-        plan = first(replace(request, workload=asked, counts=counts, budget=NO_BUDGET, offload="none"))
+        plan = first(replace(request, workload=with_adapters, counts=counts, budget=NO_BUDGET, offload="none"))
         if plan is not None:
-            found.append(Remedy(change=change, flag=f"--method {method}", plan=_with_speed(plan, instead)))
-    return tuple(found)
+            offered.append(Remedy(change=change, flag=f"--method {method}", plan=_with_speed(plan, instead)))
+    return tuple(offered)
 
 
 def _with_speed(plan: Plan, instead: Plan | None) -> str:
@@ -87,12 +136,12 @@ def _with_speed(plan: Plan, instead: Plan | None) -> str:
 
 
 def in_time_remedies(request: Request, on_devices: Iterable[OnDevices]) -> tuple[Remedy, ...]:
-    """The numbers of devices on which a plan ends in time, fewest first."""
-    here, asked = request.cluster.gpus, request.workload.global_batch_size
+    """Return the numbers of devices on which a plan ends in time, fewest first."""
+    here, batch_size = request.cluster.gpus, request.workload.global_batch_size
 
     def batch(devices: OnDevices, words: str) -> str:
         size = devices.plan.configuration.global_batch_size
-        return "" if size == asked else f"{words}{size}"
+        return "" if size == batch_size else f"{words}{size}"
 
     return tuple(
         Remedy(
@@ -138,9 +187,9 @@ def _shorter_sequence(request: Request, fits: Fits) -> Remedy | None:
 
 
 def _more_memory(request: Request, fits: Fits) -> Remedy | None:
-    """The smallest device memory, to a GiB, at which something fits on the same number of GPUs."""
+    """Return the smallest device memory, to a GiB, at which something fits on the same number of GPUs."""
     here = device_limit(request.workload, request.cluster)
-    low, high, found = here, here * 64, None
+    low, high, fitting = here, here * 64, None
     while high - low > (1 << 30):
         middle = (low + high) // 2
         larger = replace(request.cluster, capacity_bytes=middle)
@@ -149,11 +198,11 @@ def _more_memory(request: Request, fits: Fits) -> Remedy | None:
             low = middle
         else:
             # What fits needs no more than it needs.
-            high, found = max(min(middle, priced.memory.device_needed_bytes), low), priced
-    if found is None:
+            high, fitting = max(min(middle, priced.memory.device_needed_bytes), low), priced
+    if fitting is None:
         return None
     gigabytes = -(-high // (1 << 30))
-    return _remedy(f"use GPUs with at least {gigabytes} GiB instead of {format_bytes(here)}", "--gpu NAME", found)
+    return _remedy(f"use GPUs with at least {gigabytes} GiB instead of {format_bytes(here)}", "--gpu NAME", fitting)
 
 
 def _more_host_memory(request: Request, fits: Fits) -> Remedy | None:
@@ -196,7 +245,7 @@ def _model_parallel(request: Request, fits: Fits) -> Remedy | None:
 
 
 def _splits(chosen: Configuration) -> str:
-    """What ranks share of one sample's work: `the layers (tp 2 x pp 4) and the experts (ep 8)`."""
+    """Return what ranks share of one sample's work: `the layers (tp 2 x pp 4) and the experts (ep 8)`."""
     splits = [f"the layers (tp {chosen.tp} x pp {chosen.pp})"] if chosen.tp * chosen.pp > 1 else []
     splits += [f"every sample's tokens (cp {chosen.cp})"] if chosen.cp > 1 else []
     splits += [f"the experts (ep {chosen.ep})"] if chosen.ep > 1 else []

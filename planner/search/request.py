@@ -15,7 +15,7 @@ from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.cluster.budget import NO_BUDGET, Budget
 from planner.cluster.resolve import cluster_of_plan
 from planner.cost.code_bases import code_base, facts_for_code
-from planner.cost.precision import lacks_scaled, usual_recipe
+from planner.cost.precision import usual_recipe, why_not_scaled
 from planner.errors import ContradictoryRequest, DsplanError
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.facts_document import facts_of_plan
@@ -63,8 +63,10 @@ class WorkOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degrees:
-    """How ranks are to share the work on one sample, as a script or a person decided it; data parallelism takes the
-    ranks that are left. What is None is left to the search."""
+    """Degrees that ranks share the work on one sample by, as a script or a person decided them.
+
+    Data parallelism takes the ranks that are left. The search chooses those that are None.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -86,7 +88,7 @@ class Degrees:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What to plan: model, work, devices, and how plans are to be ranked.
+    """A question: model, work, devices, and how plans are to be ranked.
 
     `defaults` are the sentences that say what was taken for granted. `strategies` limits the search where not None;
     so does `micro_batch`, for scripts that cut their batches themselves. `simplest_first` lets a simpler plan go before
@@ -125,8 +127,10 @@ class Request:
         return self.cluster.usd_per_gpu_hour if self.budget.usd_per_gpu_hour is None else self.budget.usd_per_gpu_hour
 
     def backend_of(self, strategy: words.Strategy, *, splits_model: bool) -> words.Backend:
-        """What runs a strategy. DeepSpeed is handed whole models here; our own ZeRO runs where ranks share the work on
-        one sample."""
+        """Return what runs a strategy.
+
+        DeepSpeed is handed whole models here; our own ZeRO runs where ranks share the work on one sample.
+        """
         zero = "native" if splits_model and code_base(self.workload.code).runs_here else self.zero_backend
         return words.default_backend(strategy, zero=zero)
 
@@ -142,8 +146,9 @@ _LIMITS = {
 
 
 def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ranking: Any) -> Request:
-    """A request from what the user said; `ranking` are the fields of Request that say how to rank. Without a
-    `zero_backend` DeepSpeed runs ZeRO where it has the precision, and our own elsewhere.
+    """Return a request from what the user said; `ranking` are the fields of Request that say how to rank.
+
+    Without a `zero_backend` DeepSpeed runs ZeRO where it has the precision, and our own elsewhere.
 
     Raises:
         ContradictoryRequest: a number is out of range, the sequence is longer than the model has positions for, the
@@ -190,7 +195,7 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
 
 
 def request_of_plan(plan: Plan, machine: Machine | None = None) -> Request | None:
-    """The request that a plan answers, as far as its file says; `machine` is this one, for a plan of processors.
+    """Return the request that a plan answers, as far as its file says; `machine` is this one, for a plan of processors.
 
     Return None if the model is not known any more, or the hardware is none of the catalogue's.
     """
@@ -220,7 +225,7 @@ _QUANTISED = ("int8", "nf4")
 
 
 def _load_dtype(options: WorkOptions, precision: words.Precision, defaults: list[str]) -> words.LoadDtype | None:
-    """What was asked for, as far as weights loaded so can be trained."""
+    """Return what was asked for, as far as weights loaded so can be trained."""
     loaded, method = options.load_dtype, options.method
     if method == "qlora" and loaded not in (None, *_QUANTISED):
         raise ContradictoryRequest(
@@ -247,9 +252,9 @@ def _load_dtype(options: WorkOptions, precision: words.Precision, defaults: list
 def _adapters(options: WorkOptions, defaults: list[str]) -> dict[str, Any]:
     """Rank and targets of adapters."""
     given = {"lora_rank": options.lora_rank, "lora_targets": options.lora_targets}
-    said = {name: value for name, value in given.items() if value is not None}
+    decided = {name: value for name, value in given.items() if value is not None}
     if options.method == "full":
-        for name in said:
+        for name in decided:
             raise ContradictoryRequest(f"--{name.replace('_', '-')} is for --method lora, qlora or dora; name one")
         return {}
     if options.lora_rank is None:
@@ -258,11 +263,11 @@ def _adapters(options: WorkOptions, defaults: list[str]) -> dict[str, Any]:
         defaults.append("adapters beside all-linear layers (--lora-targets)")
     if options.train_only:
         raise ContradictoryRequest(f"--train-only says what --method {options.method} says too; leave one out")
-    return {"lora_rank": DEFAULT_LORA_RANK, **said}
+    return {"lora_rank": DEFAULT_LORA_RANK, **decided}
 
 
 def _imbalance(facts: ModelFacts, options: WorkOptions) -> float:
-    """How uneven the experts' tokens are: as asked, else what is taken for usual."""
+    """Return how uneven the experts' tokens are: as asked, else what is taken for usual."""
     if options.expert_imbalance is None:
         return EXPERT_IMBALANCE
     limits.IMBALANCE.check("--expert-imbalance", options.expert_imbalance)
@@ -274,8 +279,8 @@ def _imbalance(facts: ModelFacts, options: WorkOptions) -> float:
 def _scaled_recipe(
     device: Device, precision: words.Precision, options: WorkOptions, defaults: list[str]
 ) -> words.Fp8Recipe | None:
-    """How products in 8 or 4 bits are scaled: as asked, else as the device's own units do it."""
-    if problem := lacks_scaled(device, precision, options.fp8_recipe, options.code):
+    """Return how products in 8 or 4 bits are scaled: as asked, else as the device's own units do it."""
+    if problem := why_not_scaled(device, precision, options.fp8_recipe, options.code):
         raise ContradictoryRequest(problem)
     if precision not in words.SCALED_PRECISIONS or options.fp8_recipe is not None:
         return options.fp8_recipe
@@ -340,7 +345,7 @@ def _precision(cluster: Cluster, defaults: list[str]) -> words.Precision:
 
 
 def usual_precision(device: Device) -> words.Precision:
-    """What a device computes in where nothing else is asked for."""
+    """Return what a device computes in where nothing else is asked for."""
     if device.is_cpu:
         return "fp32"
     if device.supports_bf16:
@@ -348,31 +353,31 @@ def usual_precision(device: Device) -> words.Precision:
     return "fp16" if (device.peak_flops("fp16") or 0) > (device.peak_flops("fp32") or 0) else "fp32"
 
 
-def deepspeed_lacks(device: Device, precision: words.Precision) -> str:
-    """Why DeepSpeed cannot train in a precision on a device, in one sentence; empty where it can.
+def why_not_deepspeed(device: Device, precision: words.Precision) -> str | None:
+    """Return why DeepSpeed cannot train in a precision on a device, in one sentence; None where it can.
 
     Its accelerators are asked before it trains (DeepSpeed 0.19, accelerator/cpu_accelerator.py and
     cuda_accelerator.py): fp16 takes oneDNN's fp16 or compute capability 7.0, bf16 is everywhere.
     """
     if precision != "fp16":
-        return ""
+        return None
     capability = tuple(int(part) for part in (device.compute_capability or "7.0").split("."))
     if device.is_cpu and not device.supports_fp16:
         return f"DeepSpeed has no fp16 on this processor ({device.architecture}), which lacks AVX512-FP16"
     if capability < (7, 0):
         return f"DeepSpeed has no fp16 on {device.name}, of compute capability {device.compute_capability}, below 7.0"
-    return ""
+    return None
 
 
 def _zero_backend(
-    asked: words.Backend | None, device: Device, precision: words.Precision, defaults: list[str]
+    requested: words.Backend | None, device: Device, precision: words.Precision, defaults: list[str]
 ) -> words.Backend:
-    lacks = deepspeed_lacks(device, precision)
-    if lacks and asked == "deepspeed":
+    lacks = why_not_deepspeed(device, precision)
+    if lacks and requested == "deepspeed":
         raise ContradictoryRequest(f"{lacks}; {WITHOUT_DEEPSPEED}")
-    if lacks and asked is None:
+    if lacks and requested is None:
         defaults.append(f"ZeRO by backend native, since {lacks} (--backend)")
-    return asked or ("native" if lacks else "deepspeed")
+    return requested or ("native" if lacks else "deepspeed")
 
 
 def _bytes(flag: str, gigabytes: float | None) -> int | None:

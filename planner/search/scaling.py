@@ -1,4 +1,4 @@
-"""How an answer changes: the fastest plans on other numbers of devices, and plans at other micro-batches and lengths.
+"""Changes of an answer: the fastest plans on other numbers of devices, and plans at other micro-batches and lengths.
 
 Each returns plans, also such as do not fit: their verdict says so.
 """
@@ -14,7 +14,7 @@ from planner import limits
 from planner.cluster.budget import NO_BUDGET
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import MOST_DEVICES, doubled, halved, on_devices
-from planner.search.estimate import plan_of, price, timed
+from planner.search.estimate import plan_of, price, time_step
 from planner.search.maximum import SEQUENCE_STEP, longest_steps, of_length
 from planner.search.request import Request
 from planner.search.search import first_plan
@@ -24,7 +24,7 @@ from planner.types.plan import Configuration, Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """How fast all devices of a plan are together."""
+    """The speed of all devices of a plan together."""
 
     plan: Plan
     per_second: float
@@ -54,15 +54,17 @@ SHORTEST, LONGEST = 512, 131_072
 
 
 def over_devices(request: Request, here: Plan) -> tuple[Plan, ...]:
-    """The fastest plan on a quarter of the devices to four times as many, those left out on which nothing fits; `here`
-    is the one on those that were asked for. The global batch is as `on_devices` has it."""
-    found = [here]
+    """Return the fastest plans on a quarter of the devices to four times as many, where any fits.
+
+    `here` is the one on those that were asked for. The global batch is as `on_devices` has it.
+    """
+    plans = [here]
     for cluster in _clusters(request.cluster):
         other = replace(on_devices(request, cluster), objective="throughput", budget=NO_BUDGET)
         with suppress(ContradictoryRequest):  # the batch cannot be split over so many
             plan = first_plan(other)
-            found += [] if plan is None else [plan]
-    return tuple(sorted(found, key=lambda plan: plan.configuration.world_size))
+            plans += [] if plan is None else [plan]
+    return tuple(sorted(plans, key=lambda plan: plan.configuration.world_size))
 
 
 def _clusters(cluster: Cluster) -> Iterator[Cluster]:
@@ -79,7 +81,7 @@ def _clusters(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def over_micro_batches(request: Request, plan: Plan) -> tuple[Plan, ...]:
-    """The plan at every micro-batch that is a power of two and leaves the global batch as it is."""
+    """Return the plan at every micro-batch that is a power of two and leaves the global batch as it is."""
     chosen = plan.configuration
     samples = chosen.micro_batch_size * chosen.gradient_accumulation_steps
     sizes = {2**power for power in range(samples.bit_length()) if samples % 2**power == 0} | {chosen.micro_batch_size}
@@ -90,20 +92,20 @@ def over_micro_batches(request: Request, plan: Plan) -> tuple[Plan, ...]:
 
 
 def over_lengths(request: Request, plan: Plan) -> tuple[Plan, ...]:
-    """The plan at sequences of powers of two tokens, as many samples as before; none where a length means nothing."""
+    """Return the plan at sequences of powers of two tokens, as many samples as before; none where no length is."""
     most = min(longest_steps(request) * SEQUENCE_STEP, limits.TOKENS.most)
-    asked = plan.configuration.sequence_length
-    if not most or asked < 2:
+    length_here = plan.configuration.sequence_length
+    if not most or length_here < 2:
         return ()
-    lengths = {SHORTEST << power for power in range(20) if SHORTEST << power <= min(most, max(LONGEST, asked))} | {
-        asked
-    }
-    found: list[Plan] = []
+    lengths = {
+        SHORTEST << power for power in range(20) if SHORTEST << power <= min(most, max(LONGEST, length_here))
+    } | {length_here}
+    plans: list[Plan] = []
     for length in sorted(lengths):
-        found += _priced(of_length(request, length), [replace(plan.configuration, sequence_length=length)])
-    return tuple(found)
+        plans += _priced(of_length(request, length), [replace(plan.configuration, sequence_length=length)])
+    return tuple(plans)
 
 
 def _priced(request: Request, configurations: Sequence[Configuration]) -> tuple[Plan, ...]:
     every = [price(request, configuration) for configuration in configurations]
-    return tuple(plan_of(priced, timed(priced)) for priced in every)
+    return tuple(plan_of(priced, time_step(priced)) for priced in every)

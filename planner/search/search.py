@@ -24,7 +24,7 @@ from planner.search.ranking import (
     WIDEST,
     Rejection,
     Timed,
-    compared,
+    compare,
     group_name,
     ran_out,
     rank,
@@ -38,12 +38,13 @@ from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
 
 if TYPE_CHECKING:
-    from planner.search.remedies import Remedy
+    from planner.search.remedies import NoPlan, Remedy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation:
     """Ranked plans, best first, and in `choice` why the first is; without one, the closest miss and what would help.
+
     Beside plans that offload, `remedies` name what trains on the devices alone.
 
     With a deadline the plans are those that end in time, the closest miss may be one that fits and ends too late, and
@@ -59,6 +60,12 @@ class Recommendation:
     on_devices: tuple[OnDevices, ...] = ()
     front: tuple[Plan, ...] = ()
 
+    def no_plan(self) -> NoPlan:
+        """Compose what is said of an answer without plans, or whose plans the caller cannot take."""
+        from planner.search.remedies import compose_no_plan  # takes milliseconds, and most answers have plans
+
+        return compose_no_plan(self.request, self.closest or next(iter(self.plans), None), self.remedies)
+
 
 def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
     """Rank the best plan of every strategy that fits; `with_front` adds the Pareto front.
@@ -67,16 +74,16 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
         ContradictoryRequest: the global batch cannot be split over the GPUs in any way.
     """
     limit = request.budget.step_limit(request.workload)
-    groups = grouped(request)
-    found, late = [], []
+    groups = group_candidates(request)
+    chosen, late = [], []
     choose = _choice(request)
     for group in groups.values():
         item = choose(group, request.objective, limit)
         if item is not None:
-            found.append(item)
+            chosen.append(item)
         elif limit < math.inf and (too_slow := best(group, "throughput")) is not None:
             late.append(too_slow)
-    ranked, late = rank(request, found), rank(request, late)
+    ranked, late = rank(request, chosen), rank(request, late)
     missing = _misses(groups.values(), [*ranked, *late])
     rejected = (*rejections(request, ranked, missing), *too_late(request, late), *_undivided(groups), *ran_out(request))
     if not ranked:
@@ -87,14 +94,14 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
         plans=plans,
         remedies=_adapters(request, plans[0]),
         rejected=rejected,
-        choice="; ".join(filter(None, (why_first(request, ranked), _uneven(request)))),
+        choice="; ".join(filter(None, (why_first(request, ranked), _why_uneven(request)))),
         on_devices=on_other_device_counts(request, _first) if limit < math.inf else (),
         front=_front(request, groups) if with_front else (),
     )
 
 
 def first_plan(request: Request) -> Plan | None:
-    """The first plan of `recommend` alone, without the reasons of others and a deadline; None where nothing fits.
+    """Return the first plan of `recommend` alone, without reasons and a deadline; None where nothing fits.
 
     Raises:
         ContradictoryRequest: as `recommend`.
@@ -104,21 +111,21 @@ def first_plan(request: Request) -> Plan | None:
 
 
 def _near_the_fastest(request: Request) -> list[Timed]:
-    """The best of every group; where time counts, of those only whose best is not so slow that another is first."""
-    choose, groups = _choice(request), list(grouped(request).values())
+    """Return the best of every group; where time counts, only of those whose best may be first."""
+    choose, groups = _choice(request), list(group_candidates(request).values())
     if request.objective != "throughput":
         every = (choose(group, request.objective, math.inf) for group in groups)
         return [item for item in every if item is not None]
-    found: list[Timed] = []
+    chosen: list[Timed] = []
     fastest = math.inf
     for least, group in sorted(((bound(group), group) for group in groups), key=lambda pair: pair[0]):
         limit = fastest * (1 + WIDEST) * (1 + ONE_STRATEGY)  # the one with room that goes before a group's best
         item = choose(group, request.objective, limit) if least <= limit else None
         if item is not None:
-            found.append(item)
+            chosen.append(item)
             if not waits_mostly(item.priced.job, item.time):  # all others go before such a plan, however slow
                 fastest = min(fastest, (item.passed_over or item).time.step_seconds)
-    return found
+    return chosen
 
 
 def _choice(request: Request) -> Callable[[Sequence[Candidate], words.Objective, float], Timed | None]:
@@ -147,11 +154,11 @@ def can_fit(request: Request) -> Priced | None:
 
 
 def describe(plan: Plan) -> str:
-    """A plan's strategy with its degrees and offload, as tables name it."""
+    """Return a plan's strategy with its degrees and offload, as tables name it."""
     return group_name(plan.configuration)
 
 
-def grouped(request: Request) -> dict[str, list[Candidate]]:
+def group_candidates(request: Request) -> dict[str, list[Candidate]]:
     """Every candidate, those that compete with each other together; the best of each group is shown."""
     groups: dict[str, list[Candidate]] = {}
     for option in device_counts(request):
@@ -161,7 +168,7 @@ def grouped(request: Request) -> dict[str, list[Candidate]]:
 
 
 def _misses(groups: Iterable[Sequence[Candidate]], ranked: Sequence[Timed]) -> list[Priced]:
-    """The closest miss of every strategy of which nothing fits, with or without offload, on all the devices."""
+    """Return the closest miss of every strategy of which nothing fits, with or without offload, on all the devices."""
     fitting = {strategy_name(item.configuration) for item in ranked}
     strategies: dict[str, list[Candidate]] = {}
     for group in groups:
@@ -173,7 +180,7 @@ def _misses(groups: Iterable[Sequence[Candidate]], ranked: Sequence[Timed]) -> l
 
 
 def _undivided(groups: Mapping[str, Sequence[Candidate]]) -> Iterator[Rejection]:
-    """The strategies whose ranks the batch cannot be split over."""
+    """Yield the strategies whose ranks the batch cannot be split over."""
     for name, group in groups.items():
         if group[0].layout.offload == "none" and not any(candidate.micros for candidate in group):
             ranks, batch = group[0].layout.data_parallel, group[0].request.workload.global_batch_size
@@ -181,11 +188,11 @@ def _undivided(groups: Mapping[str, Sequence[Candidate]]) -> Iterator[Rejection]
             yield Rejection(strategy=name, reason=reason)
 
 
-def _uneven(request: Request) -> str:
-    """Which batches every GPU could have its own samples of, where the one that was asked for is none."""
+def _why_uneven(request: Request) -> str | None:
+    """Return which batches every GPU could have its own samples of, where the one that was asked for is none."""
     batch, gpus = request.workload.global_batch_size, request.cluster.gpus
     if batch % gpus == 0 or request.degrees is not None or request.allow_unrunnable:
-        return ""
+        return None
     below = batch - batch % gpus
     nearest = f"{below} or {below + gpus}" if below else str(gpus)
     return f"global batch {batch} cannot be split evenly over {gpus} GPUs; use {nearest} for plans that split no model"
@@ -216,7 +223,7 @@ def _late(request: Request, late: Sequence[Timed], rejected: tuple[Rejection, ..
 def _nothing(request: Request, missing: Sequence[Priced], rejected: tuple[Rejection, ...]) -> Recommendation:
     if not missing:
         batch, gpus = request.workload.global_batch_size, request.cluster.gpus
-        raise ContradictoryRequest(_uneven(request) or f"global batch {batch} cannot be split over {gpus} GPUs")
+        raise ContradictoryRequest(_why_uneven(request) or f"global batch {batch} cannot be split over {gpus} GPUs")
     from planner.search.remedies import remedies
 
     nearest = min(missing, key=lambda priced: priced.judgement.pressure)
@@ -230,10 +237,10 @@ def _nothing(request: Request, missing: Sequence[Priced], rejected: tuple[Reject
 
 
 def _with_alternatives(request: Request, ranked: Sequence[Timed], rejected: Sequence[Rejection]) -> tuple[Plan, ...]:
-    """The plans that are shown, the first of them knowing what it was chosen over."""
+    """Return the plans that are shown, the first of them knowing what it was chosen over."""
     shown = ranked[: request.top]
     others = [
-        {"strategy": group_name(item.configuration), "reason": compared(request, item, ranked[0])} for item in shown[1:]
+        {"strategy": group_name(item.configuration), "reason": compare(request, item, ranked[0])} for item in shown[1:]
     ]
     others += [{"strategy": item.strategy, "reason": item.reason} for item in rejected]
     return (replace(shown[0].plan, alternatives=tuple(others)), *(item.plan for item in shown[1:]))

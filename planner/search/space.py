@@ -13,9 +13,9 @@ from itertools import product
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.cost.code_bases import code_base
-from planner.cost.combinations import compresses, offloads_of, refusal
+from planner.cost.combinations import compresses, offloads_of, why_refused
 from planner.errors import ContradictoryRequest
-from planner.search.estimate import adapted, heads_left_over, indivisible, without_experts
+from planner.search.estimate import adapted_of, heads_left_over, why_indivisible, why_no_experts
 from planner.search.request import Degrees, Request
 from planner.types.plan import Configuration
 
@@ -51,16 +51,17 @@ class CandidateLayout:
 
     @property
     def splits_model(self) -> bool:
-        """Whether ranks share the work on one sample."""
+        """True if ranks share the work on one sample."""
         return self.tp * self.pp * self.cp * self.ep > 1
 
     @property
     def data_parallel(self) -> int:
+        """Replicas of the model, sharded or not."""
         return self.dp_replicate * self.dp_shard
 
 
-def inapplicable(request: Request, strategy: words.Strategy) -> str:
-    """Why a strategy is not considered on this cluster; empty when it is."""
+def why_inapplicable(request: Request, strategy: words.Strategy) -> str | None:
+    """Return why a strategy is not considered on this cluster; None where it is."""
     cluster = request.cluster
     code = code_base(request.workload.code)
     if strategy not in code.strategies:
@@ -75,46 +76,50 @@ def inapplicable(request: Request, strategy: words.Strategy) -> str:
         return "torch's Adafactor cannot step on shards"
     if strategy in words.ZERO_STAGES and request.workload.optimizer == "muon" and request.zero_backend == "deepspeed":
         return "DeepSpeed cuts matrices, which Muon steps whole; --backend native does not"
-    beside = adapted(request.workload)
+    beside = adapted_of(request.workload)
     if strategy in words.ZERO_STAGES and beside and beside.in_4_bits and request.zero_backend == "deepspeed":
         return "DeepSpeed casts weights, which 4-bit ones do not survive; --backend native does not"
     if strategy in words.FSDP_STRATEGIES and request.facts.kind == "vision-text":
         return "torch's FSDP2 cannot shard the scalar logit_scale"
     if strategy == "hsdp" and (cluster.nodes == 1 or cluster.gpus_per_node == 1):
         return "is fsdp unless there are several nodes of several GPUs"
-    return ""
+    return None
 
 
 def enumerate_candidates(request: Request) -> Iterator[CandidateLayout]:
-    """Every layout of every applicable strategy: of those that split the model, what `dsplan run` can run, or all of
-    them where the request allows it."""
+    """Yield every layout of every applicable strategy.
+
+    Of those that split the model it is what `dsplan run` can run, or all of them where the request allows it.
+    """
     for strategy in words.STRATEGIES:
-        if inapplicable(request, strategy):
+        if why_inapplicable(request, strategy):
             continue
         for layout in _layouts(request, strategy):
             # What splits nothing is made of what goes together, unless somebody decided it.
             checked = request.degrees is not None or (layout.splits_model and not request.allow_unrunnable)
-            if not (checked and unfit(request, layout)):
+            if not (checked and why_unfit(request, layout)):
                 yield layout
 
 
-def unfit_degrees(request: Request) -> str:
-    """Why no plan has the degrees that somebody decided, in the words of the strategy that people split models with
-    most; empty where a plan has them."""
+def why_unfit_degrees(request: Request) -> str | None:
+    """Return why no plan has the degrees that somebody decided; None where one has them.
+
+    The words are of the strategy that people split models with most.
+    """
     reasons = [
-        unfit(request, layout)
+        why_unfit(request, layout)
         for strategy in sorted(words.STRATEGIES, key=lambda name: name not in MODEL_PARALLEL_STRATEGIES)
-        if not inapplicable(request, strategy)
+        if not why_inapplicable(request, strategy)
         for layout in _layouts(request, strategy)
     ]
     if not reasons and request.strategies is not None and len(request.strategies) == 1:
         (strategy,) = request.strategies
-        return f"{strategy} {inapplicable(request, strategy)}; choose another strategy"
-    return "" if "" in reasons else next(iter(reasons), "needs more ranks")
+        return f"{strategy} {why_inapplicable(request, strategy)}; choose another strategy"
+    return None if None in reasons else next(iter(reasons), "needs more ranks")
 
 
-def unfit(request: Request, layout: CandidateLayout) -> str:
-    """Why a layout does not go together or does not divide the model; empty where `dsplan run` can run it."""
+def why_unfit(request: Request, layout: CandidateLayout) -> str | None:
+    """Return why a layout does not go together or does not divide the model; None where `dsplan run` can run it."""
     sharing = layout.tp * layout.pp * layout.cp
     if layout.data_parallel * sharing != request.cluster.gpus:
         return f"{sharing} ranks that share samples cannot be spread so over {request.cluster.gpus} GPUs"
@@ -122,8 +127,8 @@ def unfit(request: Request, layout: CandidateLayout) -> str:
         try:
             configuration = configuration_of(request, layout, micro_batch)
         except ContradictoryRequest as problem:  # experts over more ranks than there are
-            return without_experts(request.facts, layout.ep) or str(problem)
-        return refusal(configuration, adapted(request.workload)) or indivisible(request, configuration)
+            return why_no_experts(request.facts, layout.ep) or str(problem)
+        return why_refused(configuration, adapted_of(request.workload)) or why_indivisible(request, configuration)
     batch = request.workload.global_batch_size
     return f"global batch {batch} cannot be split over {layout.data_parallel} data-parallel ranks"
 
@@ -134,11 +139,11 @@ def _layouts(request: Request, strategy: words.Strategy) -> Iterator[CandidateLa
     if not compresses(strategy, backend, request.gradient_compression):
         return
     for tp, pp, cp in _model_parallel_degrees(request, strategy):
-        for ep in _expert_degrees(request, strategy, tp, pp, cp):
-            yield from _with_memory_savers(request, strategy, _Split(tp, pp, cp, ep))
+        for ep in _expert_degrees(request, strategy, tp=tp, pp=pp, cp=cp):
+            yield from _with_memory_savers(request, strategy, _Split(tp=tp, pp=pp, cp=cp, ep=ep))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Split:
     """Degrees over which ranks share the work on one sample."""
 
@@ -188,16 +193,18 @@ def _with_memory_savers(request: Request, strategy: words.Strategy, split: _Spli
 
 
 def _sequence_parallel(request: Request, split: _Split) -> bool:
-    """Whether tp ranks split the sequence between their products: as asked, else where the code does, and where experts
-    are spread over them, which takes it."""
-    asked = None if request.degrees is None else request.degrees.sequence_parallel
-    if asked is not None:
-        return asked
+    """Return whether tp ranks split the sequence between their products.
+
+    They do as asked, else where the code does, and where experts are spread over them, which takes it.
+    """
+    requested = None if request.degrees is None else request.degrees.sequence_parallel
+    if requested is not None:
+        return requested
     return split.tp > 1 and (split.ep > 1 or code_base(request.workload.code).sequence_parallel)
 
 
 def _is_considered(request: Request, strategy: words.Strategy, shard: int, offload: words.Offload) -> bool:
-    """Whether an offload makes sense on the cluster; one that was asked for by name always does."""
+    """Return whether an offload makes sense on the cluster; one that was asked for by name always does."""
     if request.offload is not None:
         return offload == request.offload
     if offload != "none" and request.workload.optimizer == "muon":
@@ -226,8 +233,7 @@ def _split(request: Request, strategy: words.Strategy, ranks: int) -> tuple[int,
 
 
 def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Iterator[tuple[int, int, int]]:
-    """(tp, pp, cp), all powers of two: tp inside a node and dividing the heads, pp up to the depth, cp where sequences
-    are long."""
+    """Yield (tp, pp, cp), powers of two: tp in a node and dividing heads, pp up to the depth, cp for long samples."""
     if request.degrees is not None:
         yield request.degrees.tp, request.degrees.pp, request.degrees.cp
         return
@@ -246,8 +252,11 @@ def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Itera
 
 
 def _splits(request: Request, strategy: words.Strategy) -> tuple[words.Degree, ...]:
-    """The degrees that the search may choose for a strategy: those of its code, of models whose layers are known, on
-    GPUs; or those of them that a live script can be run with."""
+    """Return the degrees that the search may choose for a strategy.
+
+    They are those of its code, of models whose layers are known, on GPUs; or those of them that a live script can be
+    run with.
+    """
     code, facts, by_script = code_base(request.workload.code), request.facts, request.splits
     was_asked = by_script is not None and request.strategies == (strategy,)
     if strategy in code.whole_strategies or not (was_asked or strategy in MODEL_PARALLEL_STRATEGIES):
@@ -269,9 +278,12 @@ def _context_degrees(request: Request, ranks: int, splits: tuple[words.Degree, .
     return tuple(cp for cp in _powers_of_two(most) if cp == 1 or length % (2 * cp) == 0)
 
 
-def _expert_degrees(request: Request, strategy: words.Strategy, tp: int, pp: int, cp: int) -> tuple[int, ...]:
-    """Over how many ranks experts are spread: powers of two that divide both, those of a node at the least, whose links
-    are the fastest; and none with tp where the code splits no sequence between its products."""
+def _expert_degrees(request: Request, strategy: words.Strategy, *, tp: int, pp: int, cp: int) -> tuple[int, ...]:
+    """Return over how many ranks experts may be spread: powers of two that divide both.
+
+    They are those of a node at the least, whose links are the fastest; and none with tp where the code splits no
+    sequence between its products.
+    """
     if request.degrees is not None:
         return (request.degrees.ep,)
     facts, cluster = request.facts, request.cluster
@@ -297,24 +309,26 @@ def _pipelines(request: Request, pp: int) -> tuple[tuple[words.Schedule, int], .
         return (usual,)
     deepest = -(-request.facts.num_layers // pp)
     pieces = [count for count in _powers_of_two(min(deepest, MOST_VIRTUAL_STAGES)) if count > 1]
-    found = [count for count in pieces if deepest % count == 0]
-    interleaved: list[tuple[words.Schedule, int]] = [("interleaved", count) for count in {*found[:1], *found[-1:]}]
+    divisors = [count for count in pieces if deepest % count == 0]
+    interleaved: list[tuple[words.Schedule, int]] = [
+        ("interleaved", count) for count in {*divisors[:1], *divisors[-1:]}
+    ]
     zero_bubble: list[tuple[words.Schedule, int]] = (
         [("zero-bubble", 1)] if request.workload.code == "torchtitan" else []
     )
     return (usual, *interleaved, *zero_bubble)
 
 
-def _asked_pipeline(asked: Degrees) -> tuple[words.Schedule, int]:
-    """A schedule and its virtual stages, of which either says what the other is."""
-    schedule, pieces = asked.pp_schedule, asked.virtual_stages
+def _asked_pipeline(degrees: Degrees) -> tuple[words.Schedule, int]:
+    """Return a schedule and its virtual stages, of which either says what the other is."""
+    schedule, pieces = degrees.pp_schedule, degrees.virtual_stages
     if schedule is None:
         schedule = "1f1b" if pieces in (None, 1) else "interleaved"
     return schedule, pieces or (2 if schedule == "interleaved" else 1)
 
 
 def micro_batches(request: Request, layout: CandidateLayout) -> tuple[int, ...]:
-    """The micro-batches that keep the global batch whole, smallest first; none where it cannot be split.
+    """Return the micro-batches that keep the global batch whole, smallest first; none where it cannot be split.
 
     A layout that reduces once per step is one of its own only where several micro-batches make up a step.
     """
@@ -329,7 +343,7 @@ def micro_batches(request: Request, layout: CandidateLayout) -> tuple[int, ...]:
 
 
 def configuration_of(request: Request, layout: CandidateLayout, micro_batch: int) -> Configuration:
-    """The configuration of a layout with one of its micro-batches."""
+    """Return the configuration of a layout with one of its micro-batches."""
     workload = request.workload
     return Configuration(
         strategy=layout.strategy,

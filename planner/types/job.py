@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypedDict
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.errors import ContradictoryRequest
-from planner.models.counting.count import count_parameters, frozen_but, with_adapters
+from planner.models.counting.count import count_parameters, freeze_but, with_adapters
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.facts_document import facts_document
 from planner.types.cluster import SHIPPED, Cluster, Rates
@@ -117,7 +117,7 @@ def counts_of(facts: ModelFacts, workload: Workload) -> ParameterCounts:
         dora = workload.method == "dora"
         rank, targets = workload.lora_rank, workload.lora_targets
         return with_adapters(facts, counts, rank=rank, targets=targets, magnitude=dora)
-    return frozen_but(facts, counts, workload.train_only) if workload.train_only else counts
+    return freeze_but(facts, counts, workload.train_only) if workload.train_only else counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

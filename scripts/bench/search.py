@@ -23,7 +23,7 @@ from planner.search.device_counts import device_counts
 from planner.search.evaluate import best
 from planner.search.ranking import Timed
 from planner.search.request import Request
-from planner.search.search import grouped
+from planner.search.search import group_candidates
 from tests.planner.search.exhaustive import best_by_group
 from tests.planner.search.questions import question
 
@@ -47,7 +47,7 @@ class Run:
 
 
 def pruned(request: Request) -> dict[str, Timed]:
-    found = {name: best(group, request.objective) for name, group in grouped(request).items()}
+    found = {name: best(group, request.objective) for name, group in group_candidates(request).items()}
     return {name: item for name, item in found.items() if item is not None}
 
 

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.calibration.learn import Row, errors, fitted
+from planner.calibration.learn import Row, errors, fit_factors
 from planner.cost.timing import step_time
 from planner.types.cluster import SHIPPED, Factors
 from planner.types.job import Job
@@ -57,7 +57,7 @@ def _user(rows: Sequence[Scored]) -> User:
     for draw in range(_DRAWS):
         chosen = random.Random(draw).sample(list(rows), 2 * RUNS)
         runs = [Row(job=row.run.job, seconds=row.run.measured_seconds) for row in chosen]
-        factors = Factors(**fitted(runs[:RUNS], price).factors)
+        factors = Factors(**fit_factors(runs[:RUNS], price).factors)
         before.append(statistics.median(errors(runs[RUNS:], SHIPPED, price)))
         after.append(statistics.median(errors(runs[RUNS:], factors, price)))
     first = rows[0].run

@@ -41,7 +41,7 @@ def _error(case: Case) -> float:
 
 
 def _forget() -> None:
-    figures._catalogued.cache_clear()
+    figures._catalogued_figures.cache_clear()
     timeline._instants.cache_clear()
     timeline._CACHE.clear()
 

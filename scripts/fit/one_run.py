@@ -60,7 +60,7 @@ def _errors(ran: Job, took: float, asked: Job, takes: float) -> Error:
     ratio = max(1.0, took / step_time(ran).step_seconds)
     ways = {
         "nothing": predicted,
-        "what is shared": Experience(known={ran.configuration: run}).expected(asked),
+        "what is shared": Experience(known_runs={ran.configuration: run}).expected(asked),
         "whole ratio": Correction(family=ratio).of(predicted),
     }
     return {name: abs(math.log(time.step_seconds / takes)) for name, time in ways.items()}

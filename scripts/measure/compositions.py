@@ -26,7 +26,7 @@ from hardware_db.spawn import RankError, RankPool
 from hardware_db.units import MIB
 from planner.errors import DsplanError
 from planner.models.facts import ModelFacts
-from planner.search.estimate import estimate, price, timed
+from planner.search.estimate import estimate, price, time_step
 from planner.search.request import Request
 from planner.types.plan import Configuration
 from planner.types.plan_io import plan_to_dict
@@ -339,7 +339,7 @@ def with_prediction(run: CompositionRun) -> CompositionRun:
 
 def predicted_seconds(run: CompositionRun) -> float:
     """Return what the planner expects a step to take on the run's processor, whose speed nobody has measured."""
-    return timed(price(*question(run))).step_seconds
+    return time_step(price(*question(run))).step_seconds
 
 
 def measure_all(cases: Sequence[CompositionRun], *, again: bool, deadline: float) -> None:

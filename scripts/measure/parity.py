@@ -37,7 +37,7 @@ from hardware_db.measured_rows import SHIPPED, RunRow, read_rows, write_rows
 from hardware_db.probe import probe
 from hardware_db.spawn import RankError, RankPool
 from planner import vocabulary as words
-from planner.cost.combinations import refusal
+from planner.cost.combinations import why_refused
 from planner.errors import ContradictoryRequest, DsplanError
 from planner.models.from_hf.config import facts_from_config
 from planner.search.estimate import estimate
@@ -163,7 +163,7 @@ def _first_runnable(layouts: Sequence[Asked], turn: int) -> Plan | None:
 
         for micro in sorted(micro_batches(request, layout), key=rounds):
             chosen = configuration_of(request, layout, micro)
-            if not refusal(chosen):
+            if not why_refused(chosen):
                 return estimate(request, chosen)
     return None
 

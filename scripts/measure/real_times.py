@@ -11,7 +11,7 @@ from pathlib import Path
 from hardware_db.measured_rows import SHIPPED, TimeRun, read_time_runs
 from hardware_db.measurement import RateMeasurement
 from hardware_db.microbench.grid import CPU, GPU, Scale, point_of, quick_points
-from planner.calibration.learn import Row, fitted, learn, with_factors
+from planner.calibration.learn import Row, fit_factors, learn, with_factors
 from planner.cluster.rates import rates_from_measurements
 from planner.cost.timing import step_time
 from planner.search.estimate import price
@@ -131,7 +131,7 @@ class Bench:
 
 def learnt(rows: Sequence[Row]) -> Factors:
     """The factors that runs ask for."""
-    return Factors(**fitted(rows).factors)
+    return Factors(**fit_factors(rows).factors)
 
 
 def shipped_bench(*, calibrated: bool) -> Bench:

@@ -37,7 +37,9 @@ What each would use where there is room, and what it needs at the least, which d
 LEFT_OUT = """
 ### What was left out
 
-Rows of the collection that no plan can say, or that lack what a plan needs.
+Rows of the collection that lack what a plan needs, or that say what the file of this table has no column for: it was
+read when plans had neither fp8 nor cp, ep, virtual stages and adapters. *Asked through the command line* has those
+marked *(asked)*, with the answer or why there is none.
 """
 
 

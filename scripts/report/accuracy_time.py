@@ -54,9 +54,9 @@ for Megatron-LM; the rule of thumb prices model operations at 40 % of the peak. 
 LEFT_OUT = """
 ### Rows that no fit has seen
 
-What the tables above and the fits leave out. The command line is asked most of it all the same, 8-bit products,
-adapters, mixtures of experts, context parallelism and interleaved pipelines: *Asked through the command line* has
-them; there are also the reasons of what cannot be asked.
+What the tables above and the fits leave out. The command line is asked what is marked *(asked)* all the same: 8-bit
+products, adapters, mixtures of experts, context parallelism and interleaved pipelines. *Asked through the command line*
+has them, and the reasons of what cannot be asked.
 """
 COLUMNS = ("", "runs", "median size", "90 % within", "median error")
 

@@ -26,7 +26,7 @@ def best_plan(request: Request) -> Plan:
     Of their memory, that is; where no such plan is left, it is the smallest of all that are predicted to save any.
 
     Raises:
-        NothingFits: there is none; the message holds the closest miss and the first remedy.
+        NothingFits: there is none; the message holds the closest miss and the remedies.
         ContradictoryRequest: the batch cannot be split as asked.
     """
     failed = current().failed_plans
@@ -36,8 +36,7 @@ def best_plan(request: Request) -> Plan:
         answer = recommend(replace(exclude_failed(request, failed), objective="memory"))
     if answer.plans:
         return answer.plans[0]
-    reasons = [*(answer.closest.notes[:1] if answer.closest else ()), *(item.change for item in answer.remedies[:1])]
-    raise NothingFits(f"no plan fits this machine: {'; '.join(reasons)}")
+    raise NothingFits(answer.no_plan().sentence)
 
 
 def exclude_failed(request: Request, failed: tuple[FailedPlan, ...], share: float = 0.0) -> Request:

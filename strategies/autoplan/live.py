@@ -20,10 +20,16 @@ from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.rates import rates_from_measurements
 from planner.cluster.resolve import probed_cluster
-from planner.cost.combinations import compresses, refusal
-from planner.search.recall import recalled
+from planner.cost.combinations import compresses, why_refused
+from planner.search.recall import recall
 from planner.search.request import Degrees, Request, WorkOptions, make_request
-from planner.search.space import configuration_of, enumerate_candidates, inapplicable, micro_batches, unfit_degrees
+from planner.search.space import (
+    configuration_of,
+    enumerate_candidates,
+    micro_batches,
+    why_inapplicable,
+    why_unfit_degrees,
+)
 from planner.types.plan import Configuration, Plan
 from strategies.autoplan.fallback import best_plan
 from strategies.autoplan.rates import machine_rates
@@ -76,7 +82,7 @@ def live_request(
     if (strategy or options.backend or request.degrees) and not any(True for _ in enumerate_candidates(request)):
         if chooses_anew:
             return with_measured_rates(replace(request, strategies=None, degrees=None), measured)
-        if request.degrees and (why := unfit_degrees(request)):
+        if request.degrees and (why := why_unfit_degrees(request)):
             raise CannotRun(f"parallel ({request.degrees}): {why}")
         word, value = ("strategy", strategy) if strategy else ("backend", options.backend)
         if strategy and _refuses_compression(request, strategy):
@@ -84,7 +90,7 @@ def live_request(
                 f"config: strategy {strategy!r} cannot compress gradients to {request.gradient_compression} as it runs"
                 " here; drop communication.compression, or choose ddp, or ZeRO with backend 'native'"
             )
-        reason = (strategy and inapplicable(request, strategy)) or "needs several ranks, or a GPU to offload from"
+        reason = (strategy and why_inapplicable(request, strategy)) or "needs several ranks, or a GPU to offload from"
         remedy = (
             "choose fsdp" if strategy == "hsdp" and request.cluster.gpus > 1 else "start more ranks with `dsplan run`"
         )
@@ -104,7 +110,7 @@ def _require_whole(request: Request) -> None:
     first = next(layouts)
     if first.splits_model and all(layout.splits_model for layout in layouts):
         micro_batch = micro_batches(request, first)[0]
-        raise CannotRun(refusal(replace(configuration_of(request, first, micro_batch), backend="deepspeed")))
+        raise CannotRun(why_refused(replace(configuration_of(request, first, micro_batch), backend="deepspeed")))
 
 
 def _micro_batch(options: PlanningOptions, environment: Environment, global_batch: int) -> int | None:
@@ -179,13 +185,13 @@ def steps_by_train_batch(script: Path) -> bool:
 
 def _refuses_compression(request: Request, strategy: words.Strategy) -> bool:
     backend = words.default_backend(strategy, zero=request.zero_backend)
-    return not inapplicable(request, strategy) and not compresses(strategy, backend, request.gradient_compression)
+    return not why_inapplicable(request, strategy) and not compresses(strategy, backend, request.gradient_compression)
 
 
 def with_measured_rates(request: Request, measured: Sequence[RateMeasurement]) -> Request:
     """Return the request with rates measured here, for its precision, and with what earlier runs taught."""
     rates = rates_from_measurements(measured, ranks=request.cluster.gpus, precision=request.workload.precision)
-    return recalled(replace(request, cluster=replace(request.cluster, rates=rates)))
+    return recall(replace(request, cluster=replace(request.cluster, rates=rates)))
 
 
 def _request(

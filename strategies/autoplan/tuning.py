@@ -115,7 +115,7 @@ def _add_experience(request: Request, tried: Sequence[Tried]) -> Request:
         )
         for trial in tried
     }
-    experience = replace(request.experience, known={**request.experience.known, **measured})
+    experience = replace(request.experience, known_runs={**request.experience.known_runs, **measured})
     fastest = replace(request, experience=experience, simplest_first=False, objective="throughput", top=1)
     return exclude_failed(fastest, current().failed_plans)
 

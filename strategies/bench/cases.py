@@ -10,7 +10,7 @@ from planner import vocabulary as words
 from planner.models.facts import ModelFacts
 from planner.models.from_hf.config import facts_from_config
 from planner.models.tasks import default_sequence_length, default_task
-from planner.search.estimate import impossible, price
+from planner.search.estimate import price, why_impossible
 from planner.search.request import Request, WorkOptions, make_request
 from planner.types.cluster import Cluster
 from planner.types.plan import Configuration
@@ -152,7 +152,7 @@ def training_cases(
         for way in sample.several if cluster.gpus > 1 else sample.alone:
             case = _case(sample, way, cluster, zero_backend)
             request = request_of(case, cluster)
-            if impossible(request, case.configuration):
+            if why_impossible(request, case.configuration):
                 continue
             if price(request, case.configuration).judgement.verdict != "does_not_fit":
                 yield case

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import cast
 
-from planner.cost.combinations import refusal
+from planner.cost.combinations import why_refused
 from planner.types.plan import Configuration
 from strategies.distributed.environment import Environment
 from strategies.engine.base import Strategy
@@ -39,7 +39,7 @@ def find_strategy(configuration: Configuration, environment: Environment) -> Str
     name = configuration.strategy
     if name not in STRATEGIES:
         raise UnknownName("strategy", name, STRATEGIES, hint=f"choose one of {', '.join(STRATEGIES)}")
-    if why := refusal(configuration):
+    if why := why_refused(configuration):
         raise CannotRun(f"the plan: {why}")
     paths = NATIVE if configuration.backend == "native" else STRATEGIES
     module, _, attribute = paths[name].partition(":")

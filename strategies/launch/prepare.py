@@ -17,9 +17,9 @@ from hardware_db.files import data_dir
 from hardware_db.probe import Machine, probe
 from planner import vocabulary as words
 from planner.cluster.probed import probed_cluster
-from planner.cost.combinations import Adapted, refusal
+from planner.cost.combinations import Adapted, why_refused
 from planner.errors import ContradictoryRequest, UnknownName
-from planner.search.request import WITHOUT_DEEPSPEED, deepspeed_lacks
+from planner.search.request import WITHOUT_DEEPSPEED, why_not_deepspeed
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan
 from strategies.launch.options import Asked
@@ -293,7 +293,7 @@ def _plan_processes(request: RunRequest, plan: Plan, placement: Placement) -> in
     configuration = plan.configuration
     work = plan.workload
     adapted = Adapted(method=work.get("method", "full"), load_dtype=work.get("load_dtype"))
-    if why := refusal(configuration, adapted):
+    if why := why_refused(configuration, adapted):
         raise DsplanError(f"{request.plan_file}: {why}")
     nodes = plan.cluster.get("nodes", 1)
     if nodes > 1 and not placement.least_nodes <= nodes <= placement.most_nodes:
@@ -312,7 +312,7 @@ def _plan_processes(request: RunRequest, plan: Plan, placement: Placement) -> in
 
 def _check_precision(request: RunRequest, plan: Plan, machine: Machine) -> None:
     chosen = plan.configuration
-    lacks = deepspeed_lacks(probed_cluster(machine).device, chosen.precision)
+    lacks = why_not_deepspeed(probed_cluster(machine).device, chosen.precision)
     if lacks and chosen.backend == "deepspeed":
         raise DsplanError(f"{request.plan_file}: {lacks}; plan again: {WITHOUT_DEEPSPEED}")
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from planner import vocabulary as words
-from planner.cost.combinations import Adapted, refusal
+from planner.cost.combinations import Adapted, why_refused
 from planner.types.plan import Configuration, WorkloadSection
 from strategies.config import ScriptConfig
 from strategies.errors import BackendMissing, CannotRun
@@ -166,7 +166,7 @@ def require_trainable(model: nn.Module, configuration: Configuration) -> None:
     has_magnitudes = any(len(getattr(module, "lora_magnitude_vector", ())) for module in model.modules())
     method: words.Method = "dora" if has_magnitudes else "lora"
     adapted = Adapted(method=method, load_dtype="nf4" if quantised_weights(model) else None)
-    if why := refusal(configuration, adapted):
+    if why := why_refused(configuration, adapted):
         raise CannotRun(f"the plan: {why}")
 
 

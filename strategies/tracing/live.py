@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from planner.errors import BrokenFile, UnknownName
-from planner.models.counting.weights import NOTHING, Weights, block_count, counted
+from planner.models.counting.weights import NOTHING, Weights, block_count, count_weights
 from planner.models.facts import BlockCount, ModelFacts, ParameterCounts
 from planner.models.from_hf.config import facts_from_config
 from strategies.parallel.blocks import is_row
@@ -58,7 +58,7 @@ def counts_from_module(module: nn.Module, described: ModelFacts | None = None) -
     tables = [_take(part, seen) for part in outside if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     blocks = [_block(path, block, seen) for path, stack in stacks for block in stack]
     head = _take(_last_linear(outside), seen)
-    return counted(embedding=sum(tables, NOTHING), blocks=_merged(blocks), head=head, other=_take(module, seen))
+    return count_weights(embedding=sum(tables, NOTHING), blocks=_merged(blocks), head=head, other=_take(module, seen))
 
 
 def _described(module: nn.Module, name: str) -> ModelFacts | None:
@@ -117,7 +117,7 @@ def _take(module: nn.Module | None, seen: set[int]) -> Weights:
     fresh = [parameter for parameter in module.parameters() if id(parameter) not in seen] if module is not None else []
     seen.update(map(id, fresh))
     frozen = tuple(place for place, parameter in enumerate(fresh) if not parameter.requires_grad)
-    return Weights(tuple(tuple(parameter.shape) for parameter in fresh), frozen)
+    return Weights(shapes=tuple(tuple(parameter.shape) for parameter in fresh), frozen=frozen)
 
 
 def _outside(module: nn.Module, stacks: list[_Stack]) -> list[nn.Module]:

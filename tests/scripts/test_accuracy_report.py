@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 
 from planner.vocabulary import Precision, Strategy
+from scripts.fit.asked_rows import read
 from scripts.peers.peers import NoAnswer, _accelerate, _question
 from scripts.report.accuracy_cases import Case, all_cases
 from scripts.report.accuracy_peers import PEERS, read_peers
@@ -82,3 +83,13 @@ def test_gpu_runs_get_a_section_of_their_own_and_their_verdicts() -> None:
     assert "| 1 | 50.0% | 50.0% | +50.0% | +0.0% |" in page
     assert "| GPU, out of memory | 1 | 0 | 0 | 1 (100.0%) |" in page
     assert "## Against traces" not in page
+
+
+@pytest.mark.parametrize("file", ["published_memory_left_out", "published_training_left_out"])
+def test_what_is_left_out_of_a_table_is_not_called_impossible(file: str) -> None:
+    """Plans have fp8, cp, ep, virtual stages and adapters: rows of those are asked as flags, some with an answer."""
+    answered = {row["source"] for row in read("published_asked") if not row["why_not"]}
+    rows = read(file)
+    assert not [row for row in rows if "no plan does" in row["why"]]
+    assert sum(row["why"].endswith("(asked)") for row in rows) > 20
+    assert {row["source"] for row in rows if row["why"].endswith("(asked)")} <= answered

@@ -10,13 +10,13 @@ from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.memory.activations.figures import figures_of
 from planner.cost.memory.activations.form import (
     FORMS,
-    added,
+    add,
     find_form,
     form_to_dict,
-    multiplied,
+    multiply,
     per_sample,
     structure_of,
-    subtracted,
+    subtract,
     value,
 )
 from planner.cost.memory.estimate import phases_of
@@ -116,11 +116,11 @@ def test_a_block_of_llama_keeps_what_its_code_says() -> None:
 
 def test_polynomials() -> None:
     one, two = {"b s": 2.0, "": 1.0}, {"h": 3.0}
-    assert multiplied(one, two) == {"b h s": 6.0, "h": 3.0}
-    assert subtracted(added((one, two)), one) == two
+    assert multiply(one, two) == {"b h s": 6.0, "h": 3.0}
+    assert subtract(add((one, two)), one) == two
     sizes = {"b": 2.0, "s": 5.0, "h": 7.0}
-    assert value(multiplied(one, two), sizes) == (2 * 2 * 5 + 1) * 3 * 7
-    assert per_sample(multiplied(one, two), sizes) == (21.0, 210.0)
+    assert value(multiply(one, two), sizes) == (2 * 2 * 5 + 1) * 3 * 7
+    assert per_sample(multiply(one, two), sizes) == (21.0, 210.0)
 
 
 def test_a_shape_that_no_symbol_explains_is_named() -> None:

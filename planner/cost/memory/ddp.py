@@ -1,4 +1,4 @@
-"""What whole replicas (`single`, `ddp`) hold besides states and activations: gradients and DDP's buckets.
+"""Memory of whole replicas (`single`, `ddp`) besides states and activations: gradients and DDP's buckets.
 
 Source: torch 2.13's `DistributedDataParallel` with its defaults and its reducer (`csrc/distributed/c10d/reducer.cpp`):
 buckets of 1 MiB, then 25 MiB, that hold a copy of every gradient, made once and kept (`gradient_as_bucket_view` off).
@@ -33,7 +33,7 @@ class ReplicaBuffers:
                 self.buckets += ERROR_BYTES * units.elements
 
     def at(self, instant: Instant) -> Ledger:
-        """A micro-batch after the first adds to gradients that are all there, tensor by tensor."""
+        """Return the ledger; a micro-batch after the first adds to gradients that are all there, tensor by tensor."""
         if self._adds:
             gradients = self._all + self._width * min(instant.unit_gradients, self._largest)
         else:
@@ -42,9 +42,10 @@ class ReplicaBuffers:
 
 
 class WholeGradientBuffers:
-    """Gradients in one buffer that is made with the model and that every micro-batch adds to, as Megatron's main
-    gradients are (`core/distributed/param_and_grad_buffer.py`). The optimizer steps on fp32 gradients in place; of
-    narrower ones it makes an fp32 copy of what is the rank's own (`core/optimizer/optimizer.py`,
+    """Gradients in one buffer that is made with the model and that every micro-batch adds to.
+
+    Megatron's main gradients are such (`core/distributed/param_and_grad_buffer.py`). The optimizer steps on fp32
+    gradients in place; of narrower ones it makes an fp32 copy of what is the rank's own (`core/optimizer/optimizer.py`,
     _copy_model_grads_to_main_grads).
     """
 
@@ -56,12 +57,12 @@ class WholeGradientBuffers:
         self._widened = recipe.master * own if recipe.gradient < recipe.master else 0.0
 
     def at(self, instant: Instant) -> Ledger:
-        """The buffer, and the newest gradient until it is added."""
+        """Return the buffer, and the newest gradient until it is added."""
         newest = self._made * min(instant.unit_gradients, self._largest)
         return Ledger(gradients=self._all + newest, temporaries=instant.cast)
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
-        """The step."""
+        """Return the step's ledger."""
         return (("step", Ledger(gradients=self._all, temporaries=self._widened)),)
 
 

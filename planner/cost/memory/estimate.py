@@ -28,8 +28,10 @@ KEPT_BYTES = 4
 
 
 def evaluation_ledger(job: Job, recipe: Recipe, forward: Ledger) -> Ledger:
-    """The largest moment of an evaluation; `forward` is a training step's forward phase, whose weights, optimizer
-    states and unsharded parameters it has too."""
+    """Return the largest moment of an evaluation.
+
+    It has a training step's weights, optimizer states and unsharded parameters, which `forward` has too.
+    """
     working = max(_block(job, recipe), _logits_and_loss(job, recipe))
     step, kept = _step_logits(job), job.workload.evaluation_steps_kept
     if kept:
@@ -43,8 +45,10 @@ def _tokens(job: Job) -> int:
 
 
 def _block(job: Job, recipe: Recipe) -> float:
-    """What one block's forward works with when nothing is saved: its input and norm, and the attention's tensors or
-    the MLP's."""
+    """Return what one block's forward works with when nothing is saved.
+
+    That is its input and norm, and the attention's tensors or the MLP's.
+    """
     facts, tokens = job.facts, _tokens(job)
     if facts.kind == "custom":
         return _unknown_block(job, recipe)
@@ -59,7 +63,7 @@ def _block(job: Job, recipe: Recipe) -> float:
 
 
 def _unknown_block(job: Job, recipe: Recipe) -> float:
-    """A custom module: what a trace says that one block keeps, or its matrices' inputs and outputs."""
+    """Return the working set of a custom module's block: what a trace says, or its matrices' inputs and outputs."""
     if job.facts.traced:
         return job.workload.evaluation_batch_size * max(traced.block for traced in job.facts.traced.values())
     return _tokens(job) * 2 * recipe.compute * job.counts.largest_block / max(job.facts.hidden_size, 1)
@@ -89,23 +93,27 @@ def memory_estimate(job: Job) -> MemoryEstimate:
 
 
 def phases_of(job: Job, *, stages: tuple[int, ...] | None = None) -> dict[str, Ledger]:
-    """What is alive on the busiest rank at the peak of each phase; `eval` and `save` only where they were asked for.
-    Without `stages` of those pipeline stages that can be the busiest."""
+    """Return what is alive on the busiest rank at the peak of each phase.
+
+    `eval` and `save` are there only where they were asked for. Without `stages` it is of those that can be the busiest.
+    """
     return _busiest(job, stages)[2]
 
 
 def _busiest(job: Job, stages: tuple[int, ...] | None = None) -> tuple[Job, States, dict[str, Ledger]]:
-    """The job as the pipeline stage with the largest peak sees it, with its states; and of every phase the largest
-    moment of any stage."""
-    recipe, found = recipe_of(job), []
+    """Return the job as the pipeline stage with the largest peak sees it, with its states.
+
+    The ledgers are, of every phase, the largest moment of any stage.
+    """
+    recipe, stages_phases = recipe_of(job), []
     for stage in stages or stages_looked_at(job.configuration.pp):
         here = replace(job, stage=stage) if stage != job.stage else job
         states = states_of(here, recipe)
-        found.append((here, states, _phases_of(here, recipe, states)))
-    if len(found) == 1:
-        return found[0]
-    busiest, states, _ = max(found, key=lambda entry: max(map(_total, entry[2].values())))
-    every = [phases for _, _, phases in found]
+        stages_phases.append((here, states, _phases_of(here, recipe, states)))
+    if len(stages_phases) == 1:
+        return stages_phases[0]
+    busiest, states, _ = max(stages_phases, key=lambda entry: max(map(_total, entry[2].values())))
+    every = [phases for _, _, phases in stages_phases]
     names = [name for name in ("load", *PHASES, "eval", "save") if any(name in phases for phases in every)]
     return busiest, states, {name: max((p[name] for p in every if name in p), key=_total) for name in names}
 
@@ -125,7 +133,7 @@ def _phases_of(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
 
 
 def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEstimate:
-    """The estimate that follows from the phases; `margin` is the share of the peak that is needed besides."""
+    """Return the estimate that follows from the phases; `margin` is the share of the peak that is needed besides."""
     return _composed(job, states_of(job, recipe_of(job)), phases, margin)
 
 
@@ -163,7 +171,7 @@ def _accumulated(job: Job) -> float:
 
 
 def _phases_of_step(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
-    """The largest moment of each phase of the step."""
+    """Return the largest moment of each phase of the step."""
     weights = states.parameters + buffer_bytes(job, recipe)
     always = Ledger(
         parameters=weights,

@@ -21,9 +21,9 @@ from functools import cached_property, lru_cache, partial
 from hardware_db.records import dataclass
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
-from planner.cost.memory.units import Part, Shards, Unit, Units, part_of, rank_units, rounded, shards_over
+from planner.cost.memory.units import Part, Shards, Unit, Units, part_of, rank_units, round_up, shards_over
 from planner.cost.precision import Recipe
-from planner.cost.split import reduces_each_micro_batch, reshards
+from planner.cost.split import reduces_each_micro_batch, reshards_weights
 from planner.models.facts import ParameterCounts
 from planner.types.job import Job
 
@@ -59,8 +59,10 @@ class UnitBytes:
 def frozen_unit_bytes(
     trained: Unit, held: Unit, recipe: Recipe, shards: Shards, *, offloads: bool, is_block: bool
 ) -> UnitBytes:
-    """The same where the unit's frozen weights have a dtype of their own, in which they are all-gathered: FSDP2's
-    mixed precision casts what is wider than compute, and a quantised model travels as it is stored."""
+    """Return a unit's bytes where its frozen weights have a dtype of their own, in which they are all-gathered.
+
+    FSDP2's mixed precision casts what is wider than compute, and a quantised model travels as it is stored.
+    """
     own = unit_bytes(trained, trained, recipe, shards, offloads=offloads)
     local, width = held.shard(shards), recipe.frozen_gather
     narrow = width if recipe.quantised is None or not is_block else recipe.quantised
@@ -70,38 +72,41 @@ def frozen_unit_bytes(
     alone, casts = shards.dense == shards.experts == 1, recipe.frozen_width > width
     return replace(
         own,
-        unsharded=own.unsharded + sum(map(rounded, whole)),
-        all_gather_output=own.all_gather_output + (0 if alone else rounded(sum(whole))),
-        all_gather_input=own.all_gather_input + (sum(map(rounded, sizes)) if offloads or casts else 0),
+        unsharded=own.unsharded + sum(map(round_up, whole)),
+        all_gather_output=own.all_gather_output + (0 if alone else round_up(sum(whole))),
+        all_gather_input=own.all_gather_input + (sum(map(round_up, sizes)) if offloads or casts else 0),
     )
 
 
 def unit_bytes(
     unit: Unit, trained: Unit, recipe: Recipe, shards: Shards, *, offloads: bool, width: float | None = None
 ) -> UnitBytes:
-    """A unit's bytes over its ranks, `trained` being it without frozen weights. One rank alone unshards and
-    reduces by copies, tensor by tensor. `width` are bytes of an unsharded parameter where they are not the recipe's."""
+    """Return a unit's bytes over its ranks, `trained` being it without frozen weights.
+
+    One rank alone unshards and reduces by copies, tensor by tensor. `width` are bytes of an unsharded parameter where
+    they are not the recipe's.
+    """
     gather = recipe.gather if width is None else width
     local, reduced = unit.shard(shards), trained.shard(shards)
     whole = local.whole(shards)
     alone, casts = shards.dense == shards.experts == 1, gather != recipe.weight
     if offloads:
-        all_gather_input = local.bytes(gather) + (rounded(max(local.sizes, default=0) * recipe.weight) if casts else 0)
+        all_gather_input = local.bytes(gather) + (round_up(max(local.sizes, default=0) * recipe.weight) if casts else 0)
     elif casts:
-        all_gather_input = rounded((max(local.sizes, default=0) if alone else local.elements) * gather)
+        all_gather_input = round_up((max(local.sizes, default=0) if alone else local.elements) * gather)
     else:
         all_gather_input = 0
     return UnitBytes(
-        unsharded=sum(rounded(size * gather) for size in whole),
-        all_gather_output=0 if alone else rounded(sum(whole) * gather),
+        unsharded=sum(round_up(size * gather) for size in whole),
+        all_gather_output=0 if alone else round_up(sum(whole) * gather),
         all_gather_input=all_gather_input,
         gradients=trained.bytes(recipe.gather),
-        newest=rounded(max(trained.sizes, default=0) * recipe.gather),
-        last_gradient=0 if alone else rounded(sum(trained.sizes[-1:]) * recipe.gather),
+        newest=round_up(max(trained.sizes, default=0) * recipe.gather),
+        last_gradient=0 if alone else round_up(sum(trained.sizes[-1:]) * recipe.gather),
         accumulated=trained.bytes(recipe.reduce),
-        reduce_scatter_input=rounded(sum(reduced.whole(shards)) * recipe.reduce),
-        gloo_copy=rounded(_reduced_at_once(reduced, shards) * recipe.reduce),
-        sharded_gradients=rounded(reduced.elements * recipe.reduce),
+        reduce_scatter_input=round_up(sum(reduced.whole(shards)) * recipe.reduce),
+        gloo_copy=round_up(_reduced_at_once(reduced, shards) * recipe.reduce),
+        sharded_gradients=round_up(reduced.elements * recipe.reduce),
     )
 
 
@@ -138,7 +143,7 @@ class _Stack:
 
     @property
     def is_shared(self) -> bool:
-        """Whether one unit is used again and again, as ALBERT's: it is neither fetched ahead nor reduced in between."""
+        """True if one unit is used again and again, as ALBERT's: it is neither fetched ahead nor reduced in between."""
         return self._count <= 1
 
     @property
@@ -146,12 +151,12 @@ class _Stack:
         return self._units[0][1]
 
     def unit(self, index: int, blocks: int) -> UnitBytes:
-        """The block at an index, which counts from the end where it is negative."""
-        place = (index % max(blocks, 1) + 0.5) * self._count / max(blocks, 1)
+        """Return the unit of the block at an index, which counts from the end where it is negative."""
+        position = (index % max(blocks, 1) + 0.5) * self._count / max(blocks, 1)
         for repeats, unit in self._units:
-            if place < repeats:
+            if position < repeats:
                 return unit
-            place -= repeats
+            position -= repeats
         return self._units[-1][1]
 
     def unsharded(self, first: int, blocks: int) -> float:
@@ -177,9 +182,9 @@ class _Stack:
             left -= min(repeats, left)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Sharding:
-    """What buffers depend on besides the parameters and the recipe."""
+    """Traits of a job that buffers depend on besides the parameters and the recipe."""
 
     shards: Shards
     part: Part
@@ -191,17 +196,17 @@ class _Sharding:
 
 
 def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
-    """The buffers of FSDP2 in a job."""
+    """Return the buffers of FSDP2 in a job."""
     chosen = job.configuration
     steps = chosen.gradient_accumulation_steps
     sharding = _Sharding(
-        shards_over(job),
-        part_of(job),
-        chosen.offload != "none",
-        reshards(job),
-        steps,
-        steps == 1 or reduces_each_micro_batch(job),
-        job.cluster.device.is_cpu,
+        shards=shards_over(job),
+        part=part_of(job),
+        offloads=chosen.offload != "none",
+        reshards=reshards_weights(job),
+        steps=steps,
+        synchronised=steps == 1 or reduces_each_micro_batch(job),
+        by_gloo=job.cluster.device.is_cpu,
     )
     return _buffers(job.counts, sharding, recipe)
 
@@ -253,11 +258,11 @@ class FsdpBuffers:
         share = instant.blocks_done / max(instant.blocks, 1)
         of_root = max(instant.done_gradients - share * self._block_elements, 0.0)
         whole = self._whole(instant, of_root)
-        unsharded, done = self._unsharded_in_backward(instant), instant.blocks_done
-        sharded_gradients = self._sharded_gradients(done, instant.blocks)
+        unsharded, blocks_done = self._unsharded_in_backward(instant), instant.blocks_done
+        sharded_gradients = self._sharded_gradients(blocks_done, instant.blocks)
         reducing = (
-            self._blocks.unit(-done, instant.blocks).reduce_scatter_input
-            if done and not self._blocks.is_shared
+            self._blocks.unit(-blocks_done, instant.blocks).reduce_scatter_input
+            if blocks_done and not self._blocks.is_shared
             else 0.0
         )
         if self._synchronised:
@@ -269,27 +274,29 @@ class FsdpBuffers:
         return max(last, Ledger(gradients=added + whole, buffers=unsharded), key=lambda ledger: ledger.total)
 
     def _reduction(self, instant: Instant) -> Ledger:
-        """The unit's parameters are freed, its whole gradients not before they are copied."""
-        done, blocks = instant.blocks_done, instant.blocks
-        unit, share = self._blocks.unit(-done - 1, blocks), done / max(blocks, 1)
+        """Return what waits when a unit's parameters are freed: its whole gradients are not before they are copied."""
+        blocks_done, blocks = instant.blocks_done, instant.blocks
+        unit, share = self._blocks.unit(-blocks_done - 1, blocks), blocks_done / max(blocks, 1)
         of_root = max(instant.done_gradients - share * self._block_elements, 0.0)
         unsharded = self._unsharded_in_backward(instant) - unit.unsharded
         if self._synchronised:
-            gradients = self._sharded_gradients(done, blocks) if self._steps == 1 else self._waiting
+            gradients = self._sharded_gradients(blocks_done, blocks) if self._steps == 1 else self._waiting
             gradients += self._recipe.gather * of_root + max(unit.gradients, self._reduced(unit, unit.last_gradient))
         else:
             of_root = 0.0 if self._recipe.gather == self._recipe.reduce else of_root
-            gradients = self._left(instant) + self._sharded_gradients(done, blocks) + self._recipe.gather * of_root
+            gradients = (
+                self._left(instant) + self._sharded_gradients(blocks_done, blocks) + self._recipe.gather * of_root
+            )
         return Ledger(gradients=gradients, buffers=unsharded + unit.reduce_scatter_input)
 
     def before_blocks(self) -> Ledger:
-        """The root unsharded, then the first block beside the root's buffer; hardly an activation is alive."""
+        """Return the unsharded root, then the first block beside the root's buffer; hardly an activation is alive."""
         root, block = self._root, self._blocks.first
         beside = root.unsharded + root.all_gather_output + block.all_gather_peak
         return Ledger(gradients=self._waiting, buffers=max(root.all_gather_peak, beside))
 
     def after_backward(self) -> Ledger:
-        """The root's reduction, after all others' and when no activation is left."""
+        """Return the root's reduction, after all others' and when no activation is left."""
         whole, last = self._root.gradients, self._root.last_gradient
         if not self._synchronised:
             whole, last = self._root.accumulated, last * self._recipe.reduce / self._recipe.gather
@@ -300,12 +307,14 @@ class FsdpBuffers:
         )
 
     def _reduced(self, unit: UnitBytes, last_gradient: float) -> float:
-        """What a unit's reduce-scatter has beside its input."""
+        """Return what a unit's reduce-scatter has beside its input."""
         return unit.sharded_gradients + last_gradient + (unit.gloo_copy if self._by_gloo else 0)
 
     def _whole(self, instant: Instant, of_root: float) -> float:
-        """Gradients that are not reduced yet. Those of the dtype that is accumulated are added in place, so that only
-        the newest is a tensor of its own."""
+        """Return gradients that are not reduced yet.
+
+        Those of the dtype that is accumulated are added in place, so that only the newest is a tensor of its own.
+        """
         if self._synchronised or self._recipe.gather != self._recipe.reduce:
             return self._recipe.gather * (of_root + instant.unit_gradients)
         unit = self._blocks.unit(-instant.blocks_done - 1, instant.blocks) if instant.unit == "block" else self._root
@@ -328,14 +337,20 @@ class FsdpBuffers:
         return self._sharded_gradients(1, 1) + self._root.sharded_gradients if self._steps > 1 else 0.0
 
     def _unsharded_in_forward(self, instant: Instant) -> float:
-        """The last buffer stays until the next unit's is copied out, or until the root's forward, which has the loss,
-        ends."""
-        done, blocks = instant.blocks_done, instant.blocks
+        """Return what is unsharded in forward.
+
+        The last buffer stays until the next unit's is copied out, or until the root's forward, which has the loss,
+        ends.
+        """
+        blocks_done, blocks = instant.blocks_done, instant.blocks
         if instant.unit == "head":
             before = 0.0 if self._reshards else self._blocks.unsharded(blocks, blocks)
             return self._root.unsharded + before + self._blocks.unit(-1, blocks).all_gather_output
-        block, previous = self._blocks.unit(done, blocks), self._blocks.unit(done - 1, blocks) if done else self._root
-        before = 0.0 if self._reshards else self._blocks.unsharded(done, blocks)
+        block, previous = (
+            self._blocks.unit(blocks_done, blocks),
+            self._blocks.unit(blocks_done - 1, blocks) if blocks_done else self._root,
+        )
+        before = 0.0 if self._reshards else self._blocks.unsharded(blocks_done, blocks)
         unsharded = (
             previous.all_gather_output + block.all_gather_peak
             if instant.enters
@@ -344,7 +359,7 @@ class FsdpBuffers:
         return self._root.unsharded + before + unsharded
 
     def _unsharded_in_backward(self, instant: Instant) -> float:
-        """The root, the block at work, and, once that is copied out, the buffer of the one before it, which is next."""
+        """Return the root, the block at work, and, once that is copied out, the buffer of the block before it."""
         blocks = instant.blocks
         remaining = blocks - instant.blocks_done
         if not self._reshards:

@@ -24,8 +24,10 @@ from planner.vocabulary import FSDP_STRATEGIES
 
 
 def parked_inputs(job: Job, recipe: Recipe) -> list[tuple[int, float]]:
-    """How many blocks there are of each kind, and the bytes of one's input; nothing where inputs stay on the device, or
-    the device's memory is the host's."""
+    """Return how many blocks there are of each kind, and the bytes of one's input.
+
+    Nothing where inputs stay on the device, or the device's memory is the host's.
+    """
     configuration = job.configuration
     if not configuration.activations_on_host or job.cluster.device.is_cpu:
         return []
@@ -38,21 +40,24 @@ CPU_PROCESS_BYTES = 335 * MIB
 
 
 def host_bytes(job: Job, states: States, device_used: float) -> float:
-    """What training takes, or saving where it takes more, on the node that holds rank 0. A CPU's device is its host."""
+    """Return what training or saving takes, whichever is more, on the node of rank 0. A CPU's device is its host."""
     ranks = job.cluster.gpus_per_node
     if job.cluster.device.is_cpu:
         return ranks * device_used
     recipe = recipe_of(job)
     saving = saving_of(job, recipe, states)
     saving_bytes = saving.host_of_rank_0 + (ranks - 1) * saving.host_of_others
-    parked = sum(count * pinned(size) for count, size in parked_inputs(job, recipe))
+    parked = sum(count * pinned_bytes(size) for count, size in parked_inputs(job, recipe))
     paged = paged_state_bytes(job, trained_shards_of(job))
     return ranks * (CPU_PROCESS_BYTES + offloaded_bytes(job, recipe) + parked + paged) + saving_bytes
 
 
 def host_load_bytes(job: Job) -> float:
-    """What a node's processes take while the model loads: where the code base makes it whole in every process, and the
-    engine places it from there, as many copies; where it makes or reads only what is a rank's own, hardly anything."""
+    """Return what a node's processes take while the model loads.
+
+    Where the code base makes it whole in every process, and the engine places it from there, these are as many copies;
+    where it makes or reads only what is a rank's own, hardly anything.
+    """
     if job.cluster.device.is_cpu:
         return 0.0
     ranks = job.cluster.gpus_per_node
@@ -63,8 +68,10 @@ def host_load_bytes(job: Job) -> float:
 
 
 def loads_once(job: Job) -> bool:
-    """Whether a node has no room for a whole model per process and the strategy can do with one: FSDP by accelerate's
-    `cpu_ram_efficient_loading`, ZeRO-3 by DeepSpeed's `zero.Init`."""
+    """Return whether a node has no room for a whole model per process and the strategy can do with one.
+
+    FSDP can by accelerate's `cpu_ram_efficient_loading`, ZeRO-3 by DeepSpeed's `zero.Init`.
+    """
     if code_base(job.workload.code).loads != "whole":
         return False
     ranks, limit = job.cluster.gpus_per_node, host_limit(job.workload, job.cluster)
@@ -86,17 +93,19 @@ def offloaded_bytes(job: Job, recipe: Recipe) -> float:
     else:
         # A flat partition has no rows for Adafactor to factor: it keeps a whole fp32 moment.
         buffers = zero_host_buffers(job, recipe, 4.0 if configuration.optimizer == "adafactor" else recipe.state)
-    return sum(map(pinned, buffers.pinned)) + buffers.other
+    return sum(map(pinned_bytes, buffers.pinned)) + buffers.other
 
 
-def pinned(size: float) -> float:
+def pinned_bytes(size: float) -> float:
     """Bytes that a pinned buffer takes."""
     return float(1 << (max(round(size), 1) - 1).bit_length())
 
 
 def _fsdp(job: Job, recipe: Recipe) -> float:
-    """Shards and their gradients pinned, tensor by tensor; moments are not. Frozen weights are there as they were
-    loaded, without either."""
+    """Return shards and their gradients, pinned tensor by tensor, which moments are not.
+
+    Frozen weights are there as they were loaded, without either.
+    """
     if recipe.frozen is not None:
         trained = trained_shards_of(job)
         moved = _each_pinned(trained, recipe.reduce) + recipe.state * trained.elements
@@ -106,4 +115,4 @@ def _fsdp(job: Job, recipe: Recipe) -> float:
 
 
 def _each_pinned(units: Units, width: float) -> float:
-    return sum(unit.repeats * sum(pinned(size * width) for size in unit.sizes) for unit in units.every)
+    return sum(unit.repeats * sum(pinned_bytes(size * width) for size in unit.sizes) for unit in units.every)

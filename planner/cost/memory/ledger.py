@@ -10,7 +10,7 @@ from planner.models.figures import Amount as Amount
 
 
 def plus(*amounts: Amount) -> Amount:
-    """The sum."""
+    """Return the sum."""
     fixed = grows = 0.0
     for constant, other in amounts:
         fixed += constant
@@ -51,6 +51,7 @@ class Ledger:
 
     @property
     def total(self) -> float:
+        """Sum of all entries."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.temporaries
 
     def rounded(self) -> dict[str, int]:

@@ -24,19 +24,21 @@ BROADCAST_BYTES = 2 * (250 << 20)
 
 
 def made_bytes(job: Job) -> float:
-    """Bytes of the whole model as a script makes it: what `from_pretrained(dtype=...)` is asked for, else fp32. A
-    quantised one is read in 16 bits."""
+    """Return the bytes of the whole model as a script makes it.
+
+    It does as `from_pretrained(dtype=...)` is asked to, else in fp32. A quantised one is read in 16 bits.
+    """
     loaded = load_dtype_of(job.workload)
     return (MADE_BYTES if loaded is None else max(LOADED_BYTES[loaded], 2)) * job.counts.total
 
 
 def load_ledger(job: Job, recipe: Recipe, states: States) -> Ledger:
-    """The most that one rank's device holds while the model is placed. On a CPU the model lies there before that."""
+    """Return the most that one rank's device holds while the model is placed; on a CPU it lies there before."""
     placed = _placed(job, recipe, states)
     if not job.cluster.device.is_cpu:
         return placed
-    made = Ledger(parameters=made_bytes(job), temporaries=_beside_the_whole(job, recipe))
-    return max(made, placed, key=_total)
+    first_form = Ledger(parameters=made_bytes(job), temporaries=_beside_the_whole(job, recipe))
+    return max(first_form, placed, key=_total)
 
 
 def _placed(job: Job, recipe: Recipe, states: States) -> Ledger:
@@ -58,15 +60,18 @@ def _placed(job: Job, recipe: Recipe, states: States) -> Ledger:
 
 
 def _beside_the_whole(job: Job, recipe: Recipe) -> float:
-    """What is made before any of the model's first form is freed: a unit's shards, or a cast copy of one weight."""
+    """Return what is made before any of the model's first form is freed: a unit's shards, or one weight's cast copy."""
     if job.configuration.strategy in FSDP_STRATEGIES:
         return recipe.weight * job.counts.largest_block / job.configuration.state_shards
     return recipe.weight * largest_matrix(job) if recipe.weight != MADE_BYTES else 0.0
 
 
 def _sharded(job: Job, recipe: Recipe) -> Ledger:
-    """The blocks one after the other, then the root with what is left, each whole with its shards; of those before,
-    shards."""
+    """Return the largest moment of sharding.
+
+    The blocks come one after the other, then the root with what is left, each whole with its shards; of those before
+    there are shards.
+    """
     units, configuration = units_of(job), job.configuration
     width = mean_width(job, recipe)
     shards = width / configuration.state_shards
@@ -79,8 +84,10 @@ def _sharded(job: Job, recipe: Recipe) -> Ledger:
 
 
 def _flattened(job: Job, recipe: Recipe, states: States) -> Ledger:
-    """ZeRO-1 and 2: the weights and a flat copy of those that are trained, then the flat one with the rank's master
-    copy and its gradient.
+    """Return the largest moment of ZeRO-1 and 2.
+
+    It has the weights and a flat copy of those that are trained, then the flat one with the rank's master copy and its
+    gradient.
 
     DeepSpeed makes the flat copy on the host where the device has no room for it.
     """
@@ -143,7 +150,7 @@ class Saving:
 
 
 def saving_of(job: Job, recipe: Recipe, states: States) -> Saving:
-    """What a checkpoint of the workload's kind takes; nothing where none was asked for."""
+    """Return what a checkpoint of the workload's kind takes; nothing where none was asked for."""
     matrix = largest_matrix(job)
     if job.workload.save == "none":
         return Saving(device=Ledger(), host_of_rank_0=0, host_of_others=0)

@@ -1,4 +1,4 @@
-"""What a process uses beyond its tensors: the allocator's cache and fragments, the driver's context, communicators.
+"""Memory of a process beyond its tensors: the allocator's cache and fragments, the driver's context, communicators.
 
 docs/explanation/cost-model.md lists the sources by the numbers in brackets and explains the bound. A `device` figure
 without a source for its own generation is the A100's.
@@ -62,8 +62,11 @@ CUBLAS_WORKSPACE_DEFAULT_BYTES = 8_519_680
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceUse:
-    """Bytes on one device: `reserved` by torch's allocator where there is room, and `beside` it; of both together what
-    the job `needed` at the least, and what real runs stay below, the `upper` bound."""
+    """Bytes on one device.
+
+    `reserved` by torch's allocator where there is room, and `beside` it; of both together what the job `needed` at the
+    least, and what real runs stay below, the `upper` bound.
+    """
 
     reserved: int
     beside: int
@@ -72,6 +75,7 @@ class DeviceUse:
 
     @property
     def used(self) -> int:
+        """Reserved bytes and those beside them."""
         return self.reserved + self.beside
 
 
@@ -82,8 +86,8 @@ def closed_form_margin(job: Job, peak: Ledger) -> float:
     return FRAGMENTATION_UPPER + UNTRACED_ERROR * peak.activations / peak.total
 
 
-def differs(job: Job) -> bool:
-    """Whether the form in use is that of another structure, the model's own never having been traced.
+def has_other_form(job: Job) -> bool:
+    """Return whether the form in use is that of another structure, the model's own never having been traced.
 
     It counts as it is, with a note: most differences move little, and a bound wide enough for the rest would refuse
     every sixth published run that ran.
@@ -92,7 +96,7 @@ def differs(job: Job) -> bool:
 
 
 def device_use(job: Job, allocated: float, margin: float) -> DeviceUse:
-    """What a peak of allocated bytes makes of the device; `margin` is the share of it that is needed besides.
+    """Return what a peak of allocated bytes makes of the device; `margin` is the share of it that is needed besides.
 
     The cache grows while there is room and gives way to what is asked for; it is counted up to where so little is left
     that the device would be called tight.
@@ -115,7 +119,7 @@ def device_use(job: Job, allocated: float, margin: float) -> DeviceUse:
 
 
 def beyond_need(job: Job) -> float:
-    """How far over what it is said to need one run in twenty of its code base goes."""
+    """Return how far over what it is said to need one run in twenty of its code base goes."""
     return BEYOND_NEED_OF.get(of_any_year(job.workload.code), BEYOND_NEED)
 
 
@@ -132,7 +136,7 @@ def _communicators(job: Job) -> int:
 
 
 def library_workspace(job: Job) -> float:
-    """cuBLAS's workspace, which torch's allocator counts."""
+    """Return cuBLAS's workspace, which torch's allocator counts."""
     if job.cluster.device.vendor != "nvidia":
         return 0.0
     return CUBLAS_WORKSPACE_BYTES.get(job.cluster.device.architecture, CUBLAS_WORKSPACE_DEFAULT_BYTES)

@@ -1,5 +1,6 @@
-"""States of one rank, by the ZeRO arithmetic and to the byte: parameters, gradients, optimizer states, and what a step
-makes beside them.
+"""States of one rank, by the ZeRO arithmetic and to the byte.
+
+They are parameters, gradients, optimizer states, and what a step makes beside them.
 
 With Psi parameters, N shards and K bytes of optimizer state (master copy included): a replica costs 4 Psi + K Psi,
 ZeRO-1 4 Psi + K Psi/N, ZeRO-2 2 Psi + (2 + K) Psi/N, ZeRO-3 and FSDP (4 + K) Psi/N in 16-bit training (Rajbhandari et
@@ -18,7 +19,7 @@ from planner.cost.memory.units import (
     ALLOCATION_BYTES,
     Units,
     mean_width,
-    rounded,
+    round_up,
     shards_of,
     trained_shards_of,
     trained_units_of,
@@ -42,8 +43,10 @@ _COUNTS_STEPS = ("adamw", "adamw-fused", "adamw-forloop", "adafactor")
 
 
 def optimizer_state_bytes(job: Job, recipe: Recipe, shards: Units) -> float:
-    """Device bytes of the moments, and of step counters where they are on the device: torch keeps them in host memory
-    unless the kernel is fused."""
+    """Return device bytes of the moments, and of step counters where the kernel is fused.
+
+    torch keeps those in host memory otherwise.
+    """
     optimizer = job.configuration.optimizer
     on_device = optimizer == "adamw-fused" or (job.cluster.device.is_cpu and optimizer in _COUNTS_STEPS)
     counter, width = ALLOCATION_BYTES if on_device else 0, recipe.master or recipe.weight
@@ -57,9 +60,11 @@ def optimizer_state_bytes(job: Job, recipe: Recipe, shards: Units) -> float:
 
 
 def paged_state_bytes(job: Job, shards: Units) -> float:
-    """Bytes of moments in memory that the driver moves between device and host as it needs to, which torch's allocator
-    does not see: those of bitsandbytes' paged optimizers for tensors from 100,000 elements
-    (`optim/optimizer.py`, get_state_buffer)."""
+    """Return bytes of moments in memory that the driver moves between device and host as it needs to.
+
+    torch's allocator does not see them: they are those of bitsandbytes' paged optimizers for tensors from 100,000
+    elements (`optim/optimizer.py`, get_state_buffer).
+    """
     if job.configuration.optimizer != "adamw-8bit-paged":
         return 0.0
     return sum(
@@ -79,37 +84,40 @@ _BLOCKWISE: dict[Optimizer, tuple[float, int]] = {
 
 
 def _blockwise(size: int, width: float, block: int) -> int:
-    return 2 * (rounded(size * width) + rounded(4 * -(-size // block)))
+    return 2 * (round_up(size * width) + round_up(4 * -(-size // block)))
 
 
 def moment_bytes(optimizer: Optimizer, shape: Shape, width: int, *, in_block: bool = True) -> int:
-    """Bytes of one tensor's moments; `width` is that of its gradient, whose dtype torch's optimizers follow. Muon steps
-    the matrices of blocks (`in_block`) and leaves the rest to AdamW."""
+    """Return bytes of one tensor's moments.
+
+    `width` is that of its gradient, whose dtype torch's optimizers follow. Muon steps the matrices of blocks
+    (`in_block`) and leaves the rest to AdamW.
+    """
     size = prod(shape)
     if optimizer in _BLOCKWISE:
         value, block = _BLOCKWISE[optimizer]
         of_bitsandbytes = optimizer.startswith("adamw-8bit")
         if size < _SMALLEST_8BIT or (not of_bitsandbytes and size % block):
-            return 2 * rounded((4 if of_bitsandbytes else width) * size)
+            return 2 * round_up((4 if of_bitsandbytes else width) * size)
         if optimizer == "adamw-8bit-paged" and size >= _SMALLEST_PAGED:
             return 0
         return _blockwise(size, value, block)
     if optimizer.startswith("adamw"):
-        return 2 * rounded(size * width)
+        return 2 * round_up(size * width)
     if optimizer == "muon":
-        return rounded(size * width) * (1 if in_block and len(shape) == 2 else 2)
+        return round_up(size * width) * (1 if in_block and len(shape) == 2 else 2)
     if optimizer == "adafactor":
         if len(shape) < 2:
-            return rounded(size * width)
+            return round_up(size * width)
         rows, columns = size // shape[-1], size // shape[-2]
-        return rounded(rows * width) + rounded(columns * width)
-    return rounded(size * width) if optimizer == "lion" else 0
+        return round_up(rows * width) + round_up(columns * width)
+    return round_up(size * width) if optimizer == "lion" else 0
 
 
 def states_of(job: Job, recipe: Recipe) -> States:
     """Resident states of the busiest rank as the allocator gives them."""
-    made = _by_arithmetic(job, recipe) if job.configuration.zero_stage else _of_tensors(job, recipe)
-    return _with_copies(job, recipe, _offloaded(job, recipe, made))
+    states = _by_arithmetic(job, recipe) if job.configuration.zero_stage else _of_tensors(job, recipe)
+    return _with_copies(job, recipe, _offloaded(job, recipe, states))
 
 
 def nominal_states_of(job: Job, recipe: Recipe) -> States:
@@ -118,9 +126,12 @@ def nominal_states_of(job: Job, recipe: Recipe) -> States:
 
 
 def _with_copies(job: Job, recipe: Recipe, states: States) -> States:
-    """Copies of the weights that a workload keeps on the device beside them, sharded where weights are: an average of
-    what is trained, in the dtype that is stepped (`torch.optim.swa_utils.AveragedModel`), and the reference model of
-    DPO, as it is loaded; TRL takes the base model for it where adapters are trained (`dpo_trainer.py`)."""
+    """Return the states with the copies of the weights that a workload keeps on the device, sharded where weights are.
+
+    These are an average of what is trained, in the dtype that is stepped (`torch.optim.swa_utils.AveragedModel`), and
+    the reference model of DPO, as it is loaded; TRL takes the base model for it where adapters are trained
+    (`dpo_trainer.py`).
+    """
     workload, configuration = job.workload, job.configuration
     if not (workload.ema or job.has_reference):
         return states
@@ -140,13 +151,15 @@ ROUNDING = 0.05
 
 
 def is_uneven(states: States, even: States) -> bool:
-    """Whether the busiest rank's states are clearly more than the arithmetic's: FSDP2 shards the first dimension of
-    each weight, and cannot spread what has fewer rows than there are ranks."""
+    """Return whether the busiest rank's states are clearly more than the arithmetic's.
+
+    FSDP2 shards the first dimension of each weight, and cannot spread what has fewer rows than there are ranks.
+    """
     return states.on_device > (1 + ROUNDING) * even.on_device
 
 
 def _by_arithmetic(job: Job, recipe: Recipe) -> States:
-    """What is sharded is one flat partition, as DeepSpeed makes it; nothing is offloaded."""
+    """Return states sharded as one flat partition, as DeepSpeed makes it; nothing is offloaded."""
     configuration = job.configuration
     units, trains = units_of(job), trained_units_of(job)
     elements, trained = units.elements, trains.elements
@@ -175,8 +188,11 @@ def _sharded_elements(job: Job, units: Units, share: float) -> float:
 
 
 def _moments_per_parameter(job: Job, recipe: Recipe) -> float:
-    """Bytes. Adafactor's are sums over the rows and columns of matrices; DeepSpeed's flat partition has none, so that
-    it keeps a whole fp32 moment there. Muon's and what is not paged depend on the tensor too."""
+    """Return bytes of moments per parameter.
+
+    Adafactor's are sums over the rows and columns of matrices; DeepSpeed's flat partition has none, so that it keeps a
+    whole fp32 moment there. Muon's and what is not paged depend on the tensor too.
+    """
     optimizer = job.configuration.optimizer
     if optimizer not in ("adafactor", "muon", "adamw-8bit-paged"):
         return recipe.state
@@ -187,7 +203,10 @@ def _moments_per_parameter(job: Job, recipe: Recipe) -> float:
 
 
 def _of_tensors(job: Job, recipe: Recipe) -> States:
-    """torch's strategies: every parameter and moment is a tensor; FSDP2 reduces a unit's gradients into one."""
+    """Return the states under torch's strategies, where every parameter and moment is a tensor of its own.
+
+    FSDP2 reduces a unit's gradients into one.
+    """
     units, shards, trained = units_of(job), shards_of(job), trained_shards_of(job)
     is_fsdp = job.configuration.strategy in FSDP_STRATEGIES
     return States(
@@ -240,9 +259,9 @@ def step_temporaries(job: Job, recipe: Recipe, states: States) -> float:
 
 
 def flat_step_temporaries(job: Job, elements: float, width: int) -> int:
-    """The same where one flat tensor is stepped, as DeepSpeed does; Adafactor squares and clones what has no rows."""
+    """Return a step's temporaries where one flat tensor is stepped, as by DeepSpeed; Adafactor clones such."""
     copies = {"adamw": 2 if job.cluster.device.is_cpu else 1, "adamw-forloop": 2, "adafactor": 2, "lion": 2}
-    return copies.get(job.configuration.optimizer, 0) * rounded(elements * width)
+    return copies.get(job.configuration.optimizer, 0) * round_up(elements * width)
 
 
 def tensor_step_temporaries(job: Job, shards: Units, width: int) -> float:
@@ -266,13 +285,15 @@ def tensor_step_temporaries(job: Job, shards: Units, width: int) -> float:
 
 
 def _muon_temporaries(job: Job, shards: Units, width: int) -> float:
-    """Muon's update of one matrix of a block, whole on whatever rank steps it: the update beside two 16-bit copies
-    and two products of its smaller side (torch 2.13 `optim/_muon.py`, _zeropower_via_newtonschulz). AdamW's roots over
-    what is outside the blocks are made at another moment."""
+    """Return the temporaries of Muon's update of one matrix of a block, whole on whatever rank steps it.
+
+    The update lies beside two 16-bit copies and two products of its smaller side (torch 2.13 `optim/_muon.py`,
+    _zeropower_via_newtonschulz). AdamW's roots over what is outside the blocks are made at another moment.
+    """
     matrices = [shape for unit in trained_units_of(job).blocks for shape in unit.shapes if len(shape) == 2]
-    newton_schulz = max((rounded(prod(shape) * (width + 4)) + 4 * min(shape) ** 2 for shape in matrices), default=0)
+    newton_schulz = max((round_up(prod(shape) * (width + 4)) + 4 * min(shape) ** 2 for shape in matrices), default=0)
     outside = shards.root.bytes(width) + sum(
-        unit.repeats * sum(rounded(prod(shape) * width) for shape in unit.shapes if len(shape) != 2)
+        unit.repeats * sum(round_up(prod(shape) * width) for shape in unit.shapes if len(shape) != 2)
         for unit in shards.blocks
     )
     return max(float(newton_schulz), outside)
@@ -281,4 +302,4 @@ def _muon_temporaries(job: Job, shards: Units, width: int) -> float:
 def _neighbours(shards: Units, width: int) -> Iterator[tuple[int, int]]:
     """Bytes of each tensor after those of the one before it, in the order a loop takes them; a block comes twice."""
     sizes = [0, *shards.embedding, *(size for block in shards.blocks for size in 2 * block.sizes), *shards.ending]
-    return pairwise(rounded(size * width) for size in sizes)
+    return pairwise(round_up(size * width) for size in sizes)

@@ -32,14 +32,14 @@ class Buffers(Protocol):
     """Gradients, buffers and temporaries of one strategy."""
 
     def at(self, instant: Instant) -> Ledger:
-        """At one instant of a micro-batch."""
+        """Return what is alive at one instant of a micro-batch."""
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
         """Moments at which hardly an activation is alive, each with the phase it belongs to."""
 
 
 def buffers_of(job: Job, recipe: Recipe, states: States) -> Buffers:
-    """The buffers of the job's strategy."""
+    """Return the buffers of the job's strategy."""
     code = code_base(job.workload.code)
     if code.whole_gradients and has_own_states(code, job.configuration):
         return WholeGradientBuffers(job, recipe)
@@ -49,11 +49,11 @@ def buffers_of(job: Job, recipe: Recipe, states: States) -> Buffers:
         return zero_buffers(job, recipe)
     step = Ledger(gradients=states.gradients, temporaries=step_temporaries(job, recipe, states))
     if job.configuration.strategy in FSDP_STRATEGIES:
-        return _Sharded(fsdp_buffers(job, recipe), step)
-    return _Replica(ReplicaBuffers(job, recipe), step)
+        return _Sharded(_buffers=fsdp_buffers(job, recipe), _step=step)
+    return _Replica(_buffers=ReplicaBuffers(job, recipe), _step=step)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Replica:
     _buffers: ReplicaBuffers
     _step: Ledger
@@ -65,7 +65,7 @@ class _Replica:
         return (("step", self._step + Ledger(buffers=self._buffers.buckets)),)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Sharded:
     _buffers: FsdpBuffers
     _step: Ledger
@@ -82,7 +82,7 @@ class _Sharded:
 
 
 def largest_moments(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
-    """By phase: what is alive beside weights and optimizer states at its largest moment."""
+    """Return, by phase, what is alive beside weights and optimizer states at its largest moment."""
     samples = job.sequences
     best: dict[str, tuple[float, _Line]] = {}
     for line in _lines(job, recipe, states):
@@ -94,7 +94,7 @@ def largest_moments(job: Job, recipe: Recipe, states: States) -> dict[str, Ledge
     }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Line:
     """A moment over the samples: the ledger, activations whatever the batch and by sample; `total` without those."""
 
@@ -126,8 +126,11 @@ class _Alike:
 
 
 def _lines(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
-    """The lines of a job, for all micro-batches. A second one in a step finds gradients, and where they are kept whole
-    one between the first and the last finds them all; more of them change nothing."""
+    """Return the lines of a job, for all micro-batches.
+
+    A second one in a step finds gradients, and where they are kept whole one between the first and the last finds them
+    all; more of them change nothing.
+    """
     chosen = job.configuration
     whole = chosen.strategy == "zero1" or not reduces_each_micro_batch(job)
     steps = min(chosen.gradient_accumulation_steps, 3 if whole else 2)
@@ -135,12 +138,12 @@ def _lines(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
     engine = (chosen.strategy, chosen.backend, chosen.sync_each_micro_batch, keeps_stage_whole(job))
     saving = (chosen.offload, chosen.offload_ratio, chosen.gradient_compression)
     key = (*engine, *saving, degrees, steps, chosen.optimizer, _all_forwards_first(job))
-    found = _CACHE.get(alike := _Alike(job, recipe, (*key, recipe, *_activations_key(job, recipe))))
-    if found is None:
-        found = _CACHE[alike] = _worked_out(job, recipe, states)
+    lines = _CACHE.get(alike := _Alike(job, recipe, (*key, recipe, *_activations_key(job, recipe))))
+    if lines is None:
+        lines = _CACHE[alike] = _worked_out(job, recipe, states)
         if len(_CACHE) > _REMEMBERED:
             _CACHE.pop(next(iter(_CACHE)))
-    return found
+    return lines
 
 
 _CACHE: dict[_Alike, Sequence[_Line]] = {}
@@ -158,31 +161,36 @@ def _worked_out(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
 
 
 def _all_forwards_first(job: Job) -> bool:
-    """Whether a stage runs every micro-batch forward before the first backward: always in GPipe's order, and in others
-    where there are no more of them than stages ahead."""
+    """Return whether a stage runs every micro-batch forward before the first backward.
+
+    It does always in GPipe's order, and in others where there are no more of them than stages ahead.
+    """
     steps = job.configuration.gradient_accumulation_steps
     return job.configuration.pp > 1 and 1 < steps <= micro_batches_in_flight(job.configuration, job.stage)
 
 
 def _of_steps(job: Job, steps: int) -> Job:
-    """The job with another number of micro-batches."""
+    """Return the job with another number of micro-batches."""
     chosen = job.configuration
     batch = chosen.global_batch_size // chosen.gradient_accumulation_steps * steps
     return replace(job, configuration=replace(chosen, gradient_accumulation_steps=steps, global_batch_size=batch))
 
 
 def _lines_between(held: Job, run: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
-    """The moments of `run` beside the buffers of `held`."""
+    """Return the moments of `run` beside the buffers of `held`."""
     buffers = buffers_of(held, recipe, states)
-    lines = [_Line(phase, ledger, 0.0, 0.0, ledger.total) for phase, ledger in buffers.own_moments()]
+    lines = [
+        _Line(phase=phase, ledger=ledger, fixed=0.0, grows=0.0, total=ledger.total)
+        for phase, ledger in buffers.own_moments()
+    ]
     for instant in _instants(_Alike(run, recipe, _activations_key(run, recipe))):
         ledger, (fixed, grows) = buffers.at(instant), instant.activations
-        lines.append(_Line(instant.phase, ledger, fixed, grows, ledger.total + fixed))
+        lines.append(_Line(phase=instant.phase, ledger=ledger, fixed=fixed, grows=grows, total=ledger.total + fixed))
     return lines
 
 
 def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
-    """What activations depend on: strategies only in the moments that are looked at."""
+    """Return what activations depend on: strategies only in the moments that are looked at."""
     chosen = job.configuration
     return (
         (recipe.compute, recipe.residual, recipe.autocast, recipe.gather, recipe.scaled),

@@ -22,16 +22,18 @@ ALLOCATION_BYTES = 512
 """What torch's caching allocator rounds a block up to (`c10/cuda/CUDACachingAllocator`, kMinBlockSize)."""
 
 
-def rounded(size: float) -> int:
+def round_up(size: float) -> int:
     """Bytes of one storage, as the caching allocator gives them."""
     return -int(-size // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Shards:
-    """Ranks over which a tensor is sharded: most of them, and those of routed experts. `evenly`: whether experts are
-    cut in another dimension where there are fewer of them than ranks (torchtitan, `models/llama4/infra/parallelize.py`)
-    rather than dealt out whole, which FSDP2 does by itself."""
+    """Ranks over which a tensor is sharded: most of them, and those of routed experts.
+
+    `evenly`: whether experts are cut in another dimension where there are fewer of them than ranks (torchtitan,
+    `models/llama4/infra/parallelize.py`) rather than dealt out whole, which FSDP2 does by itself.
+    """
 
     dense: int = 1
     experts: int = 1
@@ -40,8 +42,11 @@ class Shards:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """The tensors of one unit; `repeats` like units are on the rank. `has_experts`: its three-dimensional tensors hold
-    routed experts, one beside the other."""
+    """The tensors of one unit.
+
+    `repeats` like units are on the rank. `has_experts`: its three-dimensional tensors hold routed experts, one beside
+    the other.
+    """
 
     shapes: tuple[Shape, ...]
     repeats: float = 1
@@ -54,6 +59,7 @@ class Unit:
 
     @cached_property
     def elements(self) -> int:
+        """Elements of its tensors together."""
         return sum(self.sizes)
 
     @cached_property
@@ -64,7 +70,7 @@ class Unit:
         return sum(size for shape, size in zip(self.shapes, self.sizes, strict=True) if len(shape) == _STACKED)
 
     def shard(self, shards: Shards) -> Unit:
-        """The rank with the most of dimension 0 of each tensor, as `fully_shard` chunks it."""
+        """Return the rank with the most of dimension 0 of each tensor, as `fully_shard` chunks it."""
         shapes = tuple(_shard(shape, ways, evenly=even) for shape, (ways, even) in self._ways(shards))
         return replace(self, shapes=shapes)
 
@@ -80,14 +86,14 @@ class Unit:
     def bytes(self, width: float) -> int:
         """Bytes of one unit, each tensor a storage."""
         if width not in self._bytes:
-            self._bytes[width] = sum(rounded(size * width) for size in self.sizes)
+            self._bytes[width] = sum(round_up(size * width) for size in self.sizes)
         return self._bytes[width]
 
     def loaded_bytes(self, recipe: Recipe) -> int:
         """Bytes of a frozen block, whose matrices may be quantised."""
         narrow = recipe.frozen_width if recipe.quantised is None else recipe.quantised
         widths = (narrow if len(shape) == 2 else recipe.frozen_width for shape in self.shapes)
-        return sum(rounded(size * width) for size, width in zip(self.sizes, widths, strict=True))
+        return sum(round_up(size * width) for size, width in zip(self.sizes, widths, strict=True))
 
     @cached_property
     def _bytes(self) -> dict[float, int]:
@@ -111,6 +117,7 @@ class Units:
 
     @cached_property
     def every(self) -> tuple[Unit, ...]:
+        """The units of blocks, then the root."""
         return (*self.blocks, self.root)
 
     @property
@@ -130,6 +137,7 @@ class Units:
 
     @cached_property
     def elements(self) -> float:
+        """Elements of all units together."""
         return sum(unit.repeats * unit.elements for unit in self.every)
 
     @cached_property
@@ -139,28 +147,34 @@ class Units:
 
     @cached_property
     def in_blocks(self) -> float:
+        """Elements of the blocks."""
         return sum(unit.repeats * unit.elements for unit in self.blocks)
 
     @cached_property
     def largest_block(self) -> int:
+        """Elements of the largest block."""
         return max((unit.elements for unit in self.blocks), default=0)
 
     def shard(self, shards: Shards) -> Units:
+        """Return the units sharded, on the rank with the most."""
         blocks = tuple(unit.shard(shards) for unit in self.blocks)
         return Units(blocks=blocks, root=self.root.shard(shards), tables=self.tables)
 
     def bytes(self, width: float) -> float:
+        """Return the bytes of all tensors at `width` bytes each element."""
         return sum(unit.repeats * unit.bytes(width) for unit in self.every)
 
     def flat_bytes(self, width: float) -> float:
         """Bytes where each unit is one storage."""
-        return sum(unit.repeats * rounded(unit.elements * width) for unit in self.every)
+        return sum(unit.repeats * round_up(unit.elements * width) for unit in self.every)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What part of a model one rank has: its degrees, and its stage of the pipeline. `whole_experts`: tp leaves routed
-    experts whole, as it does where no plan of the model names them."""
+    """The part of a model that one rank has: its degrees, and its stage of the pipeline.
+
+    `whole_experts`: tp leaves routed experts whole, as it does where no plan of the model names them.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -171,45 +185,54 @@ class Part:
 
 
 def part_of(job: Job) -> Part:
-    """The part of the job's model that a rank of its stage has."""
+    """Return the part of the job's model that a rank of its stage has."""
     chosen = job.configuration
-    return Part(chosen.tp, chosen.pp, chosen.virtual_stages, job.stage, chosen.ep, job.facts.kind == "custom")
+    return Part(
+        tp=chosen.tp,
+        pp=chosen.pp,
+        virtual_stages=chosen.virtual_stages,
+        stage=job.stage,
+        ep=chosen.ep,
+        whole_experts=job.facts.kind == "custom",
+    )
 
 
 def shards_over(job: Job) -> Shards:
-    """The ranks over which the job's strategy shards."""
+    """Return the ranks over which the job's strategy shards."""
     chosen = job.configuration
-    return Shards(chosen.state_shards, chosen.expert_shards, job.workload.code == "torchtitan")
+    return Shards(dense=chosen.state_shards, experts=chosen.expert_shards, evenly=job.workload.code == "torchtitan")
 
 
 def units_of(job: Job) -> Units:
-    """The units of one rank of the job's pipeline stage."""
+    """Return the units of one rank of the job's pipeline stage."""
     return rank_units(job.counts, part_of(job))
 
 
 def trained_units_of(job: Job) -> Units:
-    """The same without frozen weights."""
+    """Return the units of a rank without frozen weights."""
     return rank_units(job.counts.trained, part_of(job))
 
 
 def rank_units(counts: ParameterCounts, part: Part) -> Units:
-    """The same by the part of the model that the rank has."""
+    """Return the units by the part of the model that the rank has."""
     return _units(counts, part, Shards())
 
 
 def shards_of(job: Job) -> Units:
-    """The same as data parallelism shards them, on the rank with the most."""
+    """Return the units as data parallelism shards them, on the rank with the most."""
     return _units(job.counts, part_of(job), shards_over(job))
 
 
 def trained_shards_of(job: Job) -> Units:
-    """The same without frozen weights."""
+    """Return the sharded units without frozen weights."""
     return _units(job.counts.trained, part_of(job), shards_over(job))
 
 
 def weight_bytes(job: Job, recipe: Recipe, *, sharded: bool) -> float:
-    """Bytes of the weights on one rank, each tensor a storage: trained ones as the recipe keeps them, frozen ones as
-    they were loaded."""
+    """Return bytes of the weights on one rank, each tensor a storage.
+
+    Trained ones are as the recipe keeps them, frozen ones as they were loaded.
+    """
     part, shards = part_of(job), shards_over(job) if sharded else Shards()
     if recipe.frozen is None:
         return _units(job.counts, part, shards).bytes(recipe.weight)
@@ -229,7 +252,7 @@ def mean_width(job: Job, recipe: Recipe) -> float:
 def _units(counts: ParameterCounts, part: Part, shards: Shards) -> Units:
     in_order = sorted(counts.blocks, key=lambda block: block.name != "vision")  # image towers run first, count last
     kinds = tuple((block.name, block.repeats) for block in in_order)
-    repeats = kinds_on_stage(kinds, part.pp, part.virtual_stages, part.stage)
+    repeats = kinds_on_stage(kinds, pp=part.pp, virtual_stages=part.virtual_stages, stage=part.stage)
     blocks = tuple(
         Unit(
             shapes=tuple(_on_rank(shape, part, is_expert=bool(block.experts)) for shape in _shapes(block)),
@@ -243,8 +266,8 @@ def _units(counts: ParameterCounts, part: Part, shards: Shards) -> Units:
     # Of the tables that make up the embedding the vocabulary's is split; positions are on every tp rank.
     root = Unit(
         shapes=tuple(
-            shape if 0 < place < tables else _on_rank(shape, part, is_expert=False)
-            for place, shape in enumerate(outside)
+            shape if 0 < index < tables else _on_rank(shape, part, is_expert=False)
+            for index, shape in enumerate(outside)
         )
     )
     units = Units(blocks=blocks, root=root, tables=tables)
@@ -256,8 +279,11 @@ def _shapes(block: BlockCount) -> tuple[Shape, ...]:
 
 
 def _on_rank(shape: Shape, part: Part, *, is_expert: bool) -> Shape:
-    """A tensor as a rank has it. Vectors (norms, biases) are on every tp rank; of the biases those of column-parallel
-    products are not, which is a thousandth of a block. Experts that are spread over ranks are whole there."""
+    """Return the shape of a tensor as a rank has it.
+
+    Vectors (norms, biases) are on every tp rank; of the biases those of column-parallel products are not, which is a
+    thousandth of a block. Experts that are spread over ranks are whole there.
+    """
     if is_expert and len(shape) == _STACKED:
         if part.ep > 1:
             return _shard(shape, part.ep)

@@ -67,7 +67,7 @@ class Group:
 
 
 def group(cluster: Cluster, size: int, stride: int) -> Group:
-    """The group of `size` ranks that are `stride` apart."""
+    """Return the group of `size` ranks that are `stride` apart."""
     per_node = max(1, min(size, cluster.gpus_per_node // stride if stride < cluster.gpus_per_node else 1))
     return Group(
         size=size,
@@ -108,10 +108,10 @@ def _in_switch(link: Link | None) -> float:
 
 def _inter(cluster: Cluster, name: Collective) -> float:
     link = cluster.inter_link
-    known = _link_bytes_per_s(link, name, 8) if link else None
-    if known is None or link is None:
+    bandwidth = _link_bytes_per_s(link, name, 8) if link else None
+    if bandwidth is None or link is None:
         return UNKNOWN_INTER_BYTES_PER_S
-    return known * (1 if link.per == "node" else max(1, cluster.nics_per_node))
+    return bandwidth * (1 if link.per == "node" else max(1, cluster.nics_per_node))
 
 
 def _latency(link: Link | None, key: str, default_us: float) -> float:
@@ -121,7 +121,7 @@ def _latency(link: Link | None, key: str, default_us: float) -> float:
 
 @memo_by_identity
 def fabric(cluster: Cluster) -> Fabric:
-    """The links of a cluster, looked up once.
+    """Return the links of a cluster, looked up once.
 
     The cluster's factors multiply the rates, and divide the host's part of a collective's latency.
     """
@@ -168,8 +168,10 @@ def collective_seconds(cluster: Cluster, name: Collective, size_bytes: float, me
 
 
 def _all_to_all_seconds(links: Fabric, size_bytes: float, members: Group) -> float:
-    """Every rank sends each other one an equal part of its `size_bytes`, to those of other nodes over its own share of
-    the NICs, to those of its own node beside that."""
+    """Return the seconds in which every rank sends each other one an equal part of its `size_bytes`.
+
+    Those of other nodes get theirs over its own share of the NICs, those of its own node beside that.
+    """
     local, size = members.per_node, members.size
     inside = size_bytes * (local - 1) / size / (links.intra["all_to_all"][0 if local == 2 else 1 if local <= 4 else 2])
     if members.nodes == 1:
@@ -179,7 +181,7 @@ def _all_to_all_seconds(links: Fabric, size_bytes: float, members: Group) -> flo
 
 
 def _measured_seconds(cluster: Cluster, name: Collective, size_bytes: float, members: Group) -> float | None:
-    """What this machine took with all its ranks at work, a smaller group of one node in proportion to what it moves.
+    """Return what this machine took with all its ranks at work; a smaller group in proportion to what it moves.
 
     Without the operation itself an all-reduce stands in, which is a reduce-scatter and an all-gather.
     """
@@ -199,7 +201,7 @@ def _measured_seconds(cluster: Cluster, name: Collective, size_bytes: float, mem
 
 
 def _latency_seconds(links: Fabric, name: Collective, members: Group) -> float:
-    """A ring walks every rank; all-reduces between nodes may take a tree over the nodes instead (NCCL, tuning.cc)."""
+    """Return the latency: a ring walks every rank; all-reduces between nodes may take a tree (NCCL, tuning.cc)."""
     if name == "point_to_point":
         return links.base + (links.inter_step if members.nodes > 1 else links.intra_step)
     trips = 2 if name == "all_reduce" else 1
@@ -212,7 +214,7 @@ def _latency_seconds(links: Fabric, name: Collective, members: Group) -> float:
 
 
 def neighbour_seconds(cluster: Cluster, size_bytes: float, stride: int) -> float:
-    """Sending `size_bytes` to the rank `stride` away while every rank does the same (pipeline boundaries)."""
+    """Return the seconds of sending `size_bytes` to the rank `stride` away while every rank does the same."""
     curve = cluster.rates.collectives.get(("point_to_point", cluster.gpus_per_node))
     if curve is not None and cluster.nodes == 1:
         return curve.seconds(size_bytes) / cluster.factors.intra_link

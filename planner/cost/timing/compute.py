@@ -29,8 +29,10 @@ from planner.types.job import Job
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """Seconds of forward and backward of one block or head on one micro-batch, and of what recomputation repeats; of
-    the forward `attention`'s, of the backward those of the gradients of `weights`, which nothing waits for."""
+    """Seconds of forward and backward of one block or head on one micro-batch, and of what recomputation repeats.
+
+    Of the forward `attention`'s, of the backward those of the gradients of `weights`, which nothing waits for.
+    """
 
     forward: float
     backward: float
@@ -40,6 +42,7 @@ class Passes:
 
     @property
     def total(self) -> float:
+        """Seconds of all passes."""
         return self.forward + self.backward + self.recomputed
 
     def __add__(self, other: Passes) -> Passes:
@@ -83,8 +86,10 @@ ALIGNED_ELEMENTS = 8
 
 
 def _elementwise_seconds(stack: Stack, tokens: float, rates: DeviceRates, tp: int, is_split: bool) -> float:
-    """What the forward of one block does outside products; norms and residuals are split by tp only where sequence
-    parallelism splits the tokens between products."""
+    """Return what the forward of one block does outside products.
+
+    tp splits norms and residuals only where sequence parallelism splits the tokens between products.
+    """
     code = rates.code
     norm = code.rms_norm_passes if stack.root_mean_square_norm else code.layer_norm_passes
     masked = 2 * code.dropout_passes if stack.dropout and rates.measured.dropout is None else 0
@@ -142,7 +147,7 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     moved += tokens * (matmuls.unsplit_width + matmuls.split_width / tp)
     work = 2.0 * matmuls.active * tokens / tp, moved, matmuls.kernels
     waste = block_waste(stack, tokens, tp, rates.multiprocessors)
-    products, products_backward = _product_passes(stack, tokens, tp, work, waste, rates)
+    products, products_backward = _product_passes(stack, tokens=tokens, tp=tp, work=work, waste=waste, rates=rates)
     elementwise = _elementwise_seconds(stack, tokens, rates, tp, job.configuration.sequence_parallel)
     attention = _attention_passes(stack, job, shape, rates)
     host = _host_seconds(stack, rates)
@@ -174,7 +179,7 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
 
 
 def _on_rank(stack: Stack, job: Job) -> Matmuls:
-    """A block's products on the busiest rank: where experts are spread over ranks it gets more tokens than the mean."""
+    """Return a block's products on the busiest rank, which gets more tokens than the mean where experts are spread."""
     facts, matmuls = job.facts, stack.matmuls
     if job.configuration.ep == 1 or not stack.dispatched:
         return matmuls
@@ -189,9 +194,11 @@ ADAPTER_KERNELS = 7
 
 
 def _adapter_passes(job: Job, tokens: float, rates: DeviceRates) -> Passes:
-    """Adapters of an average block: products of rank width, which move much more than they compute, casts of inputs
-    and their gradients where adapters are fp32 under autocast, and what is made of frozen matrices; `recomputed` is
-    the host's time to launch them."""
+    """Return the passes of an average block's adapters; `recomputed` is the host's time to launch them.
+
+    They are products of rank width, which move much more than they compute, casts of inputs and their gradients where
+    adapters are fp32 under autocast, and what is made of frozen matrices.
+    """
     recipe, forward, backward, launched = recipe_of(job), 0.0, 0.0, 0.0
     widened = recipe.autocast and not recipe.dequantises
     width = rates.element_bytes
@@ -221,14 +228,14 @@ DORA_BYTES = 30.0
 
 
 def _product_passes(
-    stack: Stack, tokens: float, tp: int, work: tuple[float, float, float], waste: Waste, rates: DeviceRates
+    stack: Stack, *, tokens: float, tp: int, work: tuple[float, float, float], waste: Waste, rates: DeviceRates
 ) -> tuple[float, float]:
     """Seconds of a block's weight products in the forward and in the backward."""
     forward, backward = rates.products(*work, waste.forward), rates.products_backward(*work, waste.backward)
     scaled = rates.scaled
     if scaled is None or not stack.norms:
         return forward, backward
-    share = scaled.blocks * _converted(stack, scaled)
+    share = scaled.blocks * _converted_share(stack, scaled)
     matmuls = stack.matmuls
     widths = (matmuls.unsplit_width + matmuls.split_width / tp) / 2
     moved = scaled.operand * (matmuls.stored / tp + tokens * widths) + 2.0 * tokens * widths
@@ -242,7 +249,7 @@ def _product_passes(
     return (1 - share) * forward + share * narrow, (1 - share) * backward + share * narrow_backward
 
 
-def _converted(stack: Stack, scaled: ScaledProducts) -> float:
+def _converted_share(stack: Stack, scaled: ScaledProducts) -> float:
     """Share of a block's operations in layers that are converted: all, unless attention's are too small to gain."""
     hidden, attention, keys = stack.hidden, stack.attention_width, stack.key_value_width
     if not (hidden and stack.matmuls.active):
@@ -257,9 +264,10 @@ def _converted(stack: Stack, scaled: ScaledProducts) -> float:
 
 
 def _cast_widths(stack: Stack, tp: int, parts: int) -> tuple[float, float]:
-    """Elements per token of a block's linear layers' inputs, those that several read counted once, and of outputs.
+    """Return elements per token of the inputs of a block's linear layers, shared ones counted once, and of outputs.
 
-    Of what is as wide as the model a rank casts one of `parts`."""
+    Of what is as wide as the model a rank casts one of `parts`.
+    """
     if not stack.hidden:
         width = (stack.matmuls.unsplit_width + stack.matmuls.split_width / tp) / 2
         return width, width
@@ -270,12 +278,12 @@ def _cast_widths(stack: Stack, tp: int, parts: int) -> tuple[float, float]:
 
 
 def _with_host(device: float, host: float, rates: DeviceRates) -> float:
-    """A device runs beside its host and is never faster; a CPU is both, one after the other."""
+    """Return the longer of both: a device runs beside its host and is never faster; a CPU is both, in turns."""
     return device + host if rates.serial else max(device, host)
 
 
 def _host_seconds(stack: Stack, rates: DeviceRates) -> float:
-    """Launching the forward of one block."""
+    """Return the seconds of launching the forward of one block."""
     if stack.launches:
         return stack.launches * rates.code.kernel_host_seconds
     if not stack.norms:
@@ -285,7 +293,7 @@ def _host_seconds(stack: Stack, rates: DeviceRates) -> float:
 
 
 def head_passes(job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
-    """The output projection and the loss on one micro-batch of one rank."""
+    """Return the passes of the output projection and the loss on one micro-batch of one rank."""
     tp = job.configuration.tp
     tokens, width, hidden = head_tokens(job, shape) / job.configuration.cp, head_width(job), job.facts.hidden_size
     if not tokens:

@@ -11,7 +11,7 @@ import math
 from hardware_db.records import dataclass
 from hardware_db.units import MIB
 from planner.cost.code_bases import Implementation
-from planner.cost.split import keeps_stage_whole, reduces_each_micro_batch, reshards
+from planner.cost.split import keeps_stage_whole, reduces_each_micro_batch, reshards_weights
 from planner.cost.timing.collectives import Collective, Group, collective_seconds
 from planner.cost.timing.efficiency import DeviceRates
 from planner.cost.timing.layout import SERIAL_SLOWDOWN, SLOWDOWN, Layout, beside
@@ -43,8 +43,11 @@ Unit = tuple[float, float, float, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Walk:
-    """The units of a step that communicate: in the forward passes of `gathers` micro-batches, in the backward passes of
-    those that reduce nothing (`quiet`) and of the `reductions` that do, and at the end of the step."""
+    """The units of a step that communicate.
+
+    They do in the forward passes of `gathers` micro-batches, in the backward passes of those that reduce nothing
+    (`quiet`) and of the `reductions` that do, and at the end of the step.
+    """
 
     forward: tuple[Unit, ...] = ()
     gathers: int = 0
@@ -64,7 +67,7 @@ class Walk:
         ):
             for count, compute, communication, _ in units:
                 total += repeats * count * communication
-                exposed += repeats * count * beside(compute, communication, slowdown)
+                exposed += repeats * count * beside(compute, communication, slowdown=slowdown)
         return Communication(total=total, exposed=exposed)
 
 
@@ -79,6 +82,7 @@ class StepContext:
 
     @property
     def rounds(self) -> int:
+        """Micro-batches of a step."""
         return self.job.configuration.gradient_accumulation_steps
 
     @property
@@ -87,6 +91,7 @@ class StepContext:
         return self.stage.backward if self.code.hides_reductions else 0.0
 
     def collective(self, name: Collective, elements: float, width: float, members: Group) -> float:
+        """Return the seconds of a collective of `elements` of `width` bytes each between `members`."""
         return collective_seconds(self.job.cluster, name, elements * width, members)
 
     @property
@@ -99,7 +104,7 @@ class StepContext:
         return self.collective("all_gather", elements, width or self.where.gather_bytes, self.where.shard_group)
 
     def all_gather_block(self) -> float:
-        """The parameters of a block."""
+        """Return the seconds of all-gathering the parameters of a block."""
         where, experts = self.where, self.spread_experts
         seconds = self.all_gather(where.block - experts, where.block_gather_bytes)
         return seconds + self.collective("all_gather", experts, where.block_gather_bytes, where.expert_group)
@@ -111,7 +116,7 @@ class StepContext:
         return scattered + self.collective("all_reduce", elements / where.shards, width, where.replica_group)
 
     def reduce_scatter_block(self) -> float:
-        """The gradients of a block."""
+        """Return the seconds of reduce-scattering the gradients of a block."""
         where, experts = self.where, self.spread_experts
         seconds = self.reduce_scatter(where.block - experts)
         return seconds + self.collective("reduce_scatter", experts, where.communication_bytes, where.expert_group)
@@ -124,7 +129,7 @@ def data_parallel(job: Job, where: Layout, stage: Stage, rates: DeviceRates) -> 
 
 
 def walk(job: Job, where: Layout, stage: Stage, rates: DeviceRates) -> Walk:
-    """The units of a step that communicate, given the compute of one micro-batch on one rank."""
+    """Return the units of a step that communicate, given the compute of one micro-batch on one rank."""
     if where.shards == where.replica_group.size == 1:
         return Walk()
     context = StepContext(job=job, where=where, stage=stage, code=rates.code)
@@ -196,19 +201,26 @@ def _fully_sharded(context: StepContext) -> Walk:
     """
     where, block, layers = context.where, context.stage.block, context.where.layers
     gather, root = context.all_gather_block(), context.all_gather(where.root)
-    again = gather if reshards(context.job) else 0.0
+    again = gather if reshards_weights(context.job) else 0.0
     return Walk(
         forward=((1, 0.0, root + gather, "all_gather"), (layers - 1, block.forward, gather, "all_gather")),
         gathers=1 if keeps_stage_whole(context.job) else context.rounds,
-        quiet=_backward(context, again, 0.0, 0.0),
-        reduced=_backward(context, again, context.reduce_scatter_block(), context.reduce_scatter(where.root)),
+        quiet=_backward(context, gather=again),
+        reduced=_backward(
+            context, gather=again, reduce=context.reduce_scatter_block(), reduce_root=context.reduce_scatter(where.root)
+        ),
         reductions=context.rounds if reduces_each_micro_batch(context.job) else 1,
     )
 
 
-def _backward(context: StepContext, gather: float, reduce: float, reduce_root: float) -> tuple[Unit, ...]:
-    """The head's backward hides the last block's gather; a block's own hides the gather of the one before it and the
-    reduction of the one after it. The first block's reduction and the root's come after all compute."""
+def _backward(
+    context: StepContext, *, gather: float, reduce: float = 0.0, reduce_root: float = 0.0
+) -> tuple[Unit, ...]:
+    """Return the units of a backward pass, whose compute hides neighbours' collectives.
+
+    The head's backward hides the last block's gather; a block's own hides the gather of the one before it and the
+    reduction of the one after it. The first block's reduction and the root's come after all compute.
+    """
     stage, layers = context.stage, context.where.layers
     compute = stage.block.backward + stage.block.recomputed
     both = "all_gather + reduce_scatter" if gather and reduce else "all_gather" if gather else "reduce_scatter"

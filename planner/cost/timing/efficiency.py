@@ -1,4 +1,4 @@
-"""How much of a datasheet's peak real kernels reach, as a few named constants.
+"""The share of a datasheet's peak that real kernels reach, as a few named constants.
 
 A matrix product is priced as `flops / (peak x ceiling) + traffic / bandwidth`: efficiency becomes a curve that rises
 with the size of the product and needs no table. `GEMM_TRAFFIC` and `GEMM_CEILING["ampere"]` are fitted by
@@ -52,7 +52,7 @@ def waste_of(rows: float, columns: float, cores: int) -> float:
 
 
 def block_waste(stack: Stack, tokens: float, tp: int, cores: int) -> Waste:
-    """The mean over a dense block's products, by their operations.
+    """Return the mean over a dense block's products, by their operations.
 
     Queries, keys and values are taken as one product, gate and up projection too. The backward has two products each:
     for the input, tokens x inputs, and for the weight, outputs x inputs.
@@ -143,7 +143,7 @@ CPU_BANDWIDTH = 20e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRates:
-    """What one rank reaches: FLOP/s of products and of fused attention, bytes/s, and how its code runs a block.
+    """Rates of one rank: FLOP/s of products and of fused attention, bytes/s, and how its code runs a block.
 
     `peak_flops` is the datasheet's dense peak of the compute dtype, or None if unknown; `plain_flops` what products
     reach that tensor cores refuse; `element_bytes` the width of an activation; `multiprocessors` compute a tile of a
@@ -210,7 +210,7 @@ class DeviceRates:
         return size_bytes / curve.rate(kernel_bytes) / self.factors.memory
 
     def exponentials(self, size_bytes: float, kernel_bytes: float) -> float:
-        """The same of kernels that take an exponential of every element, which a CPU does not do at copying speed."""
+        """Return the seconds of kernels that take an exponential of every element, slower than a CPU's copying."""
         curve = self.measured.elementwise
         if curve is None or kernel_bytes <= 0:
             return self.elementwise(size_bytes, kernel_bytes)
@@ -223,7 +223,7 @@ class DeviceRates:
 
 
 def compute_dtype(device: Device, precision: Precision) -> str:
-    """The dtype that products run in: what was asked for, or fp32 where the device has no faster unit for it.
+    """Return the dtype that products run in: what was asked for, or fp32 where the device has no faster unit for it.
 
     torch leaves TF32 off for matrix products unless told otherwise, so fp32 means fp32. Under fp8 and fp4 it is that of
     linear layers, against whose peak publications count an fp8 run (llm-foundry, torchtitan, dgxc); bf16's where the
@@ -281,7 +281,7 @@ def device_rates(
         plain_flops=min(gemm, (device.peak_flops("fp32") or assumed_peak(cluster)) * products) * factors.attention,
         memory_bytes_per_s=(memory or bandwidth) * factors.memory,
         element_bytes=4 if precision == "fp32" else 2,
-        code=_launched(code, factors.launch, measured.launch_seconds),
+        code=_rescale_launches(code, factors.launch, measured.launch_seconds),
         measured=measured,
         factors=factors,
         serial=device.is_cpu,
@@ -292,12 +292,12 @@ def device_rates(
 
 
 def _product_share(device: Device, code: Implementation) -> float:
-    """How fast a code base's products are on a device, over those that its ceilings are of."""
+    """Return how fast a code base's products are on a device, over those that its ceilings are of."""
     return code.tuned_product_share if device.architecture in ("hopper", "blackwell") else 1.0
 
 
 def _attention_share(device: Device, code: Implementation) -> float:
-    """How fast a code base's own kernels of attention are on a device, over those that its ceiling is of."""
+    """Return how fast a code base's own kernels of attention are on a device, over those that its ceiling is of."""
     return code.hopper_attention_share if device.architecture == "hopper" else 1.0
 
 
@@ -309,8 +309,8 @@ def _scaled_flops(device: Device, precision: Precision, factors: Factors) -> flo
     return min(peak, FP4_OVER_FP8 * eight) * share * factors.compute
 
 
-def _launched(code: Implementation, factor: float, measured: float | None) -> Implementation:
-    """The code run by a host that launches `factor` times as fast as expected, or as measured.
+def _rescale_launches(code: Implementation, factor: float, measured: float | None) -> Implementation:
+    """Return the code run by a host that launches `factor` times as fast as expected, or as measured.
 
     A measured launch scales a block's host time too: both are the same interpreter's work.
     """

@@ -30,7 +30,7 @@ WHISPER_KERNEL = 3
 
 @memo_by_identity
 def stems(facts: ModelFacts) -> tuple[Stack, ...]:
-    """A convolution over patches, or two over time, each as the product that it is."""
+    """Return a convolution over patches, or two over time, each as the product that it is."""
     if facts.kind == "speech-encoder-decoder":
         hidden, frames = facts.hidden_size, facts.max_source_positions
         return (
@@ -65,7 +65,7 @@ class Geometry:
 
 
 def job_stacks(job: Job) -> tuple[Stack, ...]:
-    """The stacks of a job's model; for a module of unknown architecture those that its parameter counts suggest."""
+    """Return the stacks of a job's model; of an unknown architecture those that its parameter counts suggest."""
     if job.facts.recorded_as:
         return recorded_stacks(job.facts, job.counts, job.configuration.sequence_length)
     if job.facts.kind in KINDS:
@@ -136,8 +136,10 @@ def head_weights(job: Job) -> float:
 
 
 def head_tokens(job: Job, shape: Geometry) -> int:
-    """Tokens that reach the output projection in one micro-batch: one per sample for classifiers; none where a trace
-    counted the head with the rest."""
+    """Return the tokens that reach the output projection in one micro-batch.
+
+    That is one per sample for classifiers; none where a trace counted the head with the rest.
+    """
     if job.facts.traced or job.facts.recorded_as:
         return 0
     pooled = job.workload.task in words.CLASSIFYING or job.facts.kind == "vision-text"
@@ -146,8 +148,11 @@ def head_tokens(job: Job, shape: Geometry) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """What a backward pass computes: the share of the blocks' weights that have gradients of their own, of the blocks
-    that gradients pass through, and whether the head's weights have gradients."""
+    """Shares of a model that a backward pass computes.
+
+    Of the blocks' weights those that have gradients of their own, of the blocks those that gradients pass through, and
+    whether the head's weights have gradients.
+    """
 
     weights: float = 1.0
     passed: float = 1.0
@@ -159,7 +164,7 @@ ALL_TRAINED = Trained()
 
 
 def trained_share(counts: ParameterCounts) -> Trained:
-    """Of counts in which something is frozen; adapters are counted beside the weights (`adapters_of`)."""
+    """Return the shares of counts in which something is frozen; adapters are counted beside them (`adapters_of`)."""
     return ALL_TRAINED if counts.trains_all else _trained_share(counts)
 
 
@@ -187,14 +192,16 @@ def _trained_share(counts: ParameterCounts) -> Trained:
 
 @lru_cache(maxsize=64)
 def adapters_of(counts: ParameterCounts) -> tuple[tuple[Adapter, float], ...]:
-    """The adapters of the model's blocks, each with how many an average block has of it."""
+    """Return the adapters of the model's blocks, each with how many an average block has of it."""
     blocks = max(sum(block.repeats for block in counts.blocks), 1)
     return tuple((adapter, block.repeats / blocks) for block in counts.blocks for adapter in block.adapters)
 
 
 def model_flops(job: Job) -> float:
-    """Model operations of one micro-batch on the whole model, forward and backward; embedding look-ups are free. Frozen
-    weights have no gradients, and blocks that none reach no backward at all."""
+    """Return model operations of one micro-batch on the whole model, forward and backward.
+
+    Embedding look-ups are free. Frozen weights have no gradients, and blocks that none reach no backward at all.
+    """
     shape = geometry(job)
     forward = 0.0
     for stack in job_stacks(job):

@@ -21,21 +21,21 @@ SERIAL_SLOWDOWN = 2.0
 """The same on CPUs, where both run on the same cores: what one gets, the other waits for."""
 
 
-def beside(compute: float, communication: float, slowdown: float = SLOWDOWN) -> float:
+def beside(compute: float, communication: float, *, slowdown: float = SLOWDOWN) -> float:
     """Seconds that communication adds to compute that starts with it; `slowdown` holds while both run."""
     if communication > compute:
         return communication - compute + (slowdown - 1) * compute
     return (slowdown - 1) * communication
 
 
-def exposed_seconds(compute: float, communication: float, startup: float = 0.0, slowdown: float = SLOWDOWN) -> float:
+def exposed_seconds(compute: float, communication: float, *, startup: float = 0.0, slowdown: float = SLOWDOWN) -> float:
     """Seconds that communication adds to compute on a second stream.
 
     `startup` is the part that must finish before compute can begin or that only begins when compute has ended; the rest
     runs beside compute.
     """
     startup = min(startup, communication)
-    return startup + beside(compute, communication - startup, slowdown)
+    return startup + beside(compute, communication - startup, slowdown=slowdown)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,8 +105,10 @@ def _products_per_block(job: Job) -> float:
 
 
 def _gather_bytes(job: Job, recipe: Recipe, trained: float) -> float:
-    """Of a parameter on average: trained ones as they are computed in, frozen ones as they are loaded where that is
-    narrower."""
+    """Return the bytes of a parameter that an all-gather moves, on average.
+
+    Trained ones are as they are computed in, frozen ones as they are loaded where that is narrower.
+    """
     if recipe.frozen is None:
         return recipe.gather
     held = job.counts.held
@@ -117,10 +119,10 @@ def _gather_bytes(job: Job, recipe: Recipe, trained: float) -> float:
 
 
 def layout(job: Job) -> Layout:
-    """The layout of a job's busiest stage."""
+    """Return the layout of a job's busiest stage."""
     configuration, counts = job.configuration, job.counts
     total_layers = executed_layers(job)
-    layers = max(blocks_per_stage(total_layers, configuration.pp, configuration.virtual_stages))
+    layers = max(blocks_per_stage(total_layers, pp=configuration.pp, virtual_stages=configuration.virtual_stages))
     outside = counts.outside_blocks
     if configuration.pp > 1:
         outside = max(counts.embedding, counts.head) + counts.other

@@ -47,7 +47,7 @@ class OffloadCost:
 
 
 def link_seconds(cluster: Cluster, size_bytes: float, *, to_host: bool) -> float:
-    """Copying `size_bytes` of one rank between device and host, pinned."""
+    """Return the seconds of copying `size_bytes` of one rank between device and host, pinned."""
     curve = cluster.rates.device_to_host if to_host else cluster.rates.host_to_device
     curve = curve or cluster.rates.host_to_device
     if curve is not None:
@@ -88,7 +88,7 @@ def cpu_optimizer_seconds(job: Job, parameters: float) -> float:
 
 
 def offload_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) -> OffloadCost:
-    """What offload adds to one step, given the seconds of compute that no communication hides behind yet.
+    """Return what offload adds to one step, given the seconds of compute that no communication hides behind yet.
 
     Copies take turns with the collective that they come before or after, so that they share its hiding places.
     Gradients leave as they are reduced: in every micro-batch under ZeRO-2 and 3 and FSDP, once a step under ZeRO-1.
@@ -105,8 +105,10 @@ def offload_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) ->
 
 
 def _parked_cost(job: Job, hideout: float, rates: DeviceRates) -> tuple[float, float]:
-    """Checkpointed inputs on their way to the host and back in every micro-batch: the compute that is left to hide
-    other copies, and seconds that stay visible."""
+    """Return the compute left to hide other copies, and the seconds that stay visible.
+
+    Checkpointed inputs are on their way to the host and back in every micro-batch.
+    """
     size = sum(count * each for count, each in parked_inputs(job, recipe_of(job)))
     both = sum(link_seconds(job.cluster, size, to_host=away) for away in (True, False))
     seconds = job.configuration.gradient_accumulation_steps * both
@@ -137,9 +139,10 @@ def _state_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) -> 
 
 
 def _native_cost(job: Job, where: Layout, hideout: float, rates: DeviceRates) -> OffloadCost:
-    """Our own ZeRO (`strategies/backends/zero/engine.py`): while the host steps one bucket, the weights of the last
-    return and the states of the next are read, so that of the three the slowest counts, and the device steps what it
-    kept.
+    """Return the cost of our own ZeRO (`strategies/backends/zero/engine.py`).
+
+    While the host steps one bucket, the weights of the last return and the states of the next are read, so that of the
+    three the slowest counts, and the device steps what it kept.
 
     On a CPU nothing has a way to go but to a disk, and the step is the device's.
     """
@@ -185,8 +188,10 @@ def _write_seconds(job: Job, size: float) -> float:
 
 
 def _paging_seconds(job: Job) -> float:
-    """Moments that the driver moved to the host to make room in the backward pass, fetched for the step and evicted
-    again: what the device's memory is short of. Beside PCIe nothing hides it."""
+    """Return the seconds of moments that the driver moved to the host to make room in the backward pass.
+
+    They are fetched for the step and evicted again: what the device's memory is short of. Beside PCIe nothing hides it.
+    """
     recipe = recipe_of(job)
     states, paged = states_of(job, recipe), paged_state_bytes(job, trained_shards_of(job))
     resident = states.parameters + states.gradients + states.optimizer + paged

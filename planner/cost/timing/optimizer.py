@@ -38,7 +38,7 @@ TENSORS_PER_BLOCK = 12
 
 
 def optimizer_seconds(job: Job, where: Layout, rates: DeviceRates) -> float:
-    """The step on the device: states this rank owns. On a CPU a measured AdamW counts before the bytes it moves."""
+    """Return the step of this rank's states on the device. On a CPU a measured AdamW counts before bytes moved."""
     configuration, measured = job.configuration, rates.measured
     curve = measured.cpu_optimizer_fused if configuration.optimizer == "adamw-fused" else measured.cpu_optimizer
     if rates.serial and curve is not None and configuration.optimizer.startswith("adamw"):
@@ -66,15 +66,18 @@ NEWTON_SCHULZ_STEPS = 5
 
 @lru_cache(maxsize=64)
 def newton_schulz_flops(counts: ParameterCounts) -> float:
-    """Operations of Muon's step over the matrices of all blocks: in each iteration a matrix [m, n], m the smaller side,
-    by itself transposed, that square by itself, and the two multiplied."""
-    found = 0.0
+    """Return operations of Muon's step over the matrices of all blocks.
+
+    In each iteration a matrix [m, n], m the smaller side, by itself transposed, that square by itself, and the two
+    multiplied.
+    """
+    flops = 0.0
     for block in counts.trained.blocks:
         for shape in block.shapes:
             if len(shape) == 2:
                 small, large = sorted(shape)
-                found += block.repeats * NEWTON_SCHULZ_STEPS * (4.0 * small**2 * large + 2.0 * small**3)
-    return found
+                flops += block.repeats * NEWTON_SCHULZ_STEPS * (4.0 * small**2 * large + 2.0 * small**3)
+    return flops
 
 
 def _measured_step(where: Layout, step: Curve, *, flat: bool) -> float:

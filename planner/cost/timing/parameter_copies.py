@@ -1,4 +1,4 @@
-"""What a strategy copies of parameters and gradients around its collectives, in bytes per step of one rank.
+"""Copies of parameters and gradients around a strategy's collectives, in bytes per step of one rank.
 
 Counted call by call from the sources of torch 2.13 (`fsdp/_fully_shard/_fsdp_collectives.py`, `nn/parallel`) and
 DeepSpeed 0.19 (`runtime/zero/stage_1_and_2.py`, `stage3.py`). A copy reads and writes, so it moves twice its bytes.
@@ -47,7 +47,7 @@ def copy_seconds(copies: Copies, rates: DeviceRates) -> float:
 
 
 def _fault_seconds_per_byte(rates: DeviceRates) -> float:
-    """What a byte of memory just allocated costs beyond a byte that was there before; 0 where it was not measured."""
+    """Return what a byte just allocated costs beyond one that was there before; 0 where it was not measured."""
     new, old = rates.measured.clone, rates.measured.memory
     if new is None or old is None:
         return 0.0
@@ -62,7 +62,7 @@ def copies_of(job: Job, where: Layout, rates: DeviceRates) -> Copies:
 
 
 def _streamed(job: Job, where: Layout) -> Copies:
-    """What a micro-batch moves of weights through a CPU's caches, which hold them in a benchmark of products alone.
+    """Return a micro-batch's weights moved through a CPU's caches, which hold them in a benchmark of products alone.
 
     Weights are read in the forward and in the backward, their gradients written there (a write reads the line first).
     The embedding's gradient is zeros with a few rows filled in, made anew, and added to the head's where they are tied.
@@ -100,14 +100,16 @@ def _autocast_bytes(job: Job, where: Layout) -> float:
 
 
 def _accumulated(job: Job, where: Layout) -> Copies:
-    """A gradient added to those of earlier micro-batches: two reads, a write."""
+    """Return the copies of a gradient added to those of earlier micro-batches: two reads, a write."""
     sharded_gradients = job.configuration.zero_stage in (2, 3)
     return Copies(moved=3 * where.gradient_bytes * (where.local if sharded_gradients else where.parameters))
 
 
 def _fully_sharded(job: Job, where: Layout, rates: DeviceRates) -> Copies:
-    """FSDP2, a micro-batch: a unit is all-gathered into one new buffer and copied out into new parameters, in
-    the forward and again in the backward; its gradient is copied into a new buffer of the width that is reduced.
+    """Return the copies of FSDP2 in a micro-batch.
+
+    A unit is all-gathered into one new buffer and copied out into new parameters, in the forward and again in the
+    backward; its gradient is copied into a new buffer of the width that is reduced.
 
     Over gloo, which cannot average, that buffer is divided first.
     """
@@ -126,8 +128,11 @@ def _partitioned(where: Layout, rates: DeviceRates) -> Copies:
 
 
 def _bucketed(where: Layout) -> Copies:
-    """ZeRO-1 and 2, a reduction: gradients into a bucket made anew, flattened, divided, copied back from the reduced
-    whole twice; then the part that is kept."""
+    """Return the copies of a reduction of ZeRO-1 and 2.
+
+    Gradients go into a bucket made anew, flattened, divided, copied back from the reduced whole twice; then there is
+    the part that is kept.
+    """
     width = where.reduce_bytes
     whole = Copies(moved=10.0 * width, fresh=2.0 * width) * where.parameters
     return whole + Copies(moved=2.0 * width, fresh=width) * where.local

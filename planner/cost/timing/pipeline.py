@@ -1,4 +1,4 @@
-"""How long a pipeline takes: its schedule, run through."""
+"""The time of a pipeline: its schedule, run through."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ REDUCTIONS_EACH_WAY = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchanges:
-    """Seconds of one rank's collectives in the forward and in the backward of one micro-batch that nothing hides, and
-    of those that run beside compute."""
+    """Seconds of one rank's collectives in the forward and in the backward of one micro-batch that nothing hides.
+
+    `hidden` are those of collectives that run beside compute.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
@@ -32,10 +34,12 @@ class Exchanges:
 
     @property
     def visible(self) -> float:
+        """Seconds that nothing hides."""
         return self.forward + self.backward
 
     @property
     def total(self) -> float:
+        """Seconds of all."""
         return self.visible + self.hidden
 
     def __add__(self, other: Exchanges) -> Exchanges:
@@ -47,16 +51,16 @@ class Exchanges:
 
 
 def exchanges(job: Job, where: Layout, stage: Stage, rates: DeviceRates) -> Exchanges:
-    """What the ranks that share a micro-batch exchange for it. Full recomputation repeats the forward's."""
+    """Return what the ranks that share a micro-batch exchange for it. Full recomputation repeats the forward's."""
     chosen = job.configuration
-    found = Exchanges()
+    exchanges = Exchanges()
     if chosen.tp > 1:
-        found += _tensor_parallel(job, where, rates)
+        exchanges += _tensor_parallel(job, where, rates)
     if chosen.cp > 1:
-        found += _context_parallel(job, where, stage, rates)
+        exchanges += _context_parallel(job, where, stage, rates)
     if chosen.ep > 1:
-        found += _expert_parallel(job, where, rates)
-    return found
+        exchanges += _expert_parallel(job, where, rates)
+    return exchanges
 
 
 def _tensor_parallel(job: Job, where: Layout, rates: DeviceRates) -> Exchanges:
@@ -112,8 +116,10 @@ def _context_parallel(job: Job, where: Layout, stage: Stage, rates: DeviceRates)
 
 
 def _expert_parallel(job: Job, where: Layout, rates: DeviceRates) -> Exchanges:
-    """Tokens to the ranks of their experts and back, in forward and in backward (GShard, arXiv 2006.16668); the busiest
-    rank gets more than the mean."""
+    """Return the seconds of sending tokens to the ranks of their experts and back (GShard, arXiv 2006.16668).
+
+    The busiest rank gets more than the mean.
+    """
     chosen, facts = job.configuration, job.facts
     tokens = job.tokens_per_micro_batch / (chosen.tp if chosen.sequence_parallel else 1)
     copies = job.workload.expert_imbalance * tokens * facts.experts_per_token
@@ -146,15 +152,17 @@ class Stage:
 
     @property
     def forward(self) -> float:
+        """Seconds of its forward passes."""
         return self.layers * self.block.forward + self.head.forward
 
     @property
     def backward(self) -> float:
-        """With what is recomputed for it."""
+        """Seconds of its backward passes with what is recomputed for them."""
         return self.layers * (self.block.backward + self.block.recomputed) + self.head.backward
 
     @property
     def total(self) -> float:
+        """Seconds of both."""
         return self.forward + self.backward
 
     @property
@@ -173,7 +181,7 @@ def stages(job: Job, rates: DeviceRates) -> tuple[Stage, ...]:
     block, head = blocks * (1 / layers), head_passes(job, shape, rates)
     if pp == 1:
         return (Stage(layers=layers, block=block, head=head),)
-    counts = blocks_per_stage(layers, pp, job.configuration.virtual_stages)
+    counts = blocks_per_stage(layers, pp=pp, virtual_stages=job.configuration.virtual_stages)
     return (
         *(Stage(layers=count, block=block) for count in counts[:-1]),
         Stage(layers=counts[-1], block=block, head=head),
@@ -184,7 +192,7 @@ def stages(job: Job, rates: DeviceRates) -> tuple[Stage, ...]:
 
 
 def bubble_seconds(job: Job, pipeline: Sequence[Stage], inside: Exchanges, hop: float) -> float:
-    """What the schedule takes beyond the work of its busiest stage.
+    """Return what the schedule takes beyond the work of its busiest stage.
 
     GPipe fills and drains as 1F1B does. With `v` virtual stages a rank waits for pieces of a v-th, and results cross
     to a neighbour v times as often (arXiv 2104.04473, section 2.2). ZB-H1 has the gradients of weights fill the wait
@@ -225,7 +233,7 @@ def one_forward_one_backward(
     if len(forwards) > LONGEST_SIMULATED:
         return _critical_path(forwards, backwards, micro_batches, hop)
     simulated = min(micro_batches, max(AT_LEAST, SETTLED * len(forwards)))
-    seconds = _simulated(forwards, backwards, simulated, hop)
+    seconds = _simulate(forwards, backwards, simulated, hop)
     if simulated < micro_batches:
         seconds += (micro_batches - simulated) * _period(forwards, backwards, hop)
     return seconds
@@ -236,24 +244,26 @@ LONGEST_SIMULATED = 8
 
 
 def _critical_path(forwards: Sequence[float], backwards: Sequence[float], micro_batches: int, hop: float) -> float:
-    """The longest of the paths through the schedule that wait at one stage only: of the first micro-batch there and
-    back and of the others at that stage, or of all at it once the first one has come.
+    """Return the longest of the paths through the schedule that wait at one stage only.
+
+    They are of the first micro-batch there and back and of the others at that stage, or of all at it once the first one
+    has come.
 
     A stage runs as many forwards as there are stages from it to the end while the first micro-batch is on its way. At
     most 5 % below what a simulation says, in 6000 random schedules of stages that differ by a block and a head.
     """
     stages = len(forwards)
-    way = sum(forwards) + sum(backwards) + 2 * (stages - 1) * hop
+    first_path = sum(forwards) + sum(backwards) + 2 * (stages - 1) * hop
     longest = before = 0.0
     for stage, (forward, backward) in enumerate(zip(forwards, backwards, strict=True)):
         behind = max(micro_batches - (stages - stage), 0)
-        longest = max(longest, way + (micro_batches - 1) * backward + behind * forward)
+        longest = max(longest, first_path + (micro_batches - 1) * backward + behind * forward)
         longest = max(longest, before + 2 * stage * hop + micro_batches * (forward + backward))
         before += forward + backward
     return longest
 
 
-def _simulated(forwards: Sequence[float], backwards: Sequence[float], micro_batches: int, hop: float) -> float:
+def _simulate(forwards: Sequence[float], backwards: Sequence[float], micro_batches: int, hop: float) -> float:
     """Wave i holds forward i of every stage, and the backward that goes before it there.
 
     Backward i - (p - s) of stage s needs the next stage's, which the wave before held; so two rows of times do for the
@@ -272,8 +282,8 @@ def _simulated(forwards: Sequence[float], backwards: Sequence[float], micro_batc
             sent = 0.0
             for stage, forward in enumerate(forwards):
                 ready = free[stage]
-                free[stage] = done = (ready if ready > sent else sent) + forward
-                sent = done + hop
+                free[stage] = ended = (ready if ready > sent else sent) + forward
+                sent = ended + hop
     return max(free)
 
 

@@ -132,7 +132,7 @@ def _tower(tower: TowerFacts, length: int, *, causal: bool) -> Stack:
 
 
 def _image_tower(tower: TowerFacts | None) -> tuple[Stack, ...]:
-    """The vision side, which sees one image per sample: its patches and a class token."""
+    """Return the stack of the vision side, which sees one image per sample: its patches and a class token."""
     if tower is None or not tower.image_tokens:
         return ()
     return (_tower(tower, tower.image_tokens, causal=False),)
@@ -168,7 +168,7 @@ def _shared_width(facts: ModelFacts) -> int:
 
 
 def _mlp(facts: ModelFacts) -> Matmuls:
-    """The average MLP: experts weighted by those a token passes, plain layers by how many there are."""
+    """Return the average MLP: experts weighted by those a token passes, plain layers by how many there are."""
     hidden, products = facts.hidden_size, 3 if facts.gated_mlp else 2
     plain = _product(hidden, facts.intermediate_size) * products
     if not facts.is_moe:
@@ -190,7 +190,10 @@ def _mlp_width(facts: ModelFacts) -> int:
 
 
 def _last_product(facts: ModelFacts) -> float:
-    """The down projection, unless a norm, a dropout, a scale or a router's weights keep its output for the backward."""
+    """Return elements of a down projection whose output no backward needs; 0 where one does.
+
+    That of a norm, a dropout, a scale or a router's weights needs it.
+    """
     kept = facts.post_norm or facts.norms_per_layer > 2 or facts.hidden_dropout or facts.layer_scale or facts.is_moe
     return 0.0 if kept else float(facts.hidden_size * facts.intermediate_size)
 
@@ -234,7 +237,7 @@ def _cross_keys_and_values(facts: ModelFacts) -> Stack:
 
 @memo_by_identity
 def stacks(facts: ModelFacts) -> tuple[Stack, ...]:
-    """The stacks one step passes through, the one that ends in the output head last."""
+    """Return the stacks one step passes through, the one that ends in the output head last."""
     if facts.kind.endswith("encoder-decoder"):
         encoder_layers = facts.encoder_layers or facts.num_layers
         decoder = replace(facts, intermediate_size=facts.decoder_intermediate_size or facts.intermediate_size)
@@ -257,7 +260,7 @@ def stacks(facts: ModelFacts) -> tuple[Stack, ...]:
 
 
 def traced_stacks(facts: ModelFacts, counts: ParameterCounts) -> tuple[Stack, ...]:
-    """A module whose work was counted in a trace: a sample is its token, and its blocks share the work evenly."""
+    """Return the stack of a traced module: a sample is its token, and its blocks share the work evenly."""
     work = next(iter(facts.traced.values()))
     layers = max(sum(block.repeats for block in counts.blocks), 1)
     # A product of `active` weights is two operations for each.
@@ -277,7 +280,7 @@ def traced_stacks(facts: ModelFacts, counts: ParameterCounts) -> tuple[Stack, ..
 
 
 def recorded_stacks(facts: ModelFacts, counts: ParameterCounts, length: int) -> tuple[Stack, ...]:
-    """A recorded model at one length: a sample is its token, as of a traced module."""
+    """Return the stack of a recorded model at one length: a sample is its token, as of a traced module."""
     blocks = max(sum(work.repeats for work in facts.work if work.block), 1)
     return tuple(_recorded(work, length, counts.in_blocks / blocks) for work in facts.work)
 
@@ -304,7 +307,7 @@ def _recorded(work: BlockWork, length: int, parameters: float) -> Stack:
 
 
 def measured_stacks(facts: ModelFacts, counts: ParameterCounts, *, causal: bool) -> tuple[Stack, ...]:
-    """A module known by its parameters only: every weight of a block multiplies every token once.
+    """Return the stack of a module known by its parameters only: every weight multiplies every token once.
 
     Products are taken to be as wide as those of a block with an MLP of four hidden widths. Without repeated blocks the
     whole module is one stack.

@@ -29,8 +29,11 @@ from planner.types.plan import StepTime, Throughput
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What a step is put together from: the busiest stage, what its ranks exchange inside a micro-batch, the seconds of
-    copies that `time` counts as compute, and the sums."""
+    """Parts that a step is put together from.
+
+    The busiest stage, what its ranks exchange inside a micro-batch, the seconds of copies that `time` counts as
+    compute, and the sums.
+    """
 
     where: Layout
     rates: DeviceRates
@@ -46,7 +49,7 @@ def step_time(job: Job) -> StepTime:
 
 
 def parts_of(job: Job) -> Parts:
-    """The step and what it is put together from."""
+    """Return the step and what it is put together from."""
     steps = job.configuration.gradient_accumulation_steps
     traits = code_base(job.workload.code).traits(compiled=job.workload.compile)
     rates = device_rates(job.cluster, job.configuration.precision, traits.time, scaled_products(job))
@@ -78,7 +81,7 @@ def parts_of(job: Job) -> Parts:
 
 
 def _optimizer(job: Job, where: Layout, rates: DeviceRates, offload: OffloadCost) -> float:
-    """The step on the device, on the host, or on both at once, each with its share."""
+    """Return the step on the device, on the host, or on both at once, each with its share."""
     if not offload.cpu_optimizer:
         return optimizer_seconds(job, where, rates)
     kept = 1 - job.configuration.offload_ratio

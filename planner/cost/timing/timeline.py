@@ -24,7 +24,7 @@ _MOST_UNITS = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """What one stream does for a while: `start` and `seconds` from the beginning of the step.
+    """One stream's work for a while: `start` and `seconds` from the beginning of the step.
 
     `kind` is `forward`, `backward`, `copies`, `optimizer`, `bubble` (waiting for other stages), `offload`, or what is
     communicated (`all_gather`, `reduce_scatter`, `all_reduce`, ..., `inside` for tp, cp and ep). Of communication
@@ -40,57 +40,58 @@ class Span:
 
     @property
     def end(self) -> float:
+        """Seconds from the beginning of the step to its end."""
         return self.start + self.seconds
 
 
 def step_timeline(job: Job) -> tuple[Span, ...]:
-    """The spans of one optimizer step of the busiest rank, in the order in which they start.
+    """Return the spans of one optimizer step of the busiest rank, in the order in which they start.
 
     The last one ends at `step_time(job).step_seconds`, and `exposed` adds up to its
     `exposed_communication_seconds`. Seconds.
     """
-    found = parts_of(job)
+    parts = parts_of(job)
     rounds = job.configuration.gradient_accumulation_steps
-    units = walk(job, found.where, found.busiest, found.rates)
-    pen = _Pen(slowdown=SERIAL_SLOWDOWN if found.rates.serial else SLOWDOWN)
+    units = walk(job, parts.where, parts.busiest, parts.rates)
+    pen = _Pen(slowdown=SERIAL_SLOWDOWN if parts.rates.serial else SLOWDOWN)
     shown, middle = _shown(rounds)
     for number in range(rounds):
         if number in middle:
             if number == middle[0]:
-                _together(pen, found, units, rounds, middle)
+                _together(pen, parts, units, rounds, middle)
             continue
         assert number in shown
-        _micro_batch(pen, found, units, rounds, number)
-    pen.compute("bubble", "waiting for other stages", found.time.bubble_seconds)
+        _micro_batch(pen, parts, units, rounds, number)
+    pen.compute("bubble", "waiting for other stages", parts.time.bubble_seconds)
     pen.units("end", "end of the step", units.end, 0.0)
-    pen.compute("copies", "copies of parameters", found.copies)
-    pen.add("transfer", "offload", "host and disk", found.time.offload_seconds)
-    pen.compute("optimizer", "optimizer step", found.time.optimizer_seconds)
+    pen.compute("copies", "copies of parameters", parts.copies)
+    pen.add("transfer", "offload", "host and disk", parts.time.offload_seconds)
+    pen.compute("optimizer", "optimizer step", parts.time.optimizer_seconds)
     return tuple(sorted(pen.spans, key=lambda span: (span.start, span.stream)))
 
 
 def _shown(rounds: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Which micro-batches are drawn by themselves, and which together."""
+    """Return which micro-batches are drawn by themselves, and which together."""
     if rounds <= MOST_MICRO_BATCHES:
         return range(rounds), range(0)
     return (0, 1, rounds - 1), range(2, rounds - 1)
 
 
-def _micro_batch(pen: _Pen, found: Parts, units: Walk, rounds: int, number: int) -> None:
+def _micro_batch(pen: _Pen, parts: Parts, units: Walk, rounds: int, number: int) -> None:
     label = f"micro-batch {number + 1}" if rounds > 1 else ""
     forward = units.forward if number < units.gathers else ()
-    pen.units("forward", label, forward, found.busiest.forward, rest_first=False)
-    pen.communication("inside", f"inside blocks {label}".strip(), found.inside.forward)
+    pen.units("forward", label, forward, parts.busiest.forward, rest_first=False)
+    pen.communication("inside", f"inside blocks {label}".strip(), parts.inside.forward)
     backward = units.reduced if number >= rounds - units.reductions else units.quiet
-    pen.units("backward", label, backward, found.busiest.backward, rest_first=True)
-    pen.communication("inside", f"inside blocks {label}".strip(), found.inside.backward)
+    pen.units("backward", label, backward, parts.busiest.backward, rest_first=True)
+    pen.communication("inside", f"inside blocks {label}".strip(), parts.inside.backward)
 
 
-def _together(pen: _Pen, found: Parts, units: Walk, rounds: int, middle: Sequence[int]) -> None:
+def _together(pen: _Pen, parts: Parts, units: Walk, rounds: int, middle: Sequence[int]) -> None:
     """Several micro-batches in two spans."""
     aside = _Pen(slowdown=pen.slowdown)
     for number in middle:
-        _micro_batch(aside, found, units, rounds, number)
+        _micro_batch(aside, parts, units, rounds, number)
     label = f"micro-batches {middle[0] + 1} to {middle[-1] + 1}"
     exposed = sum(span.exposed for span in aside.spans)
     communicating = sum(span.seconds for span in aside.spans if span.stream == "communication")
@@ -137,7 +138,7 @@ class _Pen:
 
     def _unit(self, kind: str, name: str, what: str, compute: float, communication: float) -> None:
         """Compute and communication that start together; each is slower while both run."""
-        exposed = beside(compute, communication, self.slowdown)
+        exposed = beside(compute, communication, slowdown=self.slowdown)
         both = self.slowdown * min(compute, communication)
         start, self.now = self.now, self.now + compute + exposed
         if compute:

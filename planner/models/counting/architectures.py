@@ -9,7 +9,7 @@ from planner.models.counting.weights import (
     Weights,
     attention,
     block_count,
-    counted,
+    count_weights,
     linear,
     mlp,
     norm,
@@ -23,9 +23,9 @@ from planner.models.facts import BlockCount, ModelFacts, ParameterCounts, TowerF
 
 
 def count_decoder(facts: ModelFacts) -> ParameterCounts:
-    """A decoder with its language-model head."""
+    """Return a decoder with its language-model head."""
     final_norm = norm(facts, name="final_norm") if facts.final_norm else NOTHING
-    return counted(
+    return count_weights(
         embedding=_decoder_embedding(facts),
         blocks=decoder_blocks(facts),
         head=_decoder_head(facts),
@@ -34,7 +34,7 @@ def count_decoder(facts: ModelFacts) -> ParameterCounts:
 
 
 def decoder_blocks(facts: ModelFacts) -> tuple[BlockCount, ...]:
-    """The stack of layers; leading dense layers of a mixture of experts come first."""
+    """Return the stack of layers; leading dense layers of a mixture of experts come first."""
     common = attention(facts) + norms(facts, facts.norms_per_layer)
     dense = common + mlp(facts, facts.intermediate_size)
     if not facts.is_moe:
@@ -63,7 +63,7 @@ def _projection_out(facts: ModelFacts) -> Weights:
 
 
 def is_bare(facts: ModelFacts) -> bool:
-    """Whether the class is the stack without a head (`LlamaModel`); ChatGLM's one class, of that name, has a head."""
+    """Return whether the class is the stack without a head (`LlamaModel`); ChatGLM's class of that name has a head."""
     return facts.architecture.endswith("Model") and not facts.architecture.endswith(("LMHeadModel", "ChatGLMModel"))
 
 
@@ -78,11 +78,11 @@ def _decoder_head(facts: ModelFacts) -> Weights:
 
 
 def count_encoder(facts: ModelFacts) -> ParameterCounts:
-    """An encoder with the head that its architecture's name says (`ForMaskedLM`, `ForPreTraining`, none for `Model`).
+    """Return an encoder with the head that its architecture's name says (`ForMaskedLM`, none for `Model`).
 
     ALBERT's pooler belongs to `AlbertModel`; `AlbertForMaskedLM`, which the catalogue names, is built without it.
     """
-    return counted(
+    return count_weights(
         embedding=_encoder_embedding(facts),
         blocks=_encoder_blocks(facts),
         head=_encoder_head(facts),
@@ -149,7 +149,7 @@ def _encoder_head(facts: ModelFacts) -> Weights:
 
 
 def _masked_lm_head(facts: ModelFacts) -> Weights:
-    """A projection to the embedding's width, its norm, and the bias of the decoder that is tied to the embedding."""
+    """Return a projection to the embedding's width, its norm, and the bias of the decoder tied to the embedding."""
     width = facts.embedding_size or facts.hidden_size
     head = linear(facts.hidden_size, width, "head_dense", bias=facts.norm_bias) + norm(facts, width, "head_norm")
     if not facts.tie_word_embeddings:
@@ -166,7 +166,7 @@ def _pretraining_head(facts: ModelFacts) -> Weights:
 
 
 def _dense(facts: ModelFacts) -> Weights:
-    """The layer before a classifier (BERT calls it the pooler); ModernBERT's has a norm and no bias."""
+    """Return the layer before a classifier (BERT calls it the pooler); ModernBERT's has a norm and no bias."""
     dense = linear(facts.hidden_size, facts.hidden_size, "classifier_dense", bias=facts.norm_bias)
     return dense + norm(facts, name="classifier_norm") if facts.model_type == "modernbert" else dense
 
@@ -188,7 +188,7 @@ def count_encoder_decoder(facts: ModelFacts) -> ParameterCounts:
     final_norms = norms(facts, 2 if _has_final_norms(facts) else 0).inside("final")
     table = tensor(facts.vocab_size, facts.hidden_size, name="tokens.weight")
     head = tensor(facts.vocab_size, facts.hidden_size, name="head.weight")
-    return counted(
+    return count_weights(
         embedding=table + positions + embedding_norms + _audio_stem(facts),
         blocks=_encoder_decoder_blocks(facts),
         head=_classifier(facts) if classifies else head if has_head else NOTHING,
@@ -260,7 +260,7 @@ def count_vision(facts: ModelFacts) -> ParameterCounts:
     pooler = linear(hidden, hidden, "pooler", bias=True) if facts.pooler else NOTHING
     inputs = _classifier_inputs(facts)
     classifier = linear(inputs, facts.num_labels, "classifier", bias=True) if _classifies(facts) else NOTHING
-    return counted(
+    return count_weights(
         embedding=_patch_projection(facts, hidden, facts.patch_size)
         + vector(hidden, "patches.bias")
         + tokens
@@ -291,7 +291,7 @@ def count_vision_text(facts: ModelFacts) -> ParameterCounts:
     projections = tensor(facts.projection_dim, vision.hidden_size, name="image_projection.weight")
     projections += tensor(facts.projection_dim, text.hidden_size, name="text_projection.weight")
     logit_scale = tensor(name="logit_scale")
-    return counted(
+    return count_weights(
         embedding=vision_embedding + text_embedding,
         blocks=(_vision_block(text, "text", text.num_layers), _vision_block(vision, "vision", vision.num_layers)),
         head=projections,

@@ -34,7 +34,7 @@ __all__ = [
     "ParameterCounts",
     "active_parameters",
     "count_parameters",
-    "frozen_but",
+    "freeze_but",
     "is_linear",
     "module_of",
     "with_adapters",
@@ -183,12 +183,12 @@ _NO_LINEAR = ("router", "experts.")
 
 
 def is_linear(name: str, shape: Shape) -> bool:
-    """Whether a weight of a block is a linear layer's: what PEFT adapts, and bitsandbytes quantises."""
+    """Return whether a weight of a block is a linear layer's: what PEFT adapts, and bitsandbytes quantises."""
     return len(shape) == 2 and name.endswith(".weight") and not name.startswith(_NO_LINEAR)
 
 
 def module_of(facts: ModelFacts, name: str) -> str:
-    """A module as transformers calls it, without what is in front of the block."""
+    """Return a module as transformers calls it, without what is in front of the block."""
     role = name.rpartition(".")[0] or name
     return _SPELLED.get(facts.model_type, {}).get(role) or _LLAMA.get(role, role)
 
@@ -209,7 +209,7 @@ def _block_stem(facts: ModelFacts) -> str:
 def with_adapters(
     facts: ModelFacts, counts: ParameterCounts, *, rank: int, targets: str, magnitude: bool
 ) -> ParameterCounts:
-    """The counts with everything frozen and adapters beside the targets.
+    """Return the counts with everything frozen and adapters beside the targets.
 
     Raises:
         ContradictoryRequest: no linear layer of the model is meant, its weights have no known names, or the pattern is
@@ -220,14 +220,14 @@ def with_adapters(
             f"nothing is known of the linear layers of {facts.name}, which adapters go beside; hand dsplan the module"
             " with its adapters (--model package.module:factory)"
         )
-    blocks = tuple(_adapted(facts, block, rank, targets, magnitude=magnitude) for block in counts.blocks)
+    blocks = tuple(_adapt(facts, block, rank, targets, magnitude=magnitude) for block in counts.blocks)
     if not any(block.adapters for block in blocks):
-        known = ", ".join(_linears(facts, counts))
-        raise ContradictoryRequest(f"--lora-targets {targets} means no linear layer of {facts.name}; it has {known}")
+        linears = ", ".join(_linears(facts, counts))
+        raise ContradictoryRequest(f"--lora-targets {targets} means no linear layer of {facts.name}; it has {linears}")
     return replace(counts, blocks=blocks, frozen=tuple(range(len(counts.outside))))
 
 
-def _adapted(facts: ModelFacts, block: BlockCount, rank: int, targets: str, *, magnitude: bool) -> BlockCount:
+def _adapt(facts: ModelFacts, block: BlockCount, rank: int, targets: str, *, magnitude: bool) -> BlockCount:
     adapters = []
     for name, shape in zip(block.names, block.shapes, strict=True):
         if is_linear(name, shape) and _is_meant(facts, name, targets):
@@ -279,9 +279,10 @@ def _pattern(flag: str, text: str) -> re.Pattern[str]:
 # Parts that are frozen by name.
 
 
-def frozen_but(facts: ModelFacts, counts: ParameterCounts, pattern: str) -> ParameterCounts:
-    """The counts with all weights frozen but those in whose names the pattern is found. Runs of blocks that differ
-    become block counts of their own.
+def freeze_but(facts: ModelFacts, counts: ParameterCounts, pattern: str) -> ParameterCounts:
+    """Return the counts with all weights frozen but those in whose names the pattern is found.
+
+    Runs of blocks that differ become block counts of their own.
 
     Raises:
         ContradictoryRequest: the names are not known, none or all of them match, or it is no regular expression.
@@ -293,31 +294,33 @@ def frozen_but(facts: ModelFacts, counts: ParameterCounts, pattern: str) -> Para
         )
     wanted = _pattern("--train-only", pattern)
     outside = [_parameter(facts, name) for name in counts.names]
-    frozen = tuple(place for place, name in enumerate(outside) if not wanted.search(name))
+    frozen = tuple(index for index, name in enumerate(outside) if not wanted.search(name))
     blocks: list[BlockCount] = []
     first = 0
     for block in counts.blocks:
         blocks += _runs(facts, block, first, wanted)
         first += block.repeats
-    found = replace(counts, blocks=tuple(blocks), frozen=frozen)
-    if not found.trained.total:
-        known = ", ".join((*outside[:1], *_names_in(facts, counts.blocks[0], 0)[:2], *outside[-1:]))
-        raise ContradictoryRequest(f"--train-only {pattern} matches no weight of {facts.name}; names are like {known}")
-    if found.trains_all:
+    partly_frozen = replace(counts, blocks=tuple(blocks), frozen=frozen)
+    if not partly_frozen.trained.total:
+        examples = ", ".join((*outside[:1], *_names_in(facts, counts.blocks[0], 0)[:2], *outside[-1:]))
+        raise ContradictoryRequest(
+            f"--train-only {pattern} matches no weight of {facts.name}; names are like {examples}"
+        )
+    if partly_frozen.trains_all:
         raise ContradictoryRequest(f"--train-only {pattern} matches every weight of {facts.name}; leave it out")
-    return found
+    return partly_frozen
 
 
 def _runs(facts: ModelFacts, block: BlockCount, first: int, wanted: re.Pattern[str]) -> Iterator[BlockCount]:
-    each = [_frozen_in(facts, block, place, wanted) for place in range(first, first + block.repeats)]
+    each = [_frozen_in(facts, block, index, wanted) for index in range(first, first + block.repeats)]
     for frozen, alike in groupby(each):
         yield replace(block, repeats=len(list(alike)), frozen=frozen)
 
 
-def _frozen_in(facts: ModelFacts, block: BlockCount, place: int, wanted: re.Pattern[str]) -> tuple[int, ...]:
-    names = _names_in(facts, block, place)
+def _frozen_in(facts: ModelFacts, block: BlockCount, block_index: int, wanted: re.Pattern[str]) -> tuple[int, ...]:
+    names = _names_in(facts, block, block_index)
     return tuple(index for index, name in enumerate(names) if not wanted.search(name))
 
 
-def _names_in(facts: ModelFacts, block: BlockCount, place: int) -> Sequence[str]:
-    return [_parameter(facts, name, f"{_block_stem(facts)}{place}.") for name in block.names]
+def _names_in(facts: ModelFacts, block: BlockCount, index: int) -> Sequence[str]:
+    return [_parameter(facts, name, f"{_block_stem(facts)}{index}.") for name in block.names]

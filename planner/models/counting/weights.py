@@ -13,7 +13,7 @@ _INPUTS_FIRST = ("gpt2",)
 _EXPERTS_INPUTS_FIRST = ("gpt_oss",)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
     """Some weight tensors, by their shapes as the module keeps them; `frozen` are the places of those not trained.
 
@@ -25,27 +25,31 @@ class Weights:
     names: tuple[str, ...] = ()
 
     def __add__(self, other: Weights) -> Weights:
-        moved = (len(self.shapes) + place for place in other.frozen)
-        return Weights(self.shapes + other.shapes, (*self.frozen, *moved), self.names + other.names)
+        moved = (len(self.shapes) + index for index in other.frozen)
+        return Weights(shapes=self.shapes + other.shapes, frozen=(*self.frozen, *moved), names=self.names + other.names)
 
     def inside(self, part: str) -> Weights:
-        """The same weights as those of a part of the model."""
-        return Weights(self.shapes, self.frozen, tuple(f"{part}.{name}" for name in self.names))
+        """Return the same weights as those of a part of the model."""
+        return Weights(shapes=self.shapes, frozen=self.frozen, names=tuple(f"{part}.{name}" for name in self.names))
 
     @property
     def total(self) -> int:
+        """Elements of all of them."""
         return sum(map(prod, self.shapes))
 
     @property
     def largest(self) -> int:
+        """Elements of the largest matrix."""
         return max(map(prod, self.shapes), default=0)
 
 
-NOTHING = Weights(())
+NOTHING = Weights(shapes=())
 
 
-def counted(*, embedding: Weights, blocks: tuple[BlockCount, ...], head: Weights, other: Weights) -> ParameterCounts:
-    """The counts of a model of which every weight is known."""
+def count_weights(
+    *, embedding: Weights, blocks: tuple[BlockCount, ...], head: Weights, other: Weights
+) -> ParameterCounts:
+    """Return the counts of a model of which every weight is known."""
     outside = embedding + other + head
     return ParameterCounts(
         embedding=embedding.total,
@@ -73,14 +77,17 @@ def block_count(name: str, repeats: int, weights: Weights, experts: int = 0) -> 
 
 
 def tensor(*shape: int, name: str) -> Weights:
-    return Weights((shape,), names=(name,))
+    """Return a weight of any shape."""
+    return Weights(shapes=(shape,), names=(name,))
 
 
 def vector(width: int, name: str) -> Weights:
+    """Return a weight of one dimension, such as a norm's."""
     return tensor(width, name=name)
 
 
 def linear(inputs: int, outputs: int, name: str, *, bias: bool) -> Weights:
+    """Return the weight of a linear layer, and its bias where it has one."""
     weight = tensor(outputs, inputs, name=f"{name}.weight")
     return weight + vector(outputs, f"{name}.bias") if bias else weight
 
@@ -132,7 +139,7 @@ def _latent_attention(facts: ModelFacts, mla: MlaFacts) -> Weights:
 
 
 def mlp(facts: ModelFacts, width: int) -> Weights:
-    """The feed-forward part, `width` units between its projections; gated MLPs have a third projection."""
+    """Return the feed-forward part, `width` units between its projections; gated MLPs have a third projection."""
     hidden, bias = facts.hidden_size, facts.mlp_bias
     if not facts.gated_mlp:
         inputs = linear(hidden, width, "up", bias=bias)
@@ -144,22 +151,23 @@ def mlp(facts: ModelFacts, width: int) -> Weights:
 
 
 def norms(facts: ModelFacts, how_many: int) -> Weights:
-    return sum((norm(facts, name=f"norm{place}") for place in range(1, how_many + 1)), NOTHING)
+    """Return so many norms of a width, with biases where the architecture has them."""
+    return sum((norm(facts, name=f"norm{number}") for number in range(1, how_many + 1)), NOTHING)
 
 
 def _as_stored(facts: ModelFacts, projections: Weights) -> Weights:
-    return _swapped(projections) if facts.model_type in _INPUTS_FIRST else projections
+    return _swap(projections) if facts.model_type in _INPUTS_FIRST else projections
 
 
 def experts_as_stored(facts: ModelFacts, projections: Weights) -> Weights:
-    """The stacked projections of all experts, in the order of dimensions that the architecture keeps them in."""
-    return _swapped(projections) if facts.model_type in _EXPERTS_INPUTS_FIRST else projections
+    """Return the stacked projections of all experts, in the order of dimensions that the architecture keeps them in."""
+    return _swap(projections) if facts.model_type in _EXPERTS_INPUTS_FIRST else projections
 
 
-def _swapped(matrices: Weights) -> Weights:
+def _swap(matrices: Weights) -> Weights:
     """Last two dimensions exchanged; vectors stay as they are."""
     shapes = tuple((*s[:-2], s[-1], s[-2]) if len(s) > 1 else s for s in matrices.shapes)
-    return Weights(shapes, names=matrices.names)
+    return Weights(shapes=shapes, names=matrices.names)
 
 
 # Mixture-of-experts feed-forward parts.
@@ -187,7 +195,7 @@ def _experts(facts: ModelFacts, kind: str, into: Shape, out: Shape) -> Weights:
 
 
 def router_and_shared(facts: ModelFacts) -> Weights:
-    """The router, the experts every token passes through, and their gate."""
+    """Return the router, the experts every token passes through, and their gate."""
     router = linear(facts.hidden_size, facts.num_experts, "router", bias=facts.router_bias)
     width = facts.shared_expert_intermediate_size or facts.num_shared_experts * facts.moe_intermediate_size
     shared = mlp(facts, width).inside("shared") if facts.num_shared_experts else NOTHING

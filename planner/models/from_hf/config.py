@@ -31,7 +31,7 @@ CLASS_ENDINGS: Mapping[str, tuple[str, ...]] = {
 
 
 def read_config(path: Path) -> ModelFacts:
-    """The model of a config.json, or of a directory that holds one; named after the directory.
+    """Return the model of a config.json, or of a directory that holds one; named after the directory.
 
     Raises:
         BrokenFile: the file is missing, unreadable, not JSON, or lacks a field.
@@ -49,7 +49,7 @@ def read_config(path: Path) -> ModelFacts:
 
 
 def facts_from_config(config: Mapping[str, Any], name: str) -> ModelFacts:
-    """The model that transformers builds from `config`, parsed JSON or what `PretrainedConfig.to_dict()` gives.
+    """Return the model that transformers builds from `config`, parsed JSON or what `PretrainedConfig.to_dict()` gives.
 
     Keys that are absent mean the config class's default, as in transformers, except the sizes, which must be there.
     `name` names the model, and the file in messages.
@@ -109,7 +109,7 @@ _LABELS = Limit(least=1, most=100_000_000)
 
 
 def _num_labels(reader: ConfigReader) -> int:
-    """Outputs of a classifier: `num_labels`, or as many as `id2label` has, or transformers' default of 2."""
+    """Return outputs of a classifier: `num_labels`, or as many as `id2label` has, or transformers' default of 2."""
     labels = reader.config.get("id2label")
     counted = reader.config.get("num_labels", len(labels) if isinstance(labels, Mapping) else 2)
     if not _LABELS.allows(counted):

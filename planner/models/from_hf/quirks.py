@@ -26,7 +26,7 @@ def _window_switch(reader: ConfigReader, figures: Figures) -> Figures:
 
 
 def _rotary_share(reader: ConfigReader, figures: Figures) -> Figures:
-    """transformers 5 moved the rotated share of a head into `rope_parameters`."""
+    """Read the rotated share of a head, which transformers 5 moved into `rope_parameters`."""
     share = reader.number("partial_rotary_factor", _RATIO, section="rope_parameters")
     return {} if share is None else {"rotary_pct": float(share)}
 
@@ -104,7 +104,7 @@ def _baichuan(reader: ConfigReader, figures: Figures) -> Figures:
 
 
 def _bert_heads(reader: ConfigReader, figures: Figures) -> Figures:
-    """Which head the class has; a pooler comes with the bare model and with BERT's pre-training."""
+    """Return which head the class has; a pooler comes with the bare model and with BERT's pre-training."""
     built = figures["architecture"]
     bare = built.endswith("Model") and reader.architecture.model_type in ("bert", "roberta", "xlm-roberta", "albert")
     masked = built.endswith("ForMaskedLM") or (built.endswith("ForPreTraining") and "Electra" not in built)
@@ -153,7 +153,7 @@ def _vit(reader: ConfigReader, figures: Figures) -> Figures:
 
 
 def _dinov2(reader: ConfigReader, figures: Figures) -> Figures:
-    """With SwiGLU the width is two thirds of `mlp_ratio` times hidden, rounded up to a multiple of 8."""
+    """Return figures in which, with SwiGLU, the width is 2/3 of `mlp_ratio` times hidden, rounded up to eights."""
     width = int(figures["hidden_size"] * reader.number("mlp_ratio", _RATIO, 4))
     if not reader.value("use_swiglu_ffn"):
         return {"intermediate_size": width}

@@ -41,7 +41,7 @@ def model_types() -> tuple[str, ...]:
 
 
 def find_architecture(model_type: str) -> Architecture:
-    """The entry of a model_type.
+    """Return the entry of a model_type.
 
     Raises:
         UnknownName: there is none.
@@ -79,7 +79,7 @@ class ConfigReader:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], name: str, *, fallback: str = "", nested: bool = False) -> ConfigReader:
-        """The reader of a config by its `model_type`, or by `fallback` where it has none.
+        """Return the reader of a config by its `model_type`, or by `fallback` where it has none.
 
         Raises:
             BrokenFile: there is no model_type, or it is not text.
@@ -91,7 +91,7 @@ class ConfigReader:
         return cls(name=name, config=config, architecture=find_architecture(model_type), nested=nested)
 
     def value(self, key: str) -> Any:
-        """What `key` holds: the config's own value, null included, or the class default, or None without one."""
+        """Return what `key` holds: the config's own value, null included, or the class default, or None without one."""
         if key in self.config:
             return self.config[key]
         return self._defaults.get(key)
@@ -101,7 +101,7 @@ class ConfigReader:
         return {**self.architecture.defaults, **(self.architecture.nested if self.nested else {})}
 
     def part(self, key: str, model_type: str) -> ConfigReader:
-        """The config inside this one under `key`; an absent one means every default of `model_type`.
+        """Return the config inside this one under `key`; an absent one means every default of `model_type`.
 
         Raises:
             BrokenFile: the field is no JSON object.
@@ -112,27 +112,28 @@ class ConfigReader:
         return ConfigReader.of(inner or {}, f"{self.name} {key}", fallback=model_type, nested=True)
 
     def number(self, key: str, limit: Limit, default: float | None = None, section: str = "") -> Any:
-        """The number under a key of the config, or of the object under `section`; null where it has none means
-        `default`.
+        """Return the number under a key of the config, or of the object under `section`.
+
+        A null where it has none means `default`.
 
         Raises:
             BrokenFile: it is no number within the limit.
         """
-        holder, place = self.config, key
+        holder, path = self.config, key
         if section:
             inner = self.config.get(section) or {}
             if not isinstance(inner, Mapping):
                 raise self.problem(f"field {section!r} is {shown(inner)}, not an object", _AS_TRANSFORMERS)
-            holder, place = inner, f"{section}.{key}"
+            holder, path = inner, f"{section}.{key}"
         value = holder.get(key) if section else self.value(key)
         if value is None:
             value = default
         if value is not None and not limit.allows(value):
-            raise self.problem(f"field {place!r} is {shown(value)}", f"write {limit}")
+            raise self.problem(f"field {path!r} is {shown(value)}", f"write {limit}")
         return value
 
     def names(self, key: str) -> frozenset[Any]:
-        """The words or numbers in the list under a key.
+        """Return the words or numbers in the list under a key.
 
         Raises:
             BrokenFile: it is no list of them.
@@ -154,21 +155,21 @@ class ConfigReader:
                 built = " or ".join(map(repr, allowed))
                 raise self.problem(f"field {key!r} is {shown(value)}; only {built} is counted", FACTORY_REMEDY)
         read = {fact: self._read(fact, keys) for fact, keys in self.architecture.read.items()}
-        known = {fact: value for fact, value in read.items() if value is not None}
-        return Figures(self, {**self.architecture.facts, **known})
+        read_figures = {fact: value for fact, value in read.items() if value is not None}
+        return Figures(self, {**self.architecture.facts, **read_figures})
 
     def _read(self, fact: str, keys: tuple[str, ...]) -> Any:
         present = [key for key in keys if key in self.config]
         if present:
             return self._checked(fact, present[0], self.config[present[0]])
-        known = [self._defaults[key] for key in keys if key in self._defaults]
-        if not known:
+        defaults = [self._defaults[key] for key in keys if key in self._defaults]
+        if not defaults:
             needs = f"a {self.architecture.model_type} config needs it: copy it from the model's page or save it again"
             raise self.problem(f"has no field {keys[0]!r}", needs)
-        return known[0]
+        return defaults[0]
 
     def _checked(self, fact: str, key: str, value: Any) -> Any:
-        """A value whose type fits the figure: sizes are whole and positive, probabilities and ratios at least 0."""
+        """Return a value whose type fits: sizes are whole and positive, probabilities and ratios at least 0."""
         if value is None and fact in _NEVER_NULL:
             raise self.problem(f"field {key!r} is null", f"write {model_figure(fact)}")
         if value is None:
@@ -185,7 +186,7 @@ class ConfigReader:
         return value
 
     def problem(self, what: str, remedy: str) -> BrokenFile:
-        """The error that names this config, what is wrong with it, and what to do."""
+        """Return the error that names this config, what is wrong with it, and what to do."""
         return BrokenFile(self.name, what, remedy)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.cost.memory.activations.dimensions import Dimensions
-from planner.cost.memory.activations.form import Form, Polynomial, multiplied
+from planner.cost.memory.activations.form import Form, Polynomial, multiply
 from planner.models.facts import BlockWork, ModelFacts
 from scripts.generate.forms.form_trace import Variant, record_step, tie
 from strategies.parallel.blocks import repeated_blocks
@@ -55,7 +55,7 @@ class Lengths:
         """The number of elements of a tensor of this shape."""
         total: Polynomial = {"": 1.0}
         for size in shape:
-            total = multiplied(total, self._dimension(size))
+            total = multiply(total, self._dimension(size))
         return total
 
     def count(self, _elements: Polynomial, number: int, _in_all: int) -> Polynomial:
@@ -73,7 +73,7 @@ class Lengths:
         if size in self.constants or size == 0:
             return {"": float(size)}
         if size % SAMPLES == 0:
-            return multiplied({"b": 1.0}, self._dimension(size // SAMPLES))
+            return multiply({"b": 1.0}, self._dimension(size // SAMPLES))
         if size % self.pieces == 0:
             return {"s": size / self.length}
         if self.pieces < self.length and size == self.pieces + 1:  # the states between the pieces, and the first

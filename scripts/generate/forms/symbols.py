@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from planner.cost.memory.activations.dimensions import model_dimensions
-from planner.cost.memory.activations.form import Polynomial, multiplied, scaled, value
+from planner.cost.memory.activations.form import Polynomial, multiply, scale, value
 from planner.models.facts import MlaFacts, ModelFacts, TowerFacts
 
 SAMPLES, LENGTH, SOURCE, WINDOW = 6, 211, 307, 67
@@ -158,9 +158,9 @@ class Decoder:
         total: Polynomial = {"": 1.0}
         for size in shape:
             if size in self.known:
-                total = multiplied(total, self.known[size])
+                total = multiply(total, self.known[size])
             elif size <= LARGEST_CONSTANT:
-                total = scaled(total, size)
+                total = scale(total, size)
             else:
                 raise Undecodable(f"dimension {size} of a tensor of shape {shape} is no known sum or product")
         return total
@@ -200,7 +200,7 @@ def _expressions(symbols: Mapping[str, int]) -> list[list[Polynomial]]:
     sums = [total for total in _SUMS if {name for term in total for name in term.split()} <= symbols.keys()]
     shifts: list[Polynomial] = [{name: 1.0, "": shift} for shift in (-1.0, 1.0, 2.0) for name in ("s", "t", "P")]
     shifts = [shift for shift in shifts if set(shift) - {""} <= symbols.keys()]
-    samples: list[Polynomial] = [multiplied({"b": 1.0}, shift) for shift in shifts] if "b" in symbols else []
+    samples: list[Polynomial] = [multiply({"b": 1.0}, shift) for shift in shifts] if "b" in symbols else []
     return [singles, products, multiples, sums, shifts, samples]
 
 

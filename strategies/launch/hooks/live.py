@@ -20,7 +20,7 @@ from planner import vocabulary as words
 from planner.cluster.resolve import probed_cluster
 from planner.errors import DsplanError, NothingFits
 from planner.models.facts import ModelFacts
-from planner.search.request import WorkOptions, deepspeed_lacks, make_request
+from planner.search.request import WorkOptions, make_request, why_not_deepspeed
 from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan, plan_to_dict
@@ -163,7 +163,7 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     gpus = torch.cuda.is_available()
     chosen, possible = os.environ.get(STRATEGY), asked.possible(job.kind, gpus=gpus)
     zero = asked.zero_backend(job.kind, gpus=gpus)
-    if zero == "deepspeed" and (lacks := deepspeed_lacks(cluster.device, job.precision)):
+    if zero == "deepspeed" and (lacks := why_not_deepspeed(cluster.device, job.precision)):
         if chosen in words.ZERO_STAGES:
             raise CannotRun(f"{lacks}; train in fp32 or bf16, or choose ddp")
         possible = tuple(name for name in possible if name not in words.ZERO_STAGES)

@@ -17,7 +17,7 @@ from planner.cost.memory.overhead import (
 )
 from planner.cost.precision import recipe_of
 from planner.cost.timing import step_time
-from planner.search.estimate import Priced, judged, plan_of, possible
+from planner.search.estimate import Priced, judge_job, plan_of, require_possible
 from planner.search.request import Request
 from planner.types.job import Job
 from planner.types.plan import Configuration, Plan
@@ -102,15 +102,15 @@ def traced_estimate(
     `without` asks, for that, what takes time to know of a module of the user's own.
 
     Raises:
-        ContradictoryRequest: as `planner.search.estimate.possible`.
+        ContradictoryRequest: as `planner.search.estimate.require_possible`.
         DsplanError: torch or transformers is missing, or has no such model.
     """
-    priced = possible(request, configuration)
+    priced = require_possible(request, configuration)
     coverage = coverage_of(priced.job)
     answer = ask(coverage.job, source, tracing) if coverage.job is not None else None
     if answer is None or isinstance(answer, Refusal):
         reason = f"trace: {answer.reason}; the closed form is used, with a wider bound" if answer else coverage.remark
-        found = _unproven(possible(without(), configuration) if without else priced, reason)
+        found = _unproven(require_possible(without(), configuration) if without else priced, reason)
     else:
         found = _traced(priced, coverage, answer)
     if tracing.cache.problem:
@@ -134,7 +134,7 @@ def _traced(priced: Priced, coverage: Coverage, reading: Reading) -> Priced:
     return replace(
         priced,
         memory=memory,
-        judgement=judged(job, memory, priced.experience),
+        judgement=judge_job(job, memory, priced.experience),
         memory_source="traced",
         notes=tuple(note for note in notes if note),
     )
@@ -157,7 +157,7 @@ def _unproven(priced: Priced, note: str) -> Priced:
     phases = phases_of(priced.job)
     margin = closed_form_margin(priced.job, max(phases.values(), key=lambda ledger: ledger.total))
     memory = composed(priced.job, phases, margin + UNPROVEN)
-    return replace(priced, memory=memory, judgement=judged(priced.job, memory, priced.experience), notes=(note,))
+    return replace(priced, memory=memory, judgement=judge_job(priced.job, memory, priced.experience), notes=(note,))
 
 
 def _what_was_traced(job: Job, reading: Reading, *, partly: bool) -> str:

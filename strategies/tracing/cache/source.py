@@ -75,7 +75,7 @@ def _digest(path: str) -> str:
 
 
 # Names and remarks do not change what is built.
-_NOT_BUILT = ("name", "aliases", "note", "traced")
+_NOT_BUILT = ("name", "aliases", "note", "splits_sequences", "traced")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

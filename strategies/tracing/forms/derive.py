@@ -18,10 +18,10 @@ from planner.cost.memory.activations.form import (
     Form,
     Moment,
     Polynomial,
-    added,
-    multiplied,
-    scaled,
-    subtracted,
+    add,
+    multiply,
+    scale,
+    subtract,
     value,
 )
 from strategies.tracing.forms.timeline import Storage, Timeline
@@ -87,13 +87,13 @@ class _Alive:
 
     def less(self, other: _Alive) -> _Alive:
         return _Alive(
-            subtracted(self.activations, other.activations),
-            subtracted(self.cast, other.cast),
-            subtracted(self.gradients, other.gradients),
+            subtract(self.activations, other.activations),
+            subtract(self.cast, other.cast),
+            subtract(self.gradients, other.gradients),
         )
 
     def more(self, activations: Polynomial, cast: Polynomial) -> _Alive:
-        return replace(self, activations=added((self.activations, activations)), cast=added((self.cast, cast)))
+        return replace(self, activations=add((self.activations, activations)), cast=add((self.cast, cast)))
 
     def moment(self) -> Moment:
         return Moment(activations=self.activations, cast=self.cast, gradients=self.gradients)
@@ -149,7 +149,7 @@ class Derivation:
         return Form(
             blocks=blocks,
             buffers=self._bytes(self._timeline.outside),
-            before=replace(start.moment(), activations=added((start.activations, inputs))),
+            before=replace(start.moment(), activations=add((start.activations, inputs))),
             loss=distinctive(self._points, forward),
             loss_backward=distinctive(self._points, backward),
             table_backward=distinctive(self._points, table),
@@ -204,13 +204,13 @@ class Derivation:
         own = self._made_and_kept(marks[f"enter{index}"], marks[f"leave{index}"])
         asked = [storage for storage, has_gradient in given if self._asks_for_biases and not has_gradient]
         return {
-            "once": subtracted(self._settled(leave).less(in_front).activations, kept.activations),
-            "handed": added(map(self._size, (*between, *inside))),
-            "waiting": added(self._size(storage) for storage, has_gradient in given if has_gradient),
-            "again": added(
+            "once": subtract(self._settled(leave).less(in_front).activations, kept.activations),
+            "handed": add(map(self._size, (*between, *inside))),
+            "waiting": add(self._size(storage) for storage, has_gradient in given if has_gradient),
+            "again": add(
                 (
-                    subtracted(self._made_and_kept(enter, leave), added((own, *map(self._size, inside)))),
-                    *(scaled(self._size(storage), 2) for storage in asked if storage in inside),
+                    subtract(self._made_and_kept(enter, leave), add((own, *map(self._size, inside)))),
+                    *(scale(self._size(storage), 2) for storage in asked if storage in inside),
                 )
             ),
         }
@@ -220,7 +220,7 @@ class Derivation:
         made = self._numbered(
             lambda storage: storage.made > enter and storage.outlives(leave) and not storage.copies_weight
         )
-        return added(scaled(elements, storage.item_bytes) for storage, elements in made)
+        return add(scale(elements, storage.item_bytes) for storage, elements in made)
 
     def _last_needed(self, enter: int, leave: int, index: int) -> int:
         """When a block that is run again has made the last tensor that its backward needs; torch stops it there."""
@@ -235,10 +235,10 @@ class Derivation:
     def _beside_products(self, moment: int, leave: int, before: _Alive) -> Moment:
         """A moment of a block that is run again, with the products that it will be given later."""
         alive = self._alive(moment).less(before).moment()
-        return replace(alive, activations=added((alive.activations, self._products(moment, leave))), gradients={})
+        return replace(alive, activations=add((alive.activations, self._products(moment, leave))), gradients={})
 
     def _bytes(self, tensors: Iterable[tuple[tuple[int, ...], int]]) -> Polynomial:
-        return added(scaled(self._decode(shape), item_bytes) for shape, item_bytes in tensors)
+        return add(scale(self._decode(shape), item_bytes) for shape, item_bytes in tensors)
 
     def _products(self, start: int, end: int) -> Polynomial:
         """Bytes of the products made after `start` up to `end`."""
@@ -249,7 +249,7 @@ class Derivation:
                 and "backward" not in storage.operation
             )
         )
-        return added(scaled(elements, storage.item_bytes) for storage, elements in made)
+        return add(scale(elements, storage.item_bytes) for storage, elements in made)
 
     def _within(self, start: int, end: int) -> list[int]:
         """The moments at which something was made; of a loop's thousands, not those at which less was alive than at
@@ -270,7 +270,7 @@ class Derivation:
         return [self._alive(made).less(base).moment() for made in self._within(start, end)]
 
     def _size(self, storage: Storage) -> Polynomial:
-        return scaled(self._decode(storage.shape), storage.item_bytes)
+        return scale(self._decode(storage.shape), storage.item_bytes)
 
     def _forgotten_input(self, index: int) -> Polynomial:
         """Bytes of a block's input that only checkpointing keeps to the block's backward."""
@@ -289,8 +289,8 @@ class Derivation:
             if storage.gradient:
                 parts[2].append(elements)
             else:
-                parts[1 if storage.copies_weight else 0].append(scaled(elements, storage.item_bytes))
-        return _Alive(*(added(part) for part in parts))
+                parts[1 if storage.copies_weight else 0].append(scale(elements, storage.item_bytes))
+        return _Alive(*(add(part) for part in parts))
 
     def _numbered(self, counts: Callable[[Storage], bool]) -> Iterator[tuple[Storage, Polynomial]]:
         """Storages and their elements; one for all that are alike, with the elements of all of them, in a loop."""
@@ -304,7 +304,7 @@ class Derivation:
         for kind, (place, *others) in alike.items():
             elements = self._elements[place]
             number = self._counted(elements, 1 + len(others), self._in_all[kind])
-            yield self._timeline.storages[place], multiplied(elements, number)
+            yield self._timeline.storages[place], multiply(elements, number)
 
 
 def _likeness(storage: Storage) -> tuple[object, ...]:

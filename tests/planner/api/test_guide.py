@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from dsplan import HardwareSelector
+from dsplan import HardwareSelector, plan
 from dsplan.training_config import TrainingConfig
 from planner.errors import NothingFits
 from planner.search.ranking import NEVER_COMPARED
@@ -121,3 +121,6 @@ def test_nothing_fits_names_the_closest_miss_and_remedies() -> None:
     assert "\n" not in message
     assert message.startswith("facebook/opt-30b does not fit on 1 x A100-SXM4-80GB: closest is ")
     assert "1) " in message
+    with pytest.raises(NothingFits) as planned:
+        plan(model="facebook/opt-30b", gpus=1, gpu="a100-80gb", max_memory_gb=1)
+    assert str(planned.value).startswith("facebook/opt-30b does not fit on 1 x A100-SXM4-80GB: closest is ")

@@ -11,8 +11,8 @@ import pytest
 
 from hardware_db.fingerprint import Versions
 from hardware_db.store import MemoryStore, open_store
-from planner.search.estimate import estimate, price, timed
-from planner.search.recall import recalled, recalled_from
+from planner.search.estimate import estimate, price, time_step
+from planner.search.recall import recall, recall_from
 from planner.search.request import Request
 from planner.types.cluster import NOTHING_MEASURED, Curve, Rates
 from planner.types.plan import Configuration, Plan, StepTime
@@ -22,7 +22,7 @@ from tests.planner.calibration.runs import HERE, User, on_this_machine
 
 
 def _asked(store: MemoryStore, user: User) -> Request:
-    return recalled_from(store, user.request())
+    return recall_from(store, user.request())
 
 
 def test_the_measurement_answers_and_the_prediction_stands_beside_it() -> None:
@@ -31,7 +31,7 @@ def test_the_measurement_answers_and_the_prediction_stands_beside_it() -> None:
     store = MemoryStore()
     store.add(run)
     request = _asked(store, user)
-    (configuration,) = request.experience.known
+    (configuration,) = request.experience.known_runs
     plan = estimate(request, configuration)
     assert plan.time.step_seconds == run.measured.step_seconds
     assert plan.time.predicted_step_seconds == pytest.approx(run.predicted.step_seconds)
@@ -45,7 +45,7 @@ def test_the_measurement_answers_and_the_prediction_stands_beside_it() -> None:
         + plan.time.bubble_seconds
     )
     assert parts == pytest.approx(plan.time.step_seconds)
-    assert timed(price(request, configuration)).step_seconds == plan.time.step_seconds
+    assert time_step(price(request, configuration)).step_seconds == plan.time.step_seconds
     assert plan.throughput.samples_per_second == pytest.approx(64 / plan.time.step_seconds)
 
 
@@ -54,15 +54,15 @@ def test_any_other_configuration_model_or_work_is_predicted() -> None:
     (run,) = user.runs(1)
     store = MemoryStore()
     store.add(run)
-    (configuration,) = _asked(store, user).experience.known
+    (configuration,) = _asked(store, user).experience.known_runs
     other = replace(configuration, activation_checkpointing="selective")
     assert estimate(_asked(store, user), other).time.predicted_step_seconds is None
-    assert recalled_from(store, user.request(task="causal-lm")).experience.known
-    assert not recalled_from(store, replace(user, model="distilgpt2").request()).experience.known
+    assert recall_from(store, user.request(task="causal-lm")).experience.known_runs
+    assert not recall_from(store, replace(user, model="distilgpt2").request()).experience.known_runs
     elsewhere = replace(user, machine=User().machine)
     away = MemoryStore()
     away.add(elsewhere.runs(1)[0])
-    assert not _asked(away, user).experience.known
+    assert not _asked(away, user).experience.known_runs
 
 
 def test_a_plan_like_one_that_was_run_is_as_far_off_as_that() -> None:
@@ -71,7 +71,7 @@ def test_a_plan_like_one_that_was_run_is_as_far_off_as_that() -> None:
     store = MemoryStore()
     store.add(replace(run, measured=replace(run.measured, step_seconds=1.3 * (run.predicted.step_seconds or 0.0))))
     request, bare = _asked(store, user), user.request()
-    (configuration,) = request.experience.known
+    (configuration,) = request.experience.known_runs
     alike = replace(configuration, activation_checkpointing="full")
     there, alone = estimate(request, alike), estimate(bare, alike)
     assert there.time.step_seconds == pytest.approx(1.3 * alone.time.step_seconds)
@@ -88,7 +88,7 @@ def _after(user: User, runs: dict[Strategy, float], *, rates: Rates = NOTHING_ME
         store.add(
             replace(run, measured=replace(run.measured, step_seconds=ratio * (run.predicted.step_seconds or 0.0)))
         )
-    knowing = recalled_from(store, asked)
+    knowing = recall_from(store, asked)
     knowing = replace(knowing, cluster=replace(knowing.cluster, rates=rates))
     return {strategy: estimate(knowing, _under(strategy)) for strategy in _COMPARED}
 
@@ -179,7 +179,7 @@ def test_runs_of_the_newest_versions_and_completed_ones_count() -> None:
     failed = replace(run, id="b" * 32, created_at="2099-01-02T00:00:00.000000Z", outcome="failed")
     store = MemoryStore()
     store.add(run, again, failed)
-    (known,) = _asked(store, user).experience.known.values()
+    (known,) = _asked(store, user).experience.known_runs.values()
     assert known.each == (faster.step_seconds,)
 
 
@@ -188,13 +188,13 @@ def test_a_run_under_another_name_of_the_model_is_found() -> None:
     (run,) = user.runs(1)
     store = MemoryStore()
     store.add(replace(run, plan_json=run.plan_json.replace("openai-community/gpt2", "./my-gpt2")))
-    assert _asked(store, user).experience.known
+    assert _asked(store, user).experience.known_runs
 
 
 def test_without_a_database_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSPLAN_HOME", str(tmp_path / "home"))
     request = on_this_machine().request()
-    assert recalled(request) is request
+    assert recall(request) is request
     assert not (tmp_path / "home").exists()
 
 
@@ -203,7 +203,7 @@ def test_the_users_database_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     user = on_this_machine()
     with open_store() as store:
         store.add(*user.runs(1))
-    assert len(recalled(user.request()).experience.known) == 1
+    assert len(recall(user.request()).experience.known_runs) == 1
 
 
 def test_a_measured_time_scales_every_part() -> None:
@@ -219,7 +219,7 @@ def test_a_measured_time_scales_every_part() -> None:
     user = on_this_machine(noise=0.0)
     store = MemoryStore()
     store.add(user.runs(1)[0])
-    (known,) = _asked(store, user).experience.known.values()
+    (known,) = _asked(store, user).experience.known_runs.values()
     answer = replace(known, step_seconds=8.0, each=(8.0,)).answer(time)
     assert (answer.compute_seconds, answer.communication_seconds, answer.bubble_seconds) == (4.0, 6.0, 1.0)
     assert (answer.step_seconds, answer.predicted_step_seconds) == (8.0, 4.0)

@@ -17,9 +17,9 @@ from hardware_db.store import MemoryStore
 from planner.calibration.calibration import Calibration, hardware_kind
 from planner.calibration.learn import FEWEST, Rebuilder, learn, refresh
 from planner.models.resolve import resolve_model
-from planner.search.estimate import estimate, timed
+from planner.search.estimate import estimate, time_step
 from planner.search.estimate import price as priced
-from planner.search.recall import recalled_from
+from planner.search.recall import recall_from
 from planner.search.request import Request
 from planner.types.cluster import SHIPPED, Factors
 from planner.types.job import counts_of
@@ -48,7 +48,7 @@ def test_after_ten_runs_the_error_on_the_next_ten_is_at_most_half(user: User) ->
     before = user.request()
     (calibrated,) = refresh(store, HERE).kinds
     assert calibrated.is_new
-    after = recalled_from(store, before)
+    after = recall_from(store, before)
     assert after.cluster.factors != SHIPPED
     assert statistics.median(_errors(after, runs[10:])) <= statistics.median(_errors(before, runs[10:])) / 2
 
@@ -60,7 +60,7 @@ def test_every_run_brings_the_prediction_nearer_on_average() -> None:
     for count in (0, 4, 12):
         store = _store(*runs[:count])
         refresh(store, HERE)
-        medians.append(statistics.median(_errors(recalled_from(store, user.request()), runs[12:])))
+        medians.append(statistics.median(_errors(recall_from(store, user.request()), runs[12:])))
     assert medians[0] > medians[1] > medians[2]
 
 
@@ -71,7 +71,7 @@ def test_the_interval_narrows_with_runs_and_still_holds_them() -> None:
     for count in (0, 5, 20):
         store = _store(*runs[:count])
         refresh(store, HERE)
-        request = recalled_from(store, user.request())
+        request = recall_from(store, user.request())
         plan = estimate(request, configuration_from_dict(runs[-1].plan["plan"]))
         assert plan.time.step_seconds_low is not None
         assert plan.time.step_seconds_high is not None
@@ -93,7 +93,7 @@ def test_a_user_whose_hardware_is_as_shipped_is_told_nothing_wrong() -> None:
         store = _store(*runs[:10])
         refresh(store, HERE)
         before.append(statistics.median(_errors(user.request(), runs[10:])))
-        after.append(statistics.median(_errors(recalled_from(store, user.request()), runs[10:])))
+        after.append(statistics.median(_errors(recall_from(store, user.request()), runs[10:])))
     assert statistics.mean(after) <= 1.3 * statistics.mean(before)
 
 
@@ -134,10 +134,10 @@ def test_a_calibration_that_new_runs_prove_wrong_is_withdrawn() -> None:
     store.add_calibration(
         replace(calibration_record(kind, wrong.as_document()), created_at="2020-01-01T00:00:00.000000Z")
     )
-    assert recalled_from(store, user.request()).cluster.factors == wrong.factors
+    assert recall_from(store, user.request()).cluster.factors == wrong.factors
     (calibrated,) = refresh(store, HERE).kinds
     assert calibrated.is_new
-    assert recalled_from(store, user.request()).cluster.factors.compute == pytest.approx(1.0, abs=0.05)
+    assert recall_from(store, user.request()).cluster.factors.compute == pytest.approx(1.0, abs=0.05)
 
 
 def test_fewer_configurations_than_needed_store_nothing_and_say_so() -> None:
@@ -165,7 +165,7 @@ def test_each_kind_of_hardware_learns_from_its_own_runs() -> None:
     store = _store(*User().runs(10), *here.runs(10))
     kinds = {kind.hardware.device: kind.lesson for kind in refresh(store, HERE).kinds}
     assert set(kinds) == {"A100-SXM4-80GB", "Testing CPU"}
-    slow, slower = (recalled_from(store, user.request()).cluster.factors.compute for user in (User(), here))
+    slow, slower = (recall_from(store, user.request()).cluster.factors.compute for user in (User(), here))
     assert slower < slow < 0.9
 
 
@@ -213,7 +213,7 @@ def test_runs_of_other_versions_say_less() -> None:
     for runs in ((newest, *older), (newest, *stale)):
         store = _store(*runs)
         refresh(store, HERE)
-        factors.append(recalled_from(store, user.request()).cluster.factors.compute)
+        factors.append(recall_from(store, user.request()).cluster.factors.compute)
     assert truth.compute < factors[0] < factors[1] < 1
 
 
@@ -224,7 +224,7 @@ def test_a_model_outside_the_catalogue_is_priced_again_from_its_plan() -> None:
     rows = Rebuilder(MemoryStore(), HERE).rows(runs)
     assert [row.job.facts.num_layers for row in rows] == [11] * 4
     for run, row in zip(runs, rows, strict=True):
-        again = timed(priced(user.request(), row.job.configuration)).step_seconds
+        again = time_step(priced(user.request(), row.job.configuration)).step_seconds
         assert again == pytest.approx(run.predicted.step_seconds)
 
 

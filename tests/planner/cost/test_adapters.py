@@ -11,12 +11,12 @@ from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.code_bases import BlockTraits, Traits
 from planner.cost.memory import memory_estimate
 from planner.cost.memory.activations.blocks import code_form
-from planner.cost.memory.activations.form import find_form, structure_of, subtracted
+from planner.cost.memory.activations.form import find_form, structure_of, subtract
 from planner.cost.timing import step_time
 from planner.cost.timing.flops import model_flops
 from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
-from planner.search.estimate import impossible, job_of
+from planner.search.estimate import job_of, why_impossible
 from planner.search.exact import ExactOptions, exact
 from planner.search.request import Request, WorkOptions, make_request
 from planner.types.job import Job
@@ -137,8 +137,8 @@ def test_frozen_blocks_are_those_of_the_code_that_runs() -> None:
     written = code_form(facts, Traits(block=BlockTraits()), "pure", "sdpa", adds_in_place=False, frozen=True)
     fixed = {"": 24.0}  # the fused kernel's random state
     expected, made = traced.form.blocks["block"], written.blocks["block"]
-    assert subtracted(expected.kept, fixed) == made.kept
-    assert subtracted(expected.products, fixed) == made.products
+    assert subtract(expected.kept, fixed) == made.kept
+    assert subtract(expected.products, fixed) == made.products
     assert all(not moment.gradients for moment in (*made.backward, *written.loss_backward))
 
 
@@ -238,7 +238,7 @@ def test_muon_is_refused_where_matrices_are_cut() -> None:
     request, configuration = exact(
         request_of("llama-2-7b", 8, optimizer="muon"), ExactOptions(strategy="zero2", backend="deepspeed")
     )
-    assert "use backend native, fsdp or ddp" in impossible(request, configuration)
+    assert "use backend native, fsdp or ddp" in str(why_impossible(request, configuration))
 
 
 # Copies of the weights, and tasks whose samples are pairs.

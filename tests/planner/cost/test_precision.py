@@ -10,9 +10,9 @@ import pytest
 from hardware_db.datasheets import find_device
 from planner import vocabulary as words
 from planner.cost.code_bases import code_base, code_names
-from planner.cost.combinations import refusal
+from planner.cost.combinations import why_refused
 from planner.cost.memory import memory_estimate
-from planner.cost.precision import MX, RECIPES_OF, lacks_scaled, recipe_of, scaled_products, usual_recipe
+from planner.cost.precision import MX, RECIPES_OF, recipe_of, scaled_products, usual_recipe, why_not_scaled
 from planner.cost.timing import step_time, throughput
 from planner.cost.timing.efficiency import ceilings, device_rates
 from planner.errors import ContradictoryRequest
@@ -64,8 +64,8 @@ def speed(asked: Job) -> float:
 def test_what_cannot_multiply_in_8_or_4_bits_is_refused(
     device: str, precision: words.Precision, recipe: words.Fp8Recipe | None, code: str, said: str
 ) -> None:
-    answer = lacks_scaled(find_device(device), precision, recipe, code)
-    assert answer.startswith(said) if said else not answer
+    answer = why_not_scaled(find_device(device), precision, recipe, code)
+    assert (answer or "").startswith(said) if said else answer is None
     options = WorkOptions(precision=precision, fp8_recipe=recipe, code=code)
     where = replace(H100, device=find_device(device))
     if said:
@@ -83,7 +83,7 @@ def test_every_library_has_numbers_for_its_recipes() -> None:
     for code in code_names():
         for recipe in words.FP8_RECIPES:
             precision = "fp4" if recipe == "nvfp4" else "fp8"
-            if lacks_scaled(B200.device, precision, recipe, code):
+            if why_not_scaled(B200.device, precision, recipe, code):
                 continue
             found = scaled_products(job(precision, recipe, where=B200, code=code))
             assert found is not None
@@ -179,6 +179,6 @@ def test_mfu_is_of_the_peak_of_the_products() -> None:
 
 def test_nothing_here_runs_such_a_plan() -> None:
     configuration = job("fp8", "tensorwise").configuration
-    assert refusal(configuration).startswith("dsplan run has no fp8 products; accelerate")
+    assert str(why_refused(configuration)).startswith("dsplan run has no fp8 products; accelerate")
     with pytest.raises(CannotRun, match="the plan: dsplan run has no fp8 products; accelerate"):
         find_strategy(configuration, None)  # type: ignore[arg-type]

@@ -74,6 +74,18 @@ def test_defaults_are_those_of_the_config_class(model_type: str) -> None:
         assert default == actual or (default is None and actual in _follows(fact, config)), fact
 
 
+def test_sequences_are_split_where_transformers_has_a_tensor_parallel_plan() -> None:
+    for model_type in FIRST_OF_TYPE:
+        entry, config = find_architecture(model_type), CONFIG_MAPPING[model_type]
+        has_plan = any(
+            getattr(part, "base_model_tp_plan", None)
+            for part in (config, *(getattr(config, "sub_configs", None) or {}).values())
+        )
+        if entry.kind == "decoder":
+            assert entry.facts.get("splits_sequences", True) == has_plan, model_type
+        assert entry.facts.get("splits_sequences", True) or not has_plan, model_type
+
+
 def _follows(fact: str, config: Any) -> tuple[Any, ...]:
     """What a figure may be in the class where the entry leaves it to the others."""
     if fact == "num_kv_heads":

@@ -16,7 +16,7 @@ from planner.search.evaluate import Candidate, best, closest
 from planner.search.pareto import ALIKE, pareto_front
 from planner.search.ranking import Timed
 from planner.search.request import Request
-from planner.search.search import first_plan, grouped, recommend
+from planner.search.search import first_plan, group_candidates, recommend
 from planner.search.space import enumerate_candidates
 from planner.types.plan import Configuration
 from tests.planner.search.exhaustive import best_by_group, everything_that_fits
@@ -40,7 +40,7 @@ QUESTIONS = (
 
 
 def searched(request: Request) -> dict[str, Timed]:
-    found = {name: best(group, request.objective) for name, group in grouped(request).items()}
+    found = {name: best(group, request.objective) for name, group in group_candidates(request).items()}
     return {name: item for name, item in found.items() if item is not None}
 
 
@@ -86,7 +86,7 @@ def _figures(item: Timed, objective: str) -> Point:
 
 
 def _every_candidate(request: Request) -> Iterator[Candidate]:
-    return chain.from_iterable(grouped(request).values())
+    return chain.from_iterable(group_candidates(request).values())
 
 
 @pytest.mark.parametrize(("model", "gpu", "gpus", "options"), QUESTIONS[2:6])
@@ -127,7 +127,7 @@ def test_a_configuration_that_was_run_counts_with_what_it_took() -> None:
     by_name = searched(request)
     first, second = by_name["ddp"], by_name["zero2"]
     run = KnownRun(step_seconds=second.time.step_seconds / 2, each=(second.time.step_seconds / 2,), created_at="")
-    known = replace(request, experience=Experience(known={second.configuration: run}))
+    known = replace(request, experience=Experience(known_runs={second.configuration: run}))
     answer = recommend(known)
     assert recommend(request).plans[0].configuration == first.configuration
     assert answer.plans[0].configuration == second.configuration

@@ -12,7 +12,7 @@ from hardware_db.measurement import Measurement, Outcome
 from hardware_db.store import MemoryStore
 from planner.calibration.oom_history import OomRecord
 from planner.search.estimate import estimate, price
-from planner.search.recall import oom_records, recalled_from
+from planner.search.recall import oom_records, recall_from
 from planner.search.request import Request
 from planner.search.search import recommend
 from planner.types.plan import Configuration
@@ -29,7 +29,7 @@ def _run(configuration: Configuration, outcome: Outcome, number: int, day: int =
 def _asked(*runs: Measurement, **options: Any) -> Request:
     store = MemoryStore()
     store.add(*runs)
-    return recalled_from(store, USER.request(**options))
+    return recall_from(store, USER.request(**options))
 
 
 def _proposed(request: Request) -> list[Configuration]:
@@ -103,7 +103,7 @@ def test_other_work_and_other_models_are_as_they_were(change: dict[str, Any]) ->
     assert not _asked(failed, **change).experience.oom_records
     store = MemoryStore()
     store.add(failed)
-    assert not recalled_from(store, replace(USER, model="distilgpt2").request()).experience.oom_records
+    assert not recall_from(store, replace(USER, model="distilgpt2").request()).experience.oom_records
 
 
 def test_another_global_batch_is_the_same_work() -> None:

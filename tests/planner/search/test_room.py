@@ -11,7 +11,7 @@ from planner.cost.memory.overhead import BEYOND_NEED
 from planner.search.evaluate import best
 from planner.search.ranking import NEVER_COMPARED, ONE_STRATEGY, group_name, order
 from planner.search.request import Request
-from planner.search.search import grouped, recommend
+from planner.search.search import group_candidates, recommend
 from planner.types.plan import Plan
 from scripts.fit import memory_bound
 from tests.planner.search.exhaustive import everything_that_fits
@@ -46,10 +46,10 @@ def test_the_best_with_room_is_that_of_an_exhaustive_search() -> None:
     for item in sorted(everything_that_fits(request), key=lambda item: order(item, "throughput"), reverse=True):
         if item.priced.judgement.verdict == "fits":
             expected[group_name(item.configuration)] = item.configuration
-    groups = {name: [candidate.with_room() for candidate in group] for name, group in grouped(request).items()}
+    groups = {name: [candidate.with_room() for candidate in group] for name, group in group_candidates(request).items()}
     found = {name: best(group, "throughput") for name, group in groups.items()}
     assert {name: item.configuration for name, item in found.items() if item is not None} == expected
-    tight = {name: best(group, "throughput") for name, group in grouped(request).items()}
+    tight = {name: best(group, "throughput") for name, group in group_candidates(request).items()}
     assert any(item is not None and not item.has_room for item in tight.values())
 
 
@@ -65,7 +65,7 @@ def test_what_ran_here_has_room() -> None:
     request = question("opt-6.7b", "a100-80gb", 8, strategies=("fsdp",))
     full = fastest(request)
     known = {full.configuration: KnownRun(step_seconds=full.time.step_seconds, each=(1.0,), created_at="2026-01-01")}
-    answer = recommend(replace(request, experience=Experience(known=known)))
+    answer = recommend(replace(request, experience=Experience(known_runs=known)))
     assert full.verdict == "tight"
     assert answer.plans[0].configuration == full.configuration
 

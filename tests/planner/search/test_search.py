@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 from planner import vocabulary as words
 from planner.cluster.budget import Budget, bill_of, tokens_per_step
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
-from planner.cost.combinations import refusal
+from planner.cost.combinations import why_refused
 from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
 from planner.search.evaluate import Candidate
@@ -124,7 +124,7 @@ def test_a_thousand_gpus_rank_plans_that_split_the_model_all_of_which_run() -> N
     request = question("llama-2-70b", "h100", 1024, top=30)
     plans = recommend(request).plans
     assert any(plan.configuration.splits_model for plan in plans)
-    assert all(plan.runnable and not refusal(plan.configuration) for plan in plans)
+    assert all(plan.runnable and not why_refused(plan.configuration) for plan in plans)
 
 
 def test_deepspeed_is_handed_whole_models_and_our_own_zero_runs_the_others() -> None:
@@ -206,10 +206,32 @@ def test_a_deadline_that_nothing_meets_names_the_devices_that_would() -> None:
     assert not answer.plans
     assert answer.closest is not None
     assert answer.closest.verdict != "does_not_fit"
+    no_plan = answer.no_plan()
+    assert no_plan.headline == "no plan that fits ends in 9.6 h"
+    assert no_plan.takes
+    assert no_plan.takes in no_plan.sentence
+    assert "opt-1.3b on 8 x A100-SXM4-80GB does not end in 9.6 h: closest is " in no_plan.sentence
     (remedy,) = answer.remedies
+    assert no_plan.steps == (f"  1. {remedy.change} ({remedy.flag}): {remedy.plan}",)
     gpus = int(remedy.flag.split()[1])
     enough = question("opt-1.3b", "a100-80gb", gpus, global_batch=512, budget=Budget(tokens=tokens, deadline_days=0.4))
     assert recommend(enough).plans
+
+
+def test_what_does_not_fit_is_said_once_with_the_reason_of_the_miss() -> None:
+    answer = recommend(question("opt-6.7b", "rtx4090", 1, host_memory_gb=8))
+    assert answer.closest is not None
+    no_plan = answer.no_plan()
+    assert no_plan.headline == "no plan fits"
+    assert not no_plan.takes
+    assert "needs up to " in no_plan.sentence
+    assert no_plan.sentence.startswith("facebook/opt-6.7b does not fit on 1 x RTX-4090: closest is ")
+    # What `dsplan run` cannot run of the closest miss stands in front of the reason, and is none.
+    blocked = replace(answer.closest, runnable=False, notes=("another tool runs it", *answer.closest.notes))
+    assert replace(answer, closest=blocked).no_plan().sentence == no_plan.sentence
+    alone = replace(answer, remedies=()).no_plan()
+    assert len(alone.steps) == 1
+    assert alone.steps[0] in alone.sentence
 
 
 def test_no_plan_of_the_front_is_beaten_and_the_fastest_is_on_it() -> None:

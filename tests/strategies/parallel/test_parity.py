@@ -15,9 +15,9 @@ from rich.console import Console
 
 from hardware_db.spawn import RankPool
 from planner import vocabulary as words
-from planner.cost.combinations import refusal
+from planner.cost.combinations import why_refused
 from planner.errors import ContradictoryRequest
-from planner.search.estimate import impossible
+from planner.search.estimate import why_impossible
 from planner.types.plan import Configuration
 from scripts.measure import parity
 from scripts.measure.parity import (
@@ -84,7 +84,7 @@ def _runnable(model: str, ranks: int) -> Iterator[Configuration]:
                 )
             except ContradictoryRequest:
                 continue
-            if not (impossible(question(model, ranks, "fp32", pp=pp), chosen) or refusal(chosen)):
+            if not (why_impossible(question(model, ranks, "fp32", pp=pp), chosen) or why_refused(chosen)):
                 yield chosen
 
 
@@ -101,7 +101,7 @@ def test_nothing_that_the_planner_calls_runnable_is_left_out(model: str, ranks: 
     trained = [plan.configuration for plan in compositions(model, ranks, "fp32", every=True)]
     assert len({_kind(chosen) for chosen in trained}) == len(trained)
     assert {_kind(chosen) for chosen in trained} == {_kind(chosen) for chosen in _runnable(model, ranks)}
-    assert not [chosen for chosen in trained if refusal(chosen)]
+    assert not [chosen for chosen in trained if why_refused(chosen)]
 
 
 def test_every_degree_schedule_and_recomputation_has_its_turn() -> None:

@@ -25,10 +25,12 @@ State = Literal["trained", "frozen", "idle"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """`repeats` like blocks in a row. They are `trained`, `frozen` with gradients passing through, or `idle`: in front
-    of all that is trained, so that no gradient reaches them. `inputs` are matrices of a frozen block that are trained,
-    by name and width, `quantised` those that are not; `gradients` the elements of all that is trained in it, `largest`
-    of its largest quantised matrix.
+    """A row of `repeats` like blocks.
+
+    They are `trained`, `frozen` with gradients passing through, or `idle`: in front of all that is trained, so that no
+    gradient reaches them. `inputs` are matrices of a frozen block that are trained, by name and width, `quantised`
+    those that are not; `gradients` the elements of all that is trained in it, `largest` of its largest quantised
+    matrix.
     """
 
     block: str
@@ -43,7 +45,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What is trained of a model: its blocks in the order they run, and whether the embedding and the head are."""
+    """The parts of a model that are trained: its blocks in the order they run, the embedding and the head."""
 
     runs: tuple[Run, ...]
     embedding: bool
@@ -52,9 +54,9 @@ class Training:
 
 @lru_cache(maxsize=64)
 def training_of(counts: ParameterCounts) -> Training:
-    """What is trained, of counts in which something is frozen."""
+    """Return what is trained, of counts in which something is frozen."""
     fixed = set(counts.frozen)
-    trained = [name for place, name in enumerate(counts.names) if place not in fixed]
+    trained = [name for index, name in enumerate(counts.names) if index not in fixed]
     reached = any(name.startswith(("tokens", "positions", "patches")) for name in trained)
     runs: list[Run] = []
     for block in sorted(counts.blocks, key=lambda block: block.name != "vision"):
@@ -67,8 +69,8 @@ def training_of(counts: ParameterCounts) -> Training:
 
 def _run(block: BlockCount, *, reached: bool) -> Run:
     fixed = set(block.frozen)
-    linears = [place for place, name in enumerate(block.names) if is_linear(name, block.shapes[place])]
-    inputs = tuple((block.names[place], block.shapes[place][-1]) for place in linears if place not in fixed)
+    linears = [index for index, name in enumerate(block.names) if is_linear(name, block.shapes[index])]
+    inputs = tuple((block.names[index], block.shapes[index][-1]) for index in linears if index not in fixed)
     trained = block.trained
     if linears and len(inputs) == len(linears):
         return Run(block=block.name, repeats=block.repeats, state="trained")
@@ -78,10 +80,10 @@ def _run(block: BlockCount, *, reached: bool) -> Run:
         repeats=block.repeats,
         state=state,
         inputs=inputs,
-        quantised=tuple((block.names[place], block.shapes[place][-1]) for place in linears if place in fixed),
+        quantised=tuple((block.names[index], block.shapes[index][-1]) for index in linears if index in fixed),
         adapters=block.adapters,
         gradients=trained.parameters,
-        largest=max((prod(block.shapes[place]) for place in linears if place in fixed), default=0),
+        largest=max((prod(block.shapes[index]) for index in linears if index in fixed), default=0),
     )
 
 
@@ -89,7 +91,7 @@ _COUNTED_AS = {"image": ("vision",), "expert": ("moe",), "dense": ("dense",)}
 
 
 def runs_of(training: Training, kind: str, count: int) -> Iterator[tuple[Run, int]]:
-    """The runs among `count` blocks of a kind, by the name that activations have for it, each with its blocks."""
+    """Yield the runs among `count` blocks of a kind, by the name that activations have for it, each with its blocks."""
     names = _COUNTED_AS.get(kind, (kind,))
     runs = [run for run in training.runs if run.block in names] or [
         run for run in training.runs if run.block in ("decoder", "encoder", "vision", "text", "moe")
@@ -99,8 +101,8 @@ def runs_of(training: Training, kind: str, count: int) -> Iterator[tuple[Run, in
         for run, alike in groupby(runs, key=lambda run: replace(run, repeats=1))
     ]
     total, left = sum(repeats for _, repeats in merged), count
-    for place, (run, repeats) in enumerate(merged):
-        share = left if place == len(merged) - 1 else min(left, round(count * repeats / total))
+    for index, (run, repeats) in enumerate(merged):
+        share = left if index == len(merged) - 1 else min(left, round(count * repeats / total))
         if share:
             yield run, share
         left -= share
@@ -121,9 +123,11 @@ _KEEPS_OUTPUT = ("relu",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Addition:
-    """What a frozen block holds more: bytes per token `kept` to its backward and `beside` it while the block is at
-    work, bytes whatever the tokens in `fixed`, outputs of `products` per token, and 16-bit copies of adapters in
-    `cast`."""
+    """Memory that a frozen block takes more for the sake of what is trained in it.
+
+    Bytes per token `kept` to its backward and `beside` it while the block is at work, bytes whatever the tokens in
+    `fixed`, outputs of `products` per token, and 16-bit copies of adapters in `cast`.
+    """
 
     kept: float = 0.0
     beside: float = 0.0
@@ -132,11 +136,14 @@ class Addition:
     cast: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Numbers:
-    """Of a job, as far as additions depend on it: how its form was traced, `tp`, whether attention is written out,
-    whether frozen matrices are quantised, and what the code base says: how often they keep their inputs then, whether
-    adapters drop a part of theirs, and whether queries, keys and values are one product."""
+    """Traits of a job that additions depend on.
+
+    How its form was traced, `tp`, whether attention is written out, whether frozen matrices are quantised, and what the
+    code base says: how often they keep their inputs then, whether adapters drop a part of theirs, and whether queries,
+    keys and values are one product.
+    """
 
     mode: str
     tp: int
@@ -153,11 +160,12 @@ class Numbers:
 
     @property
     def autocast(self) -> bool:
+        """True if products are cast, weights being wider."""
         return self.mode in ("autocast", "mixed")
 
 
 def addition_of(facts: ModelFacts, run: Run, numbers: Numbers) -> Addition:
-    """The addition of one block of a run."""
+    """Return the addition of one block of a run."""
     if run.state != "frozen":
         return Addition()
     width = numbers.width
@@ -205,8 +213,7 @@ get_weight_norm)."""
 
 
 def _dropped_inputs(names: Sequence[tuple[str, int]], numbers: Numbers) -> Iterator[float]:
-    """Elements per token of what dropout makes for these matrices' adapters: one each, and one where several are a
-    single product."""
+    """Yield elements per token of what dropout makes for these matrices' adapters, once for a single product."""
     whole: dict[str, float] = {}
     for name, inputs in names:
         role = name.rpartition(".")[0]
@@ -234,15 +241,18 @@ def _inputs(
 
 
 def _has_own_copy(facts: ModelFacts, part: str, numbers: Numbers) -> bool:
-    """Whether autocast makes a copy of an input for each product."""
+    """Return whether autocast makes a copy of an input for each product."""
     if not numbers.autocast:
         return False
     return not numbers.quantised or (_stays_fp32(facts, numbers) and part != "o")
 
 
 def _stays_fp32(facts: ModelFacts, numbers: Numbers) -> bool:
-    """Whether what reads a norm's output gives fp32: bitsandbytes' layers give back the dtype that they were given, and
-    LayerNorm gives fp32 under autocast; RMSNorm, as it is written out in Python, the dtype of the weights."""
+    """Return whether what reads a norm's output gives fp32.
+
+    bitsandbytes' layers give back the dtype that they were given, and LayerNorm gives fp32 under autocast; RMSNorm, as
+    it is written out in Python, the dtype of the weights.
+    """
     return numbers.quantised and numbers.autocast and facts.norm != "rmsnorm"
 
 

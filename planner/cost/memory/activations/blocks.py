@@ -18,7 +18,7 @@ from dataclasses import field, replace
 
 from hardware_db.records import dataclass
 from planner.cost.code_bases import BlockTraits, LogitBytes, Traits
-from planner.cost.memory.activations.form import ZERO, BlockForm, Form, Moment, Polynomial, added, scaled, subtracted
+from planner.cost.memory.activations.form import ZERO, BlockForm, Form, Moment, Polynomial, add, scale, subtract
 from planner.models.facts import ModelFacts
 from planner.vocabulary import Loss
 
@@ -52,8 +52,10 @@ class Operation:
 
 
 class Walk:
-    """A list of operations from `x` to `y`, with the bytes of every tensor; views share the storage of another.
-    `frozen` weights get no gradients."""
+    """A list of operations from `x` to `y`, with the bytes of every tensor.
+
+    Views share the storage of another; `frozen` weights get no gradients.
+    """
 
     def __init__(
         self,
@@ -68,20 +70,22 @@ class Walk:
         self._casts, self._frozen = casts, frozen
 
     def _storages(self, names: Iterable[str]) -> dict[str, Polynomial]:
-        found = (self._views.get(name, name) for name in names)
-        return {name: self._sizes[name] for name in found}
+        storages = (self._views.get(name, name) for name in names)
+        return {name: self._sizes[name] for name in storages}
 
     def _kept_by(self, operations: Iterable[Operation]) -> dict[str, Polynomial]:
-        """What is kept, without the block's input, which is another's to count."""
+        """Return what is kept, without the block's input, which is another's to count."""
         kept = self._storages(name for operation in operations for name in operation.keeps)
         return {name: size for name, size in kept.items() if name != "x"}
 
     @property
     def kept(self) -> Polynomial:
-        return added(self._kept_by(self._operations).values())
+        """Tensors that some operation keeps for its backward."""
+        return add(self._kept_by(self._operations).values())
 
     @property
     def keeps_its_input(self) -> bool:
+        """True if the block's input is among what is kept."""
         return any("x" in operation.keeps for operation in self._operations)
 
     @property
@@ -90,44 +94,49 @@ class Walk:
         return self._cast(self._operations)
 
     def _cast(self, operations: Iterable[Operation]) -> Polynomial:
-        return scaled(added(operation.weights for operation in operations if operation.product), 2.0 * self._casts)
+        return scale(add(operation.weights for operation in operations if operation.product), 2.0 * self._casts)
 
     def forward(self, beside: Sequence[Polynomial] = ()) -> tuple[Moment, ...]:
-        """A moment per operation; `beside`, if given, is what waits at each of them besides."""
+        """Return a moment per operation; `beside`, if given, is what waits at each of them besides."""
         moments = []
-        for place, operation in enumerate(self._operations):
-            done = self._operations[: place + 1]
-            later = {name for other in self._operations[place + 1 :] for name in other.reads}
-            made = {name for other in done for name in other.makes}
-            in_use = self._storages((made & (later | {"y"})) | set(operation.makes) | (set(operation.reads) & made))
-            alive = {**self._kept_by(done), **in_use}
-            size = added((*alive.values(), operation.working, beside[place] if beside else ZERO))
-            moments.append(Moment(activations=size, cast=self._cast(done), gradients=ZERO))
+        for index, operation in enumerate(self._operations):
+            so_far = self._operations[: index + 1]
+            later = {name for other in self._operations[index + 1 :] for name in other.reads}
+            outputs = {name for other in so_far for name in other.makes}
+            in_use = self._storages(
+                (outputs & (later | {"y"})) | set(operation.makes) | (set(operation.reads) & outputs)
+            )
+            alive = {**self._kept_by(so_far), **in_use}
+            size = add((*alive.values(), operation.working, beside[index] if beside else ZERO))
+            moments.append(Moment(activations=size, cast=self._cast(so_far), gradients=ZERO))
         return tuple(moments)
 
     def backward(self, held: Polynomial = ZERO) -> tuple[Moment, ...]:
-        """A moment per operation, last to first: what is still kept, the gradients of activations that wait, and the
-        weights' gradients so far. `held` is there at all of them."""
+        """Return a moment per operation, last to first.
+
+        Alive are what is still kept, the gradients of activations that wait, and the weights' gradients so far; `held`
+        is there at all of them.
+        """
         gradients: dict[str, str] = {"y": "y"}
         moments: list[Moment] = []
-        made: Polynomial = ZERO
-        for place in reversed(range(len(self._operations))):
-            operation = self._operations[place]
-            before = self._operations[: place + 1]
+        weight_gradients: Polynomial = ZERO
+        for index in reversed(range(len(self._operations))):
+            operation = self._operations[index]
+            before = self._operations[: index + 1]
             given = {name: gradients.pop(name) for name in operation.makes if name in gradients}
             waiting = {*given.values(), *gradients.values()}
             fresh = [] if operation.is_sum else [name for name in operation.reads if name in self._sizes]
             weights = ZERO if self._frozen else operation.weights
-            made = added((made, weights))
+            weight_gradients = add((weight_gradients, weights))
             alive = (
                 *self._kept_by(before).values(),
                 *(self._gradient(name) for name in waiting),
                 *(self._gradient(name) for name in fresh),
-                scaled(weights, 2.0 * self._casts),
+                scale(weights, 2.0 * self._casts),
                 operation.working_back,
                 held,
             )
-            moments.append(Moment(activations=added(alive), cast=self._cast(before), gradients=made))
+            moments.append(Moment(activations=add(alive), cast=self._cast(before), gradients=weight_gradients))
             for name in operation.reads:
                 # A second gradient of one tensor is added to the first in place.
                 gradients.setdefault(name, next(iter(given.values())) if operation.is_sum else name)
@@ -138,7 +147,7 @@ class Walk:
         return self._sizes[name]
 
     def products(self, choice: str) -> tuple[Operation, ...]:
-        """The operations whose outputs selective checkpointing keeps."""
+        """Return the operations whose outputs selective checkpointing keeps."""
         products = [operation for operation in self._operations if operation.product]
         weighed = [operation for operation in products if operation.weights]
         skipped = weighed[1::2] if choice == "every-second-product" else []
@@ -146,30 +155,32 @@ class Walk:
 
     def outputs(self, operations: Iterable[Operation]) -> Polynomial:
         """Bytes of what operations make."""
-        return added(self._storages(name for operation in operations for name in operation.makes).values())
+        return add(self._storages(name for operation in operations for name in operation.makes).values())
 
     def waiting(self, operations: Sequence[Operation]) -> list[Polynomial]:
-        """At each operation of a run again: the outputs, kept from the first one, that are still to be used."""
+        """Return, for each operation of a run again, the outputs kept from the first one that are still to be used."""
         return [
-            self.outputs(operation for operation in operations if operation in self._operations[place + 1 :])
-            for place in range(len(self._operations))
+            self.outputs(operation for operation in operations if operation in self._operations[index + 1 :])
+            for index in range(len(self._operations))
         ]
 
     @property
     def last(self) -> str:
-        """What the last operation adds to the residual: nothing needs it in the backward, unless it is kept."""
+        """The last operation's addition to the residual: nothing needs it in the backward, unless it is kept."""
         return self._operations[-1].reads[-1]
 
     def without_the_end(self) -> Walk:
         """Up to the last operation that keeps something: where a run again stops early."""
-        last = max((place for place, operation in enumerate(self._operations) if operation.keeps), default=-1)
+        last = max((index for index, operation in enumerate(self._operations) if operation.keeps), default=-1)
         operations = self._operations[: last + 1]
         return Walk(operations, self._sizes, self._views, casts=self._casts, frozen=self._frozen)
 
 
 class _Writer:
-    """Writes one block of a model down, operation by operation; `frozen` products and norms keep nothing for the sake
-    of their weights."""
+    """A writer of one block of a model, operation by operation.
+
+    `frozen` products and norms keep nothing for the sake of their weights.
+    """
 
     def __init__(self, facts: ModelFacts, traits: BlockTraits, mode: str, attention: str, *, frozen: bool) -> None:
         self._facts, self._traits, self._attention, self._frozen = facts, traits, attention, frozen
@@ -219,7 +230,7 @@ class _Writer:
         return Walk(self._operations, self._sizes, self._views, casts=casts, frozen=self._frozen)
 
     def _norm(self, source: str, name: str, *, instead: str = "") -> None:
-        """A norm; a compiler that would keep the sum before the second one keeps `instead` what was added to it."""
+        """Write a norm; a compiler that would keep the sum before the second keeps `instead` what was added to it."""
         scale, statistics = f"{name} scale", f"{name} input"
         if self._facts.norm != "rmsnorm":
             self._sizes[scale] = {"b s": 8}
@@ -253,7 +264,7 @@ class _Writer:
         return name
 
     def _linear(self, source: str, name: str, size: Polynomial, weights: Polynomial) -> None:
-        """A product, which keeps its input for the sake of its weight."""
+        """Write a product, which keeps its input for the sake of its weight."""
         kept = () if self._frozen else (source,)
         self._add(Operation(reads=(source,), makes=(name,), keeps=kept, weights=weights, product=True), **{name: size})
 
@@ -264,8 +275,8 @@ class _Writer:
         rotates = facts.position_type == "rope"
         names = {"q": query, "k": key, "v": key}
         if traits.qkv == "fused":
-            whole = added((query, key, key))
-            self._linear("n1", "qkv", whole, added((query_weights, key_weights, key_weights)))
+            whole = add((query, key, key))
+            self._linear("n1", "qkv", whole, add((query_weights, key_weights, key_weights)))
             if rotates or facts.qk_norm:
                 self._views["v"] = "qkv"
                 self._sizes |= {"v": key}
@@ -279,26 +290,28 @@ class _Writer:
         else:
             for name, weights in (("q", query_weights), ("k", key_weights), ("v", key_weights)):
                 self._linear("n1", name, names[name], weights)
-        asked = {name: name for name in names}
+        projections = {name: name for name in names}
         if facts.qk_norm:
             for name in ("q", "k"):
                 normed = f"{name} normed"
                 self._add(Operation(reads=(name,), makes=(normed,), keeps=(name,)), **{normed: names[name]})
-                asked[name] = normed
+                projections[name] = normed
         if rotates:
             for name in ("q", "k"):
                 turned = f"{name} turned"
-                halves = scaled(names[name], 2.0) if traits.rotary == "composite" else ZERO
+                halves = scale(names[name], 2.0) if traits.rotary == "composite" else ZERO
                 self._add(
-                    Operation(reads=(asked[name],), makes=(turned,), working=halves, working_back=halves),
+                    Operation(reads=(projections[name],), makes=(turned,), working=halves, working_back=halves),
                     **{turned: names[name]},
                 )
-                asked[name] = turned
+                projections[name] = turned
         if traits.repeats_keys and facts.num_kv_heads < facts.num_heads:
             for name in ("k", "v"):
-                self._add(Operation(reads=(asked[name],), makes=(f"{name} repeated",)), **{f"{name} repeated": query})
-                asked[name] = f"{name} repeated"
-        self._scores(tuple(asked.values()), query)
+                self._add(
+                    Operation(reads=(projections[name],), makes=(f"{name} repeated",)), **{f"{name} repeated": query}
+                )
+                projections[name] = f"{name} repeated"
+        self._scores(tuple(projections.values()), query)
         self._linear("attended heads", "o", self._between(self._width), query_weights)
 
     def _latent_attention(self) -> None:
@@ -322,7 +335,7 @@ class _Writer:
         self._scores(("q turned", "k", "v"), {"a b s v": width})
         self._linear("attended heads", "o", self._between(width), {"a h v": 1})
 
-    def _scores(self, asked: tuple[str, ...], size: Polynomial) -> None:
+    def _scores(self, projections: tuple[str, ...], size: Polynomial) -> None:
         width, traits = self._width, self._traits
         if self._attention == "eager":
             factor = width / 2
@@ -335,9 +348,9 @@ class _Writer:
             beside = ZERO
         self._add(
             Operation(
-                reads=asked,
+                reads=projections,
                 makes=("attended heads", "scores"),
-                keeps=(*asked, "attended heads", "scores"),
+                keeps=(*projections, "attended heads", "scores"),
                 product=self._attention != "eager",
                 working=beside,
                 working_back=beside,
@@ -346,7 +359,7 @@ class _Writer:
         )
 
     def _dropped(self, source: str) -> str:
-        """The same after dropout, which keeps a byte for each element."""
+        """Write dropout, which keeps a byte for each element, and return its output."""
         if not self._facts.hidden_dropout:
             return source
         mask, name = f"{source} mask", f"{source} dropped"
@@ -357,24 +370,22 @@ class _Writer:
         return name
 
     def _mlp(self, source: str) -> None:
-        self._feed_forward(source, "out", "b", "f", "s", self._between(self._width))
+        self._feed_forward(source, out="out", batch="b", width="f", size=self._between(self._width))
 
-    def _feed_forward(
-        self, source: str, out: str, batch: str, width: str, positions: str, size: Polynomial, mark: str = ""
-    ) -> None:
+    def _feed_forward(self, source: str, *, out: str, batch: str, width: str, size: Polynomial, mark: str = "") -> None:
         """Gate and up, or one product; what they make together; down again."""
-        inner: Polynomial = {" ".join(sorted((*batch.split(), *width.split(), positions))): float(self._width)}
+        inner: Polynomial = {" ".join(sorted((*batch.split(), *width.split(), "s"))): float(self._width)}
         weights = {" ".join(sorted(("h", width.split()[-1]))): 1.0}
-        gate, up, made = (f"{name}{mark}" for name in ("gate", "up", "made"))
+        gate, up, product = (f"{name}{mark}" for name in ("gate", "up", "made"))
         if self._facts.gated_mlp:
             self._linear(source, gate, inner, weights)
             self._linear(source, up, inner, weights)
             if self._traits.activation == "composite":
                 opened = f"{gate} opened"
                 self._add(Operation(reads=(gate,), makes=(opened,), keeps=(gate,)), **{opened: inner})
-                self._add(Operation(reads=(opened, up), makes=(made,), keeps=(opened, up)), **{made: inner})
+                self._add(Operation(reads=(opened, up), makes=(product,), keeps=(opened, up)), **{product: inner})
             else:
-                self._add(Operation(reads=(gate, up), makes=(made,), keeps=(gate, up)), **{made: inner})
+                self._add(Operation(reads=(gate, up), makes=(product,), keeps=(gate, up)), **{product: inner})
         else:
             self._linear(source, gate, inner, weights)
             kept = [gate]
@@ -382,8 +393,8 @@ class _Writer:
                 # The hyperbolic tangent of a GELU that is written out is kept, since it costs more than memory.
                 self._sizes[f"{gate} tanh"] = inner
                 kept.append(f"{gate} tanh")
-            self._add(Operation(reads=(gate,), makes=(made,), keeps=tuple(kept)), **{made: inner})
-        self._linear(made, out, size, weights)
+            self._add(Operation(reads=(gate,), makes=(product,), keeps=tuple(kept)), **{product: inner})
+        self._linear(product, out, size, weights)
 
     def _experts(self, source: str) -> None:
         """Routed experts over copies of their tokens, and what all tokens pass besides."""
@@ -401,10 +412,12 @@ class _Writer:
         )
         copies = {"b h k s": width}
         self._add(Operation(reads=(source, "chosen"), makes=("copies",)), copies=copies)
-        self._feed_forward("copies", "expert out", "b k", "m", "s", copies, " of experts")
+        self._feed_forward("copies", out="expert out", batch="b k", width="m", size=copies, mark=" of experts")
         parts = ["expert out"]
         if self._facts.num_shared_experts or self._facts.shared_expert_intermediate_size:
-            self._feed_forward(source, "shared out", "b", "x", "s", self._between(width), " of shared")
+            self._feed_forward(
+                source, out="shared out", batch="b", width="x", size=self._between(width), mark=" of shared"
+            )
             parts.append("shared out")
         self._add(
             Operation(reads=tuple(parts), makes=("out",), keeps=("expert out",)),
@@ -413,11 +426,11 @@ class _Writer:
 
 
 def _block_form(walk: Walk, traits: BlockTraits, boundary: Polynomial, held: Polynomial) -> BlockForm:
-    kept = added((walk.kept, boundary)) if walk.keeps_its_input else walk.kept
+    kept = add((walk.kept, boundary)) if walk.keeps_its_input else walk.kept
     again = walk.without_the_end()
     chosen = walk.products(traits.selective)
     if traits.selective == "attention":
-        beyond = subtracted(kept, boundary if walk.keeps_its_input else ZERO)
+        beyond = subtract(kept, boundary if walk.keeps_its_input else ZERO)
         products: Polynomial = {term: size for term, size in beyond.items() if term != "a b s s"}
         unused = ZERO
         replayed: tuple[Moment, ...] = again.backward(held)[-1:]
@@ -441,7 +454,7 @@ def _block_form(walk: Walk, traits: BlockTraits, boundary: Polynomial, held: Pol
 
 
 def _with(moments: Iterable[Moment], held: Polynomial) -> tuple[Moment, ...]:
-    return tuple(replace(moment, activations=added((moment.activations, held))) for moment in moments)
+    return tuple(replace(moment, activations=add((moment.activations, held))) for moment in moments)
 
 
 # Whole models.
@@ -450,8 +463,11 @@ def _with(moments: Iterable[Moment], held: Polynomial) -> tuple[Moment, ...]:
 def code_form(
     facts: ModelFacts, traits: Traits, mode: str, attention: str, *, adds_in_place: bool, frozen: bool = False
 ) -> Form:
-    """The form of a decoder as a code base runs it; `adds_in_place` says that gradients go to a buffer of their own,
-    so that a tied head's does not wait for its table's. `frozen` weights have none."""
+    """Return the form of a decoder as a code base runs it.
+
+    `adds_in_place` says that gradients go to a buffer of their own, so that a tied head's does not wait for its
+    table's. `frozen` weights have none.
+    """
     block = traits.block or BlockTraits()
     width, residual = WIDTHS[mode]
     stream = {"b h s": float(residual)}
@@ -469,19 +485,19 @@ def code_form(
     return Form(
         blocks=code_blocks(facts, block, mode, attention, held, frozen=frozen),
         buffers=ZERO,
-        before=Moment(activations=added((stream, dropped, {"b s": 16.0})), cast=ZERO, gradients=ZERO),
-        loss=(Moment(activations=added((ending, tokens, forward)), cast=head_cast, gradients=ZERO),),
+        before=Moment(activations=add((stream, dropped, {"b s": 16.0})), cast=ZERO, gradients=ZERO),
+        loss=(Moment(activations=add((ending, tokens, forward)), cast=head_cast, gradients=ZERO),),
         loss_backward=(
-            Moment(activations=added((ending, backward)), cast=head_cast, gradients=ZERO),
+            Moment(activations=add((ending, backward)), cast=head_cast, gradients=ZERO),
             Moment(
-                activations=added((ending, {"V b s": float(width), "b h s": float(width)})),
+                activations=add((ending, {"V b s": float(width), "b h s": float(width)})),
                 cast=head_cast,
                 gradients=head,
             ),
             Moment(
-                activations=added((ending, stream, {"b h s": float(width)})),
+                activations=add((ending, stream, {"b h s": float(width)})),
                 cast=ZERO,
-                gradients=added((head, {"h": 1})) if head else ZERO,
+                gradients=add((head, {"h": 1})) if head else ZERO,
             ),
         ),
         table_backward=() if frozen else (Moment(activations=stream, cast=ZERO, gradients={"V h": 1}),),
@@ -501,7 +517,7 @@ def code_blocks(
     *,
     frozen: bool = False,
 ) -> dict[str, BlockForm]:
-    """The kinds of blocks of a decoder, by the names that `dimensions.block_kinds` gives them."""
+    """Return the kinds of blocks of a decoder, by the names that `dimensions.block_kinds` gives them."""
     boundary = {"b h s": float(WIDTHS[mode][1])}
 
     def form(*, routed: bool) -> BlockForm:
@@ -527,7 +543,7 @@ which backward makes the gradient (`strategies/parallel/layers.py`, vocab_parall
 
 
 def with_logits(form: Form, loss: LogitBytes, width: int) -> Form:
-    """A traced form whose code makes other copies of the logits."""
+    """Return a traced form whose code makes other copies of the logits."""
 
     def told(moments: tuple[Moment, ...], copies: tuple[float, float]) -> tuple[Moment, ...]:
         most = max((moment.activations.get("V b s", 0.0) for moment in moments), default=0.0)
@@ -546,8 +562,10 @@ def with_logits(form: Form, loss: LogitBytes, width: int) -> Form:
 
 
 def with_loss(form: Form, loss: Loss, *, width: int, weight: int, rows: float, frozen: bool = False) -> Form:
-    """The same model with another loss; `width` is that of logits, `weight` that of the head's gradient, which a
-    `frozen` one has not, `rows` the share of the tokens whose logits are made at once.
+    """Return the same model with another loss.
+
+    `width` is that of logits, `weight` that of the head's gradient, which a `frozen` one has not, `rows` the share of
+    the tokens whose logits are made at once.
 
     Chunked as torchtitan does it (`components/loss.py`): of each chunk the logits, their loss and its backward, before
     the next; the chunks of the hidden states are copies, whose gradients are put together in fp32. Fused as Liger does
@@ -562,24 +580,26 @@ def with_loss(form: Form, loss: Loss, *, width: int, weight: int, rows: float, f
     ends = tuple(moment for moment in form.loss_backward if "V b s" not in moment.activations)
     if loss == "chunked":
         copies = {"b h s": float(width + 4)}
-        forward = added((beside, copies, scaled(_logits(COPIED["forward"], width), rows)))
-        backward = added((beside, copies, scaled(_logits(COPIED["backward"], width), rows), {"b h s": width * rows}))
-        made: Polynomial = ZERO if frozen else {"V h": 1}
+        forward = add((beside, copies, scale(_logits(COPIED["forward"], width), rows)))
+        backward = add((beside, copies, scale(_logits(COPIED["backward"], width), rows), {"b h s": width * rows}))
+        gradients: Polynomial = ZERO if frozen else {"V h": 1}
         # The next chunk's gradient of the head, as its product makes it and as it is added to what is there.
         head = ZERO if frozen else {"V h": float(weight + (width if width < weight else 0))}
-        again = added((beside, copies, {"V b s": width * rows}, head))
-        moments = (Moment(activations=each, cast=cast, gradients=made) for each in (backward, again))
+        again = add((beside, copies, {"V b s": width * rows}, head))
+        moments = (Moment(activations=each, cast=cast, gradients=gradients) for each in (backward, again))
         return replace(
             form, loss=(Moment(activations=forward, cast=cast, gradients=ZERO),), loss_backward=(*moments, *ends)
         )
-    working = added((beside, {"b h s": float(width), "V b s": width * rows}))
+    working = add((beside, {"b h s": float(width), "V b s": width * rows}))
     if not frozen:
-        working = added((working, {"V h": float(weight + (0 if weight == 4 else width + 4))}))
+        working = add((working, {"V h": float(weight + (0 if weight == 4 else width + 4))}))
     return replace(form, loss=(Moment(activations=working, cast=cast, gradients=ZERO),), loss_backward=ends)
 
 
 def fused_rows(tokens: int, vocabulary: int, hidden: int) -> float:
-    """The share of the tokens that Liger's fused loss takes at once: so many that their logits are about as large as
-    the hidden states, rounded up to a power of two."""
+    """Return the share of the tokens that Liger's fused loss takes at once.
+
+    They are so many that their logits are about as large as the hidden states, rounded up to a power of two.
+    """
     at_once = -(-tokens // -(-vocabulary // hidden))
     return min(1.0, (1 << (at_once - 1).bit_length()) / tokens)

@@ -24,8 +24,10 @@ Dimensions: TypeAlias = Mapping[str, float]
 
 
 def model_dimensions(facts: ModelFacts, tp: int = 1) -> dict[str, float]:
-    """The model's own symbols; heads, feed-forward widths and the vocabulary are divided by `tp`. Where there are fewer
-    key heads than ranks each has a whole one."""
+    """Return the model's own symbols, with heads, feed-forward widths and the vocabulary divided by `tp`.
+
+    Where there are fewer key heads than ranks each has a whole one.
+    """
     rotated = facts.rotary_dim or int(facts.head_dim * facts.rotary_pct)
     values: dict[str, float] = {
         "h": facts.hidden_size,
@@ -72,7 +74,7 @@ def shared_width(facts: ModelFacts) -> int:
 
 
 def block_kinds(facts: ModelFacts, *, windows: bool) -> tuple[tuple[str, int], ...]:
-    """The kinds of blocks and how many of each. `windows`: whether local attention is told apart from global.
+    """Return the kinds of blocks and how many of each. `windows`: whether local attention is told apart from global.
 
     Local and global layers alternate; here all local ones come first, which moves no peak by more than one block.
     """

@@ -44,9 +44,9 @@ from planner.types.job import Job
 from planner.vocabulary import Loss
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Question:
-    """What figures depend on besides the model."""
+    """All that figures depend on besides the model."""
 
     mode: str
     attention: str
@@ -70,43 +70,45 @@ class _Question:
 
 
 def figures_of(job: Job, recipe: Recipe) -> Figures:
-    """The figures of a job's model on one device, with heads and widths divided by its tensor-parallel degree."""
+    """Return the figures of a job's model on one device, its heads and widths divided by the tensor-parallel degree."""
     facts = job.facts
     if facts.kind == "custom":
         traced, chosen = facts.traced.get(precision_mode(recipe)), job.configuration
         splits_sequences = chosen.sequence_parallel and chosen.tp > 1
-        traced = traced and traced.of(chosen.tp, chosen.cp, chosen.ep, splits_sequences)
-        return _traced(job, recipe, traced) if traced is not None else _untraced(job, recipe)
+        traced = traced and traced.of(tp=chosen.tp, cp=chosen.cp, ep=chosen.ep, splits_sequences=splits_sequences)
+        return _traced_figures(job, recipe, traced) if traced is not None else _untraced_figures(job, recipe)
     configuration = job.configuration
     question = _Question(
-        precision_mode(recipe),
-        "eager" if job.eager_attention else configuration.attention,
-        job.cluster.device.is_cpu,
-        configuration.tp,
-        configuration.sequence_length,
-        job.source_length,
-        configuration.cp,
-        configuration.ep,
-        configuration.sequence_parallel and configuration.tp > 1,
-        attention_exchange(job) if configuration.cp > 1 else "ring",
-        configuration.tp > 1 and keeps_sequence_shards(job),
-        job.workload.code,
-        job.workload.compile,
-        job.workload.loss,
-        logit_parts(job),
-        job.workload.expert_imbalance,
-        configuration.tp > 1 and _fuses_heads(job),
+        mode=precision_mode(recipe),
+        attention="eager" if job.eager_attention else configuration.attention,
+        on_cpu=job.cluster.device.is_cpu,
+        tp=configuration.tp,
+        length=configuration.sequence_length,
+        source=job.source_length,
+        cp=configuration.cp,
+        ep=configuration.ep,
+        is_sequence_parallel=configuration.sequence_parallel and configuration.tp > 1,
+        exchange=attention_exchange(job) if configuration.cp > 1 else "ring",
+        keeps_shards=configuration.tp > 1 and keeps_sequence_shards(job),
+        code=job.workload.code,
+        compiled=job.workload.compile,
+        loss=job.workload.loss,
+        logit_parts=logit_parts(job),
+        imbalance=job.workload.expert_imbalance,
+        fuses_heads=configuration.tp > 1 and _fuses_heads(job),
     )
     if job.workload.freezes and not job.counts.trains_all:
         numbers = _numbers(job, recipe)
         question = replace(question, training=training_of(job.counts), numbers=numbers)
-    figures = _catalogued(facts, question)
+    figures = _catalogued_figures(facts, question)
     return figures if recipe.scaled is None else _with_scaled_inputs(figures, job, recipe.scaled)
 
 
 def _fuses_heads(job: Job) -> bool:
-    """Whether one weight of three times the hidden width makes queries, keys and values, as GPT-2's does, in a form
-    that was traced; those that are written tell them from hidden states."""
+    """Return whether a traced form has one weight of three times the hidden width for queries, keys and values.
+
+    GPT-2's is one; forms that are written tell them from hidden states.
+    """
     hidden, code = job.facts.hidden_size, code_base(job.workload.code)
     is_traced = code.traits(compiled=job.workload.compile).block is None
     return is_traced and any(
@@ -129,8 +131,10 @@ def _numbers(job: Job, recipe: Recipe) -> Numbers:
 
 
 def _with_scaled_inputs(figures: Figures, job: Job, scaled: ScaledProducts) -> Figures:
-    """The figures where linear layers keep their inputs in 8 or 4 bits: a norm's output and what goes into the down
-    projection in place of the 16-bit tensor; attention's own output beside it, which its backward needs as it is.
+    """Return the figures where linear layers keep their inputs in 8 or 4 bits.
+
+    A norm's output and what goes into the down projection are kept so in place of the 16-bit tensor; attention's own
+    output beside it, which its backward needs as it is.
 
     Of blocks with experts the tokens that are dispatched go in; without a hidden width nothing is known.
     """
@@ -152,18 +156,20 @@ def _with_scaled_inputs(figures: Figures, job: Job, scaled: ScaledProducts) -> F
         replace(
             block,
             kept=plus(block.kept, each),
-            backward=_moved(block.backward, each),
-            recomputed=_moved(block.recomputed, each),
-            replayed=_moved(block.replayed, each),
+            backward=_add_activations(block.backward, each),
+            recomputed=_add_activations(block.recomputed, each),
+            replayed=_add_activations(block.replayed, each),
         )
         for block in figures.blocks
     ]
     return replace(figures, blocks=blocks)
 
 
-def _moved(peaks: Sequence[Peak], amount: Amount) -> Sequence[Peak]:
+def _add_activations(peaks: Sequence[Peak], amount: Amount) -> Sequence[Peak]:
     """Moments with `amount` more of activations."""
-    return [Peak(plus(peak.activations, amount), peak.cast, peak.gradients) for peak in peaks]
+    return [
+        Peak(activations=plus(peak.activations, amount), cast=peak.cast, gradients=peak.gradients) for peak in peaks
+    ]
 
 
 def buffer_bytes(job: Job, recipe: Recipe) -> float:
@@ -174,31 +180,38 @@ def buffer_bytes(job: Job, recipe: Recipe) -> float:
 
 
 def blocks_on_stage(job: Job, figures: Figures) -> tuple[int, ...]:
-    """How many blocks of each kind a rank of the job's pipeline stage has."""
+    """Return how many blocks of each kind a rank of the job's pipeline stage has."""
     chosen, kinds = job.configuration, tuple((block.name, block.count) for block in figures.blocks)
-    return kinds_on_stage(kinds, chosen.pp, chosen.virtual_stages, job.stage)
+    return kinds_on_stage(kinds, pp=chosen.pp, virtual_stages=chosen.virtual_stages, stage=job.stage)
 
 
 def precision_mode(recipe: Recipe) -> str:
-    """The name a trace goes by: what a precision means for activations."""
+    """Return the name a trace goes by: what a precision means for activations."""
     if recipe.autocast:
         return "autocast"
     return "fp32" if recipe.compute == 4 else "pure"
 
 
 def _frozen_mode(recipe: Recipe) -> str:
-    """The same for frozen weights: `mixed` is autocast over 16-bit ones."""
+    """Return the mode of frozen weights: `mixed` is autocast over 16-bit ones."""
     mode = precision_mode(recipe)
     return "mixed" if mode == "autocast" and recipe.frozen_width < 4 else mode
 
 
 @functools.lru_cache(maxsize=256)
-def _catalogued(facts: ModelFacts, question: _Question) -> Figures:
+def _catalogued_figures(facts: ModelFacts, question: _Question) -> Figures:
     figures = _of_form(facts, question, *_form_of(facts, question))
     if question.training is None or question.numbers is None:
         return _with_exchanges(figures, _exchanges(facts, question))
     fixed = _of_form(facts, question, *_form_of(facts, question, frozen=question.numbers.mode))
-    parts = _partly_trained(facts, question.training, question.numbers, figures, fixed, _lengths(facts, question))
+    parts = _partly_trained_figures(
+        facts,
+        training=question.training,
+        numbers=question.numbers,
+        whole=figures,
+        frozen=fixed,
+        lengths=_lengths(facts, question),
+    )
     return _with_exchanges(parts, _exchanges(facts, question))
 
 
@@ -215,9 +228,11 @@ def _of_form(facts: ModelFacts, question: _Question, form: Form, differences: in
 
 
 def _form_of(facts: ModelFacts, question: _Question, frozen: str = "") -> tuple[Form, int]:
-    """The form of the code that runs, and how far its structure is from the model's; `frozen` is the precision mode of
-    weights that get no gradients. Code bases other than transformers are written out for decoders; other kinds of
-    models go by transformers' modules."""
+    """Return the form of the code that runs, and how far its structure is from the model's.
+
+    `frozen` is the precision mode of weights that get no gradients. Code bases other than transformers are written out
+    for decoders; other kinds of models go by transformers' modules.
+    """
     written = has_written_form(facts, question.code, question.length, compiled=question.compiled)
     plain = question.loss == "plain" or not facts.vocab_size
     loss = code_base(question.code).traits(compiled=question.compiled).loss
@@ -228,7 +243,7 @@ def _form_of(facts: ModelFacts, question: _Question, frozen: str = "") -> tuple[
 
 
 def _frozen_modes(mode: str) -> Sequence[str]:
-    """The traces that will do for frozen weights, the best first; those of trained ones for no mode."""
+    """Return the traces that will do for frozen weights, the best first; those of trained ones for no mode."""
     if not mode:
         return ()
     return (f"frozen {mode}", "frozen pure") if mode == "mixed" else (f"frozen {mode}",)
@@ -237,7 +252,7 @@ def _frozen_modes(mode: str) -> Sequence[str]:
 def _written_form(
     facts: ModelFacts, question: _Question, *, blocks: bool, loss: Loss, frozen: str = ""
 ) -> tuple[Form, int]:
-    """The form with blocks or a loss that were written down; what is neither is as it was traced."""
+    """Return the form with blocks or a loss that were written down; what is neither is as it was traced."""
     from planner.cost.memory.activations import blocks as known  # takes milliseconds, and few ask
 
     mode, fixed = frozen or question.mode, bool(frozen)
@@ -266,8 +281,10 @@ def _written_form(
 
 
 def has_written_form(facts: ModelFacts, code: str, length: int, *, compiled: bool) -> bool:
-    """Whether the code base's own blocks are counted, rather than transformers' eager ones: of decoders whose windows,
-    where they have some, are no shorter than a sample."""
+    """Return whether the code base's own blocks are counted, rather than transformers' eager ones.
+
+    They are of decoders whose windows, where they have some, are no shorter than a sample.
+    """
     is_decoder = facts.kind == "decoder" and not facts.recorded_as and not 0 < facts.sliding_window < length
     return is_decoder and code_base(code).traits(compiled=compiled).block is not None
 
@@ -276,17 +293,19 @@ def _traced_form(facts: ModelFacts, question: _Question, modes: Sequence[str] = 
     windows = question.attention == "sdpa" and 0 < facts.sliding_window < question.length
     attentions = _attentions(question.attention, windows=windows)
     devices = ("cpu", "cuda") if question.on_cpu else ("cuda",)
-    asked = modes or (question.mode,)
-    variants = [f"{device} {mode} {attention}" for attention, device, mode in product(attentions, devices, asked)]
-    found = find_form(structure_of(facts), variants)
-    if found is None:
+    modes_to_try = modes or (question.mode,)
+    variants = [
+        f"{device} {mode} {attention}" for attention, device, mode in product(attentions, devices, modes_to_try)
+    ]
+    nearest = find_form(structure_of(facts), variants)
+    if nearest is None:
         raise LookupError(f"no memory form for {facts.model_type}")
-    return found.form, found.differences
+    return nearest.form, nearest.differences
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Sizes:
-    """What symbols stand for on one rank: in activations, with how its tokens are spread, and in weights."""
+    """Values of the symbols on one rank: in activations, with how its tokens are spread, and in weights."""
 
     tokens: Dimensions
     weights: Dimensions
@@ -318,15 +337,17 @@ def _sizes(facts: ModelFacts, question: _Question) -> _Sizes:
     )
     ends_whole = question.is_sequence_parallel and question.code == "transformers"
     if question.ep == 1:
-        return _Sizes(tokens, weights, spread, ends_whole)
+        return _Sizes(tokens=tokens, weights=weights, spread=spread, ends_whole=ends_whole)
     experts = {"E": facts.num_experts / question.ep, "m": tokens["m"] * question.tp}
-    return _Sizes(tokens, weights | experts, spread, ends_whole)
+    return _Sizes(tokens=tokens, weights=weights | experts, spread=spread, ends_whole=ends_whole)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Exchanges:
-    """Bytes per sample that exchanges between ranks add: to what a block keeps, and to the moments of its passes and
-    of the head's."""
+    """Bytes per sample that exchanges between ranks add.
+
+    They come to what a block `kept`, and to the moments of its passes and of the head's.
+    """
 
     kept: float = 0.0
     forward: float = 0.0
@@ -335,10 +356,12 @@ class _Exchanges:
 
 
 def _exchanges(facts: ModelFacts, question: _Question) -> _Exchanges:
-    """Under sequence parallelism the input of a column-parallel product is all-gathered, and what a row-parallel one
-    makes is whole until it is reduce-scattered: one whole residual stream in forward, two in backward (the gradient and
-    the input once more). torch's DTensor keeps the inputs it gathered, of attention and of a dense MLP; Megatron-LM
-    keeps its part and gathers again (arXiv 2205.05198, section 4.2.2).
+    """Return what sequence and context parallelism exchange.
+
+    Under sequence parallelism the input of a column-parallel product is all-gathered, and what a row-parallel one makes
+    is whole until it is reduce-scattered: one whole residual stream in forward, two in backward (the gradient and the
+    input once more). torch's DTensor keeps the inputs it gathered, of attention and of a dense MLP; Megatron-LM keeps
+    its part and gathers again (arXiv 2205.05198, section 4.2.2).
     """
     width, length = 4 if question.mode == "fp32" else 2, question.length / question.cp
     stream = 0.0
@@ -368,27 +391,33 @@ def _with_exchanges(figures: Figures, exchanges: _Exchanges) -> Figures:
         replace(
             block,
             kept=plus(block.kept, (0.0, exchanges.kept)),
-            forward=_moved(block.forward, (0.0, exchanges.kept + exchanges.forward)),
-            recomputed=_moved(block.recomputed, (0.0, exchanges.kept + exchanges.forward)),
-            replayed=_moved(block.replayed, (0.0, exchanges.kept + exchanges.forward)),
-            backward=_moved(block.backward, (0.0, exchanges.kept + exchanges.backward)),
+            forward=_add_activations(block.forward, (0.0, exchanges.kept + exchanges.forward)),
+            recomputed=_add_activations(block.recomputed, (0.0, exchanges.kept + exchanges.forward)),
+            replayed=_add_activations(block.replayed, (0.0, exchanges.kept + exchanges.forward)),
+            backward=_add_activations(block.backward, (0.0, exchanges.kept + exchanges.backward)),
         )
         for block in figures.blocks
     ]
-    loss, loss_backward = (_moved(peaks, (0.0, exchanges.head)) for peaks in (figures.loss, figures.loss_backward))
+    loss, loss_backward = (
+        _add_activations(peaks, (0.0, exchanges.head)) for peaks in (figures.loss, figures.loss_backward)
+    )
     return replace(figures, blocks=blocks, loss=loss, loss_backward=loss_backward)
 
 
-def _partly_trained(
+def _partly_trained_figures(
     facts: ModelFacts,
+    *,
     training: Training,
     numbers: Numbers,
     whole: Figures,
     frozen: Figures,
     lengths: Mapping[str, float],
 ) -> Figures:
-    """Each block as it is trained: the `whole` model's, the `frozen` one's with what is trained beside it, or one that
-    keeps nothing; and the ends, each as it is trained."""
+    """Return the figures of a model of which a part is trained.
+
+    A block is the `whole` model's, the `frozen` one's with what is trained beside it, or one that keeps nothing; the
+    ends are each as it is trained.
+    """
     blocks = []
     for full, fixed in zip(whole.blocks, frozen.blocks, strict=True):
         source = facts.kind.endswith("encoder-decoder") and full.name == "encoder"
@@ -426,7 +455,12 @@ def _with_addition(block: BlockFigures, run: Run, addition: Addition, tokens: fl
         extra = (addition.fixed, (addition.kept + addition.beside) * tokens)
         gradients = float(run.gradients) if backward else 0.0
         return [
-            Peak(plus(peak.activations, extra), peak.cast + addition.cast, peak.gradients + gradients) for peak in peaks
+            Peak(
+                activations=plus(peak.activations, extra),
+                cast=peak.cast + addition.cast,
+                gradients=peak.gradients + gradients,
+            )
+            for peak in peaks
         ]
 
     return replace(
@@ -442,13 +476,13 @@ def _with_addition(block: BlockFigures, run: Run, addition: Addition, tokens: fl
 
 
 def _stacks(facts: ModelFacts, form: Form) -> Iterator[tuple[str, int, BlockForm]]:
-    """The model's kinds of blocks with their forms; a kind that the form of another structure lacks takes its last."""
+    """Yield the model's kinds of blocks with their forms; a kind that another structure's form lacks takes its last."""
     for name, count in block_kinds(facts, windows="local" in form.blocks):
         yield name, count, form.blocks.get(name) or list(form.blocks.values())[-1]
 
 
 def _attentions(attention: str, *, windows: bool) -> tuple[str, ...]:
-    """The forms that will do, the best first: a model without fused attention has only one."""
+    """Return the forms that will do, the best first: a model without fused attention has only one."""
     if attention == "eager":
         return ("eager",)
     return ("windows", "sdpa", "eager") if windows else ("sdpa", "eager")
@@ -476,14 +510,14 @@ def _figures(form: Form, blocks: list[BlockFigures], sizes: _Sizes, differences:
 
 
 def figures_of_form(form: Form, kinds: Sequence[str]) -> Figures:
-    """The figures of a form in which only samples are symbols, of a module with blocks of these kinds."""
-    sizes = _Sizes({}, {}, WHOLE)
+    """Return the figures of a form in which only samples are symbols, of a module with blocks of these kinds."""
+    sizes = _Sizes(tokens={}, weights={}, spread=WHOLE)
     blocks = [_block(name, kinds.count(name), block, sizes) for name, block in form.blocks.items()]
     return _figures(form, blocks, sizes, 0)
 
 
 def _classifies(facts: ModelFacts) -> bool:
-    """Whether the head is a classifier of text, whose form is that of the language model with labels for words."""
+    """Return whether the head classifies text; its form is that of the language model with labels for words."""
     return bool(facts.vocab_size) and facts.architecture.endswith("ForSequenceClassification")
 
 
@@ -518,19 +552,22 @@ def _block(name: str, count: int, form: BlockForm, sizes: _Sizes) -> BlockFigure
 
 
 def _peaks(moments: Sequence[Moment], sizes: _Sizes) -> list[Peak]:
-    """The moments that can be the largest of their part for this model."""
-    found = [_peak(moment, sizes) for moment in moments]
-    corners = [_corners(peak) for peak in found]
+    """Return the moments that can be the largest of their part for this model."""
+    candidates = [_peak(moment, sizes) for moment in moments]
+    corners = [_corners(peak) for peak in candidates]
     kept: list[int] = []
     for index, mine in sorted(enumerate(corners), key=lambda entry: -entry[1][0]):
         if not any(all(map(le, mine, corners[other])) for other in kept):
             kept.append(index)
-    return [found[index] for index in sorted(kept)]
+    return [candidates[index] for index in sorted(kept)]
 
 
 def _corners(peak: Peak) -> list[float]:
-    """The moment's bytes where they are extreme: few samples and many, cast weights counted or not, gradients freed
-    at once or held at eight bytes per element. What a strategy makes of a moment lies between."""
+    """Return the moment's bytes where they are extreme.
+
+    That is with few samples and many, cast weights counted or not, gradients freed at once or held at eight bytes per
+    element. What a strategy makes of a moment lies between.
+    """
     fixed, grows = peak.activations
     extremes = itertools.product(_FEW_AND_MANY, (peak.cast, 0.0), (_WIDEST * peak.gradients, 0.0))
     return [fixed + samples * grows + cast + gradients for samples, cast, gradients in extremes]
@@ -541,11 +578,15 @@ _WIDEST = 8.0
 
 
 def _peak(moment: Moment, sizes: _Sizes) -> Peak:
-    return Peak(sizes.amount(moment.activations), sizes.fixed(moment.cast), sizes.fixed(moment.gradients))
+    return Peak(
+        activations=sizes.amount(moment.activations),
+        cast=sizes.fixed(moment.cast),
+        gradients=sizes.fixed(moment.gradients),
+    )
 
 
-def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
-    """A module that was traced with its own batches.
+def _traced_figures(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
+    """Return the figures of a module that was traced with its own batches.
 
     Where whole replicas keep all that forward made, the moments of the traced backward pass are the step's own. Other
     plans go by its blocks; where it has none that run one by one, by one of them, all of whose bytes are per sample.
@@ -553,13 +594,13 @@ def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
     configuration = job.configuration
     keeps_all = configuration.strategy in ("single", "ddp") and configuration.activation_checkpointing == "none"
     if keeps_all and traced.moments and configuration.pp == 1:
-        return _replayed(traced)
+        return _replayed_figures(traced)
     if traced.figures is not None:
         return traced.figures
     count = sum(block.repeats for block in job.counts.blocks)
     trained = job.counts.trained
     cast = _cast_bytes(recipe, float(job.counts.largest_block))
-    run = [Peak((0.0, traced.block), cast, 0.0)]
+    run = [Peak(activations=(0.0, traced.block), cast=cast)]
     block = BlockFigures(
         name="block",
         count=count,
@@ -570,33 +611,41 @@ def _traced(job: Job, recipe: Recipe, traced: TracedActivations) -> Figures:
         recomputed=run,
         replayed=run,
         forward=run,
-        backward=[Peak((0.0, traced.block + traced.backward - traced.kept), cast, float(trained.largest_block))],
+        backward=[
+            Peak(
+                activations=(0.0, traced.block + traced.backward - traced.kept),
+                cast=cast,
+                gradients=float(trained.largest_block),
+            )
+        ],
     )
     return Figures(
         blocks=[block] if count else [],
         buffers=traced.buffers,
-        before=Peak((0.0, traced.kept - count * traced.block), 0.0, 0.0),
-        loss=[Peak((0.0, traced.forward - traced.kept), 0.0, 0.0)],
-        loss_backward=[Peak((0.0, traced.backward - traced.kept), 0.0, 0.0)],
-        table_backward=[Peak(NOTHING, 0.0, float(trained.outside_blocks))],
+        before=Peak(activations=(0.0, traced.kept - count * traced.block)),
+        loss=[Peak(activations=(0.0, traced.forward - traced.kept))],
+        loss_backward=[Peak(activations=(0.0, traced.backward - traced.kept))],
+        table_backward=[Peak(activations=NOTHING, gradients=float(trained.outside_blocks))],
     )
 
 
-def _replayed(traced: TracedActivations) -> Figures:
-    """The traced passes as they were."""
+def _replayed_figures(traced: TracedActivations) -> Figures:
+    """Return the figures of the traced passes as they were."""
     return Figures(
         blocks=[],
         buffers=traced.buffers,
-        before=Peak((0.0, traced.forward), 0.0, 0.0),
-        loss=[Peak(NOTHING, 0.0, 0.0)],
+        before=Peak(activations=(0.0, traced.forward)),
+        loss=[Peak(activations=NOTHING)],
         loss_backward=[],
         table_backward=[],
-        moments=[Peak((moment.fixed, moment.per_sample), 0.0, moment.gradients) for moment in traced.moments],
+        moments=[
+            Peak(activations=(moment.fixed, moment.per_sample), gradients=moment.gradients) for moment in traced.moments
+        ],
     )
 
 
-def _untraced(job: Job, recipe: Recipe) -> Figures:
-    """A module of which only the parameters are known.
+def _untraced_figures(job: Job, recipe: Recipe) -> Figures:
+    """Return the figures of a module of which only the parameters are known.
 
     The blocks are taken as a transformer's of the same parameters: a block of P parameters of width h has P/h elements
     of matrix width per token, each kept once by the linear that reads it and once by what follows it.
@@ -606,7 +655,7 @@ def _untraced(job: Job, recipe: Recipe) -> Figures:
     parameters = job.counts.in_blocks / count if count else 0.0
     cast = _cast_bytes(recipe, parameters)
     kept = 2.0 * recipe.compute * length * parameters / hidden
-    run = [Peak((0.0, kept), cast, 0.0)]
+    run = [Peak(activations=(0.0, kept), cast=cast)]
     block = BlockFigures(
         name="block",
         count=count,
@@ -617,16 +666,16 @@ def _untraced(job: Job, recipe: Recipe) -> Figures:
         recomputed=run,
         replayed=run,
         forward=run,
-        backward=[Peak((0.0, 2 * kept), cast, parameters)],
+        backward=[Peak(activations=(0.0, 2 * kept), cast=cast, gradients=parameters)],
     )
     logits = (0.0, 12.0 * length * job.facts.vocab_size)
     return Figures(
         blocks=[block] if count else [],
         buffers=0.0,
-        before=Peak(NOTHING, 0.0, 0.0),
-        loss=[Peak(logits, 0.0, 0.0)],
-        loss_backward=[Peak(logits, 0.0, float(job.counts.head if job.counts.trains_all else 0))],
-        table_backward=[Peak(NOTHING, 0.0, float(job.counts.embedding + job.counts.other))],
+        before=Peak(activations=NOTHING),
+        loss=[Peak(activations=logits)],
+        loss_backward=[Peak(activations=logits, gradients=float(job.counts.head if job.counts.trains_all else 0))],
+        table_backward=[Peak(activations=NOTHING, gradients=float(job.counts.embedding + job.counts.other))],
         differences=None,
     )
 

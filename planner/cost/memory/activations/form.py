@@ -22,8 +22,8 @@ Polynomial: TypeAlias = Mapping[str, float]
 ZERO: Polynomial = {}
 
 
-def added(polynomials: Iterable[Polynomial]) -> dict[str, float]:
-    """The sum, without terms that cancel."""
+def add(polynomials: Iterable[Polynomial]) -> dict[str, float]:
+    """Return the sum, without terms that cancel."""
     total: dict[str, float] = {}
     for polynomial in polynomials:
         for term, coefficient in polynomial.items():
@@ -31,19 +31,19 @@ def added(polynomials: Iterable[Polynomial]) -> dict[str, float]:
     return {term: value for term, value in total.items() if value}
 
 
-def scaled(polynomial: Polynomial, factor: float) -> dict[str, float]:
+def scale(polynomial: Polynomial, factor: float) -> dict[str, float]:
     """Every coefficient times `factor`."""
     return {term: coefficient * factor for term, coefficient in polynomial.items()}
 
 
-def subtracted(left: Polynomial, right: Polynomial) -> dict[str, float]:
+def subtract(left: Polynomial, right: Polynomial) -> dict[str, float]:
     """`left` less `right`."""
-    return added((left, scaled(right, -1.0)))
+    return add((left, scale(right, -1.0)))
 
 
-def multiplied(left: Polynomial, right: Polynomial) -> dict[str, float]:
-    """The product."""
-    return added(
+def multiply(left: Polynomial, right: Polynomial) -> dict[str, float]:
+    """Return the product."""
+    return add(
         {" ".join(sorted((*first.split(), *second.split()))): coefficient * other}
         for first, coefficient in left.items()
         for second, other in right.items()
@@ -51,7 +51,7 @@ def multiplied(left: Polynomial, right: Polynomial) -> dict[str, float]:
 
 
 def value(polynomial: Polynomial, dimensions: Mapping[str, float]) -> float:
-    """The number, with every symbol replaced.
+    """Return the number, with every symbol replaced.
 
     Raises:
         KeyError: a symbol has no value.
@@ -65,8 +65,9 @@ def value(polynomial: Polynomial, dimensions: Mapping[str, float]) -> float:
 
 
 def per_sample(polynomial: Polynomial, dimensions: Mapping[str, float]) -> tuple[float, float]:
-    """What does not depend on the samples of a batch (symbol `b`), and what each sample adds; `b` is left out of
-    `dimensions`. No activation grows faster than the batch.
+    """Return what does not depend on the samples of a batch (symbol `b`), and what each sample adds.
+
+    `b` is left out of `dimensions`. No activation grows faster than the batch.
 
     Raises:
         KeyError: a symbol has no value.
@@ -85,11 +86,13 @@ def per_sample(polynomial: Polynomial, dimensions: Mapping[str, float]) -> tuple
     return fixed, grows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """How the tokens of a sample are spread over ranks: over `cp`, and over `tp` between the products that tensor
-    parallelism splits where it is sequence parallelism too. `uneven` is by how much more tokens than the mean come to
-    the experts of the busiest expert-parallel rank."""
+    """The spread of a sample's tokens over ranks.
+
+    Over `cp`, and over `tp` between the products that tensor parallelism splits where it is sequence parallelism too.
+    `uneven` is by how much more tokens than the mean come to the experts of the busiest expert-parallel rank.
+    """
 
     cp: int = 1
     tp: int = 1
@@ -149,7 +152,7 @@ _PRESENT = (
 
 
 def structure_of(facts: ModelFacts) -> dict[str, str]:
-    """The structure by field, in words; of a recorded model its name, since its form is nobody else's."""
+    """Return the structure by field, in words; of a recorded model its name, since its form is nobody else's."""
     if facts.recorded_as:
         return {"model_type": facts.recorded_as, "kind": facts.kind}
     words = {name: str(getattr(facts, name)) for name in _FIELDS}
@@ -170,13 +173,13 @@ def _heads(facts: ModelFacts) -> str:
 
 
 def difference(one: dict[str, str], other: dict[str, str]) -> int:
-    """In how many fields two structures differ."""
+    """Return in how many fields two structures differ."""
     return sum(one.get(name) != other.get(name) for name in one.keys() | other.keys())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """What is alive at one moment beside weights, inputs and what was there before the part that is running.
+    """One moment, without weights, inputs and what was there before the part that is running.
 
     `activations` in bytes; `cast`: bytes of autocast's copies of weights; `gradients`: elements of weights whose
     gradient this part has made.
@@ -251,8 +254,11 @@ FROZEN_WORD = " frozen "
 
 
 def with_heads_apart(form: Form, width: int) -> Form:
-    """The form of a model of which one weight makes queries, keys and values of `width` bytes: traced sizes do not tell
-    these from three streams of the hidden width, and tp splits them. They are alive with what attention keeps."""
+    """Return the form of a model of which one weight makes queries, keys and values of `width` bytes.
+
+    Traced sizes do not tell these from three streams of the hidden width, and tp splits them. They are alive with what
+    attention keeps.
+    """
     fused = 3.0 * width
 
     def apart(polynomial: Polynomial) -> Polynomial:
@@ -288,16 +294,18 @@ class Found:
 
 
 def find_form(structure: Mapping[str, str], variants: Sequence[str]) -> Found | None:
-    """The form of the structure nearest to this one, in the first of the variants that its model type has; a type that
-    was never traced in any takes that of a typical model of its kind. None if that has none either."""
+    """Return the form of the structure nearest to this one, in the first of the variants that its model type has.
+
+    A type that was never traced in any takes that of a typical model of its kind; None if that has none either.
+    """
     for model_type in (structure["model_type"], TYPICAL.get(structure["kind"], "llama")):
         for variant in variants:
             stem = f"{model_type}{FROZEN_ENDING}" if FROZEN_WORD in variant else model_type
             entries = [entry for entry in _file(stem) if variant in entry["forms"]]
             if entries:
                 distances = [difference(dict(structure), entry["structure"]) for entry in entries]
-                place = distances.index(min(distances))
-                return Found(form=_form(entries[place]["forms"][variant]), differences=distances[place])
+                nearest = distances.index(min(distances))
+                return Found(form=_form(entries[nearest]["forms"][variant]), differences=distances[nearest])
     return None
 
 
@@ -311,7 +319,7 @@ def _file(stem: str) -> Sequence[Mapping[str, Any]]:
 
 
 def form_to_dict(form: Form) -> dict[str, Any]:
-    """The form as JSON keeps it."""
+    """Return the form as JSON keeps it."""
     return {
         "blocks": {name: _block_to_dict(block) for name, block in form.blocks.items()},
         "buffers": _numbers(form.buffers),

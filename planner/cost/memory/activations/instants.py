@@ -65,8 +65,11 @@ def instants_of(job: Job, recipe: Recipe) -> list[Instant]:
 
 
 def selective_saves(job: Job, recipe: Recipe) -> bool:
-    """Whether selective checkpointing keeps less than no checkpointing: it keeps every product, also those that
-    backward does not need, such as the scores of eager attention, of which softmax keeps its result alone."""
+    """Return whether selective checkpointing keeps less than no checkpointing.
+
+    It keeps every product, also those that backward does not need, such as the scores of eager attention, of which
+    softmax keeps its result alone.
+    """
     micro = job.configuration.micro_batch_size
     blocks = figures_of(job, recipe).blocks
     kept = sum(block.count * bytes_at(block.kept, micro) for block in blocks)
@@ -100,8 +103,8 @@ class _Step:
         keeps_all = self._checkpointing == "none"
         self._each = [self._kept(block) for block in figures.blocks]
         self._once = [
-            (block.once if keeps_all else block.handed) if count and (place or job.is_first_stage) else NOTHING
-            for place, (block, count) in enumerate(zip(figures.blocks, self._counts, strict=True))
+            (block.once if keeps_all else block.handed) if count and (stack or job.is_first_stage) else NOTHING
+            for stack, (block, count) in enumerate(zip(figures.blocks, self._counts, strict=True))
         ]
         stacks = zip(self._once, self._counts, self._each, strict=True)
         kept = (plus(once, times(count, each)) for once, count, each in stacks)
@@ -127,8 +130,10 @@ class _Step:
         return plus(boundary, block.products) if self._checkpointing == "selective" else boundary
 
     def _others(self) -> tuple[Amount, Amount]:
-        """What the other micro-batches in flight keep while the first block is at work, and while the last one is. Of
-        an interleaved pipeline one piece of a `virtual_stages`-th is at work at a time."""
+        """Return what other micro-batches in flight keep while the first block is at work, and while the last is.
+
+        Of an interleaved pipeline one piece of a `virtual_stages`-th is at work at a time.
+        """
         chosen, pieces = self._job.configuration, self._pieces
         flight = micro_batches_in_flight(chosen, self._job.stage)
         # Each forward pass under autocast casts the weights anew, and its graph keeps what it multiplied with.
@@ -142,8 +147,11 @@ class _Step:
         return plus(messages, at_first), plus(messages, at_last)
 
     def _messages(self) -> Amount:
-        """Hidden states and gradients on their way at the last stage of a pipeline that takes turns: of the next
-        micro-batch, which are there early, and of two that went back (`strategies/parallel/pipeline.py`)."""
+        """Return what is on its way at the last stage of a pipeline that takes turns.
+
+        These are hidden states of the next micro-batch, which are there early, and gradients of two that went back
+        (`strategies/parallel/pipeline.py`).
+        """
         chosen, is_ours = self._job.configuration, code_base(self._job.workload.code).runs_here
         takes_turns = chosen.pp > 1 and chosen.pp_schedule != "gpipe"
         if not (takes_turns and self._job.is_last_stage and is_ours and self._figures.blocks):
@@ -151,46 +159,51 @@ class _Step:
         return times(3, self._figures.blocks[0].boundary)
 
     def _after_loss(self) -> Amount:
-        """What head and loss keep for their backward: the fp32 log-softmax of all logits, the head's input, the norm's
-        input in fp32 and its output; under autocast the head's cast."""
+        """Return what head and loss keep for their backward.
+
+        It is the fp32 log-softmax of all logits, the head's input, the norm's input in fp32 and its output; under
+        autocast the head's cast.
+        """
         facts, chosen = self._job.facts, self._job.configuration
         tokens = chosen.sequence_length / chosen.cp
         vocabulary = facts.vocab_size / logit_parts(self._job)
         cast = max((peak.cast for peak in self._figures.loss_backward), default=0.0)
         return cast, tokens * (4 * vocabulary + 8 * facts.hidden_size)
 
-    def _before(self, place: int, done: int) -> Amount:
-        """Kept by the part in front of the blocks, all earlier stacks, and `done` blocks of this one with what the
-        first of them hands to the others, which is there while any of them is at work."""
-        before = plus(self._earlier[place], self._once[place], times(done, self._each[place]))
-        # The input of the block at work is on the device.
-        return plus(before, times(min(done, 1), self._figures.blocks[place].boundary)) if self._parks else before
+    def _before(self, stack: int, blocks_done: int) -> Amount:
+        """Return what was kept before a block: by the part in front, earlier stacks, `blocks_done` blocks of this.
 
-    def _fetched(self, place: int, done: int) -> Amount:
-        """The parked input of the block that backward comes to next, which is on its way already."""
-        return self._figures.blocks[place].boundary if self._parks and done > 1 else NOTHING
+        What the first of these blocks hands to the others is there while any of them is at work.
+        """
+        before = plus(self._earlier[stack], self._once[stack], times(blocks_done, self._each[stack]))
+        # The input of the block at work is on the device.
+        return plus(before, times(min(blocks_done, 1), self._figures.blocks[stack].boundary)) if self._parks else before
+
+    def _fetched(self, stack: int, blocks_done: int) -> Amount:
+        """Return the parked input of the block that backward comes to next, which is on its way already."""
+        return self._figures.blocks[stack].boundary if self._parks and blocks_done > 1 else NOTHING
 
     def _all_kept(self) -> Amount:
         return self._earlier[-1]
 
-    def _casts(self, place: int, done: int) -> float:
+    def _casts(self, stack: int, blocks_done: int) -> float:
         """Cast copies of the weights of all blocks before; under checkpointing they live until the forward ends."""
-        cast = self._cached * self._figures.blocks[place].cast if done else 0.0
-        return self._earlier_casts[place] + done * cast
+        cast = self._cached * self._figures.blocks[stack].cast if blocks_done else 0.0
+        return self._earlier_casts[stack] + blocks_done * cast
 
     def forward(self) -> Iterator[Instant]:
-        """The last block of each stack; the end of the pass where a module has no repeated blocks."""
+        """Yield the last block of each stack; the end of the pass where a module has no repeated blocks."""
         if not self._blocks:
             yield Instant(phase="forward", unit="table", activations=self._all_kept(), cast=self._casts(0, 0))
-        for place, (block, count) in enumerate(zip(self._figures.blocks, self._counts, strict=True)):
-            before = self._before(place, count - 1)
+        for stack, (block, count) in enumerate(zip(self._figures.blocks, self._counts, strict=True)):
+            before = self._before(stack, count - 1)
             for peak in (None, *block.forward) if count else ():
                 yield Instant(
                     phase="forward",
                     unit="block",
                     activations=plus(self._at_last, before, peak.activations if peak else NOTHING),
-                    cast=self._casts(place, count - 1) + (peak.cast if peak else 0.0),
-                    blocks_done=sum(self._counts[: place + 1]) - 1,
+                    cast=self._casts(stack, count - 1) + (peak.cast if peak else 0.0),
+                    blocks_done=sum(self._counts[: stack + 1]) - 1,
                     blocks=self._blocks,
                     enters=peak is None,
                 )
@@ -216,45 +229,50 @@ class _Step:
         )
 
     def backward(self) -> Iterator[Instant]:
-        """The first two blocks and the last two of each stack, in backward order: the second one's gradients are made
-        beside the first one's reduction, and beside the one before the last there is one more to be fetched."""
+        """Yield the first two blocks and the last two of each stack, in backward order.
+
+        The second one's gradients are made beside the first one's reduction, and beside the one before the last there
+        is one more to be fetched.
+        """
         finished = 0
-        for place in reversed(range(len(self._counts))):
-            count = self._counts[place]
+        for stack in reversed(range(len(self._counts))):
+            count = self._counts[stack]
             if not count:
                 continue
-            for done in sorted(self._places(count), reverse=True):
-                behind = finished + count - 1 - done
+            for blocks_done in sorted(self._places(count), reverse=True):
+                behind = finished + count - 1 - blocks_done
                 others = self._at_last if behind < self._blocks / self._pieces else self._at_first
-                yield from self._block_backward(place, done, behind=behind, others=others)
+                yield from self._block_backward(stack, blocks_done, behind=behind, others=others)
             finished += count
-            if place and self._job.facts.kind.endswith("encoder-decoder"):
-                yield self._between_stacks(place, finished, self._at_first)
+            if stack and self._job.facts.kind.endswith("encoder-decoder"):
+                yield self._between_stacks(stack, finished, self._at_first)
 
     def _places(self, count: int) -> set[int]:
         """Blocks of a stack at which a peak can be; a replica's bytes change evenly from the last to the first."""
         ends = {count - 1, 0}
         return ends if self._is_replica else ends | {max(count - 2, 0), min(1, count - 1)}
 
-    def _block_backward(self, place: int, done: int, *, behind: int, others: Amount) -> Iterator[Instant]:
-        """A block with `done` others before it in its stack, `behind` after it; beside what forward kept, the gradient
-        of its output when it begins, of its input when it ends."""
-        block, recomputes = self._figures.blocks[place], self._checkpointing != "none"
-        before = plus(others, self._before(place, done), self._fetched(place, done))
+    def _block_backward(self, stack: int, blocks_done: int, *, behind: int, others: Amount) -> Iterator[Instant]:
+        """Yield the backward of a block with `blocks_done` others before it in its stack and `behind` after it.
+
+        Beside what forward kept there is the gradient of its output when it begins, of its input when it ends.
+        """
+        block, recomputes = self._figures.blocks[stack], self._checkpointing != "none"
+        before = plus(others, self._before(stack, blocks_done), self._fetched(stack, blocks_done))
         gradients = plus(block.boundary, block.waiting, (self._waiting, 0.0))
-        casts = 0.0 if recomputes else self._casts(place, done)
+        casts = 0.0 if recomputes else self._casts(stack, blocks_done)
         instant = partial(
             Instant,
             phase="backward",
             unit="block",
-            done_gradients=self._head + behind * self._parameters + self._finished_table(place),
+            done_gradients=self._head + behind * self._parameters + self._finished_table(stack),
             blocks_done=behind,
             blocks=self._blocks,
         )
         if not self._is_replica:
             yield instant(
-                activations=plus(others, self._before(place, done + 1), gradients),
-                cast=0.0 if recomputes else self._casts(place, done + 1),
+                activations=plus(others, self._before(stack, blocks_done + 1), gradients),
+                cast=0.0 if recomputes else self._casts(stack, blocks_done + 1),
                 enters=True,
             )
             yield instant(
@@ -264,42 +282,45 @@ class _Step:
                 leaves=True,
             )
         # A first block that is run again makes all that it made before, not only what the others are given.
-        inside = plus(before, block.again) if recomputes and done == 0 else before
-        for activations, cast, made in self._inside(block):
-            yield instant(activations=plus(inside, activations), cast=casts + cast, unit_gradients=made)
+        inside = plus(before, block.again) if recomputes and blocks_done == 0 else before
+        for activations, cast, new_gradients in self._inside(block):
+            yield instant(activations=plus(inside, activations), cast=casts + cast, unit_gradients=new_gradients)
 
-    def _finished_table(self, place: int) -> float:
-        """The table's gradient while a speech model's encoder, which reads no tokens, is in its backward."""
-        return self._table if place == 0 and self._job.facts.kind == "speech-encoder-decoder" else 0.0
+    def _finished_table(self, stack: int) -> float:
+        """Return the table's gradient while a speech model's encoder, which reads no tokens, is in its backward."""
+        return self._table if stack == 0 and self._job.facts.kind == "speech-encoder-decoder" else 0.0
 
     def _waiting_table(self) -> float:
-        """The head's gradient of a table it shares, which autograd holds until the table's own is there to be added;
-        the moments inside a block have it."""
+        """Return the head's gradient of a table it shares, at the moments inside a block.
+
+        autograd holds it until the table's own is there to be added.
+        """
         has_head = self._job.workload.task in ("causal-lm", "masked-lm", "seq2seq", "dpo")
         if code_base(self._job.workload.code).whole_gradients:
             return 0.0  # both add to one buffer
         return self._gradient_width * self._table if self._tied and has_head else 0.0
 
-    def _between_stacks(self, place: int, finished: int, others: Amount) -> Instant:
-        """The backward of a decoder's table, with all that its encoder kept."""
+    def _between_stacks(self, stack: int, finished: int, others: Amount) -> Instant:
+        """Return the backward of a decoder's table, with all that its encoder kept."""
         return Instant(
             phase="backward",
             unit="table",
-            activations=plus(others, self._earlier[place], (self._shared_table(), 0.0)),
-            cast=0.0 if self._checkpointing != "none" else self._casts(place, 0),
+            activations=plus(others, self._earlier[stack], (self._shared_table(), 0.0)),
+            cast=0.0 if self._checkpointing != "none" else self._casts(stack, 0),
             done_gradients=self._head + finished * self._parameters,
             blocks_done=finished,
             blocks=self._blocks,
         )
 
     def _shared_table(self) -> float:
-        """The decoder's gradient of its table, between the stacks: where the head shares it, a second tensor beside the
-        head's, and then a third, their sum."""
+        """Return the decoder's gradient of its table, between the stacks.
+
+        Where the head shares the table it is a second tensor beside the head's, and then there is a third, their sum.
+        """
         return (3 if self._tied else 1) * self._gradient_width * self._table
 
     def _inside(self, block: BlockFigures) -> Iterator[tuple[Amount, float, float]]:
-        """Moments of one block's backward; under checkpointing the block is run again first, beside the gradient of
-        its output."""
+        """Yield moments of one block's backward; checkpointed it runs again first, beside its output's gradient."""
         runs = {"none": (), "full": block.recomputed, "selective": block.replayed}[self._checkpointing]
         head = (-self._apart / 2, 0.0)  # which a form with one table for both has beside every block
         for peak in runs:
@@ -311,7 +332,7 @@ class _Step:
             yield plus(beside, peak.activations, head), peak.cast, peak.gradients
 
     def whole(self) -> Iterator[Instant]:
-        """A backward pass that was traced as a whole."""
+        """Yield a backward pass that was traced as a whole."""
         for peak in self._figures.moments:
             yield Instant(
                 phase="backward",
@@ -322,7 +343,7 @@ class _Step:
             )
 
     def table(self) -> Iterator[Instant]:
-        """What comes after the first block's backward: the token table and the rest outside the blocks."""
+        """Yield what comes after the first block's backward: the token table and the rest outside the blocks."""
         others = self._at_first
         for peak in self._figures.table_backward:
             fixed, grows = peak.activations

@@ -1,1 +1,1 @@
-"""What ZeRO holds, in DeepSpeed's implementation and in ours."""
+"""Memory of ZeRO, in DeepSpeed's implementation and in ours."""

@@ -1,4 +1,4 @@
-"""What our own ZeRO holds besides weights, optimizer states and activations, moment by moment.
+"""Our own ZeRO besides weights, optimizer states and activations, moment by moment.
 
 Source: `strategies/backends/zero/gradient_reducer.py`, `units.py` and `collectives.py`; bucket sizes come from
 `planner.cost.zero_buckets`.
@@ -67,40 +67,46 @@ class NativeZeroBuffers:
 
     def at(self, instant: Instant) -> Ledger:
         """Gradients on their way and summed ones, and unsharded weights, at an instant."""
-        made = instant.done_gradients + instant.unit_gradients
-        going = min(self._going, self._recipe.gather * made / self._ranks)
+        with_gradients = instant.done_gradients + instant.unit_gradients
+        going = min(self._going, self._recipe.gather * with_gradients / self._ranks)
         always = Ledger(buffers=self._unsharded + self._errors)
-        moving = max(instant.unit_gradients, min(made, self._in_buckets))  # small units share buckets with those before
-        last = Ledger(gradients=going + self._waiting(made)) + self._moving(moving)
+        moving = max(
+            instant.unit_gradients, min(with_gradients, self._in_buckets)
+        )  # small units share buckets with those before
+        last = Ledger(gradients=going + self._waiting(with_gradients)) + self._moving(moving)
         if not self._keeps_whole:
             return always + last
-        return always + max(last, self._unreduced(made, instant.unit_gradients), key=lambda ledger: ledger.total)
+        return always + max(
+            last, self._unreduced(with_gradients, instant.unit_gradients), key=lambda ledger: ledger.total
+        )
 
-    def _unreduced(self, made: float, newest: float) -> Ledger:
-        """In a micro-batch whose gradients wait: what the ones before left, all of it from the second micro-batch on,
-        and the gradient that is about to be added to it."""
-        before = self._whole if self._micro_batches > 2 else min(made, self._whole)
+    def _unreduced(self, with_gradients: float, newest: float) -> Ledger:
+        """Return the ledger of a micro-batch whose gradients wait.
+
+        The ones before left theirs, all of it from the second micro-batch on, and there is the gradient that is about
+        to be added to it.
+        """
+        before = self._whole if self._micro_batches > 2 else min(with_gradients, self._whole)
         added = self._micro_batches > 2 or self._recipe.gather != self._recipe.gradient
         transient = self._recipe.gather * min(newest, self._largest) if added else 0.0
         return Ledger(gradients=self._recipe.gradient * before + transient)
 
-    def _moving(self, made: float) -> Ledger:
+    def _moving(self, with_gradients: float) -> Ledger:
         """Buckets that fill, and that are on their way."""
-        width, on_the_way = self._recipe.gather, min(made, _ON_THE_WAY * self._bucket)
-        filling = min(made, (_ON_THE_WAY + 1) * self._bucket) - on_the_way
+        width, on_the_way = self._recipe.gather, min(with_gradients, _ON_THE_WAY * self._bucket)
+        filling = min(with_gradients, (_ON_THE_WAY + 1) * self._bucket) - on_the_way
         if self._in_8_bits:
             own = _WIDE / self._ranks
             return Ledger(
                 gradients=width * filling + own * on_the_way,
                 buffers=self._exchanged * on_the_way,
-                temporaries=2 * own * min(made, self._bucket),
+                temporaries=2 * own * min(with_gradients, self._bucket),
             )
         received = self._received * on_the_way if self._ranks > 1 else 0.0
         return Ledger(gradients=width * (filling + on_the_way), buffers=width * received)
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
-        """The step, with gradients in the masters' dtype; on the host it takes memory of the device's where that is a
-        CPU."""
+        """Return the step, with gradients in the masters' dtype; the host's is the device's where that is a CPU."""
         split, width = self._split, self._recipe.master or self._recipe.weight
         is_whole = steps_whole_tensors(self._job.configuration)
         stepped = trained_units_of(self._job) if is_whole else trained_shards_of(self._job)
@@ -118,13 +124,13 @@ class NativeZeroBuffers:
             gradients = self._recipe.gradient * sum(split.on_host)
             widened = width * split.largest if width != self._recipe.gradient else 0.0
             states = window_bytes(self._job, self._recipe)
-            made = widened + (0.0 if fused else temporaries)
-            moments.append(Ledger(gradients=gradients, buffers=states, temporaries=made))
+            working = widened + (0.0 if fused else temporaries)
+            moments.append(Ledger(gradients=gradients, buffers=states, temporaries=working))
         return [("step", ledger + Ledger(buffers=self._errors)) for ledger in moments]
 
-    def _waiting(self, made: float) -> float:
+    def _waiting(self, with_gradients: float) -> float:
         """Bytes of gradients that wait for the step."""
         width = self._recipe.gradient
         if self._keeps_whole:
-            return width * max(self._whole - made, self._staying * made / self._ranks)
-        return self._staying * width * (self._whole if self._several else made) / self._ranks
+            return width * max(self._whole - with_gradients, self._staying * with_gradients / self._ranks)
+        return self._staying * width * (self._whole if self._several else with_gradients) / self._ranks

@@ -1,4 +1,4 @@
-"""What our own ZeRO keeps where it offloads: on the device, in host memory, and on NVMe, by rank.
+"""Offloaded states of our own ZeRO: on the device, in host memory, and on NVMe, by rank.
 
 Source: `strategies/backends/zero/weights.py` (`load`), `offload.py`, `nvme.py`. A share of the buckets leaves the
 device: their masters and moments, and with `all` and `nvme` their part of stage 3's weights. Where the device is a
@@ -34,6 +34,7 @@ class HostBuffers:
 
     @property
     def total(self) -> float:
+        """Bytes of all of them."""
         return sum(self.pinned) + self.other
 
 
@@ -65,8 +66,10 @@ def _by_tensor(job: Job, recipe: Recipe, moments_per_parameter: float) -> HostBu
 
 
 def swapping_buffers(job: Job, recipe: Recipe) -> HostBuffers:
-    """Stage 3 with NVMe: page-locked buffers for a sub-group's states and for some parameters, and what `max_in_cpu`
-    leaves in host memory."""
+    """Return stage 3's page-locked buffers with NVMe.
+
+    They are for a sub-group's states and for some parameters, and what `max_in_cpu` leaves in host memory is there too.
+    """
     buckets = zero_buckets(3, parameters=job.counts.total, hidden_size=job.facts.hidden_size)
     local = tensor_partitions(job, buckets.persistence_threshold).local
     group = min(local, buckets.sub_group)
@@ -92,6 +95,7 @@ class OffloadSplit:
 
     @property
     def local(self) -> float:
+        """Elements of this rank's part."""
         return self.on_device + sum(self.on_host)
 
     @property
@@ -102,17 +106,18 @@ class OffloadSplit:
 
     @property
     def largest(self) -> float:
+        """Elements of the largest bucket."""
         return max(self.on_host, default=0.0)
 
 
 def offloads(job: Job) -> bool:
-    """Whether any state leaves the device."""
+    """Return whether any state leaves the device."""
     offload = job.configuration.offload
     return offload == "nvme" or (offload != "none" and not job.cluster.device.is_cpu)
 
 
 def weights_are_whole(job: Job) -> bool:
-    """Whether every rank's device has all weights: stages 1 and 2, and a lone rank that keeps them."""
+    """Return whether every rank's device has all weights: stages 1 and 2, and a lone rank that keeps them."""
     configuration = job.configuration
     moves = configuration.offload in ("all", "nvme") and not job.cluster.device.is_cpu
     return configuration.zero_stage < 3 or (configuration.state_shards == 1 and not moves)
@@ -132,7 +137,7 @@ def offload_split(job: Job) -> OffloadSplit:
 
 
 def native_states(job: Job, recipe: Recipe, states: States) -> States:
-    """What offload leaves of `states`; gradients that are away count as host memory."""
+    """Return what offload leaves of `states`; gradients that are away count as host memory."""
     if not offloads(job):
         return states
     split, width, master = offload_split(job), recipe.gather, recipe.master
@@ -152,7 +157,7 @@ def native_states(job: Job, recipe: Recipe, states: States) -> States:
 
 
 def native_host_buffers(job: Job, recipe: Recipe) -> HostBuffers:
-    """What a GPU's rank has in host memory; gradients, and weights on their way up, are page-locked by bucket."""
+    """Return a GPU rank's host memory; gradients, and weights on their way up, are page-locked by bucket."""
     split, width, swaps = offload_split(job), recipe.gather, job.configuration.offload == "nvme"
     pinned = [recipe.gradient * size for size in split.on_host] + [width * split.largest]
     # A master in the dtype of its weights is what they are copied from.
@@ -180,8 +185,10 @@ def _weights_are_on_host(job: Job) -> bool:
 
 
 def _stepped(job: Job, recipe: Recipe) -> int:
-    """Bytes of what the optimizer changes where that is not the weights themselves: a master, or the host's copy of
-    weights that stay on the device."""
+    """Return bytes of what the optimizer changes where that is not the weights themselves.
+
+    It is a master, or the host's copy of weights that stay on the device.
+    """
     in_place = job.cluster.device.is_cpu or _weights_are_on_host(job)
     return recipe.master or (0 if in_place else recipe.gather)
 
@@ -189,4 +196,4 @@ def _stepped(job: Job, recipe: Recipe) -> int:
 @lru_cache(maxsize=256)
 def _buckets(tensors: tuple[int, ...], limit: int) -> tuple[int, ...]:
     """Elements of each bucket."""
-    return tuple(sum(tensors[place] for place in bucket) for bucket in bucket_members(tensors, limit))
+    return tuple(sum(tensors[index] for index in bucket) for bucket in bucket_members(tensors, limit))

@@ -1,4 +1,4 @@
-"""How DeepSpeed cuts parameters over ranks: one flat partition in stages 1 and 2, every tensor by itself in stage 3."""
+"""DeepSpeed's cut of parameters over ranks: one flat partition in stages 1 and 2, tensor by tensor in stage 3."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ _RANKS_LOOKED_AT = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatPartition:
-    """Elements. `whole`: the flat group with its padding; `size`: a rank's part; `touched`: the tensors that lie in it
-    wholly or in part, whole, on the rank where they are the most; `largest`: the largest tensor."""
+    """Elements of a flat partition.
+
+    `whole`: the flat group with its padding; `size`: a rank's part; `touched`: the tensors that lie in it wholly or in
+    part, whole, on the rank where they are the most; `largest`: the largest tensor.
+    """
 
     whole: int
     size: int
@@ -37,8 +40,11 @@ class FlatPartition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPartitions:
-    """Elements. `whole`: all tensors; `local`: a rank's parts of them; `persisted`: the tensors that are never freed
-    of; `largest`: the largest tensor."""
+    """Elements of tensors that are partitioned one by one.
+
+    `whole`: all tensors; `local`: a rank's parts of them; `persisted`: the tensors that are never freed; `largest`: the
+    largest tensor.
+    """
 
     whole: int
     local: int
@@ -47,8 +53,10 @@ class TensorPartitions:
 
 
 def flat_partition(job: Job) -> FlatPartition:
-    """The flat group of all that is trained, in the order of the model, cut evenly over the data-parallel ranks;
-    experts that are spread over ranks are a group of their own, over fewer."""
+    """Return the flat group of all that is trained, in the order of the model, cut evenly over the data-parallel ranks.
+
+    Experts that are spread over ranks are a group of their own, over fewer.
+    """
     chosen, units = job.configuration, trained_units_of(job)
     if chosen.expert_shards == chosen.state_shards:
         return _flat(chosen.state_shards, _in_order(units))
@@ -69,7 +77,7 @@ def tensor_partitions(job: Job, persistence_threshold: int) -> TensorPartitions:
 
 
 def trained_partitions(job: Job, persistence_threshold: int) -> TensorPartitions:
-    """The same of what is trained."""
+    """Return the partitions of what is trained."""
     return _by_tensor(job.configuration.state_shards, persistence_threshold, trained_tensors_of(job))
 
 
@@ -79,7 +87,7 @@ def tensors_of(job: Job) -> tuple[int, ...]:
 
 
 def trained_tensors_of(job: Job) -> tuple[int, ...]:
-    """The same without frozen ones."""
+    """Return the trained tensors' elements, without frozen ones."""
     return _in_order(trained_units_of(job))
 
 
@@ -125,12 +133,12 @@ _WHOLE = ("adafactor", "muon", *QUANTISED_STATES)
 
 
 def steps_whole_tensors(configuration: Configuration) -> bool:
-    """Whether each tensor's states are on one rank."""
+    """Return whether each tensor's states are on one rank."""
     return configuration.backend == "native" and configuration.optimizer in _WHOLE
 
 
 def largest_share(job: Job) -> float:
-    """The part of all elements whose states are on the rank that has most of them."""
+    """Return the part of all elements whose states are on the rank that has most of them."""
     ranks = job.configuration.state_shards
     if ranks == 1 or not steps_whole_tensors(job.configuration):
         return 1 / ranks

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
-from planner.cost.memory.host import pinned
+from planner.cost.memory.host import pinned_bytes
 from planner.models.catalogue import find_model
 from planner.search.estimate import Priced, estimate, price
 from planner.search.exact import ExactOptions, exact
@@ -30,15 +30,15 @@ def priced(request: Request, strategy: Strategy, offload: Offload = "none") -> P
 
 def test_a_pinned_buffer_takes_the_next_power_of_two() -> None:
     gib = 1 << 30
-    assert pinned(2.25 * gib) == 4 * gib
-    assert pinned(4 * gib) == 4 * gib
-    assert pinned(1) == 1
+    assert pinned_bytes(2.25 * gib) == 4 * gib
+    assert pinned_bytes(4 * gib) == 4 * gib
+    assert pinned_bytes(1) == 1
 
 
 def test_zero_offload_pins_buffer_by_buffer() -> None:
     """Of a billion parameters per rank 4 GB of master weights take 4 GiB; moments are not pinned."""
     part = PSI / 8
-    buffers = 2 * pinned(4 * part) + pinned(2 * part) + pinned(2 * 128256 * 4096)
+    buffers = 2 * pinned_bytes(4 * part) + pinned_bytes(2 * part) + pinned_bytes(2 * 128256 * 4096)
     expected = 8 * (PROCESS + buffers + 8 * part)
     assert priced(asked(), "zero2", "optimizer").memory.host_bytes_per_node == pytest.approx(expected, rel=1e-3)
 

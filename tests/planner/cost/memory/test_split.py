@@ -66,15 +66,15 @@ def memory(model: str, **options: Any) -> MemoryEstimate:
     ],
 )
 def test_what_does_not_divide_goes_to_the_middle(blocks: int, pp: int, virtual: int, expected: tuple[int, ...]) -> None:
-    assert blocks_per_stage(blocks, pp, virtual) == expected
+    assert blocks_per_stage(blocks, pp=pp, virtual_stages=virtual) == expected
 
 
 def test_a_stage_has_the_kinds_of_its_place() -> None:
     kinds = (("dense", 3), ("expert", 5))
-    assert [kinds_on_stage(kinds, 2, 1, stage) for stage in range(2)] == [(3, 1), (0, 4)]
-    assert [kinds_on_stage(kinds, 2, 2, stage) for stage in range(2)] == [(2, 2), (1, 3)]
+    assert [kinds_on_stage(kinds, pp=2, virtual_stages=1, stage=stage) for stage in range(2)] == [(3, 1), (0, 4)]
+    assert [kinds_on_stage(kinds, pp=2, virtual_stages=2, stage=stage) for stage in range(2)] == [(2, 2), (1, 3)]
     # Kinds that alternate are on every stage.
-    assert kinds_on_stage((("local", 20), ("global", 4)), 2, 1, 1) == (10, 2)
+    assert kinds_on_stage((("local", 20), ("global", 4)), pp=2, virtual_stages=1, stage=1) == (10, 2)
 
 
 @pytest.mark.parametrize(

@@ -132,14 +132,14 @@ def test_a_faster_network_is_never_slower(name: str, size: float, nodes: int, fa
 def test_exposed_communication_is_bounded_and_grows(
     compute: float, communication: float, startup: float, more: float
 ) -> None:
-    exposed = exposed_seconds(compute, communication, startup)
+    exposed = exposed_seconds(compute, communication, startup=startup)
     assert 0 <= exposed <= communication + 1e-9
-    assert exposed_seconds(compute, communication + more, startup) >= exposed - 1e-9
+    assert exposed_seconds(compute, communication + more, startup=startup) >= exposed - 1e-9
 
 
 def test_communication_that_fits_behind_compute_only_slows_it() -> None:
     assert exposed_seconds(10.0, 4.0) == pytest.approx((SLOWDOWN - 1) * 4)
-    assert exposed_seconds(10.0, 4.0, 4.0) == 4.0
+    assert exposed_seconds(10.0, 4.0, startup=4.0) == 4.0
     assert exposed_seconds(0.0, 4.0) == 4.0
 
 

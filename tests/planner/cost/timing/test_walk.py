@@ -37,7 +37,7 @@ def walk(job: Job, code: str = "transformers") -> tuple[Communication, Any, Any]
 def test_side_by_side_the_longer_one_counts() -> None:
     assert beside(3.0, 2.0) == pytest.approx((SLOWDOWN - 1) * 2)
     assert beside(2.0, 3.0) == pytest.approx(1 + (SLOWDOWN - 1) * 2)
-    assert beside(2.0, 3.0, SERIAL_SLOWDOWN) == 3.0
+    assert beside(2.0, 3.0, slowdown=SERIAL_SLOWDOWN) == 3.0
 
 
 def test_ddp_shows_the_embedding_alone_behind_a_fast_link() -> None:
