@@ -86,9 +86,6 @@ def arguments_of(batch: Any) -> Arguments:
     return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
 
 
-# Micro-batches.
-
-
 def _micro_batches(engine: Engine, batch: Any, number: int | None) -> list[Any]:
     """Return a step's micro-batches, or those of any batch, on the engine's device.
 
@@ -167,9 +164,6 @@ def _evaluating(engine: Engine) -> Iterator[None]:
         yield
     finally:
         engine.train(was_training)
-
-
-# Stages.
 
 
 def _pipeline_of(engine: Engine, loss: Loss | None) -> Pipeline:

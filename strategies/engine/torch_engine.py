@@ -30,8 +30,6 @@ from strategies.parallel.whole import share_of_square
 from strategies.protocols import Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE
 
-# Gradients of the torch strategies: their norm over all ranks, their scaling, and their sums over micro-batches.
-
 
 def total_norm(module: nn.Module, mesh: Mesh | None = None) -> torch.Tensor:
     """Return the 2-norm of all gradients of a module in fp64, a scalar on their device; every rank calls it.

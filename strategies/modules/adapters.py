@@ -278,9 +278,6 @@ def _peft_config(peft: Any, model: nn.Module, method: TrainingMethod, layers: li
     )
 
 
-# Frozen weights in fewer bits.
-
-
 def _narrow_frozen(model: nn.Module, method: TrainingMethod) -> None:
     if method.load_dtype not in (None, "nf4", *DTYPES):
         raise CannotRun(

@@ -16,9 +16,6 @@ from strategies.errors import CannotRun
 from strategies.modules.precision import DTYPES
 from strategies.protocols import TrainingParts
 
-# Codecs encode a run of gradients as bytes.
-
-
 _LARGEST = 127
 
 

@@ -27,9 +27,6 @@ IGNORED = -100
 """torch's and transformers' label of what counts for no loss."""
 
 
-# Torch's own forms.
-
-
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute the RMSNorm of LLaMA, in fp32."""
     return functional.rms_norm(hidden.float(), weight.shape, weight.float(), eps).to(hidden.dtype)
@@ -58,9 +55,6 @@ def rotary(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch
 def plain_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Compute the mean cross-entropy of a linear head, in nats."""
     return functional.cross_entropy(functional.linear(hidden, weight), labels, ignore_index=IGNORED)
-
-
-# The modules that compute them.
 
 
 def _is_rms_norm(module: Any) -> bool:
@@ -127,9 +121,6 @@ MODULE_FORMS: Mapping[str, ModuleForm] = {
 def without_adapters(model: Any) -> Any:
     """Return the model that PEFT's wrapper is around, or the model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-# A script's own functions, tried beside torch's.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

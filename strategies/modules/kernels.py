@@ -117,9 +117,6 @@ def _require_kernel(name: str) -> None:
         raise UnknownName("kernel", name, KERNELS, hint=f"one of {', '.join(KERNELS)}")
 
 
-# Providers that dsplan knows.
-
-
 def _chunked_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Compute the loss of a part of the rows at a time, whose logits are made again in backward."""
 
@@ -165,9 +162,6 @@ _LOSSES: Mapping[str, Loss] = {"liger": "fused", "chunked": "chunked"}
 """The planner's words for how a provider makes logits a loss."""
 
 
-# The request of a config.
-
-
 def read_kernels(config: Mapping[str, str], planned_loss: object) -> dict[str, str]:
     """Return providers by kernel: those of `dsplan run --kernels`, else the config's, else the loss of a plan.
 
@@ -204,9 +198,6 @@ def _require_provider(provider: str) -> None:
     providers = ("auto", "torch", *_LIBRARIES, *dict.fromkeys(registered.provider for registered in _registered))
     if provider not in providers:
         raise UnknownName("kernel provider", provider, providers, hint=f"one of {', '.join(providers)}")
-
-
-# Modules, and the kernels that compute instead of them.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

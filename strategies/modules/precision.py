@@ -54,9 +54,6 @@ def narrow_inputs(inputs: Any, dtype: torch.dtype | None) -> Any:
     return inputs if dtype is None else tree_map(narrow, inputs)
 
 
-# Norms.
-
-
 _RUN = 16_384
 """Elements that one sum on a CPU takes: torch adds them up in fp32 one after the other, and falls 1 % short at 1e8."""
 
@@ -78,9 +75,6 @@ def sum_squares(values: Iterable[torch.Tensor], device: torch.device | None = No
     is_double = any(part.dtype == torch.float64 for part in parts)
     norms = torch._foreach_norm(parts, 2, dtype=torch.float64 if is_double else torch.float32)
     return torch.stack(norms).double().square().sum()
-
-
-# Loss scaling keeps small fp16 gradients from being rounded to zero.
 
 
 _FACTOR = 2.0
@@ -112,7 +106,7 @@ def read_scale_settings(section: Fp16Section) -> ScaleSettings:
 
 
 class LossScale:
-    """The scale and its course; without settings it is 1 and stays it."""
+    """The factor that keeps small fp16 gradients from being rounded to zero; without settings it is 1 and stays it."""
 
     def __init__(self, settings: ScaleSettings | None) -> None:
         self._settings = settings

@@ -168,9 +168,6 @@ def _translate(item: Any, translate: Callable[[torch.Tensor], torch.Tensor]) -> 
     return (item[0], translate(item[1])) if isinstance(item, tuple) else translate(item)
 
 
-# Needs of an optimizer that not every strategy meets: whole tensors, sparse gradients, a closure.
-
-
 _ELEMENT_BY_ELEMENT = (
     optim.Adadelta,
     optim.Adagrad,

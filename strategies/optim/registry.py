@@ -20,9 +20,6 @@ from strategies.errors import BackendMissing, CannotRun
 from strategies.optim.muon import muon_groups
 from strategies.protocols import OptimizerFactory, SchedulerFactory, TrainingParts
 
-# Names that a script gives its own optimizers and schedulers, so that a config can name them.
-
-
 Factory = Callable[..., Any]
 _INSTEAD = {"max_grad_norm": "use the config's gradient_clipping"}
 

@@ -216,9 +216,6 @@ def _whole_number(value: object, name: str, least: int = 1) -> int:
     return int(value)
 
 
-# OneCycle: up and down once, with the momentum the other way round, then a slow decay (arXiv:1803.09820).
-
-
 _SECOND_BETA = 0.99
 """DeepSpeed sets Adam's second beta to it while it cycles the first."""
 
@@ -299,7 +296,7 @@ class OneCycleSettings:
 
 
 class OneCycle(Schedule):
-    """Rates by the cycle, and the betas of optimizers that have them."""
+    """Rates up and down once and then slowly down, the betas the other way round (arXiv:1803.09820)."""
 
     def __init__(self, optimizer: Optimizer, settings: OneCycleSettings) -> None:
         self.optimizer = optimizer
