@@ -78,7 +78,7 @@ SCHEDULERS: Mapping[str, Named] = {
     **_by_name(
         Named(
             name="OneCycle",
-            place="strategies.optim.schedulers:one_cycle",
+            place="strategies.optim.schedulers:OneCycle",
             accepts="strategies.optim.schedulers:OneCycleSettings",
         ),
         Named(name="linear", place="strategies.optim.schedulers:LinearWarmup"),

@@ -74,17 +74,18 @@ def _is_layer_norm(module: Any) -> bool:
     return type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.elementwise_affine
 
 
-def _is_gated(module: Any) -> bool:
-    """Return whether a module has the three layers of a gated MLP."""
-    names = ("gate_proj", "up_proj", "down_proj")
-    return all(isinstance(getattr(module, name, None), nn.Module) for name in names)
-
-
 def _gated_width(module: Any) -> int | None:
-    if not _is_gated(module) or "silu" not in type(getattr(module, "act_fn", None)).__name__.lower():
+    """Return the width of a gated MLP of SiLU, or None for other modules."""
+    names = ("gate_proj", "up_proj", "down_proj")
+    if not all(isinstance(getattr(module, name, None), nn.Module) for name in names):
         return None
+    is_silu = "silu" in type(getattr(module, "act_fn", None)).__name__.lower()
     width: int | None = getattr(module.gate_proj, "in_features", None)
-    return width
+    return width if is_silu else None
+
+
+Draw = Callable[..., torch.Tensor]
+"""Random numbers of a shape, the same in every process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +98,23 @@ class ModuleForm:
     """Hands a kernel what the module computes with; of the kernel, the module and its input."""
     reference: Function
     """Torch's form of the kernel."""
+    arguments: Callable[[Any, Draw], tuple[dict[str, torch.Tensor], tuple[Any, ...]]]
+    """Small ones of the kernel with a module's widths: those with gradients, by name, and those after them."""
+
+
+def _draw_norm(norm: Any, draw: Draw) -> dict[str, torch.Tensor]:
+    return {"hidden": draw(2, 3, norm.weight.numel()), "weight": draw(norm.weight.numel())}
+
+
+def _draw_layer_norm(norm: Any, draw: Draw) -> tuple[dict[str, torch.Tensor], tuple[Any, ...]]:
+    trained = _draw_norm(norm, draw)
+    return (
+        (trained, (None, norm.eps)) if norm.bias is None else ({**trained, "bias": draw(*norm.bias.shape)}, (norm.eps,))
+    )
+
+
+def _draw_gate(mlp: Any, draw: Draw) -> tuple[dict[str, torch.Tensor], tuple[Any, ...]]:
+    return {side: draw(2, 3, mlp.gate_proj.out_features) for side in ("gate", "up")}, ()
 
 
 MODULE_FORMS: Mapping[str, ModuleForm] = {
@@ -104,16 +122,19 @@ MODULE_FORMS: Mapping[str, ModuleForm] = {
         input_width=lambda module: module.weight.numel() if _is_rms_norm(module) else None,
         compute=lambda kernel, module, hidden: kernel(hidden, module.weight, _eps_of(module, hidden.dtype)),
         reference=rms_norm,
+        arguments=lambda norm, draw: (_draw_norm(norm, draw), (_eps_of(norm, torch.float32),)),
     ),
     "layer_norm": ModuleForm(
         input_width=lambda module: module.normalized_shape[0] if _is_layer_norm(module) else None,
         compute=lambda kernel, module, hidden: kernel(hidden, module.weight, module.bias, module.eps),
         reference=layer_norm,
+        arguments=_draw_layer_norm,
     ),
     "swiglu": ModuleForm(
         input_width=_gated_width,
         compute=lambda kernel, mlp, hidden: mlp.down_proj(kernel(mlp.gate_proj(hidden), mlp.up_proj(hidden))),
         reference=swiglu,
+        arguments=_draw_gate,
     ),
 }
 
@@ -220,28 +241,13 @@ def _example_of(name: str, model: Any) -> _Example | None:
     def first(fits: Callable[[Any], bool]) -> Any:
         return next(filter(fits, model.modules()), None)
 
+    if form := MODULE_FORMS.get(name):
+        module = first(lambda part: form.input_width(part) is not None)
+        if module is None:
+            return None
+        trained, others = form.arguments(module, draw)
+        return _Example(trained=trained, others=others, reference=form.reference)
     config = getattr(without_adapters(model), "config", None)
-    if name == "rms_norm":
-        norm = first(_is_rms_norm)
-        if norm is None:
-            return None
-        trained = {"hidden": draw(2, 3, norm.weight.numel()), "weight": draw(norm.weight.numel())}
-        return _Example(trained=trained, others=(_eps_of(norm, torch.float32),), reference=rms_norm)
-    if name == "layer_norm":
-        norm = first(_is_layer_norm)
-        if norm is None:
-            return None
-        width = norm.weight.numel()
-        trained = {"hidden": draw(2, 3, width), "weight": draw(width)}
-        if norm.bias is not None:
-            return _Example(trained={**trained, "bias": draw(width)}, others=(norm.eps,), reference=layer_norm)
-        return _Example(trained=trained, others=(None, norm.eps), reference=layer_norm)
-    if name == "swiglu":
-        mlp = first(_is_gated)
-        width = getattr(mlp and mlp.gate_proj, "out_features", None)
-        if width is None:
-            return None
-        return _Example(trained={"gate": draw(2, 3, width), "up": draw(2, 3, width)}, reference=swiglu)
     if config is None or not getattr(config, "num_attention_heads", None):
         return None
     heads = config.num_attention_heads

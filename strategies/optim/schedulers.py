@@ -249,22 +249,6 @@ class Cycle:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Momentum:
-    """Adam's first beta: high where the rate is low; afterwards it grows by `decay` per interval."""
-
-    low: list[float]
-    high: list[float]
-    decay: float
-
-    def value(self, group: int, cycle: Cycle, step: int) -> float:
-        """Return the beta of a group."""
-        low, high, intervals = self.low[group], self.high[group], cycle.decays(step)
-        if not step:
-            return low  # DeepSpeed starts here, though the rate is low as well
-        return high - (high - low) * cycle.height(step) if intervals is None else high * (1 + self.decay * intervals)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class OneCycleSettings:
     """DeepSpeed's parameters of OneCycle; the second half is as the first where it is not given."""
 
@@ -296,37 +280,43 @@ class OneCycleSettings:
 
 
 class OneCycle(Schedule):
-    """Rates up and down once and then slowly down, the betas the other way round (arXiv:1803.09820)."""
+    """Rates up and down once and then slowly down, the betas the other way round (arXiv:1803.09820).
 
-    def __init__(self, optimizer: Optimizer, settings: OneCycleSettings) -> None:
+    Args:
+        optimizer: its first betas are cycled too, if it has any.
+        params: DeepSpeed's, the fields of `OneCycleSettings`.
+    """
+
+    def __init__(self, optimizer: Optimizer, **params: Any) -> None:
         self.optimizer = optimizer
-        self.cycle, self.decay = settings.cycle(), settings.decay_lr_rate
+        settings = self.settings = OneCycleSettings(**params)
+        self.cycle = settings.cycle()
         self.low = self.per_group(settings.cycle_min_lr, "cycle_min_lr")
         self.high = self.per_group(settings.cycle_max_lr, "cycle_max_lr")
-        self.momentum: Momentum | None = None
-        if settings.cycle_momentum and "betas" in optimizer.defaults:
-            self.momentum = Momentum(
-                low=self.per_group(settings.cycle_min_mom, "cycle_min_mom"),
-                high=self.per_group(settings.cycle_max_mom, "cycle_max_mom"),
-                decay=settings.decay_mom_rate,
-            )
+        self.has_momentum = settings.cycle_momentum and "betas" in optimizer.defaults
+        if self.has_momentum:
+            self.low_momentum = self.per_group(settings.cycle_min_mom, "cycle_min_mom")
+            self.high_momentum = self.per_group(settings.cycle_max_mom, "cycle_max_mom")
         super().__init__(optimizer)
 
     def _rate(self, group: int, steps: int) -> float:
         low, intervals = self.low[group], self.cycle.decays(steps)
         if intervals is None:
             return low + (self.high[group] - low) * self.cycle.height(steps)
-        return low / (1 + self.decay * intervals)
+        return low / (1 + self.settings.decay_lr_rate * intervals)
+
+    def _momentum(self, group: int, steps: int) -> float:
+        """Return Adam's first beta: high where the rate is low; after the cycle it grows by `decay_mom_rate`."""
+        low, high, intervals = self.low_momentum[group], self.high_momentum[group], self.cycle.decays(steps)
+        if not steps:
+            return low  # DeepSpeed starts here, though the rate is low as well
+        if intervals is None:
+            return high - (high - low) * self.cycle.height(steps)
+        return high * (1 + self.settings.decay_mom_rate * intervals)
 
     def step(self, epoch: int | None = None) -> None:
         """Set the next rates, and the betas with them."""
         super().step(epoch)
-        if self.momentum is None:
-            return
-        for number, group in enumerate(self.optimizer.param_groups):
-            group["betas"] = (self.momentum.value(number, self.cycle, self.last_epoch), _SECOND_BETA)
-
-
-def one_cycle(optimizer: Optimizer, **params: Any) -> OneCycle:
-    """Make a OneCycle from DeepSpeed's parameters."""
-    return OneCycle(optimizer, OneCycleSettings(**params))
+        if self.has_momentum:
+            for number, group in enumerate(self.optimizer.param_groups):
+                group["betas"] = (self._momentum(number, self.last_epoch), _SECOND_BETA)
