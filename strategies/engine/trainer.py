@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 _POSITION = "trainer"
 """The key of `client_state` for the position in a script's own loader."""
-_USUAL_INTERVAL = 500
+SAVE_EVERY_STEPS = 500
+"""Optimizer steps between the checkpoints of `enable_fault_tolerance` where neither it nor the config says."""
 _START = "start"
 """The folder below a checkpoint directory that holds the state before the first step."""
 
@@ -96,7 +97,7 @@ class DistributedTrainer:
             )
         self._resumes, self._keeps_start, self._attempts = auto_resume, True, max_retry_attempts
         if of_config is None:
-            every = _USUAL_INTERVAL if checkpoint_interval is None else checkpoint_interval
+            every = SAVE_EVERY_STEPS if checkpoint_interval is None else checkpoint_interval
             self._checkpoints = CheckpointManager(self.engine, self._checkpoints.directory, every_steps=every)
         is_supervised = RUN_DIRECTORY in os.environ  # the command starts ranks again, under a better plan if need be
         if max_retry_attempts and (is_supervised or not self._is_alone):

@@ -22,6 +22,7 @@ from torch import nn
 
 from planner import vocabulary as words
 from planner.cost.combinations import Adapted, why_refused
+from planner.search.request import DEFAULT_LORA_RANK
 from planner.types.plan import Configuration, WorkloadSection
 from strategies.config import ScriptConfig
 from strategies.errors import BackendMissing, CannotRun
@@ -29,8 +30,6 @@ from strategies.modules.precision import DTYPES
 from strategies.parallel.blocks import quantised_weights, repeated_blocks
 from strategies.variables import METHOD
 
-DEFAULT_RANK = 8
-"""PEFT's and the planner's."""
 _ATTENTION = ("attn", "attention")
 """Parts of the paths of attention's linear layers, in transformers and in most other blocks."""
 _TASKS = {
@@ -52,7 +51,7 @@ class TrainingMethod:
 
     method: words.Method = "full"
     """`full`, or adapters of a kind."""
-    rank: int = DEFAULT_RANK
+    rank: int = DEFAULT_LORA_RANK
     """Of the adapters."""
     alpha: float | None = None
     """An adapter's output counts alpha / rank times; None: alpha is twice the rank."""
@@ -89,7 +88,7 @@ def read_method(script: ScriptConfig, planned: WorkloadSection, precision: str |
     of_command, section = json.loads(os.environ.get(METHOD) or "{}"), script.lora
     of_plan = TrainingMethod(
         method=planned.get("method", "full"),
-        rank=planned.get("lora_rank") or DEFAULT_RANK,
+        rank=planned.get("lora_rank") or DEFAULT_LORA_RANK,
         targets=planned.get("lora_targets") or "all-linear",
         train_only=planned.get("train_only", ""),
         load_dtype=planned.get("load_dtype"),
