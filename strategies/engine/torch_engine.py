@@ -20,7 +20,7 @@ from strategies.distributed.gathers import require_alike
 from strategies.engine.base import AccumulatingEngine, Strategy
 from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
-from strategies.modules.precision import DTYPES, LossScale, cast_model, read_scale_settings, sum_squares
+from strategies.modules.precision import DTYPES, LossScale, cast_model, sum_squares
 from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.pipeline import sum_shared
@@ -226,8 +226,8 @@ class TorchEngine(AccumulatingEngine):
     def __init__(
         self, *, strategy: TorchStrategy, wrapped: nn.Module, optimizer: torch.optim.Optimizer, parts: TrainingParts
     ) -> None:
-        settings = read_scale_settings(parts.script.fp16) if parts.plan.configuration.precision == "fp16" else None
-        super().__init__(parts, strategy, LossScale(settings))
+        fp16 = parts.script.fp16 if parts.plan.configuration.precision == "fp16" else None
+        super().__init__(parts, strategy, LossScale(fp16))
         self.strategy = strategy
         self.module = parts.model
         self.wrapped = wrapped

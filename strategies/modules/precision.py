@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,76 +79,52 @@ def sum_squares(values: Iterable[torch.Tensor], device: torch.device | None = No
 _FACTOR = 2.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScaleSettings:
-    """The loss scale's start and course; DeepSpeed's defaults."""
-
-    initial: float = 2.0**16
-    window: int = 1000
-    """Steps without overflow until it grows."""
-    hysteresis: int = 2
-    """Overflows until it shrinks."""
-    floor: float = 1.0
-    is_dynamic: bool = True
-
-
-def read_scale_settings(section: Fp16Section) -> ScaleSettings:
-    """Read a config's `fp16` section."""
-    fixed = section.loss_scale
-    return ScaleSettings(
-        initial=fixed or 2.0**section.initial_scale_power,
-        window=section.loss_scale_window,
-        hysteresis=section.hysteresis,
-        floor=section.min_loss_scale,
-        is_dynamic=not fixed,
-    )
-
-
 class LossScale:
-    """The factor that keeps small fp16 gradients from being rounded to zero; without settings it is 1 and stays it."""
+    """The factor that keeps small fp16 gradients from being rounded to zero; without fp16 it is 1 and stays it."""
 
-    def __init__(self, settings: ScaleSettings | None) -> None:
-        self._settings = settings
-        self.value = 1.0 if settings is None else settings.initial
+    def __init__(self, fp16: Fp16Section | None) -> None:
+        self._fp16 = fp16
+        self.value = 1.0 if fp16 is None else fp16.loss_scale or 2.0**fp16.initial_scale_power
+        self._adapts = fp16 is not None and not fp16.loss_scale
         self._good_steps = 0
-        self._overflows_left = 0 if settings is None else settings.hysteresis
+        self._overflows_left = 0 if fp16 is None else fp16.hysteresis
 
     def count_step(self) -> None:
         """Count a step that was taken."""
-        if self._settings is None or not self._settings.is_dynamic:
+        if self._fp16 is None or not self._adapts:
             return
         self._good_steps += 1
-        if self._good_steps >= self._settings.window:
+        if self._good_steps >= self._fp16.loss_scale_window:
             self._good_steps = 0
-            self._overflows_left = self._settings.hysteresis
+            self._overflows_left = self._fp16.hysteresis
             self.value *= _FACTOR
 
     def count_overflow(self) -> None:
         """Count a step that was skipped for gradients that are not finite."""
-        if self._settings is None or not self._settings.is_dynamic:
+        if self._fp16 is None or not self._adapts:
             return
         self._good_steps = 0
         self._overflows_left -= 1
         if self._overflows_left <= 0:
-            self.value = max(self._settings.floor, self.value / _FACTOR)
+            self.value = max(self._fp16.min_loss_scale, self.value / _FACTOR)
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON with the names of torch's GradScaler, so that its strategies resume from it."""
-        if self._settings is None:
+        if self._fp16 is None:
             return {}
         return {
             "scale": self.value,
             "growth_factor": _FACTOR,
             "backoff_factor": 1 / _FACTOR,
-            "growth_interval": self._settings.window,
+            "growth_interval": self._fp16.loss_scale_window,
             "_growth_tracker": self._good_steps,
             "overflows_left": self._overflows_left,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the scale of this class or of torch's GradScaler; nothing where fp16 is off on either side."""
-        if self._settings is None or "scale" not in state:
+        if self._fp16 is None or "scale" not in state:
             return
         self.value = float(state["scale"])
         self._good_steps = int(state["_growth_tracker"])
-        self._overflows_left = int(state.get("overflows_left", self._settings.hysteresis))
+        self._overflows_left = int(state.get("overflows_left", self._fp16.hysteresis))

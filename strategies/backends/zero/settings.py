@@ -10,9 +10,10 @@ import torch
 from planner.cost.zero_buckets import native_buckets
 from planner.types.plan import Configuration
 from planner.vocabulary import Offload
+from strategies.config import Fp16Section
 from strategies.errors import CannotRun
 from strategies.modules.compression import GradientTravel, gradient_travel
-from strategies.modules.precision import DTYPES, ScaleSettings, read_scale_settings
+from strategies.modules.precision import DTYPES
 from strategies.protocols import TrainingParts
 from strategies.variables import NVME_PATH
 
@@ -50,7 +51,7 @@ class ZeroSettings:
     bucket: int
     persistence_threshold: int
     offload: OffloadSettings
-    scale: ScaleSettings | None
+    scale: Fp16Section | None
 
     def weights(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter of `dtype` computes; fp64 and integers keep theirs."""
@@ -84,7 +85,7 @@ def read_settings(parts: TrainingParts, device: torch.device) -> ZeroSettings:
         bucket=buckets.reduce if bucket is None else bucket,
         persistence_threshold=buckets.persistence_threshold if threshold is None else threshold,
         offload=_offload(parts),
-        scale=read_scale_settings(script.fp16) if configuration.precision == "fp16" else None,
+        scale=script.fp16 if configuration.precision == "fp16" else None,
     )
 
 
