@@ -135,7 +135,7 @@ class Goal:
     """
 
     objective: words.Objective = "throughput"
-    top: int = 5
+    top: int = limits.PLANS_SHOWN
     fastest: bool = False
     price: float | None = None
     tokens: str | float | None = None

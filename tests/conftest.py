@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hardware_db.spawn import RankPool
+from strategies.distributed.rank_pool import RankPool
 
 # Variables through which one test could change what the next one does.
 _GUARDED = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CUDA_VISIBLE", "DSPLAN_", "DS_", "ACCELERATE_", "FSDP_")

@@ -166,7 +166,11 @@ class WorkFlags:
     ema: Annotated[bool, typer.Option("--ema", help="Keep an exponential moving average of the weights.")] = False
     expert_imbalance: Annotated[
         float | None,
-        number(limits.IMBALANCE, "Tokens of the busiest rank's experts over the mean; 1.25 if left open.", "R"),
+        number(
+            limits.IMBALANCE,
+            f"Tokens of the busiest rank's experts over the mean; {limits.EXPERT_IMBALANCE:g} if left open.",
+            "R",
+        ),
     ] = None
 
 
@@ -240,7 +244,7 @@ class GoalFlags:
     """Which plans count, and in which order."""
 
     objective: Annotated[words.Objective, typer.Option(help="What the first plan is best at.")] = "throughput"
-    top: Annotated[int, number(limits.PLANS, "How many plans to show.")] = 5
+    top: Annotated[int, number(limits.PLANS, "How many plans to show.")] = limits.PLANS_SHOWN
     fastest: Annotated[
         bool, typer.Option("--fastest", help="By predicted figures alone, without putting simpler plans first.")
     ] = False

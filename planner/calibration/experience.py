@@ -142,7 +142,7 @@ class Correction:
     """What computing takes over the model's time, as far as runs of other families have it in common with the plan."""
 
     def of(self, predicted: StepTime) -> StepTime:
-        """Return the prediction with it."""
+        """Return the prediction, corrected."""
         if self.family != 1.0:
             return predicted.scaled(self.family)
         more = (self.compute - 1) * predicted.compute_seconds

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import cast
 
-from planner.emit.common import DEFAULTS, TRAINERS, EmitOptions, script_duties, workload_word
+from planner.emit.common import DEFAULTS, TRAINERS, EmitOptions, script_duties
 from planner.errors import ContradictoryRequest, UnknownName
 from planner.types.plan import Plan
 
@@ -59,7 +59,7 @@ def fitting_formats(plan: Plan) -> tuple[str, ...]:
     Where none is named they are the others, and the trainers' too for a plan that `dsplan run` cannot run. A format may
     still have no form of the plan.
     """
-    code = workload_word(plan, "code")
+    code = plan.workload.get("code")
     if code in _CODE_FORMATS:
         return _CODE_FORMATS[code]
     needs_trainer = plan.configuration.splits_model or not plan.runnable

@@ -12,7 +12,6 @@ from planner.emit.common import (
     as_comment,
     converts_products,
     is_zero,
-    model_word,
     node_layout,
     on_cpu,
     refuse,
@@ -131,7 +130,7 @@ def _precision(plan: Plan) -> dict[str, object]:
 
 def _fsdp(plan: Plan) -> dict[str, object]:
     configuration = plan.configuration
-    block = model_word(plan, "block_class")
+    block = plan.model.get("block_class", "")
     return {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": configuration.strategy != "fsdp-grad-op",

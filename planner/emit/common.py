@@ -71,12 +71,6 @@ def node_layout(plan: Plan) -> tuple[int, int]:
     return world // per_node, per_node
 
 
-def model_word(plan: Plan, key: str) -> str:
-    """Return a word of the plan's model object, empty where the plan does not hold it."""
-    value = plan.model.get(key)
-    return value if isinstance(value, str) else ""
-
-
 def facts_of(plan: Plan, form: str) -> ModelFacts:
     """Return the sizes of the plan's model, a decoder.
 
@@ -84,20 +78,14 @@ def facts_of(plan: Plan, form: str) -> ModelFacts:
         ContradictoryRequest: neither the plan nor the catalogue holds them, they are counts without an architecture, or
             the model is no decoder.
     """
-    task = workload_word(plan, "task") or "causal-lm"
+    task = plan.workload.get("task") or "causal-lm"
     facts = facts_of_plan(plan.model, task) if task in words.TASKS else None
-    name = model_word(plan, "name") or "its model"
+    name = plan.model.get("name") or "its model"
     if facts is None or facts.measured_counts is not None or facts.recorded_as:
         raise refuse(plan, form, f"of {name}", "name a model of the catalogue or a config.json and plan again")
     if facts.kind != "decoder":
         raise refuse(plan, form, f"of {name}, no decoder,", "emit it as accelerate or torchrun")
     return facts
-
-
-def workload_word(plan: Plan, key: str) -> str:
-    """Return a word of the plan's workload, empty where the plan does not hold it."""
-    value = plan.workload.get(key)
-    return value if isinstance(value, str) else ""
 
 
 def refuse(plan: Plan, form: str, reason: str, remedy: str) -> ContradictoryRequest:
@@ -162,7 +150,7 @@ def require(plan: Plan, form: str, can: Abilities) -> None:
         raise refuse(plan, form, f"with schedule {configuration.pp_schedule}", f"plan with --pp-schedule {choices}")
     if configuration.activations_on_host:
         raise refuse(plan, form, "with activations on the host", "plan without --activations-on-host")
-    method = workload_word(plan, "method") or "full"
+    method = plan.workload.get("method") or "full"
     if method != "full":
         raise refuse(plan, form, f"with method {method}", "emit it as accelerate, whose script adds PEFT")
     for name in ("train_only", "ema"):
@@ -255,7 +243,7 @@ def _trainer_duties(plan: Plan, format: str) -> tuple[str, ...]:
     """Return what a trainer's own config leaves open, and where the trainer does otherwise than the plan counts."""
     configuration, workload = plan.configuration, plan.workload
     codes = _CODES.get(format, ("megatron", "nemo"))
-    code = workload_word(plan, "code") or "transformers"
+    code = plan.workload.get("code") or "transformers"
     duties = ["has its number of steps, data and tokenizer from you"]
     if code not in codes:
         duties.append(f"runs the modules of {code}; plan again with --code {codes[0]} for this trainer's own")
@@ -265,7 +253,7 @@ def _trainer_duties(plan: Plan, format: str) -> tuple[str, ...]:
         duties.append("recomputes all but matrix products and attention; the trainer's own choice is another")
     if format == "torchtitan" and configuration.tp > 1 and not configuration.sequence_parallel:
         duties.append("keeps whole sequences between its products; torchtitan 0.2.2 splits them, which takes less")
-    loss = workload_word(plan, "loss") or "plain"
+    loss = plan.workload.get("loss") or "plain"
     if loss not in _LOSSES.get(format, ("plain",)):
         duties.append(f"has a {loss} loss ({_LOSS_WAYS[loss]}), for which the trainer has no setting")
     if workload.get("compile") and format != "torchtitan":
@@ -314,22 +302,22 @@ def converts_products(plan: Plan, format: str) -> bool:
 def _what_runs(plan: Plan) -> tuple[str, ...]:
     """Return what the workload asks for that is a matter of the script alone."""
     workload, duties = plan.workload, []
-    method = workload_word(plan, "method") or "full"
+    method = plan.workload.get("method") or "full"
     if method != "full":
         targets = f"rank {workload.get('lora_rank')}, on {workload.get('lora_targets')}"
         duties.append(f"trains {method} adapters ({targets}) beside frozen weights, with PEFT")
-    if only := workload_word(plan, "train_only"):
+    if only := plan.workload.get("train_only"):
         duties.append(f"trains only weights whose names match {only!r}")
-    if dtype := workload_word(plan, "load_dtype"):
+    if dtype := plan.workload.get("load_dtype"):
         duties.append(f"loads frozen weights in {dtype}")
     if workload.get("ema"):
         duties.append("keeps a moving average of the weights")
     if workload.get("compile"):
         duties.append("puts blocks under torch.compile")
-    loss = workload_word(plan, "loss") or "plain"
+    loss = plan.workload.get("loss") or "plain"
     if loss != "plain":
         duties.append(f"has a {loss} loss: {_LOSS_WAYS[loss]}")
-    code = workload_word(plan, "code") or "transformers"
+    code = plan.workload.get("code") or "transformers"
     if code != "transformers":
         duties.append(f"runs the modules of {code}")
     return tuple(duties)

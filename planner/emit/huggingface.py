@@ -10,7 +10,6 @@ from planner.emit.common import (
     DEFAULTS,
     EmitOptions,
     is_zero,
-    model_word,
     on_cpu,
     refuse,
     require_data_parallel_only,
@@ -126,7 +125,7 @@ def _synchronisation(plan: Plan) -> dict[str, object]:
 def fsdp_config(plan: Plan) -> dict[str, object]:
     """Return the `fsdp_config` of TrainingArguments for FSDP2."""
     configuration = plan.configuration
-    block = model_word(plan, "block_class")
+    block = plan.model.get("block_class", "")
     return {
         "version": 2,
         "reshard_after_forward": configuration.strategy != "fsdp-grad-op",

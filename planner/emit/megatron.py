@@ -20,7 +20,6 @@ from planner.emit.common import (
     refuse,
     require,
     script_duties,
-    workload_word,
 )
 from planner.emit.launchers import launch_script
 from planner.models.facts import ModelFacts
@@ -71,7 +70,7 @@ def arguments(plan: Plan, options: EmitOptions, form: str = "Megatron-LM argumen
     require(plan, form, _ABILITIES)
     configuration = plan.configuration
     model = model_fields(plan, form)
-    vocabulary = _pad(int(str(model["vocab_size"])), configuration.tp)
+    vocabulary = _pad(facts_of(plan, form).vocab_size, configuration.tp)
     fields: Fields = {
         **model,
         "max_position_embeddings": model.get("max_position_embeddings", configuration.sequence_length),
@@ -144,9 +143,9 @@ def model_fields(plan: Plan, form: str) -> Fields:
         ContradictoryRequest: Megatron's GPT has another structure than the model, or as many weights by no setting.
     """
     facts = facts_of(plan, form)
-    odd = _find_lack_of_gpt(facts)
-    if odd:
-        raise refuse(plan, form, f"of {facts.name}, which has {odd},", "emit it as accelerate or torchrun")
+    lack = _find_lack_of_gpt(facts)
+    if lack:
+        raise refuse(plan, form, f"of {facts.name}, which has {lack},", "emit it as accelerate or torchrun")
     biased = facts.mlp_bias and facts.attn_out_bias and facts.qkv_bias
     fields: Fields = {
         "num_layers": facts.num_layers,
@@ -195,10 +194,10 @@ def _weights(facts: ModelFacts, biased: bool) -> int:
     dense = gates * hidden * facts.intermediate_size + ((gates - 1) * facts.intermediate_size + hidden) * biased
     sparse = 0
     if facts.num_experts:
-        routed = _experts(facts)
-        widths = facts.num_experts * int(str(routed["moe_ffn_hidden_size"]))
-        widths += int(str(routed.get("moe_shared_expert_intermediate_size", 0)))
-        sparse = gates * hidden * widths + hidden * (facts.num_experts + facts.shared_expert_gate)
+        routed, shared = _expert_widths(facts)
+        sparse = gates * hidden * (facts.num_experts * routed + shared) + hidden * (
+            facts.num_experts + facts.shared_expert_gate
+        )
     plain = facts.first_k_dense if facts.num_experts else facts.num_layers
     blocks = facts.num_layers * (attention + 2 * hidden * norm) + plain * dense + (facts.num_layers - plain) * sparse
     tables = facts.vocab_size * (1 if facts.tie_word_embeddings else 2)
@@ -251,9 +250,14 @@ def _mla(facts: ModelFacts) -> Fields:
     }
 
 
-def _experts(facts: ModelFacts) -> Fields:
+def _expert_widths(facts: ModelFacts) -> tuple[int, int]:
+    """Return the feed-forward widths of one routed expert, and of all shared ones together."""
     width = facts.moe_intermediate_size or facts.intermediate_size
-    shared = facts.shared_expert_intermediate_size or facts.num_shared_experts * width
+    return width, facts.shared_expert_intermediate_size or facts.num_shared_experts * width
+
+
+def _experts(facts: ModelFacts) -> Fields:
+    width, shared = _expert_widths(facts)
     fields: Fields = {
         "num_moe_experts": facts.num_experts,
         "moe_router_topk": facts.experts_per_token,
@@ -345,7 +349,7 @@ def _precision(plan: Plan, form: str) -> Fields:
     if precision == "fp4":
         return {"bf16": True, "fp4": "e2m1", "fp4_recipe": "nvfp4"}
     if precision == "fp8":
-        recipe = workload_word(plan, "fp8_recipe") or "tensorwise"
+        recipe = plan.workload.get("fp8_recipe") or "tensorwise"
         if recipe not in _FP8_RECIPES:
             choices = " or ".join(_FP8_RECIPES)
             raise refuse(plan, form, f"with fp8 recipe {recipe}", f"plan with --fp8-recipe {choices}")
@@ -362,7 +366,7 @@ def _recompute(plan: Plan) -> Fields:
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     fields: Fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if configuration.checkpoint_every > 1:
-        layers = int(str(plan.model.get("num_layers", 1)))
+        layers = plan.model.get("num_layers", 1)
         in_chunk = -(-layers // (configuration.pp * configuration.virtual_stages))
         fields |= {"recompute_method": "block", "recompute_num_layers": -(-in_chunk // configuration.checkpoint_every)}
     return fields
@@ -370,7 +374,7 @@ def _recompute(plan: Plan) -> Fields:
 
 def _fused_loss(plan: Plan) -> Fields:
     """Megatron's fusion still makes logits; Transformer Engine's is refused by Megatron-LM as unstable."""
-    if workload_word(plan, "loss") != "fused":
+    if plan.workload.get("loss") != "fused":
         return {}
     return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
 
@@ -556,7 +560,7 @@ def _python_fields(plan: Plan, form: str) -> tuple[Fields, Fields]:
     tp = plan.configuration.tp
     # Megatron-Core pads to multiples of this times tp.
     everything["make_vocab_size_divisible_by"] = 1
-    everything["vocab_size"] = _pad(int(str(everything["vocab_size"])), tp)
+    everything["vocab_size"] = _pad(facts_of(plan, form).vocab_size, tp)
     if plan.configuration.pp > 1:
         everything["pipeline_dtype"] = _Name("torch." + _DTYPES.get(plan.configuration.precision, "bfloat16"))
     return everything, ddp

@@ -15,10 +15,10 @@ from planner.emit.common import (
     Abilities,
     EmitOptions,
     facts_of,
+    model_number,
     refuse,
     require,
     script_duties,
-    workload_word,
 )
 from planner.emit.launchers import launch_script
 from planner.types.plan import Plan
@@ -167,7 +167,7 @@ def _recipe(plan: Plan) -> str:
     precision = plan.configuration.precision
     if precision not in ("fp8", "fp4"):
         return ""
-    return workload_word(plan, "fp8_recipe") or ("nvfp4" if precision == "fp4" else "rowwise")
+    return plan.workload.get("fp8_recipe") or ("nvfp4" if precision == "fp4" else "rowwise")
 
 
 # Sections that both forms share.
@@ -192,7 +192,7 @@ def _degrees(plan: Plan) -> Section:
     section |= {"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0}
     section["pipeline_parallel_schedule"] = _SCHEDULES[configuration.pp_schedule]
     if configuration.virtual_stages > 2:
-        layers = int(str(plan.model.get("num_layers")))
+        layers = model_number(plan, "num_layers")
         section["pipeline_parallel_layers_per_stage"] = -(-layers // (configuration.pp * configuration.virtual_stages))
     return section
 
@@ -331,7 +331,7 @@ def _python(plan: Plan, flavor: _Flavor, options: EmitOptions) -> str:
     if configuration.pp > 1 or configuration.ep > 1:
         training["disable_cuda_graphs"] = True
     name = str(plan.model.get("name", "model")).rsplit("/", 1)[-1]
-    chunked = workload_word(plan, "loss") not in ("", "plain")
+    chunked = plan.workload.get("loss", "plain") != "plain"
     policy = _POLICIES[configuration.activation_checkpointing]
     converters = _CONVERTERS[_recipe(plan)].format(compiled)
     return _PYTHON.format(

@@ -17,17 +17,16 @@ from planner.cluster.resolve import cluster_of_plan
 from planner.cost.code_bases import code_base, facts_for_code
 from planner.cost.precision import usual_recipe, why_not_scaled
 from planner.errors import ContradictoryRequest, DsplanError
+from planner.models.counting.adapters import LORA_RANK, LORA_TARGETS
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.facts_document import facts_of_plan
 from planner.models.tasks import default_sequence_length, default_task, facts_for_task, possible_tasks
 from planner.types.cluster import Cluster
-from planner.types.job import EXPERT_IMBALANCE, Workload, counts_of, workload_of
+from planner.types.job import Workload, counts_of, workload_of
 from planner.types.plan import Plan
 
 SAMPLES_PER_GPU = 8
 """Global batch per GPU that is planned for when none is asked."""
-DEFAULT_LORA_RANK = 8
-"""Of adapters where none is asked: PEFT's own default (`LoraConfig.r`)."""
 WITHOUT_DEEPSPEED = "use backend native, whose ZeRO shards the same, or precision fp32 or bf16"
 """What to do where DeepSpeed has not got a precision."""
 
@@ -105,7 +104,7 @@ class Request:
     cluster: Cluster
     defaults: tuple[str, ...] = ()
     objective: words.Objective = "throughput"
-    top: int = 5
+    top: int = limits.PLANS_SHOWN
     allow_unrunnable: bool = False
     simplest_first: bool = True
     budget: Budget = NO_BUDGET
@@ -258,18 +257,18 @@ def _adapters(options: WorkOptions, defaults: list[str]) -> dict[str, Any]:
             raise ContradictoryRequest(f"--{name.replace('_', '-')} is for --method lora, qlora or dora; name one")
         return {}
     if options.lora_rank is None:
-        defaults.append(f"adapters of rank {DEFAULT_LORA_RANK} (--lora-rank)")
+        defaults.append(f"adapters of rank {LORA_RANK} (--lora-rank)")
     if options.lora_targets is None:
-        defaults.append("adapters beside all-linear layers (--lora-targets)")
+        defaults.append(f"adapters beside {LORA_TARGETS} layers (--lora-targets)")
     if options.train_only:
         raise ContradictoryRequest(f"--train-only says what --method {options.method} says too; leave one out")
-    return {"lora_rank": DEFAULT_LORA_RANK, **decided}
+    return {"lora_rank": LORA_RANK, **decided}
 
 
 def _imbalance(facts: ModelFacts, options: WorkOptions) -> float:
     """Return how uneven the experts' tokens are: as asked, else what is taken for usual."""
     if options.expert_imbalance is None:
-        return EXPERT_IMBALANCE
+        return limits.EXPERT_IMBALANCE
     limits.IMBALANCE.check("--expert-imbalance", options.expert_imbalance)
     if not facts.is_moe:
         raise ContradictoryRequest(f"--expert-imbalance is for models with experts, which {facts.name} has not")

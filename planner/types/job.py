@@ -7,17 +7,15 @@ from dataclasses import fields
 from typing import Any, Protocol, TypedDict
 
 from hardware_db.records import dataclass
+from planner import limits
 from planner import vocabulary as words
 from planner.errors import ContradictoryRequest
-from planner.models.counting.count import count_parameters, freeze_but, with_adapters
+from planner.models.counting.adapters import LORA_RANK, LORA_TARGETS, freeze_but, with_adapters
+from planner.models.counting.count import count_parameters
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.facts_document import facts_document
 from planner.types.cluster import SHIPPED, Cluster, Rates
 from planner.types.plan import ClusterSection, Configuration, ModelSection, WorkloadSection
-
-EXPERT_IMBALANCE = 1.25
-"""Tokens that come to the busiest rank's experts over the mean: the capacity factor that Switch Transformers train
-with, beyond which tokens are dropped (Fedus et al. 2021, arXiv 2101.03961, section 2.2; recalled)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,13 +57,13 @@ class Workload:
     compile: bool = False
     loss: words.Loss = "plain"
     method: words.Method = "full"
-    lora_rank: int = 8
-    lora_targets: str = "all-linear"
+    lora_rank: int = LORA_RANK
+    lora_targets: str = LORA_TARGETS
     train_only: str = ""
     load_dtype: words.LoadDtype | None = None
     fp8_recipe: words.Fp8Recipe | None = None
     ema: bool = False
-    expert_imbalance: float = EXPERT_IMBALANCE
+    expert_imbalance: float = limits.EXPERT_IMBALANCE
 
     @property
     def freezes(self) -> bool:

@@ -27,7 +27,6 @@ from hardware_db.files import replace_text
 from hardware_db.measured_rows import SHIPPED
 from hardware_db.probe import probe
 from hardware_db.probe.cgroup import usable_cores
-from hardware_db.spawn import RankError, RankPool
 from planner.search.estimate import estimate
 from planner.types.plan_io import plan_to_dict
 from scripts.measure.measured_run import Subject, TimedStep, text_batches, time_subject
@@ -35,6 +34,7 @@ from scripts.measure.memory_grid import FULL, Case
 from scripts.measure.memory_rows import question
 from scripts.measure.time_grid import MODELS
 from strategies.bench.training import build_model
+from strategies.distributed.rank_pool import RankError, RankPool
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = {**FULL, **MODELS}
 Run = tuple[str, str, Mapping[str, Any]]

@@ -106,7 +106,8 @@ class _Changing(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in _CHANGES:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
+        # Those behind it alone: the hostile check's own may stand there.
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

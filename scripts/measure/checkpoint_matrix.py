@@ -26,7 +26,6 @@ import torch
 from torch import nn
 
 from hardware_db.files import replace_text
-from hardware_db.spawn import RankError, RankPool
 from planner.errors import DsplanError
 from planner.search.estimate import estimate
 from planner.types.plan import Configuration, Plan
@@ -34,6 +33,7 @@ from scripts.generate.generated import REFERENCE
 from scripts.measure.parity import LENGTH, MODELS, question
 from strategies.bench.training import build_model
 from strategies.checkpoint.export import export_checkpoint
+from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.engine.initialize import initialize
 
 PAGE = REFERENCE / "checkpoint-matrix.md"

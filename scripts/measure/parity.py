@@ -35,7 +35,6 @@ from torch import nn
 from hardware_db.files import replace_text
 from hardware_db.measured_rows import SHIPPED, RunRow, read_rows, write_rows
 from hardware_db.probe import probe
-from hardware_db.spawn import RankError, RankPool
 from planner import vocabulary as words
 from planner.cost.combinations import why_refused
 from planner.errors import ContradictoryRequest, DsplanError
@@ -47,6 +46,7 @@ from planner.types.plan import Configuration, Plan
 from scripts.generate.generated import REFERENCE
 from scripts.measure.machines import columns_of, measured_cluster
 from strategies.bench.training import build_model
+from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.engine.initialize import initialize
 
 ROOT = Path(__file__).resolve().parents[2]

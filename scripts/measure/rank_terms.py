@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hardware_db.probe import probe
-from hardware_db.spawn import RankError, RankPool
 from planner.search.estimate import estimate, price
 from planner.types.plan_io import plan_to_dict
 from scripts.measure.gloo import quiet
@@ -32,6 +31,7 @@ from scripts.measure.term_rows import TERMS, TermRun, key_of, question, read_ter
 from scripts.measure.trace_terms import case_of, line_of
 from strategies.bench.training import build_model
 from strategies.distributed.environment import join
+from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.engine.base import Engine
 from strategies.parallel.blocks import repeated_blocks
 from strategies.tracing.step.build import Subject as Traced

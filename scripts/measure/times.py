@@ -23,7 +23,6 @@ from typing import Any, cast
 
 from hardware_db.measured_rows import SHIPPED, TimeRun, read_time_runs, write_time_runs
 from hardware_db.probe import probe
-from hardware_db.spawn import RankError, RankPool
 from planner.search.estimate import estimate
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
@@ -33,6 +32,7 @@ from scripts.measure.memory import Place, place_of
 from scripts.measure.memory_grid import Case
 from scripts.measure.memory_rows import question
 from scripts.measure.time_grid import cpu_grid, gpu_grid
+from strategies.distributed.rank_pool import RankError, RankPool
 
 RUN_SECONDS = 300.0
 

@@ -199,7 +199,7 @@ def _request(
 ) -> Request:
     facts, config = facts_from_module(model), options.config
     like, batch = find_predecessor(options), current().global_batch_size
-    optimizer = limits.optimizer(options.optimizer, config.optimizer)
+    optimizer = limits.name_optimizer(options.optimizer, config.optimizer)
     if like and options.optimizer is None and config.optimizer is None:
         optimizer = like.optimizer
     example = example_batch(options.training_data, options.collate)
@@ -213,14 +213,15 @@ def _request(
         loss=options.loss,
         attention=_ATTENTION_NAMES.get(getattr(getattr(model, "config", None), "_attn_implementation", ""), "sdpa"),
     )
-    cluster = limits.with_disk(probed_cluster(probe(), ranks=environment.world_size), options.config.zero)
+    cluster = limits.add_disk(probed_cluster(probe(), ranks=environment.world_size), options.config.zero)
     candidates = _candidates(strategy, options.backend)
     zero = _zero_backend(options.backend)
     request = make_request(facts, cluster, work, strategies=candidates, zero_backend=zero)
     request = replace(request, degrees=_degrees(options, environment))
     request = replace(request, splits=_splits(request, options, like, environment))
-    request = replace(request, **limits.offload(options.config.zero, strategy, request.zero_backend))
-    request = replace(request, **limits.travel(options.config), **limits.activations(options.config, model))
+    request = replace(request, **limits.limit_offload(options.config.zero, strategy, request.zero_backend))
+    request = replace(request, gradient_compression=options.config.communication.compression)
+    request = replace(request, **limits.limit_activations(options.config.activations, model))
     return traced_request(request, model, example)
 
 

@@ -142,7 +142,7 @@ def _check(where: str, plan: Plan, options: PlanningOptions, environment: Enviro
             f"{where} has global batch {configuration.global_batch_size} and the script's config asks for {batch};"
             f" plan again with --global-batch {batch} or change train_batch_size"
         )
-    policy = options.config.activations.asked
+    policy = options.config.activations.effective_policy
     if policy not in (None, configuration.activation_checkpointing):
         raise CannotRun(
             f"{where} has activation checkpointing {configuration.activation_checkpointing!r} and the script's config"

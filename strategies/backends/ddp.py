@@ -22,6 +22,7 @@ from strategies.modules.compression import Codec, GradientTravel, gradient_trave
 from strategies.modules.precision import autocast
 from strategies.parallel.split import parts_of
 from strategies.protocols import TrainingParts
+from strategies.torch_compat.distributed import ignore_in_ddp
 
 if TYPE_CHECKING:
     Mean = torch.futures.Future[torch.Tensor]
@@ -65,8 +66,7 @@ class ReplicatedDataParallel(TorchStrategy):
         # Ranks that split layers between them hold other weights than these.
         group = None if self.mesh.is_data_parallel else self.mesh.group("dp_cp")
         if experts := parts_of(model).experts:  # other ranks have others
-            ignore: Any = DistributedDataParallel
-            ignore._set_params_and_buffers_to_ignore_for_model(model, sorted(experts))
+            ignore_in_ddp(model, sorted(experts))
         return DistributedDataParallel(
             model.to(device), device_ids=devices, bucket_cap_mb=self._bucket_mib, process_group=group
         )

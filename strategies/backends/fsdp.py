@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.types.plan import Configuration
 from strategies.distributed.environment import ensure_group
@@ -24,6 +23,7 @@ from strategies.parallel.expert import is_mixture
 from strategies.parallel.model import share_weights
 from strategies.parallel.split import parts_of
 from strategies.protocols import TrainingParts
+from strategies.torch_compat.sharding import hide_hooks_from_modes
 
 
 class FullShard(TorchStrategy):
@@ -50,7 +50,9 @@ class FullShard(TorchStrategy):
             for mixture in [module for module in model.modules() if is_mixture(module)]:
                 with _letting_go(mixture, model):
                     shard(mixture, mesh=self.mesh.expert_shard_mesh, reshard_after_forward=self.reshard_after_forward)
-                _gather_beside(mixture)
+                # Selective checkpointing counts operations, and a unit that is computed again does others: it is
+                # sharded by then, or is not.
+                hide_hooks_from_modes(mixture)
         for block in repeated_blocks(model):
             with _letting_go(block, model):
                 shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
@@ -122,19 +124,6 @@ def _take_over(shard: DTensor, whole: torch.Tensor, before: torch.Tensor) -> Non
         for tensor in (whole, before)
     )
     here.copy_(torch.where(new == old, here, new.to(here)))
-
-
-def _gather_beside(unit: nn.Module) -> None:
-    """Keep what FSDP does around a unit inside a block from the modes that watch the block: selective checkpointing
-    counts operations, and a unit that is computed again does others, because it is sharded by then or is not."""
-
-    def unwatched(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return hook(*args, **kwargs)
-
-    for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
-        for number, hook in hooks.items():
-            hooks[number] = partial(unwatched, hook)
 
 
 @contextmanager

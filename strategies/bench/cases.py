@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planner import vocabulary as words
@@ -20,22 +20,22 @@ from strategies.tracing.factory import any_model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingCase:
-    """`configuration` of `model`, trained for `task`.
-
-    `config` is the transformers config of the model with its `model_type`; empty for a model that dsplan knows by name.
-    """
+    """One training run of a model."""
 
     model: str
     task: Task
     configuration: Configuration
     config: Mapping[str, Any] = field(default_factory=dict)
+    """The transformers config of the model with its `model_type`; empty for a model that dsplan knows by name."""
 
     @property
     def ranks(self) -> int:
+        """Processes that the run takes."""
         return self.configuration.world_size
 
     @property
     def needs_deepspeed(self) -> bool:
+        """True if DeepSpeed runs it, in processes of its own."""
         return self.configuration.backend == "deepspeed"
 
     @property
@@ -58,8 +58,6 @@ class TrainingCase:
 
 
 # The training runs that say most about a machine: every strategy, on small models or the requested one.
-
-
 _LLAMA_SMALL: Mapping[str, Any] = {
     "model_type": "llama",
     "hidden_size": 256,
@@ -94,36 +92,34 @@ _LLAMA_GPU: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Way:
-    """One way to train."""
-
+class _Variant:
     strategy: words.Strategy
     offload: words.Offload = "none"
     checkpointing: words.Checkpointing = "none"
 
 
-_SEVERAL = tuple(_Way(strategy=strategy) for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3"))
-_ALONE = (_Way(strategy="single"),)
+_SEVERAL = tuple(_Variant(strategy=strategy) for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3"))
+_ALONE = (_Variant(strategy="single"),)
 # One GPU can also trade time for memory; a CPU has nothing to offload from.
 _ALONE_ON_GPU = (
     *_ALONE,
-    _Way(strategy="single", checkpointing="full"),
-    _Way(strategy="zero2", offload="optimizer"),
-    _Way(strategy="zero3", offload="all"),
+    _Variant(strategy="single", checkpointing="full"),
+    _Variant(strategy="zero2", offload="optimizer"),
+    _Variant(strategy="zero3", offload="all"),
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sample:
-    """A model with the batch it is trained on, and the ways for one rank and for several; `config` is empty for a model
-    that is known by name."""
+    """A model with the batch it is trained on, and the variants for one rank and for several."""
 
     name: str
     length: int
     micro_batch: int
     config: Mapping[str, Any]
-    alone: tuple[_Way, ...] = _ALONE
-    several: tuple[_Way, ...] = _SEVERAL
+    """Empty for a model that is known by name."""
+    alone: tuple[_Variant, ...] = _ALONE
+    several: tuple[_Variant, ...] = _SEVERAL
 
 
 # One run where products dominate and one where the ranks have more to say to each other than to compute.
@@ -134,7 +130,7 @@ _CPU_SAMPLES = (
         length=64,
         micro_batch=1,
         config=_GPT2_WIDE,
-        several=tuple(way for way in _SEVERAL if way.strategy in ("ddp", "fsdp", "zero3")),
+        several=tuple(variant for variant in _SEVERAL if variant.strategy in ("ddp", "fsdp", "zero3")),
     ),
 )
 _GPU_SAMPLES = tuple(
@@ -146,11 +142,10 @@ _GPU_SAMPLES = tuple(
 def training_cases(
     cluster: Cluster, model: ModelFacts | None = None, zero_backend: words.Backend = "deepspeed"
 ) -> Iterator[TrainingCase]:
-    """Runs that fit the node `cluster`, on as many ranks as it has devices; of `model` alone where one is given. ZeRO
-    is run by `zero_backend`."""
+    """Yield runs that fit the node `cluster`, on as many ranks as it has devices; of `model` alone if one is given."""
     for sample in _samples(cluster, model):
-        for way in sample.several if cluster.gpus > 1 else sample.alone:
-            case = _case(sample, way, cluster, zero_backend)
+        for variant in sample.several if cluster.gpus > 1 else sample.alone:
+            case = _case(sample, variant, cluster, zero_backend)
             request = request_of(case, cluster)
             if why_impossible(request, case.configuration):
                 continue
@@ -159,7 +154,7 @@ def training_cases(
 
 
 def request_of(case: TrainingCase, cluster: Cluster) -> Request:
-    """The case as a question to the planner."""
+    """Return the case as a question to the planner."""
     chosen = case.configuration
     options = WorkOptions(
         task=case.task,
@@ -181,12 +176,12 @@ def _samples(cluster: Cluster, model: ModelFacts | None) -> tuple[_Sample, ...]:
     return tuple(_Sample(name=model.name, length=length, micro_batch=micro, config={}, alone=alone) for micro in (1, 4))
 
 
-def _case(sample: _Sample, way: _Way, cluster: Cluster, zero_backend: words.Backend) -> TrainingCase:
+def _case(sample: _Sample, variant: _Variant, cluster: Cluster, zero_backend: words.Backend) -> TrainingCase:
     ranks = cluster.gpus
-    replicated = way.strategy in ("single", "ddp")
+    replicated = variant.strategy in ("single", "ddp")
     configuration = Configuration(
-        strategy=way.strategy,
-        backend=zero_backend if way.strategy in words.ZERO_STAGES else "torch",
+        strategy=variant.strategy,
+        backend=zero_backend if variant.strategy in words.ZERO_STAGES else "torch",
         dp_replicate=ranks if replicated else 1,
         dp_shard=1 if replicated else ranks,
         tp=1,
@@ -197,26 +192,26 @@ def _case(sample: _Sample, way: _Way, cluster: Cluster, zero_backend: words.Back
         sequence_length=sample.length,
         precision="fp32" if cluster.device.is_cpu else "bf16",
         optimizer="adamw",
-        activation_checkpointing=way.checkpointing,
-        offload=way.offload,
+        activation_checkpointing=variant.checkpointing,
+        offload=variant.offload,
     )
-    bare = TrainingCase(model=sample.name, task="causal-lm", configuration=configuration, config=sample.config)
-    return TrainingCase(
-        model=bare.model, task=default_task(bare.facts), configuration=configuration, config=sample.config
-    )
+    case = TrainingCase(model=sample.name, task="causal-lm", configuration=configuration, config=sample.config)
+    return replace(case, task=default_task(case.facts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trainee:
-    """A training run: `plan` is the object of the JSON contract, `config` empty for a model that is known by name.
-
-    Metrics go to `run_directory`; steps are timed for about `seconds`, with `threads` threads per rank.
-    """
+    """A training run, as its ranks get it."""
 
     model: str
     config: Mapping[str, Any]
+    """Empty for a model that is known by name."""
     task: Task
     plan: Mapping[str, Any]
+    """The object of the JSON contract."""
     run_directory: str
+    """For the metrics."""
     seconds: float
+    """How long steps are timed, about."""
     threads: int
+    """Per rank."""

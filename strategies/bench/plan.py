@@ -36,13 +36,13 @@ class BenchPlan:
 
     @property
     def most_ranks(self) -> int:
+        """The most ranks that a point or a run takes."""
         return max((*(point.ranks for point in self.points), *(case.ranks for case in self.training)), default=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What was asked of a benchmark: numbers of ranks, kinds (words of `KINDS` and `training`; none for all), the
-    model whose shapes count, whether the few rates of a first plan are enough, and whether DeepSpeed will be there.
+    """The extent of a benchmark.
 
     Raises:
         UnknownName: a kind is none.
@@ -50,22 +50,27 @@ class Wanted:
 
     ranks: tuple[int, ...]
     kinds: tuple[str, ...] = ()
+    """Words of `KINDS` and `training`; none for all."""
     model: ModelFacts | None = None
+    """The model whose shapes count."""
     quick: bool = False
+    """Whether the few rates of a first plan are enough."""
     deepspeed: bool = True
+    """Whether DeepSpeed will be there."""
 
     def __post_init__(self) -> None:
-        known = (*KINDS, TRAINING)
+        kinds = (*KINDS, TRAINING)
         for kind in self.kinds:
-            if kind not in known:
-                raise UnknownName("kind of benchmark", kind, known, hint=f"--only takes {', '.join(known)}")
+            if kind not in kinds:
+                raise UnknownName("kind of benchmark", kind, kinds, hint=f"--only takes {', '.join(kinds)}")
 
     def takes(self, kind: str) -> bool:
+        """Return whether a kind is measured."""
         return not self.kinds or kind in self.kinds
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Numbers of ranks from text such as `2,4`, ascending.
+    """Read numbers of ranks from text such as `2,4`, ascending.
 
     Raises:
         DsplanError: a part is no number from 1 to 1024.
@@ -77,7 +82,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def default_ranks(cluster: Cluster) -> tuple[int, ...]:
-    """What runs here without being asked: two processes without a GPU, else every power of two of the node's GPUs."""
+    """Return the usual numbers of ranks: two processes without a GPU, else every power of two of the node's GPUs."""
     if cluster.device.is_cpu:
         return (cluster.gpus_per_node,)
     most = cluster.gpus_per_node
@@ -85,7 +90,7 @@ def default_ranks(cluster: Cluster) -> tuple[int, ...]:
 
 
 def make_bench_plan(wanted: Wanted, cluster: Cluster) -> BenchPlan:
-    """The points and runs for one node of a cluster, the most telling points first, then runs, fewest ranks first.
+    """Choose points and runs for one node of a cluster: the most telling points first, then runs, fewest ranks first.
 
     Raises:
         DsplanError: more ranks than a node has GPUs, or nothing is left to measure.
@@ -120,7 +125,7 @@ def _points(wanted: Wanted, cluster: Cluster, ranks: int) -> Iterator[Point]:
 
 
 def blocks_of(facts: ModelFacts, scale: Scale) -> Iterator[Block]:
-    """The model's layers at one and at four samples of its usual length."""
+    """Yield the model's layers at one and at four samples of its usual length."""
     if not facts.hidden_size or not facts.num_heads:
         return
     length = min(default_sequence_length(facts), _LONGEST["gpu" if scale.gpu else "cpu"])
@@ -136,7 +141,7 @@ def blocks_of(facts: ModelFacts, scale: Scale) -> Iterator[Block]:
 
 
 def _training(wanted: Wanted, cluster: Cluster) -> tuple[TrainingCase, ...]:
-    """DeepSpeed comes last for each number of ranks: it needs processes of its own. Without it, ZeRO is our own."""
+    """Choose the runs; DeepSpeed comes last for each number of ranks, as it needs processes of its own."""
     zero: Backend = "deepspeed" if wanted.deepspeed else "native"
     nodes = (_part_of_node(cluster, ranks) for ranks in wanted.ranks)
     cases = (case for node in nodes for case in training_cases(node, wanted.model, zero))
@@ -144,7 +149,7 @@ def _training(wanted: Wanted, cluster: Cluster) -> tuple[TrainingCase, ...]:
 
 
 def _part_of_node(cluster: Cluster, ranks: int) -> Cluster:
-    """So many devices of one node; processes without a device of their own share its memory."""
+    """Return so many devices of one node; processes without a device of their own share its memory."""
     part = replace(cluster, nodes=1, gpus_per_node=ranks)
     if not cluster.device.is_cpu:
         return part
@@ -152,8 +157,6 @@ def _part_of_node(cluster: Cluster, ranks: int) -> Cluster:
 
 
 # Benchmark plans as YAML files, written to be read and changed by people.
-
-
 SCHEMA_VERSION = 1
 _REMEDY = "write it anew with `dsplan bench --generate FILE`"
 
@@ -187,35 +190,30 @@ def save_bench_plan(plan: BenchPlan, path: Path) -> None:
 
 
 def load_bench_plan(path: Path) -> BenchPlan:
-    """The plan in a YAML file.
+    """Read the plan in a YAML file.
 
     Raises:
         BrokenFile: the file cannot be read, or is no benchmark plan that this version understands; the place is named.
     """
-    raw = _read(path)
-    version = raw.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise BrokenFile(path, f"has schema_version {version!r}, this dsplan reads {SCHEMA_VERSION}", _REMEDY)
-    known = ("schema_version", "device", "model", "points", "training")
-    unknown = next((name for name in raw if name not in known), None)
-    if unknown is not None:
-        raise BrokenFile(path, f"has an unknown key {unknown!r}; the keys are {', '.join(known)}", _REMEDY)
-    return BenchPlan(
-        device=_text(raw.get("device"), f"{path}: device"),
-        model=str(raw.get("model") or ""),
-        points=_each(raw.get("points"), f"{path}: points", _point),
-        training=_each(raw.get("training"), f"{path}: training", _case),
-    )
-
-
-def _read(path: Path) -> Mapping[str, Any]:
     raw = read_yaml(path, _REMEDY)
     if not isinstance(raw, Mapping):
         raise BrokenFile(path, "is not a benchmark plan", _REMEDY)
-    return raw
+    version = raw.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise BrokenFile(path, f"has schema_version {version!r}, this dsplan reads {SCHEMA_VERSION}", _REMEDY)
+    keys = ("schema_version", "device", "model", "points", "training")
+    unknown = next((name for name in raw if name not in keys), None)
+    if unknown is not None:
+        raise BrokenFile(path, f"has an unknown key {unknown!r}; the keys are {', '.join(keys)}", _REMEDY)
+    return BenchPlan(
+        device=_text(raw.get("device"), f"{path}: device"),
+        model=str(raw.get("model") or ""),
+        points=_read_each(raw.get("points"), f"{path}: points", _read_point),
+        training=_read_each(raw.get("training"), f"{path}: training", _read_case),
+    )
 
 
-def _each(raw: object, where: str, read: Callable[[Mapping[str, Any], str], Value]) -> tuple[Value, ...]:
+def _read_each(raw: object, where: str, read: Callable[[Mapping[str, Any], str], Value]) -> tuple[Value, ...]:
     if raw is None:
         return ()
     if not isinstance(raw, list) or not all(isinstance(item, Mapping) for item in raw):
@@ -223,8 +221,8 @@ def _each(raw: object, where: str, read: Callable[[Mapping[str, Any], str], Valu
     return tuple(read(item, f"{where}, item {number}") for number, item in enumerate(raw, start=1))
 
 
-def _point(raw: Mapping[str, Any], where: str) -> Point:
-    point = _built(Point, raw, where)
+def _read_point(raw: Mapping[str, Any], where: str) -> Point:
+    point = _build(Point, raw, where)
     if not all(extent > 0 for extent in point.shape):
         raise BrokenFile(where, f"has shape {list(point.shape)}; it must be whole numbers above 0", _REMEDY)
     for name, figure, least in (("size", point.size, 0), ("ranks", point.ranks, 1)):
@@ -236,12 +234,12 @@ def _point(raw: Mapping[str, Any], where: str) -> Point:
     return point
 
 
-def _case(raw: Mapping[str, Any], where: str) -> TrainingCase:
+def _read_case(raw: Mapping[str, Any], where: str) -> TrainingCase:
     document = {"configuration" if name == "plan" else name: value for name, value in raw.items() if value is not None}
-    return _built(TrainingCase, document, where, {"configuration": "plan"})
+    return _build(TrainingCase, document, where, {"configuration": "plan"})
 
 
-def _built(kind: type[Value], raw: object, where: str, spelled: Mapping[str, str] | None = None) -> Value:
+def _build(kind: type[Value], raw: object, where: str, spelled: Mapping[str, str] | None = None) -> Value:
     try:
         return from_json(kind, raw, spelled=spelled)
     except (WrongValue, ContradictoryRequest) as problem:
@@ -255,7 +253,7 @@ def _text(value: object, where: str) -> str:
 
 
 def _without_defaults(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that say something."""
+    """Return the fields of a dataclass that have another value than their default."""
     defaults = {item.name: item.default for item in fields(value)}
     entries = {name: entry for name, entry in asdict(value).items() if entry != defaults[name]}
     return {name: list(entry) if isinstance(entry, tuple) else entry for name, entry in entries.items()}

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, TypeAlias
 
 from hardware_db.errors import BrokenFile
@@ -18,7 +17,6 @@ from hardware_db.measurement import Measurement, Outcome, RateMeasurement, measu
 from hardware_db.microbench.grid import Point, Rate, Refusal, as_measurement, point_of
 from hardware_db.probe import Machine
 from hardware_db.probe.cgroup import usable_cores
-from hardware_db.spawn import RankError, RankPool
 from hardware_db.store import Store
 from planner.cluster.rates import rates_from_measurements
 from planner.cluster.resolve import probed_cluster
@@ -27,26 +25,25 @@ from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
 from strategies.bench.cases import Trainee, TrainingCase, request_of
 from strategies.bench.plan import BenchPlan
+from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.telemetry.metrics import measured_of, read_metrics, summarise
 from strategies.variables import QUIET
-
-# Events of a benchmark, for views.
-
 
 Work: TypeAlias = Point | TrainingCase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begun:
-    """`total` pieces of work are wanted, `stored` of them are in the database already."""
+    """How many pieces of work are wanted."""
 
     total: int
     stored: int
+    """How many of them are in the database already."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """This piece of work is next."""
+    """A piece of work is next."""
 
     work: Work
 
@@ -81,7 +78,7 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeIsUp:
-    """The minutes are over; `left` pieces of work wait for the next call."""
+    """The minutes are over, and `left` pieces of work wait for the next call."""
 
     left: int
 
@@ -90,14 +87,11 @@ Event: TypeAlias = Begun | Started | Waiting | Found | Measured | Refused | Time
 
 
 # The rank pool of a benchmark, reused as long as the next piece of work fits it.
-
-
 _CALL_SECONDS = 300.0
 
 
 class Pools:
-    """Pools of ranks by number and kind. DeepSpeed leaves state behind in a process, so it gets its own. Use as a
-    context manager: leaving it ends the ranks."""
+    """A context with a pool of ranks for each number and kind: DeepSpeed leaves state behind, so it gets its own."""
 
     def __init__(self, *, gpu: bool) -> None:
         self._gpu = gpu
@@ -105,7 +99,7 @@ class Pools:
         self._pool: RankPool | None = None
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any, deepspeed: bool = False) -> list[Any]:
-        """What every rank returned.
+        """Run a function on every rank, and return what each of them returned.
 
         Raises:
             RankError: a rank raised, died or did not answer; the next call starts new ones.
@@ -138,19 +132,17 @@ class Pools:
 
 
 def threads_of(ranks: int) -> int:
-    """Threads that each of so many ranks computes in: what `dsplan run` gives them."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdecimal() and int(asked) else max(1, usable_cores() // ranks)
+    """Return the threads that each of so many ranks computes in, as under `dsplan run`."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return int(threads) if threads.isdecimal() and int(threads) else max(1, usable_cores() // ranks)
 
 
 # One benchmark measures at a time: two at once would each measure the other.
-
-
 LOCK_NAME = "bench.lock"
 
 
 class Turn:
-    """This process's turn among all benchmarks that store into the same database. Leaving the context ends it.
+    """The turn of a process among all benchmarks that store into the same database. Leaving the context ends it.
 
     The lock is the operating system's, which releases it however its holder ends. Where there is none (Windows),
     benchmarks do not wait for each other.
@@ -169,15 +161,13 @@ class Turn:
             raise BrokenFile(path, f"cannot be written ({error.strerror})", remedy) from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def take(self, *, wait: bool) -> bool:
-        """Whether it is this process's turn now; with `wait`, after however long the others take."""
+        """Return whether it is this process's turn now; with `wait`, after however long the others take."""
         try:
             import fcntl
         except ImportError:
@@ -189,7 +179,7 @@ class Turn:
         return True
 
     def others_were_here(self) -> bool:
-        """Whether the last turn was another process's; from now on it is this one's."""
+        """Return whether the last turn was another process's; from now on it is this one's."""
         me = str(os.getpid())
         self._open.seek(0)
         last = self._open.read()
@@ -213,11 +203,12 @@ _TRAINING_SECONDS = 1.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """How far a benchmark goes: whether to measure anew what is stored, and the seconds after which nothing new is
-    begun, None for no limit."""
+    """The limits of a benchmark."""
 
     again: bool = False
+    """Whether to measure anew what is stored."""
     seconds: float | None = None
+    """After which nothing new is begun; None for no limit."""
 
 
 class BenchSession:
@@ -248,9 +239,9 @@ class BenchSession:
                     yield TimeIsUp(left=sum(item in self._left for item in missing[position:]))
                     return
                 yield Started(work=work)
-                yield from self._done(work, pools)
+                yield from self._measure(work, pools)
 
-    def _done(self, work: Work, pools: Pools) -> Iterator[Event]:
+    def _measure(self, work: Work, pools: Pools) -> Iterator[Event]:
         """Measure one piece of work while no other benchmark does."""
         with Turn() as turn:
             if not turn.take(wait=False):
@@ -270,13 +261,13 @@ class BenchSession:
         yield Measured(work=work, record=record)
 
     def _missing(self, wanted: list[Work]) -> list[Work]:
-        """Those of `wanted` that this machine with these versions has no result of."""
-        known = {point_of(rate) for rate in self._store.rates(self._fingerprint.key)}
-        return [work for work in wanted if (work not in known if isinstance(work, Point) else not self._has_run(work))]
+        """List those of `wanted` of which this machine with these versions has no result."""
+        stored = {point_of(rate) for rate in self._store.rates(self._fingerprint.key)}
+        return [work for work in wanted if (work not in stored if isinstance(work, Point) else not self._has_run(work))]
 
     def _has_run(self, case: TrainingCase) -> bool:
-        found = self._store.find(plan_key(plan_to_dict(self._planned(case))), self._fingerprint.key)
-        return found is not None and found.outcome in _SETTLED
+        record = self._store.find(plan_key(plan_to_dict(self._make_plan(case))), self._fingerprint.key)
+        return record is not None and record.outcome in _SETTLED
 
     def _rate(self, point: Point, pools: Pools) -> RateMeasurement:
         try:
@@ -289,7 +280,7 @@ class BenchSession:
         return as_measurement(answers[0], self._fingerprint, SOURCE)
 
     def _run(self, case: TrainingCase, pools: Pools) -> Measurement:
-        plan = self._planned(case)
+        plan = self._make_plan(case)
         outcome: Outcome = "completed"
         with tempfile.TemporaryDirectory(prefix="dsplan-bench-") as folder:
             trainee = Trainee(
@@ -307,13 +298,13 @@ class BenchSession:
                 if "out of memory" not in str(problem):
                     raise _Refused(_first_line(problem)) from problem
                 outcome = "out_of_memory"
-            found = summarise(read_metrics(Path(folder), case.ranks))
+            summary = summarise(read_metrics(Path(folder), case.ranks))
         # The ranks also hold what earlier runs left in them, so what they take of the host is not this run's.
-        measured = replace(measured_of(found), host_bytes=None)
+        measured = replace(measured_of(summary), host_bytes=None)
         return measure_run(plan_to_dict(plan), self._fingerprint, outcome=outcome, measured=measured, source=SOURCE)
 
-    def _planned(self, case: TrainingCase) -> Plan:
-        """The case as a plan for this machine, with its rates as far as they are measured."""
+    def _make_plan(self, case: TrainingCase) -> Plan:
+        """Return the case as a plan for this machine, with its rates as far as they are measured."""
         cluster = probed_cluster(self._machine, ranks=case.ranks)
         rates = rates_from_measurements(
             self._store.rates(self._fingerprint.key), ranks=case.ranks, precision=case.configuration.precision
@@ -333,14 +324,14 @@ def _first_line(problem: RankError) -> str:
 
 
 def measure_point(point: Point, threads: int) -> Rate | Refusal:
-    """The rate of a point, on every rank of the group; see `hardware_db.microbench.runner`."""
+    """Measure a point on every rank of the group; see `hardware_db.microbench.runner`."""
     from hardware_db.microbench.runner import measure_on_rank
 
     return measure_on_rank(point, threads)
 
 
 def train_trainee(trainee: Trainee) -> None:
-    """A training run, on every rank of the group; see `strategies.bench.training`."""
+    """Train on every rank of the group; see `strategies.bench.training`."""
     from strategies.bench.training import train
 
     train(trainee)

@@ -39,10 +39,7 @@ _CLASSES: Mapping[Task, str] = {
 
 
 def build_model(config: Mapping[str, Any], task: Task, attention: Attention, device: torch.device) -> nn.Module:
-    """The model that transformers builds from `config` (with its `model_type`), fp32, in training, no cache.
-
-    The same on every rank: weights are drawn from one seed.
-    """
+    """Build transformers' model of `config` (with its `model_type`): fp32, in training, no cache, one seed."""
     transformers = import_module("transformers")
     arguments = dict(config)
     settings = transformers.AutoConfig.for_model(arguments.pop("model_type"), **arguments)
@@ -57,7 +54,7 @@ def build_model(config: Mapping[str, Any], task: Task, attention: Attention, dev
 
 
 def batch_for(model: nn.Module, task: Task, samples: int, length: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """A micro-batch of `samples` x `length` words (or images), labels beside them."""
+    """Draw a micro-batch of `samples` x `length` words (or images), labels beside them."""
     settings: Any = model.config
     if task == "image-cls":
         pixels = torch.rand(samples, settings.num_channels, settings.image_size, settings.image_size, device=device)
@@ -84,25 +81,25 @@ def train(trainee: Trainee) -> None:
         del os.environ[RUN_DIRECTORY]
     try:
         # The step in which a CPU's memory is counted is slow, so the one after it says how long a step is.
-        _steps(engine, batch, TRACKED_STEP + 1)
-        seconds = _slowest(_steps(engine, batch, 1), device)
+        _time_steps(engine, batch, TRACKED_STEP + 1)
+        seconds = _slowest(_time_steps(engine, batch, 1), device)
         least = _LEAST_STEPS if seconds < _LONG_STEP_SECONDS else _STEPS_OF_A_LONG_RUN
-        _steps(engine, batch, min(max(least, round(trainee.seconds / seconds)), _MOST_STEPS))
+        _time_steps(engine, batch, min(max(least, round(trainee.seconds / seconds)), _MOST_STEPS))
     finally:
         engine.close()
         del engine, model
 
 
 def _forget_earlier_runs(device: torch.device) -> None:
-    """Ranks are used for one run after the other; what the allocator kept of those before is not this one's."""
+    """Empty the allocator's cache, as ranks are used for one run after the other."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _steps(engine: Engine, batch: Mapping[str, torch.Tensor], steps: int) -> float:
-    """Seconds that so many optimizer steps take."""
+def _time_steps(engine: Engine, batch: Mapping[str, torch.Tensor], steps: int) -> float:
+    """Return the seconds that so many optimizer steps take."""
     start = time.perf_counter()
     for _ in range(steps * engine.configuration.gradient_accumulation_steps):
         loss = engine(**batch).loss
@@ -112,7 +109,7 @@ def _steps(engine: Engine, batch: Mapping[str, torch.Tensor], steps: int) -> flo
 
 
 def _slowest(seconds: float, device: torch.device) -> float:
-    """The same on every rank, so that all take as many steps."""
+    """Return the slowest rank's, so that all take as many steps."""
     together = torch.tensor([seconds], dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(together, op=dist.ReduceOp.MAX)

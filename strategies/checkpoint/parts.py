@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from strategies.parallel.split import Split
+from strategies.torch_compat.sharding import compute_local_shape_and_global_offset
 
 ALL = "all"
 """The one key at the top of what torch is handed: it logs and wraps every key there, 0.4 ms each."""

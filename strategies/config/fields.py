@@ -3,28 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from dataclasses import fields
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from strategies.errors import CannotRun
+
+Section = TypeVar("Section")
 
 
 class Fields:
     """A section's values. `null` and `auto` read as the default; every reader raises CannotRun for another kind."""
 
-    def __init__(self, values: Mapping[str, Any], place: str = "") -> None:
+    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         self.values = values
-        self._place = place
+        self._path = path
 
     def name(self, key: str) -> str:
-        """A key as messages call it: `zero_optimization.stage`."""
-        return f"{self._place}.{key}" if self._place else key
+        """Return a key as messages call it: `zero_optimization.stage`."""
+        return f"{self._path}.{key}" if self._path else key
 
     def has(self, key: str) -> bool:
-        """Whether the section decides this key."""
+        """Return whether the section decides this key."""
         return self.values.get(key) not in (None, "auto")
 
+    def into(self, kind: type[Section], **given: Any) -> Section:
+        """Read a dataclass whose fields are keys of this section, but for what is `given`.
+
+        A field's default and metadata (`least`, `most`, `spellings`) say what it is without a word and what is refused.
+        """
+        hints, declared = get_type_hints(kind), fields(kind)  # type: ignore[arg-type]
+        limits = {each.name: (hints[each.name], each.metadata) for each in declared if each.name not in given}
+        read = {key: self._read(key, hint, limit) for key, (hint, limit) in limits.items() if self.has(key)}
+        return kind(**{**read, **given})
+
+    def _read(self, key: str, hint: Any, limits: Mapping[str, Any]) -> Any:
+        """Read a key that is there as what its field's annotation says, which may allow None too."""
+        for kind in (hint, *get_args(hint)):
+            if get_origin(kind) is Literal:
+                choices = {word: word for word in get_args(kind)} | dict(limits.get("spellings", {}))
+                return self.one_of(key, choices, None)
+            if kind is bool:
+                return self.flag(key)
+            if kind is int:
+                return self.whole(key, 0, least=limits.get("least", 0))
+            if kind is float:
+                return self.number(key, 0.0, most=limits.get("most"))
+            if kind is str:
+                return self.text(key, "")
+        raise TypeError(f"{self.name(key)}: no config has values of {hint}")
+
     def section(self, key: str) -> Fields:
-        """The section below a key; an empty one where there is none."""
+        """Return the section below a key; an empty one where there is none."""
         value = self.values.get(key)
         if value is None:
             return Fields({}, self.name(key))
@@ -33,18 +62,18 @@ class Fields:
         return Fields(value, self.name(key))
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """A truth value."""
+        """Read a truth value."""
         value = self._value(key, default)
         if not isinstance(value, bool):
             self.refuse(key, "true or false")
         return value
 
     def maybe_flag(self, key: str) -> bool | None:
-        """Return a truth value, or None if the section does not say."""
+        """Read a truth value; None if the section does not say."""
         return self.flag(key) if self.has(key) else None
 
     def whole(self, key: str, default: int, *, least: int = 0) -> int:
-        """A whole number; JSON writes large ones as 5e8."""
+        """Read a whole number; JSON writes large ones as 5e8."""
         value = self._value(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -53,23 +82,19 @@ class Fields:
         return value
 
     def maybe_whole(self, key: str, *, least: int = 0) -> int | None:
-        """Return a whole number, or None if the section does not say."""
+        """Read a whole number; None if the section does not say."""
         return self.whole(key, least, least=least) if self.has(key) else None
 
     def number(self, key: str, default: float, *, most: float | None = None) -> float:
-        """A number of at least 0."""
+        """Read a number of at least 0."""
         value = self._value(key, default)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not 0 <= value < float("inf") or (most is not None and value > most):
             self.refuse(key, "a number of at least 0" if most is None else f"a number from 0 to {most:g}")
         return float(value)
 
-    def maybe_number(self, key: str) -> float | None:
-        """Return a number of at least 0, or None if the section does not say."""
-        return self.number(key, 0.0) if self.has(key) else None
-
     def real(self, key: str) -> float | None:
-        """Return a number of either sign, or None if the section does not say."""
+        """Read a number of either sign; None if the section does not say."""
         value = self._value(key, None)
         if value is None:
             return None
@@ -78,14 +103,14 @@ class Fields:
         return float(value)
 
     def text(self, key: str, default: str) -> str:
-        """A string."""
+        """Read a string."""
         value = self._value(key, default)
         if not isinstance(value, str):
             self.refuse(key, "a string")
         return value
 
     def maybe_text(self, key: str) -> str | None:
-        """Return a string, or None if the section does not say."""
+        """Read a string; None if the section does not say."""
         return self.text(key, "") if self.has(key) else None
 
     def refuse(self, key: str, kind: str) -> NoReturn:
@@ -97,7 +122,7 @@ class Fields:
         raise CannotRun(f"config: {self.name(key)} is {self.values.get(key)!r}; it must be {kind}")
 
     def one_of(self, key: str, choices: Mapping[str, Any], default: Any) -> Any:
-        """What `choices` has under the value, whatever its case."""
+        """Return what `choices` has under the value, whatever its case."""
         value = self._value(key, None)
         if value is None:
             return default
@@ -110,11 +135,9 @@ class Fields:
 
 
 # Other spellings: flat keys (`batch_size`, `zero_stage`), old names and `true` for a section, in DeepSpeed's words.
-
-
 Values = dict[str, Any]
 
-_PLACES: Mapping[str, tuple[str, ...]] = {
+_PATHS: Mapping[str, tuple[str, ...]] = {
     "batch_size": ("train_micro_batch_size_per_gpu",),
     "log_interval": ("steps_per_print",),
     "zero_stage": ("zero_optimization", "stage"),
@@ -153,18 +176,18 @@ _OLD_OFFLOAD = {
 
 
 def in_deepspeeds_words(config: Mapping[str, Any]) -> Values:
-    """The config with every key where DeepSpeed, or a section of ours, has it.
+    """Return the config with every key where DeepSpeed, or a section of ours, has it.
 
     Raises:
         CannotRun: two spellings of one thing differ.
     """
-    values: Values = {key: _copied(value) for key, value in config.items() if key not in _PLACES}
+    values: Values = {key: _copied(value) for key, value in config.items() if key not in _PATHS}
     if isinstance(values.get("zero_optimization"), bool):
         # What DeepSpeed still takes it for (deepspeed/runtime/zero/config.py, read_zero_config_deprecated).
         values["zero_optimization"] = {"stage": int(values["zero_optimization"])}
-    for key, place in _PLACES.items():
+    for key, path in _PATHS.items():
         if key in config:
-            _put(values, place, _TRANSLATED.get(key, _copied)(config[key]), spelled=key)
+            _put(values, path, _TRANSLATED.get(key, _copied)(config[key]), spelled=key)
     for name in _SWITCHES:
         if isinstance(values.get(name), bool):
             values[name] = {"enabled": values[name]}
@@ -179,9 +202,9 @@ def in_deepspeeds_words(config: Mapping[str, Any]) -> Values:
     return values
 
 
-def _put(values: Values, place: tuple[str, ...], value: Any, *, spelled: str) -> None:
-    """Write a value at its place, unless the place holds it already."""
-    *sections, key = place
+def _put(values: Values, path: tuple[str, ...], value: Any, *, spelled: str) -> None:
+    """Write a value below its sections, unless it is there already."""
+    *sections, key = path
     for name in sections:
         inner = values.setdefault(name, {})
         if isinstance(inner, bool):
@@ -192,20 +215,20 @@ def _put(values: Values, place: tuple[str, ...], value: Any, *, spelled: str) ->
     there = values.get(key)
     # Two ways to say how often lines are printed may differ: the one named for printing counts.
     if there is not None and value is not None and there != value and spelled != "log_interval":
-        raise CannotRun(f"config: {spelled} is {value!r} and {'.'.join(place)} is {there!r}; leave one out")
+        raise CannotRun(f"config: {spelled} is {value!r} and {'.'.join(path)} is {there!r}; leave one out")
     if there is None:
         values[key] = value
 
 
 def _offload(zero: Values) -> None:
-    """`offload_x: true` and the older `cpu_offload` as sections of their own."""
+    """Write `offload_x: true` and the older `cpu_offload` as sections of their own."""
     for name in ("offload_optimizer", "offload_param"):
         if isinstance(zero.get(name), bool):
             zero[name] = {"device": "cpu" if zero[name] else "none"}
-    for old, place in _OLD_OFFLOAD.items():
+    for old, name in _OLD_OFFLOAD.items():
         on = zero.pop(old, None)
         if isinstance(on, bool):
-            _put(zero, (place, "device"), "cpu" if on else "none", spelled=old)
+            _put(zero, (name, "device"), "cpu" if on else "none", spelled=old)
         elif on is not None:
             Fields({old: on}, "zero_optimization").refuse(old, "true or false")
     pinned = zero.pop("cpu_offload_use_pin_memory", None)
@@ -215,7 +238,7 @@ def _offload(zero: Values) -> None:
 
 
 def _overlap(values: Values) -> None:
-    """The two words of `communication` for what DeepSpeed calls `zero_optimization.overlap_comm`."""
+    """Move the two words of `communication` for what DeepSpeed calls `zero_optimization.overlap_comm`."""
     section = values.get("communication")
     for name in ("overlap_comm", "overlap_reduce_scatter"):
         if isinstance(section, dict) and name in section:
@@ -226,7 +249,7 @@ def _overlap(values: Values) -> None:
 
 
 def _learning_rate(values: Values) -> None:
-    """A flat `learning_rate` is AdamW's, or that of the optimizer that has none."""
+    """Give a flat `learning_rate` to AdamW, or to the optimizer that has none."""
     if "learning_rate" not in values:
         return
     rate = values.pop("learning_rate")
@@ -236,7 +259,7 @@ def _learning_rate(values: Values) -> None:
 
 
 def _profiler(section: Any) -> Any:
-    """`profiling` names one step to watch; ours counts the steps before it."""
+    """Translate `profiling`, which names one step to watch, into ours, which counts the steps before it."""
     if not isinstance(section, Mapping):
         return section
     fields = Fields(section, "profiling")
@@ -250,7 +273,7 @@ _PROFILING = ("profile_step", "module_depth", "top_modules")
 
 
 def _communication(section: Any) -> Any:
-    """`compression` as our `communication`: 8 bits only where the type is quantization, else a 16-bit type."""
+    """Translate `compression` into our `communication`: 8 bits only for quantization, else a 16-bit type."""
     if not isinstance(section, Mapping):
         return section
     fields = Fields(section, "compression")

@@ -1,4 +1,4 @@
-"""Every key a config may have, by section, and who reads it.
+"""Every key a config may have, by section, and the engines that read it.
 
 The names and defaults are those of DeepSpeed 0.19's documentation and parser, plus a few sections of our own.
 """
@@ -6,29 +6,39 @@ The names and defaults are those of DeepSpeed 0.19's documentation and parser, p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from strategies.config.values import CommunicationSection
+from strategies.config.values import (
+    CheckpointSection,
+    CommunicationSection,
+    DataSection,
+    Fp16Section,
+    LogSection,
+    LoraSection,
+    MonitorSettings,
+    PipelineSection,
+    ProfilerSection,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
-    """The keys of one section.
-
-    `read`: every engine does what they say. `own`: the same, and DeepSpeed does not know them. `hints`: they steer how
-    DeepSpeed works, not what it computes, and other engines need not care. `defaults`: only DeepSpeed does what they
-    say, so that other engines accept nothing but the default. `switched`: sections of DeepSpeed alone with keys of
-    their own, which do nothing unless `enabled`. `opaque`: sections with any keys.
-    """
+class Keys:
+    """The keys of one section."""
 
     read: frozenset[str] = frozenset()
+    """Every engine follows them."""
     own: frozenset[str] = frozenset()
+    """The same, and DeepSpeed does not have them."""
     hints: frozenset[str] = frozenset()
+    """They steer how DeepSpeed works, not what it computes, and other engines need not care."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Only DeepSpeed follows them, so that other engines accept nothing but the default."""
     switched: frozenset[str] = frozenset()
+    """Sections of DeepSpeed alone with keys of their own, which do nothing unless `enabled`."""
     opaque: frozenset[str] = frozenset()
-    sections: Mapping[str, Known] = field(default_factory=dict)
+    """Sections with any keys."""
+    sections: Mapping[str, Keys] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -41,32 +51,36 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_BY_NAME = Known(read=_words("type"), opaque=_words("params"), hints=_words("legacy_fusion"))
+def _fields(section: type[Any]) -> frozenset[str]:
+    return frozenset(each.name for each in fields(section))
 
-_FP16 = Known(
-    read=_words("enabled loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"),
+
+_BY_NAME = Keys(read=_words("type"), opaque=_words("params"), hints=_words("legacy_fusion"))
+
+_FP16 = Keys(
+    read=_words("enabled") | _fields(Fp16Section),
     # Every other engine casts floating-point inputs to the precision of the plan anyway.
     hints=_words("auto_cast"),
     defaults={"consecutive_hysteresis": False, "fp16_master_weights_and_grads": False},
 )
 
-_BF16 = Known(
+_BF16 = Keys(
     read=_words("enabled bf16_master_weights_and_grads bf16_optimizer_states"),
     hints=_words("immediate_grad_update check_grad_overflow check_overflow auto_cast"),
 )
 
-_OFFLOAD_OPTIMIZER = Known(
+_OFFLOAD_OPTIMIZER = Keys(
     read=_words("device nvme_path pin_memory buffer_count ratio"),
     hints=_words("pipeline pipeline_read pipeline_write fast_init cpuadam_cores_perc buffer_size"),
     defaults={"super_offload": False},
 )
 
-_OFFLOAD_PARAM = Known(
+_OFFLOAD_PARAM = Keys(
     read=_words("device nvme_path pin_memory"),
     hints=_words("buffer_count buffer_size max_in_cpu"),
 )
 
-_ZERO = Known(
+_ZERO = Keys(
     read=_words("stage reduce_bucket_size stage3_param_persistence_threshold"),
     hints=_words(
         "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions allgather_bucket_size"
@@ -91,7 +105,7 @@ _ZERO = Known(
     sections={"offload_optimizer": _OFFLOAD_OPTIMIZER, "offload_param": _OFFLOAD_PARAM},
 )
 
-_ACTIVATIONS = Known(
+_ACTIVATIONS = Keys(
     read=_words("cpu_checkpointing"),
     own=_words("enabled policy"),
     # They divide or lay out what tensor parallelism would repeat on every rank.
@@ -101,10 +115,10 @@ _ACTIVATIONS = Known(
     ),
 )
 
-_LOG = Known(read=_words("enabled output_path job_name"))
+_LOG = Keys(read=_fields(LogSection))
 
-_CHECKPOINT = Known(
-    own=_words("directory keep_last asynchronous every_steps trainable_only"),
+_CHECKPOINT = Keys(
+    own=_fields(CheckpointSection),
     hints=_words("tag_validation load_universal parallel_write writer checkpoint_serialization"),
     defaults={"use_node_local_storage": False},
 )
@@ -115,7 +129,7 @@ _COMPILE = (
     " sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes"
 )
 
-TOP = Known(
+TOP = Keys(
     read=_words(
         "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
         " communication_data_type wall_clock_breakdown memory_breakdown steps_per_print"
@@ -150,7 +164,7 @@ TOP = Known(
         "fp16": _FP16,
         "bf16": _BF16,
         "zero_optimization": _ZERO,
-        "data_types": Known(
+        "data_types": Keys(
             read=_words("grad_accum_dtype"),
             defaults={"param_dtype": None, "buffer_dtype": None, "keep_in_fp32_modules": "auto"},
         ),
@@ -158,52 +172,44 @@ TOP = Known(
         "tensorboard": _LOG,
         "csv_monitor": _LOG,
         "checkpoint": _CHECKPOINT,
-        "lora": Known(own=_words("method rank alpha targets dropout")),
-        "dataloader": Known(own=_words("num_workers pin_memory bad_samples seed")),
-        "communication": Known(own=_words("data_type compression error_feedback block_size bucket_cap_mb")),
-        "monitor": Known(
-            own=_words(
-                "enabled output_path sample_seconds loss_spike slowdown memory_growth gpu cpu network thresholds"
-            )
-        ),
-        "profiler": Known(own=_words("enabled wait warmup active output_path")),
-        "pipeline": Known(
-            read=_words("stages partition"),
+        "lora": Keys(own=_fields(LoraSection)),
+        "dataloader": Keys(own=_fields(DataSection)),
+        "communication": Keys(own=_words("data_type compression error_feedback block_size bucket_cap_mb")),
+        "monitor": Keys(own=_fields(MonitorSettings)),
+        "profiler": Keys(own=_fields(ProfilerSection)),
+        "pipeline": Keys(
+            read=_fields(PipelineSection),
             hints=_words("seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned"),
         ),
-        "tensor_parallel": Known(
+        "tensor_parallel": Keys(
             defaults={"autotp_size": 0, "tp_size": 1},
             opaque=_words("tp_grain_size tp injection_policy_tuple keep_module_on_host replace_with_kernel_inject"),
         ),
-        "compile": Known(defaults={"deepcompile": False}, opaque=_words(_COMPILE)),
+        "compile": Keys(defaults={"deepcompile": False}, opaque=_words(_COMPILE)),
     },
 )
 
 
 # The part of a config that DeepSpeed gets: keys it knows, without those that dsplan handles itself.
-
-
 _OURS_EVERYWHERE = ("scheduler", "tensorboard", "csv_monitor", "wall_clock_breakdown", "memory_breakdown")
 """Schedulers, metrics files and timers are made here under every strategy, so that they are the same under each."""
 
 
 def for_deepspeed(values: Mapping[str, Any], communication: CommunicationSection) -> dict[str, Any]:
-    """The config in DeepSpeed's words, where `auto` and `null` are left out as if they were not there."""
-    known = _known(values, TOP)
-    for name in _OURS_EVERYWHERE:
-        known.pop(name, None)
+    """Return the config in DeepSpeed's words, where `auto` and `null` are left out as if they were not there."""
+    theirs = {name: value for name, value in _without_own(values, TOP).items() if name not in _OURS_EVERYWHERE}
     dtype = communication.compression if communication.compression in ("fp16", "bf16") else communication.data_type
-    return known if dtype is None else {**known, "communication_data_type": dtype}
+    return theirs if dtype is None else {**theirs, "communication_data_type": dtype}
 
 
-def _known(values: Mapping[str, Any], known: Known) -> dict[str, Any]:
+def _without_own(values: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for key, value in values.items():
-        if key in known.own or value is None or value == "auto":
+        if key in keys.own or value is None or value == "auto":
             continue
-        section = known.sections.get(key)
+        section = keys.sections.get(key)
         if section is None or not isinstance(value, Mapping):
             kept[key] = value
-        elif inner := _known(value, section):
+        elif inner := _without_own(value, section):
             kept[key] = inner
     return kept

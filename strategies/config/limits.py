@@ -1,4 +1,4 @@
-"""What a script's config asks of the plan that is made for it: limits of the planner's search."""
+"""A script's config as limits of the planner's search, for the plan that is made for it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from planner.cost.combinations import offloads_of
 from planner.types.cluster import Cluster
 from planner.types.plan import Configuration
 from strategies.config.fields import Fields
-from strategies.config.known import TOP, Known
+from strategies.config.known import TOP, Keys
 from strategies.config.names import plain
-from strategies.config.values import NamedParts, ScriptConfig, ZeroSection
+from strategies.config.values import ActivationSection, NamedParts, ScriptConfig, ZeroSection
 from strategies.errors import CannotRun
 from strategies.parallel.blocks import repeated_blocks
 from strategies.tracing.step.checkpointing import recomputed_modules
@@ -39,7 +39,7 @@ _NAMES: dict[str, words.Optimizer] = {
 
 
 def micro_batch(config: ScriptConfig, world_size: int) -> int | None:
-    """The micro-batch where the config decides it: by name, or through global batch and accumulation.
+    """Return the micro-batch where the config decides it: by name, or through global batch and accumulation.
 
     Raises:
         CannotRun: the global batch cannot be split so.
@@ -57,55 +57,50 @@ def micro_batch(config: ScriptConfig, world_size: int) -> int | None:
     return config.train_batch_size // parts
 
 
-def offload(asked: ZeroSection, strategy: words.Strategy | None, zero_backend: words.Backend) -> dict[str, Any]:
-    """The offload that the config decides, as fields of Request.
+def limit_offload(zero: ZeroSection, strategy: words.Strategy | None, zero_backend: words.Backend) -> dict[str, Any]:
+    """Return the offload that the config decides, as fields of Request.
 
     Raises:
         CannotRun: the strategy cannot offload so.
     """
-    if asked.offload in (None, "none"):
-        return {"offload": asked.offload}
+    if zero.offload in (None, "none"):
+        return {"offload": zero.offload}
     if strategy is not None:
         backend = words.default_backend(strategy, zero=zero_backend)
         possible = offloads_of(strategy, backend)
-        if asked.offload not in possible:
+        if zero.offload not in possible:
             raise CannotRun(
-                f"config: zero_optimization offloads {asked.offload!r}, and {strategy!r} of backend {backend!r} can"
+                f"config: zero_optimization offloads {zero.offload!r}, and {strategy!r} of backend {backend!r} can"
                 f" offload {', '.join(possible) or 'nothing'}; change offload_optimizer and offload_param, or the stage"
             )
-    return {"offload": asked.offload, "offload_ratio": asked.offload_ratio}
+    return {"offload": zero.offload, "offload_ratio": zero.offload_ratio}
 
 
-def with_disk(cluster: Cluster, asked: ZeroSection) -> Cluster:
-    """The cluster with the free space where the config puts NVMe files, which a probe does not look for.
+def add_disk(cluster: Cluster, zero: ZeroSection) -> Cluster:
+    """Add the free space where the config puts NVMe files, which a probe does not look for.
 
     Raises:
         CannotRun: there is no such directory.
     """
-    if asked.offload != "nvme" or asked.nvme_path is None or cluster.nvme_bytes_per_node:
+    if zero.offload != "nvme" or zero.nvme_path is None or cluster.nvme_bytes_per_node:
         return cluster
     try:
         # What is missing is not made: a mistyped mount point would fill the disk that it should be mounted on.
-        free = shutil.disk_usage(Path(asked.nvme_path)).free
+        free = shutil.disk_usage(Path(zero.nvme_path)).free
     except OSError as problem:
         raise CannotRun(
-            f"config: nvme_path {asked.nvme_path} cannot be used ({problem.strerror}); name a directory that is there"
+            f"config: nvme_path {zero.nvme_path} cannot be used ({problem.strerror}); name a directory that is there"
         ) from None
     return replace(cluster, nvme_bytes_per_node=free)
 
 
-def travel(config: ScriptConfig) -> dict[str, Any]:
-    """How gradients travel, as a field of Request."""
-    return {"gradient_compression": config.communication.compression}
-
-
-def activations(config: ScriptConfig, model: nn.Module) -> dict[str, Any]:
-    """What may be checkpointed and where it is kept, as fields of Request.
+def limit_activations(section: ActivationSection, model: nn.Module) -> dict[str, Any]:
+    """Return what may be checkpointed and where it is kept, as fields of Request.
 
     Raises:
         CannotRun: the script has chosen modules itself and the config chooses a policy, or there is nothing to keep.
     """
-    asked, policy = config.activations, config.activations.asked
+    policy = section.effective_policy
     if recomputed_modules(model):
         if policy not in (None, "none"):
             raise CannotRun(
@@ -113,16 +108,16 @@ def activations(config: ScriptConfig, model: nn.Module) -> dict[str, Any]:
                 " checkpoint_activations; leave out one of them"
             )
         return {"checkpointings": ("none",)}
-    if asked.cpu_checkpointing and policy == "none":
+    if section.cpu_checkpointing and policy == "none":
         raise CannotRun(
             "config: activation_checkpointing.cpu_checkpointing moves what a policy keeps, and the policy is 'none';"
             " choose 'full' or 'selective'"
         )
-    return {"checkpointings": _checkpointings(model, policy), "activations_on_host": asked.cpu_checkpointing}
+    return {"checkpointings": _checkpointings(model, policy), "activations_on_host": section.cpu_checkpointing}
 
 
 def _checkpointings(model: nn.Module, policy: words.Checkpointing | None) -> tuple[words.Checkpointing, ...] | None:
-    """What a plan may recompute: what the config says, else what the model has blocks for; None for everything."""
+    """Return what a plan may recompute: the config's policy, else what the model has blocks for; None: everything."""
     if policy is not None:
         return (policy,)
     if repeated_blocks(model):
@@ -130,19 +125,20 @@ def _checkpointings(model: nn.Module, policy: words.Checkpointing | None) -> tup
     return ("none", "full") if getattr(model, "supports_gradient_checkpointing", False) else ("none",)
 
 
-def optimizer(own: object, named: NamedParts | None) -> words.Optimizer:
-    """The plan's name of the script's optimizer (instance or class), or of the config's; AdamW, which needs most
-    memory, where the plan has no name for it.
+def name_optimizer(own: object, named: NamedParts | None) -> words.Optimizer:
+    """Return the plan's name of the script's optimizer (instance or class), or of the config's.
+
+    AdamW, which needs most memory, where the plan has no name for it.
     """
     if own is None and named is not None:
         name = _NAMES.get(plain(named.name), "adamw")
-        return _way_of_adamw(named.params) if name == "adamw" else name
+        return _adamw_variant(named.params) if name == "adamw" else name
     name = _CLASSES.get(own if isinstance(own, type) else type(own), "adamw")
-    return _way_of_adamw(getattr(own, "defaults", {})) if name == "adamw" else name
+    return _adamw_variant(getattr(own, "defaults", {})) if name == "adamw" else name
 
 
-def _way_of_adamw(options: Mapping[str, Any]) -> words.Optimizer:
-    """Which of torch's three ways to step AdamW its options choose."""
+def _adamw_variant(options: Mapping[str, Any]) -> words.Optimizer:
+    """Return which of torch's three implementations of AdamW its options choose."""
     if options.get("fused"):
         return "adamw-fused"
     return "adamw-forloop" if options.get("foreach") is False else "adamw"
@@ -151,18 +147,18 @@ def _way_of_adamw(options: Mapping[str, Any]) -> words.Optimizer:
 # Refused keys of a config: unknown ones, and DeepSpeed's own where another engine runs.
 
 
-def refuse_unknown(top: Fields, known: Known = TOP) -> None:
+def refuse_unknown(top: Fields, keys: Keys = TOP) -> None:
     """Stop at a key that no engine reads, in any section.
 
     Raises:
         CannotRun: naming the key and the nearest known one.
     """
     for key in top.values:
-        if key not in known.names:
-            raise CannotRun(f"config: {top.name(str(key))} is not known; {_remedy(str(key), known)}")
-    for key, section in known.sections.items():
+        if key not in keys.names:
+            raise CannotRun(f"config: {top.name(str(key))} is not known; {_remedy(str(key), keys)}")
+    for key, section in keys.sections.items():
         refuse_unknown(top.section(key), section)
-    for key in known.switched:
+    for key in keys.switched:
         top.section(key)
 
 
@@ -174,44 +170,44 @@ def refuse_deepspeed_keys(script: ScriptConfig, configuration: Configuration) ->
     """
     if configuration.backend == "deepspeed":
         return
-    asked = sorted(_beyond(Fields(script.values), TOP))
-    if asked:
+    beyond = sorted(_keys_beyond(Fields(script.values), TOP))
+    if beyond:
         name = "backend 'native'" if configuration.backend == "native" else f"strategy {configuration.strategy!r}"
         raise CannotRun(
-            f"config: {name} cannot do what {', '.join(asked)} asks; leave it out, or use zero1, zero2 or zero3 with"
+            f"config: {name} cannot do what {', '.join(beyond)} asks; leave it out, or use zero1, zero2 or zero3 with"
             " backend 'deepspeed'"
         )
 
 
-def _beyond(fields: Fields, known: Known) -> Iterator[str]:
-    """The keys that ask DeepSpeed for more than its default."""
-    for key, default in known.defaults.items():
+def _keys_beyond(fields: Fields, keys: Keys) -> Iterator[str]:
+    """Yield the keys that demand more of DeepSpeed than its default."""
+    for key, default in keys.defaults.items():
         value = fields.values.get(key)
         if fields.has(key) and value != default and value not in ({}, [], ()):
             yield fields.name(key)
-    for key in known.switched:
+    for key in keys.switched:
         if fields.section(key).flag("enabled"):
             yield fields.name(key)
-    for key, section in known.sections.items():
-        yield from _beyond(fields.section(key), section)
+    for key, section in keys.sections.items():
+        yield from _keys_beyond(fields.section(key), section)
 
 
-def _remedy(key: str, known: Known) -> str:
-    if home := _home(key, TOP):
+def _remedy(key: str, keys: Keys) -> str:
+    if home := _section_of(key, TOP):
         return f"it belongs in {home}"
-    near = get_close_matches(key, known.names, n=1) or get_close_matches(key.lower(), known.names, n=1)
+    near = get_close_matches(key, keys.names, n=1) or get_close_matches(key.lower(), keys.names, n=1)
     return f"did you mean {near[0]}?" if near else "docs/reference/config.md lists the keys"
 
 
-def _home(key: str, known: Known, place: str = "") -> str:
-    """The section that knows a key; empty where none does."""
-    for name, section in known.sections.items():
-        inner = f"{place}.{name}" if place else name
+def _section_of(key: str, keys: Keys, path: str = "") -> str | None:
+    """Return the section that has a key; None where none does."""
+    for name, section in keys.sections.items():
+        inner = f"{path}.{name}" if path else name
         if key in section.names and key not in _COMMON:
             return inner
-        if found := _home(key, section, inner):
-            return found
-    return ""
+        if below := _section_of(key, section, inner):
+            return below
+    return None
 
 
 _COMMON = frozenset(

@@ -9,29 +9,29 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Named:
-    """Where an optimizer or scheduler is, as module:attribute.
-
-    `defaults` are DeepSpeed's where they are not the class's own. `settled` are arguments of DeepSpeed's class that
-    change nothing here: any value where None is written, else that value alone. `accepts` is a place whose signature
-    says what may be given, where `place` is a function that passes it on; `more` are further names. `name` is how
-    messages and configs spell it.
-    """
+    """An optimizer or scheduler that a config can name."""
 
     name: str
-    place: str
+    """As messages and configs spell it."""
+    path: str
+    """As module:attribute."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    """DeepSpeed's, where they are not the class's own."""
     settled: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of DeepSpeed's class that change nothing here: any value where None is written, else that alone."""
     accepts: str | None = None
+    """What has the signature, where `path` is a function that passes its arguments on."""
     more: tuple[str, ...] = ()
+    """Further names of arguments."""
 
 
 def plain(name: str) -> str:
-    """A name as it is looked up: `AdamW_8bit` and `adamw-8bit` are one."""
+    """Return a name as it is looked up: `AdamW_8bit` and `adamw-8bit` are one."""
     return name.lower().replace("-", "").replace("_", "")
 
 
 def _in(module: str, names: str) -> dict[str, Named]:
-    return _by_name(*(Named(name=name, place=f"{module}:{name}") for name in names.split()))
+    return _by_name(*(Named(name=name, path=f"{module}:{name}") for name in names.split()))
 
 
 def _by_name(*named: Named) -> dict[str, Named]:
@@ -46,21 +46,21 @@ OPTIMIZERS: Mapping[str, Named] = {
     **_by_name(
         Named(
             name="Adam",
-            place="strategies.optim.registry:adam",
+            path="strategies.optim.registry:adam",
             accepts="torch.optim:AdamW",
             defaults=_NO_DECAY,
             settled=_OF_DEEPSPEEDS_ADAM,
         ),
         Named(
             name="AdamW",
-            place="torch.optim:AdamW",
+            path="torch.optim:AdamW",
             defaults=_NO_DECAY,
             settled={**_OF_DEEPSPEEDS_ADAM, "adam_w_mode": None},
         ),
-        Named(name="Lion", place="strategies.optim.lion:Lion", defaults={"lr": 1e-3}),
+        Named(name="Lion", path="strategies.optim.lion:Lion", defaults={"lr": 1e-3}),
         Named(
             name="Muon",
-            place="strategies.optim.muon:MuonWithAdamW",
+            path="strategies.optim.muon:MuonWithAdamW",
             accepts="torch.optim:Muon",
             more=("muon_lr", "adam_lr", "betas"),
         ),
@@ -78,12 +78,12 @@ SCHEDULERS: Mapping[str, Named] = {
     **_by_name(
         Named(
             name="OneCycle",
-            place="strategies.optim.schedulers:OneCycle",
+            path="strategies.optim.schedulers:OneCycle",
             accepts="strategies.optim.schedulers:OneCycleSettings",
         ),
-        Named(name="linear", place="strategies.optim.schedulers:LinearWarmup"),
-        Named(name="cosine", place="strategies.optim.schedulers:CosineWarmup"),
-        Named(name="constant", place="strategies.optim.schedulers:ConstantWarmup"),
+        Named(name="linear", path="strategies.optim.schedulers:LinearWarmup"),
+        Named(name="cosine", path="strategies.optim.schedulers:CosineWarmup"),
+        Named(name="constant", path="strategies.optim.schedulers:ConstantWarmup"),
     ),
     **_in(
         "torch.optim.lr_scheduler",

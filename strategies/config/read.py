@@ -13,26 +13,30 @@ from strategies.config.known import for_deepspeed
 from strategies.config.limits import refuse_unknown
 from strategies.config.sections import (
     activation_section,
-    checkpoint_section,
     communication_dtype,
     communication_section,
-    data_section,
-    fp16_section,
     kernels_section,
     log_settings,
     lora_section,
     monitor_section,
     named_parts,
-    pipeline_section,
-    profiler_section,
     zero_section,
 )
-from strategies.config.values import CsvSection, ScriptConfig, TensorboardSection
+from strategies.config.values import (
+    CheckpointSection,
+    CsvSection,
+    DataSection,
+    Fp16Section,
+    PipelineSection,
+    ProfilerSection,
+    ScriptConfig,
+    TensorboardSection,
+)
 from strategies.errors import BrokenFile, CannotRun
 
 
 def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
-    """The config of a script from a dictionary, a JSON file, or nothing.
+    """Read the config of a script from a dictionary, a JSON file, or nothing.
 
     Raises:
         BrokenFile: the file is not JSON with an object at the top.
@@ -52,30 +56,30 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
         precision=_precision(top),
         optimizer=named_parts(top, "optimizer"),
         scheduler=named_parts(top, "scheduler"),
-        fp16=fp16_section(top.section("fp16")),
+        fp16=top.section("fp16").into(Fp16Section),
         zero=zero_section(top.section("zero_optimization")),
         communication=communication,
         accumulate_dtype=communication_dtype(top.section("data_types"), "grad_accum_dtype"),
         activations=activation_section(top.section("activation_checkpointing")),
         tensorboard=TensorboardSection(**log_settings(top.section("tensorboard"))),
         csv_monitor=CsvSection(**log_settings(top.section("csv_monitor"))),
-        profiler=profiler_section(top),
+        profiler=top.section("profiler").into(ProfilerSection),
         monitor=monitor_section(top.section("monitor")),
-        checkpoint=checkpoint_section(top.section("checkpoint")),
-        data=data_section(top.section("dataloader")),
+        checkpoint=top.section("checkpoint").into(CheckpointSection),
+        data=top.section("dataloader").into(DataSection),
         lora=lora_section(top),
         train_only=top.text("train_only", ""),
         kernels=kernels_section(top),
         wall_clock_breakdown=top.flag("wall_clock_breakdown"),
         memory_breakdown=top.flag("memory_breakdown"),
         steps_per_print=top.maybe_whole("steps_per_print", least=1),
-        pipeline=pipeline_section(top.section("pipeline")),
+        pipeline=top.section("pipeline").into(PipelineSection),
         values=for_deepspeed(top.values, communication),
     )
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a DeepSpeed JSON file.
+    """Read the object in a DeepSpeed JSON file.
 
     Raises:
         BrokenFile: the file cannot be read or is not JSON with an object at the top.
@@ -97,10 +101,10 @@ def _precision(top: Fields) -> Precision | None:
 
 
 def _keeps_no_fp32(bf16: Fields) -> bool:
-    """Whether masters, gradients and optimizer states stay in bf16.
+    """Return whether masters, gradients and optimizer states stay in bf16.
 
     Raises:
-        CannotRun: one of the two is asked for without the other.
+        CannotRun: one of the two is set without the other.
     """
     masters, states = (bf16.flag(key) for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"))
     if masters != states:

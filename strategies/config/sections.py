@@ -1,45 +1,36 @@
-"""The sections of a config, one function each."""
+"""The sections of a config that are more than a dataclass's fields, one function each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from dataclasses import fields as fields_of
+from typing import Any
 
-from planner.vocabulary import Method, Offload
+from planner.vocabulary import Offload
 from strategies.config.fields import Fields
 from strategies.config.values import (
     ActivationSection,
-    CheckpointSection,
     CommunicationDtype,
     CommunicationSection,
-    Compression,
-    DataSection,
-    Fp16Section,
     LoraSection,
     MonitorSettings,
     NamedParts,
-    Partition,
-    PipelineSection,
-    ProfilerSection,
     Threshold,
     ZeroSection,
 )
 from strategies.errors import CannotRun
 
 # `zero_optimization`: the stage, buckets, and what leaves the GPU.
-
-
 _DEVICES = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
 
 
 def zero_section(fields: Fields) -> ZeroSection:
-    """The section as a value.
+    """Read the section with the two below it.
 
     Raises:
         CannotRun: a value is not of its kind, or NVMe has no path.
     """
     optimizer, param = fields.section("offload_optimizer"), fields.section("offload_param")
-    default = ZeroSection()
     offload = _offload(optimizer, param)
     path = optimizer.maybe_text("nvme_path") or param.maybe_text("nvme_path")
     if offload == "nvme" and path is None:
@@ -50,10 +41,10 @@ def zero_section(fields: Fields) -> ZeroSection:
         reduce_bucket_size=fields.maybe_whole("reduce_bucket_size", least=1),
         param_persistence_threshold=fields.maybe_whole("stage3_param_persistence_threshold"),
         offload=offload,
-        offload_ratio=optimizer.number("ratio", default.offload_ratio, most=1.0),
+        offload_ratio=optimizer.number("ratio", ZeroSection().offload_ratio, most=1.0),
         nvme_path=path,
-        pin_memory=pinned.flag("pin_memory", default.pin_memory),
-        buffer_count=optimizer.whole("buffer_count", default.buffer_count, least=1),
+        pin_memory=pinned.maybe_flag("pin_memory"),
+        buffer_count=optimizer.maybe_whole("buffer_count", least=1),
     )
 
 
@@ -87,92 +78,57 @@ def _offload(optimizer: Fields, param: Fields) -> Offload | None:
     return "none" if "none" in (of_optimizer, of_param) else None
 
 
-_PARTITIONS: Mapping[str, Partition] = {
-    **{name: name for name in get_args(Partition)},
-    # DeepSpeed's word for a cut by measured time.
-    "best": "seconds",
-    "profile": "seconds",
-}
-
-
-def pipeline_section(fields: Fields) -> PipelineSection:
-    """`pipeline`, with DeepSpeed's words of `partition_method` for `partition`.
-
-    Raises:
-        CannotRun: a value is not of its kind.
-    """
-    return PipelineSection(
-        stages=fields.maybe_whole("stages", least=1), partition=fields.one_of("partition", _PARTITIONS, "uniform")
-    )
-
-
-# The section `monitor`, and the same settings by name.
-
-
 def monitor_section(fields: Fields) -> MonitorSettings:
-    """`monitor`.
+    """Read `monitor`.
 
     Raises:
         CannotRun: a value is not of its kind.
     """
-    sample_seconds = fields.maybe_number("sample_seconds")
-    if sample_seconds == 0:
+    settings = fields.into(MonitorSettings, thresholds=_thresholds(fields.section("thresholds")))
+    if settings.sample_seconds == 0:
         fields.refuse("sample_seconds", "a number above 0")
-    slowdown = fields.maybe_number("slowdown")
-    if slowdown is not None and 0 < slowdown <= 1:
+    if settings.slowdown is not None and 0 < settings.slowdown <= 1:
         fields.refuse("slowdown", "a number above 1, or 0 for none")
-    return MonitorSettings(
-        enabled=fields.maybe_flag("enabled"),
-        output_path=fields.text("output_path", MonitorSettings().output_path),
-        sample_seconds=sample_seconds,
-        loss_spike=fields.maybe_number("loss_spike"),
-        slowdown=slowdown,
-        memory_growth=fields.maybe_number("memory_growth"),
-        gpu=fields.flag("gpu", True),
-        cpu=fields.flag("cpu", True),
-        network=fields.flag("network", True),
-        thresholds=_thresholds(fields.section("thresholds")),
-    )
+    return settings
 
 
 def _thresholds(fields: Fields) -> dict[str, Threshold]:
-    """`{"loss": {"above": 10}}`; a figure that has none is left out."""
-    found = {}
+    """Read `{"loss": {"above": 10}}`; a figure that has none is left out."""
+    thresholds = {}
     for name in fields.values:
         limits = fields.section(str(name))
         for key in limits.values:
             if key not in ("above", "below"):
                 fields.refuse(str(name), 'written as {"above": number} or {"below": number}')
-        found[str(name)] = Threshold(**{key: limits.real(key) for key in ("above", "below") if limits.has(key)})
-    return found
+        thresholds[str(name)] = Threshold(**{key: limits.real(key) for key in ("above", "below") if limits.has(key)})
+    return thresholds
 
 
-def read_settings(values: Mapping[str, Any], *, place: str) -> MonitorSettings:
-    """Settings from a dictionary with the keys of the section.
+def read_settings(values: Mapping[str, Any], *, where: str) -> MonitorSettings:
+    """Read settings from a dictionary with the keys of the section; `where` is how messages call it.
 
     Raises:
         CannotRun: a key is not known, or a value is not of its kind.
     """
-    known = [name for name in MonitorSettings.__dataclass_fields__ if name not in ("enabled", "output_path")]
+    names = [field.name for field in fields_of(MonitorSettings) if field.name not in ("enabled", "output_path")]
     for name in values:
-        if name not in known:
-            raise CannotRun(f"{place}: {name} is not known; it can be {', '.join(known)}")
-    return monitor_section(Fields(values, place))
+        if name not in names:
+            raise CannotRun(f"{where}: {name} is not known; it can be {', '.join(names)}")
+    return monitor_section(Fields(values, where))
 
 
 _COMMUNICATION_DTYPES: dict[str, CommunicationDtype] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "bfp16": "bf16"}
-_COMPRESSIONS: dict[str, Compression] = {"none": "none", "fp16": "fp16", "bf16": "bf16", "int8": "int8"}
 _POLICIES = {"none": "none", "selective": "selective", "full": "full"}
 
 
 def communication_dtype(fields: Fields, key: str) -> CommunicationDtype | None:
-    """A dtype by DeepSpeed's name."""
-    found: CommunicationDtype | None = fields.one_of(key, _COMMUNICATION_DTYPES, None)
-    return found
+    """Read a dtype by DeepSpeed's name."""
+    dtype: CommunicationDtype | None = fields.one_of(key, _COMMUNICATION_DTYPES, None)
+    return dtype
 
 
 def named_parts(top: Fields, key: str) -> NamedParts | None:
-    """`optimizer` or `scheduler`: `{"type": name, "params": {...}}`.
+    """Read `optimizer` or `scheduler`: `{"type": name, "params": {...}}`.
 
     Raises:
         CannotRun: it has no `type`.
@@ -186,19 +142,8 @@ def named_parts(top: Fields, key: str) -> NamedParts | None:
     return NamedParts(name=section.text("type", ""), params=params)
 
 
-def fp16_section(fields: Fields) -> Fp16Section:
-    """`fp16`, but for whether it is enabled."""
-    return Fp16Section(
-        loss_scale=fields.number("loss_scale", 0.0),
-        initial_scale_power=fields.whole("initial_scale_power", 16),
-        loss_scale_window=fields.whole("loss_scale_window", 1000, least=1),
-        hysteresis=fields.whole("hysteresis", 2, least=1),
-        min_loss_scale=fields.number("min_loss_scale", 1.0),
-    )
-
-
 def communication_section(top: Fields) -> CommunicationSection:
-    """`communication`, with DeepSpeed's `communication_data_type` where it does not say."""
+    """Read `communication`, with DeepSpeed's `communication_data_type` where it does not say."""
     own = top.section("communication")
     bucket = own.real("bucket_cap_mb")
     if bucket is not None and not 0 < bucket < float("inf"):
@@ -208,17 +153,12 @@ def communication_section(top: Fields) -> CommunicationSection:
         raise CannotRun(
             f"config: {own.name('bucket_cap_mb')} and {zero.name('reduce_bucket_size')} are both set; leave one out"
         )
-    return CommunicationSection(
-        data_type=communication_dtype(own, "data_type") or communication_dtype(top, "communication_data_type"),
-        compression=own.one_of("compression", _COMPRESSIONS, "none"),
-        error_feedback=own.flag("error_feedback", True),
-        block_size=own.whole("block_size", CommunicationSection().block_size, least=1),
-        bucket_mib=bucket,
-    )
+    dtype = communication_dtype(own, "data_type") or communication_dtype(top, "communication_data_type")
+    return own.into(CommunicationSection, data_type=dtype, bucket_mib=bucket)
 
 
 def activation_section(fields: Fields) -> ActivationSection:
-    """`activation_checkpointing`; `enabled` is short for the policies full and none."""
+    """Read `activation_checkpointing`; `enabled` is short for the policies full and none."""
     is_on = fields.maybe_flag("enabled")
     default = None if is_on is None else "full" if is_on else "none"
     return ActivationSection(
@@ -227,7 +167,7 @@ def activation_section(fields: Fields) -> ActivationSection:
 
 
 def log_settings(fields: Fields) -> dict[str, Any]:
-    """`tensorboard` or `csv_monitor`."""
+    """Read `tensorboard` or `csv_monitor`, without what is empty."""
     settings: dict[str, Any] = {"enabled": fields.flag("enabled")}
     for key in ("output_path", "job_name"):
         if fields.has(key) and fields.text(key, ""):
@@ -235,59 +175,14 @@ def log_settings(fields: Fields) -> dict[str, Any]:
     return settings
 
 
-def profiler_section(top: Fields) -> ProfilerSection:
-    """`profiler`."""
-    own, default = top.section("profiler"), ProfilerSection()
-    return ProfilerSection(
-        enabled=own.flag("enabled"),
-        wait=own.whole("wait", default.wait),
-        warmup=own.whole("warmup", default.warmup),
-        active=own.whole("active", default.active, least=1),
-        output_path=own.text("output_path", default.output_path),
-    )
-
-
-def data_section(fields: Fields) -> DataSection:
-    """`dataloader`."""
-    return DataSection(
-        num_workers=fields.whole("num_workers", 0),
-        pin_memory=fields.maybe_flag("pin_memory"),
-        bad_samples=fields.whole("bad_samples", 0),
-        seed=fields.maybe_whole("seed"),
-    )
-
-
-def checkpoint_section(fields: Fields) -> CheckpointSection:
-    """`checkpoint`."""
-    return CheckpointSection(
-        directory=fields.maybe_text("directory"),
-        keep_last=fields.maybe_whole("keep_last", least=1),
-        asynchronous=fields.flag("asynchronous"),
-        every_steps=fields.maybe_whole("every_steps", least=1),
-        trainable_only=fields.flag("trainable_only"),
-    )
-
-
-_ADAPTERS: dict[str, Method] = {"lora": "lora", "dora": "dora", "qlora": "qlora"}
-
-
 def lora_section(top: Fields) -> LoraSection | None:
-    """`lora`; None where the config has none."""
-    if not top.has("lora"):
-        return None
-    fields, default = top.section("lora"), LoraSection()
-    dropout = fields.number("dropout", default.dropout, most=1.0)
-    return LoraSection(
-        method=fields.one_of("method", _ADAPTERS, default.method),
-        rank=fields.whole("rank", default.rank, least=1),
-        alpha=fields.real("alpha"),
-        targets=fields.text("targets", default.targets),
-        dropout=dropout,
-    )
+    """Read `lora`; None where the config has none."""
+    fields = top.section("lora")
+    return fields.into(LoraSection, alpha=fields.real("alpha")) if top.has("lora") else None
 
 
 def kernels_section(top: Fields) -> dict[str, str]:
-    """`kernels`: providers by kernel, `all` for a word that is meant for every one."""
+    """Read `kernels`: providers by kernel, `all` for a word that is meant for every one."""
     given = top.values.get("kernels")
     if given is None:
         return {}

@@ -1,4 +1,7 @@
-"""What a script's config says, as values: the same for every strategy."""
+"""A script's config as values: the same for every strategy.
+
+A field without a value here, None, is left to the plan or to the module that uses it, where its default stands.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from planner.cost.precision import INT8_BLOCK
+from planner.models.counting.adapters import LORA_TARGETS
 from planner.vocabulary import Checkpointing, Method, Offload, Precision
 from strategies.errors import CannotRun
 
-# Settings of the monitor.
+AT_LEAST_1 = {"least": 1}
+"""Metadata of a field whose value is refused below 1; `Fields.into` reads `least`, `most` and other `spellings`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,15 +28,13 @@ class Threshold:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonitorSettings:
-    """`enabled` None: under `dsplan run` only. A detector whose number is 0 is off; None leaves it at its own default.
-
-    The machine is looked at every `sample_seconds`. `loss_spike`, `slowdown`, `memory_growth`, and what they are
-    without a word here: `strategies/telemetry/detectors.py`, as are the limits that `thresholds` adds to, by figure.
-    """
+    """What is watched, and the numbers of `strategies/telemetry/detectors.py`, of which 0 switches one off."""
 
     enabled: bool | None = None
+    """None: under `dsplan run` only."""
     output_path: str = "logs"
     sample_seconds: float | None = None
+    """How often the machine is looked at."""
     loss_spike: float | None = None
     slowdown: float | None = None
     memory_growth: float | None = None
@@ -39,12 +42,11 @@ class MonitorSettings:
     cpu: bool = True
     network: bool = True
     thresholds: Mapping[str, Threshold] = field(default_factory=dict)
+    """Limits by figure, beside the detectors' own."""
 
 
 Compression = Literal["none", "fp16", "bf16", "int8"]
 CommunicationDtype = Literal["fp32", "bf16", "fp16"]
-
-
 Partition = Literal["uniform", "parameters", "seconds"]
 """What pipeline stages have as equally as can be: blocks, parameters, or the time that their products take."""
 
@@ -53,9 +55,9 @@ Partition = Literal["uniform", "parameters", "seconds"]
 class PipelineSection:
     """How a model is cut into pipeline stages."""
 
-    stages: int | None = None
+    stages: int | None = field(default=None, metadata=AT_LEAST_1)
     """The pipeline's degree, where a plan is made now."""
-    partition: Partition = "uniform"
+    partition: Partition = field(default="uniform", metadata={"spellings": {"best": "seconds", "profile": "seconds"}})
     """What the stages have as equally as can be."""
 
 
@@ -69,49 +71,50 @@ class NamedParts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp16Section:
-    """Loss scaling; `loss_scale` 0 is a scale that adapts, starting at 2 ** `initial_scale_power`."""
+    """Loss scaling; `strategies/modules/precision.py` has its defaults."""
 
     loss_scale: float = 0.0
-    initial_scale_power: int = 16
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    min_loss_scale: float = 1.0
+    """0: a scale that adapts, from 2 ** `initial_scale_power` on."""
+    initial_scale_power: int | None = None
+    loss_scale_window: int | None = field(default=None, metadata=AT_LEAST_1)
+    hysteresis: int | None = field(default=None, metadata=AT_LEAST_1)
+    min_loss_scale: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroSection:
-    """ZeRO's settings; None leaves one to the plan. Bucket and threshold are elements.
-
-    `offload_ratio` is the part of the optimizer state that leaves the GPU. `buffer_count` host buffers wait for NVMe.
-    """
+    """ZeRO's settings; `strategies/backends/zero/settings.py` has its defaults."""
 
     stage: int | None = None
     reduce_bucket_size: int | None = None
+    """In elements."""
     param_persistence_threshold: int | None = None
+    """In elements."""
     offload: Offload | None = None
     offload_ratio: float = 1.0
+    """The part of the optimizer state that leaves the GPU, at most."""
     nvme_path: str | None = None
-    pin_memory: bool = True
-    buffer_count: int = 4
+    pin_memory: bool | None = None
+    buffer_count: int | None = None
+    """Host buffers that wait for NVMe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommunicationSection:
-    """How gradients travel: the dtype of the reduction (None: as they are made), and what compresses them.
-
-    `block_size` elements share one scale under `int8`; `error_feedback` adds what rounding lost to the next step's
-    gradients. `bucket_mib` of gradients are reduced at a time (2**20 bytes each, as DDP counts; None: the backend's
-    own size).
-    """
+    """How gradients travel."""
 
     data_type: CommunicationDtype | None = None
+    """Of the reduction; None: as gradients are made."""
     compression: Compression = "none"
     error_feedback: bool = True
-    block_size: int = INT8_BLOCK
+    """Whether what rounding lost is added to the next step's gradients."""
+    block_size: int = field(default=INT8_BLOCK, metadata=AT_LEAST_1)
+    """Elements that share one scale under `int8`."""
     bucket_mib: float | None = None
+    """Gradients that are reduced at a time, in 2**20 bytes, as DDP counts; None: the backend's own size."""
 
     def bucket_elements(self, bytes_per_element: int) -> int | None:
-        """`bucket_mib` in gradients of a size, at least one; None where it is not set."""
+        """Return `bucket_mib` in gradients of a size, at least one; None where it is not set."""
         return None if self.bucket_mib is None else max(1, int(self.bucket_mib * 2**20) // bytes_per_element)
 
 
@@ -123,8 +126,8 @@ class ActivationSection:
     cpu_checkpointing: bool = False
 
     @property
-    def asked(self) -> Checkpointing | None:
-        """The policy that is asked for. What moves to the host are checkpoints: who says only that, has some."""
+    def effective_policy(self) -> Checkpointing | None:
+        """The policy that is meant: `full` where only `cpu_checkpointing` is said, which moves checkpoints."""
         return "full" if self.cpu_checkpointing and self.policy is None else self.policy
 
 
@@ -154,7 +157,7 @@ class ProfilerSection:
     enabled: bool = False
     wait: int = 1
     warmup: int = 1
-    active: int = 3
+    active: int = field(default=3, metadata=AT_LEAST_1)
     output_path: str = "traces"
 
 
@@ -164,42 +167,45 @@ class LoraSection:
 
     method: Method = "lora"
     """`lora`, `dora`, or `qlora`, beside weights that are stored in 4 bits."""
-    rank: int = 8
-    """Of the adapters."""
+    rank: int | None = field(default=None, metadata=AT_LEAST_1)
+    """Of the adapters; None: `planner/models/counting/adapters.py` has it."""
     alpha: float | None = None
     """An adapter's output counts alpha / rank times; None: alpha is twice the rank."""
-    targets: str = "all-linear"
+    targets: str = LORA_TARGETS
     """What adapters are put beside."""
-    dropout: float = 0.0
+    dropout: float = field(default=0.0, metadata={"most": 1.0})
     """Share of an adapter's inputs that is dropped in training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSection:
-    """How checkpoints are kept; None keeps all, and saves only where the script calls for it. `trainable_only` leaves
-    out frozen weights."""
+    """How checkpoints are kept; None keeps all, and saves only where the script calls for it."""
 
     directory: str | None = None
-    keep_last: int | None = None
+    keep_last: int | None = field(default=None, metadata=AT_LEAST_1)
     asynchronous: bool = False
-    every_steps: int | None = None
+    every_steps: int | None = field(default=None, metadata=AT_LEAST_1)
     trainable_only: bool = False
+    """Whether frozen weights are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSection:
-    """How `training_data` is read: by `num_workers` processes, into pinned memory (None: where there is a GPU), in an
-    order that `seed` decides (None: torch's seed); a rank leaves out up to `bad_samples` that cannot be read."""
+    """How `training_data` is read."""
 
     num_workers: int = 0
+    """Processes that read."""
     pin_memory: bool | None = None
+    """None: where there is a GPU."""
     bad_samples: int = 0
+    """How many a rank leaves out that cannot be read."""
     seed: int | None = None
+    """Of the samples' order; None: torch's seed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptConfig:
-    """The settings of the config; None if absent (or `auto`). `values` is the part that DeepSpeed gets."""
+    """The settings of the config; None if absent (or `auto`)."""
 
     train_batch_size: int | None = None
     micro_batch_size: int | None = None
@@ -227,14 +233,15 @@ class ScriptConfig:
     steps_per_print: int | None = None
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     values: Mapping[str, Any] = field(default_factory=dict)
+    """The part that DeepSpeed gets."""
 
     @property
     def zero_stage(self) -> int | None:
-        """The stage that the config asks for."""
+        """The stage of the config."""
         return self.zero.stage
 
     def global_batch_size(self, data_parallel: int) -> int | None:
-        """Samples per optimizer step, from `train_batch_size` or the product of the other two.
+        """Return the samples per optimizer step, from `train_batch_size` or the product of the other two.
 
         Raises:
             CannotRun: the three numbers contradict each other.

@@ -20,14 +20,12 @@ from hardware_db.notices import labelled
 from planner.types.plan import Configuration
 from strategies.config import DataSection
 from strategies.distributed.environment import Environment
-from strategies.distributed.launcher_env import own_place
+from strategies.distributed.launcher_env import read_own_variables
 from strategies.errors import CannotRun
 from strategies.parallel.mesh import Mesh
 from strategies.run_directory.heartbeat import beat
 
 # Samples that cannot be read; a limited number of them is skipped.
-
-
 Collate = Callable[[list[Any]], Any]
 
 
@@ -43,8 +41,8 @@ class Tolerant(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Any, list[tuple[int, str]]]:
         met: list[tuple[int, str]] = []
-        for place in range(index, index + self._length):
-            number = place % self._length
+        for candidate in range(index, index + self._length):
+            number = candidate % self._length
             try:
                 return self._dataset[number], met
             except Exception as problem:
@@ -53,7 +51,7 @@ class Tolerant(Dataset[Any]):
 
 
 def collate_with(collate: Collate) -> Collate:
-    """A batch and what could not be read for it, from the samples of a `Tolerant` dataset."""
+    """Return a collator of a batch, and what could not be read for it, from the samples of a `Tolerant` dataset."""
     return partial(_collated, collate)
 
 
@@ -70,10 +68,11 @@ class BadSamples:
 
     @property
     def count(self) -> int:
+        """How many there were so far."""
         return len(self._seen)
 
-    def noted(self, batch_and_met: tuple[Any, list[tuple[int, str]]]) -> Any:
-        """The batch; warns of each new bad sample.
+    def note(self, batch_and_met: tuple[Any, list[tuple[int, str]]]) -> Any:
+        """Return the batch, and warn of each new bad sample.
 
         Raises:
             CannotRun: there are more of them than the limit.
@@ -94,10 +93,12 @@ class BadSamples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderSettings:
-    """How samples are read (`section`, of the script's config) and put together; None for `default_collate`."""
+    """How samples are read and put together."""
 
     section: DataSection = field(default_factory=DataSection)
+    """Of the script's config."""
     collate: Collate | None = None
+    """None for `default_collate`."""
 
 
 class ShardedLoader:
@@ -106,8 +107,8 @@ class ShardedLoader:
     The order of samples depends on the seed alone: however many ranks share it and however often they accumulate, step
     i trains on the same global batch. Samples that do not fill a global batch are left out of that epoch.
 
-    Iterating begins where the last step ended after `load_state_dict`, else with a new epoch. The engine says which
-    batches have been trained on, by `trained`; those that workers have read ahead do not count.
+    Iterating begins where the last step ended after `load_state_dict`, else with a new epoch. The engine reports by
+    `trained` which batches have been trained on; those that workers have read ahead do not count.
 
     Raises:
         CannotRun: the dataset has no length, or less than one global batch.
@@ -154,7 +155,7 @@ class ShardedLoader:
         return self._bad.count
 
     def __len__(self) -> int:
-        """Micro-batches per epoch: whole global batches only."""
+        """Return the micro-batches per epoch: whole global batches only."""
         configuration = self._configuration
         return self._length // configuration.global_batch_size * configuration.gradient_accumulation_steps
 
@@ -169,15 +170,15 @@ class ShardedLoader:
         return self._rest_of_epoch()
 
     def trained(self) -> None:
-        """The engine has made a step of what was handed out so far."""
+        """Count what was handed out so far: the engine has made a step of it."""
         self.samples = self._handed_out
 
     def get_sampler(self) -> Sampler[list[int]]:
-        """What chooses this rank's micro-batches: lists of sample numbers, of the pass that is under way."""
+        """Return what chooses this rank's micro-batches: lists of sample numbers, of the pass that is under way."""
         return self._batches
 
     def state_dict(self) -> dict[str, int]:
-        """The place in the data, as JSON; the same on every rank and for any number of ranks."""
+        """Return the place in the data, as JSON; the same on every rank and for any number of ranks."""
         return {
             "epoch": self.epoch,
             "samples": self.samples,
@@ -228,7 +229,7 @@ class ShardedLoader:
         self._passes = 0
 
     def skip_nothing(self) -> None:
-        """The script knows that it was started again, and counts its loops itself."""
+        """Leave it to the script, which knows that it was started again, to count its loops."""
         self._passes, self._skipped_passes = self._passes + self._skipped_passes, 0
 
     def _rest_of_epoch(self) -> Iterator[Any]:
@@ -241,14 +242,13 @@ class ShardedLoader:
         for batch in self._loader:
             beat()
             self._handed_out += configuration.micro_batch_size * self._parts
-            yield self._bad.noted(batch) if self._tolerates else batch
+            yield self._bad.note(batch) if self._tolerates else batch
         if self.epoch == epoch and self.samples == last:
             self.epoch, self.samples = epoch + 1, 0
 
 
 class DistributedDataLoader(DataLoader[Any]):
-    """A torch DataLoader over this rank's share of a dataset, for loops that keep their own: shuffled anew in every
-    pass, which counts as an epoch.
+    """A torch DataLoader over this rank's share of a dataset, shuffled anew in every pass, which counts as an epoch.
 
     Args:
         shuffle: in an order that `seed` decides, the same on every rank.
@@ -274,16 +274,16 @@ class DistributedDataLoader(DataLoader[Any]):
             raise CannotRun("DistributedDataLoader: the dataset has no length, so it cannot be split over ranks")
         if given := sorted({"sampler", "batch_sampler"} & options.keys()):
             raise CannotRun(f"DistributedDataLoader makes its own sampler; leave {given[0]}= out")
-        place = own_place()
+        process = read_own_variables()
         self._passes = 0
         sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset, place.world_size, place.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+            dataset, process.world_size, process.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
         pins = pin_memory and torch.cuda.is_available()
         super().__init__(dataset, batch_size, sampler=sampler, drop_last=drop_last, pin_memory=pins, **options)
 
     def get_sampler(self) -> DistributedSampler[Any]:
-        """The sampler that chooses this rank's samples; `set_epoch` of it decides the next pass's order."""
+        """Return the sampler that chooses this rank's samples; its `set_epoch` decides the next pass's order."""
         sampler: Any = self.sampler
         return cast("DistributedSampler[Any]", sampler)
 
@@ -296,7 +296,7 @@ class DistributedDataLoader(DataLoader[Any]):
 
 
 class _Order(Sampler[list[int]]):
-    """A batch sampler: this rank's part of `order`, [samples], whose neighbours go to different parts."""
+    """A batch sampler of a rank's part of `order`, [samples], whose neighbours go to different parts."""
 
     def __init__(self, micro_batch_size: int, part: int, parts: int) -> None:
         self.order = torch.empty(0, dtype=torch.int64)
@@ -331,7 +331,7 @@ def _length(dataset: Dataset[Any], configuration: Configuration) -> int:
 
 
 def _shared_seed(environment: Environment) -> int:
-    """Rank 0's torch seed: a script that seeds torch decides the order of samples too."""
+    """Return rank 0's torch seed: a script that seeds torch decides the order of samples too."""
     seed = [torch.initial_seed() % 2**31]
     if environment.world_size > 1:
         dist.broadcast_object_list(seed, src=0)

@@ -14,9 +14,9 @@ Value = TypeVar("Value")
 
 
 def on_rank_zero(decide: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
-    """What `decide` returns on rank 0, on every rank; without a process group, just its value.
+    """Return what `decide` returns on rank 0, on every rank; without a process group, just its value.
 
-    Every rank must call this together; with a `group`, its ranks, the first of which decides.
+    Every rank must call it together; with a `group`, its ranks, the first of which decides.
 
     Raises:
         DsplanError: the expected failure that `decide` met on rank 0, on every rank, so that none waits for the others.
@@ -37,9 +37,9 @@ def on_rank_zero(decide: Callable[[], Value], group: dist.ProcessGroup | None = 
 
 
 def everywhere(attempt: Callable[[], Value]) -> Value:
-    """What `attempt` returns on this rank, once it has gone well on every rank; without a process group, its value.
+    """Return what `attempt` returns on this rank, once it has gone well on every rank.
 
-    Every rank must call this together.
+    Every rank must call it together; without a process group, it is just called.
 
     Raises:
         DsplanError: the expected failure of the first rank that met one, on every rank.
@@ -54,7 +54,7 @@ def everywhere(attempt: Callable[[], Value]) -> Value:
     except BaseException as error:
         # A bug keeps its traceback on the rank that has it; the others must not wait for that rank.
         failure = error
-        refusal = _Refusal(error=error if isinstance(error, DsplanError) else _of_a_bug(error))
+        refusal = _Refusal(error=error if isinstance(error, DsplanError) else _failure_of_bug(error))
     box: list[_Refusal | None] = [None] * dist.get_world_size()
     dist.all_gather_object(box, refusal)
     failed = [rank for rank, refused in enumerate(box) if refused is not None]
@@ -72,8 +72,8 @@ class _Refusal:
     error: DsplanError
 
 
-def _of_a_bug(error: BaseException) -> DsplanError:
-    """What the other ranks say of it, with the exit status of a failure."""
+def _failure_of_bug(error: BaseException) -> DsplanError:
+    """Return what the other ranks raise, with the exit status of a failure."""
     failure = DsplanError(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
     failure.exit_code = 1
     return failure

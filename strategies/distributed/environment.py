@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
 
-from strategies.distributed.launcher_env import ProcessVariables, own_place, read_process_variables
+from strategies.distributed.launcher_env import ProcessVariables, read_own_variables, read_process_variables
 from strategies.distributed.rendezvous import meet
 from strategies.errors import CannotRun
+from strategies.torch_compat.distributed import HashStore, Store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """This process among its peers; the words are torchrun's."""
+    """A process among its peers; the words are torchrun's."""
 
     rank: int
     local_rank: int
@@ -26,11 +26,12 @@ class Environment:
 
     @property
     def is_main(self) -> bool:
+        """True on rank 0."""
         return self.rank == 0
 
     @property
     def spans_nodes(self) -> bool:
-        """Whether other nodes take part; the same on every rank, also where nodes hold unequal numbers of ranks."""
+        """True if other nodes take part; alike on every rank, also where nodes hold unequal numbers of ranks."""
         return self.local_world_size < self.world_size
 
 
@@ -45,19 +46,19 @@ def join() -> Environment:
         CannotRun: the launcher's variables, the ranks or their GPUs do not fit together, or a rank does not come.
     """
     if dist.is_initialized():
-        place = read_process_variables(
+        process = read_process_variables(
             {**os.environ, "RANK": f"{dist.get_rank()}", "WORLD_SIZE": f"{dist.get_world_size()}"}
         )
     else:
-        place = own_place()
+        process = read_own_variables()
     environment = Environment(
-        rank=place.rank,
-        local_rank=place.local_rank,
-        world_size=place.world_size,
-        local_world_size=place.local_world_size,
-        device=_device(place),
+        rank=process.rank,
+        local_rank=process.local_rank,
+        world_size=process.world_size,
+        local_world_size=process.local_world_size,
+        device=_device(process),
     )
-    if place.world_size > 1:
+    if process.world_size > 1:
         ensure_group(environment)
     return environment
 
@@ -82,15 +83,15 @@ def init_distributed(dist_backend: str | None = None) -> None:
 
 
 def meet_before_script() -> Store | None:
-    """Have the ranks of a launched script meet before any of its code runs, and give the store they share; None for a
-    process alone. What is wrong with how they were started is reported within half a minute, however long the script
-    would load its model.
+    """Have the ranks of a launched script meet before its code runs; return their store, None for a process alone.
+
+    A mistake in how they were started is reported within half a minute, however long the script would load its model.
 
     Raises:
         CannotMeet: they do not come or do not agree, or their launcher's variables do not fit together.
     """
-    place = own_place()
-    return meet(place, *device_name(place.local_rank)) if place.world_size > 1 else None
+    process = read_own_variables()
+    return meet(process, *device_name(process.local_rank)) if process.world_size > 1 else None
 
 
 def ensure_group(environment: Environment) -> None:
@@ -104,15 +105,15 @@ def ensure_group(environment: Environment) -> None:
     # Objects and metadata of checkpoints travel over gloo also where tensors travel over NCCL.
     backend = "cpu:gloo,cuda:nccl" if environment.device.type == "cuda" else "gloo"
     rank, world_size = environment.rank, environment.world_size
-    store = HashStore() if world_size == 1 else meet(own_place(), str(environment.device))
+    store = HashStore() if world_size == 1 else meet(read_own_variables(), str(environment.device))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
-def _device(place: ProcessVariables) -> torch.device:
-    """This rank's GPU, made the current one, or the CPU; a rank without a GPU notifies the others before it ends."""
-    name, complaint = device_name(place.local_rank)
-    if complaint and place.world_size > 1 and not dist.is_initialized():
-        meet(place, name, complaint)
+def _device(process: ProcessVariables) -> torch.device:
+    """Make this rank's GPU the current one, or take the CPU; a rank without a GPU notifies the others and ends."""
+    name, complaint = device_name(process.local_rank)
+    if complaint and process.world_size > 1 and not dist.is_initialized():
+        meet(process, name, complaint)
     if complaint:
         raise CannotRun(complaint)
     device = torch.device(name)
@@ -122,7 +123,7 @@ def _device(place: ProcessVariables) -> torch.device:
 
 
 def device_name(local_rank: int) -> tuple[str, str]:
-    """The device of a local rank, as torch writes it, and what is wrong with it."""
+    """Return the device of a local rank, as torch writes it, and what is wrong with it."""
     if not torch.cuda.is_available():
         return "cpu", ""
     complaint = ""

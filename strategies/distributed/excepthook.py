@@ -30,10 +30,7 @@ _before = sys.excepthook
 
 
 def install_excepthook() -> None:
-    """From now on, a DsplanError that ends this process is one line on stderr, and the exit status is the error's.
-
-    Everything else keeps its traceback.
-    """
+    """End this process with one line and its exit status for a DsplanError; the rest keep their traceback."""
     global _before
     if sys.excepthook is not _report:
         _before, sys.excepthook = sys.excepthook, _report
@@ -70,7 +67,7 @@ def report_once(error: CannotMeet) -> None:
 
 
 def _job() -> str:
-    """What the ranks of one job on this node have in common and those of another have not."""
+    """Return what the ranks of one job on this node have in common and those of another have not."""
     for names in _JOB_VARIABLES:
         if values := [os.environ[name] for name in names if name in os.environ]:
             return ",".join(values)

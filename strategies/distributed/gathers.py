@@ -18,6 +18,7 @@ class ModelHook:
         self._call = call
 
     def __call__(self, *arguments: Any) -> None:
+        """Call what the hook is for, outside of copies."""
         self._call(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -33,8 +34,9 @@ class Parted(RuntimeError):
 
 
 def require_alike(total: float, ranks: int) -> None:
-    """Compare how often ranks have met: `total` is the sum over so many of them. Where weights travel as messages,
-    those of different calls fit each other without a sign.
+    """Compare how often ranks have met: `total` is the sum over all `ranks`.
+
+    Where weights travel as messages, those of different calls fit each other without a sign.
 
     Raises:
         Parted: they have not met equally often.
@@ -47,11 +49,10 @@ def require_alike(total: float, ranks: int) -> None:
 
 
 def note_gathers(units: Iterable[nn.Module], is_sharded: Callable[[nn.Module], bool]) -> None:
-    """Note the forward passes of modules whose weights are gathered from all ranks, the outermost of those that are in
-    each other. Call it when they have their own hooks: this must come before what waits for other ranks.
+    """Note the forward passes of modules whose weights are gathered from all ranks: of nested ones the outermost.
 
-    Args:
-        is_sharded: whether a module's forward pass would gather anything as it is now.
+    Call it when they have their own hooks, for it must come before what waits for other ranks. `is_sharded` says
+    whether a module's forward pass would gather anything as it is now.
     """
 
     def begin(unit: nn.Module, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Who this process is among its peers, in the words of whoever started it: torchrun, Open MPI, SLURM, MPICH, Intel MPI.
+"""The place of a process among its peers, as its launcher describes it: torchrun, Open MPI, SLURM, MPICH, Intel MPI.
 
 Each launcher describes its processes in variables of its own. They are read into one value, checked, and set again as
 torchrun's, which torch, DeepSpeed and accelerate read. Sources: torchrun's "Environment Variables", mpirun(1) of Open
@@ -24,7 +24,7 @@ _FIRST_PORT, _PORTS = 20000, 12000  # below the range that Linux gives to outgoi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Where rank 0 waits for the others."""
+    """The address at which rank 0 waits for the others."""
 
     host: str
     port: int
@@ -35,22 +35,22 @@ class Address:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessVariables:
-    """This process's place.
-
-    `source` names who said it; `meeting_point` is rank 0's address, None for a process alone; `advice` is what may be
-    wrong where the ranks do not fit together.
+    """A process's place among its peers.
 
     Raises:
         CannotMeet: the numbers contradict each other.
     """
 
     source: str
+    """Whose variables say it."""
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
     meeting_point: Address | None = None
+    """Rank 0's address; None for a process alone."""
     advice: str = ""
+    """What may be wrong where the ranks do not fit together."""
 
     def __post_init__(self) -> None:
         if self.world_size == 1 and self.rank == 0:
@@ -71,7 +71,7 @@ class ProcessVariables:
 
 
 def read_process_variables(variables: Variables) -> ProcessVariables:
-    """This process's place as its launcher says, alone where none does.
+    """Read this process's place as its launcher describes it, alone where none does.
 
     torchrun's variables come first, because a script or a wrapper may have set them on purpose.
 
@@ -82,21 +82,20 @@ def read_process_variables(variables: Variables) -> ProcessVariables:
     if len(readers) > 1 and readers[0] is _torchrun and not {"RANK", "WORLD_SIZE"} <= variables.keys():
         del readers[0]  # `export WORLD_SIZE=8` in a batch script is no rank
     if readers:
-        place = readers[0](variables)
-        return replace(place, advice=_contradiction(place, variables, readers[1:]))
+        process = readers[0](variables)
+        return replace(process, advice=_contradiction(process, variables, readers[1:]))
     number = _Numbers(variables, "the environment")
     return ProcessVariables(source=number.source, local_rank=number("LOCAL_RANK", 0))
 
 
-def _contradiction(place: ProcessVariables, variables: Variables, others: Sequence[Reader]) -> str:
-    """What may be wrong where variables that somebody set hide a launcher's, as `export RANK=0` in a batch script does;
-    nothing where they are torchrun's own, which may run within srun."""
-    if "TORCHELASTIC_RUN_ID" in variables:
+def _contradiction(own: ProcessVariables, variables: Variables, others: Sequence[Reader]) -> str:
+    """Return what may be wrong where exported variables (`RANK=0` in a batch script) hide a launcher's, or ""."""
+    if "TORCHELASTIC_RUN_ID" in variables:  # torchrun itself set them, which may run within srun
         return ""
     for read in others:
         with contextlib.suppress(CannotMeet):
             other = read(variables)
-            if (other.rank, other.world_size) != (place.rank, place.world_size):
+            if (other.rank, other.world_size) != (own.rank, own.world_size):
                 return (
                     f"{other.source} counts one of them as rank {other.rank} of {other.world_size}, which RANK and"
                     " WORLD_SIZE hide: unset both"
@@ -104,28 +103,28 @@ def _contradiction(place: ProcessVariables, variables: Variables, others: Sequen
     return ""
 
 
-def publish_process_variables(place: ProcessVariables, variables: MutableMapping[str, str]) -> None:
+def publish_process_variables(process: ProcessVariables, variables: MutableMapping[str, str]) -> None:
     """Set torchrun's variables, for torch and every library that reads them; nothing for a process alone."""
-    if place.meeting_point is None:
+    if process.meeting_point is None:
         return
     variables.update(
-        RANK=str(place.rank),
-        WORLD_SIZE=str(place.world_size),
-        LOCAL_RANK=str(place.local_rank),
-        LOCAL_WORLD_SIZE=str(place.local_world_size),
-        MASTER_ADDR=place.meeting_point.host,
-        MASTER_PORT=str(place.meeting_point.port),
+        RANK=str(process.rank),
+        WORLD_SIZE=str(process.world_size),
+        LOCAL_RANK=str(process.local_rank),
+        LOCAL_WORLD_SIZE=str(process.local_world_size),
+        MASTER_ADDR=process.meeting_point.host,
+        MASTER_PORT=str(process.meeting_point.port),
     )
 
 
 def first_host(hosts: str) -> str:
-    """The first host of a SLURM node list: `gpu[03-06,9],cpu1` is `gpu03`."""
+    """Return the first host of a SLURM node list: `gpu[03-06,9],cpu1` is `gpu03`."""
     name = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", hosts)
     return "".join(part or "" for part in name.groups()) if name else hosts
 
 
 def tasks_on_node(counts: str, node: int) -> int:
-    """Tasks on one node from SLURM's count per node: in `4(x2),3` nodes 0 and 1 have 4, node 2 has 3.
+    """Read the tasks on one node from SLURM's count per node: in `4(x2),3` nodes 0 and 1 have 4, node 2 has 3.
 
     Raises:
         CannotMeet: there is no such node in it.
@@ -143,7 +142,7 @@ def tasks_on_node(counts: str, node: int) -> int:
 def _torchrun(variables: Variables) -> ProcessVariables:
     number = _Numbers(variables, "the environment (RANK, WORLD_SIZE)")
     rank, world_size = number("RANK"), number("WORLD_SIZE")
-    place = ProcessVariables(
+    process = ProcessVariables(
         source=number.source,
         rank=rank,
         world_size=world_size,
@@ -151,24 +150,18 @@ def _torchrun(variables: Variables) -> ProcessVariables:
         # DeepSpeed's launcher, whose other variables are torchrun's, calls it LOCAL_SIZE.
         local_world_size=number("LOCAL_WORLD_SIZE", number("LOCAL_SIZE", world_size)),
     )
-    return _meeting(place, number)
+    return _add_address(process, number)
 
 
 def _open_mpi(variables: Variables) -> ProcessVariables:
     number, prefix = _Numbers(variables, "Open MPI"), "OMPI_COMM_WORLD_"
-    place = ProcessVariables(
-        source=number.source,
-        rank=number(f"{prefix}RANK"),
-        world_size=number(f"{prefix}SIZE"),
-        local_rank=number(f"{prefix}LOCAL_RANK"),
-        local_world_size=number(f"{prefix}LOCAL_SIZE"),
-    )
-    return _meeting(place, number, job=variables.get("PMIX_NAMESPACE", ""))
+    process = number.process(*(prefix + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+    return _add_address(process, number, job=variables.get("PMIX_NAMESPACE", ""))
 
 
 def _slurm(variables: Variables) -> ProcessVariables:
     number = _Numbers(variables, "SLURM")
-    place = ProcessVariables(
+    process = ProcessVariables(
         source=number.source,
         rank=number("SLURM_PROCID"),
         world_size=number("SLURM_STEP_NUM_TASKS"),
@@ -176,19 +169,13 @@ def _slurm(variables: Variables) -> ProcessVariables:
         local_world_size=tasks_on_node(variables.get("SLURM_STEP_TASKS_PER_NODE", ""), number("SLURM_NODEID")),
     )
     job = f"{variables.get('SLURM_JOB_ID')}.{variables.get('SLURM_STEP_ID')}"
-    return _meeting(place, number, job=job, host=first_host(variables.get("SLURM_STEP_NODELIST", "")))
+    return _add_address(process, number, job=job, host=first_host(variables.get("SLURM_STEP_NODELIST", "")))
 
 
 def _hydra(variables: Variables) -> ProcessVariables:
     number = _Numbers(variables, "MPICH or Intel MPI")
-    place = ProcessVariables(
-        source=number.source,
-        rank=number("PMI_RANK"),
-        world_size=number("PMI_SIZE"),
-        local_rank=number("MPI_LOCALRANKID"),
-        local_world_size=number("MPI_LOCALNRANKS"),
-    )
-    return _meeting(place, number)
+    process = number.process("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return _add_address(process, number)
 
 
 Reader = Callable[[Variables], ProcessVariables]
@@ -220,34 +207,44 @@ class _Numbers:
             raise CannotMeet(f"the environment variable {name} is {text!r}; it must be a whole number")
         return int(text)
 
+    def process(self, rank: str, world: str, local_rank: str, local_world: str) -> ProcessVariables:
+        """Read a place from the variables of these names."""
+        return ProcessVariables(
+            source=self.source,
+            rank=self(rank),
+            world_size=self(world),
+            local_rank=self(local_rank),
+            local_world_size=self(local_world),
+        )
 
-def _meeting(place: ProcessVariables, number: _Numbers, *, job: str = "", host: str = "") -> ProcessVariables:
-    """A place with rank 0's address: what MASTER_ADDR says, `host`, or this machine where all ranks are here.
+
+def _add_address(process: ProcessVariables, number: _Numbers, *, job: str = "", host: str = "") -> ProcessVariables:
+    """Add rank 0's address: MASTER_ADDR, else `host`, else this machine where all ranks are on it.
 
     Jobs on one machine must not meet each other, so each has a port of its own where `job` tells them apart.
     """
     named = number.variables.get("MASTER_ADDR", "")
-    if place.world_size == 1 and not named:
-        return place
-    here = _LOCALHOST if place.local_world_size == place.world_size else ""
+    if process.world_size == 1 and not named:
+        return process
+    here = _LOCALHOST if process.local_world_size == process.world_size else ""
     address = named or host or here
     if not address:
         raise CannotMeet(
-            f"{place.source} starts {place.world_size} ranks on several nodes and MASTER_ADDR is not set; set it to the"
-            " host of rank 0 on every rank"
+            f"{process.source} starts {process.world_size} ranks on several nodes and MASTER_ADDR is not set;"
+            " set it to the host of rank 0 on every rank"
         )
     port = number("MASTER_PORT", _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS if job else _DEFAULT_PORT)
     if not 0 < port < 1 << 16:
         raise CannotMeet(f"the environment variable MASTER_PORT is {port}; ports are 1 to 65535")
-    return replace(place, meeting_point=Address(host=address, port=port))
+    return replace(process, meeting_point=Address(host=address, port=port))
 
 
-def own_place() -> ProcessVariables:
-    """This process's place, with torchrun's variables set to it.
+def read_own_variables() -> ProcessVariables:
+    """Read this process's place, and set torchrun's variables to it.
 
     Raises:
         CannotMeet: as `read_process_variables`.
     """
-    place = read_process_variables(os.environ)
-    publish_process_variables(place, os.environ)
-    return place
+    process = read_process_variables(os.environ)
+    publish_process_variables(process, os.environ)
+    return process

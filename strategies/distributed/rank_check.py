@@ -2,8 +2,7 @@
 
 Every rank writes who it is into the store, and rank 0 what is wrong among them. A model that one rank builds otherwise
 makes collectives of other sizes, which hang, or mix what does not belong together. DDP compares shapes for that reason;
-here every strategy does, by name. What travels is a hash of 32 bytes per rank, and
-descriptions only where hashes differ.
+here every strategy does, by name. A hash of 32 bytes per rank travels, and descriptions only where hashes differ.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from hardware_db.notices import notice
 from hardware_db.units import format_seconds
 from strategies.errors import CannotMeet, CannotRun
 from strategies.run_directory.heartbeat import PULSE
+from strategies.torch_compat.distributed import Store
 from strategies.variables import RENDEZVOUS_SECONDS
 
 FIRST_SECONDS = 20.0
@@ -42,15 +41,12 @@ _LATER_SECONDS = 7.0
 """By which a rank 0 that is there may have begun later than others; they still end within half a minute."""
 _REMARK_SECONDS = 20.0
 _AGREED = "agreed"
+_MOST_RANKS_NAMED = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Presence:
-    """What a rank says of itself.
-
-    `complaint` is what it found wrong with its own place, `advice` what may be wrong with it, and `is_elsewhere` says
-    that rank 0's address is none of the host that this rank 0 runs on.
-    """
+    """A rank's own line in the store."""
 
     rank: int
     world_size: int
@@ -59,23 +55,26 @@ class Presence:
     local_rank: int
     device: str
     complaint: str = ""
+    """What is wrong with its own place."""
     advice: str = ""
+    """What may be wrong with it."""
     is_elsewhere: bool = False
+    """Whether rank 0's address is none of the host that this rank 0 runs on."""
 
     @property
     def where(self) -> str:
+        """The process and its host, in words."""
         return f"process {self.process_id} on {self.host}"
 
 
 class Patience:
-    """How long ranks wait for each other."""
+    """How long ranks wait: `usual_seconds`, or the limit that the environment names where it is above `least`.
+
+    Raises:
+        CannotMeet: the environment names none that can be waited.
+    """
 
     def __init__(self, usual_seconds: float, *, least: float = 0.0) -> None:
-        """`usual_seconds` unless the environment names another limit, which counts where it is above `least`.
-
-        Raises:
-            CannotMeet: it names none that can be waited.
-        """
         text = os.environ.get(RENDEZVOUS_SECONDS, "")
         try:
             seconds = float(text or usual_seconds)
@@ -88,11 +87,8 @@ class Patience:
         self.seconds = max(seconds, least)
         self._begun = time.monotonic()
 
-    @property
-    def is_over(self) -> bool:
-        return self.is_over_by(0.0)
-
-    def is_over_by(self, seconds: float) -> bool:
+    def is_over_by(self, seconds: float = 0.0) -> bool:
+        """Return whether the limit, and so many seconds more, have passed."""
         return self._passed >= self.seconds + seconds
 
     @property
@@ -102,6 +98,7 @@ class Patience:
 
     @property
     def deserves_remark(self) -> bool:
+        """True once people should be told for whom a rank waits."""
         return self._passed >= _REMARK_SECONDS
 
     @property
@@ -145,14 +142,14 @@ def _announce(store: Store, own: Presence) -> None:
 
 
 def _judge(store: Store, own: Presence, patience: Patience) -> str:
-    """Rank 0: wait for everyone, and write what came of it where everyone reads it."""
+    """Wait, as rank 0, for everyone, and write the verdict where everyone reads it."""
     present: dict[int, Presence] = {}
     remarked = False
     verdict = ""
     while not verdict:
         missing = _look(store, own.world_size, present)
-        verdict = _objection(store, own, present) or ("" if missing else _AGREED)
-        if not verdict and patience.is_over:
+        verdict = _find_objection(store, own, present) or ("" if missing else _AGREED)
+        if not verdict and patience.is_over_by():
             verdict = _too_late(own, missing, patience)
         elif not verdict and patience.deserves_remark and not remarked:
             remarked = True
@@ -167,7 +164,7 @@ def _judge(store: Store, own: Presence, patience: Patience) -> str:
 
 
 def _look(store: Store, world_size: int, present: dict[int, Presence]) -> list[int]:
-    """Read the lines that are there and not yet known; the ranks that have none."""
+    """Add the lines that have come to `present`, and return the ranks that have none."""
     missing = []
     for rank in range(world_size):
         if rank in present:
@@ -180,8 +177,8 @@ def _look(store: Store, world_size: int, present: dict[int, Presence]) -> list[i
     return missing
 
 
-def _objection(store: Store, own: Presence, present: dict[int, Presence]) -> str:
-    """What is wrong among the ranks that are there; nothing where all agree."""
+def _find_objection(store: Store, own: Presence, present: dict[int, Presence]) -> str | None:
+    """Return what is wrong among the ranks that are there; None where all agree."""
     if store.check(["refusal"]):
         return str(store.get("refusal").decode())
     seen: dict[tuple[str, str], Presence] = {}
@@ -200,11 +197,11 @@ def _objection(store: Store, own: Presence, present: dict[int, Presence]) -> str
                 f"rank {other.rank} and rank {rank} both use {presence.device} of {presence.host};"
                 " set LOCAL_RANK to count the ranks of each node from 0"
             )
-    return ""
+    return None
 
 
 def _await_verdict(store: Store, own: Presence, patience: Patience) -> str:
-    """The other ranks: what rank 0 says."""
+    """Wait, as another rank, for rank 0's verdict."""
     # Rank 0 may have begun later: its verdict, which names who is missing, is worth a moment more.
     while not store.check(["verdict"]):
         if not store.check(["rank-0"]) and store.check(["refusal"]):  # rank 0, which would say so, will not come
@@ -236,21 +233,19 @@ def _too_late(own: Presence, missing: list[int], patience: Patience) -> str:
 
 
 def _wait_text(own: Presence, missing: list[int]) -> str:
-    named = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-    ranks = f"rank {named} has" if len(missing) == 1 else f"ranks {named} have"
-    return f"rank {own.rank} of {own.world_size} on {own.host} is ready and {ranks} not come"
+    return f"rank {own.rank} of {own.world_size} on {own.host} is ready and {_name_ranks(missing)} not come"
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, ranks[:_MOST_RANKS_NAMED])) + (" ..." if len(ranks) > _MOST_RANKS_NAMED else "")
+    return f"rank {numbers} has" if len(ranks) == 1 else f"ranks {numbers} have"
 
 
 # Whether all ranks hold the same model, before the first collective over its tensors.
-
-
-_MOST_RANKS_NAMED = 8
-
-
 def require_same_model(model: nn.Module) -> None:
     """Compare names, shapes and dtypes of parameters and buffers over all ranks, and which of them are trained.
 
-    Every rank of the process group calls this together. From here on meetings are counted alike on all of them,
+    Every rank of the process group calls it together. From here on meetings are counted alike on all of them,
     whatever each has done before: alone, in another process group, or before the others came.
 
     Raises:
@@ -258,34 +253,32 @@ def require_same_model(model: nn.Module) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    own = _described(model)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (hashlib.sha256("\n".join(own).encode()).digest(), PULSE.number))
-    hashes = [digest for digest, _ in told]
-    if len({number for _, number in told}) > 1:
-        PULSE.renumber(max(number for _, number in told))
+    own = _describe_model(model)
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, (hashlib.sha256("\n".join(own).encode()).digest(), PULSE.number))
+    hashes = [digest for digest, _ in digests]
+    if len({number for _, number in digests}) > 1:
+        PULSE.renumber(max(number for _, number in digests))
     if len(set(hashes)) == 1:
         return
     usual, odd = _split(hashes)
     dist.broadcast_object_list(there := [own], src=odd[0])
     dist.broadcast_object_list(elsewhere := [own], src=usual)
-    named = ", ".join(map(str, odd[:_MOST_RANKS_NAMED])) + (" ..." if len(odd) > _MOST_RANKS_NAMED else "")
-    who = f"rank {named} has" if len(odd) == 1 else f"ranks {named} have"
     raise CannotRun(
-        f"{who} another model than rank {usual}: {_difference(there[0], elsewhere[0], odd[0], usual)}; build the same"
-        " model on every rank"
+        f"{_name_ranks(odd)} another model than rank {usual}: {_difference(there[0], elsewhere[0], odd[0], usual)};"
+        " build the same model on every rank"
     )
 
 
 def _split(hashes: Sequence[bytes]) -> tuple[int, list[int]]:
-    """The first rank of the most that agree, of those with rank 0 where as many do, and the ranks that differ."""
+    """Return the first rank of the most that agree, with rank 0 where as many do, and the ranks that differ."""
     counts = Counter(hashes)  # in the order of ranks, and `max` takes the first of equals
     most = max(counts, key=lambda digest: counts[digest])
     return hashes.index(most), [rank for rank, digest in enumerate(hashes) if digest != most]
 
 
-def _described(model: nn.Module) -> list[str]:
-    """A line for every tensor of the model, in its order; the part before the colon is the tensor's name."""
+def _describe_model(model: nn.Module) -> list[str]:
+    """Return a line for every tensor of the model, in its order; before the colon is the tensor's name."""
     parameters = (f"{name}: {_form(parameter)}, {_use(parameter)}" for name, parameter in model.named_parameters())
     return [*parameters, *(f"{name}: {_form(buffer)}, a buffer" for name, buffer in model.named_buffers())]
 
@@ -303,7 +296,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def _difference(odd: Sequence[str], usual: Sequence[str], rank: int, other: int) -> str:
-    """The first difference of two descriptions, in words."""
+    """Return the first difference of two descriptions, in words."""
     both = zip(odd, usual, strict=False)
     at = next((at for at, (line, expected) in enumerate(both) if line != expected), min(len(odd), len(usual)))
     if at >= len(odd):

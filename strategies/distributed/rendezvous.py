@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from hardware_db.units import format_seconds
 from strategies.distributed.launcher_env import Address, ProcessVariables
-from strategies.distributed.network import TRY_SECONDS, answers, is_own_address
+from strategies.distributed.network import TRY_SECONDS, is_listening, is_own_address
 from strategies.distributed.rank_check import (
     AGAIN_SECONDS,
     FIRST_SECONDS,
@@ -35,6 +34,7 @@ from strategies.distributed.rank_check import (
 )
 from strategies.errors import CannotMeet
 from strategies.run_directory.attempt_options import AttemptOptions
+from strategies.torch_compat.distributed import PrefixStore, Store, TCPStore
 from strategies.variables import RUN_DIRECTORY
 
 _ANSWER = timedelta(seconds=FIRST_SECONDS)
@@ -55,8 +55,8 @@ class _Met:
 _met: _Met | None = None
 
 
-def meet(place: ProcessVariables, device: str, complaint: str = "") -> Store:
-    """The store that all ranks share, once they have all come and agree on who they are.
+def meet(process: ProcessVariables, device: str, complaint: str = "") -> Store:
+    """Return the store that all ranks share, once they have all come and agree on who they are.
 
     Rank 0 checks the ranks and writes its verdict for all. `device` is this rank's, as torch writes it (`cuda:0`,
     `cpu`); a `complaint` about this rank's own place ends all of them. Ranks that have met before, or that torch
@@ -67,31 +67,31 @@ def meet(place: ProcessVariables, device: str, complaint: str = "") -> Store:
         CannotMeet: they do not come or do not agree; on every rank that is there.
     """
     global _met
-    at, attempt = place.meeting_point, _attempt()
+    at, attempt = process.meeting_point, _attempt()
     assert at is not None, "a process alone meets nobody"
-    own = _own_presence(place, device, complaint)
-    known, _met = _met, None
-    if known is not None and (known.rank, known.at, known.attempt) == (place.rank, at, attempt):
+    own = _own_presence(process, device, complaint)
+    met, _met = _met, None
+    if met is not None and (met.rank, met.at, met.attempt) == (process.rank, at, attempt):
         patience = Patience(AGAIN_SECONDS, least=AGAIN_SECONDS)
     else:
-        known = None  # an earlier store without a reference to it frees its port
-        patience = Patience(_stranger_seconds(place))
-        store = PrefixStore(f"dsplan/{attempt}", _store(own, at, patience))
-        known = _Met(rank=own.rank, at=at, attempt=attempt, store=store)
-    known.times += 1
+        met = None  # an earlier store without a reference to it frees its port
+        patience = Patience(_stranger_seconds(process))
+        store = PrefixStore(f"dsplan/{attempt}", _open_store(own, at, patience))
+        met = _Met(rank=own.rank, at=at, attempt=attempt, store=store)
+    met.times += 1
     try:
-        check_ranks(PrefixStore(f"roll-{known.times}", known.store), own, patience)
+        check_ranks(PrefixStore(f"roll-{met.times}", met.store), own, patience)
     except DistError:
         raise CannotMeet(
             f"rank {own.rank} on {own.host} lost rank 0 at {at} while the ranks met; rank 0's own output says why"
         ) from None
-    known.store.set_timeout(timedelta(seconds=AGAIN_SECONDS))
-    _met = known
-    return PrefixStore(f"group-{known.times}", known.store)
+    met.store.set_timeout(timedelta(seconds=AGAIN_SECONDS))
+    _met = met
+    return PrefixStore(f"group-{met.times}", met.store)
 
 
-def ended() -> None:
-    """This rank's script has ended with status 0: those that would wait for it at the next rank check are notified."""
+def notify_end() -> None:
+    """Notify those that would wait for this rank at the next rank check that its script has ended with status 0."""
     if _met is None:
         return
     refusal = (
@@ -102,25 +102,25 @@ def ended() -> None:
         PrefixStore(f"roll-{_met.times + 1}", _met.store).set("refusal", refusal)
 
 
-def _own_presence(place: ProcessVariables, device: str, complaint: str) -> Presence:
-    host, at = socket.gethostname(), place.meeting_point
-    is_elsewhere = place.rank == 0 and at is not None and not _is_agents() and not is_own_address(at.host)
+def _own_presence(process: ProcessVariables, device: str, complaint: str) -> Presence:
+    host, at = socket.gethostname(), process.meeting_point
+    is_elsewhere = process.rank == 0 and at is not None and not _is_agents() and not is_own_address(at.host)
     elsewhere = f"MASTER_ADDR {at.host} is no address of {host}, where rank 0 runs" if at and is_elsewhere else ""
     return Presence(
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=process.rank,
+        world_size=process.world_size,
         host=host,
         process_id=os.getpid(),
-        local_rank=place.local_rank,
+        local_rank=process.local_rank,
         device=device,
         complaint=complaint,
-        advice=place.advice or elsewhere,
+        advice=process.advice or elsewhere,
         is_elsewhere=is_elsewhere,
     )
 
 
 def _attempt() -> str:
-    """torch elastic's agent has a store for its ranks already; every restart of them has a room of its own in it."""
+    """Return the prefix of this start: torch elastic's agent has one store for its ranks, whenever it restarts them."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _is_agents() else "0"
 
 
@@ -128,9 +128,9 @@ def _is_agents() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _stranger_seconds(place: ProcessVariables) -> float:
-    """How long ranks that never met wait. Where somebody changed how many there are, no agent has started all."""
-    if not _is_agents() or os.environ.get("ROLE_WORLD_SIZE") != str(place.world_size):
+def _stranger_seconds(process: ProcessVariables) -> float:
+    """Return how long ranks that never met wait. If somebody changed their number, no agent has started all."""
+    if not _is_agents() or os.environ.get("ROLE_WORLD_SIZE") != str(process.world_size):
         return FIRST_SECONDS
     directory = os.environ.get(RUN_DIRECTORY)
     options = None if directory is None else AttemptOptions.load(Path(directory))
@@ -138,18 +138,20 @@ def _stranger_seconds(place: ProcessVariables) -> float:
     return max(FIRST_SECONDS, min(AGAIN_SECONDS, hang_seconds))
 
 
-def _store(own: Presence, at: Address, patience: Patience) -> Store:
+def _open_store(own: Presence, at: Address, patience: Patience) -> Store:
     host, is_host = at.host, own.rank == 0 and not _is_agents()
     if own.is_elsewhere:
         # Another process may be rank 0 there. If not: rank 0 listens on every address of its host, and under a name
         # that only others can use (a port that a container forwards) they reach it all the same.
         with contextlib.suppress(socket.gaierror):
-            is_host = not answers(at.host, at.port)
+            is_host = not is_listening(at.host, at.port)
         host = "localhost" if is_host else host
     elif not is_host:
         _await_host(own, at, patience)
     if not is_host:
-        return _joined(own, at, patience)
+        if store := find_store(at, patience.left):
+            return store
+        raise CannotMeet(_unreachable(own, at, patience))
     try:
         # Multi-tenant: a script that meets by itself at MASTER_PORT later finds this server instead of a taken port.
         with _without_pages():
@@ -161,39 +163,31 @@ def _store(own: Presence, at: Address, patience: Patience) -> Store:
         raise CannotMeet(_no_host(own, at, problem)) from None
 
 
-def _joined(own: Presence, at: Address, patience: Patience) -> Store:
-    store = find_store(at, patience.left)
-    if store is None:
-        raise CannotMeet(_unreachable(own, at, patience))
-    return store
-
-
 def find_store(at: Address, seconds: float) -> Store | None:
     """Return the store at an address, or None if none answers in time.
 
     In a thread, for torch waits for ever where another program says nothing. Where one says something else torch asks
     again, by seconds longer than it was told to: so it is asked for a few at a time.
     """
-    found: list[Store] = []
+    stores: list[Store] = []
     until = time.monotonic() + seconds
 
     def ask() -> None:
-        while not found and (left := until - time.monotonic()) > 0:
+        while not stores and (left := until - time.monotonic()) > 0:
             timeout = timedelta(seconds=max(_LEAST_ASK_SECONDS, min(_ASK_SECONDS, left)))
             with contextlib.suppress(RuntimeError, OSError):
-                found.append(TCPStore(at.host, at.port, is_master=False, timeout=timeout, wait_for_workers=False))
+                stores.append(TCPStore(at.host, at.port, is_master=False, timeout=timeout, wait_for_workers=False))
 
     asking = threading.Thread(target=ask, name="rendezvous", daemon=True)
     with _without_pages():
         asking.start()
         asking.join(seconds + TRY_SECONDS)
-    return found[0] if found else None
+    return stores[0] if stores else None
 
 
 @contextlib.contextmanager
 def _without_pages() -> Iterator[None]:
-    """Nothing on stderr: torch's C++ prints a stack trace per attempt where another program answers, and complains of
-    hosts whose address has no name."""
+    """Silence stderr: torch's C++ prints pages where another program answers or a host's address has no name."""
     sys.stderr.flush()
     stderr = os.dup(2)
     null = os.open(os.devnull, os.O_WRONLY)
@@ -215,7 +209,7 @@ def _await_host(own: Presence, at: Address, patience: Patience) -> None:
     while True:
         refusal = _unreachable(own, at, patience)
         try:
-            if answers(at.host, at.port):
+            if is_listening(at.host, at.port):
                 return
         except socket.gaierror as problem:
             # A name may be new: Kubernetes makes one when rank 0's pod runs.
@@ -223,7 +217,7 @@ def _await_host(own: Presence, at: Address, patience: Patience) -> None:
                 f"rank {own.rank} on {own.host} finds no host {at.host!r} ({problem.strerror}); set MASTER_ADDR to a"
                 " name or address of rank 0's host that every node knows"
             )
-        if patience.is_over:
+        if patience.is_over_by():
             raise CannotMeet(refusal)
         time.sleep(LOOK_SECONDS)
 

@@ -11,50 +11,45 @@ from hardware_db.errors import DsplanError
 from hardware_db.probe import probe
 from hardware_db.probe.machine import Machine
 from strategies.distributed.launcher_env import read_process_variables
-from strategies.doctor.finding import Diagnosis, Finding, sorted_findings, tokens
+from strategies.doctor.finding import Diagnosis, Finding, sorted_findings, write_tokens
 from strategies.doctor.machine import limit_findings, software_findings
 from strategies.doctor.network import network_findings
 
 
 def examine(directories: Sequence[Path] = ()) -> Diagnosis:
-    """Every check of this machine and, where a launcher started several ranks, of all of theirs together.
+    """Make every check of this machine and, where a launcher started several ranks, of all of theirs together.
 
     `directories` are those that all nodes have to share.
 
     Raises:
         DsplanError: the launcher's variables contradict each other, or the ranks cannot meet.
     """
-    place = read_process_variables(os.environ)
+    process = read_process_variables(os.environ)
     machine = probe()
     findings = machine_findings(machine)
-    if place.meeting_point is None:
+    if process.meeting_point is None:
         findings += _directory_findings(directories)
         return Diagnosis(hosts=(socket.gethostname(),), ranks=1, findings=sorted_findings(findings))
     if machine.software.version("torch") is None:
         raise DsplanError("torch is not installed here, and ranks need it to meet; pip install 'dsplan[train]'")
     from strategies.doctor.cluster import examine_cluster
 
-    return examine_cluster(place, machine, findings, directories)
+    return examine_cluster(process, machine, findings, directories)
 
 
 def _directory_findings(directories: Sequence[Path]) -> list[Finding]:
-    """Whether this machine can write to the directories; whether others see them is reported where there are others."""
-    with tokens(directories) as written:
+    """Report whether this machine can write to the directories; a doctor on all nodes says whether others see them."""
+    with write_tokens(directories) as written:
         return [
             Finding(check="shared", message=f"{directory} can be written; start the doctor on all nodes to compare")
             if name
-            else Finding(
-                level="problem",
-                check="shared",
-                message=f"{directory} cannot be written here",
-                remedy="make it, or mount it, on every node",
-            )
+            else Finding.problem("shared", f"{directory} cannot be written here", "make it, or mount it, on every node")
             for directory, name in written.items()
         ]
 
 
 def machine_findings(machine: Machine) -> list[Finding]:
-    """What one machine shows by itself."""
+    """Make the checks of one machine by itself."""
     return [
         *software_findings(machine),
         *network_findings(),

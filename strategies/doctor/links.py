@@ -12,28 +12,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
 from hardware_db.errors import DsplanError
+from hardware_db.notices import notice
 from hardware_db.units import format_seconds
 from strategies.doctor.finding import Finding, LinkTime
+from strategies.torch_compat.distributed import PrefixStore, Store, nccl_options
 
 # Ranks exchange values through the store of the rendezvous.
-
-
 _LOOK_SECONDS = 0.01
 _LIMIT_SECONDS = 120.0
 
 
 class Room:
-    """This rank among `ranks` that share a store."""
+    """The place of a rank among `ranks` that share a store."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self.store, self.rank, self.ranks = store, rank, ranks
 
     def share(self, topic: str, value: Any) -> list[Any]:
-        """What every rank says to a topic, in rank order; every rank says something that JSON knows, once per topic.
+        """Exchange what every rank says to a topic, as JSON and once per topic; return it in rank order.
 
         Raises:
             DsplanError: a rank says nothing for two minutes, or rank 0 is gone.
@@ -47,7 +46,7 @@ class Room:
             ) from None
 
     def leave(self) -> None:
-        """Say that this rank needs the store no more; rank 0, with which the store ends, waits for all to have said so.
+        """Announce that this rank needs the store no more; rank 0, with which the store ends, waits for all of them.
 
         Raises:
             DsplanError: a rank says nothing for two minutes.
@@ -77,7 +76,7 @@ Pair = tuple[int, int]
 
 
 def rounds(members: Sequence[int]) -> list[list[Pair]]:
-    """All pairs of some ranks in rounds in which nobody has two partners: a round-robin tournament."""
+    """Arrange all pairs of some ranks in rounds in which nobody has two partners: a round-robin tournament."""
     seats: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
     played = []
     for _ in range(len(seats) - 1):
@@ -90,7 +89,7 @@ def rounds(members: Sequence[int]) -> list[list[Pair]]:
 
 
 def schedule(nodes: Sequence[str], local_ranks: Sequence[int]) -> list[list[Pair]]:
-    """Rounds with every pair within a node, then every pair of nodes for each local rank; by rank, where it runs."""
+    """Arrange every pair within a node, then every pair of nodes for each local rank; by rank, where it runs."""
     within = [[rank for rank, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
     between = [
         [rank for rank, number in enumerate(local_ranks) if number == local] for local in sorted(set(local_ranks))
@@ -104,24 +103,24 @@ def _one_per_node(members: Sequence[int], nodes: Sequence[str]) -> list[int]:
 
 
 def _side_by_side(groups: Iterable[list[list[Pair]]]) -> list[list[Pair]]:
-    """Rounds of groups that have no member in common, played at the same time."""
+    """Join the rounds of groups that have no member in common, played at the same time."""
     together = [list(group) for group in groups]
     longest = max(map(len, together), default=0)
     return [[pair for group in together if turn < len(group) for pair in group[turn]] for turn in range(longest)]
 
 
 def time_links(room: Room, nodes: Sequence[str], local_ranks: Sequence[int], device: torch.device) -> list[LinkTime]:
-    """Times of every link of the schedule, the same on every rank."""
+    """Time every link of the schedule; the result is the same on every rank."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    found = []
+    links = []
     for turn, pairs in enumerate(schedule(nodes, local_ranks)):
         own = next((pair for pair in pairs if room.rank in pair), None)
-        times = None if own is None else _pair_times(room, own, device)
+        times = None if own is None else _time_pair(room, own, device)
         # Sharing is what ends a round: no pair is timed beside one of the next.
         reported = room.share(f"links-{turn}", times)
         for first, second in pairs:
             latency, bandwidth = reported[first] or (None, None)
-            found.append(
+            links.append(
                 LinkTime(
                     ranks=(first, second),
                     hosts=(nodes[first], nodes[second]),
@@ -130,30 +129,29 @@ def time_links(room: Room, nodes: Sequence[str], local_ranks: Sequence[int], dev
                     bandwidth_bytes_per_s=bandwidth,
                 )
             )
-    return found
+    return links
 
 
-def _pair_times(room: Room, pair: Pair, device: torch.device) -> tuple[float, float] | None:
+def _time_pair(room: Room, pair: Pair, device: torch.device) -> tuple[float, float] | None:
     """Return seconds of a tiny all-reduce (median) and bytes/s of a large one (best), or None if it fails."""
     # A group of its own per pair: one pair that cannot talk says nothing about the others.
     store, own = PrefixStore(f"pair-{pair[0]}-{pair[1]}", room.store), pair.index(room.rank)
     small, large = torch.ones(1, device=device), torch.ones(_LARGE_BYTES // 4, device=device)
     try:
         group: Any = _nccl(store, own) if device.type == "cuda" else dist.ProcessGroupGloo(store, own, 2, _LIMIT)
-        latency = statistics.median(_times(small, group, _SMALL_REPEATS))
-        quickest = min(_times(large, group, _LARGE_REPEATS))
-    except RuntimeError:
+        latency = statistics.median(_time_sums(small, group, _SMALL_REPEATS))
+        quickest = min(_time_sums(large, group, _LARGE_REPEATS))
+    except RuntimeError as problem:
+        notice(f"rank {room.rank}: ranks {pair[0]} and {pair[1]} cannot sum: {str(problem).splitlines()[0]}")
         return None
     return latency, _LARGE_BYTES / quickest
 
 
 def _nccl(store: Store, rank: int) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _LIMIT
-    return dist.ProcessGroupNCCL(store, rank, 2, options)
+    return dist.ProcessGroupNCCL(store, rank, 2, nccl_options(_LIMIT))
 
 
-def _times(tensor: torch.Tensor, group: Any, repeats: int) -> list[float]:
+def _time_sums(tensor: torch.Tensor, group: Any, repeats: int) -> list[float]:
     taken = []
     for _ in range(repeats + 1):
         begun = time.perf_counter()
@@ -165,40 +163,34 @@ def _times(tensor: torch.Tensor, group: Any, repeats: int) -> list[float]:
 
 
 def link_findings(links: Sequence[LinkTime]) -> list[Finding]:
-    """Links that fail, and links much slower than the others of their kind."""
+    """Report links that fail, and links much slower than the others of their kind."""
     silent = [link for link in links if link.bandwidth_bytes_per_s is None]
-    found = [
-        Finding(
-            level="problem",
-            check="link",
-            message=f"{link.name} cannot sum over {link.backend} ({link.kind})",
-            remedy=_remedy(link),
-        )
+    findings = [
+        Finding.problem("link", f"{link.name} cannot sum over {link.backend} ({link.kind})", _remedy(link))
         for link in silent
     ]
     for kind, group in groupby(sorted(links, key=lambda link: link.kind), key=lambda link: link.kind):
         rates = {link: link.bandwidth_bytes_per_s for link in group if link.bandwidth_bytes_per_s is not None}
-        found += _compared(kind, {link: rate for link, rate in rates.items() if rate is not None})
-    return found
+        findings += _compare_rates(kind, {link: rate for link, rate in rates.items() if rate is not None})
+    return findings
 
 
-def _compared(kind: str, rates: dict[LinkTime, float]) -> list[Finding]:
+def _compare_rates(kind: str, rates: dict[LinkTime, float]) -> list[Finding]:
     if not rates:
         return []
     usual = statistics.median(rates.values())
     slow = [link for link, rate in rates.items() if rate < _SLOW_SHARE * usual]
     latency = statistics.median(link.latency_seconds or 0.0 for link in rates)
     many = f"{len(rates)} link{'s' * (len(rates) > 1)} {kind}"
-    said = f"{many}: {usual / 1e9:.3g} GB/s and {format_seconds(latency)} in the middle"
-    found = [Finding(check="link", message=said)]
+    message = f"{many}: {usual / 1e9:.3g} GB/s and {format_seconds(latency)} in the middle"
+    median = [Finding(check="link", message=message)]
     if len(rates) < _ENOUGH_TO_COMPARE:
-        return found
-    return found + [
-        Finding(
-            level="warning",
-            check="link",
-            message=f"{link.name}: {rates[link] / 1e9:.3g} GB/s where links {kind} usually have {usual / 1e9:.3g}",
-            remedy="look for other traffic, a wrong interface or a worn cable; every collective waits for it",
+        return median
+    return median + [
+        Finding.warning(
+            "link",
+            f"{link.name}: {rates[link] / 1e9:.3g} GB/s where links {kind} usually have {usual / 1e9:.3g}",
+            "look for other traffic, a wrong interface or a worn cable; every collective waits for it",
         )
         for link in slow
     ]

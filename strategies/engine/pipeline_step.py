@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.errors import CannotRun
 from strategies.parallel.model import Arguments
 from strategies.parallel.pipeline import Pipeline
 from strategies.run_directory.heartbeat import beat
+from strategies.torch_compat.tensors import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from strategies.engine.base import AccumulatingEngine, Engine

@@ -13,14 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from strategies.checkpoint.states import WholeStates, unwrapped
 from strategies.distributed.gathers import require_alike
 from strategies.engine.base import AccumulatingEngine, Strategy
 from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
-from strategies.modules.precision import DTYPES, LossScale, cast_model, sum_squares
+from strategies.modules.precision import DTYPES, LossScale, cast_model, read_scale_settings, sum_squares
 from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.pipeline import sum_shared
@@ -29,6 +28,7 @@ from strategies.parallel.tensor import sum_copies
 from strategies.parallel.whole import share_of_square
 from strategies.protocols import Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE
+from strategies.torch_compat.tensors import foreach_mul_, tree_leaves
 
 
 def total_norm(module: nn.Module, mesh: Mesh | None = None) -> torch.Tensor:
@@ -108,7 +108,7 @@ def sum_terms(module: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient by a factor, in place."""
     if factor != 1.0 and (values := _values(parameters)):
-        torch._foreach_mul_(values, factor)
+        foreach_mul_(values, factor)
 
 
 class WideSums:
@@ -226,8 +226,8 @@ class TorchEngine(AccumulatingEngine):
     def __init__(
         self, *, strategy: TorchStrategy, wrapped: nn.Module, optimizer: torch.optim.Optimizer, parts: TrainingParts
     ) -> None:
-        fp16 = parts.script.fp16 if parts.plan.configuration.precision == "fp16" else None
-        super().__init__(parts, strategy, LossScale(fp16))
+        settings = read_scale_settings(parts.script.fp16) if parts.plan.configuration.precision == "fp16" else None
+        super().__init__(parts, strategy, LossScale(settings))
         self.strategy = strategy
         self.module = parts.model
         self.wrapped = wrapped

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
 
 from hardware_db.errors import DsplanError
@@ -22,6 +21,7 @@ from strategies.engine.checkpoint_manager import CheckpointManager, require_part
 from strategies.engine.initialize import initialize
 from strategies.engine.pipeline_step import Loss, call_for_loss, train_batch
 from strategies.errors import CannotRun
+from strategies.torch_compat.tensors import tree_map_only
 from strategies.variables import RUN_DIRECTORY
 
 if TYPE_CHECKING:

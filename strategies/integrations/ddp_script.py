@@ -9,7 +9,6 @@ buffers follow rank 0's as DDP's do.
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -20,13 +19,10 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map
 
 from planner import vocabulary as words
 from planner.types.plan import Configuration
@@ -41,6 +37,10 @@ from strategies.optim.optimizers import ParameterMove, refuse_optimizer, refuse_
 from strategies.parallel.model import share_weights
 from strategies.protocols import Observer
 from strategies.run_directory.heartbeat import PULSE
+from strategies.torch_compat import autograd as torch_autograd
+from strategies.torch_compat.autograd import call_after_backward, replace_gradient_functions
+from strategies.torch_compat.replacing import Undo
+from strategies.torch_compat.tensors import live_objects, own_parameters, tree_map
 
 
 def configuration_for(strategy: words.Strategy, world_size: int) -> Configuration:
@@ -200,8 +200,7 @@ def _note_backward(output: Any) -> None:
 
     def begin(_: torch.Tensor) -> None:
         PULSE.enter("backward")
-        engine: Any = Variable._execution_engine
-        engine.queue_callback(PULSE.leave)
+        call_after_backward(PULSE.leave)
 
     if results := [tensor for tensor in tensors_in_output(output) if tensor.requires_grad]:
         torch.autograd.graph.register_multi_grad_hook(results, begin, mode="any")
@@ -225,11 +224,13 @@ def _refuse_arguments(arguments: Mapping[str, Any], configuration: Configuration
 def optimizers_of(module: nn.Module) -> list[torch.optim.Optimizer]:
     """The optimizers of this process that hold a parameter of a module, in the order in which they were made."""
     own = set(module.parameters())
-    # type(), since asking for the class of a stranger's lazy object may import something.
-    found = [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]
     # accelerate's and others' that stand around one of these have no parameters, states or hooks of their own.
-    found = [item for item in found if not isinstance(vars(item).get("optimizer"), torch.optim.Optimizer)]
-    return [each for each in found if any(p in own for group in each.param_groups for p in group["params"])]
+    optimizers = [
+        item
+        for item in live_objects(torch.optim.Optimizer)
+        if not isinstance(vars(item).get("optimizer"), torch.optim.Optimizer)
+    ]
+    return [each for each in optimizers if any(p in own for group in each.param_groups for p in group["params"])]
 
 
 def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -244,14 +245,14 @@ def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def _whole_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Whole tensors in the place of a module's own shards; every rank calls this together."""
-    keys = [prefix + name for name, parameter in module._parameters.items() if isinstance(parameter, DTensor)]
+    keys = [prefix + name for name, parameter in own_parameters(module).items() if isinstance(parameter, DTensor)]
     with PULSE.meeting("state_dict") if keys else nullcontext():
         state.update({key: _whole(state[key]) for key in keys if key in state})
 
 
 def _as_shards(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """This rank's shards in the place of whole tensors."""
-    for name, parameter in module._parameters.items():
+    for name, parameter in own_parameters(module).items():
         value = state.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             state[prefix + name] = sharded_like(value, parameter)
@@ -301,20 +302,25 @@ def _shard_of(value: Any, parameter: torch.Tensor) -> Any:
 
 
 _LOOPS: WeakSet[ScriptLoop] = WeakSet()
-_clip_norm, _clip_value = clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_
-_unscale = torch.amp.GradScaler._unscale_grads_
+_following: list[Undo] = []
 
 
 def follow_script() -> None:
     """Have torch's clipping, loss scaling and optimizers know of sharded gradients; scripts that import these names
     later, or call them by their modules, get what is put here. Calling it twice changes nothing more."""
-    if clip_grad.clip_grad_norm_ is _clip_norm:
-        places: tuple[Any, ...] = (clip_grad, nn.utils)
-        for place in places:
-            place.clip_grad_norm_, place.clip_grad_value_ = _clip_norm_of_all, _clip_value_of_pieces
-        scaler: Any = torch.amp.GradScaler
-        scaler._unscale_grads_ = _unscale_alike
-        register_optimizer_step_pre_hook(_before_any_step)
+    if not _following:
+        _following.append(
+            replace_gradient_functions(
+                clip_norm=_clip_norm_of_all, clip_value=_clip_value_of_pieces, unscale=_unscale_alike
+            )
+        )
+        _following.append(register_optimizer_step_pre_hook(_before_any_step).remove)
+
+
+def unfollow_script() -> None:
+    """Give torch its own functions back."""
+    while _following:
+        _following.pop()()
 
 
 @torch.no_grad()
@@ -329,7 +335,7 @@ def _clip_norm_of_all(
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     loop = _loop_of(listed)
     if loop is None:
-        norm = _clip_norm(listed, max_norm, norm_type, error_if_nonfinite, foreach)
+        norm = torch_autograd.clip_norm(listed, max_norm, norm_type, error_if_nonfinite, foreach)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     gradients = loop.gradients(listed)
     norm = loop.norm(gradients, float(norm_type))
@@ -350,7 +356,7 @@ def _clip_value_of_pieces(
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     loop = _loop_of(listed)
     if loop is None:
-        _clip_value(listed, clip_value, foreach)
+        torch_autograd.clip_value(listed, clip_value, foreach)
     else:
         for gradient in loop.gradients(listed):
             gradient.clamp_(-clip_value, clip_value)
@@ -361,7 +367,7 @@ def _unscale_alike(
 ) -> dict[torch.device, torch.Tensor]:
     """What torch's GradScaler found in this rank's gradients, and the other ranks in theirs."""
     _before_any_step(optimizer, (), {})
-    found = _unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+    found = torch_autograd.unscale_gradients(scaler, optimizer, inv_scale, found_inf, allow_fp16)
     loop = next((loop for loop in _LOOPS if optimizer in loop.pieces.optimizers), None)
     return found if loop is None else loop.found_anywhere(found)
 

@@ -30,6 +30,7 @@ from strategies.distributed.launcher_env import publish_process_variables, read_
 from strategies.engine.base import Engine
 from strategies.engine.initialize import initialize
 from strategies.errors import BackendMissing, CannotRun
+from strategies.torch_compat.tensors import module_contents
 
 TRAINERS = ("lightning.pytorch", "pytorch_lightning")
 """The packages that have a Trainer."""
@@ -259,8 +260,7 @@ class PlacedModule(nn.Module):
         super().__init__()
         own = vars(self)
         own["_target"] = target  # beside the children: it is no part of its own module
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            own[name] = vars(target)[name]
+        own.update(module_contents(target))
         own["method"], own["ended"] = "forward", _nothing
         self.training = target.training
 

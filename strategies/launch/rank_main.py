@@ -62,10 +62,10 @@ def main(spec_path: str) -> int:
 
 def _leave_word(directory: Path, rank: int) -> None:
     """This rank's script has ended well: for the command, and for ranks that still mean to meet this one."""
-    from strategies.distributed.rendezvous import ended
+    from strategies.distributed.rendezvous import notify_end
 
     write_success(directory, rank)
-    ended()
+    notify_end()
 
 
 def _redirect(directory: Path, rank: int) -> None:

@@ -102,12 +102,12 @@ class RunState:
             self.options = replace(
                 self.options, since=self.first, base="" if resume_from == BEGIN_ANEW else resume_from
             )
-        known = lineage.known(directory) if resumes else lineage.Known()
+        known = lineage.read_lineage(directory) if resumes else lineage.Lineage()
         self._journalled = {checkpoint.path for checkpoint in known.journalled}
         self._saved = max((checkpoint.step for checkpoint in known.journalled if self._counts(checkpoint)), default=0)
         self._has_full_story = not resumes or bool(resume_from) or _reports_every_save(rows, known)
         self._seen, self._lines = (0, 0), 0
-        self._begun: dict[str, lineage.Made] = {}
+        self._begun: dict[str, lineage.RunCheckpoint] = {}
         self.course = Course(_highest_step(directory, rows, self.options.since) if resumes else 0)
         self.saves_to_note = self.notice_saves() if resumes else []
         if plan is not None:
@@ -172,7 +172,7 @@ class RunState:
         """The furthest step of which there has been a complete checkpoint that counts; 0 where there was none."""
         return self._saved
 
-    def notice_saves(self) -> list[lineage.Made]:
+    def notice_saves(self) -> list[lineage.RunCheckpoint]:
         """Look which checkpoints there are, and return those that the journal has not."""
         self._read_list()
         found = [checkpoint for checkpoint in self._begun.values() if Path(checkpoint.path).exists()]
@@ -199,7 +199,7 @@ class RunState:
             self._lines = len(listed)
             self._begun |= {checkpoint.path: checkpoint for checkpoint in new}
 
-    def _counts(self, checkpoint: lineage.Made) -> bool:
+    def _counts(self, checkpoint: lineage.RunCheckpoint) -> bool:
         return self.options.counts(checkpoint.run, checkpoint.attempt)
 
 
@@ -255,7 +255,7 @@ def _number(row: dict[str, Any], name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _reports_every_save(rows: list[dict[str, Any]], known: lineage.Known) -> bool:
+def _reports_every_save(rows: list[dict[str, Any]], known: lineage.Lineage) -> bool:
     """Whether the journal is whole, so that no checkpoint that it does not list was ever complete."""
     began = [row for row in rows if row.get("event") == "attempt"]
     is_whole = [row.get("attempt") for row in began] == list(range(len(began)))

@@ -43,7 +43,7 @@ from strategies.launch.tracking import Tracking
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.journal import Journal
 from strategies.run_directory.spec import LaunchSpec
-from strategies.supervision.lineage import Made
+from strategies.supervision.lineage import RunCheckpoint
 from strategies.telemetry.alerts import Alert
 from strategies.telemetry.follow import AlertFollower
 
@@ -187,7 +187,7 @@ class Supervisor:
             self._journal.append("back", self._number, step=step, seconds_lost=lost)
             yield RunIsBack(step=step, seconds_lost=lost)
 
-    def _note_saves(self, saves: Iterable[Made]) -> None:
+    def _note_saves(self, saves: Iterable[RunCheckpoint]) -> None:
         """Have the journal list checkpoints too: the list of them may be lost."""
         for made in saves:
             fields = {name: value for name, value in asdict(made).items() if name != "attempt"}

@@ -22,7 +22,7 @@ from torch import nn
 
 from planner import vocabulary as words
 from planner.cost.combinations import Adapted, why_refused
-from planner.search.request import DEFAULT_LORA_RANK
+from planner.models.counting.adapters import LORA_RANK, LORA_TARGETS
 from planner.types.plan import Configuration, WorkloadSection
 from strategies.config import ScriptConfig
 from strategies.errors import BackendMissing, CannotRun
@@ -51,11 +51,11 @@ class TrainingMethod:
 
     method: words.Method = "full"
     """`full`, or adapters of a kind."""
-    rank: int = DEFAULT_LORA_RANK
+    rank: int = LORA_RANK
     """Of the adapters."""
     alpha: float | None = None
     """An adapter's output counts alpha / rank times; None: alpha is twice the rank."""
-    targets: str = "all-linear"
+    targets: str = LORA_TARGETS
     """The layers that get adapters: `all-linear`, `attention`, names with commas, or a regular expression."""
     dropout: float = 0.0
     """Share of an adapter's inputs that is dropped in training."""
@@ -88,8 +88,8 @@ def read_method(script: ScriptConfig, planned: WorkloadSection, precision: str |
     of_command, section = json.loads(os.environ.get(METHOD) or "{}"), script.lora
     of_plan = TrainingMethod(
         method=planned.get("method", "full"),
-        rank=planned.get("lora_rank") or DEFAULT_LORA_RANK,
-        targets=planned.get("lora_targets") or "all-linear",
+        rank=planned.get("lora_rank") or LORA_RANK,
+        targets=planned.get("lora_targets") or LORA_TARGETS,
         train_only=planned.get("train_only", ""),
         load_dtype=planned.get("load_dtype"),
         precision=script.precision or precision,
@@ -111,7 +111,7 @@ def read_method(script: ScriptConfig, planned: WorkloadSection, precision: str |
     return replace(
         of_plan,
         method=section.method,
-        rank=section.rank,
+        rank=section.rank or LORA_RANK,
         alpha=section.alpha,
         targets=section.targets,
         dropout=section.dropout,

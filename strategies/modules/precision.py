@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_map
 
 from strategies.config import Fp16Section
+from strategies.torch_compat.tensors import foreach_norm, tree_map
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The words of configs and calls for dtypes."""
@@ -72,59 +73,83 @@ def sum_squares(values: Iterable[torch.Tensor], device: torch.device | None = No
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)
     is_double = any(part.dtype == torch.float64 for part in parts)
-    norms = torch._foreach_norm(parts, 2, dtype=torch.float64 if is_double else torch.float32)
+    norms = foreach_norm(parts, 2, dtype=torch.float64 if is_double else torch.float32)
     return torch.stack(norms).double().square().sum()
 
 
 _FACTOR = 2.0
 
 
-class LossScale:
-    """The factor that keeps small fp16 gradients from being rounded to zero; without fp16 it is 1 and stays it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaleSettings:
+    """The loss scale's start and course; DeepSpeed's defaults."""
 
-    def __init__(self, fp16: Fp16Section | None) -> None:
-        self._fp16 = fp16
-        self.value = 1.0 if fp16 is None else fp16.loss_scale or 2.0**fp16.initial_scale_power
-        self._adapts = fp16 is not None and not fp16.loss_scale
+    initial: float = 2.0**16
+    window: int = 1000
+    """Steps without overflow until it grows."""
+    hysteresis: int = 2
+    """Overflows until it shrinks."""
+    floor: float = 1.0
+    is_dynamic: bool = True
+
+
+def read_scale_settings(section: Fp16Section) -> ScaleSettings:
+    """Read a config's `fp16` section."""
+    fixed, power = section.loss_scale, section.initial_scale_power
+    settings: dict[str, Any] = {
+        "initial": fixed or (None if power is None else 2.0**power),
+        "window": section.loss_scale_window,
+        "hysteresis": section.hysteresis,
+        "floor": section.min_loss_scale,
+    }
+    return ScaleSettings(**{name: value for name, value in settings.items() if value is not None}, is_dynamic=not fixed)
+
+
+class LossScale:
+    """The factor that keeps small fp16 gradients from being rounded to zero; without settings it is 1 and stays it."""
+
+    def __init__(self, settings: ScaleSettings | None) -> None:
+        self._settings = settings
+        self.value = 1.0 if settings is None else settings.initial
         self._good_steps = 0
-        self._overflows_left = 0 if fp16 is None else fp16.hysteresis
+        self._overflows_left = 0 if settings is None else settings.hysteresis
 
     def count_step(self) -> None:
         """Count a step that was taken."""
-        if self._fp16 is None or not self._adapts:
+        if self._settings is None or not self._settings.is_dynamic:
             return
         self._good_steps += 1
-        if self._good_steps >= self._fp16.loss_scale_window:
+        if self._good_steps >= self._settings.window:
             self._good_steps = 0
-            self._overflows_left = self._fp16.hysteresis
+            self._overflows_left = self._settings.hysteresis
             self.value *= _FACTOR
 
     def count_overflow(self) -> None:
         """Count a step that was skipped for gradients that are not finite."""
-        if self._fp16 is None or not self._adapts:
+        if self._settings is None or not self._settings.is_dynamic:
             return
         self._good_steps = 0
         self._overflows_left -= 1
         if self._overflows_left <= 0:
-            self.value = max(self._fp16.min_loss_scale, self.value / _FACTOR)
+            self.value = max(self._settings.floor, self.value / _FACTOR)
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON with the names of torch's GradScaler, so that its strategies resume from it."""
-        if self._fp16 is None:
+        if self._settings is None:
             return {}
         return {
             "scale": self.value,
             "growth_factor": _FACTOR,
             "backoff_factor": 1 / _FACTOR,
-            "growth_interval": self._fp16.loss_scale_window,
+            "growth_interval": self._settings.window,
             "_growth_tracker": self._good_steps,
             "overflows_left": self._overflows_left,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the scale of this class or of torch's GradScaler; nothing where fp16 is off on either side."""
-        if self._fp16 is None or "scale" not in state:
+        if self._settings is None or "scale" not in state:
             return
         self.value = float(state["scale"])
         self._good_steps = int(state["_growth_tracker"])
-        self._overflows_left = int(state.get("overflows_left", self._fp16.hysteresis))
+        self._overflows_left = int(state.get("overflows_left", self._settings.hysteresis))

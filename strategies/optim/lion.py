@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from strategies.torch_compat.tensors import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
+
 
 class Lion(Optimizer):
     """Algorithm 2 of the paper, with weight decay apart from the gradient. One state, `exp_avg`, of each parameter.
@@ -52,12 +54,12 @@ class Lion(Optimizer):
         momenta = [self._momentum(p) for p in parameters]
         lr, (ahead, kept) = float(group["lr"]), group["betas"]
         # The temporaries are one tensor per parameter, freed at the end: as torch's foreach optimizers have.
-        direction = torch._foreach_lerp(momenta, gradients, 1 - ahead)
-        torch._foreach_sign_(direction)
+        direction = foreach_lerp(momenta, gradients, 1 - ahead)
+        foreach_sign_(direction)
         if group["weight_decay"]:
-            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(parameters, direction, alpha=-lr)
-        torch._foreach_lerp_(momenta, gradients, 1 - kept)
+            foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        foreach_add_(parameters, direction, alpha=-lr)
+        foreach_lerp_(momenta, gradients, 1 - kept)
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]

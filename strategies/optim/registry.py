@@ -232,7 +232,7 @@ def _find_built_in(registry: Registry, named: NamedParts) -> tuple[Factory, dict
         near = registry.nearest(named.name)
         remedy = f"did you mean {near}?" if near else f"choose one of {', '.join(registry.names)}"
         raise CannotRun(f"config: {word} {named.name} is not known; {remedy} (or dsplan.register_{word})")
-    factory = _import_factory(entry.place, named.name)
+    factory = _import_factory(entry.path, named.name)
     signatures = (factory,) if entry.accepts is None else (factory, _import_factory(entry.accepts, named.name))
     check_params(word, named, signatures, more=(*entry.settled, *entry.more))
     for name, value in entry.settled.items():

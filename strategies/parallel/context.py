@@ -22,13 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from strategies.errors import CannotRun
 from strategies.parallel.blocks import repeated_blocks
@@ -39,6 +37,9 @@ from strategies.parallel.ranks import SEQUENCE, TensorRanks, gather_from_ranks, 
 from strategies.parallel.split import ModelParts
 from strategies.parallel.stages import stages_of
 from strategies.parallel.styles import Randomness, RegionEnd, derived, draw_own, is_linear, widths
+from strategies.torch_compat.autograd import has_saved_tensor_hooks
+from strategies.torch_compat.dispatch import FakeTensor, without_modes
+from strategies.torch_compat.tensors import storage_number
 
 _IGNORED = -100
 """Labels that no loss is made of, torch's `ignore_index`."""
@@ -224,13 +225,12 @@ def _gathered_again(
 ) -> AbstractContextManager[object]:
     """Have backward all-gather keys and values once more instead of keeping those of all ranks from forward, as torch's
     `context_parallel` does. Where somebody else keeps what is saved (activation checkpointing) it is left to them."""
-    autograd: Any = torch._C._autograd
-    if not torch.is_grad_enabled() or autograd._top_saved_tensors_default_hooks(False) is not None:
+    if not torch.is_grad_enabled() or has_saved_tensor_hooks():
         return nullcontext()
-    gathers = {tensor.untyped_storage()._cdata: _Again(ranks, mine) for mine, tensor in zip(own, whole, strict=True)}
+    gathers = {storage_number(tensor): _Again(ranks, mine) for mine, tensor in zip(own, whole, strict=True)}
 
     def pack(tensor: torch.Tensor) -> Any:
-        again = gathers.get(tensor.untyped_storage()._cdata)
+        again = gathers.get(storage_number(tensor))
         return tensor if again is None else again.view_of(tensor)
 
     return saved_tensors_hooks(pack, lambda packed: packed() if isinstance(packed, partial) else packed)
@@ -264,7 +264,7 @@ def earlier_tokens(queries: int, keys: int, device: torch.device) -> torch.Tenso
     """Which keys come before each of the last `queries` tokens; on a GPU in the form that flash attention needs no mask
     for."""
     if device.type == "cuda":
-        with _disable_current_modes():  # selective checkpointing's cannot make a subclass of tensors
+        with without_modes():  # selective checkpointing's cannot make a subclass of tensors
             return causal_lower_right(queries, keys)
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from planner.types.plan import Configuration, ParallelDims
 from strategies.errors import CannotRun
+from strategies.torch_compat.distributed import flatten
 
 Dimension = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 """Dimensions of the mesh, outermost first: neighbouring ranks, which one node has, share in one tp group."""
@@ -127,7 +128,7 @@ class Mesh:
         if dims.cp == 1:
             return mesh["dp_replicate", "dp_shard"] if dims.dp_replicate > 1 else mesh["dp_shard"]
         if dims.dp_replicate == 1:
-            return mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+            return flatten(mesh["dp_shard", "cp"], "dp_shard_cp")
         # A flattened dimension cannot be taken together with another (torch 2.11).
         sizes = (dims.pp, dims.dp_replicate, dims.dp_shard * dims.cp, dims.tp)
         names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
@@ -156,7 +157,7 @@ class Mesh:
         mesh = self.expert_mesh if name in ("ep", "expert_shard", "expert_dp") else self.device_mesh
         if len(parts) == 1:
             return mesh.get_group(name)
-        return mesh[parts]._flatten(name).get_group()
+        return flatten(mesh[parts], name).get_group()
 
     @cached_property
     def _coordinates(self) -> dict[str, int]:

@@ -23,6 +23,7 @@ from strategies.errors import CannotRun
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import Arguments
 from strategies.parallel.stages import Travel, stages_of
+from strategies.torch_compat.autograd import backward_of_input, backward_of_weights
 
 Kind = Literal[
     "forward",
@@ -447,19 +448,12 @@ def _last_of_each(actions: Sequence[Action]) -> dict[int, int]:
 def _backward_input(
     made: torch.Tensor, gradient: torch.Tensor | None, given: torch.Tensor, weights: Sequence[nn.Parameter]
 ) -> Any:
-    from torch.distributed.pipelining._backward import stage_backward_input
-
-    run: Any = stage_backward_input
-    _, groups = run([made], None if gradient is None else [gradient], [given], iter(weights))
-    return groups, weights
+    return backward_of_input(made, gradient, given, iter(weights)), weights
 
 
 def _backward_weight(left: Any) -> None:
-    from torch.distributed.pipelining._backward import stage_backward_weight
-
     if left is not None:
-        run: Any = stage_backward_weight
-        run(iter(left[1]), left[0])
+        backward_of_weights(iter(left[1]), left[0])
 
 
 # Weights that two stages have.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.autograd import Function
 
 from strategies.errors import CannotRun
+from strategies.torch_compat.distributed import functional_collectives
 
 SEQUENCE = 1
 """The dimension of activations, [samples, length, width], that sequence parallelism splits."""
@@ -98,7 +99,7 @@ def waited_for(values: torch.Tensor) -> torch.Tensor:
 
 
 def _ops() -> Any:
-    return torch.ops._c10d_functional
+    return functional_collectives()
 
 
 def _name(ranks: TensorRanks) -> str:

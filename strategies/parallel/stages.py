@@ -9,7 +9,6 @@ besides weights (masks, positions) is so computed on every stage, as the model d
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,10 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner.cost.split import blocks_per_piece
@@ -33,6 +30,8 @@ from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import CALL_TRAIN_BATCH, Arguments, Partition, SplitOptions
 from strategies.parallel.ranks import SEQUENCE, tokens_of_each
 from strategies.parallel.split import ModelParts, stand_in
+from strategies.torch_compat.dispatch import FakeTensorMode, without_fake_log
+from strategies.torch_compat.tensors import own_modules, own_parameters, replace_modules, tree_leaves, tree_map_only
 
 _ATTRIBUTE = "_dsplan_stages"
 _READS = frozenset({"__get__", "size", "dim", "numel", "element_size", "stride", "is_floating_point"})
@@ -106,12 +105,12 @@ class Stages:
     def running(self, stage: int, received: torch.Tensor | None) -> Iterator[None]:
         """Calls of the model inside run a stage, with what the stage before it made."""
         self._running, self._received = stage, received
-        before = self._stack._modules
-        self._stack._modules = self._of.get(stage, before)
+        before = own_modules(self._stack)
+        replace_modules(self._stack, self._of.get(stage, before))
         try:
             yield
         finally:
-            self._stack._modules = before
+            replace_modules(self._stack, before)
             self._running = self._received = None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -311,7 +310,7 @@ def _recorded(model: nn.Module, stack: nn.Module, options: SplitOptions) -> _Rec
     for arguments, kinds in product(options.examples or _usual_arguments(model, options), (_as_they_are, _as_stubs)):
         watch, fake = _Watch(model, stack), FakeTensorMode(allow_non_fake_inputs=True)
         try:
-            with _silent(), kinds(stack), fake, torch.random.fork_rng(devices=[]):
+            with without_fake_log(), kinds(stack), fake, torch.random.fork_rng(devices=[]):
                 inputs = tree_map_only(torch.Tensor, lambda leaf: _empty(leaf, device), arguments)
                 with watch.watching(), _autocast(options.configuration, device), torch.enable_grad():
                     found = model(*inputs[0], **inputs[1])
@@ -353,17 +352,6 @@ class _Stub:
         floats = (leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
         hidden = next(leaf for leaf in floats if leaf.is_floating_point())
         return hidden + self._weight.sum().to(hidden.dtype)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Without what torch logs of an operation that has no fake form."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 def _empty(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -583,14 +571,14 @@ def _drop_outside(
     shared = record.before & record.after
     heads = {parameter: _head_of(model, parameter, names[parameter], record) for parameter in shared}
     for path, module in list(model.named_modules()):
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(own_parameters(module).items()):
             if parameter is None or parameter not in record.before | record.after:
                 continue
             own = f"{path}.{name}" if path else name
             is_here = is_first and parameter in record.before
             is_here |= is_last and parameter in record.after and own in heads.get(parameter, (own,))
             if not is_here:
-                del module._parameters[name]
+                del own_parameters(module)[name]
                 vars(module)[name] = nothing(parameter)
     if is_first != is_last:
         for parameter, own_names in heads.items():
@@ -610,7 +598,7 @@ def _head_of(model: nn.Module, parameter: nn.Parameter, canonical: str, record: 
     found = tuple(
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
-        for name, weight in module._parameters.items()
+        for name, weight in own_parameters(module).items()
         if weight is parameter and (module in record.called_after or module is head)
     )
     if not found or canonical in found:
@@ -623,7 +611,7 @@ def _head_of(model: nn.Module, parameter: nn.Parameter, canonical: str, record: 
 
 def _drop_blocks(stack: nn.Module, stages: Stages, record: _Record) -> None:
     """Replace the blocks of other stages, and for each stage those of this rank's other stages."""
-    blocks = dict(stack._modules)
+    blocks = dict(own_modules(stack))
     places = {key: place for place, key in enumerate(blocks)}
     away = {key: _elsewhere(block, places[key], stages, record) for key, block in blocks.items() if block is not None}
 
@@ -631,11 +619,11 @@ def _drop_blocks(stack: nn.Module, stages: Stages, record: _Record) -> None:
         here = {place for part in own for place in part}
         return {key: blocks[key] if place in here else away[key] for key, place in places.items()}
 
-    stack._modules = with_own(stages.ranges[stage] for stage in stages.own)
+    replace_modules(stack, with_own(stages.ranges[stage] for stage in stages.own))
     if len(stages.own) > 1:
         stages._of = {stage: with_own([stages.ranges[stage]]) for stage in stages.own}
     for key, block in blocks.items():
-        if block is not None and stack._modules[key] is not block:
+        if block is not None and own_modules(stack)[key] is not block:
             for tensor in [*block.parameters(), *block.buffers()]:
                 tensor.data = tensor.data.new_empty(0)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from strategies.errors import CannotRun
 from strategies.parallel.layers import Columns, Rows, VocabularyRows, split_in_place, split_pieces, split_vocabulary
@@ -22,6 +21,7 @@ from strategies.parallel.ranks import (
     sum_over_ranks,
 )
 from strategies.parallel.split import Split
+from strategies.torch_compat.dispatch import FakeTensor
 
 COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")
 ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise")

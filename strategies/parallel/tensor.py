@@ -21,9 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
 from hardware_db.notices import notice
 from strategies.errors import CannotRun
@@ -57,6 +55,8 @@ from strategies.parallel.styles import (
     split_unit,
     widths,
 )
+from strategies.torch_compat.dispatch import FakeTensor
+from strategies.torch_compat.tensors import own_parameters, tree_map
 
 Styles = dict[str, str]
 """Styles by the names of modules and parameters."""
@@ -763,7 +763,8 @@ def _ends(inner: nn.Module, blocks: Sequence[nn.Module], named: set[nn.Module] |
     is_tied = table is not None and head is not None and head.weight is table.weight
     if named is not None and not (is_tied and named & {table, head}):
         table, head = (table if table in named else None), (head if head in named else None)
-    shared = sum(1 for m in inner.modules() for p in m._parameters.values() if table is not None and p is table.weight)
+    weights = [weight for module in inner.modules() for weight in own_parameters(module).values()]
+    shared = sum(1 for weight in weights if table is not None and weight is table.weight)
     if table is not None and shared != 1 + is_tied:
         return None, None  # something else computes with the same weight
     return table, head
@@ -777,7 +778,7 @@ def _multiplies_with_head(inner: Any) -> bool:
 
 
 def _weight_in(module: Any) -> Any:
-    return module._parameters.get("weight")
+    return own_parameters(module).get("weight")
 
 
 def _has_causal_loss(inner: Any) -> bool:

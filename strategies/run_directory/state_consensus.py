@@ -18,7 +18,7 @@ from strategies.run_directory.resume_state import Findings, ResumeState, combine
 from strategies.variables import PARALLEL, PLAN, STRATEGY
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from strategies.torch_compat.distributed import Store
 
 _LOOK_SECONDS = 0.5
 _ENDED = "ended"

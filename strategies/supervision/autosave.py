@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,8 +21,6 @@ from strategies.supervision import lineage
 from strategies.telemetry.alerts import Alert, post
 
 # When ranks save by themselves: a pure function of times.
-
-
 _FURTHEST_LOOK = 50
 """Steps between looks at most: the next steps may take far longer than the last."""
 _CLOSE = 0.02
@@ -40,6 +37,7 @@ class Interval:
 
     @property
     def is_set(self) -> bool:
+        """True if ranks save by themselves at all."""
         return self.seconds is not None or self.steps is not None
 
 
@@ -58,7 +56,7 @@ class SaveClock:
         self.next_look = step + 1
 
     def is_due(self, step: int, now: float) -> bool:
-        """Whether to save at this step, a look; sets the next one. `now` is rank 0's time in seconds."""
+        """Return whether to save at this step, a look; set the next one. `now` is rank 0's time in seconds."""
         every = self._interval.steps
         if self._counts_from is None:
             self._counts_from = now
@@ -69,11 +67,11 @@ class SaveClock:
         return is_time or (every is not None and step % every == 0)
 
     def saved(self) -> None:
-        """A checkpoint was begun, by whomever."""
+        """Begin to count anew: a checkpoint was begun, by whomever."""
         self._counts_from, self._has_failed = None, False
 
     def failed(self) -> None:
-        """A checkpoint could not be written: the next try by time comes within a minute."""
+        """Let the next try by time come within a minute: a checkpoint could not be written."""
         self._counts_from, self._has_failed = None, True
 
     def _left(self, now: float) -> float | None:
@@ -102,7 +100,7 @@ _SPARE = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Look:
-    """What a rank says at a look: its clock, whether it is worth saving, how its last save went."""
+    """A rank's report at a look: its clock, whether it is worth saving, how its last save went."""
 
     now: float
     is_clean: bool
@@ -113,16 +111,17 @@ class _Look:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SavePlace:
-    """Where to save and how often, the run and the attempt that saves, the first one whose checkpoints count, and
-    whether the run has nodes that come and go."""
+class SaveTarget:
+    """The directory in which a run saves, and which of its checkpoints count."""
 
     directory: Path
     interval: Interval
     attempt: int = 0
     run_id: str = ""
     since: int = 0
+    """The first attempt whose checkpoints count."""
     has_nodes: bool = False
+    """Whether the run has nodes that come and go."""
 
 
 class SupervisedEngine(CheckpointedEngine, Protocol):
@@ -142,35 +141,35 @@ class AutomaticSaves:
     def __init__(
         self,
         engine: SupervisedEngine,
-        place: SavePlace,
+        target: SaveTarget,
         *,
         run_directory: Path,
         is_clean: Callable[[], bool],
         may_save: Callable[[], bool],
     ) -> None:
-        self._engine, self._place, self._run_directory = engine, place, run_directory
+        self._engine, self._target, self._run_directory = engine, target, run_directory
         self._is_clean, self._may_save = is_clean, may_save
-        self._clock = SaveClock(place.interval, step=engine.global_steps)
+        self._clock = SaveClock(target.interval, step=engine.global_steps)
         self._report_line = False
         self._has_room: bool | None = None
         self._is_saving = False
-        self._begun: lineage.Made | None = None
-        self.complete: lineage.Made | None = None
+        self._begun: lineage.RunCheckpoint | None = None
+        self.complete: lineage.RunCheckpoint | None = None
         self.seconds: float | None = None
 
     @property
     def mark(self) -> dict[str, Any]:
-        """What a checkpoint that is begun now says of its run, in the words of `lineage.Made`."""
-        return {"run": self._place.run_id, "attempt": self._place.attempt, "is_automatic": self._is_saving}
+        """The origin of a checkpoint that is begun now, in the words of `lineage.RunCheckpoint`."""
+        return {"run": self._target.run_id, "attempt": self._target.attempt, "is_automatic": self._is_saving}
 
-    def resumed(self, made: lineage.Made) -> None:
-        """Training resumes from a checkpoint of the run."""
-        self.complete = made
-        self._clock = SaveClock(self._place.interval, step=made.step)
+    def resumed(self, checkpoint: lineage.RunCheckpoint) -> None:
+        """Count from a checkpoint of the run, from which training resumes."""
+        self.complete = checkpoint
+        self._clock = SaveClock(self._target.interval, step=checkpoint.step)
 
     def step_ended(self, step: int) -> None:
         """Look at the clock where it is time to look, and save where it is time to save."""
-        if step < self._clock.next_look or not self._place.interval.is_set:
+        if step < self._clock.next_look or not self._target.interval.is_set:
             return
         looks = self._look()
         if self._begun is not None and (looks[0].is_written or any(look.problem for look in looks)):
@@ -188,7 +187,7 @@ class AutomaticSaves:
         source = self._engine.client_state_source
         try:
             state = self._engine.client_state if source is None else source()
-            path = self._engine._checkpoints.save(self._place.directory, state, options)
+            path = self._engine._checkpoints.save(self._target.directory, state, options)
         except DsplanError as problem:
             self.failed(problem)
             return None
@@ -201,8 +200,7 @@ class AutomaticSaves:
         return path
 
     def finish(self) -> None:
-        """Wait for the automatic checkpoint that is on its way, if there is one; that it failed is reported, not
-        raised."""
+        """Wait for the automatic checkpoint that is on its way, if any; that it failed is reported, not raised."""
         if self._begun is None:
             return
         try:
@@ -213,14 +211,14 @@ class AutomaticSaves:
             self._written()
 
     def script_saved(self, path: Path) -> None:
-        """The script has begun a checkpoint by itself: time counts from there, and the last of ours is complete."""
+        """Count from a checkpoint that the script has begun by itself; the last of ours is complete."""
         if self._begun is not None:
             self._written()
         self.complete = self.note(path)
         self._clock.saved()
 
     def failed(self, problem: DsplanError) -> None:
-        """A checkpoint could not be written. Reported once until one can."""
+        """Report that a checkpoint could not be written, once until one can."""
         self._begun = None
         self._clock.failed()
         if not self._report_line and self._engine.is_main:
@@ -228,22 +226,23 @@ class AutomaticSaves:
             post(Alert(kind="checkpoint", metric="checkpoint", message=message, step=self._engine.global_steps))
         self._report_line = True
 
-    def note(self, path: Path, *, is_automatic: bool = False, since: float | None = None) -> lineage.Made:
+    def note(self, path: Path, *, is_automatic: bool = False, since: float | None = None) -> lineage.RunCheckpoint:
         """Remember a checkpoint that was begun; a full disk makes a later resume begin earlier and ends nothing."""
-        made = lineage.Made(
+        checkpoint = lineage.RunCheckpoint(
             path=str(path.absolute()),
             step=self._engine.global_steps,
-            attempt=self._place.attempt,
+            attempt=self._target.attempt,
             is_automatic=is_automatic,
             time=since or time.time(),
-            run=self._place.run_id,
+            run=self._target.run_id,
         )
         if self._engine.environment.local_rank == 0:
             try:
-                lineage.note(self._run_directory, made)
+                lineage.note(self._run_directory, checkpoint)
             except OSError as problem:
-                notice(f"{self._run_directory}: the checkpoint of step {made.step} is not listed ({problem.strerror})")
-        return made
+                unlisted = f"the checkpoint of step {checkpoint.step} is not listed"
+                notice(f"{self._run_directory}: {unlisted} ({problem.strerror})")
+        return checkpoint
 
     def _written(self) -> None:
         assert self._begun is not None
@@ -256,12 +255,13 @@ class AutomaticSaves:
         self._report_line = False
 
     def _clear_away(self) -> None:
-        """Of this run's own automatic checkpoints the newest stay, whichever node's rank 0 has saved them; what others
-        have put there is not touched."""
-        made, place = lineage.read(self._run_directory), self._place
-        for path in lineage.outdated(made, KEPT, run=place.run_id, since=place.since, has_nodes=place.has_nodes):
-            with suppress(OSError):
+        """Remove this run's own automatic checkpoints but the newest, whichever node's rank 0 has saved them."""
+        listed, run = lineage.read(self._run_directory), self._target
+        for path in lineage.outdated(listed, KEPT, run=run.run_id, since=run.since, has_nodes=run.has_nodes):
+            try:
                 content.remove(path)
+            except OSError as problem:
+                notice(f"{path}: a checkpoint that is no longer needed cannot be removed ({problem.strerror})")
 
     def _look(self) -> list[_Look]:
         checkpoints = self._engine._checkpoints
@@ -281,7 +281,7 @@ class AutomaticSaves:
         return looks
 
     def _room(self) -> bool:
-        """Whether host memory takes a copy of this node's part of the training state."""
+        """Return whether host memory takes a copy of this node's part of the training state."""
         if self._has_room is None:
             if not self._engine.optimizer.state:
                 return True  # states are made in the first step; ask again
@@ -293,6 +293,6 @@ class AutomaticSaves:
 
 
 def _free_bytes() -> int:
-    """Host memory that is free for this process: of the machine, and within its control group."""
+    """Return the host memory that is free for this process: of the machine, and within its control group."""
     available, left = int(psutil.virtual_memory().available), cgroup_limits().memory_left_bytes
     return available if left is None else min(available, left)

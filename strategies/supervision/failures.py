@@ -11,7 +11,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,7 @@ class Failure:
 
 
 def kind_of(error: BaseException) -> EndingKind:
-    """What an exception means for the run; one that was raised from another means what that one does."""
+    """Return what an exception means for the run; one that was raised from another means what that one does."""
     if isinstance(error, NotFinite):
         return "not_finite"
     for cause in _chain(error):
@@ -111,19 +110,19 @@ def kind_of(error: BaseException) -> EndingKind:
 
 
 def failure_of(error: BaseException, directory: Path) -> Failure:
-    """The last word about an exception."""
-    if sentence := _wants_a_gpu(error):
+    """Describe an exception as a rank's last word."""
+    if sentence := _why_it_needs_a_gpu(error):
         return replace(describe_failure("refused", error, directory), message=sentence, expected=True)
     return describe_failure(kind_of(error), error, directory)
 
 
-def _wants_a_gpu(error: BaseException) -> str:
-    """What to change in a script that has CUDA or NCCL written into it, on a machine without a GPU; else empty."""
+def _why_it_needs_a_gpu(error: BaseException) -> str | None:
+    """Return what to change in a script that has CUDA or NCCL written into it, where there is no GPU; else None."""
     text = str(error).lower()
     wants = next((wanted for wanted, words in _GPU_WORDS.items() if _says(text, words)), None)
     torch = sys.modules.get("torch")
     if wants is None or torch is None or torch.cuda.is_available():
-        return ""
+        return None
     where = own_line(traceback.extract_tb(error.__traceback__)) or "the script"
     remedy = {
         "CUDA": "write torch.device('cuda', local_rank) if torch.cuda.is_available() else torch.device('cpu') there",
@@ -133,13 +132,13 @@ def _wants_a_gpu(error: BaseException) -> str:
 
 
 def own_line(frames: Iterable[traceback.FrameSummary]) -> str:
-    """The innermost line that is nobody's library: `train.py, line 12`; empty where there is none."""
+    """Return the innermost line that is nobody's library: `train.py, line 12`; empty where there is none."""
     lines = [f"{Path(frame.filename).name}, line {frame.lineno}" for frame in frames if is_own(frame.filename)]
     return lines[-1] if lines else ""
 
 
 def describe_failure(kind: EndingKind, error: BaseException, directory: Path) -> Failure:
-    """The last word of an ending of a known kind."""
+    """Describe an ending of a known kind as a rank's last word."""
     lines = str(error).strip().splitlines() or [""]
     return Failure(
         kind=kind,
@@ -153,11 +152,12 @@ def describe_failure(kind: EndingKind, error: BaseException, directory: Path) ->
 
 
 def attempt_of(directory: Path) -> int:
-    """Which attempt of its run this is, 0 where nobody counts."""
+    """Return which attempt of its run this is, 0 where nobody counts."""
     try:
         options = AttemptOptions.load(directory)
-    except (OSError, ValueError, TypeError, KeyError):
-        options = None
+    except (OSError, ValueError, TypeError, KeyError) as problem:
+        notice(f"{directory}: the options of this attempt cannot be read ({problem})")
+        return 0
     return 0 if options is None else options.attempt
 
 
@@ -176,26 +176,28 @@ def write_failure(directory: Path, rank: int, failure: Failure) -> None:
 def write_success(directory: Path, rank: int) -> None:
     """Leave word that a rank ends with status 0, after which step and when: too early, where the others fail for it."""
     word = {"step": PULSE.step or None, "host": socket.gethostname(), "time": time.time()}
-    with suppress(OSError):
+    try:
         write_json(success_path(directory, rank), word)
+    except OSError as problem:
+        notice(f"that rank {rank} completed could not be written: {problem}")
 
 
 def read_failure(directory: Path, rank: int) -> dict[str, Any] | None:
     """Return a rank's failure record, or None if it left none that can be read."""
     try:
-        found = json.loads(failure_path(directory, rank).read_text())
+        failure = json.loads(failure_path(directory, rank).read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return failure if isinstance(failure, dict) else None
 
 
 def exit_status(failure: Failure) -> int:
-    """The status with which a rank ends."""
+    """Return the status with which a rank ends."""
     return exit_status_of(failure.kind, failure.type)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception and those that it was raised from, or while handling which it was raised."""
+    """Yield an exception and those that it was raised from, or while handling which it was raised."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

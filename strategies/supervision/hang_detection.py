@@ -1,4 +1,4 @@
-"""The thread that watches a rank from inside: it spreads wishes to stop, reports how far the rank is, and ends a hang.
+"""The thread that watches a rank from inside: it spreads requests to stop, reports how far the rank is, ends a hang.
 
 Two lines of defence. The thread itself sees a main thread that waits for ever; for one that never releases the
 interpreter's lock, which stops this thread too, there is faulthandler's timer, which needs no lock and is set again at
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from strategies.supervision.stopping import Board, Stopping
 
 # Progress of this process, as far as another thread of it can see.
-
-
 _BUSY = 0.05
 """Share of a processor from which on a thread, or the children together, are at work."""
 
@@ -64,7 +62,7 @@ class Activity:
         self._children_seconds: float | None = None
 
     def is_there(self, *, with_children: bool) -> bool:
-        """Whether the process got on since the last look. Children are looked at on demand, as finding them is slow."""
+        """Return whether the process got on since the last look; children are found on demand, as that is slow."""
         now = time.monotonic()
         passed, self._looked_at = now - self._looked_at, now
         beats, stack, seconds = self._pulse.beats, self._main_stack(), self._main_seconds()
@@ -76,13 +74,13 @@ class Activity:
         return moved or works or self._pulse.rests > 0 or self._children_work(passed, look=with_children)
 
     def _main_stack(self) -> int:
-        """A number that changes when the main thread moves on to another instruction, in any of its frames."""
+        """Return a number that changes when the main thread moves on to another instruction, in any of its frames."""
         frame: FrameType | None = sys._current_frames().get(self._main or 0)
-        places = []
+        instructions = []
         while frame is not None:
-            places.append((id(frame.f_code), frame.f_lasti))
+            instructions.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
-        return hash(tuple(places))
+        return hash(tuple(instructions))
 
     def _main_seconds(self) -> float:
         if self._main is None or not hasattr(time, "pthread_getcpuclockid"):
@@ -164,13 +162,13 @@ class Watchdog(threading.Thread):
         return (claim.claimed() or self._claimed_before) in (None, "plain")
 
     def attach(self, board: Board, stopping: Stopping, world_size: int) -> None:
-        """The ranks have met: from here on they are watched together."""
+        """Watch the ranks together, which have met."""
         self._board, self._stopping, self._world_size = board, stopping, world_size
         # Peers can only end a rank that hangs from here on if they know its process.
         self._publish(0.0)
 
     def expect_end(self, status: int) -> None:
-        """The rank is about to leave; end it where that takes long, as in code that runs at the end."""
+        """End the rank, which is about to leave, where that takes long, as in code that runs at the end."""
         self._must_end = (time.monotonic() + _LEAVE_SECONDS, status)
 
     def end(self) -> None:
@@ -204,12 +202,12 @@ class Watchdog(threading.Thread):
         faulthandler.dump_traceback_later(limit, file=self._stacks, exit=not self._only_reports)
         verdict = self._reported(quiet)
         if verdict is None and quiet >= self._limit:
-            verdict = self._verdict(quiet)
+            verdict = self._judge(quiet)
         if verdict is not None:
             self._give_up(verdict)
 
     def _have_parted(self, quiet: float) -> bool:
-        """Whether ranks wait for each other in different calls; then the process ends here."""
+        """Return whether ranks wait for each other in different calls; then the process ends here."""
         limit = min(_PARTED_SECONDS, self._hang_seconds / 2 or _PARTED_SECONDS)
         if self._board is None:
             return False
@@ -224,7 +222,7 @@ class Watchdog(threading.Thread):
         return True
 
     def parted_at_once(self) -> Verdict | None:
-        """Why another rank was gone when this one needed it: the verdict where their calls differ, else None."""
+        """Return why another rank was gone when this one needed it: the verdict where their calls differ, else None."""
         if self._board is None:
             return None
         until = time.monotonic() + _ASIDE_SECONDS
@@ -236,8 +234,8 @@ class Watchdog(threading.Thread):
             # Where the others stood before may be where they are no longer; one that was killed says nothing any more.
             others = [beat for rank, beat in beats.items() if rank != self.rank]
             is_known = all(beat and (beat.has_ended or beat != before[beat.rank]) for beat in others)
-            found = parted(beats, _SETTLED_SECONDS if is_known else math.inf)
-            if verdict := read_verdict(self._board.get(_PARTED)) or found:
+            own_verdict = parted(beats, _SETTLED_SECONDS if is_known else math.inf)
+            if verdict := read_verdict(self._board.get(_PARTED)) or own_verdict:
                 self._board.put(_PARTED, verdict.text())
                 return verdict
             time.sleep(_POLL_SECONDS)
@@ -272,8 +270,8 @@ class Watchdog(threading.Thread):
         if self._board is not None:
             self._board.put(_beat(self.rank), text)
 
-    def _verdict(self, quiet: float) -> Verdict | None:
-        """Return whom the ranks wait for, after a second look at them, or None if this rank has moved meanwhile."""
+    def _judge(self, quiet: float) -> Verdict | None:
+        """Return for whom the ranks wait, after a second look at them, or None if this rank has moved meanwhile."""
         if self._board is None and PULSE.waits_for:
             named = "rank " + ", ".join(map(str, PULSE.waits_for))
             return Verdict(behind=PULSE.waits_for, sentence=f"{named} does not answer, and the ranks have not met")
@@ -308,7 +306,7 @@ class Watchdog(threading.Thread):
         return {rank: read_heartbeat(board.get(_beat(rank))) for rank in range(self._world_size)}
 
     def _give_up(self, verdict: Verdict) -> None:
-        """Write the stacks and say whom the ranks wait for, once; then end, unless that is left to the script."""
+        """Write the stacks and report for whom the ranks wait, once; then end, unless that is left to the script."""
         if self._has_reported:
             return
         if self._board is not None and self._board.get(_HUNG) is None:
@@ -333,13 +331,15 @@ class Watchdog(threading.Thread):
         os._exit(exit_status(failure))
 
     def _write_stacks(self, why: str) -> None:
-        with suppress(OSError):
+        try:
             self._stacks.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self.rank}: {why}\n")
             self._stacks.flush()
             faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+        except OSError as problem:
+            notice(f"{self._stacks.name}: the stacks of rank {self.rank} could not be written ({problem.strerror})")
 
     def _ask_for_stacks(self, verdict: Verdict) -> list[Heartbeat]:
-        """Ask the ranks on this machine whose watchdogs do not answer; others write when they read the verdict."""
+        """Signal the ranks on this machine whose watchdogs do not answer; others write when they read the verdict."""
         silent: list[Heartbeat] = []
         for rank in verdict.silent:
             beat = self._last_heartbeat(rank)
@@ -354,7 +354,7 @@ class Watchdog(threading.Thread):
 
 
 def begin_watching(directory: Path, rank: int, hang_seconds: float) -> Watchdog:
-    """This process's watchdog, started at the first call."""
+    """Start this process's watchdog at the first call, and return it."""
     global _watchdog
     if _watchdog is None:
         _watchdog = Watchdog(directory, rank, hang_seconds)

@@ -32,9 +32,9 @@ class FiniteWatch:
 
     @property
     def is_clean(self) -> bool:
-        """Whether the last step was finite: what is saved after it is worth resuming from."""
-        there = 0 if self._on_device is None else int(self._on_device.item())
-        return self._bad_gradients + self._bad_losses + there == 0
+        """True if the last step was finite: what is saved after it is worth resuming from."""
+        on_device = 0 if self._on_device is None else int(self._on_device.item())
+        return self._bad_gradients + self._bad_losses + on_device == 0
 
     def loss_is(self, loss: torch.Tensor) -> None:
         """Note a micro-batch's loss."""
@@ -66,7 +66,7 @@ class FiniteWatch:
         self._bad_gradients = self._bad_gradients + 1 if is_bad and not searching else 0
 
     def _count_losses(self) -> int:
-        """Bad losses in a row; 0 between two readings of a GPU."""
+        """Count bad losses in a row; 0 between two readings of a GPU."""
         loss, self._loss = self._loss, None
         if loss is None:
             return 0

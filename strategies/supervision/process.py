@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from hardware_db.files import replace_whole
+from hardware_db.notices import notice
 from strategies.run_directory import claim
 from strategies.run_directory.spec import SAVING, STOPPED, EndingKind, LaunchSpec, failure_path, pid_path, success_path
 from strategies.supervision.failures import Failure, describe_failure, write_failure
@@ -22,7 +22,7 @@ _USABLE = 0.8
 
 
 def begin(spec: LaunchSpec, rank: int) -> None:
-    """Take signals, watch for hangs, and say under which process id this rank is to be found.
+    """Take signals, watch for hangs, and write down this rank's process id.
 
     Scripts in which nothing of dsplan sees the end of a step cannot save when they are asked to, and before somebody
     has claimed the run there is nothing to save: these end at once. Who saves listens to SIGTERM too.
@@ -34,8 +34,10 @@ def begin(spec: LaunchSpec, rank: int) -> None:
         signal.signal(signal.SIGUSR1, lambda number, frame: _leave_unsaved(spec, rank))
     claim.once_claimed(lambda kind: _listen(spec) if kind in SAVING else None)
     begin_watching(directory, rank, spec.supervision.hang_seconds)
-    with suppress(OSError):
+    try:
         replace_whole(pid_path(directory, rank), str(os.getpid()))
+    except OSError as problem:
+        notice(f"the process id of rank {rank} could not be written: {problem}")
 
 
 def _listen(spec: LaunchSpec) -> None:
@@ -51,8 +53,8 @@ def _leave_unsaved(spec: LaunchSpec, rank: int) -> None:
 # The last thing a rank does that stops on purpose.
 
 
-def stopped(kind: EndingKind, message: str, run_directory: Path, saved: Path | None) -> Failure:
-    """The last word of a rank that stops on purpose, with the checkpoint it has left."""
+def describe_stop(kind: EndingKind, message: str, run_directory: Path, saved: Path | None) -> Failure:
+    """Describe a stop on purpose as a rank's last word, with the checkpoint it has left."""
     word = describe_failure(kind, Stopped(), run_directory)
     return replace(word, message=message, expected=True, saved=None if saved is None else str(saved))
 

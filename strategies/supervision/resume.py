@@ -27,32 +27,24 @@ from strategies.supervision.autosave import SupervisedEngine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """Where an engine resumes: the checkpoint, the script's own state in it, and what had to be passed over (empty:
-    nothing)."""
+    """The checkpoint from which an engine resumes."""
 
-    made: lineage.Made
+    checkpoint: lineage.RunCheckpoint
     client_state: Mapping[str, Any]
+    """The script's own state in it."""
     passed_over: str = ""
-
-    @property
-    def path(self) -> Path:
-        return Path(self.made.path)
-
-    @property
-    def step(self) -> int:
-        return self.made.step
+    """Why a newer one had to be passed over; empty: there was none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
-    """The checkpoints to try, newest first, and the furthest step of which there was a complete one."""
-
-    candidates: tuple[lineage.Made, ...]
+class _Candidates:
+    newest_first: tuple[lineage.RunCheckpoint, ...]
     furthest: int
+    """The furthest step of which there was a complete checkpoint."""
 
 
-def with_common_past(options: AttemptOptions, environment: Environment) -> AttemptOptions:
-    """Rank 0's options with what the other nodes know of the run's past, which a node that has just come does not."""
+def add_common_past(options: AttemptOptions, environment: Environment) -> AttemptOptions:
+    """Add to rank 0's options what other nodes know of the run's past, which a node that has just come does not."""
     if environment.world_size == 1:
         return options
     everyones: list[Any] = [None] * environment.world_size
@@ -74,23 +66,23 @@ def resume(engine: SupervisedEngine, run_directory: Path, options: AttemptOption
         DsplanError: there are checkpoints and none of them can be loaded; the newest one's reason, and what to do.
     """
     refusal: DsplanError | None = None
-    found = _find(engine, run_directory, options)
-    for made in found.candidates:
+    candidates = _find(engine, run_directory, options)
+    for checkpoint in candidates.newest_first:
         try:
-            path, state = engine._checkpoints.load(Path(made.path))
+            path, state = engine._checkpoints.load(Path(checkpoint.path))
         except DsplanError as problem:  # on every rank, a BrokenFile on the one that found it
             refusal = refusal or problem
             if engine.is_main:
                 notice(f"{problem}; trying the one before")
             continue
         if path is not None:
-            if made.is_automatic:
+            if checkpoint.is_automatic:
                 engine.client_state.update(state)
-            behind = found.furthest - made.step
+            behind = candidates.furthest - checkpoint.step
             again = "1 step is made again" if behind == 1 else f"{behind} steps are made again"
             what = "cannot be loaded" if refusal else "is gone"
-            why = f"the newer one of step {found.furthest} {what}, so {again}"
-            return Resumed(made=made, client_state=state, passed_over=why if behind > 0 else "")
+            why = f"the newer one of step {candidates.furthest} {what}, so {again}"
+            return Resumed(checkpoint=checkpoint, client_state=state, passed_over=why if behind > 0 else "")
     if refusal is not None and refusal.exit_code == DsplanError.exit_code:
         raise CannotRun(
             f"{refusal}; no checkpoint of the run can be loaded: put a whole one back, or begin anew with dsplan run"
@@ -102,8 +94,7 @@ def resume(engine: SupervisedEngine, run_directory: Path, options: AttemptOption
 
 
 def nothing_left(run_directory: Path, options: AttemptOptions, folders: Sequence[Path] = ()) -> CannotRun:
-    """What to say where a run has come to some step and nothing is there to resume from; `folders` is where it was
-    looked for, if not where ranks save by themselves."""
+    """Return the error where nothing is left to resume from; `folders`: searched, if not those of automatic saves."""
     where = f" (looked in {', '.join(map(str, folders or _own_folders(run_directory, options)))})"
     lost = f"the checkpoint {options.base} to resume from is not there" if options.base else "no checkpoint is left"
     return CannotRun(
@@ -113,8 +104,7 @@ def nothing_left(run_directory: Path, options: AttemptOptions, folders: Sequence
 
 
 def step_of(directory: Path) -> int | None:
-    """The step of the checkpoint that `load_checkpoint(directory)` would load, the same on every rank, or None if
-    there is none."""
+    """Return the step of what `load_checkpoint(directory)` would load, or None; the same on every rank."""
 
     def look() -> int | None:
         try:
@@ -127,81 +117,83 @@ def step_of(directory: Path) -> int | None:
 
 
 def is_left_behind(directory: Path, options: AttemptOptions) -> bool:
-    """Whether what `load_checkpoint(directory)` would load is of attempts of this run that were begun anew after; the
-    same on every rank."""
+    """Return whether `load_checkpoint(directory)` would load what this run has left; alike on all ranks."""
 
     def look() -> bool:
         path = folder.named_latest(directory)
-        made = None if path is None else _made_at(path)
-        return made is not None and made.run == options.run_id and made.attempt < options.since
+        checkpoint = None if path is None else _read_checkpoint(path)
+        return checkpoint is not None and checkpoint.run == options.run_id and checkpoint.attempt < options.since
 
     return bool(options.since) and on_rank_zero(look)
 
 
-def _find(engine: SupervisedEngine, run_directory: Path, options: AttemptOptions) -> _Found:
-    """What any node knows of; what rank 0 finds. Rank 0 says what is wrong with the list."""
-    known = lineage.known(run_directory) if engine.environment.local_rank == 0 else lineage.Known()
-    everyones: list[Any] = [known]
+def _find(engine: SupervisedEngine, run_directory: Path, options: AttemptOptions) -> _Candidates:
+    """Collect what any node knows of, and what rank 0 finds, which reports what is wrong with the list."""
+    own = lineage.read_lineage(run_directory) if engine.environment.local_rank == 0 else lineage.Lineage()
+    everyones: list[Any] = [own]
     if engine.environment.world_size > 1:
         everyones = [None] * engine.environment.world_size
-        dist.all_gather_object(everyones, known)
+        dist.all_gather_object(everyones, own)
     return on_rank_zero(lambda: _choose(everyones, run_directory, options))
 
 
-def _choose(everyones: Sequence[lineage.Known], run_directory: Path, options: AttemptOptions) -> _Found:
-    noted = [checkpoint for known in everyones for checkpoint in known.all if checkpoint.by != "huggingface"]
+def _choose(everyones: Sequence[lineage.Lineage], run_directory: Path, options: AttemptOptions) -> _Candidates:
+    noted = [checkpoint for node in everyones for checkpoint in node.all if checkpoint.by != "huggingface"]
     runs = lineage.own_runs(noted, options.run_id, has_nodes=options.has_nodes)
     foreign = [checkpoint for checkpoint in noted if _is_foreign(checkpoint, runs)]
     if foreign:
         notice(f"{run_directory / lineage.LINEAGE_FILE} lists {len(foreign)} checkpoints of another run: passed over")
     counted = [checkpoint for checkpoint in noted if checkpoint not in foreign and checkpoint.attempt >= options.since]
-    places = {path.parent for path in (Path(checkpoint.path) for checkpoint in noted if checkpoint not in foreign)}
-    own = _own_folders(run_directory, options)
-    found = _unnoted({*own, *places}, {checkpoint.path for checkpoint in noted}, runs, run_directory)
+    folders = {Path(checkpoint.path).parent for checkpoint in noted if checkpoint not in foreign}
+    folders |= {*_own_folders(run_directory, options)}
+    unnoted = _find_unnoted(folders, {checkpoint.path for checkpoint in noted}, runs, run_directory)
     candidates = lineage.newest_first(
-        [*counted, *(checkpoint for checkpoint in found if checkpoint.attempt >= options.since)]
+        [*counted, *(checkpoint for checkpoint in unnoted if checkpoint.attempt >= options.since)]
     )
-    listed = {checkpoint.path for known in everyones for checkpoint in known.listed}
+    listed = {checkpoint.path for node in everyones for checkpoint in node.listed}
     if missing := [checkpoint for checkpoint in candidates if checkpoint.path not in listed]:
         _mend(missing, everyones, run_directory)
     # What only other nodes have listed is this node's to clear away from now on.
     here = {checkpoint.path for checkpoint in everyones[0].listed}
     _list([checkpoint for checkpoint in candidates if checkpoint.path in listed - here], run_directory)
     if not candidates and options.base:
-        candidates = [checkpoint for checkpoint in [_made_at(Path(options.base))] if checkpoint is not None]
+        base = _read_checkpoint(Path(options.base))
+        candidates = [] if base is None else [base]
     complete = [
-        checkpoint for known in everyones for checkpoint in known.journalled if checkpoint.attempt >= options.since
+        checkpoint for node in everyones for checkpoint in node.journalled if checkpoint.attempt >= options.since
     ]
     furthest = max((checkpoint.step for checkpoint in (*candidates, *complete) if checkpoint not in foreign), default=0)
-    return _Found(candidates=tuple(candidates), furthest=furthest)
+    return _Candidates(newest_first=tuple(candidates), furthest=furthest)
 
 
 def _own_folders(run_directory: Path, options: AttemptOptions) -> list[Path]:
-    """Where the run's ranks save by themselves, now or when nobody said where."""
+    """List the folders where the run's ranks save by themselves, now or when nobody named one."""
     named, usual = Path(options.checkpoint_directory).absolute(), (run_directory / CHECKPOINTS).absolute()
     return list(dict.fromkeys([named, usual]))
 
 
-def _is_foreign(checkpoint: lineage.Made, runs: set[str]) -> bool:
+def _is_foreign(checkpoint: lineage.RunCheckpoint, runs: set[str]) -> bool:
     return bool(checkpoint.run) and checkpoint.run not in runs
 
 
-def _unnoted(places: Iterable[Path], noted: set[str], runs: set[str], run_directory: Path) -> list[lineage.Made]:
-    """The checkpoints of this run that lie in some directories and neither list nor journal names.
+def _find_unnoted(
+    folders: Iterable[Path], noted: set[str], runs: set[str], run_directory: Path
+) -> list[lineage.RunCheckpoint]:
+    """Find the checkpoints of this run in some folders that neither list nor journal names.
 
-    One that does not say whose it is counts where only this run saves.
+    One that does not name its run counts where only this run saves.
     """
-    usual, found = (run_directory / CHECKPOINTS).absolute(), []
-    for place in sorted(places):
-        for path in folder.published(place):
-            if str(path.absolute()) in noted or (made := _made_at(path)) is None:
+    usual, unnoted = (run_directory / CHECKPOINTS).absolute(), []
+    for parent in sorted(folders):
+        for path in folder.published(parent):
+            if str(path.absolute()) in noted or (checkpoint := _read_checkpoint(path)) is None:
                 continue
-            if made.run in runs if made.run else place == usual:
-                found.append(made)
-    return found
+            if checkpoint.run in runs if checkpoint.run else parent == usual:
+                unnoted.append(checkpoint)
+    return unnoted
 
 
-def _made_at(path: Path) -> lineage.Made | None:
+def _read_checkpoint(path: Path) -> lineage.RunCheckpoint | None:
     """Return a checkpoint as a row of the list, from its own content, or None if it cannot be read."""
     try:
         content = read_content(path)
@@ -211,7 +203,7 @@ def _made_at(path: Path) -> lineage.Made | None:
     if not isinstance(step, int):
         return None
     mark = _mark(content)
-    return lineage.Made(path=str(path.absolute()), step=step, time=path.stat().st_mtime, **mark)
+    return lineage.RunCheckpoint(path=str(path.absolute()), step=step, time=path.stat().st_mtime, **mark)
 
 
 def _mark(content: Content) -> dict[str, Any]:
@@ -222,21 +214,22 @@ def _mark(content: Content) -> dict[str, Any]:
     return {name: mark[name] for name, kind in kinds.items() if isinstance(mark.get(name), kind)}
 
 
-def _mend(missing: Sequence[lineage.Made], everyones: Sequence[lineage.Known], run_directory: Path) -> None:
-    """Say that the list lacks checkpoints that are there, and add them to it, so that they are cleared away in time."""
+def _mend(missing: Sequence[lineage.RunCheckpoint], everyones: Sequence[lineage.Lineage], run_directory: Path) -> None:
+    """Report that the list lacks checkpoints that are there, and add them to it, so that they are removed in time."""
     path = run_directory / lineage.LINEAGE_FILE
-    what = "is not complete" if any(known.has_list for known in everyones) else "is gone"
-    if damaged := sum(known.damaged_lines for known in everyones):
+    what = "is not complete" if any(node.has_list for node in everyones) else "is gone"
+    if damaged := sum(node.damaged_lines for node in everyones):
         what = f"has {damaged} line{'s' if damaged > 1 else ''} that cannot be read"
     steps = ", ".join(str(checkpoint.step) for checkpoint in sorted(missing, key=lambda checkpoint: checkpoint.step))
     notice(f"{path} {what} and does not name the checkpoints of step {steps}, which are there; they count")
     _list(missing, run_directory)
 
 
-def _list(newest_first: Sequence[lineage.Made], run_directory: Path) -> None:
+def _list(newest_first: Sequence[lineage.RunCheckpoint], run_directory: Path) -> None:
     """Add checkpoints to the list of rank 0's node."""
     for checkpoint in reversed(newest_first):
         try:
             lineage.note(run_directory, checkpoint)
-        except OSError:
-            return  # the next attempt finds them again
+        except OSError as problem:  # the next attempt finds them again
+            notice(f"{run_directory}: the checkpoints that were found are not listed ({problem.strerror})")
+            return

@@ -1,8 +1,8 @@
 """Stopping on purpose: all ranks agree on a step, save, and end with status 75.
 
-A collective at every step would cost every step. Instead the watchdog threads leave notes on the ranks' board. Who is
-asked to stop posts the request; every rank's thread that sees it *arms* its rank and says so; an armed rank reads the
-board at each step's end. When all are armed, rank 0 names the next step. No rank can have ended that one, because
+A collective at every step would cost every step. Instead the watchdog threads leave notes on the ranks' board. A rank
+that gets a signal posts the request; every rank's thread that sees it *arms* its rank and says so; an armed rank reads
+the board at each step's end. When all are armed, rank 0 names the next step. No rank can have ended that one, because
 ending it takes rank 0's part of its collectives, which come later; and every rank looks before it continues.
 """
 
@@ -15,7 +15,6 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,34 +23,34 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from hardware_db.files import replace_whole
+from hardware_db.notices import notice
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.run_directory.spec import STOPPED, EndingKind
+from strategies.torch_compat.distributed import TCPStore
 
 # The signals by which a rank is asked to save and stop.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A wish to stop: its kind, and until when (`time.monotonic`) the rank has time."""
+    """A request to stop: its kind, and until when (`time.monotonic`) the rank has time."""
 
     kind: EndingKind
     deadline: float
 
 
 class StopSignal:
-    """Whether this rank was asked to stop, by a signal or by a call; the first request counts."""
+    """The request that this rank stop, by a signal or by a call; the first one counts."""
 
     def __init__(self) -> None:
         self.request: Request | None = None
         self._grace_seconds = 0.0
 
     def listen(self, *, grace_seconds: float) -> None:
-        """Note SIGUSR1, and SIGTERM but under torch elastic, which ends ranks with it, and where the script has an
-        answer of its own.
+        """Note SIGUSR1, and SIGTERM unless the script has a handler or torch elastic ends ranks with it.
 
         Only a main thread can; elsewhere nothing is changed.
         """
@@ -76,8 +75,6 @@ STOP_SIGNAL = StopSignal()
 
 
 # A board on which the ranks of one attempt leave each other notes without a collective.
-
-
 _FOLDER = "board"
 _SECONDS = 5.0
 """How long the store of another node may take to answer; a rank 0 that is stopped never does."""
@@ -100,13 +97,20 @@ class FileBoard:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._has_failed = False
 
     def put(self, key: str, text: str) -> None:
-        with suppress(OSError):
+        """Leave a note, or replace it."""
+        try:
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_whole(self._folder / key, text)
+        except OSError as problem:
+            if not self._has_failed:
+                notice(f"{self._folder}: the ranks cannot leave each other notes ({problem.strerror})")
+            self._has_failed = True
 
     def get(self, key: str) -> str | None:
+        """Return a note, or None if there is none."""
         try:
             return (self._folder / key).read_text()
         except OSError:
@@ -121,10 +125,12 @@ class StoreBoard:
         self._lock = threading.Lock()
 
     def put(self, key: str, text: str) -> None:
-        with suppress(RuntimeError), self._lock:
+        """Leave a note, or replace it."""
+        with suppress(RuntimeError), self._lock:  # rank 0, when it ends, takes the store with it
             self._store.set(self._prefix + key, text)
 
     def get(self, key: str) -> str | None:
+        """Return a note, or None if there is none."""
         with suppress(RuntimeError), self._lock:
             if self._store.check([self._prefix + key]):
                 return str(self._store.get(self._prefix + key).decode())
@@ -132,25 +138,25 @@ class StoreBoard:
 
 
 def open_board(directory: Path, environment: Environment) -> Board:
-    """The board of the ranks that are in the process group now; every rank calls this together.
+    """Open the board of the ranks that are in the process group now; every rank calls it together.
 
     A folder of the run directory where all ranks are on one node, else the store.
     """
     token = on_rank_zero(lambda: _new_token(directory))
     if environment.spans_nodes:
-        store = _connected()
+        store = _connect()
         if _all_have(store is not None, environment):
             return StoreBoard(store, f"dsplan/board/{token}/")
     return FileBoard(directory / _FOLDER / token)
 
 
 def _new_token(directory: Path) -> str:
-    """A name no earlier attempt has used; what those left is removed."""
+    """Draw a name no earlier attempt has used; what those left is removed."""
     shutil.rmtree(directory / _FOLDER, ignore_errors=True)
     return uuid.uuid4().hex
 
 
-def _connected() -> Any:
+def _connect() -> Any:
     """Return a connection of its own to the store at rank 0's address, or None if nothing answers there."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     try:
@@ -167,7 +173,7 @@ def _all_have(own: bool, environment: Environment) -> bool:
     return all(box)
 
 
-_REQUEST, _STEP = "stop", "stop-at"
+_REQUEST, _STEP, _ARMED, _GONE = "stop", "stop-at", "armed", "gone"
 _FAREWELL_SECONDS = 5.0
 _LOOK_SECONDS = 0.01
 
@@ -180,7 +186,7 @@ class Stopped(SystemExit):
 
 
 class Stopping:
-    """One rank's part of the agreement. `poll` is the watchdog thread's, `is_at` the main thread's."""
+    """One rank's part of the agreement: the watchdog thread calls `poll`, the main thread `is_at`."""
 
     def __init__(self, board: Board, rank: int, world_size: int) -> None:
         self._board, self._rank, self._world_size = board, rank, world_size
@@ -189,11 +195,11 @@ class Stopping:
 
     @property
     def request(self) -> Request | None:
-        """What is asked for, once this rank knows."""
+        """The request, once this rank knows of it."""
         return self._armed or STOP_SIGNAL.request
 
     def poll(self) -> None:
-        """Spread this rank's wish to stop, and see that of others."""
+        """Spread this rank's request to stop, and see that of others."""
         if self._armed is not None:
             return
         own, text = STOP_SIGNAL.request, self._board.get(_REQUEST)
@@ -202,14 +208,14 @@ class Stopping:
             self._board.put(_REQUEST, text)
         if text is None:
             return
-        asked = json.loads(text)
-        STOP_SIGNAL.ask(asked["kind"], asked["seconds"])
-        deadline = time.monotonic() + asked["seconds"] if own is None else own.deadline
-        self._board.put(_armed(self._rank), "")
-        self._armed = Request(kind=asked["kind"], deadline=deadline)
+        request = json.loads(text)
+        STOP_SIGNAL.ask(request["kind"], request["seconds"])
+        deadline = time.monotonic() + request["seconds"] if own is None else own.deadline
+        self._board.put(f"{_ARMED}-{self._rank}", "")
+        self._armed = Request(kind=request["kind"], deadline=deadline)
 
     def is_at(self, step: int) -> bool:
-        """Whether this step, which has just ended, is the one after which all ranks stop."""
+        """Return whether this step, which has just ended, is the one after which all ranks stop."""
         if self._world_size == 1:
             return self.request is not None
         if self._armed is None:
@@ -222,22 +228,14 @@ class Stopping:
 
     def take_leave(self) -> None:
         """Wait a moment until all ranks are ready to end, because launchers kill the others when one has ended."""
-        self._board.put(_gone(self._rank), "")
+        self._board.put(f"{_GONE}-{self._rank}", "")
         until = time.monotonic() + _FAREWELL_SECONDS
-        while time.monotonic() < until and not self._all(_gone):
+        while time.monotonic() < until and not self._all(_GONE):
             time.sleep(_LOOK_SECONDS)
 
     def _all_armed(self) -> bool:
-        self._ready = self._ready or self._all(_armed)
+        self._ready = self._ready or self._all(_ARMED)
         return self._ready
 
-    def _all(self, key: Callable[[int], str]) -> bool:
-        return all(self._board.get(key(rank)) is not None for rank in range(self._world_size))
-
-
-def _armed(rank: int) -> str:
-    return f"armed-{rank}"
-
-
-def _gone(rank: int) -> str:
-    return f"gone-{rank}"
+    def _all(self, key: str) -> bool:
+        return all(self._board.get(f"{key}-{rank}") is not None for rank in range(self._world_size))

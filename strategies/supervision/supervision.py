@@ -21,11 +21,11 @@ from strategies.protocols import Observer
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE
 from strategies.run_directory.spec import EndingKind
-from strategies.supervision.autosave import AutomaticSaves, Interval, SavePlace, SupervisedEngine
+from strategies.supervision.autosave import AutomaticSaves, Interval, SaveTarget, SupervisedEngine
 from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.not_finite import FiniteWatch
-from strategies.supervision.process import leave, stopped
-from strategies.supervision.resume import Resumed, is_left_behind, nothing_left, resume, step_of, with_common_past
+from strategies.supervision.process import describe_stop, leave
+from strategies.supervision.resume import Resumed, add_common_past, is_left_behind, nothing_left, resume, step_of
 from strategies.supervision.stopping import Stopping, open_board
 from strategies.variables import RUN_DIRECTORY
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def reads_client_state(script: Path) -> bool:
-    """Whether a script uses the second thing that `load_checkpoint` returns; False for what cannot be read."""
+    """Return whether a script uses the second thing that `load_checkpoint` returns; False for what cannot be read."""
     try:
         tree = ast.parse(script.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -69,7 +69,7 @@ class Supervision(Observer):
 
     def __init__(self, engine: SupervisedEngine, options: AttemptOptions, run_directory: Path) -> None:
         environment = engine.environment
-        options = with_common_past(options, environment)
+        options = add_common_past(options, environment)
         self._engine, self._options, self._run_directory = engine, options, run_directory
         self._finite = FiniteWatch(engine)
         board = open_board(run_directory, environment)
@@ -83,16 +83,15 @@ class Supervision(Observer):
         self._begins_data_anew = False
         self._saves = AutomaticSaves(
             engine,
-            _place_of(options),
+            _target_of(options),
             run_directory=run_directory,
             is_clean=lambda: self._finite.is_clean,
             may_save=self._may_save,
         )
-        atexit.register(self._close)
+        atexit.register(self._watch.end)
 
     def resume(self) -> None:
-        """Go on where an earlier attempt has saved. Where nothing of it is left, training may begin once the script has
-        loaded something itself.
+        """Resume where an earlier attempt has saved; if nothing is left, the script has to load something itself.
 
         Raises:
             BrokenFile: none of its checkpoints can be loaded.
@@ -107,13 +106,13 @@ class Supervision(Observer):
                 reached = options.reached
                 notice(f"no checkpoint was complete when the run was at step {reached}: it begins at step 1 again")
             return
-        PULSE.step = resumed.step
-        self._saves.resumed(resumed.made)
+        PULSE.step = resumed.checkpoint.step
+        self._saves.resumed(resumed.checkpoint)
         if loader is not None:
             loader.skip_trained_passes()
         if self._engine.is_main:
             passed_over = f"; {resumed.passed_over}" if resumed.passed_over else ""
-            notice(f"resumed at step {resumed.step} from {resumed.path}{passed_over}")
+            notice(f"resumed at step {resumed.checkpoint.step} from {resumed.checkpoint.path}{passed_over}")
             self._begins_data_anew = loader is None and not resumed.client_state
 
     @property
@@ -124,7 +123,7 @@ class Supervision(Observer):
     # What happens in a step.
 
     def forward_starts(self, module: nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
-        """Training continues.
+        """Refuse to train from the first step on where the run had got further, until the script has loaded something.
 
         Raises:
             CannotRun: it would begin at its first step though the run had got further.
@@ -140,14 +139,17 @@ class Supervision(Observer):
         PULSE.call()
 
     def loss_is(self, loss: torch.Tensor) -> None:
+        """Look whether the loss is finite."""
         PULSE.call()
         self._finite.loss_is(loss)
 
     def starts(self, section: str) -> None:
+        """Publish what the rank is in."""
         PULSE.section = section
         PULSE.beat()
 
     def ends(self, section: str) -> None:
+        """Publish that the rank is in the script again."""
         PULSE.section = ""
         PULSE.beat()
 
@@ -169,7 +171,7 @@ class Supervision(Observer):
         self._saves.step_ended(step)
 
     def stop(self, kind: EndingKind, deadline: float = sys.float_info.max) -> NoReturn:
-        """Save if there is time until `deadline` (`time.monotonic`), say why, and leave; every rank calls this.
+        """Save if there is time until `deadline` (`time.monotonic`), and leave; every rank calls it.
 
         Raises:
             Stopped: always.
@@ -179,12 +181,12 @@ class Supervision(Observer):
         message = f"stopped at step {step}{sentence}"
         if self._engine.is_main:
             notice(message)
-        word = stopped(kind, message, self._run_directory, path)
+        word = describe_stop(kind, message, self._run_directory, path)
         leave(self._stopping, self._watch, self._run_directory, word)
 
     @property
     def mark(self) -> dict[str, Any]:
-        """What a checkpoint that is begun now says of its run."""
+        """The origin of a checkpoint that is begun now."""
         return self._saves.mark
 
     # The script's own checkpoints.
@@ -194,48 +196,47 @@ class Supervision(Observer):
         self._saves.finish()
 
     def script_saved(self, path: Path) -> None:
-        """The script has begun a checkpoint of its own; a resume considers it, and time counts from here."""
+        """Count from a checkpoint that the script has begun; a resume considers it."""
         self._saves.script_saved(path)
 
     def script_could_not_save(self, problem: DsplanError) -> None:
-        """A save that the config asked for went wrong, which does not end the training."""
+        """Report that a save of the config's went wrong, which does not end the training."""
         self._saves.failed(problem)
 
     @property
     def is_resumed(self) -> bool:
-        """Whether this attempt has resumed and the script has not asked yet where the run stands."""
+        """True if this attempt has resumed and the script has not asked yet where the run stands."""
         return self._resumed is not None and self._is_first_load
 
     def load(self, directory: Path) -> tuple[Path | None, dict[str, Any]]:
-        """What the script's `load_checkpoint` does: at the start of a resumed attempt the newer of its checkpoint and
-        the run's is the one to resume from."""
+        """Load for the script: at the start of a resumed attempt the newer of its own checkpoint and the run's."""
         is_first, self._is_first_load = self._is_first_load, False
         if self._resumed is not None and is_first:
-            there = step_of(directory)
-            if there is None or there <= self._resumed.step:
+            step, resumed = step_of(directory), self._resumed.checkpoint
+            if step is None or step <= resumed.step:
                 if self._engine.dataloader is not None:
                     self._engine.dataloader.skip_nothing()
-                return self._resumed.path, dict(self._resumed.client_state)
+                return Path(resumed.path), dict(self._resumed.client_state)
         if is_first and is_left_behind(directory, self._options):
             if self._engine.is_main:
                 notice(f"{directory} is not loaded: the run begins anew, as --resume-from said")
             return None, {}
         self.settle()
-        found = self._engine._checkpoints.load(directory)
-        if found[0] is not None:
+        path, client_state = self._engine._checkpoints.load(directory)
+        if path is not None:
             self._owed = None
         PULSE.step = self._engine.global_steps
-        return found
+        return path, client_state
 
     def _save_in_time(self, step: int, deadline: float) -> tuple[Path | None, str]:
-        """The checkpoint of this step, and how the sentence about the stop continues; the same on every rank."""
+        """Return the checkpoint of this step, and how the sentence about the stop continues; alike on every rank."""
         saves = self._saves
         saves.finish()
         if saves.complete is not None and saves.complete.step == step:
             return Path(saves.complete.path), " and saved"
-        known = 0.0 if saves.seconds is None else _MARGIN * saves.seconds
+        needed = 0.0 if saves.seconds is None else _MARGIN * saves.seconds
         is_clean = self._is_clean_everywhere()
-        reason = on_rank_zero(lambda: self._why_not(deadline - time.monotonic() - known, is_clean))
+        reason = on_rank_zero(lambda: self._why_unsaveable(deadline - time.monotonic() - needed, is_clean))
         path = None if reason else saves.save(asynchronous=False)
         if path is not None:
             return path, " and saved"
@@ -243,7 +244,7 @@ class Supervision(Observer):
         return None, f", not saved: {reason or 'it could not be written'}{before}"
 
     def _is_clean_everywhere(self) -> bool:
-        """Whether the last step was finite on every rank."""
+        """Return whether the last step was finite on every rank."""
         own, world_size = self._finite.is_clean, self._engine.environment.world_size
         if world_size == 1:
             return own
@@ -252,21 +253,21 @@ class Supervision(Observer):
         return all(answers)
 
     @property
-    def unsaveable(self) -> str:
-        """Why no checkpoint can be made now from which the run could resume; empty where one can."""
-        return self._why_not(0.0, self._finite.is_clean)
+    def unsaveable(self) -> str | None:
+        """Why no checkpoint can be made now from which the run could resume; None where one can."""
+        return self._why_unsaveable(0.0, self._finite.is_clean)
 
-    def _why_not(self, seconds_left: float, is_clean: bool) -> str:
+    def _why_unsaveable(self, seconds_left: float, is_clean: bool) -> str | None:
         if seconds_left < 0:
             return "the time left is shorter than saving takes"
         if not is_clean:
             return "losses or gradients are not finite"
         if not self._may_save():
             return "the script reads client_state, which only it can fill in; keep it in engine.client_state"
-        return ""
+        return None
 
     def _may_save(self) -> bool:
-        """Whether an automatic checkpoint holds all that the script needs to resume; rank 0's answer counts."""
+        """Return whether an automatic checkpoint holds all that the script needs to resume; rank 0's answer counts."""
         return self._trains_alone and (not self._script_reads_state or bool(self._engine.client_state))
 
     def give_up(self, second: SupervisedEngine) -> None:
@@ -274,10 +275,6 @@ class Supervision(Observer):
         self._trains_alone = False
         if second.is_main:
             notice("the script trains a second model: dsplan run saves neither by itself; call save_checkpoint on both")
-
-    def _close(self) -> None:
-        """At the end of the process: the last checkpoint is completed by its own thread, which Python waits for."""
-        self._watch.end()
 
 
 def supervise(engine: SupervisedEngine) -> None:
@@ -307,7 +304,7 @@ _supervised: Supervision | None = None
 
 
 def stop_here(engine: SupervisedEngine, kind: EndingKind) -> None:
-    """Save and leave with status 75; every rank calls this together at the end of a step.
+    """Save and leave with status 75; every rank calls it together at the end of a step.
 
     Raises:
         Stopped: always, where the engine is supervised; elsewhere nothing happens.
@@ -316,11 +313,11 @@ def stop_here(engine: SupervisedEngine, kind: EndingKind) -> None:
         engine.supervision.stop(kind)
 
 
-def _place_of(options: AttemptOptions) -> SavePlace:
-    """Where the options say to save, and how often."""
+def _target_of(options: AttemptOptions) -> SaveTarget:
+    """Return where the options say to save, and how often."""
     seconds = None if options.checkpoint_minutes is None else 60 * options.checkpoint_minutes
     interval = Interval(seconds=seconds, steps=options.checkpoint_steps)
-    return SavePlace(
+    return SaveTarget(
         directory=Path(options.checkpoint_directory),
         interval=interval,
         attempt=options.attempt,

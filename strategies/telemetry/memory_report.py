@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -13,6 +12,7 @@ import torch
 from hardware_db.units import format_bytes
 from planner.types.plan import MemoryEstimate
 from strategies.protocols import Observer, TrainingEngine
+from strategies.torch_compat.tensors import live_objects, storage_number
 from strategies.tracing.storage_tracker import plain_parts
 
 MAPPED_FILES: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
@@ -26,8 +26,7 @@ def on_disk(tensor: torch.Tensor) -> bool:
 
 def reachable_tensors() -> list[torch.Tensor]:
     """Return the tensors that Python's garbage collector knows of, and their gradients, which nothing else may hold."""
-    # The class is asked, not the object: lazy modules import things when `isinstance` looks at their `__class__`.
-    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    tensors = live_objects(torch.Tensor)
     return [*tensors, *(item.grad for item in tensors if item.is_leaf and item.grad is not None)]
 
 
@@ -124,9 +123,10 @@ def _bytes(tensors: Iterable[torch.Tensor], seen: set[int], device: torch.device
     for tensor in tensors:
         for part in plain_parts(tensor):
             storage = part.untyped_storage()
-            if storage.device.type == "meta" or storage._cdata in seen or on_disk(part):
+            number = storage_number(part)
+            if storage.device.type == "meta" or number in seen or on_disk(part):
                 continue
-            seen.add(storage._cdata)
+            seen.add(number)
             if storage.device.type == device.type:
                 here += storage.nbytes()
             else:

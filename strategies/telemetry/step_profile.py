@@ -28,6 +28,8 @@ from planner.emit.viewers import snapshot_block, snapshot_event, snapshot_of, sn
 from strategies.run_directory.spec import profile_paths
 from strategies.telemetry.memory_report import on_disk, reachable_tensors
 from strategies.telemetry.traces import StepProfile, activities_on
+from strategies.torch_compat.profiling import dump_memory_history, record_memory_history
+from strategies.torch_compat.tensors import live_objects
 from strategies.tracing.storage_tracker import StorageTracker, plain_parts
 from strategies.variables import PROFILE
 
@@ -74,7 +76,7 @@ class RunProfile:
         if self._tracker is None:
             self._end_trace()
             if self._device.type == "cuda":
-                self._write(self._memory_path, _write_cuda_history)
+                self._write(self._memory_path, dump_memory_history)
                 self._is_done = True
             else:
                 self._tracker = SnapshotTracker()
@@ -106,8 +108,7 @@ class RunProfile:
     def _begin(self) -> None:
         self._has_begun = True
         if self._device.type == "cuda":
-            memory: Any = torch.cuda.memory
-            memory._record_memory_history(stacks="python", max_entries=_MOST_EVENTS, device=self._device)
+            record_memory_history(self._device, _MOST_EVENTS)
         if not StepProfile.is_possible():
             if self._rank == 0:
                 notice("--profile: the script's own profiler runs in these steps, so that there is no trace of them")
@@ -129,12 +130,6 @@ class RunProfile:
                 write(temporary)
         except OSError as problem:
             notice(f"{path}: {problem.strerror}; the run goes on without it")
-
-
-def _write_cuda_history(path: Path) -> None:
-    memory: Any = torch.cuda.memory
-    memory._dump_snapshot(str(path))
-    memory._record_memory_history(enabled=None)
 
 
 def _write_trace(profile: torch.profiler.profile, path: Path) -> None:
@@ -262,8 +257,7 @@ def _standing() -> Iterator[tuple[str, list[torch.Tensor]]]:
     weights: list[torch.Tensor] = [tensor for tensor in every if isinstance(tensor, torch.nn.Parameter)]
     yield "weights", weights
     yield "gradients", [weight.grad for weight in weights if weight.grad is not None]
-    optimizers = [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    states = [state for optimizer in live_objects(torch.optim.Optimizer) for state in optimizer.state.values()]
     values = (value for state in states if isinstance(state, dict) for value in state.values())
     yield "optimizer states", [value for value in values if torch.is_tensor(value)]
     yield "other tensors", every

@@ -8,10 +8,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from strategies.telemetry.machine import ProcessMemory
 from strategies.telemetry.metrics import STORAGE_TRACKER, WARM_UP_STEPS
+from strategies.torch_compat.tensors import tree_leaves
 from strategies.tracing.storage_tracker import StorageTracker
 
 # Memory is in its steady state once the steps of the warm-up are over.

@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch._C._autograd import _profiler_enabled
 
 from strategies.protocols import Observer
+from strategies.torch_compat.profiling import profiler_enabled
 
 
 class Section:
@@ -34,7 +34,7 @@ class Section:
     def __enter__(self) -> None:
         for observer in self._observers:
             observer.starts(self._name)
-        if _profiler_enabled():
+        if profiler_enabled():
             self._record = torch.profiler.record_function(self._name)
             self._record.__enter__()
 

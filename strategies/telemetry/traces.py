@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from hardware_db.files import replacement
 from strategies.config import ProfilerSection
 from strategies.protocols import Observer
+from strategies.torch_compat.profiling import DeviceType, profiler_enabled
 
 Interval = tuple[int, int]
 
@@ -42,7 +42,7 @@ class StepProfile:
     @staticmethod
     def is_possible() -> bool:
         """Return whether no other profile is running; there can be one at a time."""
-        return not torch._C._autograd._profiler_enabled()
+        return not profiler_enabled()
 
     def start(self) -> None:
         """Begin to record."""

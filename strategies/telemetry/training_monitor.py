@@ -14,7 +14,7 @@ import torch
 from hardware_db.notices import labelled, notice
 from strategies.config.sections import read_settings
 from strategies.config.values import MonitorSettings, Threshold
-from strategies.distributed.launcher_env import own_place
+from strategies.distributed.launcher_env import read_own_variables
 from strategies.errors import CannotRun
 from strategies.protocols import Observer, TrainingEngine
 from strategies.telemetry.alerts import Alert, AlertKind
@@ -113,8 +113,8 @@ class TrainingMonitor(Recorder):
         if isinstance(alerts, MonitorSettings):
             self.settings = alerts
         else:
-            self.settings = read_settings({**(alerts or {}), **arguments}, place="TrainingMonitor")
-        self.rank = own_place().rank
+            self.settings = read_settings({**(alerts or {}), **arguments}, where="TrainingMonitor")
+        self.rank = read_own_variables().rank
         self._every, self._quiet = log_interval, quiet
         directory = Path(log_dir)
         file = MetricsFile(directory, self.rank) if save_logs else None

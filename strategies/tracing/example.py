@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
+
+from strategies.torch_compat.tensors import tree_leaves, tree_map
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _SAMPLES_LOOKED_AT = 16

@@ -17,6 +17,7 @@ from planner.models.facts import BlockCount, ModelFacts, ParameterCounts
 from planner.models.from_hf.config import facts_from_config
 from strategies.parallel.blocks import is_row
 from strategies.parallel.expert import is_mixture
+from strategies.torch_compat.tensors import own_modules
 
 _HEAD_COUNTS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead")
 _CHOSEN = ("top_k", "num_experts_per_tok", "experts_per_token")
@@ -104,7 +105,7 @@ def _repeated(container: nn.Module, block_classes: list[str]) -> tuple[nn.Module
     if not is_row(container):
         return ()
     # children() would show a shared block once
-    children = tuple(child for child in container._modules.values() if child is not None)
+    children = tuple(child for child in own_modules(container).values() if child is not None)
     classes = {type(child).__name__ for child in children}
     if block_classes:
         return children if classes and classes <= set(block_classes) else ()

@@ -19,9 +19,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from hardware_db.device import Device
@@ -34,6 +31,8 @@ from planner.vocabulary import Precision, Task
 from strategies.parallel.blocks import repeated_blocks
 from strategies.parallel.expert import is_mixture
 from strategies.parallel.model import split_imagined
+from strategies.torch_compat.dispatch import FakeTensorMode, TorchDispatchMode, packet_of, schema_of
+from strategies.torch_compat.tensors import storage_number, tree_leaves, tree_map
 from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.example import arguments_of, examples_for
 from strategies.tracing.forms.derive import Derivation
@@ -466,7 +465,7 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._found
         touched = {id(leaf): leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)}
         found.kernels_launched += 1
-        count = flop_registry.get(func._overloadpacket) or _COUNTED_HERE.get(func)
+        count = flop_registry.get(packet_of(func)) or _COUNTED_HERE.get(func)
         if count is None:
             found.moved += sum(leaf.nbytes for leaf in touched.values())
         else:
@@ -478,10 +477,10 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _makes_nothing(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     """Whether an operation is a view of what it was given, or a question about it (its device), and no kernel."""
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         return False
-    given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-    made = [leaf.untyped_storage()._cdata for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    given = {storage_number(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    made = [storage_number(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     return set(made) <= given
 
 

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from strategies.torch_compat.dispatch import FakeTensor, TorchDispatchMode, schema_of
+from strategies.torch_compat.tensors import tree_leaves
 
 _ROUNDING = 512
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -115,10 +115,11 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors that an operation changes in place or writes its result to."""
-    places = [argument for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    arguments = schema_of(func).arguments
+    places = [argument for argument in arguments if argument.alias_info and argument.alias_info.is_write]
     if not places:
         return []
-    positions = {argument.name: index for index, argument in enumerate(func._schema.arguments)}
+    positions = {argument.name: index for index, argument in enumerate(arguments)}
     values = [
         kwargs[place.name] if place.name in kwargs else args[positions[place.name]]
         for place in places

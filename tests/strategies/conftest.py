@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hardware_db.spawn import RankPool
 from planner.vocabulary import ZERO_STAGES
 from strategies.backends.deepspeed.engine import lacking
+from strategies.distributed.rank_pool import RankPool
 from tests.strategies.training_bodies import Recipe
 
 PoolOf = Callable[..., RankPool]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hardware_db.errors import DsplanError
-from hardware_db.spawn import RankError, RankPool
+from strategies.distributed.rank_pool import RankError, RankPool
 from tests.strategies import rank_bodies
 
 
@@ -102,7 +102,7 @@ def test_ranks_end_with_their_parent(preload: tuple[str, ...]) -> None:
         import os, sys
         if __name__ == "__main__":
             from tests.strategies import rank_bodies
-            from hardware_db.spawn import RankPool
+            from strategies.distributed.rank_pool import RankPool
             pool = RankPool(1, preload=sys.argv[1:])
             pool.run(rank_bodies.environment_of, "RANK")
             print(pool.process_ids[0], flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hardware_db.spawn import RankPool
+from strategies.distributed.rank_pool import RankPool
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.journal import Journal
 from strategies.supervision import lineage, resume
@@ -191,12 +191,12 @@ def test_only_the_runs_own_checkpoints_are_cleared_away(run: Path) -> None:
 def test_a_node_that_came_late_lists_what_others_have_saved(run: Path, tmp_path: Path) -> None:
     late = tmp_path / "late"
     late.mkdir()
-    others = lineage.known(run)
+    others = lineage.read_lineage(run)
     options = AttemptOptions(checkpoint_directory=str(run / "checkpoints"), run_id="b", has_nodes=True)
-    found = resume._choose([lineage.Known(), others], late, options)
-    assert [made.step for made in found.candidates] == [6, 4]
+    candidates = resume._choose([lineage.Lineage(), others], late, options)
+    assert [checkpoint.step for checkpoint in candidates.newest_first] == [6, 4]
     assert [(made.step, made.run, made.is_automatic) for made in lineage.read(late)] == [(4, "a", True), (6, "a", True)]
-    resume._choose([lineage.known(late), others], late, options)
+    resume._choose([lineage.read_lineage(late), others], late, options)
     assert len(lineage.read(late)) == 2
 
 
@@ -206,7 +206,7 @@ def test_a_node_that_came_late_lists_what_others_have_saved(run: Path, tmp_path:
 )
 def test_a_line_that_is_none_is_counted_and_the_rest_is_read(line: str, tmp_path: Path) -> None:
     (tmp_path / lineage.LINEAGE_FILE).write_text(line)
-    lineage.note(tmp_path, lineage.Made(path=str(tmp_path), step=3))  # a cut line does not spoil the next one
-    known = lineage.known(tmp_path)
+    lineage.note(tmp_path, lineage.RunCheckpoint(path=str(tmp_path), step=3))  # a cut line does not spoil the next one
+    known = lineage.read_lineage(tmp_path)
     assert ([made.step for made in known.listed], known.damaged_lines) == ([3], 1)
     assert json.loads((tmp_path / lineage.LINEAGE_FILE).read_text().splitlines()[-1])["step"] == 3

@@ -70,7 +70,7 @@ class Unit:
         return sum(size for shape, size in zip(self.shapes, self.sizes, strict=True) if len(shape) == _STACKED)
 
     def shard(self, shards: Shards) -> Unit:
-        """Return the rank with the most of dimension 0 of each tensor, as `fully_shard` chunks it."""
+        """Return the unit on the rank with the most of dimension 0 of each tensor, as `fully_shard` chunks it."""
         shapes = tuple(_shard(shape, ways, evenly=even) for shape, (ways, even) in self._ways(shards))
         return replace(self, shapes=shapes)
 

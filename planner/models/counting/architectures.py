@@ -23,7 +23,7 @@ from planner.models.facts import BlockCount, ModelFacts, ParameterCounts, TowerF
 
 
 def count_decoder(facts: ModelFacts) -> ParameterCounts:
-    """Return a decoder with its language-model head."""
+    """Return the counts of a decoder with its language-model head."""
     final_norm = norm(facts, name="final_norm") if facts.final_norm else NOTHING
     return count_weights(
         embedding=_decoder_embedding(facts),
@@ -78,7 +78,7 @@ def _decoder_head(facts: ModelFacts) -> Weights:
 
 
 def count_encoder(facts: ModelFacts) -> ParameterCounts:
-    """Return an encoder with the head that its architecture's name says (`ForMaskedLM`, none for `Model`).
+    """Return the counts of an encoder with the head that its architecture's name says (`ForMaskedLM`).
 
     ALBERT's pooler belongs to `AlbertModel`; `AlbertForMaskedLM`, which the catalogue names, is built without it.
     """

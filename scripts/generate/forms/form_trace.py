@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions
 from planner.cost.memory.activations.form import Form
@@ -22,6 +21,7 @@ from planner.models.catalogue import models
 from planner.models.facts import ModelFacts
 from scripts.generate.forms import symbols
 from strategies.parallel.blocks import repeated_blocks
+from strategies.torch_compat.dispatch import FakeTensorMode
 from strategies.tracing.cuda.as_cuda import as_cuda
 from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.cuda.kernels import cpu_outputs

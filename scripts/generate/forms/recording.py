@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.cost.memory.activations.dimensions import Dimensions
 from planner.cost.memory.activations.form import Form, Polynomial, multiply
 from planner.models.facts import BlockWork, ModelFacts
 from scripts.generate.forms.form_trace import Variant, record_step, tie
 from strategies.parallel.blocks import repeated_blocks
+from strategies.torch_compat.dispatch import FakeTensorMode
 from strategies.tracing.cuda.as_cuda import as_cuda
 from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.forms.derive import Derivation

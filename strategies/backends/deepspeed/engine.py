@@ -30,6 +30,8 @@ from strategies.modules.compression import gradient_travel
 from strategies.modules.precision import WEIGHT_DTYPE, narrow_inputs
 from strategies.optim.optimizers import OPTIMIZERS, trainable_parameters
 from strategies.protocols import TrainingParts
+from strategies.torch_compat.autograd import plain_linear
+from strategies.torch_compat.profiling import build_directory
 from strategies.tracing.step.checkpointing import keeps_products
 
 # ZeRO-3 from a model that lies on the host: split parameter by parameter.
@@ -69,7 +71,7 @@ class DeepSpeedZero(Strategy):
 
     def engine(self, parts: TrainingParts) -> DeepSpeedEngine:
         library = _library(self.environment.device, self.configuration.strategy)
-        torch.nn.functional.linear = torch._C._nn.linear  # an earlier stage-3 engine of this process replaced it
+        torch.nn.functional.linear = plain_linear  # an earlier stage-3 engine of this process replaced it
         require_precision(self.configuration.precision)
         gradient_travel(parts)  # refuses what DeepSpeed does not do
         ensure_group(self.environment)
@@ -276,7 +278,7 @@ def expect_compilation(operator: str, environment: Environment) -> None:
     Raises:
         CannotRun: there is such a lock, and no process of this machine holds it.
     """
-    directory = Path(import_module("torch.utils.cpp_extension")._get_build_directory(operator, False))
+    directory = build_directory(operator)
     lock = directory / "lock"
     if lock.exists() and not environment.spans_nodes and not _is_open_somewhere(lock) and lock.exists():
         raise CannotRun(

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from strategies.checkpoint.parts import PartOfTensor
 from strategies.checkpoint.states import Place, States
 from strategies.errors import CannotRun
+from strategies.torch_compat.tensors import tree_leaves
 
 # A model's weights, whole, under DeepSpeed: to read, to generate with, or to change.
 

@@ -24,6 +24,7 @@ from strategies.modules.precision import sum_squares
 from strategies.optim.optimizers import OPTIMIZERS, needs_whole_tensors, takes_sparse_gradients_only
 from strategies.protocols import TrainingParts
 from strategies.run_directory.heartbeat import PULSE
+from strategies.torch_compat.tensors import sparse_indices
 
 # Embedding rows that any rank used, for optimizers with sparse steps.
 
@@ -70,7 +71,7 @@ class TouchedRows:
                 f"{name} has a dense gradient, and its optimizer steps sparse ones alone; make its layer with"
                 " sparse=True, or use Adam"
             )
-        mask[gradient._indices()[0]] = 1
+        mask[sparse_indices(gradient)[0]] = 1
 
 
 def script_optimizer(parts: TrainingParts, trained: Sequence[Any]) -> torch.optim.Optimizer:

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
 
 from planner.cost.zero_buckets import native_buckets
 from planner.types.plan import Configuration
@@ -40,6 +38,8 @@ from strategies.modules.compression import GradientTravel
 from strategies.modules.precision import runs
 from strategies.optim.optimizers import select_undivided
 from strategies.run_directory.heartbeat import PULSE
+from strategies.torch_compat.autograd import call_after_backward
+from strategies.torch_compat.tensors import own_parameters, tree_leaves
 
 
 class ScriptLoop:
@@ -156,8 +156,7 @@ class ScriptLoop:
         self._open.enter_context(PULSE.meeting("backward") if self._gathers else nullcontext())
         self._open.enter_context(self.sharded_model.backward())
         self._reducer.begin(reduces=self._reduces)
-        engine: Any = Variable._execution_engine
-        engine.queue_callback(self._end)
+        call_after_backward(self._end)
 
     def _take_back(self, bucket: Bucket, slot: Slot) -> None:
         """A piece's gradient is part of the bucket's again; the script may have cleared or exchanged it."""
@@ -280,7 +279,7 @@ class ScriptLoop:
 
     def state_dict_ends(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Whole weights in the place of what the parameters show while they are sharded."""
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter in self._copies and prefix + name in state:
                 state[prefix + name] = self._copies[parameter]
         self._nested -= 1

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from planner.cost.zero_buckets import native_buckets
 from planner.types.plan import Configuration
 from planner.vocabulary import Offload
-from strategies.config import Fp16Section
 from strategies.errors import CannotRun
 from strategies.modules.compression import GradientTravel, gradient_travel
-from strategies.modules.precision import DTYPES
+from strategies.modules.precision import DTYPES, ScaleSettings, read_scale_settings
 from strategies.protocols import TrainingParts
 from strategies.variables import NVME_PATH
 
@@ -51,7 +50,7 @@ class ZeroSettings:
     bucket: int
     persistence_threshold: int
     offload: OffloadSettings
-    scale: Fp16Section | None
+    scale: ScaleSettings | None
 
     def weights(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter of `dtype` computes; fp64 and integers keep theirs."""
@@ -85,7 +84,7 @@ def read_settings(parts: TrainingParts, device: torch.device) -> ZeroSettings:
         bucket=buckets.reduce if bucket is None else bucket,
         persistence_threshold=buckets.persistence_threshold if threshold is None else threshold,
         offload=_offload(parts),
-        scale=script.fp16 if configuration.precision == "fp16" else None,
+        scale=read_scale_settings(script.fp16) if configuration.precision == "fp16" else None,
     )
 
 
@@ -97,12 +96,13 @@ def _offload(parts: TrainingParts) -> OffloadSettings:
             "offload 'nvme' needs a directory on a local disk; set zero_optimization.offload_optimizer.nvme_path in the"
             f" config, or {NVME_PATH}"
         )
-    return OffloadSettings(
-        kind=configuration.offload,
-        ratio=min(script.offload_ratio, configuration.offload_ratio),
-        nvme_path=path,
-        buffers=script.buffer_count,
-        pins=script.pin_memory,
+    settings = OffloadSettings(
+        kind=configuration.offload, ratio=min(script.offload_ratio, configuration.offload_ratio), nvme_path=path
+    )
+    return replace(
+        settings,
+        buffers=settings.buffers if script.buffer_count is None else script.buffer_count,
+        pins=settings.pins if script.pin_memory is None else script.pin_memory,
     )
 
 

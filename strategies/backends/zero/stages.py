@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from strategies.backends.zero.engine import ZeroStrategy
 from strategies.backends.zero.flat_shard import Bucket, Named, Owners
@@ -23,6 +22,7 @@ from strategies.backends.zero.sharded_model import ShardedModel, buckets_for, un
 from strategies.backends.zero.unit_all_gather import Members, State, Unit, members_of
 from strategies.backends.zero.weights import ShardingContext, awaken, load, settle_rest, take_over
 from strategies.distributed.gathers import ModelHook, note_gathers
+from strategies.torch_compat.tensors import tree_leaves
 
 # Stage 1: optimizer states are sharded; weights are whole, and gradients until the step's only reduction.
 

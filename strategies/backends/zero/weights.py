@@ -17,6 +17,7 @@ from strategies.backends.zero.collectives import Arrival, Collectives
 from strategies.backends.zero.flat_shard import Bucket, Kind, Owners, Place
 from strategies.backends.zero.offload import Offload
 from strategies.backends.zero.settings import ZeroSettings
+from strategies.torch_compat.tensors import transient_buffers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +103,7 @@ def settle_rest(model: nn.Module, bucketed: set[nn.Parameter], context: Sharding
             parameter.data = _settled(parameter.data, context.settings.weights(parameter.dtype), context, ranks)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            fixed = name in module._non_persistent_buffers_set
+            fixed = name in transient_buffers(module)
             dtype = buffer.dtype if fixed else context.settings.weights(buffer.dtype)
             buffer.data = _settled(buffer, dtype, context, context.collectives)
 

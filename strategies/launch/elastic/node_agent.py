@@ -16,18 +16,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from hardware_db.notices import notice
 from strategies.launch.failure_causes import FIRST, Ending, ending_of, memory_kills
 from strategies.launch.launchers.process import signal_ranks
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.spec import RESULT_FILE, SAVING, EndingKind, LaunchSpec, write_json
+from strategies.torch_compat.distributed import Store, leave_rendezvous, present_nodes
 
 # The nodes of a round report its end to each other in the store of the rendezvous.
 
@@ -166,13 +166,12 @@ class NodePlace(RendezvousHandler):
     @property
     def present(self) -> int:
         """Nodes of the round that are heard of. The handler has no public word for it."""
-        return len(self.rendezvous._state_holder.state.participants)
+        return present_nodes(self.rendezvous)
 
     def leave(self) -> None:
         """Give the place up, so that the next round begins without this node before its heartbeat is missed."""
-        self.rendezvous._stop_heartbeats()
         with suppress(RendezvousError):
-            self.rendezvous._op_executor.run(_RendezvousExitOp(), time.monotonic() + _LEAVE_SECONDS)
+            leave_rendezvous(self.rendezvous, time.monotonic() + _LEAVE_SECONDS)
 
 
 @dataclass(slots=True)

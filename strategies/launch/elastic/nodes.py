@@ -36,7 +36,7 @@ from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
 from hardware_db.units import format_seconds
 from strategies.distributed.launcher_env import Address
-from strategies.distributed.network import speaks_http, unanswered
+from strategies.distributed.network import speaks_http, why_unanswered
 from strategies.distributed.rendezvous import find_store
 from strategies.launch.elastic.node_agent import NodeAgent, NodePlace
 from strategies.launch.elastic.place import address_towards, die_with_parent
@@ -157,7 +157,7 @@ def _unreached(at: Address) -> str:
         DsplanError: another program is there, for which nobody needs to wait.
     """
     try:
-        why = unanswered(at.host, at.port)
+        why = why_unanswered(at.host, at.port)
     except OSError as problem:
         return f"there is no host {at.host!r} ({problem.strerror}); give --rendezvous an address that every node knows"
     if why == os.strerror(errno.ECONNREFUSED):

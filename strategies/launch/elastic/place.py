@@ -9,8 +9,8 @@ import socket
 import sys
 from collections.abc import MutableMapping
 
-from strategies.distributed.launcher_env import ProcessVariables, own_place
-from strategies.distributed.network import interfaces
+from strategies.distributed.launcher_env import ProcessVariables, read_own_variables
+from strategies.distributed.network import list_interfaces
 from strategies.run_directory.spec import LaunchSpec
 from strategies.variables import AGENT_PID
 
@@ -43,7 +43,7 @@ def take_place(spec: LaunchSpec) -> ProcessVariables:
     """
     if spec.placement.launcher != "slurm":  # slurmstepd ends its tasks itself, also those that others have started
         die_with_parent(signal.SIGKILL, int(os.environ.get(AGENT_PID) or os.getppid()))
-    place = own_place()
+    place = read_own_variables()
     if place.meeting_point is not None and place.local_world_size < place.world_size:
         choose_interface(place.meeting_point.host, os.environ)
     return place
@@ -75,4 +75,4 @@ def address_towards(host: str) -> str:
 
 def interface_of(address: str) -> str:
     """The name of the interface that has an IPv4 address; empty where none has it."""
-    return next((interface.name for interface in interfaces() if interface.address == address), "")
+    return next((interface.name for interface in list_interfaces() if interface.address == address), "")

@@ -17,7 +17,7 @@ from pathlib import Path
 from hardware_db.errors import DsplanError
 from hardware_db.units import format_seconds
 from strategies.distributed.launcher_env import Address
-from strategies.distributed.network import addresses, answers, is_own_address
+from strategies.distributed.network import is_listening, is_own_address, look_up
 from strategies.launch.elastic.place import die_with_parent
 
 STORE_LOG = "rendezvous.log"
@@ -27,7 +27,9 @@ _START_SECONDS = 60.0  # importing torch takes seconds, on a loaded machine many
 def main(port: str, parent: str) -> int:
     """Serve the store until the parent ends."""
     die_with_parent(signal.SIGKILL, int(parent))
-    from torch._C._distributed_c10d import TCPStore  # here, so that the command that starts this imports no torch
+    from strategies.torch_compat.distributed import (
+        TCPStore,  # here, so that the command that starts this imports no torch
+    )
 
     try:
         store = TCPStore("localhost", int(port), is_master=True, wait_for_workers=False)
@@ -70,7 +72,7 @@ def is_here(host: str) -> bool:
         DsplanError: nobody knows such a host.
     """
     try:
-        addresses(host)
+        look_up(host)
     except OSError as problem:
         raise DsplanError(
             f"--rendezvous: there is no host {host!r} ({problem.strerror}); give a name or an address of one node that"
@@ -81,7 +83,7 @@ def is_here(host: str) -> bool:
 
 def _answers(at: Address) -> bool:
     with suppress(OSError):
-        return answers(at.host, at.port)
+        return is_listening(at.host, at.port)
     return False
 
 

@@ -42,7 +42,7 @@ from strategies.supervision import lineage
 from strategies.supervision.autosave import KEPT, Interval, SaveClock
 from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.not_finite import FiniteWatch
-from strategies.supervision.process import leave, stopped
+from strategies.supervision.process import describe_stop, leave
 from strategies.supervision.resume import nothing_left
 from strategies.supervision.stopping import Request, Stopping, open_board
 from strategies.telemetry.monitor import RunMonitor
@@ -164,7 +164,7 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
     def _note(self, path: Path, step: int) -> None:
         """Remember a checkpoint; a full disk makes a later resume begin earlier and ends nothing."""
         attempt, automatic = self._options.attempt, self._saves_now
-        made = lineage.Made(
+        made = lineage.RunCheckpoint(
             path=str(path),
             step=step,
             attempt=attempt,
@@ -189,21 +189,21 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
     def _leave(self, request: Request, message: str, saved: Path | None) -> None:
         if self._environment.is_main:
             notice(message)
-        word = stopped(request.kind, message, self._directory, saved)
+        word = describe_stop(request.kind, message, self._directory, saved)
         leave(self._stopping, self._watch, self._directory, word)
 
 
 def _newest(
     directory: Path, output: Path, attempt_options: AttemptOptions, *, script_asks: bool
-) -> lineage.Made | None:
+) -> lineage.RunCheckpoint | None:
     """The newest complete checkpoint of this run that is in a Trainer's output directory, as rank 0 finds it.
 
     Raises:
         CannotRun: the run had got further and nothing of it is left, and the script does not say what to load.
     """
 
-    def look() -> lineage.Made | None:
-        known = lineage.known(directory)
+    def look() -> lineage.RunCheckpoint | None:
+        known = lineage.read_lineage(directory)
         own = [checkpoint for checkpoint in known.all if attempt_options.counts(checkpoint.run, checkpoint.attempt)]
         made = [
             checkpoint
@@ -214,7 +214,9 @@ def _newest(
             made = [*_unlisted(directory, output, {checkpoint.path for checkpoint in known.all}), *made]
             made.sort(key=lambda checkpoint: checkpoint.step, reverse=True)
         if not made and attempt_options.base:
-            made = [lineage.Made(path=attempt_options.base, step=_step_of(attempt_options.base), by="huggingface")]
+            made = [
+                lineage.RunCheckpoint(path=attempt_options.base, step=_step_of(attempt_options.base), by="huggingface")
+            ]
         if made:
             gone = max((checkpoint.step for checkpoint in known.journalled if checkpoint in own), default=0)
             if gone > made[0].step:
@@ -232,7 +234,7 @@ def _newest(
     return on_rank_zero(look)
 
 
-def _unlisted(directory: Path, output: Path, listed: set[str]) -> list[lineage.Made]:
+def _unlisted(directory: Path, output: Path, listed: set[str]) -> list[lineage.RunCheckpoint]:
     """The checkpoints in a Trainer's output directory that were made since the run began and are in no list of it."""
     try:
         began = (directory / LOCK_FILE).stat().st_mtime  # made when the run was, and never written to
@@ -240,7 +242,7 @@ def _unlisted(directory: Path, output: Path, listed: set[str]) -> list[lineage.M
         began = 0.0
     found = []
     for path in output.glob("checkpoint-*"):
-        made = lineage.Made(path=str(path), step=_step_of(str(path)), by="huggingface")
+        made = lineage.RunCheckpoint(path=str(path), step=_step_of(str(path)), by="huggingface")
         if made.path not in listed and made.step > 0 and _is_whole(made) and path.stat().st_mtime >= began:
             found.append(made)
     if found:
@@ -249,7 +251,7 @@ def _unlisted(directory: Path, output: Path, listed: set[str]) -> list[lineage.M
     return found
 
 
-def _is_whole(made: lineage.Made) -> bool:
+def _is_whole(made: lineage.RunCheckpoint) -> bool:
     """Whether a Trainer's checkpoint has its state, which is written last, and of the step in its name."""
     try:
         state = json.loads(Path(made.path, _STATE).read_text())

@@ -29,6 +29,7 @@ from typing import Any
 from strategies.launch.hooks.patch import patch
 from strategies.run_directory import claim
 from strategies.run_directory.spec import ScriptKind
+from strategies.torch_compat.entries import FULLY_SHARD_MODULE
 
 _HERE = "strategies.launch.hooks"
 _DDP = "torch.nn.parallel.distributed"
@@ -66,7 +67,7 @@ PLACES: tuple[Place, ...] = (
     Place("accelerate.accelerator", "Accelerator.prepare", "accelerate", f"{_HERE}.accelerate:prepare", claims=False),
     Place("deepspeed", "initialize", "deepspeed", f"{_HERE}.deepspeed:initialize"),
     Place(_DDP, "DistributedDataParallel.__init__", "torch", f"{_HERE}.torch_ddp:wrap"),
-    Place("torch.distributed.fsdp._fully_shard._fully_shard", "fully_shard", "torch", f"{_HERE}.torch_ddp:shard"),
+    Place(FULLY_SHARD_MODULE, "fully_shard", "torch", f"{_HERE}.torch_ddp:shard"),
     Place(
         "torch.distributed.fsdp.fully_sharded_data_parallel",
         "FullyShardedDataParallel.__init__",

@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 
 from hardware_db.errors import DsplanError
-from strategies.distributed.network import free_port
+from strategies.distributed.network import find_free_port
 from strategies.launch.launchers.process import RANK_MODULE, ProcessLauncher
 
 _HOSTS = "deepspeed.hosts"
@@ -47,5 +47,5 @@ class DeepSpeedLauncher(ProcessLauncher):
         and on a machine without GPUs that is one. Its own port, 29500, may be another run's."""
         path = self.spec.directory / _HOSTS
         path.write_text(f"localhost slots={self.spec.processes}\n")
-        meeting = ("--master_addr=127.0.0.1", f"--master_port={free_port()}")
+        meeting = ("--master_addr=127.0.0.1", f"--master_port={find_free_port()}")
         return [f"--hostfile={path}", *meeting, "--no_ssh", "--node_rank=0"]

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+
+from strategies.torch_compat.dispatch import has_kernel, operations, schema_of, without_cpu_autocast
+from strategies.torch_compat.tensors import tree_map
 
 _LOWER_PRECISION = """
 _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
@@ -41,19 +43,17 @@ FP32_OUTPUT = frozenset(_FP32_OUTPUT.split())
 PROMOTE = frozenset(_PROMOTE.split())
 
 _SAME_ON_CPU = frozenset({"conv1d.padding", "conv2d.padding", "conv3d.padding", "mkldnn_rnn_layer"})
-_AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _Kernel = Callable[..., Any]
 
 
 def register(library: Any) -> None:
     """Replace the rules for CPU tensors as long as `library`, a `torch.library.Library` of aten kernels, lives."""
     # An older torch lacks some of the operations.
-    known = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    known = {name.removeprefix("aten::") for name in operations() if name.startswith("aten::")}
     for names, rule in ((FP32, _in_fp32), (FP32_OUTPUT, _with_fp32_output), (PROMOTE, _promoted)):
         for name in names & known:
             library.impl(name, rule(_operator(name)), "AutocastCPU")
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    with_rule = {name for name in known if has(f"aten::{name}", "AutocastCPU")}
+    with_rule = {name for name in known if has_kernel(f"aten::{name}", "AutocastCPU")}
     # torch caches the cast copies of weights in its own kernels, so those that exist stay.
     for name in (LOWER_PRECISION & known) - with_rule:
         library.impl(name, _in_lower_precision(_operator(name)), "AutocastCPU")
@@ -76,7 +76,7 @@ def _eligible(value: Any) -> bool:
 
 def _in_fp32(operator: Any) -> _Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+        with without_cpu_autocast():
             return operator(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
 
     return kernel
@@ -85,20 +85,20 @@ def _in_fp32(operator: Any) -> _Kernel:
 def _in_lower_precision(operator: Any) -> _Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype("cpu")
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+        with without_cpu_autocast():
             return operator(*_cast(args, dtype), **_cast(kwargs, dtype))
 
     return kernel
 
 
 def _with_fp32_output(operator: Any) -> _Kernel:
-    place = [argument.name for argument in operator._schema.arguments].index("dtype")
+    place = [argument.name for argument in schema_of(operator).arguments].index("dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         given = args[place] if len(args) > place else kwargs.get("dtype")
         if given is None and _eligible(args[0]):
             args, kwargs = args[:place], {**kwargs, "dtype": torch.float32}
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+        with without_cpu_autocast():
             return operator(*args, **kwargs)
 
     return kernel
@@ -109,7 +109,7 @@ def _promoted(operator: Any) -> _Kernel:
         found: list[torch.dtype] = []
         tree_map(lambda value: found.append(value.dtype) if _eligible(value) else None, (args, kwargs))
         widest = torch.float32 if torch.float32 in found else torch.get_autocast_dtype("cpu")
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+        with without_cpu_autocast():
             return operator(*_cast(args, widest), **_cast(kwargs, widest))
 
     return kernel

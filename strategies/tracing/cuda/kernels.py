@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from strategies.torch_compat.dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
 _GROUPED = _aten._grouped_mm.default if hasattr(_aten, "_grouped_mm") else None  # torch 2.8 has it first

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from strategies.torch_compat.dispatch import FakeTensor, TorchDispatchMode
+from strategies.torch_compat.tensors import tree_leaves
 from strategies.tracing.cuda.kernels import scratch
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)

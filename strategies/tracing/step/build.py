@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from planner.cost.precision import load_dtype_of
 from planner.errors import DsplanError
-from planner.models.counting.count import module_of
+from planner.models.counting.adapters import module_of
 from planner.models.facts import Adapter, ModelFacts, ParameterCounts
 from planner.models.tasks import default_task
 from planner.types.job import Workload
 from planner.vocabulary import Attention, Task
 from strategies.parallel.blocks import repeated_blocks
+from strategies.torch_compat.tensors import tree_map
 from strategies.tracing.example import Arguments, arguments_of, examples_for
 from strategies.tracing.step.images import images_of
 from strategies.tracing.to_hf import hf_config, model_class, shortened
@@ -227,10 +227,13 @@ def _inferred(module: nn.Module, samples: int, length: int) -> dict[str, Any]:
     return batch
 
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
 def _first_input(module: nn.Module, samples: int, length: int) -> torch.Tensor:
-    kinds = (nn.Embedding, nn.Linear, nn.modules.conv._ConvNd)
+    kinds = (nn.Embedding, nn.Linear, *_CONVOLUTIONS)
     first = next((part for part in module.modules() if isinstance(part, kinds)), None)
-    if isinstance(first, nn.modules.conv._ConvNd):
+    if isinstance(first, _CONVOLUTIONS):
         named = (getattr(module, name, None) for name in _IMAGE_SIZES)
         size = next((side for side in named if isinstance(side, int)), _USUAL_IMAGE)
         sides = (length,) if isinstance(first, nn.Conv1d) else (size,) * len(first.kernel_size)

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from planner.errors import DsplanError
 from strategies.parallel.blocks import repeated_blocks
+from strategies.torch_compat.dispatch import FakeTensor
+from strategies.torch_compat.tensors import tree_flatten, tree_unflatten, version_of
 
 # Tensors saved for backward wait in host memory.
 
@@ -209,10 +209,10 @@ class Recomputation:
             positional, named = tree_unflatten(whole, structure)
             return self.recomputed(*positional, **named)
 
-        versions = [tensor._version for tensor in inputs]
+        versions = [version_of(tensor) for tensor in inputs]
         with Parking() if torch.is_grad_enabled() else nullcontext():
             result = checkpoint(run, *inputs, use_reentrant=False, **options)
-        if versions != [tensor._version for tensor in inputs]:
+        if versions != [version_of(tensor) for tensor in inputs]:
             raise DsplanError(
                 "activation checkpointing on the host copies a module's input while the module runs, and"
                 f" {_owner(self.recomputed)} changes it in place; write x = x + y for x += y, or keep it on the device"

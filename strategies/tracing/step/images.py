@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+
+from strategies.torch_compat.dispatch import FakeTensor, without_modes
+from strategies.torch_compat.tensors import tree_leaves
 
 _READ_FROM_GRIDS = ("get_vision_position_ids", "get_vision_attention_seqlens", "get_vision_window_index")
 """Functions of transformers that make indices from a grid alone."""
@@ -32,7 +32,7 @@ def images_of(config: Any, samples: int, length: int) -> dict[str, Any]:
         return {"pixel_values": torch.zeros(samples, vision.num_channels, vision.image_size, vision.image_size)}
     side = vision.image_size // vision.patch_size
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    with _disable_current_modes():
+    with without_modes():
         grid = torch.tensor([[1, side, side]] * samples)
     return {
         "pixel_values": torch.zeros(samples * side**2, width),
@@ -77,7 +77,7 @@ def _computed(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def computed(*arguments: Any, **named: Any) -> Any:
-        with _disable_current_modes():
+        with without_modes():
             return function(*arguments, **named)
 
     return computed
@@ -90,5 +90,5 @@ class _KnownValues(TorchFunctionMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors or not all(map(is_known, tensors)):
             return func(*args, **(kwargs or {}))
-        with _disable_current_modes():
+        with without_modes():
             return func(*args, **(kwargs or {}))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 
 from planner.errors import DsplanError
 from planner.vocabulary import Loss, Optimizer
+from strategies.torch_compat.autograd import partition_as_compiled
 from strategies.tracing.step.refusal import TraceFailed
 
 # Losses without whole logits.
@@ -161,18 +161,9 @@ def compile_block(block: nn.Module) -> None:
 
 class _Compiled:
     def __init__(self, block: nn.Module) -> None:
-        compiler: Any = import_module("torch._functorch.aot_autograd")
-        partitioners: Any = import_module("torch._functorch.partitioners")
-        decompositions: Any = import_module("torch._inductor.decomposition")
         self._block, self._eager, self._inside = block, block.forward, False
         self._names = [name for name, _ in block.named_parameters()]
-        self._compiled = compiler.aot_function(
-            self._called,
-            fw_compiler=_unchanged,
-            bw_compiler=_unchanged,
-            partition_fn=partitioners.min_cut_rematerialization_partition,
-            decompositions=decompositions.select_decomp_table(),
-        )
+        self._compiled = partition_as_compiled(self._called)
 
     def _called(self, weights: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         return torch.func.functional_call(self._block, dict(zip(self._names, weights, strict=True)), args, kwargs)
@@ -186,10 +177,6 @@ class _Compiled:
             return self._compiled(list(self._block.parameters()), args, given)
         finally:
             self._inside = False
-
-
-def _unchanged(graph: Any, _example: Any) -> Any:
-    return graph
 
 
 # The plan's optimizers: torch's own where torch has them, else their states and temporaries.

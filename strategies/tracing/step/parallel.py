@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.types.plan import Configuration
 from planner.vocabulary import FSDP_STRATEGIES
+from strategies.torch_compat.distributed import ddp_buckets, fake_store, flatten
+from strategies.torch_compat.sharding import fsdp_watched, meshes_joined_without_modes, shapes_without_modes
 from strategies.tracing.step.refusal import TraceFailed
 from strategies.tracing.step.storages import Storages
 from strategies.tracing.storage_tracker import plain_parts
@@ -56,17 +57,15 @@ def ranks(configuration: Configuration) -> Iterator[DeviceMesh]:
     Raises:
         TraceFailed: this process belongs to a real process group.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if dist.is_initialized():
         raise TraceFailed("", "", "this process is a rank of a running job")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=configuration.world_size)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=configuration.world_size)
     try:
         names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
         degrees = tuple(getattr(configuration, name) for name in names)
         mesh = init_device_mesh("cpu", degrees, mesh_dim_names=names)
         # Before tensors are fake, of which torch cannot say where a rank is; asked again it gives the same mesh.
-        mesh["dp_shard", "cp"]._flatten(_SHARDS)
+        flatten(mesh["dp_shard", "cp"], _SHARDS)
         yield mesh
     finally:
         dist.destroy_process_group()
@@ -95,13 +94,13 @@ def shard(
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
     reshard = configuration.strategy != "fsdp-grad-op"
     # torchtitan and accelerate share the states among cp's ranks too.
-    sharding = mesh["dp_shard", "cp"]._flatten(_SHARDS)
+    sharding = flatten(mesh["dp_shard", "cp"], _SHARDS)
     if configuration.strategy == "hsdp":
         with warnings.catch_warnings():  # torch 2.11 on has no other way to join it to a dimension of the same root
             warnings.filterwarnings("ignore", "Slicing a flattened dim")
             sharding = mesh["dp_replicate", _SHARDS]
     try:
-        with _meshes_apart():
+        with meshes_joined_without_modes():
             for block in blocks:
                 if experts is not None:
                     for inner in _spread_experts(block):
@@ -126,11 +125,9 @@ def reduction_buckets(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     # What tensor parallelism splits is a DTensor, of which DDP sees the local part.
     local: list[Any] = [part for weight in reversed(parameters) if weight.requires_grad for part in plain_parts(weight)]
     trained: list[torch.Tensor] = local
-    collectives: Any = dist
-    buckets, _ = collectives._compute_bucket_assignment_by_size(trained, [_FIRST_BUCKET_BYTES, _BUCKET_BYTES])
     return [
         torch.empty(sum(trained[index].numel() for index in bucket), dtype=trained[bucket[0]].dtype)
-        for bucket in buckets
+        for bucket in ddp_buckets(trained, [_FIRST_BUCKET_BYTES, _BUCKET_BYTES])
     ]
 
 
@@ -140,93 +137,16 @@ def sharding_counted(storages: Storages, watch: Callable[[Sequence[nn.Parameter]
 
     `watch` is called with the whole parameters, which FSDP2 makes when it first gathers them.
     """
-    group, parameter = _internals()
-    originals = {name: getattr(group, name) for name in ("unshard", "wait_for_unshard", "post_backward")}
-    initialize = parameter.init_unsharded_param
-
-    def counted(name: str) -> Any:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with storages.making("buffers"):
-                result = originals[name](self, *args, **kwargs)
-            if name == "post_backward":
-                storages.label(_gradients(self), "gradients")
-            return result
-
-        return method
-
-    def init_unsharded_param(self: Any) -> None:
-        existed = hasattr(self, "_unsharded_param")
-        initialize(self)
-        if not existed:
-            watch([self._unsharded_param])
-
-    for name in originals:
-        setattr(group, name, counted(name))
-    parameter.init_unsharded_param = init_unsharded_param
-    try:
-        with _shapes_apart():
-            yield
-    finally:
-        parameter.init_unsharded_param = initialize
-        for name, original in originals.items():
-            setattr(group, name, original)
+    with (
+        fsdp_watched(
+            lambda: storages.making("buffers"),
+            lambda weight: watch([weight]),
+            lambda gradients: storages.label(gradients, "gradients"),
+        ),
+        shapes_without_modes(),
+    ):
+        yield
 
 
 def _spread_experts(block: nn.Module) -> list[nn.Module]:
     return [part for part in block.modules() if getattr(part, "_is_expert_parallel", False)]
-
-
-@contextlib.contextmanager
-def _meshes_apart() -> Iterator[None]:
-    """FSDP2 over a tensor-parallel model joins two meshes, which looks for this rank in a tensor of rank numbers."""
-    mesh: Any = DeviceMesh
-    original = mesh._concatenate
-
-    def apart(meshes: Any) -> Any:
-        with _disable_current_modes():
-            return original(meshes)
-
-    mesh._concatenate = staticmethod(apart)
-    try:
-        yield
-    finally:
-        mesh._concatenate = staticmethod(original)
-
-
-@contextlib.contextmanager
-def _shapes_apart() -> Iterator[None]:
-    """DTensor works out shapes by running an operation on whole fake tensors, which a real step never has; it takes
-    them from the fake mode that is on, where nothing tells them from the step's own."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    propagator: Any = ShardingPropagator
-    original = propagator._propagate_tensor_meta_non_cached
-
-    def apart(self: Any, schema: Any) -> Any:
-        with _disable_current_modes():
-            return original(self, schema)
-
-    propagator._propagate_tensor_meta_non_cached = apart
-    try:
-        yield
-    finally:
-        propagator._propagate_tensor_meta_non_cached = original
-
-
-def _internals() -> tuple[Any, Any]:
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    return FSDPParamGroup, FSDPParam
-
-
-def _gradients(group: Any) -> list[torch.Tensor | None]:
-    found: list[torch.Tensor | None] = []
-    for parameter in group.fsdp_params:
-        whole = getattr(parameter, "_unsharded_param", None)
-        found += [
-            parameter.sharded_param.grad,
-            parameter.unsharded_accumulated_grad,
-            whole.grad if whole is not None else None,
-        ]
-    return found

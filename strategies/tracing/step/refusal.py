@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
+from torch.distributed.fsdp import FSDPModule
+
+from planner.errors import DsplanError
+from strategies.torch_compat.dispatch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     UnsupportedOperatorException,
+    schema_of,
 )
-from torch.distributed.fsdp import FSDPModule
-
-from planner.errors import DsplanError
 from strategies.tracing.step.storages import Storages
 
 # Refusals of a trace.
@@ -179,7 +180,7 @@ def _causes(problem: BaseException) -> Iterator[BaseException]:
 
 def _name(func: Any) -> str:
     """An operation as torch's schemas spell it: `aten::nonzero`."""
-    name = str(func._schema.name)
+    name = str(schema_of(func).name)
     return _KNOWN_AS.get(name, name)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.types.plan import Configuration
 from strategies.errors import CannotRun
@@ -26,6 +25,8 @@ from strategies.parallel.mesh import Group, Mesh
 from strategies.parallel.model import SplitOptions, Splitter
 from strategies.parallel.split import ModelParts
 from strategies.parallel.tensor import split_layers
+from strategies.torch_compat.dispatch import without_modes
+from strategies.torch_compat.sharding import context_parallel_attention
 from strategies.tracing.step.refusal import TraceFailed
 
 
@@ -71,7 +72,7 @@ def split_tokens(module: nn.Module, configuration: Configuration) -> None:
 def _split(module: nn.Module, configuration: Configuration, degree: Group, split: Splitter) -> None:
     ranks = _FirstRank(world_size=configuration.world_size, local_world_size=configuration.world_size)
     mesh = Mesh.of(configuration, ranks)
-    with _disable_current_modes():  # torch looks for this rank in a tensor of rank numbers
+    with without_modes():  # torch looks for this rank in a tensor of rank numbers
         mesh.group(degree)
     try:
         split(module, mesh, SplitOptions(configuration=configuration), ModelParts())
@@ -146,12 +147,8 @@ def split_attention(mesh: DeviceMesh) -> Iterator[None]:
 
     Queries, keys and values inside are this rank's part of the sequence.
     """
-    experimental: Any = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
-    experimental._enable_context_parallel_dispatcher_impl(seq_dim=2, mesh=mesh)
-    try:
+    with context_parallel_attention(mesh, length_dim=2):
         yield
-    finally:
-        experimental._disable_context_parallel_dispatcher_impl()
 
 
 # Expert parallelism: every rank has some experts whole, and is sent the tokens that chose them.

@@ -12,17 +12,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from hardware_db.device import Device
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES, PAIRED
 from strategies.parallel.blocks import repeated_blocks
 from strategies.parallel.pipeline import order_of
+from strategies.torch_compat.dispatch import FakeTensorMode, without_modes
+from strategies.torch_compat.tensors import tree_leaves, tree_map
 from strategies.tracing.cuda.as_cuda import DEFAULT_CAPABILITY, as_cuda
 from strategies.tracing.cuda.attention import unpadded, windows_without_masks
 from strategies.tracing.cuda.kernels import cpu_outputs, scratch_bytes
@@ -397,7 +396,7 @@ class _PipelineRun(_Run):
     """
 
     def _part_of(self, subject: Traceable) -> tuple[nn.Module, Sequence[nn.Module]]:
-        with _disable_current_modes():  # as they are, and not as the fake tensors they become
+        with without_modes():  # as they are, and not as the fake tensors they become
             chunks = nn.ModuleList(chunks_of(subject.module, self._configuration, self._rank))
         return chunks, [block for chunk in chunks for block in repeated_blocks(chunk)]
 
@@ -409,7 +408,7 @@ class _PipelineRun(_Run):
         chunks: list[Any] = list(self._parts())
         micro_batches = enough_micro_batches(chosen)
         kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        with _disable_current_modes():  # torch's schedules make tensors of their own
+        with without_modes():  # torch's schedules make tensors of their own
             schedule, stages = chosen.pp_schedule, len(chunks)
             order = order_of(schedule, ranks=chosen.pp, virtual_stages=stages, micro_batches=micro_batches)
         for kind, stage, index in order[self._rank]:

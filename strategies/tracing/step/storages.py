@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from strategies.torch_compat.dispatch import FakeTensor, FakeTensorMode, TorchDispatchMode, schema_of, without_python
+from strategies.torch_compat.distributed import functional_collectives
+from strategies.torch_compat.tensors import storage_number
 from strategies.tracing.storage_tracker import plain_parts, resizes_reported
 
 # Memoized results of fake operations; torch's fake kernels take most of a trace's time.
@@ -85,14 +86,14 @@ class Replay:
         tensors = [item for item in results if item is not None]
         if not all(self._is_mine(tensor) and _is_whole(tensor) for tensor in tensors):
             return None
-        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        storages = [storage_number(tensor) for tensor in tensors]
         if len(set(storages)) < len(storages) or not set(storages).isdisjoint(_storages(args)):
             return None
         made = tuple(None if item is None else _made(item) for item in results)
         return type(result), made
 
     def _again(self, kind: type, made: tuple[_Made | None, ...]) -> Any:
-        with torch._C._DisableTorchDispatch():
+        with without_python():
             results = [None if item is None else self._tensor(item) for item in made]
         if kind is list:
             return results
@@ -110,7 +111,7 @@ def _made(tensor: FakeTensor) -> _Made:
 def _kind(func: Any) -> _Kind:
     if func.namespace != "aten" or func in _EXCEPTIONS or torch.Tag.dynamic_output_shape in func.tags:
         return "other"
-    schema = func._schema
+    schema = schema_of(func)
     if schema.name.startswith("aten::_foreach_") and schema.name.endswith("_"):
         return "changes lists"
     places = [*schema.arguments, *schema.returns]
@@ -128,7 +129,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 def _storages(values: Any) -> set[int]:
     if isinstance(values, torch.Tensor):
-        return {values.untyped_storage()._cdata}
+        return {storage_number(values)}
     if isinstance(values, (list, tuple)):
         return {number for value in values for number in _storages(value)}
     return set()
@@ -145,7 +146,7 @@ _FAKE = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 _DEVICE = torch.ops.prim.device.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_WAIT = functional_collectives().wait_tensor.default
 Scratch = Callable[[Any, tuple[Any, ...]], int]
 
 

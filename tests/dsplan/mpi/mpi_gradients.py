@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from dsplan import DsplanError
 from dsplan.mpi import GradientManager, ModelParallelConfig, PerformanceMonitor
-from strategies.distributed.launcher_env import own_place
+from strategies.distributed.launcher_env import read_own_variables
 from tests.dsplan.mpi.mpi_trees import same, tree_of
 
 
@@ -216,5 +216,5 @@ def collectives_are_timed(comm: MPI.Intracomm) -> None:
 
 
 def ranks_are_those_of_the_environment(comm: MPI.Intracomm) -> None:
-    place = own_place()
+    place = read_own_variables()
     assert (place.rank, place.world_size) == (comm.rank, comm.size)

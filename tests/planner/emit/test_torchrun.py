@@ -12,7 +12,7 @@ from planner.emit import emit
 from planner.emit.common import node_layout
 from planner.emit.launchers import launch_command
 from planner.errors import ContradictoryRequest
-from strategies.distributed.network import free_port
+from strategies.distributed.network import find_free_port
 from tests.planner.emit.consumers import launch, write
 from tests.planner.emit.plans import make_plan
 
@@ -29,7 +29,7 @@ def test_several_nodes_meet_at_master_addr(tmp_path: Path) -> None:
     """Two nodes of one rank each, both on this machine."""
     write(emit(make_plan("ddp", gpus=2, nodes=2), "torchrun"), tmp_path)
     script = shlex.quote(str(Path(__file__).parent / "torchrun_rank.py"))
-    meeting = f"MASTER_ADDR=localhost MASTER_PORT={free_port()}"
+    meeting = f"MASTER_ADDR=localhost MASTER_PORT={find_free_port()}"
     both = f"export {meeting}; for node in 1 2; do bash torchrun.sh {script} & done; wait"
     ranks = launch(["bash", "-c", both], directory=tmp_path)
     assert [rank["RANK"] for rank in ranks] == [0, 1]

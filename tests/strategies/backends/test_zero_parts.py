@@ -17,9 +17,9 @@ from strategies.backends.zero.flat_shard import Bucket, Layout, Ranks, Slot, buc
 from strategies.backends.zero.settings import ZeroSettings, read_settings
 from strategies.backends.zero.unit_all_gather import members_of
 from strategies.checkpoint.parts import PartOfTensor, boxes
-from strategies.config import Fp16Section, read_config
+from strategies.config import read_config
 from strategies.errors import CannotRun
-from strategies.modules.precision import LossScale, sum_squares
+from strategies.modules.precision import LossScale, ScaleSettings, sum_squares
 from strategies.protocols import TrainingParts
 from tests.strategies.training_bodies import Recipe
 
@@ -78,13 +78,13 @@ def test_a_part_writes_through_its_boxes() -> None:
 
 
 def test_the_scale_follows_its_four_settings() -> None:
-    scale = LossScale(Fp16Section(initial_scale_power=4, loss_scale_window=3, hysteresis=2, min_loss_scale=4.0))
+    scale = LossScale(ScaleSettings(initial=16.0, window=3, hysteresis=2, floor=4.0))
     seen = []
     for overflows in (True, True, True, True, False, False, False, True):
         (scale.count_overflow if overflows else scale.count_step)()
         seen.append(scale.value)
     assert seen == [16.0, 8.0, 4.0, 4.0, 4.0, 4.0, 8.0, 8.0]
-    again = LossScale(Fp16Section(initial_scale_power=0, loss_scale_window=3, hysteresis=2))
+    again = LossScale(ScaleSettings(initial=1.0, window=3, hysteresis=2))
     again.load_state_dict(scale.state_dict())
     again.count_overflow()
     scale.count_overflow()
@@ -92,7 +92,7 @@ def test_the_scale_follows_its_four_settings() -> None:
 
 
 def test_a_fixed_scale_and_none() -> None:
-    fixed = LossScale(Fp16Section(loss_scale=128.0))
+    fixed = LossScale(ScaleSettings(initial=128.0, is_dynamic=False))
     fixed.count_overflow()
     assert fixed.value == 128.0
     assert LossScale(None).value == 1.0
@@ -133,7 +133,7 @@ def test_settings_come_from_the_plan_and_from_deepspeeds_keys() -> None:
     assert (told.travel.dtype, told.accumulate) == (torch.float32, torch.bfloat16)
     assert (told.bucket, told.persistence_threshold) == (5_000_000, 160)
     assert told.scale is not None
-    assert told.scale == Fp16Section(initial_scale_power=3, min_loss_scale=2.0)
+    assert (told.scale.initial, told.scale.floor, told.scale.hysteresis) == (8.0, 2.0, 2)
 
 
 @pytest.mark.parametrize(

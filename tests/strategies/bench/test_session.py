@@ -12,12 +12,12 @@ import pytest
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import Measurement
 from hardware_db.microbench.grid import Point, Rate, Refusal, as_measurement
-from hardware_db.spawn import RankError
 from hardware_db.store import MemoryStore
 from planner.cluster.resolve import probed_cluster
 from strategies.bench import session
 from strategies.bench.plan import BenchPlan, Wanted, make_bench_plan
 from strategies.bench.session import Begun, BenchSession, Event, Found, Limits, Measured, Refused, Started, TimeIsUp
+from strategies.distributed.rank_pool import RankError
 from tests.strategies.bench.samples import LAPTOP, launches
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,9 +26,11 @@ from strategies.config import (
     limits,
     read_config,
 )
-from strategies.config.known import TOP, Known
+from strategies.config.known import TOP, Keys
 from strategies.config.limits import refuse_deepspeed_keys
 from strategies.config.names import DEEPSPEEDS_OWN, OPTIMIZERS, SCHEDULERS, plain
+from strategies.modules.adapters import DEFAULT_RANK, read_method
+from strategies.modules.precision import ScaleSettings, scale_settings
 from strategies.optim.registry import OF_OPTIMIZERS, OF_SCHEDULERS
 from tests.strategies.training_bodies import Recipe
 
@@ -110,6 +113,7 @@ def test_a_deepspeed_file_is_understood_whole() -> None:
         precision="fp16",
         optimizer=NamedParts(name="AdamW", params=FULL["optimizer"]["params"]),  # type: ignore[index]
         scheduler=NamedParts(name="WarmupLR", params=FULL["scheduler"]["params"]),  # type: ignore[index]
+        fp16=Fp16Section(loss_scale_window=1000, hysteresis=2, min_loss_scale=1.0),
         zero=ZeroSection(stage=2, reduce_bucket_size=200_000_000, offload="none"),
     )
 
@@ -387,7 +391,7 @@ def test_every_key_of_deepspeeds_own_models_is_known(monkeypatch: pytest.MonkeyP
     unprefixed = {name for name in names_of(DeepSpeedZeroConfig) if f"stage3_{name}" in names_of(DeepSpeedZeroConfig)}
     for name in unprefixed:
         assert read_config({"zero_optimization": {name: 1}}).values == {"zero_optimization": {f"stage3_{name}": 1}}
-    pairs: list[tuple[Known, Any]] = [
+    pairs: list[tuple[Keys, Any]] = [
         (zero, DeepSpeedZeroConfig),
         (zero.sections["offload_optimizer"], DeepSpeedZeroOffloadOptimizerConfig),
         (zero.sections["offload_param"], DeepSpeedZeroOffloadParamConfig),
@@ -412,12 +416,12 @@ def test_every_key_of_deepspeeds_own_models_is_known(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_the_plan_counts_the_optimizer_that_the_config_names(config: Mapping[str, Any], own: object, name: str) -> None:
-    assert limits.optimizer(own, read_config(config).optimizer) == name
+    assert limits.name_optimizer(own, read_config(config).optimizer) == name
 
 
 def test_the_plan_offloads_what_the_config_offloads() -> None:
     def limited(section: Mapping[str, Any], strategy: Any, backend: Any = "native") -> dict[str, Any]:
-        return limits.offload(read_config({"zero_optimization": section}).zero, strategy, backend)
+        return limits.limit_offload(read_config({"zero_optimization": section}).zero, strategy, backend)
 
     on_cpu = {"device": "cpu", "ratio": 0.5}
     assert limited({"stage": 2}, "zero2") == {"offload": None}
@@ -438,7 +442,7 @@ def test_the_plan_offloads_what_the_config_offloads() -> None:
 PAGE = (Path(__file__).parents[3] / "docs/reference/config.md").read_text(encoding="utf-8")
 
 
-def keys_read(known: Known) -> set[str]:
+def keys_read(known: Keys) -> set[str]:
     """The keys that every engine reads, in a section and those below it."""
     below = [keys_read(section) for section in known.sections.values()]
     return set(known.read | known.own).union(*below)
@@ -464,3 +468,32 @@ def test_the_examples_of_the_page_work(tmp_path: Path, monkeypatch: pytest.Monke
     exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0], names)
     assert type(names["optimizer"]).__name__ == "Signs"
     assert names["scheduler"].step_size == 10
+
+
+def test_a_config_without_a_word_leaves_defaults_to_the_algorithms() -> None:
+    """Nothing of the config repeats a number of loss scaling, adapters or offload; the page has those that run."""
+    config = read_config({"lora": {"method": "lora"}})
+    assert scale_settings(config.fp16) == ScaleSettings()
+    assert read_method(config, {}, None).rank == DEFAULT_RANK
+    assert (config.zero.pin_memory, config.zero.buffer_count) == (None, None)
+    scale = ScaleSettings()
+    assert f"`initial_scale_power` ({math.log2(scale.initial):.0f})" in PAGE
+    assert f"`loss_scale_window` ({scale.window}) steps" in PAGE
+    assert f"`hysteresis` ({scale.hysteresis}) steps" in PAGE
+    assert f"`min_loss_scale` ({scale.floor:g})" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis is 0; it must be a whole number of at least 1"),
+        ({"lora": {"dropout": 1.5}}, "lora.dropout is 1.5; it must be a number from 0 to 1"),
+        ({"dataloader": {"pin_memory": 1}}, "dataloader.pin_memory is 1; it must be true or false"),
+        ({"checkpoint": {"directory": 1}}, "checkpoint.directory is 1; it must be a string"),
+        ({"pipeline": {"partition": "odd"}}, "one of uniform, parameters, seconds, best, profile"),
+        ({"profiler": {"active": 0}}, "profiler.active is 0; it must be a whole number of at least 1"),
+    ],
+)
+def test_sections_are_read_as_their_fields_say(section: dict[str, Any], problem: str) -> None:
+    with pytest.raises(DsplanError, match=re.escape(problem)):
+        read_config(section)

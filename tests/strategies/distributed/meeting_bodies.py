@@ -50,7 +50,7 @@ def play(roles: Sequence[Role | None], port: int, seconds: float | None) -> tupl
     try:
         store = meet(place, role.device)
         if role.ends:
-            rendezvous.ended()
+            rendezvous.notify_end()
         if role.meets_again:
             store = meet(place, role.device)
         store.set(f"shared-{role.rank}", "here")

@@ -16,7 +16,7 @@ from hardware_db.errors import DsplanError
 from strategies.doctor import cluster
 from strategies.doctor import links as room
 from strategies.doctor.cluster import Greeter, greet
-from strategies.doctor.finding import LinkTime, tokens, unseen
+from strategies.doctor.finding import LinkTime, find_unseen, write_tokens
 from strategies.doctor.links import Room, link_findings, rounds, schedule
 
 
@@ -74,21 +74,21 @@ def test_a_greeter_tells_that_it_is_reached_and_what_time_it_is() -> None:
 
 
 def test_clocks_that_are_off_are_named_with_their_direction() -> None:
-    (behind,) = cluster._clocks("a", {"b": -0.7, "c": 0.1})
+    (behind,) = cluster._compare_clocks("a", {"b": -0.7, "c": 0.1})
     assert (behind.level, behind.message) == ("warning", "the clock of b is 700 ms behind a's")
-    (ahead,) = cluster._clocks("a", {"b": 6.0})
+    (ahead,) = cluster._compare_clocks("a", {"b": 6.0})
     assert (ahead.level, ahead.message) == ("problem", "the clock of b is 6 s ahead of a's")
-    (fine,) = cluster._clocks("a", {"b": 0.002})
+    (fine,) = cluster._compare_clocks("a", {"b": 0.002})
     assert fine.message == "clocks of the nodes agree within 2 ms"
 
 
 def test_versions_that_differ_are_named_with_their_nodes() -> None:
     members = [member("a", torch="2.6.0", python="3.12.1"), member("b", torch="2.6.0", python="3.11.7")]
-    (python,) = cluster._agreeing_versions(members, [0, 1])
+    (python,) = cluster._compare_versions(members, [0, 1])
     assert (python.level, python.message) == ("warning", "python: 3.12.1 on a, 3.11.7 on b")
-    (torch,) = cluster._agreeing_versions([*members[:1], member("c", torch="2.11.0", python="3.12.1")], [0, 1])
+    (torch,) = cluster._compare_versions([*members[:1], member("c", torch="2.11.0", python="3.12.1")], [0, 1])
     assert (torch.level, torch.message) == ("problem", "torch: 2.6.0 on a, 2.11.0 on c")
-    (same,) = cluster._agreeing_versions(members[:1] * 2, [0, 1])
+    (same,) = cluster._compare_versions(members[:1] * 2, [0, 1])
     assert same.level == "ok"
 
 
@@ -99,12 +99,12 @@ def test_a_directory_that_another_node_does_not_see_is_a_problem(
     ours.mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        cluster, "unseen", lambda written: [name for name in written if name == str(ours)]
-    )  # a second file system is not to be had here; `unseen` itself has a test below
+        cluster, "find_unseen", lambda written: [name for name in written if name == str(ours)]
+    )  # a second file system is not to be had here; `find_unseen` itself has a test below
     members = [member("a"), member("b")]
 
     def look(part: Room) -> list[Any]:
-        return cluster._shared_directories(part, members, [0, 1], [ours, theirs])
+        return cluster._check_directories(part, members, [0, 1], [ours, theirs])
 
     for found in together([look, look]):
         assert [(finding.level, finding.message) for finding in found] == [
@@ -116,10 +116,10 @@ def test_a_directory_that_another_node_does_not_see_is_a_problem(
 
 
 def test_a_file_that_is_not_there_is_unseen(tmp_path: Path) -> None:
-    with tokens([tmp_path, tmp_path / "none"]) as written:
+    with write_tokens([tmp_path, tmp_path / "none"]) as written:
         assert written[str(tmp_path / "none")] == ""
-        assert unseen(written) == []
-    assert unseen(written) == [str(tmp_path)]
+        assert find_unseen(written) == []
+    assert find_unseen(written) == [str(tmp_path)]
 
 
 def test_a_node_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_a_node_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch)
     members = [
         cluster.Member(node=node, address="127.0.0.1", port=port, local_rank=0, versions={}) for node in ("a", "b")
     ]
-    found = together([lambda part: cluster._reached(part, members, [0, 1])] * 2)
+    found = together([lambda part: cluster._check_reach(part, members, [0, 1])] * 2)
     assert found[0] == found[1]
     assert [finding.message for finding in found[0]] == [
         f"{here} cannot connect to {there} at 127.0.0.1:{port} (Connection refused)"

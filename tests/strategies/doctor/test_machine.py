@@ -10,19 +10,19 @@ import pytest
 
 from hardware_db.probe.machine import Gpu, GpuPair, GpuProcess, Host, Machine, Nic, Software
 from hardware_db.units import GIB
-from strategies.distributed.network import Interface, interfaces
+from strategies.distributed.network import Interface, list_interfaces
 from strategies.doctor.examine import examine
-from strategies.doctor.finding import Finding, merged, sorted_findings
+from strategies.doctor.finding import Finding, merge_findings, sorted_findings
 from strategies.doctor.machine import (
-    disk,
-    filesystem,
-    gpus,
+    check_disk,
+    check_gpus,
+    check_locked_memory,
+    check_open_files,
+    check_settings,
+    check_shared_memory,
+    check_versions,
     limit_findings,
-    locked_memory,
-    open_files,
-    shared_memory,
-    slow_settings,
-    versions,
+    read_filesystem,
 )
 from strategies.doctor.network import gloo_choice, nccl_choice, network_findings
 from strategies.launch.elastic.place import interface_of
@@ -72,8 +72,8 @@ def test_gloo_takes_the_address_of_the_host_name(known: list[str], asked: str, c
 
 
 def test_an_interface_that_is_not_there_is_a_problem() -> None:
-    assert any(interface.address == "127.0.0.1" for interface in interfaces())
-    assert interface_of("127.0.0.1") == next(item.name for item in interfaces() if item.address == "127.0.0.1")
+    assert any(interface.address == "127.0.0.1" for interface in list_interfaces())
+    assert interface_of("127.0.0.1") == next(item.name for item in list_interfaces() if item.address == "127.0.0.1")
     assert interface_of("203.0.113.9") == ""
     problems = [finding for finding in network_findings({"NCCL_SOCKET_IFNAME": "mlx7"}) if finding.level == "problem"]
     assert [finding.message for finding in problems] == [
@@ -87,7 +87,7 @@ def test_an_interface_that_is_not_there_is_a_problem() -> None:
     [(None, True, "ok"), (2 * GIB, True, "ok"), (65536, True, "problem"), (65536, False, "ok")],
 )
 def test_locked_memory_matters_with_rdma(limit: int | None, has_rdma: bool, level: str) -> None:
-    assert locked_memory(limit, has_rdma=has_rdma).level == level
+    assert check_locked_memory(limit, has_rdma=has_rdma).level == level
 
 
 def test_limits_of_this_process_are_read() -> None:
@@ -101,16 +101,16 @@ def test_limits_of_this_process_are_read() -> None:
     assert found["files"].message == "a process may open 512 files, which many ranks or data loader workers exceed"
     assert found["files"].remedy == "`ulimit -n 65536` before the start"
     assert found["cpu"].message == "4 processor cores for 8 GPUs"
-    assert open_files(None).level == open_files(1 << 16).level == "ok"
+    assert check_open_files(None).level == check_open_files(1 << 16).level == "ok"
 
 
 def test_directories_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert disk(tmp_path, "runs").level in ("ok", "warning")
+    assert check_disk(tmp_path, "runs").level in ("ok", "warning")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    refused = disk(tmp_path, "runs")
+    refused = check_disk(tmp_path, "runs")
     assert (refused.level, refused.message) == ("problem", f"runs: {tmp_path} cannot be written")
-    assert shared_memory(tmp_path / "none") == []
-    assert filesystem(Path("/proc/self")) == "proc"
+    assert check_shared_memory(tmp_path / "none") == []
+    assert read_filesystem(Path("/proc/self")) == "proc"
 
 
 GPU = Gpu(index=0, name="H100", total_bytes=80 * GIB, free_bytes=79 * GIB, throttle_reasons=())
@@ -124,7 +124,7 @@ HEALTHY = Machine(
 
 
 def test_a_healthy_gpu_is_fine() -> None:
-    found = [*versions(HEALTHY), *gpus(HEALTHY)]
+    found = [*check_versions(HEALTHY), *check_gpus(HEALTHY)]
     assert {finding.level for finding in found} == {"ok"}
     assert found[-1].message == "1 of 1 GPUs usable: H100"
 
@@ -143,7 +143,7 @@ def test_a_healthy_gpu_is_fine() -> None:
 def test_what_is_wrong_with_a_gpu_is_reported(change: dict[str, object], level: str, said: str) -> None:
     broken = Gpu(**{"index": 0, "name": "H100", "total_bytes": 80 * GIB, "free_bytes": GIB, **change})  # type: ignore[arg-type]
     machine = Machine(host=HEALTHY.host, software=HEALTHY.software, gpus=(broken,))
-    first = gpus(machine)[0]
+    first = check_gpus(machine)[0]
     assert (first.level, first.message) == (level, said)
     assert first.remedy
 
@@ -162,7 +162,7 @@ def test_what_is_wrong_with_a_gpu_is_reported(change: dict[str, object], level: 
     ],
 )
 def test_a_torch_that_does_not_fit_is_a_problem(software: Software, said: str) -> None:
-    last = versions(Machine(host=HEALTHY.host, software=software, gpus=(GPU,)))[-1]
+    last = check_versions(Machine(host=HEALTHY.host, software=software, gpus=(GPU,)))[-1]
     assert last.level == "problem"
     assert said in last.message
     assert last.remedy
@@ -170,19 +170,19 @@ def test_a_torch_that_does_not_fit_is_a_problem(software: Software, said: str) -
 
 def test_gpus_without_peer_copies_are_named() -> None:
     pairs = (GpuPair(first=0, second=1, p2p="chipset not supported"), GpuPair(first=0, second=2, p2p="ok"))
-    found = gpus(Machine(host=HEALTHY.host, software=HEALTHY.software, gpus=(GPU,), pairs=pairs))
+    found = check_gpus(Machine(host=HEALTHY.host, software=HEALTHY.software, gpus=(GPU,), pairs=pairs))
     assert found[0].message == "GPUs cannot copy to each other directly: 0-1 (chipset not supported)"
 
 
 def test_settings_that_slow_down_are_named() -> None:
-    found = slow_settings({"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0", "TORCH_DISTRIBUTED_DEBUG": "detail"})
+    found = check_settings({"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0", "TORCH_DISTRIBUTED_DEBUG": "detail"})
     assert [finding.message.split("=")[0] for finding in found] == ["CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG"]
 
 
 def test_findings_that_nodes_share_are_one_line_and_problems_come_first() -> None:
     fine, bad = Finding(check="a", message="fine"), Finding(level="problem", check="b", message="bad", remedy="mend it")
     several = [Finding(check="a", message="fine", hosts=(host,)) for host in ("x", "y")]
-    assert merged(several) == [Finding(check="a", message="fine", hosts=("x", "y"))]
+    assert merge_findings(several) == [Finding(check="a", message="fine", hosts=("x", "y"))]
     assert sorted_findings([fine, bad]) == (bad, fine)
     assert bad.line == "bad; mend it"
     assert Finding.from_dict(several[0].to_dict()) == several[0]

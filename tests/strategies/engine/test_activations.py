@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from hardware_db.spawn import RankPool
 from planner.errors import DsplanError
 from strategies.config import limits, read_config
+from strategies.distributed.rank_pool import RankPool
 from strategies.engine.initialize import initialize
 from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan, checkpoint_activations
@@ -84,7 +84,7 @@ def limited(config: dict[str, object], *, chosen: bool = False) -> dict[str, obj
     model = training_bodies.TinyModel()
     if chosen:
         checkpoint_activations(model, lambda module: isinstance(module, nn.Linear))
-    return limits.activations(read_config({"activation_checkpointing": config}), model)
+    return limits.limit_activations(read_config({"activation_checkpointing": config}).activations, model)
 
 
 def test_the_config_limits_the_search() -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from hardware_db.errors import DsplanError
-from hardware_db.spawn import RankPool
 from strategies.config import NamedParts
+from strategies.distributed.rank_pool import RankPool
 from strategies.engine.initialize import initialize
 from strategies.optim.lion import Lion
 from strategies.optim.muon import MuonWithAdamW, muon_groups

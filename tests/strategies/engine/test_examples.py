@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hardware_db.spawn import RankPool
+from strategies.distributed.rank_pool import RankPool
 from tests.strategies.example_bodies import losses_of, run_example
 
 pytest.importorskip("transformers")

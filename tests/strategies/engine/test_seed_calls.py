@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import dsplan
 from hardware_db.errors import DsplanError
-from hardware_db.spawn import RankPool
+from strategies.distributed.rank_pool import RankPool
 from tests.strategies import seed_bodies
 from tests.strategies.seed_bodies import Fragile, dataset
 

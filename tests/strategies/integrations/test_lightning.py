@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from hardware_db.spawn import RankPool
+from strategies.distributed.rank_pool import RankPool
 from tests.strategies.integrations import lightning_bodies as bodies
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")

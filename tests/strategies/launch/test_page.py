@@ -24,7 +24,7 @@ from strategies.launch.report import (
 )
 from strategies.run_directory.journal import Journal
 from strategies.run_directory.spec import LaunchSpec
-from strategies.supervision.lineage import Made, note
+from strategies.supervision.lineage import RunCheckpoint, note
 from strategies.telemetry.metrics import summarise
 
 KILLED = Ending(kind="killed", rank=1, host="node1", step=8, reason="killed by signal 9")
@@ -117,7 +117,7 @@ def test_an_interrupted_run_says_how_to_resume_where_it_has_saved(tmp_path: Path
 
     assert "interrupted after 0 steps; every rank was stopped" in page()
     (tmp_path / "step-4").mkdir()
-    note(tmp_path, Made(path=str(tmp_path / "step-4"), step=4))
+    note(tmp_path, RunCheckpoint(path=str(tmp_path / "step-4"), step=4))
     assert f"interrupted after 0 steps; resume from step 4 with dsplan run --resume {tmp_path}" in page()
 
 

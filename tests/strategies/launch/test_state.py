@@ -101,7 +101,7 @@ def _train(spec: LaunchSpec, *, steps: int = 6, saved: tuple[int, ...] = (2, 4))
     for step in saved:
         path = spec.directory / "checkpoints" / f"step-{step:08d}"
         path.mkdir(parents=True)
-        lineage.note(spec.directory, lineage.Made(path=str(path), step=step, run=spec.run_id))
+        lineage.note(spec.directory, lineage.RunCheckpoint(path=str(path), step=step, run=spec.run_id))
     for made in state.notice_saves():
         journal.append("saved", made.attempt, step=made.step, path=made.path)
     rows = [{"event": "attempt", "attempt": 0}, *({"event": "step", "global_step": at + 1} for at in range(steps))]
@@ -186,7 +186,7 @@ def test_checkpoints_are_noticed_once_and_when_they_are_complete(spec: LaunchSpe
     state = _train(spec)
     assert state.saved == 4
     path = spec.directory / "checkpoints" / "step-00000006"
-    lineage.note(spec.directory, lineage.Made(path=str(path), step=6))
+    lineage.note(spec.directory, lineage.RunCheckpoint(path=str(path), step=6))
     assert state.notice_saves() == []
     path.mkdir()
     assert [made.step for made in state.notice_saves()] == [6]

@@ -389,9 +389,9 @@ def test_a_directory_that_takes_no_files_is_one_line(run: Path, real: None) -> N
 
 
 def test_what_cannot_be_tracked_is_refused_in_one_line(cli: Cli, run: Path, tmp_path: Path) -> None:
-    assert "is no run directory" in cli.refuses(f"track {tmp_path} --to tensorboard")
-    assert "one of tensorboard, wandb, mlflow, trackio" in cli.refuses(f"track {run} --to tensorbaord")
-    assert "names no tracker" in cli.refuses(f"track {run} --to ,")
+    assert "is no run directory" in cli.refuses("track --to tensorboard", tmp_path)
+    assert "one of tensorboard, wandb, mlflow, trackio" in cli.refuses("track --to tensorbaord", run)
+    assert "names no tracker" in cli.refuses("track --to ,", run)
     assert "names no tracker" in cli.refuses("run --track , train.py")
 
 
@@ -402,8 +402,8 @@ def test_a_missing_package_is_named_before_anything_starts(
     script = tmp_path / "train.py"
     script.write_text("print(1)\n")
     said = "dsplan: tracker mlflow needs the package no_such_package; pip install no_such_package\n"
-    assert cli.refuses(f"track {run} --to mlflow") == said
-    assert cli.refuses(f"run --run-dir {tmp_path}/new --track mlflow {script}") == said
+    assert cli.refuses("track --to mlflow", run) == said
+    assert cli.refuses("run --track mlflow --run-dir", tmp_path / "new", script) == said
     assert not (tmp_path / "new").exists()
 
 

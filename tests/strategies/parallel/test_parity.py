@@ -13,7 +13,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from hardware_db.spawn import RankPool
 from planner import vocabulary as words
 from planner.cost.combinations import why_refused
 from planner.errors import ContradictoryRequest
@@ -40,6 +39,7 @@ from scripts.measure.parity import (
     row_of,
     with_options,
 )
+from strategies.distributed.rank_pool import RankPool
 from tests.strategies import parallel_bodies
 from tests.strategies.parallel_bodies import Composition, Kind
 

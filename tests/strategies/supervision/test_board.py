@@ -24,6 +24,14 @@ def test_notes_are_replaced_and_absent_ones_are_none(tmp_path: Path) -> None:
         assert (board.get("stop"), board.get("armed-0"), board.get("armed-1")) == ("again", "", None)
 
 
+def test_notes_that_cannot_be_left_are_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "board").touch()
+    board = FileBoard(tmp_path / "board")
+    for _ in range(2):
+        board.put("stop", "x")
+    assert capsys.readouterr().err.count("cannot leave each other notes") == 1
+
+
 def test_a_board_that_is_gone_behaves_like_an_empty_one(tmp_path: Path) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=2))
     board = StoreBoard(_client(server.port), "run/")
@@ -41,7 +49,7 @@ def test_a_board_that_is_gone_behaves_like_an_empty_one(tmp_path: Path) -> None:
 def test_ranks_of_nodes_of_unequal_size_take_the_same_board(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, of_node: int
 ) -> None:
-    monkeypatch.setattr(boards, "_connected", object)
+    monkeypatch.setattr(boards, "_connect", object)
     monkeypatch.setattr(boards, "_all_have", lambda own, environment: own)
     assert isinstance(open_board(tmp_path, _environment(3, of_node)), StoreBoard)
     assert isinstance(open_board(tmp_path, _environment(of_node, of_node)), FileBoard)

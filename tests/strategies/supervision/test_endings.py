@@ -8,6 +8,7 @@ import runpy
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,14 +16,17 @@ import torch
 from hardware_db.errors import DsplanError
 from planner.errors import NothingFits
 from strategies.errors import BrokenFile, CannotRun
+from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.supervision import lineage, stopping
 from strategies.supervision.failures import (
     NotFinite,
+    attempt_of,
     exit_status,
     failure_of,
     kind_of,
     read_failure,
     write_failure,
+    write_success,
 )
 from strategies.supervision.stopping import FileBoard, Request, Stopping, StopSignal
 from strategies.supervision.supervision import reads_client_state
@@ -85,6 +89,17 @@ def test_the_first_word_of_a_rank_is_its_last(tmp_path: Path) -> None:
     assert read_failure(tmp_path, 0) is None
 
 
+def test_what_a_rank_cannot_write_or_read_of_its_run_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (attempt_of(tmp_path), capsys.readouterr().err) == (0, "")  # nobody counts here
+    monkeypatch.setattr(AttemptOptions, "load", Mock(side_effect=OSError("stale file handle")))
+    assert attempt_of(tmp_path) == 0
+    assert "options of this attempt cannot be read" in capsys.readouterr().err
+    write_success(tmp_path / "gone", 3)
+    assert "that rank 3 completed could not be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("script", "reads"),
     [
@@ -109,7 +124,7 @@ def test_a_run_knows_its_checkpoints_and_only_complete_ones_count(tmp_path: Path
         path = tmp_path / f"step-{step}"
         if exists:
             path.mkdir()
-        lineage.note(tmp_path, lineage.Made(path=str(path), step=step, is_automatic=step != 5))
+        lineage.note(tmp_path, lineage.RunCheckpoint(path=str(path), step=step, is_automatic=step != 5))
     with (tmp_path / lineage.LINEAGE_FILE).open("a") as file:
         file.write('{"path": "cut sho')
     made = lineage.read(tmp_path)

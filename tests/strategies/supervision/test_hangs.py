@@ -42,12 +42,12 @@ def test_before_the_ranks_have_met_the_one_that_is_waited_for_is_behind(tmp_path
     try:
         while not PULSE.waits_for:
             time.sleep(0.01)
-        verdict = watchdog._verdict(120.0)
+        verdict = watchdog._judge(120.0)
     finally:
         store.set("verdict", "agreed")
         waits.join()
     assert verdict == Verdict(behind=(0,), sentence="rank 0 does not answer, and the ranks have not met")
-    alone = watchdog._verdict(120.0)
+    alone = watchdog._judge(120.0)
     assert alone == Verdict(behind=(1,), sentence="no progress for 2 min")
     faulthandler.unregister(signal.SIGUSR2)
     watchdog._stacks.close()
@@ -142,7 +142,7 @@ def watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchd
 def _judged(watchdog: Watchdog, board: FileBoard, monkeypatch: pytest.MonkeyPatch) -> Verdict:
     monkeypatch.setattr(watchdog, "_board", board)
     watchdog._publish(60.0)
-    verdict = watchdog._verdict(60.0)
+    verdict = watchdog._judge(60.0)
     assert verdict is not None
     return verdict
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hardware_db.spawn import RankError, RankPool
+from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.run_directory.heartbeat import Meeting, Pulse
 from strategies.supervision import hang_detection
 from strategies.supervision.hang_detection import Watchdog

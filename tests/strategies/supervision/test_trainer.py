@@ -100,7 +100,7 @@ def test_only_the_first_training_of_a_process_continues(monkeypatch: pytest.Monk
     saved = tmp_path / "out" / "checkpoint-5"
     saved.mkdir(parents=True)
     (saved / "trainer_state.json").write_text("{}")
-    lineage.note(tmp_path, lineage.Made(path=str(saved), step=5, attempt=0, by="huggingface"))
+    lineage.note(tmp_path, lineage.RunCheckpoint(path=str(saved), step=5, attempt=0, by="huggingface"))
     first, second = _Trainer(tmp_path / "out"), _Trainer(tmp_path / "out")
     for trainer in (first, second):
         hook.supervise(trainer)

@@ -14,7 +14,8 @@ from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.memory.estimate import phases_of
 from planner.cost.memory.overhead import library_workspace
 from planner.models.catalogue import find_model
-from planner.models.counting.count import _names_in, _parameter, count_parameters
+from planner.models.counting.adapters import _names_in, _parameter
+from planner.models.counting.count import count_parameters
 from planner.models.resolve import resolve_model
 from planner.search.estimate import job_of
 from planner.search.exact import ExactOptions, exact

@@ -17,7 +17,7 @@ from math import prod
 from typing import Literal
 
 from hardware_db.records import dataclass
-from planner.models.counting.count import is_linear
+from planner.models.counting.adapters import is_linear
 from planner.models.facts import Adapter, BlockCount, ModelFacts, ParameterCounts
 
 State = Literal["trained", "frozen", "idle"]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hardware_db.probe import probe_hardware
-from hardware_db.spawn import RankPool
 from planner.cluster.resolve import HardwareRequest, probed_cluster, resolve_cluster
 from planner.cost.memory.load import load_ledger
 from planner.cost.memory.states import states_of
@@ -22,6 +21,7 @@ from planner.types.plan_io import save_plan
 from planner.vocabulary import ZERO_STAGES, Precision, Strategy
 from scripts.measure.gloo import quiet
 from strategies.backends.deepspeed.engine import lacking
+from strategies.distributed.rank_pool import RankPool
 from tests.planner.cost.memory import load_bodies
 
 RANKS = 2

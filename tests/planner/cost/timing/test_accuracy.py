@@ -163,4 +163,4 @@ def test_widths_come_from_publications_and_from_runs_around_them() -> None:
 def test_the_section_names_every_source_and_what_was_left_out() -> None:
     page = "\n".join(times())
     assert not [source for source in {run.source for run in RUNS} - {GRID} if f"| {source} |" not in page]
-    assert "| easycontext_a100 | context parallel, which no plan does | 5 |" in page
+    assert "| easycontext_a100 | context parallel (asked) | 5 |" in page

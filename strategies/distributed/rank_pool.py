@@ -31,7 +31,6 @@ from contextlib import suppress
 from dataclasses import field
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -274,34 +273,15 @@ def _free_groups() -> None:
     hundred times a second. DeepSpeed's stay, which it makes once for a process."""
     import torch.distributed as dist
 
-    made = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    if not made or "deepspeed" in sys.modules:
+    from strategies.torch_compat.distributed import forget_meshes, process_groups
+
+    groups = [group for group in process_groups() if group is not dist.group.WORLD]
+    if not groups or "deepspeed" in sys.modules:
         return
-    for group in made:
-        dist.destroy_process_group(group)
-    if "torch.distributed.tensor._redistribute" in sys.modules:
-        for path in _MESH_CACHES:
-            _clear(path)
-    del made
+    while groups:
+        dist.destroy_process_group(groups.pop(0))
+    forget_meshes()
     gc.collect()
-
-
-_MESH_CACHES = (
-    "debug:_clear_sharding_prop_cache",
-    "_redistribute:clear_redistribute_planner_cache",
-    "_redistribute:_gen_transform_infos.cache_clear",
-    "_collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",
-)
-"""How DTensor forgets meshes, whose groups live as long as they do; each where this torch has it."""
-
-
-def _clear(path: str) -> None:
-    module, _, names = path.partition(":")
-    found: Any = import_module(f"torch.distributed.tensor.{module}")
-    for name in names.split("."):
-        found = getattr(found, name, None)
-    if found is not None:
-        found()
 
 
 def _use_one_thread() -> None:
@@ -318,7 +298,8 @@ def _join_group(rank: int, settings: PoolSettings, folder: str) -> None:
     os.environ.update(settings.variables)
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore
+
+    from strategies.torch_compat.distributed import FileStore
 
     _use_one_thread()
     if settings.backend == "nccl":
