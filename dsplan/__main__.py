@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare() -> None:
-    """What every command needs: its modules, and streams that print any text."""
+    """Return what every command needs: its modules, and streams that print any text."""
     import gc
     from contextlib import suppress
 
@@ -83,8 +83,11 @@ def _answer(arguments: Sequence[str]) -> int:
 
 
 def _end_at_once_when_interrupted() -> None:
-    """Before and after a command there is nothing to put in order, and modules being imported cannot be interrupted
-    cleanly: Python prints what a callback of its import machinery raises."""
+    """Let an interrupt end the process without a traceback.
+
+    Before and after a command there is nothing to put in order, and modules being imported cannot be interrupted
+    cleanly: Python prints what a callback of its import machinery raises.
+    """
     import signal
 
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -99,8 +102,10 @@ def _raise_when_interrupted() -> None:
 
 
 def _open_closed_streams() -> list[int]:
-    """Standard streams that were closed, which now lead nowhere: else the next file opened, perhaps a database, would
-    get their number and what is printed to it."""
+    """Give standard streams that were closed a file that leads nowhere.
+
+    Else the next file opened, perhaps a database, would get their number and what is printed to it.
+    """
     closed = []
     for descriptor in range(3):
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from dsplan.question import Goal, Question, estimated
+from dsplan.question import Goal, Question, estimate_question
 from planner.errors import NothingFits
 from planner.search import search
 from planner.search.exact import ExactOptions
@@ -13,7 +13,7 @@ from planner.types.plan import Plan
 from strategies.tracing.cache.ask import silent
 
 
-def recommend(**asked: Any) -> search.Recommendation:
+def recommend(**options: Any) -> search.Recommendation:
     """Ranked plans: `recommend(model="opt-6.7b", gpus=8).plans[0]`.
 
     Takes the fields of `Question` and of `dsplan.question.Goal`, such as `objective`, `top` and `price`.
@@ -22,13 +22,13 @@ def recommend(**asked: Any) -> search.Recommendation:
         DsplanError: the model, the hardware or a number is not one that can be planned with.
     """
     named = {item.name for item in fields(Goal)}
-    goal = Goal(**{name: value for name, value in asked.items() if name in named})
-    question = Question(**{name: value for name, value in asked.items() if name not in named})
+    goal = Goal(**{name: value for name, value in options.items() if name in named})
+    question = Question(**{name: value for name, value in options.items() if name not in named})
     return search.recommend(question.request(**goal.ranking()), with_front=goal.pareto)
 
 
 def plan(**question: Any) -> Plan:
-    """The best plan: `plan(model="opt-6.7b", gpus=8)`. Takes what `recommend` takes.
+    """Return the best plan: `plan(model="opt-6.7b", gpus=8)`. Takes what `recommend` takes.
 
     Raises:
         NothingFits: no plan fits; the message holds the closest miss and the remedies.
@@ -40,7 +40,7 @@ def plan(**question: Any) -> Plan:
     raise NothingFits(answer.no_plan().sentence)
 
 
-def estimate(*, exact: bool = False, **asked: Any) -> Plan:
+def estimate(*, exact: bool = False, **arguments: Any) -> Plan:
     """Memory and time of one configuration: `estimate(model="opt-6.7b", gpus=8, strategy="zero3", micro_batch=2)`.
 
     Takes the fields of `Question` and of `ExactOptions` (planner/search/exact.py). With `exact` the memory comes from
@@ -50,6 +50,6 @@ def estimate(*, exact: bool = False, **asked: Any) -> Plan:
         DsplanError: the model, the hardware, a number or the configuration is not possible.
     """
     exactly = {item.name for item in fields(ExactOptions)}
-    options = ExactOptions(**{name: value for name, value in asked.items() if name in exactly})
-    question = Question(**{name: value for name, value in asked.items() if name not in exactly - {"global_batch"}})
-    return estimated(question, options, silent if exact else None)[1]
+    options = ExactOptions(**{name: value for name, value in arguments.items() if name in exactly})
+    question = Question(**{name: value for name, value in arguments.items() if name not in exactly - {"global_batch"}})
+    return estimate_question(question, options, silent if exact else None)[1]

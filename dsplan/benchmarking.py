@@ -48,6 +48,7 @@ class BenchQuestion:
 
     @property
     def names_hardware(self) -> bool:
+        """True if a flag names hardware other than this machine's."""
         named = (self.gpus, self.gpu, self.nodes, self.node_type, self.interconnect, self.cluster)
         return any(value is not None for value in named)
 
@@ -71,8 +72,11 @@ class BenchQuestion:
 
 @dataclass(slots=True)
 class BenchReport:
-    """What a benchmark did. `stored` were in the database before, `found` were measured by others meanwhile, `left`
-    wait for the next call, `learnt` says what its training runs taught the time model."""
+    """Report of a benchmark.
+
+    `stored` were in the database before, `found` were measured by others meanwhile, `left` wait for the next call,
+    `learnt` says what its training runs taught the time model.
+    """
 
     plan: BenchPlan
     database: Path
@@ -92,7 +96,7 @@ class BenchReport:
 
 
 def plan_of(question: BenchQuestion) -> BenchPlan:
-    """What to measure: what the file says, or what the flags mean on the hardware they name or on this machine.
+    """Return what to measure: what the file says, or what the flags mean on the hardware they name or on this machine.
 
     Raises:
         DsplanError: a flag, a name or the file cannot be used.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hardware_db.errors import DsplanError
-from hardware_db.handed_in import shown
+from hardware_db.handed_in import quote
 from hardware_db.records import dataclass
 from hardware_db.units import parse_count
 from planner import limits
@@ -48,18 +48,20 @@ class Question(WorkOptions):
     def request(
         self, facts: ModelFacts | None = None, *, degrees: tuple[int, int, int, bool] = (1, 1, 1, False), **ranking: Any
     ) -> Request:
-        """The planner's request; `ranking` are its fields that say how plans are ranked, `facts` those of the model
-        where they are known already, `degrees` over how many ranks a plan is to split layers,
-        tokens and experts, and whether it splits sequences between those that share layers.
+        """Return the planner's request.
+
+        `ranking` are its fields that say how plans are ranked, `facts` those of the model where they are known already,
+        `degrees` over how many ranks a plan is to split layers, tokens and experts, and whether it splits sequences
+        between those that share layers.
 
         Raises:
             DsplanError: the model, the hardware or a number is not one that can be planned with.
         """
-        made = None
+        own_model = None
         if facts is None and self.model is not None and is_factory(self.model):
             from strategies.tracing.factory import model_and_made
 
-            facts, made = model_and_made(self.model, model_size=self.model_size)
+            facts, own_model = model_and_made(self.model, model_size=self.model_size)
         elif facts is None:
             facts = resolve_model(self.model, model_size=self.model_size)
         hardware = HardwareRequest(
@@ -72,23 +74,25 @@ class Question(WorkOptions):
             memory_gb=self.max_memory_gb,
         )
         cluster = resolve_cluster(hardware)
-        if made is None or made.batch is None:
+        if own_model is None or own_model.batch is None:
             return recall(make_request(facts, cluster, self, **ranking))
         from strategies.tracing.module_trace import traced_request, work_of
 
-        task, length = work_of(facts, made.model, made.batch, self.seq_len)
+        task, length = work_of(facts, own_model.model, own_model.batch, self.seq_len)
         work = replace(self, task=self.task or task, seq_len=length)
         request = make_request(facts, cluster, work, **ranking)
-        return recall(traced_request(request, made.model, made.batch, degrees))
+        return recall(traced_request(request, own_model.model, own_model.batch, degrees))
 
 
 # From a question about one configuration to its plan, by closed forms or by a trace.
 
 
-def estimated(
+def estimate_question(
     question: Question, options: ExactOptions, report: Callable[[str], None] | None = None
 ) -> tuple[Request, Plan]:
-    """The plan, and the request with what was taken for granted; with `report` the memory is traced, and told of it.
+    """Return the plan, and the request with what was taken for granted.
+
+    With `report` the memory is traced, and told of it.
 
     Raises:
         DsplanError: the model, the hardware, a number or the configuration is not possible, or torch is missing.
@@ -108,10 +112,10 @@ def estimated(
     cache = TraceCache()
     source = model_source(question.model, question.model_size, cache)
     task, length = source.work
-    asked = replace(question, task=question.task or task, seq_len=question.seq_len or length)
-    request, configuration = exact(asked.request(facts=source.facts), options)
+    completed = replace(question, task=question.task or task, seq_len=question.seq_len or length)
+    request, configuration = exact(completed.request(facts=source.facts), options)
     is_own = source.facts.kind == "custom"
-    without = partial(asked.request, degrees=_degrees(options)) if is_own else None
+    without = partial(completed.request, degrees=_degrees(options)) if is_own else None
     return request, traced_estimate(request, configuration, source, Tracing(cache=cache, report=report), without)
 
 
@@ -127,7 +131,7 @@ _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """How plans are ranked and which are shown; a field is named as its flag.
+    """Ranking of plans and limits on them; a field is named as its flag.
 
     `price` is dollars per GPU-hour, `tokens` those of the whole training, as a number or such as 300B, `deadline` the
     time for them, such as 36h, 14d or 2w. `backend` runs ZeRO, None leaves it to what the device
@@ -146,7 +150,7 @@ class Goal:
     all_plans: bool = False
 
     def ranking(self) -> dict[str, Any]:
-        """The fields of the planner's request that say the same.
+        """Return the fields of the planner's request that say the same.
 
         Raises:
             ContradictoryRequest: tokens or deadline are not what they should be, or there is a deadline for no tokens.
@@ -179,7 +183,7 @@ def _tokens(given: str | float) -> float:
     except DsplanError:
         tokens = 0
     if not limits.TRAINING_TOKENS.allows(tokens):
-        raise ContradictoryRequest(f"--tokens {shown(given)} is not a number of tokens; write 20M, 300B or 1.5T")
+        raise ContradictoryRequest(f"--tokens {quote(given)} is not a number of tokens; write 20M, 300B or 1.5T")
     return float(tokens)
 
 
@@ -188,6 +192,6 @@ def _days(text: str) -> float:
     days = float(match[1]) * _DAYS[match[2]] if match else 0.0
     if not limits.DAYS.allows(days):
         raise ContradictoryRequest(
-            f"--deadline {shown(text)} is not a length of time; write hours, days or weeks: 36h, 14d, 2w"
+            f"--deadline {quote(text)} is not a length of time; write hours, days or weeks: 36h, 14d, 2w"
         )
     return days

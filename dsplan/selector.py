@@ -84,8 +84,10 @@ class HardwareSelector:
         distributed: bool = True,
         gpu_count: int | None = None,
     ) -> Answer:
-        """Hardware and strategy for a task: `primary_recommendation`, `distributed_strategy`, `gpu_count`,
-        `fallback_options` (the next plans, best first), `explanation`, `assumed` and `plan`.
+        """Hardware and strategy for a task.
+
+        `primary_recommendation`, `distributed_strategy`, `gpu_count`, `fallback_options` (the next plans, best first),
+        `explanation`, `assumed` and `plan`.
 
         `task_type` "training": `batch_size` is per GPU (8 if None). "inference": the fewest of at most `gpu_count` GPUs
         that serve `batch_size` (1) sequences at a time, each as long as `sequence_length` or the model allows.
@@ -108,7 +110,7 @@ class HardwareSelector:
             batch_size=batch_size,
         )
         if task_type == "inference":
-            return self._serving(job)
+            return self._plan_serving(job)
         answer, plans = self._plans(job)
         return Answer(
             {
@@ -132,8 +134,10 @@ class HardwareSelector:
         batch_size: int | None = None,
         max_memory_gb: float | None = None,
     ) -> TrainingConfig:
-        """The best plan as a mapping. `batch_size` is per GPU (8 if None): the global batch is it times `gpu_count`,
-        whatever micro-batch and accumulation are chosen. `max_memory_gb` caps each GPU (1e9 bytes).
+        """Return the best plan as a mapping.
+
+        `batch_size` is per GPU (8 if None): the global batch is it times `gpu_count`, whatever micro-batch and
+        accumulation are chosen. `max_memory_gb` caps each GPU (1e9 bytes).
 
         Raises:
             ContradictoryRequest: a number or a combination is impossible.
@@ -157,8 +161,8 @@ class HardwareSelector:
         )
 
     def _plans(self, job: _Job) -> tuple[Recommendation, tuple[Plan, ...]]:
-        """The recommendation and those of its plans that scripts can follow, best first, at least one."""
-        facts, cluster = self._resolved(job)
+        """Return the recommendation and those of its plans that scripts can follow, best first, at least one."""
+        facts, cluster = self._resolve(job)
         work = WorkOptions(
             task="seq-cls" if job.model_family == "text_classification" else None,
             seq_len=self._sequence_length,
@@ -173,8 +177,8 @@ class HardwareSelector:
             raise NothingFits(answer.no_plan().sentence)
         return answer, plans
 
-    def _resolved(self, job: _Job) -> tuple[ModelFacts, Cluster]:
-        """The model and the hardware that a question is about."""
+    def _resolve(self, job: _Job) -> tuple[ModelFacts, Cluster]:
+        """Return the model and the hardware that a question is about."""
         _check_count("gpu_count", job.gpu_count, least=0)
         _check_count("batch_size", job.batch_size)
         facts = any_model(job.model_name)
@@ -187,9 +191,9 @@ class HardwareSelector:
         hardware = HardwareRequest(gpus=gpus, gpu=gpu, node_type=self._node_type, memory_gb=job.max_memory_gb)
         return facts, resolve_cluster(hardware, self._machine)
 
-    def _serving(self, job: _Job) -> Answer:
-        """How many GPUs serve a model, and what they hold."""
-        facts, cluster = self._resolved(job)
+    def _plan_serving(self, job: _Job) -> Answer:
+        """Return how many GPUs serve a model, and what they hold."""
+        facts, cluster = self._resolve(job)
         most = cluster.gpus
         if job.gpu_count is None and not cluster.probed:
             most = max(most, usual_gpus_per_node(cluster.device))
@@ -207,11 +211,11 @@ class HardwareSelector:
             for gpus in possible_counts(facts, max(most, facts.num_heads))
         ]
         device = cluster.device.name
-        fitting = [way for way in ways if way.fits]
-        within = [way for way in fitting if way.gpus <= most]
+        fitting = [serving for serving in ways if serving.fits]
+        within = [serving for serving in fitting if serving.gpus <= most]
         if not within:
             raise NothingFits(_cannot_serve(facts.name, ways, fitting, most=most, device=device))
-        first, *others = (_served(way, device) for way in within)
+        first, *others = (_describe_serving(serving, device) for serving in within)
         return Answer(
             {
                 **first,
@@ -220,7 +224,7 @@ class HardwareSelector:
                 "fallback_options": others,
                 "sequence_length": tokens,
                 "precision": precision,
-                "explanation": _why_served(within[0], device, tokens),
+                "explanation": _explain_serving(within[0], device, tokens),
                 "assumed": "; ".join(part for part in (cluster.assumed, assumed) if part),
                 "model_family": job.model_family,
                 "model_name": job.model_name,
@@ -228,46 +232,46 @@ class HardwareSelector:
         )
 
 
-def _longest(facts: ModelFacts, asked: int | None) -> tuple[int, str]:
+def _longest(facts: ModelFacts, requested: int | None) -> tuple[int, str]:
     """Tokens of a sequence with its answer, and the sentence that says where they come from."""
     longest = facts.max_position_embeddings
-    if asked is not None and longest and asked > longest and facts.learned_positions:
+    if requested is not None and longest and requested > longest and facts.learned_positions:
         raise ContradictoryRequest(
-            f"sequence_length is {asked}, and {facts.name} has {longest} learned positions; use at most {longest}"
+            f"sequence_length is {requested}, and {facts.name} has {longest} learned positions; use at most {longest}"
         )
-    if asked is not None:
-        return asked, ""
+    if requested is not None:
+        return requested, ""
     tokens = longest or default_sequence_length(facts)
     return tokens, f"sequence length {tokens} (sequence_length=)"
 
 
-def _served(way: Serving, device: str) -> dict[str, Any]:
+def _describe_serving(serving: Serving, device: str) -> dict[str, Any]:
     return {
-        "hardware": f"{way.gpus} x {device}",
-        "distributed_strategy": "TensorParallel" if way.gpus > 1 else "single",
-        "gpu_count": way.gpus,
-        "batch_size": way.sequences,
-        "most_sequences": way.most_sequences,
+        "hardware": f"{serving.gpus} x {device}",
+        "distributed_strategy": "TensorParallel" if serving.gpus > 1 else "single",
+        "gpu_count": serving.gpus,
+        "batch_size": serving.sequences,
+        "most_sequences": serving.most_sequences,
         "estimated_memory": {
-            "parameters_gb": way.weights_bytes / GB,
-            "kv_cache_gb": way.cache_bytes / GB,
-            "kv_cache_per_sequence_gb": way.cache_bytes_per_sequence / GB,
-            "per_gpu_gb": way.used_bytes / GB,
-            "usable_gb": way.usable_bytes / GB,
+            "parameters_gb": serving.weights_bytes / GB,
+            "kv_cache_gb": serving.cache_bytes / GB,
+            "kv_cache_per_sequence_gb": serving.cache_bytes_per_sequence / GB,
+            "per_gpu_gb": serving.used_bytes / GB,
+            "usable_gb": serving.usable_bytes / GB,
         },
     }
 
 
-def _why_served(way: Serving, device: str, tokens: int) -> str:
-    holds = f"each of {way.gpus} x {device} holds {format_bytes(way.weights_bytes)} of weights"
-    if way.most_sequences is None:
+def _explain_serving(serving: Serving, device: str, tokens: int) -> str:
+    holds = f"each of {serving.gpus} x {device} holds {format_bytes(serving.weights_bytes)} of weights"
+    if serving.most_sequences is None:
         return f"{holds}; sequences leave no keys and values behind."
-    cache = f"{format_bytes(way.cache_bytes)} of keys and values of {way.sequences} x {tokens} tokens"
-    return f"{holds} and {cache}; there is room for {way.most_sequences} x {tokens}."
+    cache = f"{format_bytes(serving.cache_bytes)} of keys and values of {serving.sequences} x {tokens} tokens"
+    return f"{holds} and {cache}; there is room for {serving.most_sequences} x {tokens}."
 
 
 def _cannot_serve(model: str, ways: Sequence[Serving], fitting: Sequence[Serving], *, most: int, device: str) -> str:
-    closest = next(way for way in reversed(ways) if way.gpus <= most)
+    closest = next(serving for serving in reversed(ways) if serving.gpus <= most)
     remedies = [f"use {fitting[0].gpus} GPUs"] if fitting else []
     if closest.most_sequences:
         remedies.append(f"serve {closest.most_sequences} sequences at a time")
@@ -315,7 +319,7 @@ def _option(plan: Plan) -> dict[str, Any]:
 
 
 def _explanation(plans: tuple[Plan, ...], answer: Recommendation) -> str:
-    """Why the first plan is first, in sentences."""
+    """Return why the first plan is first, in sentences."""
     first = plans[0]
     used, upper = format_bytes(first.memory.device_used_bytes), format_bytes(first.memory.device_used_upper_bytes)
     sentences = [

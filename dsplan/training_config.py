@@ -16,8 +16,10 @@ _SHARDING = {"fsdp": "FULL_SHARD", "fsdp-grad-op": "SHARD_GRAD_OP", "hsdp": "HYB
 
 
 class Answer(dict[str, Any]):
-    """What a selector answers: read-only, and `json.dumps` takes it as it is. `plan` is the plan that it says this of,
-    None where nothing is trained."""
+    """Answer of a selector: read-only, and `json.dumps` takes it as it is.
+
+    `plan` is the plan that it says this of, None where nothing is trained.
+    """
 
     def __init__(self, values: Mapping[str, Any], plan: Plan | None = None) -> None:
         super().__init__(values)
@@ -25,6 +27,7 @@ class Answer(dict[str, Any]):
 
     @property
     def plan(self) -> Plan | None:
+        """The plan that the answer is made of."""
         return self._plan
 
 
@@ -50,6 +53,7 @@ class TrainingConfig(Answer):
 
     @property
     def plan(self) -> Plan:
+        """The plan that the answer is made of."""
         return self._of
 
     def __repr__(self) -> str:
@@ -66,7 +70,7 @@ class TrainingConfig(Answer):
         return training_arguments(self.plan, options)
 
     def to_deepspeed_config(self, options: EmitOptions = DEFAULTS) -> dict[str, Any]:
-        """What `deepspeed.initialize(config=...)` takes.
+        """Return what `deepspeed.initialize(config=...)` takes.
 
         Raises:
             ContradictoryRequest: the plan is FSDP.
@@ -102,9 +106,11 @@ def distributed_strategy(plan: Plan) -> str:
 
 
 def estimated_memory(plan: Plan) -> dict[str, float]:
-    """GB per category at the peak of the busiest GPU; `per_gpu_gb` is what `nvidia-smi` shows, `per_gpu_needed_gb`
-    what must be there, `per_gpu_upper_gb` what nineteen of twenty runs stay below, `host_gb` what a node's host
-    needs."""
+    """GB per category at the peak of the busiest GPU.
+
+    `per_gpu_gb` is what `nvidia-smi` shows, `per_gpu_needed_gb` what must be there, `per_gpu_upper_gb` what nineteen of
+    twenty runs stay below, `host_gb` what a node's host needs.
+    """
     amounts = {name: value / GB for name, value in asdict(plan.memory).items() if name.endswith("_bytes")}
     categories = {f"{name}_gb": amounts[f"{name}_bytes"] for name in _CATEGORIES}
     return {

@@ -50,6 +50,7 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
+        """True for a processor, False for accelerators."""
         return self.vendor == "cpu"
 
     @property
@@ -61,14 +62,17 @@ class Device:
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Memory a process can use, bytes: what torch shows as total, or 98 % of the driver's total without that
-        figure."""
+        """Memory a process can use, bytes.
+
+        What torch shows as total, or 98 % of the driver's total without that figure.
+        """
         if self.torch_total_gib is not None:
             return round(self.torch_total_gib * GIB)
         return None if self.total_bytes is None else round(self.total_bytes * 0.98)
 
     @property
     def memory_bandwidth_bytes_per_s(self) -> float | None:
+        """Datasheet bandwidth of device memory in bytes/s; None where no figure is known."""
         return None if self.memory_bandwidth_gbs is None else self.memory_bandwidth_gbs * GB
 
     def peak_flops(self, dtype: str) -> float | None:

@@ -18,15 +18,17 @@ class DsplanError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Failures travel between ranks with their finished message; subclasses build theirs from other arguments."""
-        return _restored, (type(self), self.args, self.__dict__)
+        return _restore, (type(self), self.args, self.__dict__)
 
 
 class UnknownName(DsplanError):
-    """A name that is not in a catalogue; the message offers the nearest ones. `called` is the whole of what was written
-    where `name`, which is compared, is a part of it."""
+    """A name that is not in a catalogue; the message offers the nearest ones.
 
-    def __init__(self, what: str, name: str, known: Iterable[str], *, hint: str = "", called: str = "") -> None:
-        lowered = {candidate.lower(): candidate for candidate in known}
+    `called` is the whole of what was written where `name`, which is compared, is a part of it.
+    """
+
+    def __init__(self, what: str, name: str, candidates: Iterable[str], *, hint: str = "", called: str = "") -> None:
+        lowered = {candidate.lower(): candidate for candidate in candidates}
         # A name that is one word of others is meant sooner than letters that happen to be alike: M2 is no MI250.
         word = re.compile(rf"(?<![a-z0-9]){re.escape(name.lower())}(?![a-z0-9])") if name.strip() else None
         holding = sorted((candidate for candidate in lowered if word and word.search(candidate)), key=len)[:3]
@@ -47,7 +49,7 @@ class BrokenFile(DsplanError):
         )
 
 
-def _restored(kind: type[DsplanError], arguments: tuple[object, ...], attributes: dict[str, object]) -> DsplanError:
+def _restore(kind: type[DsplanError], arguments: tuple[object, ...], attributes: dict[str, object]) -> DsplanError:
     error = kind.__new__(kind, *arguments)
     error.args = arguments
     error.__dict__.update(attributes)

@@ -21,7 +21,7 @@ DATABASE_NAME = "dsplan.db"
 
 
 def data_dir() -> Path:
-    """The user data directory: `DSPLAN_HOME` where it is set, else what the platform prescribes, plus `dsplan`.
+    """Return the user data directory: `DSPLAN_HOME` where it is set, else what the platform prescribes, plus `dsplan`.
 
     That is `$XDG_DATA_HOME` or `~/.local/share` (a relative one is ignored, as the XDG specification demands),
     `~/Library/Application Support` on macOS, `%LOCALAPPDATA%` on Windows. The directory may not exist yet.
@@ -32,13 +32,15 @@ def data_dir() -> Path:
 
 
 def database_path() -> Path:
-    """The database that every command uses unless it is told another."""
+    """Return the database that every command uses unless it is told another."""
     return data_dir() / DATABASE_NAME
 
 
 def database_is_there() -> bool:
-    """Whether anything has the database's name; also where it cannot be looked at, or is a link that leads nowhere, so
-    that opening it says what is wrong."""
+    """Return whether anything has the database's name.
+
+    Also where it cannot be looked at, or is a link that leads nowhere, so that opening it says what is wrong.
+    """
     try:
         os.lstat(database_path())
     except FileNotFoundError:
@@ -49,8 +51,10 @@ def database_is_there() -> bool:
 
 
 def provide_torch_extensions(variables: MutableMapping[str, str]) -> None:
-    """Have torch compile DeepSpeed's operators in a directory for temporary files where the usual cache cannot be
-    written, `~/.cache` as a rule; nothing where TORCH_EXTENSIONS_DIR names one."""
+    """Have torch compile DeepSpeed's operators in a temporary directory where the usual cache cannot be written.
+
+    The usual one is in `~/.cache`. Nothing changes where TORCH_EXTENSIONS_DIR names one.
+    """
     import tempfile
 
     if "TORCH_EXTENSIONS_DIR" in variables:
@@ -69,7 +73,7 @@ def provide_torch_extensions(variables: MutableMapping[str, str]) -> None:
 
 
 def _can_be_written(directory: Path) -> bool:
-    """Whether a directory, or the first above it that is there, takes new files."""
+    """Return whether a directory, or the first above it that is there, takes new files."""
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
@@ -85,7 +89,7 @@ def _platform_data_dir() -> Path:
 
 
 def _home() -> Path:
-    """The user's home directory, or the root where nobody knows of one, as for a user id without a name."""
+    """Return the user's home directory, or the root where nobody knows of one, as for a user id without a name."""
     home = Path(os.path.expanduser("~"))
     return home if home.is_absolute() else Path(os.sep)
 
@@ -99,7 +103,7 @@ def canonical_json(value: object) -> str:
 
 
 def digest(value: object, length: int) -> str:
-    """The first `length` hexadecimal digits of the SHA-256 of the canonical JSON of `value`."""
+    """Return the first `length` hexadecimal digits of the SHA-256 of the canonical JSON of `value`."""
     import hashlib
 
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:length]
@@ -141,6 +145,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 def replace_whole(path: Path, text: str, *, durable: bool = False) -> None:
     """Replace a file of dsplan's own by `text`: a reader sees the old text or the new, and a failure leaves the old.
+
     `durable` waits until the disk has it.
 
     Raises:
@@ -152,7 +157,9 @@ def replace_whole(path: Path, text: str, *, durable: bool = False) -> None:
 
 @contextmanager
 def replacement(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """A hidden name beside `path` to write to; where the block ends well, what was written takes the place of `path`.
+    """Return a hidden name beside `path` to write to.
+
+    Where the block ends well, what was written takes the place of `path`.
 
     Raises:
         OSError: it cannot be written; nothing is left beside the old file.
@@ -186,7 +193,7 @@ def sync(path: Path) -> None:
 
 
 def _umask() -> int:
-    """The process's file mode mask, which can only be read by setting it."""
+    """Return the process's file mode mask, which can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
@@ -213,7 +220,7 @@ def read_int(path: Path) -> int | None:
 
 
 def children(path: Path) -> list[Path]:
-    """The entries of a directory in order of name, empty where it is not there."""
+    """Return the entries of a directory in order of name, empty where it is not there."""
     try:
         return sorted(path.iterdir())
     except OSError:

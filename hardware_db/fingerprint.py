@@ -73,7 +73,7 @@ class Fingerprint:
 
 
 def fingerprint(machine: Machine) -> Fingerprint:
-    """The fingerprint of a probed machine.
+    """Return the fingerprint of a probed machine.
 
     All its GPUs count, those that CUDA_VISIBLE_DEVICES hides too: hiding one does not make it another machine. A GPU
     that is cut into MIG slices counts as its slices.
@@ -107,7 +107,7 @@ def _devices(gpu: Gpu) -> list[tuple[str, int | None]]:
 
 
 def _link(gpus: tuple[Gpu, ...]) -> str:
-    """What joins the GPUs of the node, by the first of them: `nvswitch x18`, `nvlink x4`, `pcie4 x16`."""
+    """Return what joins the GPUs of the node, by the first of them: `nvswitch x18`, `nvlink x4`, `pcie4 x16`."""
     first = gpus[0] if len(gpus) > 1 else None
     if first is None:
         return ""

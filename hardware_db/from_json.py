@@ -40,8 +40,9 @@ class WrongValue(DsplanError):
 
 
 def from_json(kind: type[Value], document: object, *, spelled: Mapping[str, str] | None = None) -> Value:
-    """The dataclass `kind` of an object with exactly its keys; lists become tuples where it has tuples. `spelled` gives
-    the document's word for a field, in messages.
+    """Return the dataclass `kind` of an object with exactly its keys; lists become tuples where it has tuples.
+
+    `spelled` gives the document's word for a field, in messages.
 
     Raises:
         WrongValue: a key is missing, unknown or holds another kind of value.
@@ -64,28 +65,28 @@ def _decode(kind: type[Any], value: Any) -> Any:
 
 
 def _refuse_unknown_keys(value: object, document: object, where: str, spelled: Mapping[str, str]) -> None:
-    """msgspec passes over keys that a dataclass does not have.
+    """Msgspec passes over keys that a dataclass does not have.
 
     Raises:
         WrongValue: there is one.
     """
     if is_dataclass(value) and isinstance(document, Mapping):
-        known = [item.name for item in fields(value)]
+        names = [item.name for item in fields(value)]
         for name, inner in document.items():
-            place = f"{where}.{name}" if where else spelled.get(name, str(name))
-            if name not in known:
-                words = ", ".join(known if where else (spelled.get(word, word) for word in known))
-                raise WrongValue(place, f"is not a key; the keys are {words}")
-            _refuse_unknown_keys(getattr(value, name), inner, place, spelled)
+            key_path = f"{where}.{name}" if where else spelled.get(name, str(name))
+            if name not in names:
+                words = ", ".join(names if where else (spelled.get(word, word) for word in names))
+                raise WrongValue(key_path, f"is not a key; the keys are {words}")
+            _refuse_unknown_keys(getattr(value, name), inner, key_path, spelled)
     elif isinstance(value, tuple) and isinstance(document, Sequence):
         for index, (item, inner) in enumerate(zip(value, document, strict=True)):
             _refuse_unknown_keys(item, inner, f"{where}[{index}]", spelled)
 
 
 def _wrong_value(text: str, kind: type[Any], document: object, spelled: Mapping[str, str]) -> WrongValue:
-    """msgspec's message in the words of a person."""
-    found = _PLACE.search(text)
-    steps = re.findall(r"\.(\w+)|\[(\d+)\]", found[1].partition("[...]")[0]) if found else []
+    """Msgspec's message in the words of a person."""
+    position = _PLACE.search(text)
+    steps = re.findall(r"\.(\w+)|\[(\d+)\]", position[1].partition("[...]")[0]) if position else []
     value: Any = document
     for name, index in steps:
         value = value[name] if name else value[int(index)]
@@ -108,7 +109,7 @@ def _wrong_value(text: str, kind: type[Any], document: object, spelled: Mapping[
 
 
 def _choices(hint: Any, steps: Sequence[tuple[str, str]]) -> tuple[Any, ...]:
-    """The words that a field may hold."""
+    """Return the words that a field may hold."""
     for name, _ in steps:
         options = [option for option in (hint, *get_args(hint)) if is_dataclass(option)]
         hint = get_type_hints(options[0])[name] if name and options else next(iter(get_args(hint)), hint)

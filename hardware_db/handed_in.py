@@ -28,7 +28,7 @@ _WHOLE = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 
 
 def read_text(path: str | Path, remedy: str) -> str:
-    """The text of a file, a pipe included.
+    """Return the text of a file, a pipe included.
 
     Raises:
         BrokenFile: it cannot be read, is larger than 4 MiB, or is not UTF-8.
@@ -40,15 +40,15 @@ def read_text(path: str | Path, remedy: str) -> str:
             raise BrokenFile(path, f"is larger than {MOST_BYTES // 2**20} MiB", remedy)
         return content.decode("utf-8")
     except OSError as problem:
-        raise BrokenFile(shown_path(path), f"cannot be read ({problem.strerror})", remedy) from None
+        raise BrokenFile(quote_path(path), f"cannot be read ({problem.strerror})", remedy) from None
     except UnicodeDecodeError as problem:
         raise BrokenFile(path, f"is not text in UTF-8 (byte {problem.start})", remedy) from None
     except ValueError:
-        raise BrokenFile(shown_path(path), "cannot be read (a path holds no NUL character)", remedy) from None
+        raise BrokenFile(quote_path(path), "cannot be read (a path holds no NUL character)", remedy) from None
 
 
 def read_json(path: str | Path, remedy: str) -> Any:
-    """The document in a JSON file.
+    """Return the document in a JSON file.
 
     Raises:
         BrokenFile: the file cannot be read, is not JSON, or holds what this module refuses.
@@ -57,7 +57,7 @@ def read_json(path: str | Path, remedy: str) -> Any:
 
 
 def parse_json(text: str, where: object, remedy: str) -> Any:
-    """The document that a text is; `where` is what messages begin with.
+    """Return the document that a text is; `where` is what messages begin with.
 
     Raises:
         BrokenFile: it is not JSON, or holds what this module refuses.
@@ -65,8 +65,8 @@ def parse_json(text: str, where: object, remedy: str) -> Any:
     try:
         document = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as problem:
-        place = f"line {problem.lineno} column {problem.colno}: {problem.msg}"
-        raise BrokenFile(where, f"is not JSON ({place})", remedy) from None
+        problem_at = f"line {problem.lineno} column {problem.colno}: {problem.msg}"
+        raise BrokenFile(where, f"is not JSON ({problem_at})", remedy) from None
     except RecursionError:
         raise _too_deep(where, remedy) from None
     except ValueError as problem:  # a key twice, or an integer of more digits than Python reads
@@ -77,7 +77,7 @@ def parse_json(text: str, where: object, remedy: str) -> Any:
 
 
 def read_yaml(path: str | Path, remedy: str) -> Any:
-    """The document in a YAML file; a file of JSON is read as JSON, whose small numbers YAML 1.1 takes for text.
+    """Return the document in a YAML file; a file of JSON is read as JSON, whose small numbers YAML 1.1 takes for text.
 
     Raises:
         BrokenFile: the file cannot be read, is not YAML, or holds what this module refuses.
@@ -91,10 +91,10 @@ def read_yaml(path: str | Path, remedy: str) -> Any:
         document = yaml.load(text, Loader=_yaml_loader())
     except yaml.MarkedYAMLError as problem:
         mark = problem.problem_mark or problem.context_mark
-        place = "" if mark is None else f" at line {mark.line + 1}"
+        position = "" if mark is None else f" at line {mark.line + 1}"
         if isinstance(problem, _yaml_refusal()):
-            raise BrokenFile(path, f"{problem.problem}{place}", remedy) from None
-        raise BrokenFile(path, f"is not YAML{place} ({problem.problem})", remedy) from None
+            raise BrokenFile(path, f"{problem.problem}{position}", remedy) from None
+        raise BrokenFile(path, f"is not YAML{position} ({problem.problem})", remedy) from None
     except yaml.YAMLError as problem:
         raise BrokenFile(path, f"is not YAML ({' '.join(str(problem).split())})", remedy) from None
     except RecursionError:
@@ -105,8 +105,8 @@ def read_yaml(path: str | Path, remedy: str) -> Any:
     return document
 
 
-def shown(value: object) -> str:
-    """A value as a message quotes it: on one line and not longer than a line."""
+def quote(value: object) -> str:
+    """Return a value as a message quotes it: on one line and not longer than a line."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python prints
@@ -114,8 +114,11 @@ def shown(value: object) -> str:
     return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]}…{text[-8:]}"
 
 
-def shown_path(path: object) -> str:
-    """A path as a message begins with it: without characters that end a line or the text, and not longer than one."""
+def quote_path(path: object) -> str:
+    """Return a path as a message begins with it.
+
+    Without characters that end a line or the text, and not longer than one.
+    """
     text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(path))
     return text if len(text) <= 8 * _SHOWN else f"{text[: 4 * _SHOWN]}…{text[-_SHOWN:]}"
 
@@ -125,11 +128,11 @@ class _Twice(ValueError):
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise _Twice(f"has the key {shown(next(key for key in keys if keys.count(key) > 1))} twice")
-    return found
+        raise _Twice(f"has the key {quote(next(key for key in keys if keys.count(key) > 1))} twice")
+    return mapping
 
 
 def _is_json(text: str) -> bool:
@@ -165,7 +168,7 @@ def _check(document: object, where: object, remedy: str) -> None:
         elif isinstance(value, str):
             _check_text(value, where, remedy)
         elif not _is_plain(value):
-            raise BrokenFile(where, f"holds {shown(value)}, no finite number, text, list or mapping", remedy)
+            raise BrokenFile(where, f"holds {quote(value)}, no finite number, text, list or mapping", remedy)
         if len(waiting) > MOST_DEPTH:
             raise _too_deep(where, remedy)
 
@@ -193,7 +196,7 @@ def _yaml_refusal() -> Any:
     import yaml
 
     class Refusal(yaml.constructor.ConstructorError):
-        """What YAML allows and a file that a person hands in may not have."""
+        """A YAML feature that a file which a person hands in may not have."""
 
     return Refusal
 
@@ -214,19 +217,19 @@ def _yaml_loader() -> Any:
             keys = [(key.tag, key.value) for key in scalars]
             for number, key in enumerate(scalars):
                 if keys[number] in keys[:number]:
-                    raise refusal(None, None, f"has the key {shown(key.value)} twice", key.start_mark)
+                    raise refusal(None, None, f"has the key {quote(key.value)} twice", key.start_mark)
             if any(tag.endswith(":merge") for tag, _ in keys):
                 raise refusal(None, None, "merges mappings with <<; write the keys out", node.start_mark)
 
         def whole(self, node: Any) -> int:
             text = str(self.construct_scalar(node))
             if len(text) > _MOST_DIGITS or not _WHOLE.fullmatch(text):
-                raise refusal(None, None, f"has the number {shown(text)}; write decimal digits", node.start_mark)
+                raise refusal(None, None, f"has the number {quote(text)}; write decimal digits", node.start_mark)
             return int(text)
 
         def fraction(self, node: Any) -> float:
             if ":" in str(self.construct_scalar(node)):
-                text = shown(self.construct_scalar(node))
+                text = quote(self.construct_scalar(node))
                 raise refusal(None, None, f"has the number {text}; write decimal digits", node.start_mark)
             return float(self.construct_yaml_float(node))
 

@@ -63,7 +63,7 @@ class RunRow:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What was asked, without what came of it: two rows of one key are the same run."""
+        """The question, without its answer: two rows of one key are the same run."""
         return tuple(value for name, value in asdict(self).items() if name not in (*self.MEASURED, "outcome"))
 
     @property
@@ -81,7 +81,7 @@ Row = TypeVar("Row", bound=RunRow)
 
 
 def read_rows(kind: type[Row], path: Path) -> list[Row]:
-    """The runs of a file, in its order; none where there is no file.
+    """Return the runs of a file, in its order; none where there is no file.
 
     Raises:
         BrokenFile: a column is missing or a number is none.
@@ -157,7 +157,7 @@ class MemoryRun(RunRow):
 
 
 def read_memory_runs(path: Path) -> list[MemoryRun]:
-    """The runs of a file, in its order; none where there is no file.
+    """Return the runs of a file, in its order; none where there is no file.
 
     Raises:
         BrokenFile: a column is missing or a number is none.
@@ -197,12 +197,12 @@ class TimeRun(RunRow):
 
     @property
     def spread(self) -> float:
-        """How far apart the steps of the run lay, over their median."""
+        """Spread of the steps of the run over their median."""
         return (self.slowest_seconds - self.fastest_seconds) / self.step_seconds
 
 
 def read_time_runs(path: Path) -> list[TimeRun]:
-    """The runs of a file, in its order; none where there is no file.
+    """Return the runs of a file, in its order; none where there is no file.
 
     Raises:
         BrokenFile: a column is missing or a number is none.

@@ -76,8 +76,9 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """What the plan promised: bytes on the busiest rank, seconds per optimizer step with the interval that should hold
-    nine runs of ten, or None if it promised nothing.
+    """Predictions of a plan: bytes on the busiest rank and seconds per optimizer step, None where it has none.
+
+    The interval should hold nine runs of ten.
 
     Raises:
         RecordError: a figure is negative, not finite, or beyond 64 bits.
@@ -135,16 +136,18 @@ class Measurement:
 
     @property
     def model(self) -> str:
+        """The name of the model that was trained."""
         return str(_section(self.plan, "model")["name"])
 
     @property
     def parameters(self) -> int | None:
         """Number of the model's parameters, or None if the plan does not say."""
-        found = _section(self.plan, "model").get("parameters")
-        return found if isinstance(found, int) else None
+        count = _section(self.plan, "model").get("parameters")
+        return count if isinstance(count, int) else None
 
     @property
     def strategy(self) -> str:
+        """The strategy of the plan that ran."""
         return str(_section(self.plan, "plan")["strategy"])
 
 
@@ -190,7 +193,7 @@ Record: TypeAlias = Measurement | RateMeasurement
 
 
 def new_id() -> str:
-    """An id no other record has: 32 hexadecimal digits."""
+    """Return an id no other record has: 32 hexadecimal digits."""
     import uuid
 
     return uuid.uuid4().hex
@@ -204,7 +207,9 @@ def utc_now() -> str:
 def measure_run(
     plan: Mapping[str, object], fingerprint: Fingerprint, *, outcome: Outcome, measured: Measured, source: str = "run"
 ) -> Measurement:
-    """The measurement of a run that just ended; `plan` is the object of `estimate --json` and holds the predictions.
+    """Return the measurement of a run that just ended.
+
+    `plan` is the object of `estimate --json` and holds the predictions.
 
     Raises:
         RecordError: a figure is malformed or the plan lacks a section.
@@ -217,12 +222,12 @@ def measure_run(
         outcome=outcome,
         source=source,
         measured=measured,
-        predicted=_promised(_section(plan, "memory"), _section(plan, "time")),
+        predicted=_predictions_of(_section(plan, "memory"), _section(plan, "time")),
     )
 
 
 def plan_key(plan: Mapping[str, object]) -> str:
-    """The hash of a plan's inputs: model, cluster, workload and configuration, 32 hexadecimal digits.
+    """Return the hash of a plan's inputs: model, cluster, workload and configuration, 32 hexadecimal digits.
 
     Two plans with one key are the same job on the same kind of hardware. Estimates do not enter, nor do CIRCUMSTANCES.
     """
@@ -234,8 +239,8 @@ def plan_key(plan: Mapping[str, object]) -> str:
     return digest({"plan_key_version": PLAN_KEY_VERSION, **inputs}, 32)
 
 
-def _promised(memory: Mapping[str, object], time: Mapping[str, object]) -> Predicted:
-    """What a plan's estimates promise."""
+def _predictions_of(memory: Mapping[str, object], time: Mapping[str, object]) -> Predicted:
+    """Return what a plan's estimates promise."""
     return Predicted(
         peak_allocated_bytes=cast("int | None", memory.get("peak_allocated_bytes")),
         step_seconds=cast("float | None", time.get("step_seconds")),
@@ -278,8 +283,10 @@ _KEY_DIGITS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareKind:
-    """What one calibration holds for: a device and the links between devices and nodes, by their names in the
-    catalogue; empty where there is none."""
+    """The hardware that one calibration holds for.
+
+    A device and the links between devices and nodes, by their names in the catalogue; empty where there is none.
+    """
 
     device: str
     intra_link: str = ""
@@ -302,12 +309,12 @@ class CalibrationRecord:
 
     @property
     def document(self) -> dict[str, object]:
-        """What was found, as a fresh dictionary every time it is asked for."""
+        """Factors and errors, as a fresh dictionary every time it is asked for."""
         return cast("dict[str, object]", json.loads(self.document_json))
 
 
 def calibration_record(hardware: HardwareKind, document: Mapping[str, object]) -> CalibrationRecord:
-    """The record of a calibration that was just made."""
+    """Return the record of a calibration that was just made."""
     return CalibrationRecord(
         id=new_id(), created_at=utc_now(), hardware=hardware, document_json=canonical_json(document)
     )
@@ -336,10 +343,10 @@ class TraceRecord:
 
 
 def trace_key(question: Mapping[str, object]) -> str:
-    """The key of a question to the tracer: 32 hexadecimal digits of the hash of its canonical JSON."""
+    """Return the key of a question to the tracer: 32 hexadecimal digits of the hash of its canonical JSON."""
     return digest(question, KEY_DIGITS)
 
 
 def trace_record(key: str, series: str, document: Mapping[str, object]) -> TraceRecord:
-    """The record of an answer that was just found."""
+    """Return the record of an answer that was just found."""
     return TraceRecord(key=key, series=series, created_at=utc_now(), document_json=canonical_json(document))

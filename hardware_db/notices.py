@@ -17,17 +17,19 @@ def notice(text: str, *, stream: Literal["stdout", "stderr"] = "stderr", rank_ze
     """Print `text` with dsplan's label, at once; `rank_zero` leaves it to the first of torchrun's ranks."""
     if not rank_zero or os.environ.get("RANK", "0") == "0":
         file = sys.stdout if stream == "stdout" else sys.stderr
-        print(folded(labelled(text), file), file=file, flush=True)
+        print(fold_lines(label_lines(text), file), file=file, flush=True)
 
 
-def labelled(text: str) -> str:
-    """The text, as far as it is printable, with dsplan's label before every line."""
+def label_lines(text: str) -> str:
+    """Return the text, as far as it is printable, with dsplan's label before every line."""
     return "\n".join(LABEL + printable(line) for line in text.split("\n"))
 
 
-def folded(text: str, file: TextIO) -> str:
-    """The text with its lines folded between words where `file` is a terminal, which would fold them in words; what
-    follows on is indented as the line is. Words that are wider than the terminal stay whole."""
+def fold_lines(text: str, file: TextIO) -> str:
+    """Return the text with its lines folded between words where `file` is a terminal, which would fold them in words.
+
+    What follows on is indented as the line is. Words that are wider than the terminal stay whole.
+    """
     if (text.isascii() and len(text) < _NARROW) or not file.isatty():
         return text
     import shutil
@@ -46,7 +48,7 @@ def folded(text: str, file: TextIO) -> str:
 
 
 def printable(text: str) -> str:
-    """A text whose control characters (a terminal would obey them) are left out, cut after `MOST_LETTERS`."""
+    """Return a text whose control characters (a terminal would obey them) are left out, cut after `MOST_LETTERS`."""
     if len(text) <= MOST_LETTERS and text.isprintable():
         return text
     kept = "".join(letter for letter in text[:MOST_LETTERS] if letter.isprintable() or letter == "\n")

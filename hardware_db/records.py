@@ -25,13 +25,13 @@ else:
         deferred = options.get("frozen") and options.get("slots") and options.keys() <= _DEFERRED_OPTIONS
         if not deferred or not _OWN_METHODS.isdisjoint(vars(cls)):
             return dataclasses.dataclass(**options)(cls)
-        return _deferred(cls, kw_only=options.get("kw_only", False), eq=options.get("eq", True))
+        return _defer_methods(cls, kw_only=options.get("kw_only", False), eq=options.get("eq", True))
 
     _DEFERRED_OPTIONS = {"frozen", "slots", "kw_only", "eq"}
     _OWN_METHODS = frozenset({"__init__", "__eq__", "__setattr__", "__delattr__", "__getstate__", "__setstate__"})
 
-    def _deferred(cls, *, kw_only, eq):
-        """The class again, with slots and with methods that put the compiled ones in their own place."""
+    def _defer_methods(cls, *, kw_only, eq):
+        """Return the class again, with slots and with methods that put the compiled ones in their own place."""
         body = dict(vars(cls))
         hints = cls.__annotations__
         names = [name for name, hint in hints.items() if not str(hint).startswith(("ClassVar", "typing.ClassVar"))]
@@ -41,13 +41,13 @@ else:
         body.pop("__dict__", None)
         body.pop("__weakref__", None)
 
-        def fields(made):
+        def fields(owner):
             """Those of the bases and its own, as `dataclasses` reads them; nothing is compiled for it."""
             own = type(
                 cls.__name__, (), {"__module__": cls.__module__, "__annotations__": hints, "__doc__": "-", **declared}
             )
             dataclasses.dataclass(init=False, repr=False, eq=False, match_args=False, kw_only=kw_only)(own)
-            bases = [getattr(base, "__dataclass_fields__", {}) for base in reversed(made.__mro__[1:])]
+            bases = [getattr(base, "__dataclass_fields__", {}) for base in reversed(owner.__mro__[1:])]
             return {name: item for part in (*bases, own.__dataclass_fields__) for name, item in part.items()}
 
         body["__dataclass_fields__"] = _WorkedOut(fields)
@@ -63,10 +63,10 @@ else:
         if eq:
             body["__eq__"] = _written_when_called("__eq__", _eq, home)
             body.setdefault("__hash__", _written_when_called("__hash__", _hash, home))
-        made = type(cls)(cls.__name__, cls.__bases__, body)
-        made.__qualname__ = cls.__qualname__
-        home.append(made)
-        return made
+        new_class = type(cls)(cls.__name__, cls.__bases__, body)
+        new_class.__qualname__ = cls.__qualname__
+        home.append(new_class)
+        return new_class
 
     class _WorkedOut:
         """A class attribute that is worked out when it is first asked for."""
@@ -82,14 +82,14 @@ else:
             setattr(self.owner, self.name, value)
             return value
 
-    def _params(made):
+    def _params(owner):
         plain = dataclasses.dataclass(frozen=True, init=False, repr=False, eq=False)(
-            type(made.__name__, (), {"__doc__": "-"})
+            type(owner.__name__, (), {"__doc__": "-"})
         )
         return plain.__dataclass_params__
 
-    def _positional(made):
-        return tuple(item.name for item in dataclasses.fields(made) if item.init and not item.kw_only)
+    def _positional(owner):
+        return tuple(item.name for item in dataclasses.fields(owner) if item.init and not item.kw_only)
 
     def _written_when_called(name, write, home):
         def method(self, *args, **named):
@@ -120,22 +120,22 @@ else:
     def _init(parameters_of, cls):
         """`__init__`, which puts each value into its slot."""
         missing = dataclasses.MISSING
-        known = {"_not_given": _NOT_GIVEN}
+        namespace = {"_not_given": _NOT_GIVEN}
         parameters, named, lines = ["self"], [], []
         for number, (name, default, factory, is_parameter, by_name) in enumerate(parameters_of(cls)):
-            known[f"_set_{number}"] = _setter(cls, name)
-            value, otherwise, made = name, "", ""
+            namespace[f"_set_{number}"] = _setter(cls, name)
+            value, otherwise, factory_call = name, "", ""
             if default is not missing:
-                known[f"_default_{number}"] = default
-                otherwise = made = f"_default_{number}"
+                namespace[f"_default_{number}"] = default
+                otherwise = factory_call = f"_default_{number}"
             elif factory is not missing:
-                known[f"_made_{number}"] = factory
-                otherwise, made = "_not_given", f"_made_{number}()"
-                value = f"{made} if {name} is _not_given else {name}"
+                namespace[f"_made_{number}"] = factory
+                otherwise, factory_call = "_not_given", f"_made_{number}()"
+                value = f"{factory_call} if {name} is _not_given else {name}"
             if is_parameter:
                 (named if by_name else parameters).append(f"{name}={otherwise}" if otherwise else name)
-            elif made:
-                value = made
+            elif factory_call:
+                value = factory_call
             else:
                 continue
             lines.append(f"_set_{number}(self, {value})")
@@ -143,10 +143,10 @@ else:
             lines.append("self.__post_init__()")
         if named:
             parameters += ["*", *named]
-        return _compiled(cls, "__init__", parameters, lines or ["pass"], known)
+        return _compile(cls, "__init__", parameters, lines or ["pass"], namespace)
 
     def _setter(cls, name):
-        """Writes past `__setattr__`: the slot's own, or object's where a base without slots declares the field."""
+        """Write past `__setattr__`: the slot's own, or object's where a base without slots declares the field."""
         slot = getattr(cls, name, None)
         return getattr(slot, "__set__", None) or (lambda record, value: object.__setattr__(record, name, value))
 
@@ -154,16 +154,16 @@ else:
         names = [item.name for item in dataclasses.fields(cls) if item.compare]
         mine, its = ("".join(f"{of}.{name}," for name in names) for of in ("self", "other"))
         lines = [f"return ({mine}) == ({its}) if other.__class__ is self.__class__ else NotImplemented"]
-        return _compiled(cls, "__eq__", ["self", "other"], lines, {})
+        return _compile(cls, "__eq__", ["self", "other"], lines, {})
 
     def _hash(cls):
         hashed = [item for item in dataclasses.fields(cls) if (item.compare if item.hash is None else item.hash)]
         lines = [f"return hash(({''.join(f'self.{item.name},' for item in hashed)}))"]
-        return _compiled(cls, "__hash__", ["self"], lines, {})
+        return _compile(cls, "__hash__", ["self"], lines, {})
 
-    def _compiled(cls, name, parameters, lines, known):
+    def _compile(cls, name, parameters, lines, namespace):
         body = "\n ".join(lines)
-        names = {"__name__": cls.__module__, **known}
+        names = {"__name__": cls.__module__, **namespace}
         exec(f"def {name}({', '.join(parameters)}):\n {body}", names)
         return names[name]
 

@@ -15,8 +15,8 @@ _BRIDGED_CARDS = 2
 _LINK_RATES_GBS = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0, 6: 100.0}  # one NVLink, GB/s one way, by generation
 
 
-def probed_link(device: Device, gpus: tuple[Gpu, ...], pairs: tuple[GpuPair, ...]) -> Link | None:
-    """The link between probed GPUs; None for one GPU.
+def link_between(device: Device, gpus: tuple[Gpu, ...], pairs: tuple[GpuPair, ...]) -> Link | None:
+    """Return the link between probed GPUs; None for one GPU.
 
     NVLink (xGMI) counts where every pair reaches each other over it: a ring that leaves it once runs at the slower
     rate, which is why four cards bridged two by two are joined by PCIe.
@@ -33,7 +33,7 @@ def probed_link(device: Device, gpus: tuple[Gpu, ...], pairs: tuple[GpuPair, ...
 
 
 def default_link(device: Device, gpus: int) -> Link | None:
-    """The link that machines with `gpus` of this device usually have; None for one GPU.
+    """Return the link that machines with `gpus` of this device usually have; None for one GPU.
 
     A node type of the catalogue that carries the device decides. Without one: the vendor's links where they join all
     GPUs, PCIe of the device's generation otherwise. Bridges are extras that a plan must not take for granted.
@@ -62,7 +62,7 @@ def pcie(generation: float | None, lanes: int | None) -> Link | None:
 
 
 def _carried_link(device: Device) -> str | None:
-    """The link of the largest node type with this device, which is not a bridge between two of its cards."""
+    """Return the link of the largest node type with this device, which is not a bridge between two of its cards."""
     carriers = [node for node in node_types() if node.gpu == device.name and node.intra_link]
     whole = [node for node in carriers if "bridge" not in (node.intra_link or "")]
     return max(whole, key=lambda node: node.gpus_per_node).intra_link if whole else None
@@ -83,7 +83,7 @@ def _fabric_link(device: Device, gpus: tuple[Gpu, ...]) -> Link | None:
 
 
 def _nearest_fabric(device: Device, gbs: float, *, bridge: bool) -> Link | None:
-    """The link of the device's own kind whose theoretical rate is nearest."""
+    """Return the link of the device's own kind whose theoretical rate is nearest."""
     form = (device.nvlink_form or "").split(" ")
     kind = _FABRICS.get(form[0]) or f"NVLink {device.nvlink_generation or 0:.0f}"
     same = [

@@ -9,7 +9,7 @@ import math
 import re
 
 from hardware_db.errors import DsplanError
-from hardware_db.handed_in import shown
+from hardware_db.handed_in import quote
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -46,7 +46,7 @@ def format_bytes(count_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A parameter or token count as people read it: `6.66B`, `124M`."""
+    """Return a parameter or token count as people read it: `6.66B`, `124M`."""
     for suffix, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if float(f"{count / scale:.3g}") >= 1:
             return f"{three_digits(count / scale)}{suffix}"
@@ -54,12 +54,12 @@ def format_count(count: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """A number with three digits and never an exponent: `0.412`, `22.8`, `1373`."""
+    """Return a number with three digits and never an exponent: `0.412`, `22.8`, `1373`."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """The unit in which people say such a time, and its length in seconds."""
+    """Return the unit in which people say such a time, and its length in seconds."""
     if not seconds:
         return "s", 1.0
     # Rounded as it is printed, so that 0.9999 s is 1 s and not 1000 ms.
@@ -67,14 +67,17 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration with three digits, in the unit people say it in: `150 ms`, `45 s`, `22.8 min`, `3.2 h`, `20 days`."""
+    """Return a duration with three digits, in the unit people say it in.
+
+    `150 ms`, `45 s`, `22.8 min`, `3.2 h`, `20 days`.
+    """
     unit, length = time_unit(seconds)
     text = three_digits(seconds / length)
     return f"{text} {unit}s" if unit == "day" and text != "1" else f"{text} {unit}"
 
 
 def parse_count(text: str) -> int:
-    """A count such as `6.7B`, `350M` or `124439808` as an integer.
+    """Return a count such as `6.7B`, `350M` or `124439808` as an integer.
 
     Raises:
         DsplanError: the text is not a positive count.
@@ -83,13 +86,14 @@ def parse_count(text: str) -> int:
     amount = float(match[1]) * _COUNT_SUFFIXES[match[2].lower()] if match else 0.0
     count = round(amount) if math.isfinite(amount) else 0
     if count <= 0:
-        raise DsplanError(f"{shown(text)} is not a size; write a count such as 350M, 6.7B or 1.3T")
+        raise DsplanError(f"{quote(text)} is not a size; write a count such as 350M, 6.7B or 1.3T")
     return count
 
 
 def parse_length(text: str) -> int:
-    """A length or a batch such as `8k`, `4M` or `2048`: `k` is 1024, as such numbers are powers of two (a sequence of
-    8k is 8192 tokens), and `M` is 1e6.
+    """Return a length or a batch such as `8k`, `4M` or `2048`.
+
+    `k` is 1024, as such numbers are powers of two (a sequence of 8k is 8192 tokens), and `M` is 1e6.
 
     Raises:
         DsplanError: the text is not a positive whole number with one of these suffixes.
@@ -97,5 +101,5 @@ def parse_length(text: str) -> int:
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)([kKmM]?)", text)
     amount = float(match[1]) * _LENGTH_SUFFIXES[match[2].lower()] if match else 0.0
     if not 0 < amount < math.inf or amount != round(amount):
-        raise DsplanError(f"{shown(text)} is not a whole number; write 2048, 8k (8192) or 4M (4,000,000)")
+        raise DsplanError(f"{quote(text)} is not a whole number; write 2048, 8k (8192) or 4M (4,000,000)")
     return round(amount)

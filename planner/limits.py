@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hardware_db.handed_in import shown
+from hardware_db.handed_in import quote
 from hardware_db.records import dataclass
 from planner.errors import ContradictoryRequest
 
@@ -28,7 +28,7 @@ class Limit:
         return f"{kind} from {self.least:,} {f'to {self.most:.0e}' if self.fraction else 'on that fits in 64 bits'}"
 
     def allows(self, value: object) -> bool:
-        """Whether a value is such a number; truth values, text, NaN and infinities are none."""
+        """Return whether a value is such a number; truth values, text, NaN and infinities are none."""
         kinds = (int, float) if self.fraction else (int,)
         return isinstance(value, kinds) and not isinstance(value, bool) and self.least <= value <= self.most
 
@@ -39,7 +39,7 @@ class Limit:
             ContradictoryRequest: it is no number within the limit.
         """
         if value is not None and not self.allows(value):
-            raise ContradictoryRequest(f"{name} is {shown(value)}; give {self}")
+            raise ContradictoryRequest(f"{name} is {quote(value)}; give {self}")
 
 
 _READABLE = 10**15
@@ -105,5 +105,5 @@ _MODEL_FIGURES: Mapping[str, Limit] = {
 
 
 def model_figure(name: str) -> Limit:
-    """The limit of a whole figure of `ModelFacts`."""
+    """Return the limit of a whole figure of `ModelFacts`."""
     return _MODEL_FIGURES.get(name, _FIGURE)

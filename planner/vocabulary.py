@@ -67,10 +67,10 @@ FSDP_STRATEGIES: frozenset[str] = frozenset({"fsdp", "fsdp-grad-op", "hsdp"})
 
 
 def backends_of(strategy: str) -> tuple[Backend, ...]:
-    """The backends that can run a strategy."""
+    """Return the backends that can run a strategy."""
     return ("deepspeed", "native") if strategy in ZERO_STAGES else ("torch",)
 
 
 def default_backend(strategy: str, *, zero: Backend = "deepspeed") -> Backend:
-    """The backend that runs a strategy unless another is named: `zero` for ZeRO, torch for the rest."""
+    """Return the backend that runs a strategy unless another is named: `zero` for ZeRO, torch for the rest."""
     return zero if strategy in ZERO_STAGES else "torch"

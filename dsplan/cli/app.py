@@ -83,41 +83,43 @@ class LazyGroup(CommandGroup):
     """The commands of `COMMANDS`, imported by name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands, whose modules are not imported for it."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, imported now; None where there is none of this name."""
         return load_command(cmd_name)
 
     def summaries(self) -> dict[str, str]:
-        """The first sentence of each command, whose flags need not be read for it."""
-        return {name: _first_sentence(_found(name)) for name in COMMANDS}
+        """Return the first sentence of each command, whose flags need not be read for it."""
+        return {name: _first_sentence(_read_command(name)) for name in COMMANDS}
 
 
-def _found(name: str) -> Any:
-    """What a module offers as a command: a function, or a `typer.Typer`."""
+def _read_command(name: str) -> Any:
+    """Return what a module offers as a command: a function, or a `typer.Typer`."""
     module, attribute = COMMANDS[name].split(":")
     return getattr(import_module(module), attribute)
 
 
-def _first_sentence(found: Any) -> str:
-    written: Any = found.__doc__
-    if isinstance(found, typer.Typer):
-        callbacks = [command.callback.__doc__ for command in found.registered_commands if command.callback]
-        written = found.info.help if isinstance(found.info.help, str) else callbacks[0]
+def _first_sentence(command_object: Any) -> str:
+    written: Any = command_object.__doc__
+    if isinstance(command_object, typer.Typer):
+        callbacks = [command.callback.__doc__ for command in command_object.registered_commands if command.callback]
+        written = command_object.info.help if isinstance(command_object.info.help, str) else callbacks[0]
     sentence, end, _ = " ".join(written.split()).partition(". ")
     return sentence + end.rstrip()
 
 
 def load_command(name: str) -> Any:
-    """The command object behind a name of `COMMANDS`.
+    """Return the command object behind a name of `COMMANDS`.
 
     Raises:
         UnknownName: there is no such command.
     """
     if name not in COMMANDS:
         raise UnknownName("command", name, COMMANDS, hint="`dsplan --help` lists them all")
-    found = _found(name)
-    app = found if isinstance(found, typer.Typer) else _single_command_app(found)
+    command_object = _read_command(name)
+    app = command_object if isinstance(command_object, typer.Typer) else _single_command_app(command_object)
     command = typer.main.get_command(app)
     command.name = name
     # `dsplan db` alone is bad input like any other, told in one line.
@@ -132,7 +134,7 @@ def _children(command: Any) -> dict[str, Any]:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit status of one command line.
+    """Return the exit status of one command line.
 
     Raises:
         DsplanError: it cannot be answered.
@@ -170,12 +172,12 @@ SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 
 def _completion() -> Any:
-    """typer's module, whose time others need not wait for."""
+    """Typer's module, whose time others need not wait for."""
     return import_module("typer.completion")
 
 
 def _this_shell(flag: str) -> str:
-    """The shell above this process."""
+    """Return the shell above this process."""
     shellingham: Any = import_module("shellingham")
     try:
         return str(shellingham.detect_shell()[0])
@@ -190,7 +192,7 @@ def _known_shell(name: str) -> str:
 
 
 def build() -> Any:
-    """The whole command line as one command object."""
+    """Return the whole command line as one command object."""
     app = typer.Typer(cls=LazyGroup, add_completion=False, invoke_without_command=True, rich_markup_mode=None)
     app.callback()(dsplan)
     command = typer.main.get_command(app)
@@ -254,24 +256,24 @@ def _problem(error: Any) -> str:
     if not error.message:
         return f"{flag} is missing; give it a value"
     given, separator, _ = str(error.message).partition(" is not ")
-    wanted = _wanted(parameter)
+    wanted = _instruction_for(parameter)
     if not separator or not wanted or ";" in error.message:
         return f"{flag}: {str(error.message).rstrip('.')}"
     return f"{flag} is {given}; {wanted}"
 
 
 def _model_without_flag(error: Any) -> str:
-    """What to write in place of `dsplan recommend opt-6.7b`; empty for any other complaint."""
+    """Return what to write in place of `dsplan recommend opt-6.7b`; empty for any other complaint."""
     message = str(error.format_message())
     extra = message.rpartition(" (")[2].rstrip(").").split()
-    takes_model = error.ctx is not None and any(known.name == "model" for known in error.ctx.command.params)
+    takes_model = error.ctx is not None and any(parameter.name == "model" for parameter in error.ctx.command.params)
     if not takes_model or "unexpected extra argument" not in message or not extra:
         return ""
     return f"{extra[0]} stands alone; name the model with --model {extra[0]}"
 
 
 def _flag_of_estimate(error: Any) -> str:
-    """Where to decide what `dsplan recommend` chooses; empty for any other complaint."""
+    """Return where to decide what `dsplan recommend` chooses; empty for any other complaint."""
     flag = getattr(error, "option_name", None)
     if flag is None or error.ctx is None or error.ctx.command.name != "recommend":
         return ""
@@ -280,8 +282,8 @@ def _flag_of_estimate(error: Any) -> str:
     return f"recommend chooses {flag} itself; `dsplan estimate` prices a plan of your own, and --out writes it"
 
 
-def _wanted(parameter: Any) -> str:
-    """What a flag takes, as an instruction; empty where its type does not tell."""
+def _instruction_for(parameter: Any) -> str:
+    """Return what a flag takes, as an instruction; empty where its type does not tell."""
     choices = getattr(parameter.type, "choices", None)
     if choices:
         return f"give one of {', '.join(choices)}"

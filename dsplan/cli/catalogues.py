@@ -13,7 +13,7 @@ def models(
     filter: Annotated[str, typer.Argument(help="Only models with this text in name, alias, family or kind.")] = "",
     json: JsonFlag = False,
 ) -> None:
-    """The catalogue of model architectures."""
+    """Show the catalogue of model architectures."""
     from dsplan.render.catalogues import models_table, show_listing
     from planner.models.catalogue import every_model
 
@@ -29,7 +29,7 @@ def devices(
     nodes: Annotated[bool, typer.Option("--nodes", help="List machine types instead.")] = False,
     json: JsonFlag = False,
 ) -> None:
-    """The catalogue of GPUs, links and machine types."""
+    """Show the catalogue of GPUs, links and machine types."""
     from dsplan.render.catalogues import devices_table, links_table, nodes_table, show_listing
     from hardware_db import datasheets
     from hardware_db.errors import DsplanError
@@ -48,7 +48,7 @@ def devices(
 
 
 def probe(json: JsonFlag = False) -> None:
-    """This machine: GPUs, links, host, software.
+    """Show this machine: GPUs, links, host, software.
 
     With free memory, other processes on the GPUs, and what holds them back.
     """

@@ -33,7 +33,7 @@ def list_measurements(
     ] = 20,
     json: Json = False,
 ) -> None:
-    """The newest runs: memory, time, and the predictions' errors."""
+    """Show the newest runs: memory, time, and the predictions' errors."""
     from dsplan.render.db_view import measurement_table
     from dsplan.render.show import Text, show, show_json
     from hardware_db.errors import UnknownName
@@ -44,15 +44,15 @@ def list_measurements(
     from planner.vocabulary import STRATEGIES
     from strategies.launch.record import UNPLANNED
 
-    known = (*STRATEGIES, UNPLANNED)
-    if strategy is not None and strategy not in known:
-        raise UnknownName("strategy", strategy, known, hint=f"the strategies are {', '.join(known)}")
+    strategies = (*STRATEGIES, UNPLANNED)
+    if strategy is not None and strategy not in strategies:
+        raise UnknownName("strategy", strategy, strategies, hint=f"the strategies are {', '.join(strategies)}")
     with open_store(thorough=True) as store:
         total = store.count()
         # One more than asked for, to know whether there are older ones.
-        found = store.list(model=model, strategy=strategy, limit=limit + 1)
+        measurements = store.list(model=model, strategy=strategy, limit=limit + 1)
     aside = set_aside_files(database_path())
-    shown = found[:limit]
+    shown = measurements[:limit]
     notes = [Text(text=_aside_text(aside), style="faint")] if aside else []
     if json:
         show_json(
@@ -63,12 +63,13 @@ def list_measurements(
     elif not shown:
         show([Text(text=f"None of the {total} stored runs matches; `dsplan db list` shows all."), *notes])
     else:
-        older = [Text(text="There are older ones; --limit shows more.", style="faint")] if len(found) > limit else []
+        has_more = len(measurements) > limit
+        older = [Text(text="There are older ones; --limit shows more.", style="faint")] if has_more else []
         show([measurement_table(shown), *older, *notes])
 
 
 def _aside_text(aside: tuple[Path, ...]) -> str:
-    """Where the damaged databases are that were set aside, however long ago that was said."""
+    """Return where the damaged databases are that were set aside, however long ago that was said."""
     others = f" and {len(aside) - 1} more" if len(aside) > 1 else ""
     return f"A damaged database was set aside as {aside[-1]}{others}; delete it when you miss no run."
 
@@ -101,8 +102,8 @@ def forget_measurement(
 
     with open_store(thorough=True) as store:
         forgotten = store.forget(id)
-    made = forgotten.created_at[:10]
-    say(f"forgotten: {forgotten.id[:8]}, {forgotten.model} under {forgotten.strategy} on {made}")
+    day = forgotten.created_at[:10]
+    say(f"forgotten: {forgotten.id[:8]}, {forgotten.model} under {forgotten.strategy} on {day}")
 
 
 @app.command("export", cls=GroupedCommand)

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from hardware_db.errors import DsplanError
-from hardware_db.handed_in import shown
+from hardware_db.handed_in import quote
 from hardware_db.records import dataclass
 from hardware_db.units import parse_length
 from planner import limits
@@ -31,15 +31,17 @@ _COUNTED_IN_THOUSANDS = (limits.TOKENS, limits.SAMPLES)
 
 
 def number(limit: limits.Limit, text: str, metavar: str = "") -> Any:
-    """The option of a number within a limit. Tokens and samples may be written as `8k` (`units.parse_length`)."""
+    """Return the option of a number within a limit; `units.parse_length` reads tokens and samples such as `8k`."""
     metavar = metavar or (WITH_SUFFIX if limit in _COUNTED_IN_THOUSANDS else "N")
     least, most = (limit.least, limit.most) if limit.fraction else (int(limit.least), int(limit.most))
     return typer.Option(min=least, max=most, metavar=metavar, help=text)
 
 
 def among(table: str) -> Callable[[str], list[str]]:
-    """What a shell completes a name with: those of `module:table` that begin with what is written. The module is
-    imported when a shell asks; a list of names, separated by commas, is completed at its end."""
+    """Return what a shell completes a name with: those of `module:table` that begin with what is written.
+
+    The module is imported when a shell asks; a list of names, separated by commas, is completed at its end.
+    """
 
     def beginning_with(incomplete: str) -> list[str]:
         module, attribute = table.split(":")
@@ -51,8 +53,14 @@ def among(table: str) -> Callable[[str], list[str]]:
 
 
 def _names(catalogue: str) -> Callable[[str], list[str]]:
-    """What a shell completes a name with: those of a catalogue that begin with what is written, in its case or in
-    small letters, as shells compare letters strictly and catalogues do not. One with a space would be two words."""
+    """Return the names of a catalogue that a shell completes what is written with.
+
+    They begin with it, in its case or in small letters, as shells compare letters strictly and catalogues do not. One
+    with a space would be two words.
+
+    Those that begin with it, in its case or in small letters, as shells compare letters
+    strictly and catalogues do not. One with a space would be two words.
+    """
 
     def beginning_with(incomplete: str) -> list[str]:
         from hardware_db import datasheets
@@ -68,7 +76,7 @@ def _names(catalogue: str) -> Callable[[str], list[str]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFlags:
-    """Which model, and what it is trained for."""
+    """The model, and the task it is trained for."""
 
     model: Annotated[
         str | None,
@@ -86,7 +94,7 @@ class ModelFlags:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareFlags:
-    """Which devices; with none of these flags, the probed machine."""
+    """The devices; with none of these flags, the probed machine."""
 
     gpus: Annotated[int | None, number(limits.GPUS, "GPUs in total.")] = None
     gpu: Annotated[
@@ -241,7 +249,7 @@ ExactFlag = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GoalFlags:
-    """Which plans count, and in which order."""
+    """Limits on the plans that count, and their order."""
 
     objective: Annotated[words.Objective, typer.Option(help="What the first plan is best at.")] = "throughput"
     top: Annotated[int, number(limits.PLANS, "How many plans to show.")] = limits.PLANS_SHOWN
@@ -268,7 +276,7 @@ class GoalFlags:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankingFlags(GoalFlags):
-    """What is shown of the plans, and in which order."""
+    """Choices of what is shown of the plans."""
 
     plot: Annotated[
         bool, typer.Option("--plot", help="Draw how throughput grows from a quarter of the GPUs to four times as many.")
@@ -285,6 +293,7 @@ class GroupedCommand(TyperCommand):
     """A command whose help lists its flags by what they are about; its epilog has an example in every line."""
 
     def get_help(self, ctx: Any) -> str:
+        """Return the help of this command as dsplan lays it out."""
         from dsplan.cli.help import help_text
 
         return help_text(self, ctx)
@@ -294,18 +303,22 @@ class CommandGroup(TyperGroup):
     """Commands whose help is that of `GroupedCommand`."""
 
     def summaries(self) -> dict[str, str]:
-        """What each command does, by name."""
+        """Return what each command does, by name."""
         return {name: command.get_short_help_str(limit=1000) for name, command in self.commands.items()}
 
     def get_help(self, ctx: Any) -> str:
+        """Return the help of this command as dsplan lays it out."""
         from dsplan.cli.help import help_text
 
         return help_text(self, ctx)
 
 
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`command` with every parameter that is a group of flags replaced by the group's fields; that takes milliseconds,
-    so a command gets it when it is loaded and not when its module is.
+    """Replace every parameter of `command` that is a group of flags by the group's fields.
+
+    That takes milliseconds, so a command gets it when it is loaded and not when its module is.
+
+    That takes milliseconds, so a command gets it when it is loaded and not when its module is.
 
     Field types keep their `Annotated[..., typer.Option(...)]`, which is all that typer reads.
     """
@@ -323,13 +336,13 @@ def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     for name, parameter in inspect.signature(command).parameters.items():
         group = groups.get(name)
         one = parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-        parameters += _spelled_out(group) if group else [one]
+        parameters += _spell_out(group) if group else [one]
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return flat
 
 
-def _spelled_out(group: Any) -> list[inspect.Parameter]:
+def _spell_out(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
     panel, parameters = group.__name__.removesuffix("Flags"), []
     for item in fields(group):
@@ -363,7 +376,7 @@ SMALLEST = 1e-6
 
 
 def read_strictly(command: Any) -> Any:
-    """A command, or a group of them, whose flags take numbers in plain digits and refuse what is empty.
+    """Return a command, or a group of them, whose flags take numbers in plain digits and refuse what is empty.
 
     `int` and `float` also read other scripts' digits, underscores, NaN and infinity, and a path that is empty means
     the working directory.
@@ -412,14 +425,14 @@ def _check_word(parameter: Any, word: str) -> None:
     if spelling is not None:
         small = kind == "float" and spelling.fullmatch(word) and 0 < abs(float(word)) < SMALLEST
         if len(word) > _MOST_DIGITS or not spelling.fullmatch(word) or small:
-            raise typer.BadParameter(f"{shown(word)} is not a number that it takes")
+            raise typer.BadParameter(f"{quote(word)} is not a number that it takes")
         return
     if not word.strip() and (kind == "path" or parameter.param_type_name == "option"):
-        raise typer.BadParameter(f"{shown(word)} is empty; give it a value or leave it out")
+        raise typer.BadParameter(f"{quote(word)} is empty; give it a value or leave it out")
     if kind == "path":
         _check_path(word)
     elif parameter.nargs != -1 and not _is_text(word):  # what follows a script is the script's own
-        raise typer.BadParameter(f"{shown(word)} is no text; write it in UTF-8 and without NUL characters")
+        raise typer.BadParameter(f"{quote(word)} is no text; write it in UTF-8 and without NUL characters")
 
 
 def _check_path(word: str) -> None:
@@ -429,9 +442,9 @@ def _check_path(word: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        raise typer.BadParameter(f"{shown(word)} cannot be used ({error.strerror}); name another path") from None
+        raise typer.BadParameter(f"{quote(word)} cannot be used ({error.strerror}); name another path") from None
     except ValueError:
-        raise typer.BadParameter(f"{shown(word)} cannot be used (it has a NUL character); name another path") from None
+        raise typer.BadParameter(f"{quote(word)} cannot be used (it has a NUL character); name another path") from None
 
 
 def _is_text(word: str) -> bool:

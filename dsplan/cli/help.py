@@ -1,4 +1,4 @@
-"""What `--help` prints: flags by what they are about, then examples, as plain text that fits the terminal."""
+"""Help texts: flags by subject, then examples, as plain text that fits the terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HelpFormatter(_Formatter):  # type: ignore[misc]
     def write_text(self, text: str) -> None:
         """Paragraphs, with empty lines between."""
         for number, paragraph in enumerate(re.split(r"\n\s*\n", text)):
-            self.write("\n" * bool(number) + self._folded(paragraph, self.current_indent))
+            self.write("\n" * bool(number) + self._fold(paragraph, self.current_indent))
 
     def write_dl(self, rows: Any, col_max: int = _FLAG, col_spacing: int = 2) -> None:
         """Names with what they are, in two columns where there is room for them."""
@@ -45,12 +45,12 @@ class HelpFormatter(_Formatter):  # type: ignore[misc]
             if not text:
                 self.write(f"{line}\n")
             elif len(line) + col_spacing <= indent:
-                self.write(line.ljust(indent) + self._folded(text, indent).lstrip())
+                self.write(line.ljust(indent) + self._fold(text, indent).lstrip())
             else:
-                self.write(self._folded(name, self.current_indent) + self._folded(text, indent))
+                self.write(self._fold(name, self.current_indent) + self._fold(text, indent))
 
     def write_command(self, line: str) -> None:
-        """A command line, over several lines where it is longer than one, as a shell takes it."""
+        """Return a command line, over several lines where it is longer than one, as a shell takes it."""
         parts = [""]
         for word in re.findall(r"--\S+ [^-\s]\S*|\S+", line):
             if len(parts[-1] + word) > self.width - self.current_indent - len(_CONTINUED) - 1:
@@ -59,7 +59,7 @@ class HelpFormatter(_Formatter):  # type: ignore[misc]
         space = " " * self.current_indent
         self.write(_CONTINUED.join(f"{space}{part.rstrip()}" for part in parts) + "\n")
 
-    def _folded(self, text: str, indent: int) -> str:
+    def _fold(self, text: str, indent: int) -> str:
         from textwrap import TextWrapper
 
         space, width = " " * indent, max(self.width, indent + 10)
@@ -68,8 +68,10 @@ class HelpFormatter(_Formatter):  # type: ignore[misc]
 
 
 def help_text(command: Any, ctx: Any) -> str:
-    """The whole help of a command, or of a group with the first sentence of each of its commands. A line of the epilog
-    is an example."""
+    """Return the whole help of a command, or of a group with the first sentence of each of its commands.
+
+    A line of the epilog is an example.
+    """
     formatter = HelpFormatter()
     command.format_usage(ctx, formatter)
     command.format_help_text(ctx, formatter)
@@ -90,17 +92,17 @@ def _sections(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
         if record is not None:
             plain = "Arguments" if parameter.param_type_name == "argument" else "Options"
             panel = getattr(parameter, "rich_help_panel", None) or plain
-            sections.setdefault(panel, []).append(_with_choices(parameter, *record))
+            sections.setdefault(panel, []).append(_add_choices(parameter, *record))
     if isinstance(command, CommandGroup):
         sections["Commands"] = [*command.summaries().items()]
     return sections
 
 
-def _with_choices(parameter: Any, flag: str, text: str) -> tuple[str, str]:
-    """A flag with its choices behind what it is where they make it long."""
+def _add_choices(parameter: Any, flag: str, text: str) -> tuple[str, str]:
+    """Return a flag with its choices behind what it is where they make it long."""
     choices = getattr(parameter.type, "choices", ())
     if not choices or len(flag) <= _FLAG:
         return flag, text
     name = flag.split()[0]
-    said, extra, more = text.partition("  [")
-    return f"{name} {name.rpartition('-')[2].upper()}", f"{said} One of {', '.join(choices)}.{extra}{more}"
+    sentence, extra, more = text.partition("  [")
+    return f"{name} {name.rpartition('-')[2].upper()}", f"{sentence} One of {', '.join(choices)}.{extra}{more}"

@@ -48,7 +48,7 @@ def estimate(
     json: JsonFlag = False,
 ) -> None:
     """Memory and time of one configuration. Exit status 1 if it does not fit."""
-    from dsplan.question import Question, estimated
+    from dsplan.question import Question, estimate_question
     from dsplan.render.plan_view import plan_blocks
     from dsplan.render.show import progress, say, show, show_json
     from planner.search.exact import ExactOptions
@@ -57,7 +57,7 @@ def estimate(
     question = Question(**asdict(model), **asdict(hardware), **asdict(work))
     options = ExactOptions(**asdict(configuration), global_batch=work.global_batch)
     with progress() as report:
-        request, plan = estimated(question, options, report if exact else None)
+        request, plan = estimate_question(question, options, report if exact else None)
     written = _write_views(request, plan, chrome_trace, memory_snapshot)
     if out is not None:
         save_plan(plan, out)
@@ -111,18 +111,18 @@ def recommend(
     answer = search(question.request(**goal.ranking()), with_front=goal.pareto)
     if ranking.out is not None:
         write_plans(answer.plans, ranking.out)
-    found = _scaling(answer) if ranking.plot else ()
+    rates = _scaling(answer) if ranking.plot else ()
     if json:
-        show_json(recommendation_to_dict(answer) | ({"scaling": scaling_to_dicts(found)} if ranking.plot else {}))
+        show_json(recommendation_to_dict(answer) | ({"scaling": scaling_to_dicts(rates)} if ranking.plot else {}))
     else:
-        show([*recommendation_blocks(answer), *(scaling_blocks(found) if ranking.plot else ())])
+        show([*recommendation_blocks(answer), *(scaling_blocks(rates) if ranking.plot else ())])
         if ranking.out is not None and answer.plans:
             say(f"{len(answer.plans)} plans and their configs are in {ranking.out}")
     raise typer.Exit(not answer.plans)
 
 
 def _scaling(answer: Recommendation) -> tuple[Rate, ...]:
-    """The fastest plans on fewer and more GPUs; none where nothing fits."""
+    """Return the fastest plans on fewer and more GPUs; none where nothing fits."""
     from planner.search.scaling import over_devices, rates
 
     return rates(over_devices(answer.request, answer.plans[0])) if answer.plans else ()
@@ -131,7 +131,7 @@ def _scaling(answer: Recommendation) -> tuple[Rate, ...]:
 def maximum(
     model: ModelFlags, hardware: HardwareFlags, work: WorkFlags, configuration: MaximumFlags, json: JsonFlag = False
 ) -> None:
-    """The largest micro-batch, longest sequence and largest model that fit. Exit status 1 if nothing does."""
+    """Find the largest micro-batch, longest sequence and largest model that fit. Exit status 1 if nothing does."""
     from dsplan.question import Question
     from dsplan.render.plan_view import maxima_blocks, maxima_to_dict
     from dsplan.render.show import show, show_json
@@ -144,12 +144,12 @@ def maximum(
             " leave it out"
         )
     request = Question(**asdict(model), **asdict(hardware), **asdict(work)).request()
-    found = maxima(request, MaximumOptions(**asdict(configuration)))
+    rows = maxima(request, MaximumOptions(**asdict(configuration)))
     if json:
-        show_json(maxima_to_dict(request, found))
+        show_json(maxima_to_dict(request, rows))
     else:
-        show(maxima_blocks(request, found))
-    raise typer.Exit(not any(row.micro_batch_size for row in found))
+        show(maxima_blocks(request, rows))
+    raise typer.Exit(not any(row.micro_batch_size for row in rows))
 
 
 def explain(
@@ -158,17 +158,17 @@ def explain(
     ],
     json: JsonFlag = False,
 ) -> None:
-    """Where bytes and seconds of a plan go. Also why the others lost."""
+    """Show where bytes and seconds of a plan go. Also why the others lost."""
     from dsplan.render.plan_view import plan_blocks
     from dsplan.render.recommendation import alternatives_table
     from dsplan.render.show import show, show_json
     from planner.types.plan_io import load_plan, plan_to_dict
 
-    found = load_plan(plan)
+    loaded = load_plan(plan)
     if json:
-        show_json(plan_to_dict(found))
+        show_json(plan_to_dict(loaded))
     else:
-        show([*plan_blocks(found), *alternatives_table(found)])
+        show([*plan_blocks(loaded), *alternatives_table(loaded)])
 
 
 def emit(
@@ -199,18 +199,18 @@ def emit(
     from planner.emit import emit as emit_plan
     from planner.types.plan_io import load_plan
 
-    found, options = load_plan(plan), EmitOptions(nvme_path=nvme_path)
-    files = emit_plan(found, format, options)
+    loaded, options = load_plan(plan), EmitOptions(nvme_path=nvme_path)
+    files = emit_plan(loaded, format, options)
     if out is not None:
         write_files(files, out)
     if json:
-        show_json({"format": format, "files": files, "script": list(script_duties(found, format, options))})
+        show_json({"format": format, "files": files, "script": list(script_duties(loaded, format, options))})
         return
     if out is None:
         show_file(next(iter(files.values())))
     else:
         say("\n".join(str(out / name) for name in files))
-    if duties := script_duties(found, format, options):
+    if duties := script_duties(loaded, format, options):
         say("The plan holds for a script that", stderr=True)
     for duty in duties:
         say(f"  - {duty}", stderr=True)

@@ -41,10 +41,10 @@ def report(
     from hardware_db.files import replace_text
     from hardware_db.units import format_bytes
 
-    asked = _asked(model, hardware, work, goal)
+    flags = _set_flags(model, hardware, work, goal)
     fits = True
     if sources or calibration:
-        page = _of_sources(sources or [], asked, calibration=calibration)
+        page = _of_sources(sources or [], flags, calibration=calibration)
     else:
         page, fits = _of_question(model, hardware, work, goal)
     text = page_html(page)
@@ -67,14 +67,14 @@ def _of_question(model: ModelFlags, hardware: HardwareFlags, work: WorkFlags, go
     return answer_page(answer, _command()), bool(answer.plans)
 
 
-def _of_sources(sources: list[Path], asked: list[str], *, calibration: bool) -> Page:
+def _of_sources(sources: list[Path], flags: list[str], *, calibration: bool) -> Page:
     from dsplan.report.make import sources as read
     from dsplan.report.make import sources_page
     from hardware_db.errors import DsplanError
 
-    if asked:
+    if flags:
         what = "the paths" if sources else "--calibration"
-        raise DsplanError(f"{', '.join(asked)} ask a question of their own beside {what}; give one or the other")
+        raise DsplanError(f"{', '.join(flags)} ask a question of their own beside {what}; give one or the other")
     plans, runs = read(sources)
     return sources_page(plans, runs, _learnt() if calibration else None)
 
@@ -88,8 +88,8 @@ def _learnt() -> Any:
         return refresh(store, probe_hardware(), keep=False)
 
 
-def _asked(*groups: Any) -> list[str]:
-    """The flags that say something else than their defaults."""
+def _set_flags(*groups: Any) -> list[str]:
+    """Return the flags that say something else than their defaults."""
     return [
         f"--{item.name.replace('_', '-')}"
         for group in groups
@@ -99,5 +99,5 @@ def _asked(*groups: Any) -> list[str]:
 
 
 def _command() -> str:
-    """What was typed, for whoever reads the page."""
+    """Return what was typed, for whoever reads the page."""
     return shlex.join(["dsplan", *sys.argv[1:]])

@@ -13,7 +13,7 @@ from dsplan.mpi import files
 from dsplan.mpi.arrays import Array, Tree, form_of, is_array, leaves, name_of, rebuilt
 from dsplan.mpi.files import Part, Region
 from dsplan.mpi.layout import Json
-from strategies.checkpoint.reading import Stored, counts, cover_problem, is_count, json_object, read_bytes, shown
+from strategies.checkpoint.reading import Stored, counts, is_count, json_object, read_bytes, shown, why_no_cover
 from strategies.errors import BrokenFile, CannotRun
 
 INDEX = "index.json"
@@ -221,7 +221,7 @@ def _variants_problem(name: str, variants: Json) -> str:
     return ""
 
 
-def _pieces_problem(shape: tuple[int, ...], pieces: list[Json]) -> str:
+def _pieces_problem(shape: tuple[int, ...], pieces: list[Json]) -> str | None:
     boxes, are_runs = [], set[bool]()
     for piece in pieces:
         if not isinstance(piece, dict) or not all(isinstance(piece.get(key), str) for key in ("file", "key", "digest")):
@@ -234,7 +234,7 @@ def _pieces_problem(shape: tuple[int, ...], pieces: list[Json]) -> str:
         boxes.append((begin, size))
     if len(are_runs) > 1:
         return "some of its pieces are boxes and some are runs"
-    return cover_problem((math.prod(shape),) if are_runs == {True} else shape, boxes)
+    return why_no_cover((math.prod(shape),) if are_runs == {True} else shape, boxes)
 
 
 def _tree_of(structure: Json) -> Tree:

@@ -15,35 +15,35 @@ if TYPE_CHECKING:
     from planner.types.plan import Plan
 
 
-def answer_html(found: Recommendation) -> str:
+def answer_html(answer: Recommendation) -> str:
     """Model, hardware and work, the first plan at a glance, and all that are ranked."""
-    shown = found.plans[0] if found.plans else found.closest
-    about = [] if shown is None else header(shown, found.request.defaults)
-    glance = _glance(found.request, found.plans[0]) if found.plans else ""
-    title = answer_title(found)
-    work = f'<p class="style-plain">{plain(work_text(found.request.workload))}</p>'
+    shown = answer.plans[0] if answer.plans else answer.closest
+    about = [] if shown is None else header(shown, answer.request.defaults)
+    glance = _glance(answer.request, answer.plans[0]) if answer.plans else ""
+    title = answer_title(answer)
+    work = f'<p class="style-plain">{plain(work_text(answer.request.workload))}</p>'
     first = f"<section><h2>{plain(title)}</h2>{glance}{blocks_html(about)}{work}</section>"
-    return first + blocks_html(ranked_blocks(found))
+    return first + blocks_html(ranked_blocks(answer))
 
 
-def rejected_html(found: Recommendation) -> str:
-    """Why each of the other strategies is not among the plans."""
-    return blocks_html(rejected_blocks(found)) or "<p>Every strategy is among the plans.</p>"
+def rejected_html(answer: Recommendation) -> str:
+    """Return why each of the other strategies is not among the plans."""
+    return blocks_html(rejected_blocks(answer)) or "<p>Every strategy is among the plans.</p>"
 
 
-def answer_title(found: Recommendation) -> str:
-    """Whether the first plan fits, and which it is."""
-    if not found.plans:
-        headline = found.no_plan().headline
+def answer_title(answer: Recommendation) -> str:
+    """Return whether the first plan fits, and which it is."""
+    if not answer.plans:
+        headline = answer.no_plan().headline
         return headline[0].upper() + headline[1:]
-    first = found.plans[0].configuration
+    first = answer.plans[0].configuration
     offload = f" with offload {first.offload}" if first.offload != "none" else ""
-    verdict = "Fits" if found.plans[0].verdict == "fits" else "Fits tightly"
+    verdict = "Fits" if answer.plans[0].verdict == "fits" else "Fits tightly"
     return f"{verdict}: {first.strategy}{offload}"
 
 
 def _glance(request: Request, plan: Plan) -> str:
-    """The figures that people ask for first."""
+    """Return the figures that people ask for first."""
     memory, rates, cost = plan.memory, plan.throughput, bill(request, plan)
     interval = interval_text(plan.time)
     if plan.configuration.counts_samples:

@@ -107,7 +107,7 @@ def report_to_dict(report: BenchReport) -> dict[str, object]:
 
 
 def report_blocks(report: BenchReport) -> list[Block]:
-    """The new rates by operation, the new runs beside their predictions, and what is still to be done."""
+    """Return the new rates by operation, the new runs beside their predictions, and what is still to be done."""
     records = [event.record for event in report.measured]
     rates = [record for record in records if isinstance(record, RateMeasurement)]
     runs = [record for record in records if isinstance(record, Measurement)]
@@ -136,11 +136,11 @@ def _rate_table(rates: Iterable[RateMeasurement]) -> Table:
     for rate in rates:
         groups[rate.operation.replace("_", " "), rate.dtype, rate.ranks].append(rate)
     rows = []
-    for (operation, dtype, ranks), found in groups.items():
-        low, high = min(found, key=lambda rate: rate.value), max(found, key=lambda rate: rate.value)
-        spread = statistics.median(rate.spread or 0.0 for rate in found)
+    for (operation, dtype, ranks), group in groups.items():
+        low, high = min(group, key=lambda rate: rate.value), max(group, key=lambda rate: rate.value)
+        spread = statistics.median(rate.spread or 0.0 for rate in group)
         lowest, highest = (rate_words(rate.value, rate.unit) for rate in (low, high))
-        rows.append([operation, dtype or "-", str(ranks), str(len(found)), lowest, highest, f"{spread:.0%}"])
+        rows.append([operation, dtype or "-", str(ranks), str(len(group)), lowest, highest, f"{spread:.0%}"])
     headings = columns("operation", "dtype", "?>ranks", "??>points", ">lowest", ">highest", "??>spread")
     return Table(columns=headings, rows=rows, title="rates")
 
@@ -184,7 +184,7 @@ def work_words(work: Work) -> str:
 
 
 def result_words(record: RateMeasurement | Measurement) -> str:
-    """What came of it, with the spread of its repeats."""
+    """Return what came of it, with the spread of its repeats."""
     if isinstance(record, RateMeasurement):
         return f"{rate_words(record.value, record.unit)}{_spread(record.spread)}"
     if record.outcome != "completed" or record.measured.step_seconds is None:
@@ -195,7 +195,7 @@ def result_words(record: RateMeasurement | Measurement) -> str:
 
 
 def rate_words(value: float, unit: str) -> str:
-    """A rate with a unit that keeps three digits: `76.6 GFLOP/s`, `1.4 GB/s`, `170 us`."""
+    """Return a rate with a unit that keeps three digits: `76.6 GFLOP/s`, `1.4 GB/s`, `170 us`."""
     if unit == "s":
         return format_seconds(value)
     if unit == "bytes/s":

@@ -23,37 +23,41 @@ def show_listing(rows: Iterable[Row], table: Callable[[Sequence[Row]], list[Bloc
     JSON holds every figure of the catalogue with its source; the table holds those that people compare.
     """
     wanted = text.lower()
-    found = [row for row in rows if any(wanted in word.lower() for word in _words(row))]
+    matches = [row for row in rows if any(wanted in word.lower() for word in _words(row))]
     if json:
-        show_json([{name: _plain(value) for name, value in asdict(row).items()} for row in found])
+        show_json([{name: _plain(value) for name, value in asdict(row).items()} for row in matches])
     else:
-        show(table(found))
+        show(table(matches))
 
 
 def models_table(rows: Sequence[ModelFacts]) -> list[Block]:
+    """Return the table of `dsplan models`."""
     headings = columns(
         "model", "??family", "??kind", ">parameters", "?>active", ">layers", ">hidden", "??>positions", "??>vocabulary"
     )
-    return _counted(Table(columns=headings, rows=[_model_row(row) for row in rows]), "models")
+    return _count(Table(columns=headings, rows=[_model_row(row) for row in rows]), "models")
 
 
 def devices_table(rows: Sequence[Device]) -> list[Block]:
+    """Return the table of GPUs of `dsplan devices`."""
     headings = columns(
         "device", "??vendor", "?family", ">memory", ">GB/s", "?>fp32", ">bf16 TFLOP/s", "?>NVLink GB/s", "??>watts"
     )
-    return _counted(Table(columns=headings, rows=[_device_row(row) for row in rows]), "devices")
+    return _count(Table(columns=headings, rows=[_device_row(row) for row in rows]), "devices")
 
 
 def links_table(rows: Sequence[Link]) -> list[Block]:
+    """Return the table of links of `dsplan devices`."""
     headings = columns("link", "??scope", "???per", ">GB/s peak", "?>GB/s p2p", "?>all-reduce bus GB/s", "??>Gbit/s")
-    return _counted(Table(columns=headings, rows=[_link_row(row) for row in rows]), "links")
+    return _count(Table(columns=headings, rows=[_link_row(row) for row in rows]), "links")
 
 
 def nodes_table(rows: Sequence[NodeType]) -> list[Block]:
+    """Return the table of machine types of `dsplan devices`."""
     headings = columns(
         "node type", "??provider", "GPUs", "?inside", "?between", "?>Gbit/s", "??>cores", ">RAM GiB", "??>NVMe GB"
     )
-    return _counted(Table(columns=headings, rows=[_node_row(row) for row in rows]), "machine types")
+    return _count(Table(columns=headings, rows=[_node_row(row) for row in rows]), "machine types")
 
 
 def _words(row: Device | Link | NodeType | ModelFacts) -> Iterable[str]:
@@ -67,7 +71,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, (tuple, list)) else value
 
 
-def _counted(table: Table, what: str) -> list[Block]:
+def _count(table: Table, what: str) -> list[Block]:
     if not table.rows:
         return [Text(text=f"no {what} match; run the command without a filter to see all", style="warning")]
     return [table, Text(text=f"{len(table.rows)} {what}", style="faint")]
@@ -105,10 +109,10 @@ def _node_row(row: NodeType) -> list[str]:
 
 def as_json(machine: Machine) -> dict[str, Any]:
     """Everything the probe found, by field."""
-    found = asdict(machine)
-    found["host"]["cpu_flags"] = sorted(machine.host.cpu_flags)
-    found["software"]["packages"] = dict(machine.software.packages)
-    return found
+    document = asdict(machine)
+    document["host"]["cpu_flags"] = sorted(machine.host.cpu_flags)
+    document["software"]["packages"] = dict(machine.software.packages)
+    return document
 
 
 def machine_blocks(machine: Machine) -> list[Block]:
@@ -147,7 +151,7 @@ def _gpu_row(gpu: Gpu) -> list[Cell]:
 
 
 def _remarks(gpu: Gpu) -> Iterable[str]:
-    """What keeps this GPU from being used whole or at full speed."""
+    """Return what keeps this GPU from being used whole or at full speed."""
     if gpu.lost:
         yield f"GPU {gpu.index} does not answer"
     if not gpu.visible:

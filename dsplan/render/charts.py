@@ -19,10 +19,10 @@ def sparkline(values: Sequence[float | None], width: int, *, unicode: bool = Tru
     """
     levels = _BLOCKS if unicode else _LEVELS
     means = [_mean(part) for part in _parts(values, width)]
-    known = [mean for mean in means if mean is not None]
-    if not known:
+    finite = [mean for mean in means if mean is not None]
+    if not finite:
         return ""
-    low, high = min(known), max(known)
+    low, high = min(finite), max(finite)
     return "".join(" " if mean is None else levels[_level(mean, low, high, len(levels))] for mean in means)
 
 
@@ -33,8 +33,8 @@ def _parts(values: Sequence[float | None], width: int) -> list[Sequence[float | 
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    return math.fsum(known) / len(known) if known else None
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return math.fsum(finite) / len(finite) if finite else None
 
 
 def _level(value: float, low: float, high: float, levels: int) -> int:

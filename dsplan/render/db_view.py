@@ -1,4 +1,4 @@
-"""What the database holds: stored runs measured beside predicted, and what was learnt from them."""
+"""Views of the database: stored runs measured beside predicted, and factors learnt from them."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def _row(measurement: Measurement) -> list[str]:
         measurement.model,
         measurement.strategy,
         "OOM" if measurement.outcome == "out_of_memory" else measurement.outcome,
-        _with_error(format_bytes, measured.peak_allocated_bytes, predicted.peak_allocated_bytes),
-        _with_error(format_seconds, measured.step_seconds, predicted.step_seconds),
+        _add_error(format_bytes, measured.peak_allocated_bytes, predicted.peak_allocated_bytes),
+        _add_error(format_seconds, measured.step_seconds, predicted.step_seconds),
     ]
 
 
@@ -79,8 +79,8 @@ def _comparison(measurement: Measurement) -> Table:
 
 
 def _pairs(title: str, values: Mapping[str, object]) -> Table:
-    known = {name: value for name, value in values.items() if value not in (None, "")}
-    rows = [[_words(name), f"{value:.4g}" if isinstance(value, float) else str(value)] for name, value in known.items()]
+    given = {name: value for name, value in values.items() if value not in (None, "")}
+    rows = [[_words(name), f"{value:.4g}" if isinstance(value, float) else str(value)] for name, value in given.items()]
     return Table(title=title, columns=(Column("what"), Column("value")), rows=rows)
 
 
@@ -91,7 +91,7 @@ def _machine(measurement: Measurement) -> dict[str, object]:
 
 
 def _error(measured: float | None, predicted: float | None) -> str:
-    """How far the prediction was off, in percent of what was measured."""
+    """Return how far the prediction was off, in percent of what was measured."""
     return f"{(predicted - measured) / measured:+.0%}" if measured and predicted is not None else _MISSING
 
 
@@ -103,7 +103,7 @@ def _rate(per_second: float) -> str:
     return f"{per_second:,.0f}"
 
 
-def _with_error(form: Callable[[float], str], measured: float | None, predicted: float | None) -> str:
+def _add_error(form: Callable[[float], str], measured: float | None, predicted: float | None) -> str:
     error = _error(measured, predicted)
     return _figure(form, measured) if error == _MISSING else f"{_figure(form, measured)} {error}"
 
@@ -146,7 +146,7 @@ def calibration_blocks(refreshed: Refreshed, *, stored: bool) -> list[Block]:
 
 
 def calibration_json(refreshed: Refreshed, *, stored: bool) -> dict[str, Any]:
-    """The same as the JSON object that `dsplan db calibrate --json` prints."""
+    """Return the same as the JSON object that `dsplan db calibrate --json` prints."""
     return {
         "schema_version": 1,
         "calibrations": [_document(kind, stored=stored) for kind in refreshed.kinds],
@@ -155,7 +155,7 @@ def calibration_json(refreshed: Refreshed, *, stored: bool) -> dict[str, Any]:
 
 
 def hardware_name(hardware: HardwareKind) -> str:
-    """A kind of hardware in a few words."""
+    """Return a kind of hardware in a few words."""
     links = " + ".join(link for link in (hardware.intra_link, hardware.inter_link) if link)
     return f"{hardware.device}, {links}" if links else hardware.device
 
@@ -193,12 +193,12 @@ def _factors(hardware: HardwareKind, calibration: Calibration) -> Table:
 
 def factor_intervals(calibration: Calibration) -> dict[str, tuple[float, float, float]]:
     """Each fitted factor with the interval that holds it with nine chances of ten."""
-    found = {}
+    intervals = {}
     for index, name in enumerate(calibration.names):
         factor = getattr(calibration.factors, name)
         half = math.exp(NINE_OF_TEN * math.sqrt(calibration.covariance[index][index]))
-        found[name] = (factor, factor / half, factor * half)
-    return found
+        intervals[name] = (factor, factor / half, factor * half)
+    return intervals
 
 
 def _document(kind: Calibrated, *, stored: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the doctor found, as text and JSON."""
+"""Findings of the doctor, as text and JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def diagnosis_blocks(diagnosis: Diagnosis) -> list[Block]:
-    """A line per finding, worst first, the slowest links, and the verdict."""
+    """Return a line per finding, worst first, the slowest links, and the verdict."""
     several = len(diagnosis.hosts) > 1
     blocks: list[Block] = [
         Text(text=_line(finding, diagnosis.hosts if several else ()), style=_STYLES[finding.level])
@@ -71,9 +71,9 @@ def _link_table(links: tuple[LinkTime, ...]) -> Table:
 def _verdict(diagnosis: Diagnosis) -> Text:
     count = {level: sum(finding.level == level for finding in diagnosis.findings) for level in _STYLES}
     taken_part = f"{_count(len(diagnosis.hosts), 'node')}, {diagnosis.ranks} ranks: " if diagnosis.ranks > 1 else ""
-    found = f"{_count(count['problem'], 'problem')}, {_count(count['warning'], 'warning')}"
-    said = f"{taken_part}{found}, {_count(count['ok'], 'check')} fine"
-    return Text(text=said, style="bad" if count["problem"] else "heading")
+    complaints = f"{_count(count['problem'], 'problem')}, {_count(count['warning'], 'warning')}"
+    sentence = f"{taken_part}{complaints}, {_count(count['ok'], 'check')} fine"
+    return Text(text=sentence, style="bad" if count["problem"] else "heading")
 
 
 def _count(number: int, noun: str) -> str:

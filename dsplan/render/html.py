@@ -10,14 +10,18 @@ from hardware_db.notices import MOST_LETTERS
 
 
 def blocks_html(blocks: Iterable[Block]) -> str:
-    """Paragraphs and tables, with classes for their looks: `style-warning`, and `rank-2` for columns that a narrow
-    window leaves out."""
+    """Paragraphs and tables, with classes for their looks.
+
+    `style-warning`, and `rank-2` for columns that a narrow window leaves out.
+    """
     return "".join(_table(block) if isinstance(block, Table) else _paragraph(block) for block in blocks)
 
 
 def plain(text: str, *, most: int | None = MOST_LETTERS) -> str:
-    """A text for the inside of an element or of a quoted attribute: markup escaped, control characters left out, and
-    cut after `most` letters."""
+    """Return a text for the inside of an element or of a quoted attribute.
+
+    Markup escaped, control characters left out, and cut after `most` letters.
+    """
     shown = "".join(letter for letter in text[:most] if letter.isprintable() or letter == "\n")
     return escape(shown) + ("…" if most is not None and len(text) > most else "")
 

@@ -25,8 +25,10 @@ _SHARE = 0.2
 
 
 def follow(look: Callable[[], Frame], seconds: float) -> None:
-    """Look again every so many seconds until the run ends, on a screen of its own; the last frame stays behind, whole,
-    also where the page is interrupted or ended."""
+    """Look again every so many seconds until the run ends, on a screen of its own.
+
+    The last frame stays behind, whole, also where the page is interrupted or ended.
+    """
     console = terminal()
     frame = look()
     ended = signal.signal(signal.SIGTERM, _end)
@@ -61,12 +63,12 @@ def _pause(live: Live) -> None:
 
 
 def stop_process() -> None:
-    """Returns when the shell goes on with this process."""
+    """Wait until the shell resumes this process."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _wait(live: Live, frame: Frame, until: float) -> None:
-    """A terminal that changes its size meanwhile is drawn again at once."""
+    """Draw again at once where the terminal changes its size."""
     size = live.console.size
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(left, _GLANCE_SECONDS))

@@ -35,7 +35,7 @@ def plan_blocks(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block
 
 
 def figure_blocks(plan: Plan) -> list[Block]:
-    """The configuration; memory by category and phase; time by part; the verdict."""
+    """Return the configuration; memory by category and phase; time by part; the verdict."""
     blocks: list[Block] = [Text(text=describe(plan.configuration))]
     blocks += [memory_table(plan), phase_table(plan), time_table(plan.time), Text(text=_rates(plan))]
     verdict = verdict_line(plan)
@@ -45,7 +45,7 @@ def figure_blocks(plan: Plan) -> list[Block]:
 
 
 def header(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block]:
-    """Which model on which hardware, with what nobody asked for."""
+    """Return which model on which hardware, with what nobody asked for."""
     model, cluster = plan.model, plan.cluster
     where = f"{cluster['gpus']} x {cluster['device']}"
     nodes = f" on {cluster['nodes']} nodes" if cluster["nodes"] > 1 else ""
@@ -60,7 +60,7 @@ def header(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block]:
 
 
 def _what_runs(plan: Plan) -> str:
-    """Whose modules run and how, where that is not what goes without saying."""
+    """Return whose modules run and how, where that is not what goes without saying."""
     work = plan.workload
     words = [f"code {work['code']}"] if work.get("code", "transformers") != "transformers" else []
     words += ["blocks compiled"] if work.get("compile") else []
@@ -69,7 +69,7 @@ def _what_runs(plan: Plan) -> str:
 
 
 def describe(configuration: Configuration) -> str:
-    """A configuration in one line, for headings."""
+    """Return a configuration in one line, for headings."""
     batch = (
         f"micro-batch {configuration.micro_batch_size} x accumulation {configuration.gradient_accumulation_steps}"
         f" = global batch {configuration.global_batch_size}"
@@ -85,14 +85,16 @@ def describe(configuration: Configuration) -> str:
 
 
 def offload_text(configuration: Configuration) -> str:
-    """What is offloaded, and how much of it where that is not all: `optimizer 50%`."""
+    """Return what is offloaded, and how much of it where that is not all: `optimizer 50%`."""
     ratio = configuration.offload_ratio
     return configuration.offload if ratio == 1 else f"{configuration.offload} {ratio:.0%}"
 
 
 def dims_text(configuration: Configuration) -> str:
-    """The parallel degrees above 1: `dp 8`, `dp 2x4 tp 2` (copies x shards), `pp 4x2` (virtual stages), `pp 4 gpipe`,
-    or `1 GPU`."""
+    """Return the parallel degrees above 1.
+
+    `dp 8`, `dp 2x4 tp 2` (copies x shards), `pp 4x2` (virtual stages), `pp 4 gpipe`, or `1 GPU`.
+    """
     copies, shards = configuration.dp_replicate, configuration.dp_shard
     data_parallel = f"{copies}x{shards}" if copies > 1 and shards > 1 else str(copies * shards)
     pieces = f"x{configuration.virtual_stages}" if configuration.virtual_stages > 1 else ""
@@ -122,7 +124,7 @@ def memory_table(plan: Plan) -> Table:
 
 
 def phase_table(plan: Plan) -> Table:
-    """The allocated peak of each phase of a step, and the host's memory."""
+    """Return the allocated peak of each phase of a step, and the host's memory."""
     capacity = limit_bytes(plan)
     rows = [
         [*_row(phase, size / capacity, format_bytes(size)), _WHEN.get(phase, "")]
@@ -167,7 +169,7 @@ def interval_text(time: StepTime) -> str:
 
 
 def verdict_line(plan: Plan) -> str:
-    """Whether it fits, with the figures that decide it."""
+    """Return whether it fits, with the figures that decide it."""
     reason = why_it_misses(plan)
     if reason is not None:
         return f"verdict: does not fit: {reason}"
@@ -180,7 +182,7 @@ def verdict_line(plan: Plan) -> str:
 
 
 def limit_bytes(plan: Plan) -> int:
-    """What one device may use: its capacity, or less where the user set a limit."""
+    """Return what one device may use: its capacity, or less where the user set a limit."""
     capacity = plan.cluster["capacity_bytes"]
     # A GPU that others have filled has none free, and shares of it are still to be shown.
     return max(1, min(capacity, plan.workload.get("max_memory_bytes") or capacity))
@@ -223,7 +225,7 @@ def maxima_blocks(request: Request, rows: Sequence[Maximum]) -> list[Block]:
         Text(text=f"{request.facts.name}: {format_count(request.counts.total)} parameters", style="heading"),
         Text(text=f"{where}, {format_bytes(device_limit(workload, cluster))} usable each"),
     ]
-    assumed = _assumed(request)
+    assumed = _assumptions(request)
     blocks += [Text(text=f"assumed: {'; '.join(assumed)}", style="warning")] if assumed else []
     names = columns("strategy", "???degrees", "?recompute", "??offload", ">micro-batch", ">sequence", ">model")
     blocks += [Text(text=""), Table(title="", columns=names, rows=[_maximum_row(row) for row in rows])]
@@ -241,7 +243,10 @@ def maxima_blocks(request: Request, rows: Sequence[Maximum]) -> list[Block]:
 
 
 def maxima_to_dict(request: Request, rows: Sequence[Maximum]) -> dict[str, Any]:
-    """What `max --json` prints: `maxima`, a list of one object for each way to run, and what they are searched at."""
+    """Return what `max --json` prints.
+
+    `maxima`, a list of one object for each way to run, and what they are searched at.
+    """
     from planner.types.job import Job, sections_of
 
     sections = sections_of(
@@ -267,12 +272,12 @@ def maxima_to_dict(request: Request, rows: Sequence[Maximum]) -> dict[str, Any]:
             }
             for row in rows
         ],
-        "defaults": _assumed(request),
+        "defaults": _assumptions(request),
     }
 
 
-def _assumed(request: Request) -> list[str]:
-    """What was taken for granted, without the batch, which is what is asked for."""
+def _assumptions(request: Request) -> list[str]:
+    """Return what was taken for granted, without the batch, which is what is asked for."""
     return [text for text in request.defaults if "--global-batch" not in text]
 
 

@@ -26,12 +26,12 @@ _SCALING_BAR = 30
 
 
 def bill(request: Request, plan: Plan) -> Bill:
-    """The bill of a plan for the request's price and tokens."""
+    """Return the bill of a plan for the request's price and tokens."""
     return bill_of(plan.configuration, plan.time.step_seconds, request.usd_per_gpu_hour, request.budget)
 
 
 def bill_cells(request: Request, plan: Plan) -> dict[str, Cell]:
-    """The columns that the question asks for: none where it asks neither for cost nor for a number of tokens."""
+    """Return the columns that the question asks for: none where it asks neither for cost nor for a number of tokens."""
     cost, cells = bill(request, plan), dict[str, Cell]()
     if cost.usd_per_million_tokens is not None:
         cells[">$/Mtoken"] = f"{cost.usd_per_million_tokens:.3g}"
@@ -45,7 +45,7 @@ def bill_cells(request: Request, plan: Plan) -> dict[str, Cell]:
 
 
 def price_note(request: Request) -> list[Block]:
-    """Where the price comes from, where there is one."""
+    """Return where the price comes from, where there is one."""
     price, node = request.usd_per_gpu_hour, request.cluster.node_type
     if price is None:
         asks = request.objective == "cost"
@@ -55,9 +55,9 @@ def price_note(request: Request) -> list[Block]:
     from hardware_db.datasheets import find_node_type
     from planner.cluster.nodes import price_per_gpu
 
-    known = find_node_type(node)
-    listed = price == price_per_gpu(known)
-    source = f"list price of {node} on {known.priced_on}; --price takes yours" if listed else "from the cluster file"
+    kind = find_node_type(node)
+    listed = price == price_per_gpu(kind)
+    source = f"list price of {node} on {kind.priced_on}; --price takes yours" if listed else "from the cluster file"
     return [Text(text=f"at ${price:.3g} per GPU-hour, {source}", style="faint")]
 
 
@@ -72,6 +72,7 @@ def devices_table(answer: Recommendation) -> list[Block]:
 
 
 def devices_to_dicts(answer: Recommendation) -> list[dict[str, Any]]:
+    """Return the best plan of each number of devices as `recommend --json` prints them."""
     return [
         {
             "gpus": devices.gpus,
@@ -100,15 +101,15 @@ def _devices_row(devices: OnDevices) -> dict[str, Cell]:
 # How throughput grows with the GPUs (`recommend --plot`).
 
 
-def scaling_table(found: Sequence[Rate], title: str = "", bar: int = 0) -> Table:
-    """A row for each number of GPUs; with `bar`, one of so many characters for the throughput of all of them."""
-    fastest = max(rate.per_second for rate in found)
-    counted = _counted(found[0].plan)
+def scaling_table(rates: Sequence[Rate], title: str = "", bar: int = 0) -> Table:
+    """Return a row for each number of GPUs; with `bar`, one of so many characters for the throughput of all of them."""
+    fastest = max(rate.per_second for rate in rates)
+    counted = _unit_of_work(rates[0].plan)
     drawn = ["all GPUs"] if bar else []
     rate_names = (*drawn, f">{counted}/s", ">of linear")
     names = columns(">GPUs", "?strategy", "??degrees", "??>global batch", "?>step", *rate_names)
     rows: list[list[Cell]] = []
-    for rate in found:
+    for rate in rates:
         chosen = rate.plan.configuration
         bars: list[Cell] = [Bar(share=rate.per_second / fastest, width=bar, of_limit=False)] if bar else []
         words = [str(chosen.world_size), chosen.strategy, dims_text(chosen), str(chosen.global_batch_size)]
@@ -117,29 +118,29 @@ def scaling_table(found: Sequence[Rate], title: str = "", bar: int = 0) -> Table
     return Table(columns=names, rows=rows, title=title)
 
 
-def scaling_blocks(found: Sequence[Rate]) -> list[Block]:
-    """The curve over GPUs as bars, and what they mean."""
-    if len(found) < 2:
-        where = "on another number of GPUs that was tried" if found else "here"
+def scaling_blocks(rates: Sequence[Rate]) -> list[Block]:
+    """Return the curve over GPUs as bars, and what they mean."""
+    if len(rates) < 2:
+        where = "on another number of GPUs that was tried" if rates else "here"
         return [Text(text=f"nothing to plot: no plan fits {where}", style="warning")]
-    growing = len({rate.plan.configuration.global_batch_size for rate in found}) > 1
+    growing = len({rate.plan.configuration.global_batch_size for rate in rates}) > 1
     batch = "the global batch grows with the GPUs (--global-batch holds it)" if growing else "the same global batch"
-    note = f"the first plan on each number of GPUs; {batch}; of linear: against {_gpus(found[0])} times as many"
-    return [scaling_table(found, "throughput over GPUs", bar=_SCALING_BAR), Text(text=note, style="faint")]
+    note = f"the first plan on each number of GPUs; {batch}; of linear: against {_gpus(rates[0])} times as many"
+    return [scaling_table(rates, "throughput over GPUs", bar=_SCALING_BAR), Text(text=note, style="faint")]
 
 
-def scaling_to_dicts(found: Sequence[Rate]) -> list[dict[str, Any]]:
-    """What `recommend --plot --json` adds."""
+def scaling_to_dicts(rates: Sequence[Rate]) -> list[dict[str, Any]]:
+    """Return what `recommend --plot --json` adds."""
     return [
         {
             "gpus": rate.plan.configuration.world_size,
             "strategy": rate.plan.configuration.strategy,
             "global_batch_size": rate.plan.configuration.global_batch_size,
             "step_seconds": rate.plan.time.step_seconds,
-            f"{_counted(rate.plan)}_per_second": rate.per_second,
+            f"{_unit_of_work(rate.plan)}_per_second": rate.per_second,
             "of_linear": rate.of_linear,
         }
-        for rate in found
+        for rate in rates
     ]
 
 
@@ -157,7 +158,7 @@ def recommendation_blocks(answer: Recommendation) -> list[Block]:
 
 
 def ranked_blocks(answer: Recommendation) -> list[Block]:
-    """The ranked plans and what their figures mean, or the closest miss with remedies."""
+    """Return the ranked plans and what their figures mean, or the closest miss with remedies."""
     if answer.plans:
         blocks = [plans_table(answer.request, answer.plans), *_footnotes(answer), *_instead(answer)]
     else:
@@ -166,8 +167,11 @@ def ranked_blocks(answer: Recommendation) -> list[Block]:
 
 
 def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
-    """What `recommend --json` prints: `plans` best first, `choice`, `rejected`; `closest` and `remedies` when nothing
-    fits, and `remedies` beside plans that offload; `on_devices` with a deadline, `front` where it was asked for."""
+    """Return what `recommend --json` prints: `plans` best first, `choice`, `rejected`.
+
+    `closest` and `remedies` when nothing fits, and `remedies` beside plans that offload; `on_devices` with a deadline,
+    `front` where it was asked for.
+    """
     return {
         "schema_version": answer.plans[0].schema_version if answer.plans else 1,
         "plans": [_plan_to_dict(answer.request, plan) for plan in answer.plans],
@@ -191,7 +195,7 @@ def plans_table(request: Request, plans: Sequence[Plan], title: str = "") -> Tab
 
 
 def alternatives_table(plan: Plan) -> list[Block]:
-    """What a plan was chosen over, as its file remembers it."""
+    """Return what a plan was chosen over, as its file remembers it."""
     if not plan.alternatives:
         return []
     rows = [[str(item.get("strategy", "")), str(item.get("reason", ""))] for item in plan.alternatives]
@@ -211,13 +215,13 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
         "???memory": Bar(share=memory.device_used_upper_bytes / limit_bytes(plan), width=6),
         ">step": format_seconds(plan.time.step_seconds),
         "????>9 of 10": interval_text(plan.time),
-        f"?>{_counted(plan)}/s": f"{rates.tokens_per_second_per_gpu:,.0f}",
+        f"?>{_unit_of_work(plan)}/s": f"{rates.tokens_per_second_per_gpu:,.0f}",
         "????>MFU": "-" if rates.mfu is None else f"{rates.mfu:.0%}",
         "??limit": plan.limited_by,
     }
 
 
-def _counted(plan: Plan) -> str:
+def _unit_of_work(plan: Plan) -> str:
     return "samples" if plan.configuration.counts_samples else "tokens"
 
 
@@ -227,7 +231,7 @@ def _footnotes(answer: Recommendation) -> list[Block]:
     runners = sorted({plan.configuration.backend for plan in plans})
     note = (
         f"batch: micro-batch x accumulation; memory: upper bound of {capacity:.1f} GiB; 9 of 10: where nine of ten"
-        f" steps should lie; {_counted(plans[0])}/s: per GPU; limit: the largest part of a step;"
+        f" steps should lie; {_unit_of_work(plans[0])}/s: per GPU; limit: the largest part of a step;"
         f" run by {' and '.join(runners)}"
     )
     notes: list[Block] = [Text(text=f"first: {answer.choice}"), Text(text=note, style="faint")]
@@ -242,7 +246,7 @@ def _footnotes(answer: Recommendation) -> list[Block]:
 
 
 def _shared_notes(plans: tuple[Plan, ...]) -> list[str]:
-    """What is said of every plan, and so of the model or the question rather than of one configuration."""
+    """Return what is said of every plan, and so of the model or the question rather than of one configuration."""
     return [note for note in plans[0].notes if all(note in plan.notes for plan in plans)]
 
 
@@ -260,14 +264,14 @@ _TASK_WORDS = {"custom": "the module's own task"}
 
 
 def work_text(workload: Workload) -> str:
-    """What is trained how, in one line."""
+    """Return what is trained how, in one line."""
     length = [] if workload.sequence_length == 1 else [f"sequence {workload.sequence_length}"]
     words = [_TASK_WORDS.get(workload.task, workload.task), *length, f"global batch {workload.global_batch_size}"]
     return ", ".join([*words, workload.precision, workload.optimizer, f"{workload.attention} attention"])
 
 
 def _instead(answer: Recommendation) -> list[Block]:
-    """What trains on the devices alone, where the plans offload."""
+    """Return what trains on the devices alone, where the plans offload."""
     return [Text(text=f"or {item.change} ({item.flag}): {item.plan}") for item in answer.remedies]
 
 
@@ -281,7 +285,7 @@ def _nothing_fits(answer: Recommendation) -> list[Block]:
 
 
 def rejected_blocks(answer: Recommendation) -> list[Block]:
-    """Why each of the other strategies is not among the plans."""
+    """Return why each of the other strategies is not among the plans."""
     if not answer.rejected:
         return []
     rows = [[item.strategy, item.reason] for item in answer.rejected]

@@ -16,7 +16,7 @@ from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan_io import plan_to_dict
 from strategies.launch.tracking import tracked_by
 from strategies.run_directory.claim import claimed_kind
-from strategies.run_directory.spec import profiles_in
+from strategies.run_directory.files import profiles_in
 
 if TYPE_CHECKING:
     from planner.types.plan import Plan
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def markdown(blocks: Iterable[Block], *, title: str) -> str:
-    """A page of the blocks under a heading."""
+    """Return a page of the blocks under a heading."""
     parts = [f"# {title}", *(_table(block) if isinstance(block, Table) else block.text for block in blocks)]
     return "\n\n".join(parts) + "\n"
 
@@ -55,7 +55,7 @@ _MISSING = "-"
 
 
 def report_blocks(report: RunReport, *, reason_follows: bool = False) -> list[Block]:
-    """The end of a run: how it ended, its attempts, predicted beside measured, the loss, and where everything lies.
+    """Return the end of a run: how it ended, its attempts, predicted beside measured, the loss, and its files.
 
     With `reason_follows` the one refusal of a run that never began is left to the line that follows.
     """
@@ -79,7 +79,7 @@ def report_blocks(report: RunReport, *, reason_follows: bool = False) -> list[Bl
 
 
 def profile_lines(directory: Path) -> list[str]:
-    """Where the profiles of a run are, and what opens them; none where nothing was profiled."""
+    """Return where the profiles of a run are, and what opens them; none where nothing was profiled."""
     return [
         f"profile of {len(paths)} {'rank' if len(paths) == 1 else 'ranks'} for {viewer}: {paths[0].name}"
         + (f" to {paths[-1].name}" if len(paths) > 1 else "")
@@ -89,7 +89,7 @@ def profile_lines(directory: Path) -> list[str]:
 
 def write_report(report: RunReport, stored: str) -> None:
     """Keep the page as `report.md` in the run directory; `stored` says where the database has the run."""
-    from strategies.launch.report import REPORT_FILE
+    from strategies.run_directory.files import REPORT_FILE
 
     path = report.spec.directory / REPORT_FILE
     page = markdown([*report_blocks(report), Text(text=stored)], title=f"dsplan run {Path(report.spec.script).name}")
@@ -104,7 +104,7 @@ def _outcome_text(report: RunReport) -> Text:
     if outcome.name == "interrupted":
         return Text(text=f"interrupted after {steps} steps{attempts}; {_after_interruption(report)}", style="warning")
     if outcome.name == "preempted":
-        return Text(text=_stopped(report), style="warning")
+        return Text(text=_stop_sentence(report), style="warning")
     return Text(text=f"{outcome.name.replace('_', ' ')} after {steps} steps{attempts}", style="bad")
 
 
@@ -117,15 +117,15 @@ def _after_interruption(report: RunReport) -> str:
     return f"resume from step {saved[0].step} with dsplan run --resume {report.spec.directory}"
 
 
-def _stopped(report: RunReport) -> str:
-    """How a run stopped that was asked to, and how to resume."""
+def _stop_sentence(report: RunReport) -> str:
+    """Return how a run stopped that was asked to, and how to resume."""
     ending = report.attempts[-1].ending
     if ending is not None and ending.saved:
-        done = f"stopped at step {ending.step} and saved"
+        sentence = f"stopped at step {ending.step} and saved"
     else:
-        said = f": {ending.reason}" if ending is not None and ending.reason else ""
-        done = f"stopped after {report.measured.steps} steps{said}"
-    return f"{done}; resume with dsplan run --resume {report.spec.directory}"
+        cause = f": {ending.reason}" if ending is not None and ending.reason else ""
+        sentence = f"stopped after {report.measured.steps} steps{cause}"
+    return f"{sentence}; resume with dsplan run --resume {report.spec.directory}"
 
 
 def _what_ran(report: RunReport) -> Table:
@@ -191,10 +191,10 @@ def _comparison(report: RunReport) -> list[list[str]]:
         [
             name,
             _MISSING if predicted is None else spell(predicted),
-            _MISSING if found is None else spell(found),
-            f"{found / predicted:.2f}" if found and predicted else _MISSING,
+            _MISSING if figure is None else spell(figure),
+            f"{figure / predicted:.2f}" if figure and predicted else _MISSING,
         ]
-        for (name, predicted, found), spell in zip(rows, formats, strict=True)
+        for (name, predicted, figure), spell in zip(rows, formats, strict=True)
     ]
 
 
@@ -202,8 +202,11 @@ def _comparison(report: RunReport) -> list[list[str]]:
 
 
 def report_to_dict(report: RunReport, stored: Stored) -> dict[str, object]:
-    """Outcome, measurements, attempts, what was seen to train, plan (null where nothing was planned) and where the run
-    was stored."""
+    """Return the object that `dsplan run --json` prints.
+
+    Outcome, measurements, attempts, what was seen to train, plan (null where nothing was planned) and where the run was
+    stored.
+    """
     outcome = report.outcome
     measured = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value

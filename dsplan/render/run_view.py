@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from dsplan.render.charts import sparkline
 from dsplan.render.show import can_redraw, takes_blocks, terminal
-from hardware_db.notices import labelled, printable
+from hardware_db.notices import label_lines, printable
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan_io import configuration_from_dict
 from strategies.launch.attempt import AttemptEnded, Event, OutputLine, PlanMade, RunIsBack, StepDone
@@ -65,8 +65,8 @@ class RunView:
             self._refusals.append(event)
             return
         if isinstance(event, AttemptEnded):
-            said = event.ending.reason
-            self._refusals = [line for line in self._refusals if line.text.removeprefix(_REFUSAL) != said]
+            reason = event.ending.reason
+            self._refusals = [line for line in self._refusals if line.text.removeprefix(_REFUSAL) != reason]
             if is_last_word(event.ending) and event.decision.action == "give_up":
                 return
         self._show_refusals()
@@ -81,9 +81,9 @@ class RunView:
             self._line(printable(ending_line(event)), stderr=True)
         elif isinstance(event, RunIsBack):
             lost = "" if event.seconds_lost is None else f"; {format_seconds(event.seconds_lost)} lost"
-            self._line(labelled(f"back at step {event.step}{lost}"), stderr=True)
+            self._line(label_lines(f"back at step {event.step}{lost}"), stderr=True)
         else:
-            self._line(labelled(event.line()), stderr=True)
+            self._line(label_lines(event.line()), stderr=True)
 
     def _show_refusals(self) -> None:
         refusals, self._refusals = self._refusals, []
@@ -125,8 +125,10 @@ class RunView:
 
 
 def step_line(step: StepDone, ranks: int, width: int | None = None) -> str:
-    """One step in one line: number, loss, tokens per second over all ranks, memory of rank 0; in a line of so many
-    characters what matters least is left out."""
+    """One step in one line: number, loss, tokens per second over all ranks, memory of rank 0.
+
+    In a line of so many characters what matters least is left out.
+    """
     parts = [f"step {step.step}"]
     if step.loss is not None:
         parts.append(f"loss {step.loss:.4f}")
@@ -141,9 +143,9 @@ def step_line(step: StepDone, ranks: int, width: int | None = None) -> str:
     return "  ".join(parts)
 
 
-def plan_line(made: PlanMade) -> str:
-    """A plan in one line."""
-    plan, memory, seconds = made.plan["plan"], made.plan["memory"], made.plan["time"]["step_seconds"]
+def plan_line(event: PlanMade) -> str:
+    """Return a plan in one line."""
+    plan, memory, seconds = event.plan["plan"], event.plan["memory"], event.plan["time"]["step_seconds"]
     split = configuration_from_dict(plan).degrees_text
     return (
         f"{plan['strategy']} ({plan['backend']}){split}, micro-batch {plan['micro_batch_size']} x accumulation"
@@ -155,21 +157,21 @@ def plan_line(made: PlanMade) -> str:
 
 
 def ending_line(ended: AttemptEnded) -> str:
-    """The end of an attempt in one line: where, at which step, why, and what follows."""
+    """Return the end of an attempt in one line: where, at which step, why, and what follows."""
     ending, decision = ended.ending, ended.decision
     step = "" if ending.step is None else f"step {ending.step}"
     where = ", ".join(part for part in (ending_place(ending), step) if part)
     pause = f" in {format_seconds(decision.delay_seconds)}" if decision.delay_seconds else ""
-    return labelled(f"{where}{': ' if where else ''}{ending_words(ending)}; {decision.why}{pause}")
+    return label_lines(f"{where}{': ' if where else ''}{ending_words(ending)}; {decision.why}{pause}")
 
 
 def is_last_word(ending: Ending) -> bool:
-    """Whether an ending is a refusal whose one line says all there is to say."""
+    """Return whether an ending is a refusal whose one line says all there is to say."""
     return ending.kind == "refused" and bool(ending.reason)
 
 
 def ending_words(ending: Ending) -> str:
-    """What it was and why, each said once."""
+    """Return what it was and why, each said once."""
     what = ending.kind.replace("_", " ")
     if what in ending.reason.lower():
         return ending.reason
@@ -177,7 +179,7 @@ def ending_words(ending: Ending) -> str:
 
 
 def ending_place(ending: Ending) -> str:
-    """The rank and its host; empty where no rank was at fault."""
+    """Return the rank and its host; empty where no rank was at fault."""
     if ending.rank is None:
         return ending.host
     return f"rank {ending.rank}" + (f" ({ending.host})" if ending.host else "")

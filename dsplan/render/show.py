@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 
-from hardware_db.notices import folded, printable
+from hardware_db.notices import fold_lines, printable
 from hardware_db.records import dataclass
 
 if TYPE_CHECKING:
@@ -24,8 +24,10 @@ Style: TypeAlias = Literal["", "heading", "good", "warning", "bad", "faint"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """A share between 0 and 1, drawn `width` characters wide, or fewer where a terminal is narrow; above 1 it is drawn
-    full."""
+    """A share between 0 and 1, drawn `width` characters wide, or fewer where a terminal is narrow.
+
+    Above 1 it is drawn full.
+    """
 
     share: float
     width: int = 10
@@ -34,13 +36,13 @@ class Bar:
 
     @property
     def state(self) -> Literal["below", "near", "over"]:
-        """How far from its limit."""
+        """Distance from its limit, in a word."""
         if not self.of_limit:
             return "below"
         return "over" if self.share > 1 else "near" if self.share > 0.9 else "below"
 
-    def filled(self, width: int) -> int:
-        """How many of so many characters are full."""
+    def count_filled(self, width: int) -> int:
+        """Return how many of so many characters are full."""
         return round(min(max(self.share, 0.0), 1.0) * width)
 
 
@@ -57,9 +59,12 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column's heading; figures are aligned on the right. A terminal that is too narrow leaves out the columns of the
-    highest `rank` first, the last one of a rank first; those of rank 0 only where nothing else is left to leave out.
-    The first column always stays, and the second where its rank is 0: they say what a row is."""
+    """A column's heading; figures are aligned on the right.
+
+    A terminal that is too narrow leaves out the columns of the highest `rank` first, the last one of a rank first;
+    those of rank 0 only where nothing else is left to leave out. The first column always stays, and the second where
+    its rank is 0: they say what a row is.
+    """
 
     name: str
     right: bool = False
@@ -67,8 +72,10 @@ class Column:
 
 
 def columns(*names: str) -> tuple[Column, ...]:
-    """Columns by heading; a leading `>` aligns one on the right, and every `?` before it makes it matter less, so that
-    it is left out earlier: `columns("model", ">layers", "?>positions", "??>vocabulary")`."""
+    """Return columns by heading: `columns("model", ">layers", "?>positions", "??>vocabulary")`.
+
+    A leading `>` aligns one on the right; every `?` before it makes it matter less, so that it is left out earlier.
+    """
     return tuple(_column(name) for name in names)
 
 
@@ -93,7 +100,7 @@ Block: TypeAlias = "Text | Table"
 
 
 def plain_text(blocks: Iterable[Block]) -> str:
-    """The blocks as text that ends in a newline; tables are as wide as their content."""
+    """Return the blocks as text that ends in a newline; tables are as wide as their content."""
     return "".join(
         f"{_plain_table(block) if isinstance(block, Table) else printable(block.text)}\n" for block in blocks
     )
@@ -116,7 +123,8 @@ def _line(row: Sequence[str], widths: Sequence[int], table: Table) -> str:
 
 
 def _wide(text: str) -> int:
-    """How many characters of a terminal a text takes: two for one of East Asia, none for an accent of its own."""
+    """Return how many characters of a terminal a text takes: two for one of East Asia, none for an accent of its own.
+    """
     if text.isascii():
         return len(text)
     from unicodedata import combining, east_asian_width
@@ -127,7 +135,7 @@ def _wide(text: str) -> int:
 def _plain_cell(cell: Cell) -> str:
     if not isinstance(cell, Bar):
         return printable(cell)
-    full = cell.filled(cell.width)
+    full = cell.count_filled(cell.width)
     return "#" * full + "." * (cell.width - full)
 
 
@@ -136,8 +144,10 @@ def _plain_cell(cell: Cell) -> str:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows a line with a spinner on stderr until the block ends. Rich is imported with its first line:
-    answers that are at hand neither need it nor wait for it."""
+    """Return a function that shows a line with a spinner on stderr until the block ends.
+
+    Rich is imported with its first line: answers that are at hand neither need it nor wait for it.
+    """
     with contextlib.ExitStack() as shown:
         lines: list[Callable[[str], None]] = []
 
@@ -166,7 +176,7 @@ def show(blocks: Sequence[Block]) -> None:
 
 
 def room() -> tuple[int, bool]:
-    """How many columns the standard output has, and whether it takes curves drawn with more than ASCII."""
+    """Return how many columns the standard output has, and whether it takes curves drawn with more than ASCII."""
     if not sys.stdout.isatty():
         return PIPE_WIDTH, False
     console = terminal()
@@ -176,7 +186,7 @@ def room() -> tuple[int, bool]:
 def say(text: str, *, stderr: bool = False) -> None:
     """Print a sentence, or lines."""
     file = sys.stderr if stderr else sys.stdout
-    print(folded("\n".join(map(printable, text.split("\n"))), file), file=file)
+    print(fold_lines("\n".join(map(printable, text.split("\n"))), file), file=file)
 
 
 def show_file(text: str) -> None:
@@ -205,8 +215,10 @@ PIPE_WIDTH = 80
 
 
 def terminal(file: TextIO | None = None) -> Console:
-    """A file as rich's terminal. Rich takes one that can place no cursor for 80 columns wide; here it is as wide as it
-    is."""
+    """Return a file as rich's terminal.
+
+    Rich takes one that can place no cursor for 80 columns wide; here it is as wide as it is.
+    """
     from shutil import get_terminal_size
 
     from rich.console import Console
@@ -219,12 +231,12 @@ def terminal(file: TextIO | None = None) -> Console:
 
 
 def can_redraw(file: TextIO) -> bool:
-    """Whether a file is a terminal that draws over what it shows."""
+    """Return whether a file is a terminal that draws over what it shows."""
     return file.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
 def takes_blocks(console: Console) -> bool:
-    """Whether the terminal's encoding has more than ASCII to draw with."""
+    """Return whether the terminal's encoding has more than ASCII to draw with."""
     return console.encoding.startswith("utf")
 
 
@@ -238,7 +250,10 @@ def print_blocks(blocks: Iterable[Block]) -> None:
 def renderables(
     blocks: Iterable[Block], console: Console, *, names_left_out: bool = True
 ) -> Iterator[RichTable | RichText]:
-    """What rich prints of blocks, one under the other; under a table the names of columns that it has no room for."""
+    """Return what rich prints of blocks, one under the other.
+
+    Under a table the names of columns that it has no room for.
+    """
     from rich.text import Text as RichText
 
     for block in blocks:
@@ -248,14 +263,14 @@ def renderables(
         if block.title:
             yield RichText("")
             yield RichText(printable(block.title), style=_STYLES["heading"])
-        shown, left_out = _narrowed(block, console.width)
+        shown, left_out = _drop_columns(block, console.width)
         yield _rich_table(shown, console)
         if left_out and names_left_out:
             yield RichText(f"a wider terminal also shows {', '.join(left_out)}", style="dim")
 
 
-def _narrowed(table: Table, width: int) -> tuple[Table, list[str]]:
-    """The table without the columns that it has no room for, those first that matter least, and their names."""
+def _drop_columns(table: Table, width: int) -> tuple[Table, list[str]]:
+    """Return the table without the columns that it has no room for, those first that matter least, and their names."""
     widths = [_least_width(table, index, width) for index in range(len(table.columns))]
     gap = _gap(width)
     kept = list(range(len(table.columns)))
@@ -270,23 +285,23 @@ def _narrowed(table: Table, width: int) -> tuple[Table, list[str]]:
 
 
 def _gap(width: int) -> int:
-    """The characters between two columns on a terminal of so many."""
+    """Return the characters between two columns on a terminal of so many."""
     return 2 if width >= _WIDE else 1
 
 
 def _widths(table: Table, width: int) -> list[int]:
-    """The characters of each column: what it cannot do without, and then what is left, the narrowest first."""
+    """Return the characters of each column: what it cannot do without, and then what is left, the narrowest first."""
     indices = range(len(table.columns))
-    found = [_least_width(table, index, width) for index in indices]
+    widths = [_least_width(table, index, width) for index in indices]
     wanted = [max(len(table.columns[index].name), *map(_width, _cells(table, index)), 1) for index in indices]
-    room = width - sum(found) - _gap(width) * (len(found) - 1)
-    while room > 0 and (hungry := [index for index in indices if found[index] < wanted[index]]):
-        found[min(hungry, key=found.__getitem__)] += 1
+    room = width - sum(widths) - _gap(width) * (len(widths) - 1)
+    while room > 0 and (hungry := [index for index in indices if widths[index] < wanted[index]]):
+        widths[min(hungry, key=widths.__getitem__)] += 1
         room -= 1
     if room < 0:
-        widest = max(indices, key=found.__getitem__)
-        found[widest] = max(1, found[widest] + room)
-    return found
+        widest = max(indices, key=widths.__getitem__)
+        widths[widest] = max(1, widths[widest] + room)
+    return widths
 
 
 def _cells(table: Table, index: int) -> list[Cell]:
@@ -298,8 +313,10 @@ def _width(cell: Cell) -> int:
 
 
 def _least_width(table: Table, index: int, width: int) -> int:
-    """The characters that a column cannot do without on a terminal of so many: all of its cells, or the longest word of
-    one that is prose."""
+    """Return the characters that a column cannot do without on a terminal of so many.
+
+    All of its cells, or the longest word of one that is prose.
+    """
     name = table.columns[index].name
     cells = _cells(table, index)
     bars = [min(cell.width, _LEAST_BAR) for cell in cells if isinstance(cell, Bar)]
@@ -337,14 +354,14 @@ _ASCII_HEAD = "    \n    \n -- \n    \n    \n    \n    \n    \n"
 def _rich_cell(cell: Cell, width: int, *, unicode: bool) -> RichText | _DrawnBar:
     from rich.text import Text as RichText
 
-    return _DrawnBar(cell, unicode) if isinstance(cell, Bar) else RichText(_parted(printable(cell), width))
+    return _DrawnBar(cell, unicode) if isinstance(cell, Bar) else RichText(_break_wide_words(printable(cell), width))
 
 
 _PART = re.compile(r"[^/_.\-]*[/_.\-]?")
 
 
-def _parted(text: str, width: int) -> str:
-    """The text with words that are too wide for a line, such as a model's name, broken behind `/`, `-`, `_` or `.`."""
+def _break_wide_words(text: str, width: int) -> str:
+    """Break words that are too wide for a line, such as a model's name, behind `/`, `-`, `_` or `.`."""
     return re.sub(r"\S+", lambda word: _lines_of(word[0], width) if _wide(word[0]) > width else word[0], text)
 
 
@@ -374,5 +391,5 @@ class _DrawnBar:
         bar, width = self._bar, min(self._bar.width, options.max_width)
         full, empty = ("█", "░") if self._unicode else ("#", ".")
         colour = {"below": "green", "near": "yellow", "over": "red"}[bar.state]
-        filled = bar.filled(width)
+        filled = bar.count_filled(width)
         yield RichText(full * filled, style=colour) + RichText(empty * (width - filled), style="dim")

@@ -20,7 +20,7 @@ from hardware_db.records import dataclass
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan import Plan
 from strategies.launch.report import metrics_of
-from strategies.run_directory.spec import heartbeat_path, profiles_in
+from strategies.run_directory.files import heartbeat_path, profiles_in
 from strategies.telemetry.follow import RecentRows
 from strategies.telemetry.metrics import Row
 
@@ -31,7 +31,7 @@ _ROOM_FOR_SPANS = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankNow:
-    """What a rank wrote last. `heard_seconds` is how long ago, None where it has written nothing."""
+    """A rank's last heartbeat; `heard_seconds` is its age, None where it has written nothing."""
 
     rank: int
     host: str = ""
@@ -56,7 +56,7 @@ class Frame:
 
     @property
     def seconds(self) -> float:
-        """How long the run lasts so far, also before anything was heard of it."""
+        """Seconds that the run lasts so far, also before anything was heard of it."""
         if not self.run.is_running:
             return self.run.seconds
         return max(self.run.seconds, self.time - self.run.report.attempts[0].began)
@@ -64,10 +64,10 @@ class Frame:
     @property
     def step(self) -> int:
         """The last that was done; a new attempt begins at its checkpoint."""
-        done = 0
+        newest = 0
         for point in self.run.points:
-            done = point.step
-        return done
+            newest = point.step
+        return newest
 
     @property
     def step_seconds(self) -> float | None:
@@ -97,12 +97,12 @@ class RunWatch:
         self._metrics = RecentRows(directory)
 
     def look(self) -> Frame:
-        """The run as it is now, with its last rows."""
+        """Return the run as it is now, with its last rows."""
         return _frame(self._directory, self._steps, self._metrics.read())
 
 
 def frame_of(directory: Path, steps: int | None = None) -> Frame:
-    """The run of a directory as it is now, with all that it measured.
+    """Return the run of a directory as it is now, with all that it measured.
 
     Raises:
         BrokenFile: it is no run directory.
@@ -120,13 +120,13 @@ def _frame(directory: Path, steps: int | None, metrics: Sequence[Sequence[Row]])
         ranks=tuple(
             _rank_now(directory, rank, metrics[rank] if rank < len(metrics) else (), now) for rank in range(ranks)
         ),
-        steps=steps or _asked_steps(run.report.spec.arguments),
+        steps=steps or _requested_steps(run.report.spec.arguments),
         time=now,
     )
 
 
-def _asked_steps(arguments: Sequence[str]) -> int | None:
-    """What the script was told by a flag such as `--max-steps`."""
+def _requested_steps(arguments: Sequence[str]) -> int | None:
+    """Return what the script was told by a flag such as `--max-steps`."""
     for flag, following in zip(arguments, [*arguments[1:], ""], strict=False):
         if match := _STEPS_FLAG.fullmatch(flag):
             given = match[1] or following
@@ -157,10 +157,10 @@ def _rank_now(directory: Path, rank: int, rows: Sequence[Row], now: float) -> Ra
 
 def _heartbeat(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        document = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 # Frames as blocks and as JSON.
@@ -168,7 +168,7 @@ def _heartbeat(path: Path) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Detail:
-    """How much of a run a page shows."""
+    """Amount of detail that a page shows of a run."""
 
     ranks: int | None = None
     """How many have a line of their own, those first with which something is wrong; None for all."""
@@ -192,7 +192,7 @@ DETAILS = (
 
 
 def frame_blocks(frame: Frame, width: int, *, unicode: bool = True, detail: Detail = DETAILS[0]) -> list[Block]:
-    """The frame for a terminal of so many characters."""
+    """Return the frame for a terminal of so many characters."""
     run = frame.run
     style: Style = "good" if run.is_running or run.outcome == "completed" else "warning"
     blocks: list[Block] = [Text(text=f"{run.name}: {_state(frame)}", style=style)]
@@ -201,7 +201,7 @@ def frame_blocks(frame: Frame, width: int, *, unicode: bool = True, detail: Deta
     if detail.curves:
         blocks += _curves(frame, width, unicode=unicode)
     recent = _recent(run.happenings, detail.happenings)
-    shown, others = _parted(frame, recent, detail.ranks)
+    shown, others = _choose_ranks(frame, recent, detail.ranks)
     if shown:
         blocks.append(_ranks_table(frame, shown))
     if others:
@@ -218,7 +218,7 @@ def frame_blocks(frame: Frame, width: int, *, unicode: bool = True, detail: Deta
 
 
 def _recent(happenings: Sequence[Happening], most: int) -> list[Happening]:
-    """The last of them; checkpoints, of which there is one after another, leave the others their place."""
+    """Return the last of them; checkpoints, of which there is one after another, leave the others their place."""
     others = [event for event in happenings if event.kind != "checkpoint"][-most:]
     room = max(most - len(others), int(most > 1))
     saved = [event for event in happenings if event.kind == "checkpoint"]
@@ -237,8 +237,10 @@ _LATE_STEPS = 2
 _SILENT_SECONDS = 30.0
 
 
-def _parted(frame: Frame, recent: Sequence[Happening], most: int | None) -> tuple[Sequence[RankNow], Sequence[RankNow]]:
-    """The ranks that get a line each, and the others. Those go first that lag, are silent, or raised an alert."""
+def _choose_ranks(
+    frame: Frame, recent: Sequence[Happening], most: int | None
+) -> tuple[Sequence[RankNow], Sequence[RankNow]]:
+    """Return the ranks that get a line each (first those that lag, are silent, or raised an alert), and the others."""
     if most is None or len(frame.ranks) <= most:
         return frame.ranks, ()
     alerted = {event.rank for event in recent if event.kind != "checkpoint"}
@@ -266,9 +268,9 @@ def _others_text(ranks: Sequence[RankNow], *, beside: bool) -> str:
     ]
     written = [f"{len(ranks)} {'more ' if beside else ''}{'rank' if len(ranks) == 1 else 'ranks'}"]
     for name, values, spell in figures:
-        known = [value for value in values if value is not None]
-        if known:
-            ends = dict.fromkeys((spell(min(known)), spell(max(known))))
+        measured = [value for value in values if value is not None]
+        if measured:
+            ends = dict.fromkeys((spell(min(measured)), spell(max(measured))))
             written.append(name + " to ".join(ends))
     return ", ".join(written)
 
@@ -306,10 +308,10 @@ def _curves(frame: Frame, width: int, *, unicode: bool) -> list[Block]:
     }
     lines: list[tuple[str, list[float | None], str]] = []
     for name, (values, written) in series.items():
-        known = [value for value in values if value is not None]
-        if known:
-            span = f" ({written(min(known))} to {written(max(known))})" if width >= _ROOM_FOR_SPANS else ""
-            lines.append((name, values, written(known[-1]) + span))
+        measured = [value for value in values if value is not None]
+        if measured:
+            span = f" ({written(min(measured))} to {written(max(measured))})" if width >= _ROOM_FOR_SPANS else ""
+            lines.append((name, values, written(measured[-1]) + span))
     room = width - 11 - max((len(figures) for *_, figures in lines), default=0)
     drawn = (
         (name, sparkline(values, max(1, min(60, room)), unicode=unicode), figures) for name, values, figures in lines
@@ -348,7 +350,7 @@ def _ranks_table(frame: Frame, ranks: Sequence[RankNow]) -> Table:
 
 
 def frame_to_dict(frame: Frame) -> dict[str, Any]:
-    """What `watch --json` prints."""
+    """Return what `watch --json` prints."""
     run = frame.run
     return {
         "schema_version": 1,

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from dsplan.render.db_view import factor_intervals, hardware_name
 from dsplan.render.show import Table, columns
-from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture, drawn, label
+from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture, label, to_plotly
 from hardware_db.units import format_seconds
 from planner.calibration.calibration import Calibration
 from planner.calibration.learn import Calibrated, Check, Refreshed, checks
@@ -30,12 +30,12 @@ def calibration_pictures(refreshed: Refreshed) -> tuple[Picture, ...]:
 # Runs beside their predictions.
 
 
-def _predictions(kind: Calibrated, found: Sequence[Check], number: int) -> Picture:
+def _predictions(kind: Calibrated, checks: Sequence[Check], number: int) -> Picture:
     """Predicted over measured step time by the measured one, with the interval of nine in ten."""
-    is_fitted = any(check.left_out is not None for check in found)
-    groups = [("as shipped", QUIET, "square-open", [(check, check.shipped) for check in found])]
+    is_fitted = any(check.left_out is not None for check in checks)
+    groups = [("as shipped", QUIET, "square-open", [(check, check.shipped) for check in checks])]
     if is_fitted:
-        learnt = [(check, check.left_out) for check in found if check.left_out is not None]
+        learnt = [(check, check.left_out) for check in checks if check.left_out is not None]
         groups.append(("learnt from the other runs", COLOURS[0], "circle", learnt))
     figure = go.Figure()
     for name, colour, symbol, pairs in groups:
@@ -52,8 +52,8 @@ def _predictions(kind: Calibrated, found: Sequence[Check], number: int) -> Pictu
         name=f"predictions-{number}",
         title=f"Predictions for {label(hardware_name(kind.hardware))}",
         caption=_caption(kind, groups),
-        figure=drawn(figure),
-        table=_table(found, is_fitted=is_fitted),
+        figure=to_plotly(figure),
+        table=_table(checks, is_fitted=is_fitted),
     )
 
 
@@ -103,7 +103,7 @@ def _caption(kind: Calibrated, groups: Sequence[tuple[str, str, str, Sequence[tu
     return " ".join(lines)
 
 
-def _table(found: Sequence[Check], *, is_fitted: bool) -> Table:
+def _table(checks: Sequence[Check], *, is_fitted: bool) -> Table:
     rows = [
         [
             check.row.model,
@@ -112,7 +112,7 @@ def _table(found: Sequence[Check], *, is_fitted: bool) -> Table:
             _between(check.shipped),
             *([_between(check.left_out) if check.left_out else "-"] if is_fitted else []),
         ]
-        for check in found
+        for check in checks
     ]
     learnt = [">learnt from the other runs"] if is_fitted else []
     return Table(columns=columns("model", "plan", ">measured", ">as shipped", *learnt), rows=rows)
@@ -135,12 +135,12 @@ def _between(interval: Interval) -> str:
 
 def _factors(kind: Calibrated, calibration: Calibration, number: int) -> Picture:
     """Each factor on the shipped rates, with the interval that holds it with nine chances in ten."""
-    found = {name.replace("_", " "): values for name, values in factor_intervals(calibration).items()}
-    values = list(found.values())
+    factors = {name.replace("_", " "): values for name, values in factor_intervals(calibration).items()}
+    values = list(factors.values())
     figure = go.Figure(
         go.Scatter(
             x=[value for value, _, _ in values],
-            y=list(found),
+            y=list(factors),
             mode="markers",
             marker={"color": COLOURS[0], "size": 9},
             error_x={
@@ -152,14 +152,14 @@ def _factors(kind: Calibrated, calibration: Calibration, number: int) -> Picture
                 "thickness": 1.5,
             },
             hoverinfo="text",
-            hovertext=[f"{name} {value:.2f} ({low:.2f} to {high:.2f})" for name, (value, low, high) in found.items()],
+            hovertext=[f"{name} {value:.2f} ({low:.2f} to {high:.2f})" for name, (value, low, high) in factors.items()],
         )
     )
     figure.add_vline(x=1, line={"color": LIMIT, "width": 1.5, "dash": "dot"})
     figure.update_xaxes(type="log", title_text="times the shipped rate", tickformat=".2f", nticks=8)
     figure.update_yaxes(autorange="reversed", automargin=True)
-    figure.update_layout(height=110 + 34 * len(found), margin={"l": 10, "r": 10, "t": 10, "b": 50}, showlegend=False)
-    rows = [[name, f"{value:.2f}", f"{low:.2f} to {high:.2f}"] for name, (value, low, high) in found.items()]
+    figure.update_layout(height=110 + 34 * len(factors), margin={"l": 10, "r": 10, "t": 10, "b": 50}, showlegend=False)
+    rows = [[name, f"{value:.2f}", f"{low:.2f} to {high:.2f}"] for name, (value, low, high) in factors.items()]
     return Picture(
         name=f"factors-{number}",
         title=f"Rates of {label(hardware_name(kind.hardware))}",
@@ -167,6 +167,6 @@ def _factors(kind: Calibrated, calibration: Calibration, number: int) -> Picture
             f"What {calibration.rows} runs say of this hardware: below 1 it is slower than shipped."
             " Bars hold the factor with nine chances in ten."
         ),
-        figure=drawn(figure),
+        figure=to_plotly(figure),
         table=Table(columns=columns("rate", ">factor", ">90 %"), rows=rows),
     )

@@ -17,7 +17,7 @@ from dsplan.report.picture import Picture
 from dsplan.report.question import answer_pictures, name_of, plans_pictures, scaling_pictures, timeline
 from dsplan.report.run_data import RunData, is_run_directory, read_run
 from hardware_db.errors import BrokenFile, DsplanError
-from hardware_db.handed_in import shown
+from hardware_db.handed_in import quote
 from hardware_db.units import format_seconds
 from planner.calibration.learn import Refreshed
 from planner.cost.timing import step_time
@@ -33,7 +33,7 @@ MOST_SOURCES = 24
 
 
 def sources(paths: Sequence[Path]) -> tuple[tuple[Plan, ...], tuple[RunData, ...]]:
-    """The plans and the runs that paths name: plan files, run directories, and directories with plan files.
+    """Return the plans and the runs that paths name: plan files, run directories, and directories with plan files.
 
     Raises:
         DsplanError: one is neither, or there are too many.
@@ -44,11 +44,11 @@ def sources(paths: Sequence[Path]) -> tuple[tuple[Plan, ...], tuple[RunData, ...
         if is_run_directory(path):
             runs.append(read_run(path))
         elif path.is_dir():
-            found = sorted(path.glob("plan-*.yaml"), key=lambda file: (len(file.name), file.name))
-            if not found:
+            files = sorted(path.glob("plan-*.yaml"), key=lambda file: (len(file.name), file.name))
+            if not files:
                 remedy = "name a plan file, a run directory, or what `dsplan recommend --out` wrote"
                 raise BrokenFile(path, "holds neither a plan nor a run", remedy)
-            plans += [load_plan(file) for file in found]
+            plans += [load_plan(file) for file in files]
         else:
             plans.append(load_plan(path))
     if len(plans) + len(runs) > MOST_SOURCES:
@@ -57,7 +57,7 @@ def sources(paths: Sequence[Path]) -> tuple[tuple[Plan, ...], tuple[RunData, ...
 
 
 def answer_page(answer: Recommendation, command: str) -> Page:
-    """The page of a question; `command` is what asks it in a terminal."""
+    """Return the page of a question; `command` is what asks it in a terminal."""
     leading = answer.plans[0] if answer.plans else answer.closest
     pictures = {picture.name: picture for picture in answer_pictures(answer)}
     side = [pictures.pop(name) for name in ("memory", "phases", "seconds", "trade") if name in pictures]
@@ -88,7 +88,7 @@ def answer_page(answer: Recommendation, command: str) -> Page:
 
 
 def sources_page(plans: Sequence[Plan], runs: Sequence[RunData], calibrated: Refreshed | None) -> Page:
-    """The page of plans, of runs, and of what was learnt of their hardware.
+    """Return the page of plans, of runs, and of what was learnt of their hardware.
 
     Raises:
         DsplanError: there are runs or lessons, and plotly is not installed.
@@ -114,29 +114,33 @@ def _plans_sections(plans: Sequence[Plan]) -> list[Section]:
         columns=columns("#", "model", "hardware", "strategy"),
         rows=[
             [str(number), _short(str(plan.model.get("name"))), _where(plan), plan.configuration.strategy]
-            for number, plan in _numbered(plans)
+            for number, plan in _number_plans(plans)
         ],
     )
     parts = [blocks_section("plans", "Plans side by side", [table], plans_pictures(plans))]
-    asked = {number: found for number, plan in _numbered(plans) if (found := _asked(plan)) is not None}
-    if asked:
-        named = {name_of(number, plan): (asked[number], plan) for number, plan in _numbered(plans) if number in asked}
+    requests = {number: request for number, plan in _number_plans(plans) if (request := _request_of(plan)) is not None}
+    if requests:
+        numbered = [(number, plan) for number, plan in _number_plans(plans) if number in requests]
+        named = {name_of(number, plan): (requests[number], plan) for number, plan in numbered}
         parts.append(Section(name="scaling", title="Scaling", pictures=scaling_pictures(named)))
-    for number, plan in _numbered(plans):
+    for number, plan in _number_plans(plans):
         title = f"Plan {number}: {plan.configuration.strategy}"
-        more = [*alternatives_table(plan), *_drawn_anew(plan, asked.get(number))]
-        step = [timeline(asked[number], plan, number, f"timeline-{number}")] if number in asked else []
+        more = [*alternatives_table(plan), *_note_what_is_redrawn(plan, requests.get(number))]
+        step = [timeline(requests[number], plan, number, f"timeline-{number}")] if number in requests else []
         parts.append(_plan_section(f"plan-{number}", title, plan, more, step))
     parts.append(_assumptions(plans[0], (), "dsplan report PLAN"))
     return parts
 
 
-def _numbered(plans: Sequence[Plan]) -> Iterable[tuple[int, Plan]]:
+def _number_plans(plans: Sequence[Plan]) -> Iterable[tuple[int, Plan]]:
     return enumerate(plans, start=1)
 
 
-def _asked(plan: Plan) -> Request | None:
-    """The question that a plan answers, with what this machine's database knows of it; None where it is not known."""
+def _request_of(plan: Plan) -> Request | None:
+    """Return the question that a plan answers, with what this machine's database knows of it.
+
+    None where it is not known.
+    """
     from hardware_db.probe import probe_hardware
 
     machine = probe_hardware() if plan.cluster.get("vendor") == "cpu" else None
@@ -148,8 +152,8 @@ ALIKE = 0.01
 """Two predictions of a step time that are closer are the same for whoever looks at a picture."""
 
 
-def _drawn_anew(plan: Plan, request: Request | None) -> list[Block]:
-    """What to know of the pictures of a plan's step and of its curves, which its file has not got."""
+def _note_what_is_redrawn(plan: Plan, request: Request | None) -> list[Block]:
+    """Return what to know of the pictures of a plan's step and of its curves, which its file has not got."""
     if request is None:
         why = "its model or its hardware is none that this dsplan knows"
         return [Text(text=f"The step and the curves of this plan cannot be drawn: {why}.", style="warning")]
@@ -157,9 +161,9 @@ def _drawn_anew(plan: Plan, request: Request | None) -> list[Block]:
     there = plan.time.predicted_step_seconds or plan.time.step_seconds
     if abs(here / there - 1) <= ALIKE:
         return []
-    said = f"{format_seconds(there)} in the file, {format_seconds(here)} by what is known here"
+    times = f"{format_seconds(there)} in the file, {format_seconds(here)} by what is known here"
     return [
-        Text(text=f"The picture of the step and the curves are predicted anew: a step takes {said}.", style="warning")
+        Text(text=f"The picture of the step and the curves are predicted anew: a step takes {times}.", style="warning")
     ]
 
 
@@ -171,12 +175,12 @@ def _plan_section(
 
 def _runs_sections(runs: Sequence[RunData]) -> list[Section]:
     _needs_plotly()
-    from dsplan.report.runs import compared, course, predicted_and_measured, run_blocks
+    from dsplan.report.runs import compare_runs, course, predicted_and_measured, run_blocks
 
     parts = []
     beside = [picture for picture in (predicted_and_measured(runs),) if picture is not None]
     if len(runs) > 1:
-        more = compared(runs)
+        more = compare_runs(runs)
         parts.append(Section(name="runs", title="Runs compared", pictures=[*beside, *([more] if more else [])]))
     for number, run in enumerate(runs, start=1):
         drawn = course(run, name=f"course-{number}")
@@ -208,7 +212,7 @@ def _needs_plotly() -> None:
 
 
 def _assumptions(plan: Plan, defaults: Sequence[str], command: str) -> Section:
-    """What was taken for granted, and where figures come from."""
+    """Return what was taken for granted, and where figures come from."""
     assumed = list(defaults) or [text for text in [str(plan.cluster.get("assumed") or "")] if text]
     blocks: list[Block] = [Text(text=f"assumed: {text}") for text in assumed]
     blocks.append(
@@ -235,7 +239,7 @@ def _where(plan: Plan | None) -> str:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 80 else shown(name)
+    return name if len(name) <= 80 else quote(name)
 
 
 def _page(title: str, about: str, parts: Sequence[Section]) -> Page:
@@ -246,5 +250,5 @@ def _page(title: str, about: str, parts: Sequence[Section]) -> Page:
         title=title,
         about=about,
         sections=parts,
-        made=f"Made by dsplan {__version__}, {now}. Nothing here asks the network.",
+        footer=f"Made by dsplan {__version__}, {now}. Nothing here asks the network.",
     )

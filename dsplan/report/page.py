@@ -33,13 +33,13 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """What the page shows. Names of sections and of pictures are unlike each other."""
+    """Content of the page. Names of sections and of pictures are unlike each other."""
 
     title: str
     about: str
     """One line below the title."""
     sections: Sequence[Section]
-    made: str
+    footer: str
     """By what and when."""
 
     @property
@@ -49,7 +49,7 @@ class Page:
 
 
 def page_html(page: Page) -> str:
-    """The file.
+    """Return the file.
 
     Raises:
         DsplanError: plotly is not installed.
@@ -70,7 +70,7 @@ def page_html(page: Page) -> str:
         f"<header><h1>{title}</h1><p>{plain(page.about)}</p></header>\n"
         f'<nav aria-label="Parts of this page"><ul>{links}</ul></nav>\n'
         f'<main id="content" tabindex="-1">\n{"".join(_section(part) for part in page.sections)}</main>\n'
-        f"<footer><p>{plain(page.made)}</p></footer>\n"
+        f"<footer><p>{plain(page.footer)}</p></footer>\n"
         f'<script type="application/json" id="data">{data}</script>\n'
         f"<script>{library}</script>\n<script>{own}</script>\n</body>\n</html>\n"
     )
@@ -84,7 +84,7 @@ def _section(section: Section) -> str:
 
 
 def _figure(picture: Picture) -> str:
-    """A picture with its words; its numbers are one click away, and open in print."""
+    """Return a picture with its words; its numbers are one click away, and open in print."""
     keys = "".join(
         f"<li>{_key(colour, picture.signs.get(name))}{plain(name)}</li>" for name, colour in picture.legend.items()
     )
@@ -113,7 +113,7 @@ def _key(colour: str, sign: str | None) -> str:
 
 
 def _already_escaped(text: str) -> str:
-    """What `picture.label` made safe for plotly, also for a quoted attribute."""
+    """Return what `picture.label` made safe for plotly, also for a quoted attribute."""
     return text.replace('"', "&quot;").replace("'", "&#x27;")
 
 
@@ -123,7 +123,7 @@ def wide(html: str, name: str) -> str:
 
 
 def blocks_section(name: str, title: str, blocks: Iterable[Any], pictures: Sequence[Picture] = ()) -> Section:
-    """A section of blocks and pictures."""
+    """Return a section of blocks and pictures."""
     return Section(name=name, title=title, html=wide(blocks_html(blocks), title), pictures=pictures)
 
 
@@ -160,7 +160,7 @@ def _json(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for numbers that JSON has not got."""
+    """Return the same with None for numbers that JSON has not got."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -37,8 +37,8 @@ class Picture:
     """A letter that looks like the marks or the line of a name in the legend; a square where there is none."""
 
 
-def drawn(figure: Any) -> Mapping[str, Any]:
-    """A figure of plotly.graph_objects as what plotly draws, without the looks that plotly gives it."""
+def to_plotly(figure: Any) -> Mapping[str, Any]:
+    """Return a figure of plotly.graph_objects as what plotly draws, without the looks that plotly gives it."""
     figure.update_layout(template="none")
     document = dict(figure.to_plotly_json())
     document["layout"].pop("template", None)
@@ -46,8 +46,10 @@ def drawn(figure: Any) -> Mapping[str, Any]:
 
 
 def templates() -> dict[str, dict[str, Any]]:
-    """What a page lays over every figure in `light` and in `dark`: its fonts and the colours of text and lines. The
-    background is the page's own."""
+    """Return what a page lays over every figure in `light` and in `dark`: its fonts and the colours of text and lines.
+
+    The background is the page's own.
+    """
     return {"light": _template("#1f2328", "#d8dee4", "#8c959f"), "dark": _template("#e6edf3", "#30363d", "#848d97")}
 
 
@@ -69,19 +71,19 @@ def _template(text: str, grid: str, axis: str) -> dict[str, Any]:
 
 
 def label(text: str) -> str:
-    """A text that plotly shows as it is: on one line, not longer than a line, without markup."""
+    """Return a text that plotly shows as it is: on one line, not longer than a line, without markup."""
     line = "".join(letter if letter.isprintable() else " " for letter in text[: _MOST_LETTERS + 1])
     short = f"{line[:_MOST_LETTERS]}…" if len(line) > _MOST_LETTERS else line
     return escape(short, quote=False)
 
 
 def line_style(index: int) -> dict[str, str]:
-    """The line of the `index`th of several things: no two of the first 24 are alike."""
+    """Return the line of the `index`th of several things: no two of the first 24 are alike."""
     return {"color": COLOURS[index % len(COLOURS)], "dash": DASHES[index // len(COLOURS) % len(DASHES)]}
 
 
-def thinned(count: int, most: int) -> Sequence[int]:
-    """Which of `count` rows a table of `most` shows: evenly spread, the first and the last among them."""
+def thin_out(count: int, most: int) -> Sequence[int]:
+    """Return which of `count` rows a table of `most` shows: evenly spread, the first and the last among them."""
     if count <= most:
         return range(count)
     return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})

@@ -49,8 +49,10 @@ STEP: Mapping[str, tuple[str, frozenset[str]]] = {
 
 
 def memory(plans: Sequence[Plan]) -> Drawn:
-    """Bytes of the busiest GPU at its peak by category, what torch reserves beyond them and what the driver takes, with
-    the upper bound, against the limit."""
+    """Draw the bytes of the busiest GPU at its peak, by category, against the limit.
+
+    With them what torch reserves beyond, what the driver takes, and the upper bound.
+    """
     names = _names(plans)
     sizes = {name: [getattr(plan.memory, f"{name}_bytes", 0) for plan in plans] for name in MEMORY}
     sizes["fragmentation"] = [plan.memory.peak_reserved_bytes - plan.memory.peak_allocated_bytes for plan in plans]
@@ -69,13 +71,13 @@ def _limit_lines(limits: Sequence[float]) -> list[dict[str, Any]]:
     if len(set(limits)) == 1:
         return [{**line, "x0": limits[0], "x1": limits[0], "yref": "paper", "y0": 0, "y1": 1}]
     return [
-        {**line, "x0": limit, "x1": limit, "yref": "y", "y0": place - 0.45, "y1": place + 0.45}
-        for place, limit in enumerate(limits)
+        {**line, "x0": limit, "x1": limit, "yref": "y", "y0": row - 0.45, "y1": row + 0.45}
+        for row, limit in enumerate(limits)
     ]
 
 
 def seconds(plans: Sequence[Plan]) -> Drawn:
-    """The parts of a step that take its time, with where nine of ten steps should lie."""
+    """Return the parts of a step that take its time, with where nine of ten steps should lie."""
     names, times = _names(plans), [plan.time for plan in plans]
     parts = {name: [getattr(time, f"{name}_seconds", 0.0) for time in times] for name in SECONDS}
     parts["communication"] = [time.exposed_communication_seconds for time in times]
@@ -96,19 +98,19 @@ def seconds(plans: Sequence[Plan]) -> Drawn:
 
 
 def step(spans: Sequence[Span]) -> Drawn:
-    """What the busiest rank computes and communicates from the beginning of a step to its end."""
+    """Return what the busiest rank computes and communicates from the beginning of a step to its end."""
     named = frozenset().union(*(kinds for _, kinds in STEP.values()))
     bars = []
     for colour, kinds in STEP.values():
-        found = [span for span in spans if (span.kind in kinds if kinds else span.kind not in named)]
+        shown = [span for span in spans if (span.kind in kinds if kinds else span.kind not in named)]
         bars.append(
             {
                 "type": "bar",
                 "orientation": "h",
-                "y": [span.stream for span in found],
-                "base": [span.start for span in found],
-                "x": [span.seconds for span in found],
-                "customdata": [_said(span) for span in found],
+                "y": [span.stream for span in shown],
+                "base": [span.start for span in shown],
+                "x": [span.seconds for span in shown],
+                "customdata": [_hover_text(span) for span in shown],
                 "hovertemplate": "%{customdata}<extra></extra>",
                 "marker": {"color": colour},
             }
@@ -121,7 +123,7 @@ def step(spans: Sequence[Span]) -> Drawn:
 _STREAMS = ("compute", "communication", "transfer")
 
 
-def _said(span: Span) -> str:
+def _hover_text(span: Span) -> str:
     exposed = f", {format_seconds(span.exposed)} exposed" if span.exposed else ""
     return f"{span.name}: {format_seconds(span.seconds)}{exposed}"
 
@@ -154,14 +156,14 @@ _ONE_PLACE = 0.03
 
 
 def _ranks_together(places: Sequence[tuple[float, float]]) -> list[str]:
-    """The number of every place; of those that are drawn in one place, all numbers at the first of them."""
+    """Return the number of every place; of those that are drawn in one place, all numbers at the first of them."""
     spreads = [(max(values) - min(values)) * _ONE_PLACE for values in zip(*places, strict=True)]
     firsts: dict[int, list[str]] = {}
-    for index, place in enumerate(places):
+    for index, position in enumerate(places):
         near = (
             first
             for first in firsts
-            if all(abs(a - b) <= spread for a, b, spread in zip(place, places[first], spreads, strict=True))
+            if all(abs(a - b) <= spread for a, b, spread in zip(position, places[first], spreads, strict=True))
         )
         firsts.setdefault(next(near, index), []).append(str(index + 1))
     return [", ".join(firsts.get(index, ())) for index in range(len(places))]

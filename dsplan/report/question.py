@@ -28,18 +28,18 @@ _PHASES = ("load", "forward", "loss", "backward", "step", "eval", "save")
 def answer_pictures(answer: Recommendation) -> tuple[Picture, ...]:
     """All pictures of an answer that has plans; of one without, those of the closest miss."""
     if not answer.plans:
-        return () if answer.closest is None else tuple(_missed(answer.closest))
+        return () if answer.closest is None else tuple(_misses(answer.closest))
     request, plans = answer.request, answer.plans
-    asked = {name_of(number, plan): (request, plan) for number, plan in enumerate(plans, start=1)}
+    questions = {name_of(number, plan): (request, plan) for number, plan in enumerate(plans, start=1)}
     return (
         *plans_pictures(plans),
         timeline(request, plans[0]),
-        *scaling_pictures(asked),
+        *scaling_pictures(questions),
         *front(request, answer.front),
     )
 
 
-def _missed(plan: Plan) -> Iterable[Picture]:
+def _misses(plan: Plan) -> Iterable[Picture]:
     """Those of a plan that is no answer: what does not fit need not be the GPU's memory, which is all they show."""
     first, *more = plans_pictures([plan])
     return (replace(first, caption=f"{first.caption} The {escape(verdict_line(plan), quote=False)}."), *more)
@@ -47,26 +47,26 @@ def _missed(plan: Plan) -> Iterable[Picture]:
 
 def plans_pictures(plans: Sequence[Plan]) -> tuple[Picture, ...]:
     """Plans side by side: memory, time, and one against the other. They may be for different models and devices."""
-    found = [memory(plans), phases(plans[0]), seconds(plans)]
-    return (*found, trade(plans)) if len(plans) > 1 else tuple(found)
+    pictures = [memory(plans), phases(plans[0]), seconds(plans)]
+    return (*pictures, trade(plans)) if len(plans) > 1 else tuple(pictures)
 
 
 Asked = Mapping[str, tuple[Request, Plan]]
 """Plans with the question that each answers, by name."""
 
 
-def scaling_pictures(asked: Asked) -> tuple[Picture, ...]:
-    """How the first plan changes over GPUs, and all of them over micro-batches and sequence lengths."""
-    request, first = next(iter(asked.values()))
+def scaling_pictures(questions: Asked) -> tuple[Picture, ...]:
+    """Return how the first plan changes over GPUs, and all of them over micro-batches and sequence lengths."""
+    request, first = next(iter(questions.values()))
     return (
         *devices(over_devices(request, first), grows=any("--global-batch" in text for text in request.defaults)),
-        *micro_batches({name: over_micro_batches(*pair) for name, pair in asked.items()}),
-        *lengths({name: over_lengths(*pair) for name, pair in asked.items()}),
+        *micro_batches({name: over_micro_batches(*pair) for name, pair in questions.items()}),
+        *lengths({name: over_lengths(*pair) for name, pair in questions.items()}),
     )
 
 
 def name_of(number: int, plan: Plan) -> str:
-    """What pictures and tables call a plan."""
+    """Return what pictures and tables call a plan."""
     return f"{number}. {plan.configuration.strategy}"
 
 
@@ -77,10 +77,10 @@ def memory(plans: Sequence[Plan]) -> Picture:
     """Bytes by category against the limit."""
     rows = []
     for number, plan in enumerate(plans, start=1):
-        found = plan.memory
-        sizes = [getattr(found, f"{name}_bytes", 0) for name in side_by_side.MEMORY]
-        sizes[-2:] = [found.peak_reserved_bytes - found.peak_allocated_bytes, found.device_overhead_bytes]
-        totals = (found.device_used_bytes, found.device_used_upper_bytes, limit_bytes(plan))
+        estimate = plan.memory
+        sizes = [getattr(estimate, f"{name}_bytes", 0) for name in side_by_side.MEMORY]
+        sizes[-2:] = [estimate.peak_reserved_bytes - estimate.peak_allocated_bytes, estimate.device_overhead_bytes]
+        totals = (estimate.device_used_bytes, estimate.device_used_upper_bytes, limit_bytes(plan))
         rows.append([name_of(number, plan), *map(format_bytes, (*sizes, *totals))])
     heading = columns("plan", *(f">{name}" for name in (*side_by_side.MEMORY, "in use", "upper bound", "limit")))
     figure = side_by_side.memory(plans)
@@ -100,26 +100,26 @@ def _of_what_is_drawn(legend: Mapping[str, str], figure: Mapping[str, Any]) -> d
 
 
 def phases(plan: Plan) -> Picture:
-    """What torch allocates at most in each phase of a step."""
-    found = {name: plan.memory.phases[name] for name in _PHASES if name in plan.memory.phases}
+    """Return what torch allocates at most in each phase of a step."""
+    peaks = {name: plan.memory.phases[name] for name in _PHASES if name in plan.memory.phases}
     limit = limit_bytes(plan)
     peak = plan.memory.peak_phase
     bar = {
         "type": "bar",
         "orientation": "h",
-        "y": list(found),
-        "x": [gib(size) for size in found.values()],
-        "customdata": [format_bytes(size) for size in found.values()],
+        "y": list(peaks),
+        "x": [gib(size) for size in peaks.values()],
+        "customdata": [format_bytes(size) for size in peaks.values()],
         "hovertemplate": "%{y}: %{customdata}<extra></extra>",
-        "marker": {"color": [side_by_side.ORANGE if name == peak else side_by_side.BLUE for name in found]},
+        "marker": {"color": [side_by_side.ORANGE if name == peak else side_by_side.BLUE for name in peaks]},
     }
     layout = {
-        **_layout(len(found) * 30 + 70),
+        **_layout(len(peaks) * 30 + 70),
         "xaxis": {"title": {"text": "GiB of a GPU"}, "rangemode": "tozero"},
         "yaxis": {"autorange": "reversed", "type": "category"},
         "shapes": [_limit_line(gib(limit))],
     }
-    rows = [[name, format_bytes(size), f"{size / limit:.0%}"] for name, size in found.items()]
+    rows = [[name, format_bytes(size), f"{size / limit:.0%}"] for name, size in peaks.items()]
     return Picture(
         name="phases",
         title=f"Memory by phase, plan 1: {label(plan.configuration.strategy)}",
@@ -140,7 +140,7 @@ def _limit_line(at: float) -> dict[str, Any]:
 
 
 def seconds(plans: Sequence[Plan]) -> Picture:
-    """The parts of a step that take its time."""
+    """Return the parts of a step that take its time."""
     rows = []
     for number, plan in enumerate(plans, start=1):
         time = plan.time
@@ -161,11 +161,11 @@ def seconds(plans: Sequence[Plan]) -> Picture:
     )  # fmt: skip
     figure = side_by_side.seconds(plans)
     legend = _of_what_is_drawn(side_by_side.SECONDS, figure)
-    said = "Communication is what no compute hides. " if "communication" in legend else ""
+    about_communication = "Communication is what no compute hides. " if "communication" in legend else ""
     return Picture(
         name="seconds",
         title="Where the time of a step goes",
-        caption=f"{said}The whisker is where nine of ten steps should lie.",
+        caption=f"{about_communication}The whisker is where nine of ten steps should lie.",
         figure=figure,
         legend=legend,
         table=Table(columns=columns("plan", *names), rows=rows),
@@ -195,19 +195,19 @@ def trade(plans: Sequence[Plan]) -> Picture:
 
 
 def timeline(request: Request, plan: Plan, number: int = 1, name: str = "timeline") -> Picture:
-    """What the busiest rank computes and communicates, and when."""
+    """Return what the busiest rank computes and communicates, and when."""
     spans = step_timeline(job_of(request, plan.configuration))
     exposed, hidden = plan.time.exposed_communication_seconds, plan.time.communication_seconds
     groups: dict[tuple[str, str], list[Span]] = {}
     for span in spans:
         groups.setdefault((span.stream, span.kind.replace("_", "-")), []).append(span)
     rows = [
-        [stream, kind, str(len(found)), *(format_seconds(sum(part)) for part in _sums(found))]
-        for (stream, kind), found in groups.items()
+        [stream, kind, str(len(members)), *(format_seconds(sum(part)) for part in _sums(members))]
+        for (stream, kind), members in groups.items()
     ]
     streams = len({span.stream for span in spans})
     seconds = format_seconds(max((span.end for span in spans), default=0.0))
-    said = (
+    sentence = (
         f"{format_seconds(exposed)} of communication are exposed, {format_seconds(max(0.0, hidden - exposed))} are"
         " hidden behind compute; waits too short to see are drawn together."
         if hidden
@@ -219,8 +219,8 @@ def timeline(request: Request, plan: Plan, number: int = 1, name: str = "timelin
             f"The step of plan {number} on {_STREAMS.get(streams, streams)} stream{'' if streams == 1 else 's'}:"
             f" {label(plan.configuration.strategy)}"
         ),
-        caption=f"One step of the busiest rank, {seconds}: {said}",
-        figure=_with_exposed(spans),
+        caption=f"One step of the busiest rank, {seconds}: {sentence}",
+        figure=_add_exposed(spans),
         legend={
             **{name: colour for name, (colour, kinds) in side_by_side.STEP.items() if _is_drawn(kinds, spans)},
             **({"exposed": side_by_side.EXPOSED} if exposed else {}),
@@ -232,16 +232,16 @@ def timeline(request: Request, plan: Plan, number: int = 1, name: str = "timelin
 _STREAMS = {1: "one", 2: "two", 3: "three"}
 
 
-def _with_exposed(spans: Sequence[Span]) -> Mapping[str, Any]:
-    """The two streams, and below them when nothing is computed beside the communication."""
+def _add_exposed(spans: Sequence[Span]) -> Mapping[str, Any]:
+    """Return the two streams, and below them when nothing is computed beside the communication."""
     figure = side_by_side.step(spans)
-    found = list(_exposures(spans))
-    if not found:
+    exposures = list(_exposures(spans))
+    if not exposures:
         return figure
     bars = {
-        "type": "bar", "orientation": "h", "y": [_EXPOSED] * len(found),
-        "base": [end - seconds for end, seconds, _ in found], "x": [seconds for _, seconds, _ in found],
-        "customdata": [f"{name}: {format_seconds(seconds)} exposed" for _, seconds, name in found],
+        "type": "bar", "orientation": "h", "y": [_EXPOSED] * len(exposures),
+        "base": [end - seconds for end, seconds, _ in exposures], "x": [seconds for _, seconds, _ in exposures],
+        "customdata": [f"{name}: {format_seconds(seconds)} exposed" for _, seconds, name in exposures],
         "hovertemplate": "%{customdata}<extra></extra>", "marker": {"color": side_by_side.EXPOSED},
     }  # fmt: skip
     layout = figure["layout"]
@@ -260,7 +260,7 @@ _NARROWEST = 1 / 400
 
 
 def _exposures(spans: Sequence[Span]) -> Iterator[tuple[float, float, str]]:
-    """When communication that nothing hides ends, its seconds and its name; together where it is too short to draw."""
+    """Yield ends, seconds and names of communication that nothing hides; short ones together."""
     narrowest = max((span.end for span in spans), default=0.0) * _NARROWEST
     seconds, last = 0.0, None
     for span in spans:
@@ -281,8 +281,8 @@ def _is_drawn(kinds: frozenset[str], spans: Sequence[Span]) -> bool:
 
 
 def _sums(spans: Iterable[Span]) -> tuple[list[float], list[float]]:
-    found = list(spans)
-    return [span.seconds for span in found], [span.exposed for span in found]
+    listed = list(spans)
+    return [span.seconds for span in listed], [span.exposed for span in listed]
 
 
 # Scaling.
@@ -290,16 +290,18 @@ def _sums(spans: Iterable[Span]) -> tuple[list[float], list[float]]:
 
 def devices(plans: Sequence[Plan], *, grows: bool) -> Iterable[Picture]:
     """Throughput of all GPUs over their number, beside that of the fewest times as many; nothing for one number.
-    `grows` says that the global batch does as well."""
+
+    `grows` says that the global batch does as well.
+    """
     if len(plans) < 2:
         return
     counts = [plan.configuration.world_size for plan in plans]
-    found = rates(plans)
-    each, ideal = [rate.per_second for rate in found], [rate.per_second / rate.of_linear for rate in found]
+    points = rates(plans)
+    each, ideal = [rate.per_second for rate in points], [rate.per_second / rate.of_linear for rate in points]
     words = [
         f"{count} GPUs, {rate.plan.configuration.strategy}: {format_count(rate.per_second)} {_counted(rate.plan)}/s,"
         f" {rate.of_linear:.0%}"
-        for count, rate in zip(counts, found, strict=True)
+        for count, rate in zip(counts, points, strict=True)
     ]
     lines = [
         {
@@ -324,18 +326,18 @@ def devices(plans: Sequence[Plan], *, grows: bool) -> Iterable[Picture]:
         title="Throughput over GPUs",
         caption=(
             f"The first plan on each number of GPUs. The global batch {batch}. On the dashed line {counted}/s grow as"
-            f" the GPUs do{_why_above(found)}."
+            f" the GPUs do{_why_above(points)}."
         ),
         figure={"data": lines, "layout": layout},
         legend={"first plan": COLOURS[0], linear: QUIET},
         signs={linear: "\u2504\u2504"},
-        table=scaling_table(found),
+        table=scaling_table(points),
     )
 
 
-def _why_above(found: Sequence[Rate]) -> str:
+def _why_above(points: Sequence[Rate]) -> str:
     """More than linear growth looks like a mistake to whoever does not know why."""
-    above = any(rate.of_linear > 1 for rate in found)
+    above = any(rate.of_linear > 1 for rate in points)
     return ": more of them have room for what fewer must recompute, offload or split" if above else ""
 
 
@@ -390,7 +392,8 @@ def _curves(
     most = max(gib(point.memory.device_used_bytes) for points in shown.values() for point in points)
     # On a phone there is room for half a dozen numbers; every size has its line.
     words = [
-        "" if len(sizes) > _MOST_MARKS and (len(sizes) - place) % 2 else f"{n:,}" for place, n in enumerate(sizes, 1)
+        "" if len(sizes) > _MOST_MARKS and (len(sizes) - position) % 2 else f"{n:,}"
+        for position, n in enumerate(sizes, 1)
     ]
     ticks = {"type": "log", "tickvals": sizes, "ticktext": words}
     layout = {
@@ -429,8 +432,11 @@ def _memory_axis(most: float, limit: float) -> dict[str, Any]:
 
 
 def _log_axis(values: Sequence[float]) -> dict[str, Any]:
-    """With marks at 1, 2 and 5, over more than two decades at 1, so that they have room on a phone and on paper, and
-    over less than one at more than these; an axis without logarithms where the values are nearly alike."""
+    """Lay out a logarithmic axis with marks at 1, 2 and 5, so that they have room on a phone and on paper.
+
+    Over more than two decades they are at 1, over less than one at more than these; where the values are nearly alike
+    the axis is linear.
+    """
     ratio = max(values) / min(values)
     if ratio < 2:
         return {"tickformat": "~s"}
@@ -444,7 +450,7 @@ def _log_axis(values: Sequence[float]) -> dict[str, Any]:
 def _lines(
     name: str, points: Sequence[Plan], size: Callable[[Plan], int], style: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """A line of throughput above one of memory."""
+    """Return a line of throughput above one of memory."""
     words = [
         f"{name}, {size(point):,}: {_rate(point):,.0f} {_counted(point)}/s of a GPU,"
         f" {format_bytes(point.memory.device_used_bytes)}, {point.verdict.replace('_', ' ')}"
@@ -477,16 +483,16 @@ def _counted(plan: Plan) -> str:
 
 
 def front(request: Request, plans: Sequence[Plan]) -> Iterable[Picture]:
-    """What a token costs against the time of a step, for plans that no other beats; nothing for a single one."""
+    """Return what a token costs against the time of a step, for plans that no other beats; nothing for a single one."""
     if len(plans) < 2:
         return
     bills = [bill(request, plan) for plan in plans]
-    prices = [found.usd_per_million_tokens for found in bills]
+    prices = [per_token.usd_per_million_tokens for per_token in bills]
     priced = all(price is not None for price in prices)
-    costs = prices if priced else [found.gpu_hours_per_million_tokens for found in bills]
+    costs = prices if priced else [per_token.gpu_hours_per_million_tokens for per_token in bills]
     unit = "$" if priced else "GPU-hours"
     counts = sorted({plan.configuration.world_size for plan in plans})
-    times, known = [plan.time.step_seconds for plan in plans], [cost for cost in costs if cost]
+    times, positive = [plan.time.step_seconds for plan in plans], [cost for cost in costs if cost]
     data = []
     for index, count in enumerate(counts):
         chosen = [number for number, plan in enumerate(plans) if plan.configuration.world_size == count]
@@ -516,7 +522,7 @@ def front(request: Request, plans: Sequence[Plan]) -> Iterable[Picture]:
     layout = {
         **_layout(380),
         "xaxis": {"title": {"text": "seconds of a step"}, **_log_axis(times), "tickformat": "~g"},
-        "yaxis": {"title": {"text": f"{unit} per million tokens"}, **_log_axis(known), "tickformat": "~g"},
+        "yaxis": {"title": {"text": f"{unit} per million tokens"}, **_log_axis(positive), "tickformat": "~g"},
     }
     names = [f"{count} GPU{'s' if count > 1 else ''}" for count in counts]
     yield Picture(

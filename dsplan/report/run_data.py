@@ -1,4 +1,4 @@
-"""What a run directory holds, as values for pictures: every step, checkpoint, restart and alert on one axis of time."""
+"""Content of a run directory for pictures: steps, checkpoints, restarts and alerts on one axis of time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from hardware_db.errors import BrokenFile
 from hardware_db.records import dataclass
 from planner.types.plan import Plan
+from strategies.launch.options import DEFAULT_SUPERVISION
 from strategies.launch.report import (
     COMPLETED,
     INTERRUPTED,
@@ -24,8 +25,9 @@ from strategies.launch.report import (
     outcome_of,
 )
 from strategies.launch.run_lock import is_held
-from strategies.run_directory.journal import JOURNAL_FILE, read_journal
-from strategies.run_directory.spec import SPEC_FILE, LaunchSpec
+from strategies.run_directory.files import JOURNAL_FILE, SPEC_FILE, metrics_files
+from strategies.run_directory.journal import read_journal
+from strategies.run_directory.spec import LaunchSpec
 from strategies.telemetry.metrics import MeasuredRun, Row, is_slowed, with_attempts
 
 MOST_POINTS = 1000
@@ -97,18 +99,19 @@ class RunData:
 
     @property
     def measured(self) -> MeasuredRun:
+        """Peaks and times of the run."""
         return self.report.measured
 
     @property
     def outcome(self) -> str:
-        """How it ended, in a word or two."""
+        """Outcome in a word or two."""
         if self.is_running:
             return "running"
         return self.report.outcome.name.replace("_", " ") if self.is_ended else "end unknown"
 
     @property
     def counted(self) -> str:
-        """What throughput counts."""
+        """Unit that throughput counts."""
         return "samples" if self.plan is not None and self.plan.configuration.counts_samples else "tokens"
 
     @property
@@ -120,7 +123,7 @@ class RunData:
 
     @property
     def seconds(self) -> float:
-        """How long the run lasted so far."""
+        """Seconds that the run lasted so far."""
         return max((attempt.ended for attempt in self.attempts), default=0.0)
 
     @property
@@ -131,22 +134,19 @@ class RunData:
 
 
 def is_run_directory(path: Path) -> bool:
-    """Whether a directory is one of `dsplan run`, or holds metrics as its ranks write them."""
-    return path.is_dir() and ((path / JOURNAL_FILE).is_file() or any(path.glob("metrics-rank*.jsonl")))
+    """Return whether a directory is one of `dsplan run`, or holds metrics as its ranks write them."""
+    return path.is_dir() and ((path / JOURNAL_FILE).is_file() or bool(metrics_files(path)))
 
 
 def check_run_directory(directory: Path) -> None:
-    """
-    Raises:
-        BrokenFile: the directory is not one of a run.
-    """
+    """Read a run directory."""
     if not is_run_directory(directory):
         remedy = "name a run directory of dsplan run; they lie below ~/.local/share/dsplan/runs"
         raise BrokenFile(directory, "is no run directory", remedy)
 
 
 def read_run(directory: Path, metrics: Sequence[Sequence[Row]] | None = None) -> RunData:
-    """A run, finished or not; of the rows of `metrics`, by rank, where somebody has read them.
+    """Return a run, finished or not; of the rows of `metrics`, by rank, where somebody has read them.
 
     Raises:
         BrokenFile: the directory is not one of a run, or not as this version writes it.
@@ -161,7 +161,7 @@ def read_run(directory: Path, metrics: Sequence[Sequence[Row]] | None = None) ->
 
 def _read(directory: Path, metrics: Sequence[Sequence[Row]]) -> RunData:
     journal = read_journal(directory)
-    reports = earlier_attempts(directory, metrics) or (_without_journal(metrics),)
+    reports = earlier_attempts(directory, metrics) or (_read_unwatched(metrics),)
     running = is_held(directory)
     if running and not _is_closed(journal, reports[-1].attempt):
         reports = (*reports[:-1], replace(reports[-1], ending=None))
@@ -189,11 +189,11 @@ def _read(directory: Path, metrics: Sequence[Sequence[Row]]) -> RunData:
 
 
 def _spec(directory: Path, report: AttemptReport) -> LaunchSpec:
-    return LaunchSpec(script="", processes=report.ranks, run_directory=str(directory))
+    return LaunchSpec(script="", processes=report.ranks, run_directory=str(directory), supervision=DEFAULT_SUPERVISION)
 
 
-def _without_journal(metrics: Sequence[Sequence[Row]]) -> AttemptReport:
-    """What an engine wrote that no `dsplan run` watched. It began at 0 where no row has a time."""
+def _read_unwatched(metrics: Sequence[Sequence[Row]]) -> AttemptReport:
+    """Return what an engine wrote that no `dsplan run` watched. It began at 0 where no row has a time."""
     elapsed, began = 0.0, list[float]()
     for row in next((rows for rows in metrics if rows), ()):
         if _is_step(row):
@@ -231,7 +231,7 @@ def _attempt(
 
 
 def _first_step_began(rows: Sequence[Row], journal: Sequence[Mapping[str, Any]], report: AttemptReport) -> float:
-    """When the first step of an attempt began, in seconds since 1970.
+    """Return when the first step of an attempt began, in seconds since 1970.
 
     Steps are written with how long they took, without the time of day. Whatever has that and comes after a step was
     written after it: the latest place that contradicts none of this is the true one but for the moment between.
@@ -248,8 +248,8 @@ def _first_step_began(rows: Sequence[Row], journal: Sequence[Mapping[str, Any]],
             latest.append(row["time"] - after[row["step"]])
         elif row.get("event") in ("end", "ending"):
             latest.append(row["time"] - elapsed)
-    known = [row["time"] for row in journal if row.get("event") in ("attempt", "plan")]
-    return max(report.began, min(latest)) if latest else max([report.began, *known])
+    starts = [row["time"] for row in journal if row.get("event") in ("attempt", "plan")]
+    return max(report.began, min(latest)) if latest else max([report.began, *starts])
 
 
 def _points(rows: Sequence[Row], ranks: Sequence[Sequence[Row]], start: float) -> Iterator[Point]:
@@ -285,10 +285,10 @@ def _together(points: Iterator[Point]) -> tuple[Point, ...]:
     size = math.ceil(len(every) / MOST_POINTS)
     if size <= 1:
         return tuple(every)
-    return tuple(_merged(every[start : start + size]) for start in range(0, len(every), size))
+    return tuple(_merge(every[start : start + size]) for start in range(0, len(every), size))
 
 
-def _merged(points: Sequence[Point]) -> Point:
+def _merge(points: Sequence[Point]) -> Point:
     rates = [point.tokens_per_second for point in points if point.tokens_per_second is not None]
     return replace(
         points[-1],
@@ -310,8 +310,8 @@ def _step(row: Row) -> int:
 
 
 def _mean(losses: Sequence[float | None]) -> float | None:
-    known = [loss for loss in losses if loss is not None]
-    mean = statistics.fmean(known) if known else math.nan
+    finite = [loss for loss in losses if loss is not None]
+    mean = statistics.fmean(finite) if finite else math.nan
     return mean if math.isfinite(mean) else None
 
 

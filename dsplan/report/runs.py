@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 
 from dsplan.render.run_report import report_blocks
 from dsplan.render.show import Block, Table, Text, columns
-from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture, drawn, label, line_style, thinned
+from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture, label, line_style, thin_out, to_plotly
 from dsplan.report.run_data import Attempt, Happening, Point, RunData
 from hardware_db.records import dataclass
 from hardware_db.units import format_bytes, format_count, format_seconds
@@ -33,13 +33,13 @@ def runs_pictures(runs: Sequence[RunData]) -> tuple[Picture, ...]:
     """Several runs beside each other; those of one run where there is one."""
     if len(runs) == 1:
         return run_pictures(runs[0])
-    pictures = [predicted_and_measured(runs), compared(runs)]
+    pictures = [predicted_and_measured(runs), compare_runs(runs)]
     pictures += [course(run, name=f"course-{number}") for number, run in enumerate(runs, start=1)]
     return tuple(picture for picture in pictures if picture is not None)
 
 
 def run_blocks(run: RunData) -> list[Block]:
-    """What `report.md` of the run directory says; of a run that is not over, what can be said by now."""
+    """Return what `report.md` of the run directory says; of a run that is not over, what can be said by now."""
     blocks = report_blocks(run.report)
     if run.is_running or not run.is_ended:
         blocks[0] = Text(text=f"{run.outcome}: {run.measured.steps} steps so far", style="warning")
@@ -47,7 +47,7 @@ def run_blocks(run: RunData) -> list[Block]:
 
 
 def titles(runs: Sequence[RunData]) -> list[str]:
-    """What the pictures call the runs: their directories, numbered where two are called the same."""
+    """Return what the pictures call the runs: their directories, numbered where two are called the same."""
     names = [label(run.name) for run in runs]
     return [
         name if names.count(name) == 1 else f"{name} ({names[: number + 1].count(name)})"
@@ -106,8 +106,10 @@ def _between(low: float | None, high: float | None) -> tuple[float, float] | Non
 
 
 def predicted_and_measured(runs: Sequence[RunData]) -> Picture | None:
-    """Bars of what was predicted and what was measured, with the intervals of nine in ten; None where no run measured
-    anything."""
+    """Bars of what was predicted and what was measured, with the intervals of nine in ten.
+
+    None where no run measured anything.
+    """
     shown = _figures(runs)
     if not shown:
         return None
@@ -152,7 +154,7 @@ def predicted_and_measured(runs: Sequence[RunData]) -> Picture | None:
             " Memory is what torch allocated at the peak."
             + (f" Nothing was measured of {', '.join(left_out)}." if left_out else "")
         ),
-        figure=drawn(figure),
+        figure=to_plotly(figure),
         table=_beside_table(shown, runs),
     )
 
@@ -167,11 +169,11 @@ def _bars(item: _Figure, runs: Sequence[RunData], names: Sequence[str], kind: st
     )
     values = [value(run) for run in runs]
     bounds = [between(run) for run in runs]
-    drawn = [
-        (found, bound) if found is not None and bound is not None else None
-        for found, bound in zip(values, bounds, strict=True)
+    to_plotly = [
+        (figure, bound) if figure is not None and bound is not None else None
+        for figure, bound in zip(values, bounds, strict=True)
     ]
-    words = [_MISSING if found is None else item.spell(found) for found in values]
+    words = [_MISSING if figure is None else item.spell(figure) for figure in values]
     return go.Bar(
         x=values,
         y=list(names),
@@ -186,9 +188,9 @@ def _bars(item: _Figure, runs: Sequence[RunData], names: Sequence[str], kind: st
         error_x={
             "type": "data",
             "symmetric": False,
-            "array": [0 if pair is None else max(0.0, pair[1][1] - pair[0]) for pair in drawn],
-            "arrayminus": [0 if pair is None else max(0.0, pair[0] - pair[1][0]) for pair in drawn],
-            "visible": any(drawn),
+            "array": [0 if pair is None else max(0.0, pair[1][1] - pair[0]) for pair in to_plotly],
+            "arrayminus": [0 if pair is None else max(0.0, pair[0] - pair[1][0]) for pair in to_plotly],
+            "visible": any(to_plotly),
             "thickness": 1.5,
         },
         hoverinfo="text",
@@ -200,7 +202,7 @@ _PHONE_LETTERS = 34
 
 
 def _end(name: str) -> str:
-    """What a phone has room for of a name: its end, by which those of one script are told apart."""
+    """Return what a phone has room for of a name: its end, by which those of one script are told apart."""
     letters = unescape(name)
     return name if len(letters) <= _PHONE_LETTERS else f"…{escape(letters[1 - _PHONE_LETTERS :], quote=False)}"
 
@@ -257,11 +259,11 @@ _GIB = 2**30
 
 
 def _series(run: RunData) -> list[_Series]:
-    """The lines that a run has anything to say of."""
+    """Return the lines that a run has anything to say of."""
     plan = run.plan
     on_gpu = plan is not None and plan.cluster.get("device") != "cpu"
     capacity = plan.cluster.get("capacity_bytes") if plan is not None and on_gpu else None
-    found = [
+    series = [
         _Series(title="loss", name="loss", value=lambda point: point.loss, spell=lambda loss: f"{loss:.4f}"),
         _Series(
             title=f"{run.counted}/s",
@@ -286,9 +288,9 @@ def _series(run: RunData) -> list[_Series]:
         ),
     ]
     points = list(run.points)
-    found = [item for item in found if any(item.value(point) is not None for point in points)]
+    series = [item for item in series if any(item.value(point) is not None for point in points)]
     # Host memory says something of a run on a processor, or of one that measured no other.
-    return [item for item in found if item is not found[-1] or len(found) < 4 or not on_gpu]
+    return [item for item in series if item is not series[-1] or len(series) < 4 or not on_gpu]
 
 
 def _gib(count: float | None) -> float | None:
@@ -303,8 +305,11 @@ def _unit(seconds: float) -> tuple[str, float]:
 
 
 def course(run: RunData, *, name: str = "course") -> Picture | None:
-    """Loss, throughput and memory of a run over the time since it began, above a strip with its attempts, checkpoints,
-    alerts and endings. None where no step was done and nothing else happened."""
+    """Draw loss, throughput and memory of a run over the time since it began.
+
+    Below them lies a strip with its attempts, checkpoints, alerts and endings. None where no step was done and nothing
+    else happened.
+    """
     series = _series(run)
     if not series and not run.happenings:
         return None
@@ -332,7 +337,7 @@ def course(run: RunData, *, name: str = "course") -> Picture | None:
         name=name,
         title=f"{label(run.name)} over time",
         caption=_course_caption(run, series),
-        figure=drawn(figure),
+        figure=to_plotly(figure),
         table=_course_table(run, series, unit, length),
     )
 
@@ -362,21 +367,21 @@ def _draw_series(figure: go.Figure, item: _Series, run: RunData, row: int, lengt
         title_text=item.title, automargin=True, rangemode="normal" if item.name == "loss" else "tozero", row=row, col=1
     )
     end = run.seconds / length
-    said = []
+    labels = []
     for value, what, dash in ((item.predicted, "predicted", "dash"), (item.limit, "the card has", "dot")):
         if value is not None:
-            said.append(f"{what} {item.spell(value)}")
+            labels.append(f"{what} {item.spell(value)}")
             figure.add_trace(
                 go.Scatter(
-                    x=[0, end], y=[value, value], mode="lines", name=what, hoverinfo="text", hovertext=[said[-1]] * 2,
+                    x=[0, end], y=[value, value], mode="lines", name=what, hoverinfo="text", hovertext=[labels[-1]] * 2,
                     line={"color": QUIET if what == "predicted" else LIMIT, "dash": dash, "width": 1.4},
                 ),
                 row=row, col=1,
             )  # fmt: skip
-    if said:
+    if labels:
         # Above the lines of the run, which would be behind the words.
         figure.add_annotation(
-            x=1, y=1, xref="x domain", yref="y domain", text=", ".join(said), showarrow=False, xanchor="right",
+            x=1, y=1, xref="x domain", yref="y domain", text=", ".join(labels), showarrow=False, xanchor="right",
             yanchor="bottom", font={"size": 11}, row=row, col=1,
         )  # fmt: skip
 
@@ -409,13 +414,13 @@ def _draw_strip(figure: go.Figure, run: RunData, row: int, length: float) -> Non
         (_STRIPS[3], "x", lambda item: item.kind == "ending"),
     )
     for strip, symbol, belongs in groups:
-        found = [item for item in run.happenings if belongs(item)]
-        if found:
+        marks = [item for item in run.happenings if belongs(item)]
+        if marks:
             figure.add_trace(
                 go.Scatter(
-                    x=[item.at / length for item in found], y=[strip] * len(found), mode="markers", name=strip,
+                    x=[item.at / length for item in marks], y=[strip] * len(marks), mode="markers", name=strip,
                     marker={"symbol": symbol, "size": 10, "color": COLOURS[2] if strip == "checkpoints" else LIMIT},
-                    hoverinfo="text", hovertext=[label(item.text) for item in found],
+                    hoverinfo="text", hovertext=[label(item.text) for item in marks],
                 ),
                 row=row, col=1,
             )  # fmt: skip
@@ -465,7 +470,7 @@ def _course_table(run: RunData, series: Sequence[_Series], unit: str, length: fl
                 "",
             ],
         )
-        for index in thinned(len(points), _TABLE_ROWS)
+        for index in thin_out(len(points), _TABLE_ROWS)
     ]
     for happening in _shown_happenings(run.happenings):
         step = _MISSING if happening.step is None else str(happening.step)
@@ -476,7 +481,7 @@ def _course_table(run: RunData, series: Sequence[_Series], unit: str, length: fl
 
 
 def _shown_happenings(happenings: Sequence[Happening]) -> Iterable[Happening]:
-    return (happenings[index] for index in thinned(len(happenings), _TABLE_ROWS))
+    return (happenings[index] for index in thin_out(len(happenings), _TABLE_ROWS))
 
 
 def _spelt(item: _Series, value: float | None) -> str:
@@ -505,7 +510,7 @@ _COMPARED: tuple[_Series, ...] = (
 )
 
 
-def compared(runs: Sequence[RunData]) -> Picture | None:
+def compare_runs(runs: Sequence[RunData]) -> Picture | None:
     """Loss, throughput and memory of several runs by step; None where none did a step."""
     lines = [_last_of_each_step(run) for run in runs]
     kinds = [item for item in _COMPARED if any(item.value(point) is not None for line in lines for point in line)]
@@ -515,7 +520,7 @@ def compared(runs: Sequence[RunData]) -> Picture | None:
     names, counted = titles(runs), {run.counted for run in runs if any(run.points)}
     for row, item in enumerate(kinds, start=1):
         for index, (name, line) in enumerate(zip(names, lines, strict=True)):
-            figure.add_trace(_compared_line(item, _end(name), line, index, legend=row == 1), row=row, col=1)
+            figure.add_trace(_draw_compared(item, _end(name), line, index, legend=row == 1), row=row, col=1)
         range_mode = "normal" if item.name == "loss" else "tozero"
         title = item.title.replace(_COUNTED, " or ".join(sorted(counted)))
         figure.update_yaxes(title_text=title, automargin=True, rangemode=range_mode, row=row, col=1)
@@ -529,29 +534,29 @@ def compared(runs: Sequence[RunData]) -> Picture | None:
         name="runs",
         title="Runs compared",
         caption="By step, not by time: of a step that was run again after a restart, the last time counts.",
-        figure=drawn(figure),
+        figure=to_plotly(figure),
         table=_runs_table(runs),
     )
 
 
-def _compared_line(item: _Series, name: str, line: Sequence[Point], index: int, *, legend: bool) -> go.Scatter:
-    known = [(point.step, value) for point in line if (value := item.value(point)) is not None]
+def _draw_compared(item: _Series, name: str, line: Sequence[Point], index: int, *, legend: bool) -> go.Scatter:
+    points = [(point.step, value) for point in line if (value := item.value(point)) is not None]
     return go.Scatter(
-        x=[step for step, _ in known],
-        y=[value for _, value in known],
+        x=[step for step, _ in points],
+        y=[value for _, value in points],
         name=name,
-        mode="lines+markers" if len(known) <= _FEW else "lines",
+        mode="lines+markers" if len(points) <= _FEW else "lines",
         legendgroup=str(index),
         showlegend=legend,
         line={**line_style(index), "width": 1.6},
         marker={"size": 5},
         hoverinfo="text",
-        hovertext=[f"{name}, step {step}: {item.name} {item.spell(value)}" for step, value in known],
+        hovertext=[f"{name}, step {step}: {item.name} {item.spell(value)}" for step, value in points],
     )
 
 
 def _last_of_each_step(run: RunData) -> list[Point]:
-    """The points of the final lineage: what a restart undid is left out."""
+    """Return the points of the final lineage: what a restart undid is left out."""
     line: list[Point] = []
     for attempt in run.attempts:
         if attempt.points:

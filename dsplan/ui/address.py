@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
-from urllib.parse import parse_qsl, quote, urlencode
+from urllib.parse import parse_qsl, urlencode
+from urllib.parse import quote as escape
 
 from dsplan.cli.flags import WITH_SUFFIX, HardwareFlags, ModelFlags, RankingFlags, WorkFlags
 from dsplan.question import Goal, Question
 from hardware_db.datasheets import find_device
 from hardware_db.errors import DsplanError, UnknownName
-from hardware_db.handed_in import parse_json, shown
+from hardware_db.handed_in import parse_json, quote
 from hardware_db.records import dataclass
 from hardware_db.units import parse_length
 from planner import limits
@@ -75,10 +76,11 @@ class Field:
 
     @property
     def flag(self) -> str:
+        """The name of the command line's flag, without its dashes."""
         return self.name.replace("_", "-")
 
     def read(self, text: str) -> Value:
-        """The value that a person wrote; empty is the default.
+        """Return the value that a person wrote; empty is the default.
 
         Raises:
             DsplanError: it is none that the flag takes.
@@ -87,26 +89,26 @@ class Field:
         if not written:
             return self.default
         if len(written) > MOST_LETTERS:
-            raise DsplanError(f"{self.flag} is {shown(written)}; write at most {MOST_LETTERS} characters")
+            raise DsplanError(f"{self.flag} is {quote(written)}; write at most {MOST_LETTERS} characters")
         if not written.isprintable():
-            raise DsplanError(f"{self.flag} is {shown(written)}; write it in letters that can be seen")
-        return self._typed(written)
+            raise DsplanError(f"{self.flag} is {quote(written)}; write it in letters that can be seen")
+        return self._parse_typed(written)
 
-    def _typed(self, written: str) -> Value:
+    def _parse_typed(self, written: str) -> Value:
         if self.kind == "text":
             return written
         if self.kind == "switch":
-            return self._picked(written.lower(), ("true", "false")) == "true"
+            return self._parse_choice(written.lower(), ("true", "false")) == "true"
         if self.kind == "choice":
-            return self._picked(written, self.choices)
+            return self._parse_choice(written, self.choices)
         limit = limits.Limit(least=self.least, most=self.most, fraction=self.kind == "fraction")
         value = self._number(written)
         limit.check(self.flag, written if value is None else value)
         return value
 
-    def _picked(self, written: str, choices: tuple[str, ...]) -> str:
+    def _parse_choice(self, written: str, choices: tuple[str, ...]) -> str:
         if written not in choices:
-            raise DsplanError(f"{self.flag} is {shown(written)}; give one of {', '.join(choices)}")
+            raise DsplanError(f"{self.flag} is {quote(written)}; give one of {', '.join(choices)}")
         return written
 
     def _number(self, written: str) -> int | float | None:
@@ -120,7 +122,7 @@ class Field:
 
 
 def write(value: object) -> str:
-    """A value as the address has it; empty for None."""
+    """Return a value as the address has it; empty for None."""
     if isinstance(value, bool):
         return "true" if value else ""
     if isinstance(value, float) and value.is_integer():
@@ -131,11 +133,11 @@ def write(value: object) -> str:
 @functools.lru_cache(maxsize=1)
 def page_fields() -> Mapping[str, Field]:
     """Every flag that the page has, by name, with the help, the choices and the limits of the command line."""
-    found = {}
+    by_name = {}
     for group in (ModelFlags, HardwareFlags, WorkFlags, RankingFlags):
         hints = get_type_hints(group, include_extras=True)
-        found.update({item.name: _field(item.name, hints[item.name], item.default) for item in fields(group)})
-    return {name: found[name] for names in SECTIONS.values() for name in names}
+        by_name.update({item.name: _field(item.name, hints[item.name], item.default) for item in fields(group)})
+    return {name: by_name[name] for names in SECTIONS.values() for name in names}
 
 
 def _field(name: str, hint: Any, default: Any) -> Field:
@@ -158,32 +160,32 @@ def _field(name: str, hint: Any, default: Any) -> Field:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What a person asked on the page: values of flags, and the text of a config.json in place of a model's name."""
+    """A question of the page: values of flags, and the text of a config.json in place of a model's name."""
 
     values: Mapping[str, Value]
     """Of every field of the page."""
     config: str = ""
 
     def address(self) -> str:
-        """The query of the address that asks the same: what is not a default, under the names of flags.
+        """Return the query of the address that asks the same: what is not a default, under the names of flags.
 
         Raises:
             DsplanError: the config.json is too large for an address.
         """
-        known = page_fields()
+        on_page = page_fields()
         pairs = [
-            (known[name].flag, write(value)) for name, value in self.values.items() if value != known[name].default
+            (on_page[name].flag, write(value)) for name, value in self.values.items() if value != on_page[name].default
         ]
         if self.config:
             packed = zlib.compress(self.config.encode(), 9)
             pairs.insert(0, (CONFIG, base64.urlsafe_b64encode(packed).decode().rstrip("=")))
-        query = urlencode(pairs, quote_via=quote)
+        query = urlencode(pairs, quote_via=escape)
         if len(query) > MOST_ADDRESS_BYTES:
             raise DsplanError(f"the config.json takes {len(query):,} letters of the address; leave its labels out")
         return query
 
     def command(self) -> str:
-        """What to type for the same answer in a terminal."""
+        """Return what to type for the same answer in a terminal."""
         words = ["dsplan", "recommend", *(["--model", "config.json"] if self.config else [])]
         for name, value in self.values.items():
             field = page_fields()[name]
@@ -192,7 +194,7 @@ class Asked:
         return shlex.join(words)
 
     def question(self) -> tuple[Question, ModelFacts, Goal]:
-        """What is asked of the planner.
+        """Return what is asked of the planner.
 
         Raises:
             DsplanError: no model or no hardware is named, or a name is in no catalogue.
@@ -203,15 +205,16 @@ class Asked:
             raise DsplanError("no hardware is named; choose a GPU or a node type")
         if values["gpu"]:
             find_device(str(values["gpu"]))  # `cpu` would mean the server's own
-        known = {item.name for item in fields(Goal)}
-        goal = Goal(**{name: value for name, value in values.items() if name in known})  # type: ignore[arg-type]
-        work: dict[str, Any] = {name: value for name, value in values.items() if name not in known}
+        goals = {item.name for item in fields(Goal)}
+        goal = Goal(**{name: value for name, value in values.items() if name in goals})  # type: ignore[arg-type]
+        work: dict[str, Any] = {name: value for name, value in values.items() if name not in goals}
         return Question(**work | {"model": None}), facts, goal
 
 
 def read_values(written: Mapping[str, str], config: str = "") -> Asked:
-    """What the fields of the page say; `written` has texts by the names of fields, and may lack some. Where there is a
-    config.json, the model that they name does not count.
+    """Return what the fields of the page say; `written` has texts by the names of fields, and may lack some.
+
+    Where there is a config.json, the model that they name does not count.
 
     Raises:
         DsplanError: a field says what its flag does not take.
@@ -225,7 +228,7 @@ def read_values(written: Mapping[str, str], config: str = "") -> Asked:
 
 
 def read_address(query: str) -> tuple[Asked, tuple[str, ...]]:
-    """What the query of an address asks, and the names in it that are no flag of the page.
+    """Return what the query of an address asks, and the names in it that are no flag of the page.
 
     Raises:
         DsplanError: it is too long, or a value is none that its flag takes.
@@ -235,8 +238,10 @@ def read_address(query: str) -> tuple[Asked, tuple[str, ...]]:
 
 
 def address_texts(query: str) -> tuple[dict[str, str], str, tuple[str, ...]]:
-    """The texts of an address by the names of fields with what it leaves open (`START`), its config.json, and the names
-    in it that are no flag of the page. What Gradio and Spaces add begins with two underscores and is left aside.
+    """Return the texts of an address by field, its config.json, and the names in it that are no flag of the page.
+
+    A field that it leaves open has the text of `START`. What Gradio and Spaces add begins with two underscores and is
+    left aside.
 
     Raises:
         DsplanError: it is too long, or its config.json is not one.
@@ -245,17 +250,17 @@ def address_texts(query: str) -> tuple[dict[str, str], str, tuple[str, ...]]:
         raise DsplanError(f"the address is longer than {MOST_ADDRESS_BYTES:,} letters; ask with fewer")
     names = {field.flag: name for name, field in page_fields().items()}
     given = {name: text for name, text in pairs(query) if not name.startswith("__")}
-    config = _unpacked(given.pop(CONFIG, ""))
+    config = _unpack(given.pop(CONFIG, ""))
     texts = {names[flag]: text for flag, text in given.items() if flag in names}
     hardware = any(texts.get(name) for name in _HARDWARE)
     for name, text in START.items():
         if not (config or texts.get("model")) if name == "model" else not hardware:
             texts[name] = text
-    return texts, config, tuple(shown(flag) for flag in given if flag not in names and flag != PLAN)
+    return texts, config, tuple(quote(flag) for flag in given if flag not in names and flag != PLAN)
 
 
 def address_plan(query: str) -> int:
-    """The rank of the plan that an address shows; 1 where it names none.
+    """Return the rank of the plan that an address shows; 1 where it names none.
 
     Raises:
         DsplanError: the address has too many parts.
@@ -264,17 +269,17 @@ def address_plan(query: str) -> int:
     return int(rank) if re.fullmatch("[1-9][0-9]?", rank) else 1
 
 
-def without(query: str, name: str) -> str:
-    """An address without one of its parts.
+def drop_part(query: str, name: str) -> str:
+    """Return an address without one of its parts.
 
     Raises:
         DsplanError: it has too many.
     """
-    return urlencode([pair for pair in pairs(query) if pair[0] != name], quote_via=quote)
+    return urlencode([pair for pair in pairs(query) if pair[0] != name], quote_via=escape)
 
 
 def pairs(query: str) -> list[tuple[str, str]]:
-    """The names and values of an address.
+    """Return the names and values of an address.
 
     Raises:
         DsplanError: it has too many.
@@ -285,7 +290,7 @@ def pairs(query: str) -> list[tuple[str, str]]:
         raise DsplanError(f"the address asks for more than {_MOST_FIELDS} things; ask for fewer") from None
 
 
-def _unpacked(packed: str) -> str:
+def _unpack(packed: str) -> str:
     if not packed:
         return ""
     try:
@@ -308,14 +313,17 @@ def _model(name: str) -> ModelFacts:
         return named_model(name)
     except UnknownName as error:
         near = f"; nearest: {', '.join(error.near)}" if error.near else ""
-        raise DsplanError(f"unknown model {shown(name)}{near}; {_REMEDY}") from None
+        raise DsplanError(f"unknown model {quote(name)}{near}; {_REMEDY}") from None
 
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 
 
 def _own_model(config: str) -> ModelFacts:
-    """The model of a config.json, named as it says where that is a name and nothing else: emitted scripts have it."""
+    """Return the model of a config.json, named as it says where that is a name and nothing else.
+
+    Emitted scripts have it.
+    """
     from planner.models.from_hf.config import facts_from_config
 
     document = parse_json(config, "config.json", "paste the whole config.json of the model")

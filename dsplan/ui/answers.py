@@ -35,7 +35,7 @@ _REMEMBERED = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What of which question: `kind` is a name of `KINDS`, `query` the address, `plan` the rank of a plan."""
+    """Work for a process: `kind` is a name of `KINDS`, `query` the address, `plan` the rank of a plan."""
 
     kind: str
     query: str
@@ -47,7 +47,7 @@ Answer = Mapping[str, Any]
 
 
 def answer(task: Task) -> Answer:
-    """What the page shows for a task."""
+    """Return what the page shows for a task."""
     try:
         return KINDS[task.kind](task)
     except DsplanError as error:
@@ -55,21 +55,23 @@ def answer(task: Task) -> Answer:
 
 
 def plans(task: Task) -> Answer:
-    """The ranked plans, why others lost, the command line that asks the same, and what `plan` says of one of them."""
-    found = _search(task.query)
+    """Return the ranked plans, why others lost, the command that asks the same, and what `plan` says of one."""
+    answer = _search(task.query)
     return {
-        "html": answer_html(found),
-        "rejected": rejected_html(found),
-        "plans": [_label(rank, plan) for rank, plan in enumerate(found.plans, start=1)],
+        "html": answer_html(answer),
+        "rejected": rejected_html(answer),
+        "plans": [_label(rank, plan) for rank, plan in enumerate(answer.plans, start=1)],
         "command": read_address(task.query)[0].command(),
-        "pictures": {name: json.dumps(drawn(found.plans)) for name, drawn in OF_PLANS.items() if found.plans},
+        "pictures": {name: json.dumps(drawn(answer.plans)) for name, drawn in OF_PLANS.items() if answer.plans},
         **plan(task),
     }
 
 
 def plan(task: Task) -> Answer:
-    """Where the bytes and the seconds of one plan go, its files by path, and what they ask of a script by format. Where
-    nothing fits it is the closest miss, which has no files."""
+    """Return where bytes and seconds of a plan go, its files by path, and a script's duties by format.
+
+    Where nothing fits it is the closest miss, which has no files.
+    """
     answer = _search(task.query)
     if not answer.plans:
         closest = "" if answer.closest is None else blocks_html(figure_blocks(answer.closest))
@@ -91,14 +93,14 @@ def plan(task: Task) -> Answer:
 
 
 def report(task: Task) -> Answer:
-    """What `dsplan report` writes, with how the answer changes over GPUs, micro-batches and lengths."""
+    """Return what `dsplan report` writes, with how the answer changes over GPUs, micro-batches and lengths."""
     from dsplan.report.make import answer_page
     from dsplan.report.page import page_html
 
-    asked, _ = read_address(task.query)
-    question, facts, goal = asked.question()
-    found = recommend(question.request(facts, **goal.ranking()), with_front=True)
-    return {"report": page_html(answer_page(found, asked.command()))}
+    read, _ = read_address(task.query)
+    question, facts, goal = read.question()
+    answer = recommend(question.request(facts, **goal.ranking()), with_front=True)
+    return {"report": page_html(answer_page(answer, read.command()))}
 
 
 OF_PLANS: Mapping[str, Callable[[Sequence[Plan]], pictures.Drawn]] = {

@@ -22,18 +22,18 @@ from dsplan.ui.address import (
     Field,
     address_plan,
     address_texts,
+    drop_part,
     page_fields,
     read_address,
     read_values,
-    without,
     write,
 )
 from dsplan.ui.answers import OF_PLANS, Answer, Task
 from dsplan.ui.gate import Gate
 from dsplan.ui.workers import Answers
 from hardware_db.errors import DsplanError
-from hardware_db.handed_in import shown
-from hardware_db.notices import labelled
+from hardware_db.handed_in import quote
+from hardware_db.notices import label_lines
 
 _HERE = Path(__file__).parent
 _AT_ONCE = 32
@@ -59,7 +59,7 @@ _UNSAID = "by default"
 
 
 def application(answers: Answers) -> fastapi.FastAPI:
-    """The server's application: the page at `/`, the files of a plan at `/files`, a report at `/report`."""
+    """Return the server's application: the page at `/`, the files of a plan at `/files`, a report at `/report`."""
     server = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     server.add_api_route("/files", _files_route(answers), methods=["GET"])
     server.add_api_route("/report", _report_route(answers), methods=["GET"])
@@ -83,7 +83,10 @@ def application(answers: Answers) -> fastapi.FastAPI:
 
 
 def _head() -> str:
-    """The page's looks and behaviour; Gradio rewrites what it takes as `css`, and loses what narrow windows need."""
+    """Return the page's looks and behaviour.
+
+    Gradio rewrites what it takes as `css`, and loses what narrow windows need.
+    """
     style, script = ((_HERE / name).read_text("utf-8") for name in ("page.css", "page.js"))
     return f"<style>{style}</style><script>{script}</script>"
 
@@ -103,7 +106,7 @@ def _theme() -> Any:
 
 
 def page(answers: Answers) -> gr.Blocks:
-    """The page as Gradio has it; it is answered by `answers`."""
+    """Return the page as Gradio has it; it is answered by `answers`."""
     with gr.Blocks(title="dsplan", analytics_enabled=False, fill_width=True) as blocks:
         gr.HTML(_HEADING, padding=False)
         with gr.Row(elem_id="columns"):
@@ -121,7 +124,7 @@ _HEADING = """<header><h1>dsplan</h1>
 
 
 def _question_fields() -> tuple[dict[str, Any], Any]:
-    """A component for every field, and that of a config.json."""
+    """Return a component for every field, and that of a config.json."""
     components: dict[str, Any] = {}
     for section, names in SECTIONS.items():
         if section == "Question":
@@ -137,7 +140,7 @@ def _question_fields() -> tuple[dict[str, Any], Any]:
 
 
 def _component(field: Field) -> Any:
-    """The input of a field; its hint ends with the flag that it stands for."""
+    """Return the input of a field; its hint ends with the flag that it stands for."""
     label = _LABELS.get(field.name, field.flag.replace("-", " ").capitalize())
     info = f"{_HINTS.get(field.name, field.help)} `--{field.flag}`"
     named = {"label": label, "info": info, "elem_id": f"field-{field.flag}"}
@@ -184,26 +187,26 @@ _CATALOGUES = {"model": _model_names, "gpu": _device_names, "node_type": _node_t
 
 
 def _answer_fields() -> dict[str, Any]:
-    """What shows the answer, by name."""
-    found: dict[str, Any] = {"address": gr.Textbox(visible=False)}
+    """Return what shows the answer, by name."""
+    components: dict[str, Any] = {"address": gr.Textbox(visible=False)}
     with gr.Row(elem_id="sharing"):
-        found["copy"] = gr.Button("Copy link", size="sm", elem_id="copy-link", scale=0, min_width=120)
-        found["command"] = gr.HTML("", elem_id="command", padding=False)
-    found["plans"] = gr.HTML("", elem_id="plans", padding=False)
-    found["choice"] = gr.Radio([], label="Plan", elem_id="plan-choice", visible=False)
+        components["copy"] = gr.Button("Copy link", size="sm", elem_id="copy-link", scale=0, min_width=120)
+        components["command"] = gr.HTML("", elem_id="command", padding=False)
+    components["plans"] = gr.HTML("", elem_id="plans", padding=False)
+    components["choice"] = gr.Radio([], label="Plan", elem_id="plan-choice", visible=False)
     with gr.Tabs(elem_id="views"):
         # Hidden while there is none: Gradio labels the place of a missing picture in a way that axe-core refuses.
-        with gr.Tab("Pictures"), gr.Column(visible=False) as found["pictures"]:
+        with gr.Tab("Pictures"), gr.Column(visible=False) as components["pictures"]:
             for name in pieces.PICTURES:
                 gr.HTML(pieces.picture_heading(name), padding=False)
-                found[name] = gr.Plot(show_label=False, container=False, elem_id=f"picture-{name}")
+                components[name] = gr.Plot(show_label=False, container=False, elem_id=f"picture-{name}")
         with gr.Tab("Figures"):
-            found["plan"] = gr.HTML("", elem_id="plan", padding=False)
+            components["plan"] = gr.HTML("", elem_id="plan", padding=False)
         with gr.Tab("Configs"):
-            found["files"] = gr.HTML("", elem_id="files", padding=False)
+            components["files"] = gr.HTML("", elem_id="files", padding=False)
         with gr.Tab("Why not others"):
-            found["rejected"] = gr.HTML("", elem_id="rejected", padding=False)
-    return found
+            components["rejected"] = gr.HTML("", elem_id="rejected", padding=False)
+    return components
 
 
 _OF_A_PLAN = ("address", "plan", "step", "files")
@@ -212,34 +215,34 @@ _OF_AN_ANSWER = ("command", "plans", "choice", "rejected", "pictures", *OF_PLANS
 
 
 def _connect(blocks: gr.Blocks, answers: Answers, fields: dict[str, Any], config: Any, shown: dict[str, Any]) -> None:
-    """What happens when something on the page is changed, and when it is opened."""
+    """Return what happens when something on the page is changed, and when it is opened."""
     inputs = [*fields.values(), config]
     outputs = [shown[name] for name in _OF_AN_ANSWER]
 
     def changed(address: str, *values: Any) -> list[Any]:
         texts = {name: write(value) for name, value in zip(fields, values, strict=False)}
-        found = _answered(answers, texts, values[-1] or "", known=without(address, PLAN))
-        return [gr.skip() for _ in outputs] if found is None else _in_order(_OF_AN_ANSWER, found)
+        updates = _update_answer(answers, texts, values[-1] or "", shown_query=drop_part(address, PLAN))
+        return [gr.skip() for _ in outputs] if updates is None else _in_order(_OF_AN_ANSWER, updates)
 
     def opened(request: gr.Request) -> list[Any]:
-        """The address's question in the fields, and its answer."""
+        """Return the address's question in the fields, and its answer."""
         query = urlencode(list(request.query_params.multi_items()))
         try:
             texts, packed, unknown = address_texts(query)
         except DsplanError as error:
-            return [*(gr.skip() for _ in inputs), *_in_order(_OF_AN_ANSWER, _failed(str(error)))]
-        values = [_shown(field, texts.get(name, "")) for name, field in page_fields().items()]
-        found = _answered(answers, texts, packed, rank=address_plan(query)) or {}
-        found["plans"] = pieces.unknown_html(unknown) + found["plans"]
-        return [*values, packed, *_in_order(_OF_AN_ANSWER, found)]
+            return [*(gr.skip() for _ in inputs), *_in_order(_OF_AN_ANSWER, _update_failure(str(error)))]
+        values = [_component_value(field, texts.get(name, "")) for name, field in page_fields().items()]
+        updates = _update_answer(answers, texts, packed, rank=address_plan(query)) or {}
+        updates["plans"] = pieces.unknown_html(unknown) + updates["plans"]
+        return [*values, packed, *_in_order(_OF_AN_ANSWER, updates)]
 
     def chosen(address: str, choice: str | None) -> list[Any]:
-        query = without(address, PLAN)
+        query = drop_part(address, PLAN)
         try:
-            found = answers.ask(Task(kind="plan", query=query, plan=_rank(choice)))
+            answer = answers.ask(Task(kind="plan", query=query, plan=_rank(choice)))
         except DsplanError as error:
             return [address, pieces.failure_html(str(error)), None, ""]
-        return _in_order(_OF_A_PLAN, _plan_parts(query, found))
+        return _in_order(_OF_A_PLAN, _plan_parts(query, answer))
 
     hidden = {"show_progress": "minimal", "show_progress_on": shown["plans"], "api_visibility": "private"}
     show_address = {"fn": None, "inputs": [shown["address"]], "js": "(address) => window.dsplanAddress(address)"}
@@ -257,12 +260,12 @@ def _connect(blocks: gr.Blocks, answers: Answers, fields: dict[str, Any], config
     shown["copy"].click(None, js="() => window.dsplanCopy()")
 
 
-def _in_order(names: tuple[str, ...], found: Mapping[str, Any]) -> list[Any]:
-    return [found[name] for name in names]
+def _in_order(names: tuple[str, ...], updates: Mapping[str, Any]) -> list[Any]:
+    return [updates[name] for name in names]
 
 
-def _shown(field: Field, text: str) -> Any:
-    """What a component shows for a text of the address, which may be one that is refused."""
+def _component_value(field: Field, text: str) -> Any:
+    """Return what a component shows for a text of the address, which may be one that is refused."""
     if field.kind == "switch":
         return text == "true"
     if field.kind == "choice":
@@ -275,54 +278,54 @@ def _shown(field: Field, text: str) -> Any:
     return text
 
 
-def _answered(
-    answers: Answers, texts: Mapping[str, str], config: str, *, rank: int = 1, known: str | None = None
+def _update_answer(
+    answers: Answers, texts: Mapping[str, str], config: str, *, rank: int = 1, shown_query: str | None = None
 ) -> dict[str, Any] | None:
     """Everything that shows an answer, by name; None if the question is the one at the address `known`, answered."""
     try:
-        asked = read_values(texts, config)
-        query = asked.address()
-        if query == known:
+        values = read_values(texts, config)
+        query = values.address()
+        if query == shown_query:
             return None
-        found = answers.ask(Task(kind="plans", query=query, plan=rank))
+        answer = answers.ask(Task(kind="plans", query=query, plan=rank))
     except DsplanError as error:
-        return _failed(str(error))
-    if "error" in found:
-        return _failed(found["error"], query)
-    labels = found["plans"]
+        return _update_failure(str(error))
+    if "error" in answer:
+        return _update_failure(answer["error"], query)
+    labels = answer["plans"]
     return {
-        "command": pieces.command_html(query, found["command"]),
-        "plans": found["html"],
-        "choice": gr.Radio(choices=labels, value=labels[found["rank"] - 1] if labels else None, visible=bool(labels)),
-        "rejected": found["rejected"],
-        **_drawn(found["pictures"]),
-        **_plan_parts(query, found),
+        "command": pieces.command_html(query, answer["command"]),
+        "plans": answer["html"],
+        "choice": gr.Radio(choices=labels, value=labels[answer["rank"] - 1] if labels else None, visible=bool(labels)),
+        "rejected": answer["rejected"],
+        **_update_pictures(answer["pictures"]),
+        **_plan_parts(query, answer),
     }
 
 
-def _plan_parts(query: str, found: Answer) -> dict[str, Any]:
-    rank = found["rank"]
+def _plan_parts(query: str, answer: Answer) -> dict[str, Any]:
+    rank = answer["rank"]
     address = query if rank == 1 else f"{query}&{PLAN}={rank}"
-    files = pieces.PlanFiles(address=query, rank=rank, files=found["files"], duties=found["duties"])
-    step = _plot(found["step"])
-    return {"address": address, "plan": found["plan"], "step": step, "files": pieces.files_html(files)}
+    files = pieces.PlanFiles(address=query, rank=rank, files=answer["files"], duties=answer["duties"])
+    step = _plot(answer["step"])
+    return {"address": address, "plan": answer["plan"], "step": step, "files": pieces.files_html(files)}
 
 
-def _drawn(found: Mapping[str, str]) -> dict[str, Any]:
-    return {"pictures": gr.Column(visible=bool(found)), **{name: _plot(found.get(name, "")) for name in OF_PLANS}}
+def _update_pictures(pictures: Mapping[str, str]) -> dict[str, Any]:
+    return {"pictures": gr.Column(visible=bool(pictures)), **{name: _plot(pictures.get(name, "")) for name in OF_PLANS}}
 
 
 def _plot(picture: str) -> Any:
     return PlotData(type="plotly", plot=picture) if picture else None
 
 
-def _failed(error: str, address: str = "") -> dict[str, Any]:
-    """What is shown in place of an answer; without an address the next try is not taken for the same question."""
+def _update_failure(error: str, address: str = "") -> dict[str, Any]:
+    """Return what is shown in place of an answer; without an address the next try is asked anew."""
     empty = dict.fromkeys(_OF_AN_ANSWER, "")
     no_choice = gr.Radio(choices=[], value=None, visible=False)
     return {
         **empty,
-        **_drawn({}),
+        **_update_pictures({}),
         "step": None,
         "address": address,
         "plans": pieces.failure_html(error),
@@ -331,7 +334,7 @@ def _failed(error: str, address: str = "") -> dict[str, Any]:
 
 
 def _rank(choice: str | None) -> int:
-    """The rank with which the name of a choice begins."""
+    """Return the rank with which the name of a choice begins."""
     first = (choice or "").partition(".")[0]
     return int(first) if first.isdecimal() and len(first) < 4 else 1
 
@@ -341,11 +344,11 @@ def _rank(choice: str | None) -> int:
 
 def _files_route(answers: Answers) -> Any:
     def files(request: fastapi.Request) -> fastapi.Response:
-        """A plan's files as a zip, or the one that `file` names."""
+        """Return a plan's files as a zip, or the one that `file` names."""
         query = request.url.query
         try:
-            found = _found(answers, without(query, "file"), "plan")
-            return _download(found["rank"], found["files"], request.query_params.get("file", ""))
+            answer = _ask_or_raise(answers, drop_part(query, "file"), "plan")
+            return _download(answer["rank"], answer["files"], request.query_params.get("file", ""))
         except DsplanError as error:
             return _refusal(error)
 
@@ -354,9 +357,9 @@ def _files_route(answers: Answers) -> Any:
 
 def _report_route(answers: Answers) -> Any:
     def report(request: fastapi.Request) -> fastapi.Response:
-        """The answer as a page that needs no server."""
+        """Return the answer as a page that needs no server."""
         try:
-            text = _found(answers, request.url.query, "report")["report"]
+            text = _ask_or_raise(answers, request.url.query, "report")["report"]
         except DsplanError as error:
             return _refusal(error)
         named = {"content-disposition": 'attachment; filename="dsplan-report.html"'}
@@ -365,40 +368,40 @@ def _report_route(answers: Answers) -> Any:
     return report
 
 
-def _found(answers: Answers, query: str, kind: str) -> Answer:
-    """An answer to the question of an address.
+def _ask_or_raise(answers: Answers, query: str, kind: str) -> Answer:
+    """Return an answer to the question of an address.
 
     Raises:
         DsplanError: there is none.
     """
-    asked, unknown = read_address(query)
+    values, unknown = read_address(query)
     if unknown:
         raise DsplanError(f"the address has {', '.join(unknown)}, which is no flag here")
-    found = answers.ask(Task(kind=kind, query=asked.address(), plan=address_plan(query)))
-    if "error" in found:
-        raise DsplanError(found["error"])
-    if kind == "plan" and found["files"] and found["rank"] != address_plan(query):
-        raise DsplanError(f"there is no plan {address_plan(query)}; the last is {found['rank']}")
-    return found
+    answer = answers.ask(Task(kind=kind, query=values.address(), plan=address_plan(query)))
+    if "error" in answer:
+        raise DsplanError(answer["error"])
+    if kind == "plan" and answer["files"] and answer["rank"] != address_plan(query):
+        raise DsplanError(f"there is no plan {address_plan(query)}; the last is {answer['rank']}")
+    return answer
 
 
 def _refusal(error: DsplanError) -> fastapi.Response:
-    return fastapi.responses.PlainTextResponse(f"{labelled(str(error))}\n", status_code=400)
+    return fastapi.responses.PlainTextResponse(f"{label_lines(str(error))}\n", status_code=400)
 
 
 def _download(rank: int, files: Mapping[str, str], wanted: str) -> fastapi.Response:
     if not files:
         raise DsplanError("no plan fits, so there is no file")
     if wanted and wanted not in files:
-        raise DsplanError(f"plan {rank} has no file {shown(wanted)}; it has {', '.join(files)}")
+        raise DsplanError(f"plan {rank} has no file {quote(wanted)}; it has {', '.join(files)}")
     name = wanted.rpartition("/")[2] if wanted else f"dsplan-plan-{rank}.zip"
-    content = files[wanted].encode() if wanted else _zipped(files)
+    content = files[wanted].encode() if wanted else _zip_files(files)
     kind = "text/plain; charset=utf-8" if wanted else "application/zip"
     return fastapi.Response(content, media_type=kind, headers={"content-disposition": f'attachment; filename="{name}"'})
 
 
-def _zipped(files: Mapping[str, str]) -> bytes:
-    """The files in one, the same bytes whenever they are asked for."""
+def _zip_files(files: Mapping[str, str]) -> bytes:
+    """Return the files in one, the same bytes whenever they are asked for."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in files.items():

@@ -1,4 +1,4 @@
-"""What of a server strangers reach: only named addresses, requests of bounded size, answers that load nothing."""
+"""Gate to the server: only named addresses, requests of bounded size, answers that load nothing."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ class Gate:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request, or refuse it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] != "http" or not OPEN.fullmatch(scope["path"]):
             await _refuse(scope, send, 404, b"not found")
-        elif _declared(scope) > MOST_BODY_BYTES:
+        elif _declared_length(scope) > MOST_BODY_BYTES:
             await _refuse(scope, send, 413, b"the request is too large")
         else:
-            await self._app(scope, _bounded(receive), _with_headers(send))
+            await self._app(scope, _bound_body(receive), _add_headers(send))
 
 
-def _declared(scope: Any) -> int:
+def _declared_length(scope: Any) -> int:
     length = dict(scope["headers"]).get(b"content-length", b"0")
     return int(length) if length.isdigit() and len(length) < 16 else MOST_BODY_BYTES + 1
 
 
-def _bounded(receive: Any) -> Any:
-    """A body that does not say its length ends where it is too long, as if the other side were gone."""
+def _bound_body(receive: Any) -> Any:
+    """Cut a body that does not say its length where it is too long, as if the other side were gone."""
     seen = 0
 
     async def received() -> Any:
@@ -61,7 +62,7 @@ def _bounded(receive: Any) -> Any:
     return received
 
 
-def _with_headers(send: Any) -> Any:
+def _add_headers(send: Any) -> Any:
     async def sent(message: Any) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message.get("headers", ()), *HEADERS]}

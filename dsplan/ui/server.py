@@ -24,7 +24,7 @@ _END_SECONDS = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOptions:
-    """Where the page is served and by how many processes."""
+    """Address of the page and number of its processes."""
 
     host: str = LOCAL
     port: int | None = None
@@ -54,7 +54,7 @@ def serve(options: ServerOptions) -> None:
             raise
         raise DsplanError(f"dsplan ui cannot serve a page here ({error}); pip install 'dsplan[ui]'") from None
     with (
-        _listening(options) as listener,
+        _open_listener(options) as listener,
         Workers(options.workers or _usual_workers(), seconds=options.seconds) as workers,
     ):
         port = listener.getsockname()[1]
@@ -72,18 +72,18 @@ def _usual_workers() -> int:
 
 
 @contextmanager
-def _listening(options: ServerOptions) -> Iterator[socket.socket]:
+def _open_listener(options: ServerOptions) -> Iterator[socket.socket]:
     ports = range(PORT, _LAST_PORT + 1) if options.port is None else (options.port,)
     for port in ports:
         try:
-            found = _bound(options.host, port)
+            listener = _bound(options.host, port)
         except UnicodeError as error:  # Python's word for a host that no name server would be asked for
             raise DsplanError(f"--host {options.host[:40]!r} is no name of a host ({error}); give another") from None
         except OSError as error:
             reason = error
             continue
-        with found:
-            yield found
+        with listener:
+            yield listener
         return
     where = f"{options.host}:{ports[0]}" if len(ports) == 1 else f"{options.host}:{ports[0]} to {ports[-1]}"
     raise DsplanError(f"no page can be served at {where} ({reason.strerror or reason}); give another --port or --host")
@@ -109,7 +109,7 @@ def _readable(host: str) -> str:
 
 
 def _public_address(port: int) -> str:
-    """What Gradio's servers call a tunnel to this machine's port.
+    """Return what Gradio's servers call a tunnel to this machine's port.
 
     Raises:
         DsplanError: they cannot be reached.

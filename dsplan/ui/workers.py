@@ -30,7 +30,7 @@ class Answers(Protocol):
     """Whoever answers tasks."""
 
     def ask(self, task: Task) -> Answer:
-        """The answer, made or known.
+        """Return the answer, made or known.
 
         Raises:
             Unanswered: there is none now.
@@ -53,7 +53,7 @@ class Workers:
         self._count = count
 
     def ask(self, task: Task) -> Answer:
-        """The answer of the first process that is free.
+        """Return the answer of the first process that is free.
 
         Raises:
             Unanswered: none is free in time, or it takes too long or too much memory.
@@ -115,8 +115,8 @@ class _Worker:
         finally:
             timer.cancel()
         if line.endswith("\n"):
-            found: dict[str, Any] = json.loads(line)
-            return found
+            answer: dict[str, Any] = json.loads(line)
+            return answer
         if late.is_set():
             raise Unanswered(f"no answer within {seconds:g} seconds; ask for fewer GPUs or a smaller global batch")
         raise Unanswered("the question could not be answered; the server's terminal says why")
@@ -147,34 +147,34 @@ class Remembered:
         self._lock = threading.Lock()
 
     def ask(self, task: Task) -> Answer:
-        """The answer, at once where it was given before.
+        """Return the answer, at once where it was given before.
 
         Raises:
             Unanswered: there is none now.
         """
         with self._lock:
-            known = self._known.get(task)
-            if known is not None:
+            pending = self._known.get(task)
+            if pending is not None:
                 self._known.move_to_end(task)
             mine = self._known.setdefault(task, Future())
-        return mine.result() if known is not None else self._made(task, mine)
+        return mine.result() if pending is not None else self._compute(task, mine)
 
-    def _made(self, task: Task, future: Future[Answer]) -> Answer:
+    def _compute(self, task: Task, future: Future[Answer]) -> Answer:
         try:
-            found = self._answers.ask(task)
+            answer = self._answers.ask(task)
         except BaseException as error:
             with self._lock:
                 del self._known[task]
             future.set_exception(error)
             raise
         with self._lock:
-            self._sizes[task] = _size(found)
+            self._sizes[task] = _size(answer)
             while sum(self._sizes.values()) > self._most_bytes and len(self._sizes) > 1:
                 oldest = next(task for task in self._known if task in self._sizes)
                 del self._known[oldest], self._sizes[oldest]
-        future.set_result(found)
-        return found
+        future.set_result(answer)
+        return answer
 
 
-def _size(found: Mapping[str, Any]) -> int:
-    return len(json.dumps(found))
+def _size(answer: Mapping[str, Any]) -> int:
+    return len(json.dumps(answer))

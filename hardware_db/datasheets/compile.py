@@ -50,7 +50,7 @@ def compile_interconnects(path: Path = HERE / "interconnects.yaml") -> str:
 
 
 def read_yaml(path: Path, keys: set[str]) -> dict[str, Any]:
-    """A YAML mapping with exactly these top-level keys.
+    """Return a YAML mapping with exactly these top-level keys.
 
     Raises:
         BrokenFile: the file cannot be read, is not YAML, or has other keys.
@@ -64,8 +64,8 @@ def read_yaml(path: Path, keys: set[str]) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise BrokenFile(path, f"is not YAML ({' '.join(str(error).split())})", "fix that line") from error
     if not isinstance(data, dict) or set(data) != keys:
-        found = ", ".join(map(str, data)) if isinstance(data, dict) else type(data).__name__
-        raise BrokenFile(path, f"holds {found}", f"the top level must be {', '.join(sorted(keys))}")
+        content = ", ".join(map(str, data)) if isinstance(data, dict) else type(data).__name__
+        raise BrokenFile(path, f"holds {content}", f"the top level must be {', '.join(sorted(keys))}")
     return data
 
 
@@ -130,7 +130,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _matches(given: object, hint: Any) -> bool:
-    """Whether a YAML value is of an annotated type; an int passes for a float, a bool for neither."""
+    """Return whether a YAML value is of an annotated type; an int passes for a float, a bool for neither."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return any(_matches(given, option) for option in get_args(hint))

@@ -19,7 +19,7 @@ _IGNORED = str.maketrans("", "", " -_")
 
 
 def normalise(name: str) -> str:
-    """The form in which two spellings of one name are equal: `RTX 4090`, `rtx-4090` and `RTX4090` are one name."""
+    """Return the form in which two spellings of a name are equal: `RTX 4090`, `rtx-4090` and `RTX4090`."""
     return name.lower().translate(_IGNORED)
 
 
@@ -48,8 +48,9 @@ _Value = TypeVar("_Value", Device, Link, NodeType)
 
 
 def find_device(name: str) -> Device:
-    """The accelerator with this name or alias; case, spaces, dashes and underscores do not count, nor does the vendor;
-    `40G` is `40GB`.
+    """Return the accelerator with this name or alias.
+
+    Case, spaces, dashes and underscores do not count, nor does the vendor; `40G` is `40GB`.
 
     Raises:
         UnknownName: no row answers to the name.
@@ -61,7 +62,7 @@ def find_device(name: str) -> Device:
 
 
 def find_link(name: str) -> Link:
-    """The link with this name or alias.
+    """Return the link with this name or alias.
 
     Raises:
         UnknownName: no row answers to the name.
@@ -70,7 +71,7 @@ def find_link(name: str) -> Link:
 
 
 def find_node_type(name: str) -> NodeType:
-    """The node type with this name or alias.
+    """Return the node type with this name or alias.
 
     Raises:
         UnknownName: no row answers to the name.
@@ -105,12 +106,12 @@ def nccl_latency_constants() -> Mapping[str, Any]:
 
 @lru_cache(maxsize=1)
 def sources() -> Mapping[str, str]:
-    """What the source keys of devices, links and node types stand for."""
+    """Return what the source keys of devices, links and node types stand for."""
     return {**_interconnects()["sources"], **read_compiled(_HERE / "devices.json")["sources"]}
 
 
 def read_compiled(path: Path) -> dict[str, Any]:
-    """A compiled catalogue.
+    """Return a compiled catalogue.
 
     Raises:
         BrokenFile: the file is missing or damaged.

@@ -1,4 +1,4 @@
-"""How fast the ranks of the live process group talk. Every rank calls these together, in the same order."""
+"""Rates of collectives of the live process group. Every rank calls these together, in the same order."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tensors:
-    """What a collective works on: the whole tensor, its parts (one per rank), a part of this rank's own, and a tensor
-    that may be written over."""
+    """Tensors that a collective works on.
+
+    The whole tensor, its parts (one per rank), a part of this rank's own, and a tensor that may be written over.
+    """
 
     whole: torch.Tensor
     parts: list[torch.Tensor]
@@ -33,8 +35,11 @@ class Tensors:
 
 
 def bus_bandwidth(point: Point, device: torch.device, budget: Budget) -> Rate:
-    """Bus bandwidth of a collective over a tensor of `size` bytes, as nccl-tests defines it: bytes/s that each link
-    would have to carry. `size` is that of the whole tensor: what all-gather makes and reduce-scatter starts from."""
+    """Bus bandwidth of a collective over a tensor of `size` bytes, as nccl-tests defines it.
+
+    Bytes/s that each link would have to carry. `size` is that of the whole tensor: what all-gather makes and
+    reduce-scatter starts from.
+    """
     tensors = _tensors(point, device)
     call = CALLS[point.operation]
     timing = time_calls(lambda: call(tensors), device, budget, collective=True)

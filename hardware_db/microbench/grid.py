@@ -40,13 +40,13 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """Why a point cannot be measured here, in one line."""
+    """Reason why a point cannot be measured here, in one line."""
 
     reason: str
 
 
 def as_measurement(rate: Rate, fingerprint: Fingerprint, source: str) -> RateMeasurement:
-    """The record of a rate that was measured just now."""
+    """Return the record of a rate that was measured just now."""
     point = rate.point
     return RateMeasurement(
         id=new_id(),
@@ -66,7 +66,7 @@ def as_measurement(rate: Rate, fingerprint: Fingerprint, source: str) -> RateMea
 
 
 def point_of(record: RateMeasurement) -> Point:
-    """The point that a record measured."""
+    """Return the point that a record measured."""
     return Point(
         operation=record.operation, dtype=record.dtype, size=record.size or 0, shape=record.shape, ranks=record.ranks
     )
@@ -97,7 +97,7 @@ _SIZELESS = (*_EXTENTS, "barrier", "launch")
 
 
 def unmeasurable(point: Point) -> str:
-    """Why nothing can measure this point, in a few words; empty where something can."""
+    """Return why nothing can measure this point, in a few words; empty where something can."""
     name, extents = point.operation, _EXTENTS.get(point.operation, 0)
     if name not in OPERATIONS:
         return f"names no operation: {name!r}; use one of {', '.join(OPERATIONS)}"
@@ -133,12 +133,13 @@ class Block:
 
     @property
     def attention(self) -> tuple[int, int, int, int]:
+        """Samples, heads, length and width of a head."""
         return self.samples, self.heads, self.length, self.head_width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """What fits a kind of device: largest product (FLOP) and tensor (bytes), widths and dtypes to try."""
+    """Sizes that fit a kind of device: largest product (FLOP) and tensor (bytes), widths and dtypes to try."""
 
     gpu: bool
     dtypes: tuple[str, ...]
@@ -155,7 +156,7 @@ class Scale:
 
 
 def _block(hidden: int, length: int, samples: int = 1, head_width: int = 64) -> Block:
-    """A plain transformer's block: a feed-forward layer four times as wide."""
+    """Return a plain transformer's block: a feed-forward layer four times as wide."""
     return Block(
         hidden=hidden,
         intermediate=4 * hidden,
@@ -200,7 +201,7 @@ GPU = Scale(
 
 
 def quick_points(scale: Scale, ranks: int) -> tuple[Point, ...]:
-    """The few rates that a first plan on a machine needs; two to three seconds of work."""
+    """Return the few rates that a first plan on a machine needs; two to three seconds of work."""
     edge = (scale.quick_edge,) * 3
     points = [Point(operation="matmul", dtype=dtype, shape=edge, ranks=ranks) for dtype in scale.dtypes]
     points.append(Point(operation="memory", size=scale.quick_memory, ranks=ranks))
@@ -218,13 +219,15 @@ def quick_points(scale: Scale, ranks: int) -> tuple[Point, ...]:
 
 
 def all_points(scale: Scale, ranks: int, blocks: Iterable[Block] = ()) -> tuple[Point, ...]:
-    """Every point, those of `quick_points` first; with `blocks`, products and attention of these alone, the products up
-    to ten times as large."""
-    asked = tuple(blocks)
-    most = scale.most_operations * (10 if asked else 1)
+    """Every point, those of `quick_points` first.
+
+    With `blocks`, products and attention of these alone, the products up to ten times as large.
+    """
+    chosen = tuple(blocks)
+    most = scale.most_operations * (10 if chosen else 1)
     points = [*quick_points(scale, ranks), *_transfers(scale, ranks)]
-    points += _products(scale, asked or scale.blocks, ranks, most)
-    points += _attention(scale, asked or scale.blocks, ranks)
+    points += _products(scale, chosen or scale.blocks, ranks, most)
+    points += _attention(scale, chosen or scale.blocks, ranks)
     points += [Point(operation=name, size=64 * MIB, ranks=ranks) for name in KINDS["disk"]]
     return tuple(dict.fromkeys(points))
 
@@ -246,7 +249,7 @@ def _attention(scale: Scale, blocks: Iterable[Block], ranks: int) -> Iterator[Po
 
 
 def _transfers(scale: Scale, ranks: int) -> Iterator[Point]:
-    """What moves bytes: between ranks, within the device, to the host, and through the optimizer."""
+    """Return what moves bytes: between ranks, within the device, to the host, and through the optimizer."""
     if ranks > 1:
         yield from _collectives(scale, ranks)
     yield Point(operation="launch", ranks=ranks)

@@ -1,4 +1,4 @@
-"""How fast this device's memory, and the link to the host, move bytes; and how long the smallest kernel takes."""
+"""Rates of this device's memory and of the link to the host, and the time of the smallest kernel."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def copy(point: Point, device: torch.device, budget: Budget) -> Rate:
 
 
 def clone(point: Point, device: torch.device, budget: Budget) -> Rate:
-    """Bytes/s of a copy of `size` bytes into memory just allocated, read and written: on a CPU the operating system
-    hands out large memory page by page as it is first touched."""
+    """Bytes/s of a copy of `size` bytes into memory just allocated, read and written.
+
+    On a CPU the operating system hands out large memory page by page as it is first touched.
+    """
     source = torch.ones(point.size // 4, dtype=torch.float32, device=device)
     timing = time_calls(source.clone, device, budget)
     value = 2 * point.size / timing.seconds
@@ -34,8 +36,10 @@ def clone(point: Point, device: torch.device, budget: Budget) -> Rate:
 
 
 def elementwise(point: Point, device: torch.device, budget: Budget) -> Rate:
-    """Bytes/s of GELU over a tensor of `size` bytes, read and written: what activations cost where exponentials are
-    slower than copies, as on CPUs."""
+    """Bytes/s of GELU over a tensor of `size` bytes, read and written.
+
+    What activations cost where exponentials are slower than copies, as on CPUs.
+    """
     dtype = DTYPES[point.dtype]
     source = torch.randn(point.size // dtype.itemsize, device=device).to(dtype)
     timing = time_calls(lambda: gelu(source), device, budget)

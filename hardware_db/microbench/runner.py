@@ -74,11 +74,13 @@ def measure_on_rank(point: Point, threads: int) -> Rate | Refusal:
 
 
 def wanted_points(device: torch.device) -> tuple[Point, ...]:
-    """What to measure with as many ranks as the live process group has."""
+    """Return what to measure with as many ranks as the live process group has."""
     return quick_points(GPU if device.type == "cuda" else CPU, ranks_at_work())
 
 
 def quick_rates(points: Iterable[Point], device: torch.device) -> tuple[Rate, ...]:
-    """Measure the points. All ranks call this at the same time, so that what they share (cores, memory bus) is shared
-    as in training."""
+    """Measure the points.
+
+    All ranks call this at the same time, so that what they share (cores, memory bus) is shared as in training.
+    """
     return tuple(measure(point, device, Budget()) for point in points)

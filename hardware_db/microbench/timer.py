@@ -26,9 +26,11 @@ _SAMPLES_OF_LONG_CALLS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """How long to measure one operation: about `seconds` after the warm-up, in at least `least_samples` samples of
-    about `sample_seconds`. An operation that is longer than a sample is called once in each, and twice in all where it
-    takes more than half a second."""
+    """Time to measure one operation for.
+
+    About `seconds` after the warm-up, in at least `least_samples` samples of about `sample_seconds`. An operation that
+    is longer than a sample is called once in each, and twice in all where it takes more than half a second.
+    """
 
     seconds: float = 0.15
     sample_seconds: float = 0.025
@@ -60,7 +62,7 @@ def time_calls(
 
 
 def ranks_at_work() -> int:
-    """The size of the live process group, 1 without one."""
+    """Return the size of the live process group, 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -74,7 +76,7 @@ def _warm_up(operation: Callable[[], object], device: torch.device) -> float:
 
 
 def _counts(seconds: float, budget: Budget) -> tuple[int, int]:
-    """Calls per sample, and samples, of a call that takes so long."""
+    """Return calls per sample, and samples, of a call that takes so long."""
     calls = min(max(1, round(budget.sample_seconds / max(seconds, 1e-7))), _MOST_CALLS)
     least = budget.least_samples if seconds < _LONG_CALL_SECONDS else _SAMPLES_OF_LONG_CALLS
     return calls, max(least, math.ceil(budget.seconds / (calls * max(seconds, 1e-7))))

@@ -1,4 +1,4 @@
-"""What is here: GPUs, how they are joined, host, software. Missing or broken hardware is reported, never raised."""
+"""Probe of the machine: GPUs, links, host, software. Missing or broken hardware is reported, never raised."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def __getattr__(name: str) -> object:
 
 
 def probe() -> Machine:
-    """This machine with the versions of its software."""
+    """Return this machine with the versions of its software."""
     from dataclasses import replace
 
     from hardware_db.probe.software import probe_software  # package metadata is slow to import
 
     machine = probe_hardware()
-    found = probe_software()
-    known = machine.software
-    return replace(machine, software=replace(found, driver=known.driver, driver_cuda=known.driver_cuda))
+    software = probe_software()
+    driver_only = machine.software
+    return replace(machine, software=replace(software, driver=driver_only.driver, driver_cuda=driver_only.driver_cuda))
 
 
 def probe_hardware() -> Machine:
-    """This machine as planning needs it: GPUs, topology and host, of the software only the driver."""
+    """Return this machine as planning needs it: GPUs, topology and host, of the software only the driver."""
     import os
     import platform
 
@@ -60,7 +60,7 @@ def probe_hardware() -> Machine:
     from hardware_db.probe.machine import Machine, Software
     from hardware_db.probe.nvml import probe_nvidia
     from hardware_db.probe.other_gpus import probe_amd, probe_apple
-    from hardware_db.probe.software import with_visibility
+    from hardware_db.probe.software import mark_visibility
 
     host = probe_host()
     answer = probe_nvidia()
@@ -74,7 +74,7 @@ def probe_hardware() -> Machine:
     return Machine(
         host=host,
         software=software,
-        gpus=with_visibility(gpus, os.environ),
+        gpus=mark_visibility(gpus, os.environ),
         pairs=pairs,
         messages=(*answer.messages, *_ecc_messages(gpus), *nothing),
     )

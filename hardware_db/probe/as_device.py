@@ -1,4 +1,4 @@
-"""What was probed as a `Device`: the datasheet's row where there is one, else figures derived from the driver's."""
+"""Probed hardware as a `Device`: the datasheet's row where there is one, else figures of the driver."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SAME_MEMORY = 0.03  # a datasheet total this near the driver's is the same card
 
 
 def cpu_device(host: Host) -> Device:
-    """This machine's processor as a device whose memory is what this process may use of the host's.
+    """Return this machine's processor as a device whose memory is what this process may use of the host's.
 
     Peak = physical cores x highest clock x FLOP per cycle of the widest SIMD unit in the flags, or None if the clock is
     hidden. Types without instructions of their own are computed in fp32. Memory bandwidth is unknown.
@@ -52,18 +52,21 @@ def cpu_device(host: Host) -> Device:
 
 
 def gpu_device(gpu: Gpu) -> Device:
-    """The datasheet of a probed GPU, with the driver's memory total where that differs; derived figures without one."""
+    """Return the datasheet of a probed GPU, with the driver's memory total where that differs.
+
+    Derived figures without one.
+    """
     try:
         device = find_device(gpu.name)
     except UnknownName:
-        return _derived(gpu)
+        return _derive_device(gpu)
     if gpu.total_bytes and abs((device.total_bytes or 0) / gpu.total_bytes - 1) > _SAME_MEMORY:
         return replace(device, memory_total_mib=gpu.total_bytes / MIB, torch_total_gib=None)
     return device
 
 
 def mig_device(gpu: Gpu, part: MigDevice) -> Device:
-    """A MIG slice as a device: peaks by its share of the multiprocessors, bandwidth by its share of the memory."""
+    """Return a MIG slice as a device: peaks by its share of multiprocessors, bandwidth by that of memory."""
     whole = gpu_device(gpu)
     compute = part.multiprocessors / whole.sm_count if part.multiprocessors and whole.sm_count else 0.0
     memory = part.total_bytes / gpu.total_bytes if part.total_bytes and gpu.total_bytes else 0.0
@@ -83,8 +86,8 @@ def mig_device(gpu: Gpu, part: MigDevice) -> Device:
     )
 
 
-def _derived(gpu: Gpu) -> Device:
-    """A GPU without a datasheet.
+def _derive_device(gpu: Gpu) -> Device:
+    """Return a GPU without a datasheet.
 
     Fp32 peak = CUDA cores x highest clock x 2; 16-bit peaks are taken equal to it, which tensor cores exceed.
     Bandwidth = bus width x highest memory clock x 2 (the clock NVML gives is half the data rate of HBM and GDDR).

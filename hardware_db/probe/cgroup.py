@@ -1,4 +1,4 @@
-"""What this process may use: memory and processor time of its control group (versions 1 and 2), and its cores."""
+"""Limits of this process: memory and processor time of its control group (versions 1 and 2), and its cores."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Limits:
 
 
 def cgroup_limits(root: Path = Path("/")) -> Limits:
-    """The limits of the control groups this process is in."""
+    """Return the limits of the control groups this process is in."""
     groups = _groups(root)
-    memory = [found for folder in groups["memory"] if (found := _memory(folder)) is not None]
+    memory = [usage for folder in groups["memory"] if (usage := _memory(folder)) is not None]
     cpus = [count for folder in groups["cpu"] if (count := _cpus(folder)) is not None]
     return Limits(
         memory_bytes=min((limit for limit, _ in memory), default=None),
@@ -49,20 +49,20 @@ def usable_cores(limits: Limits | None = None) -> int:
 def _groups(root: Path) -> dict[str, list[Path]]:
     """Directories that can limit memory and cpu: the group of this process and all above it."""
     base = root / "sys/fs/cgroup"
-    found: dict[str, list[Path]] = {"memory": [], "cpu": []}
+    folders: dict[str, list[Path]] = {"memory": [], "cpu": []}
     for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        for wanted in found:
+        for wanted in folders:
             if wanted in controllers.split(","):
-                found[wanted] += _upwards(base / wanted, path)
+                folders[wanted] += _upwards(base / wanted, path)
             elif controllers == "":
-                found[wanted] += _upwards(base, path) + _upwards(base / "unified", path)
-    return found
+                folders[wanted] += _upwards(base, path) + _upwards(base / "unified", path)
+    return folders
 
 
 def _upwards(base: Path, path: str) -> list[Path]:
-    """The group's directory and its parents; inside a container the path may name groups that are not mounted."""
+    """Return the group's directory and its parents; a container's path may name groups that are not mounted."""
     relative = PurePosixPath(path.lstrip("/"))
     return [base / parent for parent in (relative, *relative.parents)]
 

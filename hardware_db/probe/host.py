@@ -21,19 +21,19 @@ _READ_ONLY_IMAGES = frozenset({"squashfs", "iso9660", "erofs"})
 
 def probe_disks(root: Path = Path("/")) -> tuple[Disk, ...]:
     """Every mounted file system that lies on a block device (or is the root), each device once."""
-    found: dict[str, Disk] = {}
+    disks: dict[str, Disk] = {}
     for line in (read_text(root / "proc/self/mounts") or "").splitlines():
         device, mount, filesystem, *_ = [_unescape(word) for word in line.split()]
         real = device.startswith("/dev/") or mount == "/"
-        if not real or filesystem in _READ_ONLY_IMAGES or device in found:
+        if not real or filesystem in _READ_ONLY_IMAGES or device in disks:
             continue
         space = _space(root / mount.lstrip("/"))
         if space is not None:
             kind = _kind(root, device)
-            found[device] = Disk(
+            disks[device] = Disk(
                 mount=mount, device=device, filesystem=filesystem, total_bytes=space[0], free_bytes=space[1], kind=kind
             )
-    return tuple(found.values())
+    return tuple(disks.values())
 
 
 def probe_nics(root: Path = Path("/")) -> tuple[Nic, ...]:
@@ -94,7 +94,7 @@ def _ethernet(folder: Path) -> list[Nic]:
 
 
 def probe_host(root: Path = Path("/")) -> Host:
-    """What this process may use of the machine around the GPUs; `root` is where /proc and /sys are looked for."""
+    """Return the part of the host that this process may use; /proc and /sys are looked for under `root`."""
     if sys.platform == "darwin":
         return _macos_host()
     if not (root / "proc/meminfo").exists():
@@ -156,7 +156,7 @@ def _physical_cores(root: Path, blocks: list[dict[str, str]]) -> int | None:
 
 
 def _max_mhz(root: Path, blocks: list[dict[str, str]]) -> float | None:
-    """The highest clock; in virtual machines, which hide it, the clock that /proc/cpuinfo shows."""
+    """Return the highest clock; in virtual machines, which hide it, the clock that /proc/cpuinfo shows."""
     kilohertz = read_int(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
     if kilohertz:
         return kilohertz / 1000

@@ -78,7 +78,7 @@ INIT_ERRORS = {
 
 
 def throttle_words(reasons: int) -> tuple[str, ...]:
-    """The reasons in a bit mask as words, empty when the clocks are free."""
+    """Return the reasons in a bit mask as words, empty when the clocks are free."""
     return tuple(word for bit, word in THROTTLE_REASONS.items() if reasons & bit)
 
 
@@ -98,7 +98,10 @@ class Questions:
     refusals: list[tuple[str, int]] = field(default_factory=list)
 
     def ask(self, what: str, call: Callable[[], _Answer], *, otherwise: _Answer | None = None) -> _Answer | None:
-        """The answer; `otherwise` where the GPU does not support the question; None, noted, on any other refusal."""
+        """Return the answer; `otherwise` where the GPU does not support the question.
+
+        None, noted, on any other refusal.
+        """
         if self.lost:
             return None
         try:
@@ -112,15 +115,15 @@ class Questions:
         return None
 
     def note(self, what: str, code: int) -> None:
-        """Keeps a refusal; after one that means the GPU is gone nothing more is asked of it."""
+        """Keep a refusal; after one that means the GPU is gone nothing more is asked of it."""
         self.lost = self.lost or code in LOST
         self.refusals.append((what, code))
 
 
-def sentences(asked: list[Questions]) -> tuple[str, ...]:
+def sentences(answered: list[Questions]) -> tuple[str, ...]:
     """One sentence per reason and set of refused questions, for all the GPUs that share it."""
     grouped: dict[tuple[int, tuple[str, ...]], list[int]] = {}
-    for questions in asked:
+    for questions in answered:
         by_reason: dict[int, dict[str, None]] = {}
         for what, code in questions.refusals:
             by_reason.setdefault(code, {})[what] = None
@@ -141,11 +144,11 @@ def _sentence(code: int, refused: tuple[str, ...], indexes: list[int]) -> str:
 _READ, _NVLINK = 0, 2  # nvmlGpuP2PCapsIndex_t; pynvml's own constant for the first is a tuple by mistake
 
 
-def read_gpu(asked: Questions, handle: Any) -> Gpu:
+def read_gpu(questions: Questions, handle: Any) -> Gpu:
     """Return everything NVML reports about one GPU; `handle` is None if even that was refused."""
-    nvml, ask = asked.nvml, asked.ask
+    nvml, ask = questions.nvml, questions.ask
     if handle is None:
-        return Gpu(index=asked.index, name="unknown NVIDIA GPU", lost=True)
+        return Gpu(index=questions.index, name="unknown NVIDIA GPU", lost=True)
     name = ask("its name", lambda: nvml.nvmlDeviceGetName(handle))
     capability = ask("compute capability", lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
     facts: dict[str, Any] = {
@@ -156,57 +159,57 @@ def read_gpu(asked: Questions, handle: Any) -> Gpu:
         "memory_bus_bits": ask("memory bus width", lambda: nvml.nvmlDeviceGetMemoryBusWidth(handle)),
     }
     for read in (_memory, _mig, _ecc, _clocks, _power, _pcie, _nvlink):
-        facts |= read(asked, handle)
-    return Gpu(index=asked.index, **facts, lost=asked.lost)
+        facts |= read(questions, handle)
+    return Gpu(index=questions.index, **facts, lost=questions.lost)
 
 
-def _memory(asked: Questions, handle: Any) -> dict[str, Any]:
-    memory = asked.ask("memory", lambda: asked.nvml.nvmlDeviceGetMemoryInfo(handle))
-    processes = asked.ask("its processes", lambda: asked.nvml.nvmlDeviceGetComputeRunningProcesses(handle))
-    found: dict[str, Any] = {}
+def _memory(questions: Questions, handle: Any) -> dict[str, Any]:
+    memory = questions.ask("memory", lambda: questions.nvml.nvmlDeviceGetMemoryInfo(handle))
+    processes = questions.ask("its processes", lambda: questions.nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    figures: dict[str, Any] = {}
     if memory is not None:
-        found = {"total_bytes": memory.total, "free_bytes": memory.free, "used_bytes": memory.used}
+        figures = {"total_bytes": memory.total, "free_bytes": memory.free, "used_bytes": memory.used}
     if processes is not None:
-        found["processes"] = tuple(GpuProcess(pid=item.pid, used_bytes=item.usedGpuMemory) for item in processes)
-    return found
+        figures["processes"] = tuple(GpuProcess(pid=item.pid, used_bytes=item.usedGpuMemory) for item in processes)
+    return figures
 
 
-def _mig(asked: Questions, handle: Any) -> dict[str, Any]:
-    nvml = asked.nvml
-    mode = asked.ask("MIG mode", lambda: nvml.nvmlDeviceGetMigMode(handle), otherwise=[0, 0])
+def _mig(questions: Questions, handle: Any) -> dict[str, Any]:
+    nvml = questions.nvml
+    mode = questions.ask("MIG mode", lambda: nvml.nvmlDeviceGetMigMode(handle), otherwise=[0, 0])
     if mode is None:
         return {}
     slices: list[MigDevice] = []
     if mode[0] == nvml.NVML_DEVICE_MIG_ENABLE:
-        count = asked.ask("its MIG devices", lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0
-        found = (_mig_device(asked, handle, index) for index in range(count))
-        slices = [device for device in found if device is not None]
+        count = questions.ask("its MIG devices", lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0
+        devices = (_mig_device(questions, handle, index) for index in range(count))
+        slices = [device for device in devices if device is not None]
     return {"mig_enabled": mode[0] == nvml.NVML_DEVICE_MIG_ENABLE, "mig_devices": tuple(slices)}
 
 
-def _mig_device(asked: Questions, handle: Any, index: int) -> MigDevice | None:
+def _mig_device(questions: Questions, handle: Any, index: int) -> MigDevice | None:
     """Return the slice in one place, or None if the place is empty."""
-    nvml = asked.nvml
+    nvml = questions.nvml
     try:
         device = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
     except nvml.NVMLError as error:
         if error.value not in (NOT_FOUND, INVALID_ARGUMENT):
-            asked.note("a MIG device", error.value)
+            questions.note("a MIG device", error.value)
         return None
-    memory = asked.ask("memory of a MIG device", lambda: nvml.nvmlDeviceGetMemoryInfo(device))
-    attributes = asked.ask("size of a MIG device", lambda: nvml.nvmlDeviceGetAttributes(device))
+    memory = questions.ask("memory of a MIG device", lambda: nvml.nvmlDeviceGetMemoryInfo(device))
+    attributes = questions.ask("size of a MIG device", lambda: nvml.nvmlDeviceGetAttributes(device))
     return MigDevice(
-        name=asked.ask("name of a MIG device", lambda: nvml.nvmlDeviceGetName(device)) or f"MIG device {index}",
-        uuid=asked.ask("UUID of a MIG device", lambda: nvml.nvmlDeviceGetUUID(device)),
+        name=questions.ask("name of a MIG device", lambda: nvml.nvmlDeviceGetName(device)) or f"MIG device {index}",
+        uuid=questions.ask("UUID of a MIG device", lambda: nvml.nvmlDeviceGetUUID(device)),
         total_bytes=None if memory is None else memory.total,
         free_bytes=None if memory is None else memory.free,
         multiprocessors=None if attributes is None else attributes.multiprocessorCount,
     )
 
 
-def _ecc(asked: Questions, handle: Any) -> dict[str, Any]:
-    nvml = asked.nvml
-    mode = asked.ask("ECC mode", lambda: nvml.nvmlDeviceGetEccMode(handle))
+def _ecc(questions: Questions, handle: Any) -> dict[str, Any]:
+    nvml = questions.nvml
+    mode = questions.ask("ECC mode", lambda: nvml.nvmlDeviceGetEccMode(handle))
     if mode is None or not mode[0]:
         return {"ecc_enabled": None if mode is None else False}
 
@@ -217,13 +220,13 @@ def _ecc(asked: Questions, handle: Any) -> dict[str, Any]:
     corrected, uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     return {
         "ecc_enabled": True,
-        "ecc_corrected_errors": asked.ask("corrected ECC errors", lambda: errors(corrected)),
-        "ecc_uncorrected_errors": asked.ask("uncorrected ECC errors", lambda: errors(uncorrected)),
+        "ecc_corrected_errors": questions.ask("corrected ECC errors", lambda: errors(corrected)),
+        "ecc_uncorrected_errors": questions.ask("uncorrected ECC errors", lambda: errors(uncorrected)),
     }
 
 
-def _clocks(asked: Questions, handle: Any) -> dict[str, Any]:
-    nvml, ask = asked.nvml, asked.ask
+def _clocks(questions: Questions, handle: Any) -> dict[str, Any]:
+    nvml, ask = questions.nvml, questions.ask
     reasons = ask("throttle reasons", lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
     return {
         "sm_clock_mhz": ask("SM clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
@@ -236,21 +239,21 @@ def _clocks(asked: Questions, handle: Any) -> dict[str, Any]:
     }
 
 
-def _power(asked: Questions, handle: Any) -> dict[str, Any]:
-    nvml = asked.nvml
-    draw = asked.ask("power draw", lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-    limit = asked.ask("power limit", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+def _power(questions: Questions, handle: Any) -> dict[str, Any]:
+    nvml = questions.nvml
+    draw = questions.ask("power draw", lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+    limit = questions.ask("power limit", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
     return {  # NVML answers in milliwatts
         "power_draw_watts": None if draw is None else draw / 1000,
         "power_limit_watts": None if limit is None else limit / 1000,
-        "temperature_celsius": asked.ask(
+        "temperature_celsius": questions.ask(
             "temperature", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
         ),
     }
 
 
-def _pcie(asked: Questions, handle: Any) -> dict[str, Any]:
-    nvml, ask = asked.nvml, asked.ask
+def _pcie(questions: Questions, handle: Any) -> dict[str, Any]:
+    nvml, ask = questions.nvml, questions.ask
     return {
         "pcie_generation": ask("PCIe generation", lambda: nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
         "pcie_generation_max": ask("highest PCIe generation", lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
@@ -259,9 +262,9 @@ def _pcie(asked: Questions, handle: Any) -> dict[str, Any]:
     }
 
 
-def _nvlink(asked: Questions, handle: Any) -> dict[str, Any]:
+def _nvlink(questions: Questions, handle: Any) -> dict[str, Any]:
     """Active links, counted until NVML says that there are no more; what the first of them ends at."""
-    nvml = asked.nvml
+    nvml = questions.nvml
     active = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
@@ -269,23 +272,23 @@ def _nvlink(asked: Questions, handle: Any) -> dict[str, Any]:
         except nvml.NVMLError as error:
             if error.value in (NOT_SUPPORTED, INVALID_ARGUMENT):
                 break
-            asked.note("NVLink", error.value)
+            questions.note("NVLink", error.value)
             return {}
         if state:
             active.append(link)
     if not active:
         return {"nvlink_links": 0}
-    remote = asked.ask("the far end of NVLink", lambda: nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, active[0]))
-    known = {nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH: True, nvml.NVML_NVLINK_DEVICE_TYPE_GPU: False}
-    return {"nvlink_links": len(active), "nvlink_to_switch": None if remote is None else known.get(remote)}
+    remote = questions.ask("the far end of NVLink", lambda: nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, active[0]))
+    is_switch = {nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH: True, nvml.NVML_NVLINK_DEVICE_TYPE_GPU: False}
+    return {"nvlink_links": len(active), "nvlink_to_switch": None if remote is None else is_switch.get(remote)}
 
 
-def read_pair(asked: Questions, indexes: tuple[int, int], handles: tuple[Any, Any]) -> GpuPair:
-    """How two GPUs reach each other."""
-    nvml = asked.nvml
-    ancestor = asked.ask("its place in the topology", lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(*handles))
-    read = asked.ask("peer-to-peer copies", lambda: nvml.nvmlDeviceGetP2PStatus(*handles, _READ))
-    nvlink = asked.ask("peers over NVLink", lambda: nvml.nvmlDeviceGetP2PStatus(*handles, _NVLINK))
+def read_pair(questions: Questions, indexes: tuple[int, int], handles: tuple[Any, Any]) -> GpuPair:
+    """Return how two GPUs reach each other."""
+    nvml = questions.nvml
+    ancestor = questions.ask("its place in the topology", lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(*handles))
+    read = questions.ask("peer-to-peer copies", lambda: nvml.nvmlDeviceGetP2PStatus(*handles, _READ))
+    nvlink = questions.ask("peers over NVLink", lambda: nvml.nvmlDeviceGetP2PStatus(*handles, _NVLINK))
     return GpuPair(
         first=indexes[0],
         second=indexes[1],
@@ -297,8 +300,7 @@ def read_pair(asked: Questions, indexes: tuple[int, int], handles: tuple[Any, An
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NvmlAnswer:
-    """What NVML reported: GPUs in its own order, how pairs are joined, the driver, and what it refused, in
-    sentences."""
+    """NVML's report: GPUs in its own order, how pairs are joined, the driver, and its refusals as sentences."""
 
     gpus: tuple[Gpu, ...] = ()
     pairs: tuple[GpuPair, ...] = ()
@@ -329,7 +331,7 @@ def probe_nvidia() -> NvmlAnswer:
 
 
 def driver_library_loads() -> bool:
-    """Whether the driver's NVML library is on this machine."""
+    """Return whether the driver's NVML library is on this machine."""
     try:
         ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
     except OSError:
@@ -343,8 +345,8 @@ def _read_machine(nvml: Any) -> NvmlAnswer:
     cuda = system.ask("the CUDA version", nvml.nvmlSystemGetCudaDriverVersion_v2)
     count = system.ask("the number of GPUs", nvml.nvmlDeviceGetCount) or 0
     questions = [Questions(nvml, index=index) for index in range(count)]
-    handles = [asked.ask("its handle", partial(nvml.nvmlDeviceGetHandleByIndex, asked.index)) for asked in questions]
-    gpus = [read_gpu(asked, handle) for asked, handle in zip(questions, handles, strict=True)]
+    handles = [of_gpu.ask("its handle", partial(nvml.nvmlDeviceGetHandleByIndex, of_gpu.index)) for of_gpu in questions]
+    gpus = [read_gpu(of_gpu, handle) for of_gpu, handle in zip(questions, handles, strict=True)]
     pairs = [
         read_pair(questions[first], (first, second), (handles[first], handles[second]))
         for first, second in combinations(range(count), 2)

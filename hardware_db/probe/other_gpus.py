@@ -23,8 +23,8 @@ def probe_amd(root: Path = Path("/")) -> tuple[tuple[Gpu, ...], tuple[GpuPair, .
     folders = [card / "device" for card in sorted(cards, key=lambda path: int(path.name[4:]))]
     kept = [folder for folder in folders if _is_accelerator(folder)]
     targets = _gfx_targets(root)
-    known = targets if len(targets) == len(kept) else [None] * len(kept)
-    gpus = tuple(_read(index, folder, known[index]) for index, folder in enumerate(kept))
+    by_folder = targets if len(targets) == len(kept) else [None] * len(kept)
+    gpus = tuple(_read(index, folder, by_folder[index]) for index, folder in enumerate(kept))
     hives = [read_int(folder / "xgmi_hive_info/xgmi_hive_id") for folder in kept]
     pairs = tuple(
         GpuPair(first=first, second=second, nvlink=bool(hives[first]) and hives[first] == hives[second])
@@ -69,13 +69,13 @@ def _sensors(folder: Path) -> dict[str, Any]:
 
 
 def _generation(speed: str | None) -> int | None:
-    """The PCIe generation of a rate such as `32.0 GT/s PCIe`."""
+    """Return the PCIe generation of a rate such as `32.0 GT/s PCIe`."""
     rates = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
     return rates.get(speed.split()[0]) if speed else None
 
 
 def _gfx_targets(root: Path) -> list[str | None]:
-    """The instruction set of each GPU of the compute driver: 90402 is gfx942, 90010 is gfx90a."""
+    """Return the instruction set of each GPU of the compute driver: 90402 is gfx942, 90010 is gfx90a."""
     targets: list[str | None] = []
     nodes = [path for path in children(root / "sys/class/kfd/kfd/topology/nodes") if path.name.isdigit()]
     for node in sorted(nodes, key=lambda path: int(path.name)):
@@ -87,7 +87,7 @@ def _gfx_targets(root: Path) -> list[str | None]:
 
 
 def _name(gfx: str | None, total_bytes: int | None) -> str:
-    """The datasheet's name of the GPU with this instruction set and nearest memory."""
+    """Return the datasheet's name of the GPU with this instruction set and nearest memory."""
     same = [device for device in devices() if device.gfx is not None and device.gfx == gfx and device.memory_total_mib]
     if not same or total_bytes is None:
         return f"AMD {gfx or 'GPU'}"
@@ -99,7 +99,7 @@ def _name(gfx: str | None, total_bytes: int | None) -> str:
 
 
 def probe_apple(host: Host) -> tuple[Gpu, ...]:
-    """The chip's GPU on macOS with Apple silicon, nothing elsewhere."""
+    """Return the chip's GPU on macOS with Apple silicon, nothing elsewhere."""
     if not host.system.startswith("Darwin") or not (host.cpu_model or "").startswith("Apple"):
         return ()
     total, free = host.memory_total_bytes, host.memory_available_bytes

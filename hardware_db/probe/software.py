@@ -64,30 +64,30 @@ def _torch_build() -> str | None:
 _VARIABLES = {"nvidia": ("CUDA_VISIBLE_DEVICES",), "amd": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
 
 
-def with_visibility(gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """The same GPUs, those hidden by CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES) marked as not visible.
+def mark_visibility(gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """Return the same GPUs, those hidden by CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES) marked as not visible.
 
     As the CUDA runtime does, reading stops at the first entry that names no GPU.
     """
-    return tuple(replace(gpu, visible=gpu.index in _shown(gpu.vendor, gpus, environment)) for gpu in gpus)
+    return tuple(replace(gpu, visible=gpu.index in _visible_indexes(gpu.vendor, gpus, environment)) for gpu in gpus)
 
 
-def _shown(vendor: str, gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> set[int]:
+def _visible_indexes(vendor: str, gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> set[int]:
     mine = [gpu for gpu in gpus if gpu.vendor == vendor]
     setting = next((environment[name] for name in _VARIABLES.get(vendor, ()) if name in environment), None)
     if setting is None:
         return {gpu.index for gpu in mine}
     shown: set[int] = set()
     for entry in setting.split(","):
-        found = _named(entry.strip(), mine)
-        if found is None:
+        index = _index_of(entry.strip(), mine)
+        if index is None:
             break
-        shown.add(found)
+        shown.add(index)
     return shown
 
 
-def _named(entry: str, gpus: list[Gpu]) -> int | None:
-    """The index of the GPU that an entry names: by index, by the beginning of its UUID or of a slice's UUID."""
+def _index_of(entry: str, gpus: list[Gpu]) -> int | None:
+    """Return the index of the GPU that an entry names: by index, by the beginning of its UUID or of a slice's UUID."""
     if entry.isdigit():
         return next((gpu.index for gpu in gpus if gpu.index == int(entry)), None)
     for gpu in gpus:

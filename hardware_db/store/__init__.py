@@ -20,8 +20,10 @@ _reported: set[str] = set()
 
 
 def open_store(path: str | Path | None = None, *, thorough: bool = False) -> Store:
-    """The store in the file at `path`, by default the user's; made where missing, upgraded where old, only to be read
-    where the disk allows no more. `thorough` looks for damage in the whole file, however large.
+    """Return the store in the file at `path`, by default the user's.
+
+    Made where missing, upgraded where old, only to be read where the disk allows no more. `thorough` looks for damage
+    in the whole file, however large.
 
     Raises:
         BrokenFile: the file cannot be opened or written, is no dsplan database, or comes from a newer dsplan.
@@ -33,8 +35,10 @@ def open_store(path: str | Path | None = None, *, thorough: bool = False) -> Sto
 
 
 def ask_store(question: Callable[[Store], Answer], without: Answer) -> Answer:
-    """What the user's database answers, for work that continues without: where it cannot be used the answer is
-    `without`, and one line on standard error says why, once in a process."""
+    """Return what the user's database answers, for work that continues without.
+
+    Where it cannot be used the answer is `without`, and one line on standard error says why, once in a process.
+    """
     try:
         with open_store() as store:
             return question(store)

@@ -75,8 +75,9 @@ class DamagedFile(BrokenFile):
 
 
 def connect(path: Path, *, thorough: bool = False) -> sqlite3.Connection:
-    """Opens the database in autocommit mode at the newest schema, making directory and file where they are missing;
-    only to be read where the disk or its permissions allow no more. `thorough` checks every page and index, however
+    """Open the database in autocommit mode at the newest schema, making directory and file where they are missing.
+
+    Only to be read where the disk or its permissions allow no more. `thorough` checks every page and index, however
     many there are.
 
     Raises:
@@ -106,8 +107,10 @@ def connect(path: Path, *, thorough: bool = False) -> sqlite3.Connection:
 
 
 def open_untrusting(database: str | Path, *, uri: bool = False) -> sqlite3.Connection:
-    """A connection in autocommit mode in which nothing that a file's own schema defines may call functions with effects
-    or change the schema."""
+    """Open a connection in autocommit mode that a file's own schema cannot use for harm.
+
+    Nothing that it defines may call functions with effects or change the schema.
+    """
     connection = sqlite3.connect(database, timeout=BUSY_SECONDS, isolation_level=None, uri=uri)
     connection.execute("PRAGMA trusted_schema = OFF")
     if sys.version_info >= (3, 12):
@@ -116,8 +119,9 @@ def open_untrusting(database: str | Path, *, uri: bool = False) -> sqlite3.Conne
 
 
 def is_read_only(path: Path) -> bool:
-    """Whether the database is there and can only be read: a change needs its directory too, where the logs lie."""
-    return path.exists() and not all(os.access(place, os.W_OK) for place in (path, path.resolve().parent))
+    """Return whether the database is there and can only be read: a change needs its directory too, where the logs lie.
+    """
+    return path.exists() and not all(os.access(target, os.W_OK) for target in (path, path.resolve().parent))
 
 
 def _check_file(path: Path) -> None:
@@ -138,7 +142,7 @@ def _check_file(path: Path) -> None:
 
 
 def _connect_read_only(path: Path, thorough: bool) -> sqlite3.Connection:
-    """A connection that writes nothing. An older schema is upgraded in a copy in memory."""
+    """Return a connection that writes nothing. An older schema is upgraded in a copy in memory."""
     with clear_errors(path):
         connection = _open_read_only(path)
         try:
@@ -156,8 +160,11 @@ def _connect_read_only(path: Path, thorough: bool) -> sqlite3.Connection:
 
 
 def _open_read_only(path: Path) -> sqlite3.Connection:
-    """Without the files of the write-ahead log, which cannot be made there, SQLite opens only what it is promised that
-    nobody changes. A log that holds transactions is read in a copy."""
+    """Open a database of a directory that cannot be written.
+
+    Without the files of the write-ahead log, which cannot be made there, SQLite opens only what it is promised that
+    nobody changes. A log that holds transactions is read in a copy.
+    """
     address = path.resolve().as_uri()  # with every character escaped that means something in an address
     connection = open_untrusting(f"{address}?mode=ro", uri=True)
     try:
@@ -180,7 +187,7 @@ def _open_read_only(path: Path) -> sqlite3.Connection:
 
 
 def _copy_in_memory(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """The database of a connection in memory; the connection is closed."""
+    """Return the database of a connection in memory; the connection is closed."""
     copy = open_untrusting(":memory:")
     try:
         connection.backup(copy)
@@ -193,8 +200,9 @@ def _copy_in_memory(connection: sqlite3.Connection) -> sqlite3.Connection:
 
 
 def _check(connection: sqlite3.Connection, path: Path, thorough: bool) -> None:
-    """Walks all pages of a database that is small enough for that not to be felt: SQLite reports only what it trips
-    over, and leaves rows out of an answer whose pages are not where they should be.
+    """Walk all pages of a database that is small enough for that not to be felt.
+
+    SQLite reports only what it trips over, and leaves rows out of an answer whose pages are not where they should be.
 
     Raises:
         DamagedFile: something is not where it should be.
@@ -222,7 +230,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 @contextmanager
 def clear_errors(path: Path) -> Iterator[None]:
-    """Turns sqlite's expected failures into one line that names the file and the remedy; the others pass.
+    """Turn sqlite's expected failures into one line that names the file and the remedy; the others pass.
 
     Raises:
         DamagedFile: what is in the file is at fault.
@@ -231,12 +239,12 @@ def clear_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
-        said = str(error).lower()
+        message = str(error).lower()
         for words, (problem, remedy) in _DAMAGE.items():
-            if words in said:
+            if words in message:
                 raise DamagedFile(path, problem, remedy) from error
         for words, (problem, remedy) in _FAILURES.items():
-            if words in said:
+            if words in message:
                 raise BrokenFile(path, problem, remedy) from error
         raise
     except UnicodeDecodeError as error:  # the schema's own text, which SQLite hands on as it stands
@@ -244,7 +252,7 @@ def clear_errors(path: Path) -> Iterator[None]:
 
 
 def _set_journal(connection: sqlite3.Connection, mode: str) -> None:
-    """Changes the journal mode. Sqlite does not wait for the lock this needs, so processes that start at once retry."""
+    """Change the journal mode. Sqlite does not wait for the lock this needs, so processes that start at once retry."""
     deadline = time.monotonic() + BUSY_SECONDS
     while connection.execute("PRAGMA journal_mode").fetchone()[0] != mode:
         try:
@@ -257,7 +265,7 @@ def _set_journal(connection: sqlite3.Connection, mode: str) -> None:
 
 
 def _file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The type of the file system that holds `path`, empty where the platform has no list of mounts."""
+    """Return the type of the file system that holds `path`, empty where the platform has no list of mounts."""
     try:
         lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

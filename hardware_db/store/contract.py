@@ -20,8 +20,9 @@ Opened = TypeVar("Opened", bound="Store")
 
 
 class Store(ABC):
-    """Measurements of runs and rates of micro-benchmarks, kept for good; traces and calibrations, which can be found
-    anew.
+    """Measurements of runs and rates of micro-benchmarks, kept for good.
+
+    Traces and calibrations, which can be found anew.
 
     What every store holds to, and `tests/hardware_db/store` checks for each:
 
@@ -41,11 +42,11 @@ class Store(ABC):
 
     @abstractmethod
     def add(self, *records: Record) -> int:
-        """Stores the records in one transaction and returns how many were not there before."""
+        """Store the records in one transaction and return how many were not there before."""
 
     @abstractmethod
     def get(self, id_prefix: str) -> Measurement:
-        """The measurement whose id starts so.
+        """Return the measurement whose id starts so.
 
         Raises:
             DsplanError: no measurement starts so, or several do.
@@ -53,7 +54,7 @@ class Store(ABC):
 
     @abstractmethod
     def forget(self, id_prefix: str) -> Measurement:
-        """Removes the measurement whose id starts so, and returns it.
+        """Remove the measurement whose id starts so, and return it.
 
         Raises:
             DsplanError: no measurement starts so, or several do.
@@ -70,8 +71,10 @@ class Store(ABC):
         parameters: int | None = None,
         limit: int | None = None,
     ) -> tuple[Measurement, ...]:
-        """The newest `limit` measurements that match every filter given; model names match in any case, `parameters`
-        is how many the model has."""
+        """Return the newest `limit` measurements that match every filter given.
+
+        Model names match in any case, `parameters` is how many the model has.
+        """
 
     @abstractmethod
     def find(self, plan_key: str, fingerprint: str) -> Measurement | None:
@@ -79,11 +82,11 @@ class Store(ABC):
 
     @abstractmethod
     def rates(self, fingerprint: str | None = None) -> tuple[RateMeasurement, ...]:
-        """The rates measured there, or everywhere."""
+        """Return the rates measured there, or everywhere."""
 
     @abstractmethod
     def add_trace(self, trace: TraceRecord) -> bool:
-        """Stores a trace in one transaction and says whether its key was not there before."""
+        """Store a trace in one transaction and say whether its key was not there before."""
 
     @abstractmethod
     def trace(self, key: str) -> TraceRecord | None:
@@ -91,11 +94,11 @@ class Store(ABC):
 
     @abstractmethod
     def traces(self, series: str) -> tuple[TraceRecord, ...]:
-        """The traces of one series."""
+        """Return the traces of one series."""
 
     @abstractmethod
     def add_calibration(self, calibration: CalibrationRecord) -> None:
-        """Stores a calibration in one transaction; one whose id is there already changes nothing."""
+        """Store a calibration in one transaction; one whose id is there already changes nothing."""
 
     @abstractmethod
     def calibration(self, hardware: HardwareKind) -> CalibrationRecord | None:
@@ -107,7 +110,7 @@ class Store(ABC):
 
     @abstractmethod
     def count(self) -> int:
-        """How many measurements there are; nothing else is counted."""
+        """Return how many measurements there are; nothing else is counted."""
 
     @abstractmethod
     def close(self) -> None:
@@ -121,7 +124,7 @@ class Store(ABC):
 
 
 def single_match(id_prefix: str, matches: tuple[Measurement, ...]) -> Measurement:
-    """The only one of `matches`, of which two are enough to tell that there are several.
+    """Return the only one of `matches`, of which two are enough to tell that there are several.
 
     Raises:
         DsplanError: there are none or several.

@@ -25,6 +25,7 @@ class MemoryStore(Store):
         self._calibrations: dict[str, CalibrationRecord] = {}
 
     def add(self, *records: Record) -> int:
+        """Store the records in one transaction; return how many are new."""
         before = len(self._measurements) + len(self._rates)
         for record in records:
             if isinstance(record, Measurement):
@@ -34,11 +35,13 @@ class MemoryStore(Store):
         return len(self._measurements) + len(self._rates) - before
 
     def get(self, id_prefix: str) -> Measurement:
+        """Return the measurement whose id starts so."""
         return single_match(
             id_prefix, tuple(measurement for measurement in self.list() if measurement.id.startswith(id_prefix))
         )
 
     def forget(self, id_prefix: str) -> Measurement:
+        """Remove the measurement whose id starts so, and return it."""
         return self._measurements.pop(self.get(id_prefix).id)
 
     def list(
@@ -51,6 +54,7 @@ class MemoryStore(Store):
         parameters: int | None = None,
         limit: int | None = None,
     ) -> tuple[Measurement, ...]:
+        """Return the newest measurements that match every filter given."""
         matches = [
             measurement
             for measurement in self._measurements.values()
@@ -58,47 +62,56 @@ class MemoryStore(Store):
             and strategy in (None, measurement.strategy)
             and outcome in (None, measurement.outcome)
             and parameters in (None, measurement.parameters)
-            and _made_on(measurement.fingerprint, fingerprint)
+            and _ran_on(measurement.fingerprint, fingerprint)
         ]
         return tuple(sorted(matches, key=_age, reverse=True)[:limit])
 
     def find(self, plan_key: str, fingerprint: str) -> Measurement | None:
+        """Return the newest completed measurement of a plan on a machine, or None."""
         return next(
             (measurement for measurement in self.list(fingerprint=fingerprint) if measurement.plan_key == plan_key),
             None,
         )
 
     def rates(self, fingerprint: str | None = None) -> tuple[RateMeasurement, ...]:
-        matches = [rate for rate in self._rates.values() if _made_on(rate.fingerprint, fingerprint)]
+        """Return the rates measured there, or everywhere."""
+        matches = [rate for rate in self._rates.values() if _ran_on(rate.fingerprint, fingerprint)]
         return tuple(sorted(matches, key=_age, reverse=True))
 
     def add_trace(self, trace: TraceRecord) -> bool:
+        """Store a trace; return whether its key is new."""
         return self._traces.setdefault(trace.key, trace) is trace
 
     def trace(self, key: str) -> TraceRecord | None:
+        """Return the trace with this key, or None."""
         return self._traces.get(key)
 
     def traces(self, series: str) -> tuple[TraceRecord, ...]:
+        """Return the traces of one series."""
         matches = (trace for trace in self._traces.values() if trace.series == series)
         return tuple(sorted(matches, key=lambda trace: (trace.created_at, trace.key), reverse=True))
 
     def add_calibration(self, calibration: CalibrationRecord) -> None:
+        """Store a calibration, unless its id is there."""
         self._calibrations.setdefault(calibration.id, calibration)
 
     def calibration(self, hardware: HardwareKind) -> CalibrationRecord | None:
+        """Return the newest calibration of this kind of hardware, or None."""
         return next((calibration for calibration in self.calibrations() if calibration.hardware == hardware), None)
 
     def calibrations(self) -> tuple[CalibrationRecord, ...]:
+        """Return all calibrations, newest first."""
         return tuple(sorted(self._calibrations.values(), key=_age, reverse=True))
 
     def count(self) -> int:
+        """Return how many measurements there are."""
         return len(self._measurements)
 
     def close(self) -> None:
         """There is nothing to release."""
 
 
-def _made_on(fingerprint: Fingerprint, key: str | None) -> bool:
+def _ran_on(fingerprint: Fingerprint, key: str | None) -> bool:
     return key in (None, fingerprint.key, fingerprint.machine.key)
 
 

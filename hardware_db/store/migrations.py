@@ -25,6 +25,7 @@ _MADE_BY_ANALYZE = (("table", "sqlite_stat1"), ("table", "sqlite_stat4"))
 
 
 def m001_measurements(connection: sqlite3.Connection) -> None:
+    """Create the tables of measurements, fingerprints and rates."""
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(
         """CREATE TABLE fingerprints (
@@ -77,6 +78,7 @@ def m001_measurements(connection: sqlite3.Connection) -> None:
 
 
 def m002_traces(connection: sqlite3.Connection) -> None:
+    """Add the table of traces."""
     connection.execute(
         """CREATE TABLE traces (
             key TEXT PRIMARY KEY,
@@ -89,6 +91,7 @@ def m002_traces(connection: sqlite3.Connection) -> None:
 
 
 def m003_calibrations(connection: sqlite3.Connection) -> None:
+    """Add the table of calibrations, and the shapes of rates."""
     connection.execute("ALTER TABLE rates ADD COLUMN shape TEXT NOT NULL DEFAULT ''")
     connection.execute("ALTER TABLE rates ADD COLUMN spread REAL")
     connection.execute("ALTER TABLE rates ADD COLUMN repeats INTEGER NOT NULL DEFAULT 1")
@@ -113,9 +116,10 @@ MIGRATIONS: tuple[Migration, ...] = (m001_measurements, m002_traces, m003_calibr
 
 
 def check_schema(connection: sqlite3.Connection, path: object) -> bool:
-    """Refuses the database of another program, or of somebody who put triggers, views or tables of their own into it,
-    before anything in it is run or changed. `path` is named in the error. False where the database is dsplan's and does
-    not hold what its version should, which is damage.
+    """Refuse the database of another program before anything in it is run or changed.
+
+    So is one into which somebody put triggers, views or tables of their own. `path` is named in the error. Return False
+    where the database is dsplan's and does not hold what its version should, which is damage.
 
     Raises:
         BrokenFile: the database is neither empty nor dsplan's, holds what no migration made, or was written by a newer
@@ -125,15 +129,15 @@ def check_schema(connection: sqlite3.Connection, path: object) -> bool:
     connection.execute("BEGIN")
     owner = connection.execute("PRAGMA application_id").fetchone()[0]
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-    found = _objects(connection)
+    objects = _objects(connection)
     connection.execute("COMMIT")
-    if owner != APPLICATION_ID and (owner != 0 or found):
+    if owner != APPLICATION_ID and (owner != 0 or objects):
         raise BrokenFile(
             path, "is the SQLite database of another program", f"move it away, or set {HOME} to another directory"
         )
     _refuse_newer(version, path, len(MIGRATIONS))
     schemas = _schemas()
-    foreign = sorted(found - set().union(*schemas))
+    foreign = sorted(objects - set().union(*schemas))
     if foreign:
         kind, name, _ = foreign[0]
         raise BrokenFile(
@@ -141,26 +145,29 @@ def check_schema(connection: sqlite3.Connection, path: object) -> bool:
             f"holds the {kind} {reprlib.repr(name)}, which dsplan did not make",
             "move it away, and ask whoever gave it to you for a `dsplan db export` of it",
         )
-    return version >= 0 and found == schemas[version]
+    return version >= 0 and objects == schemas[version]
 
 
 @cache
 def _schemas() -> tuple[frozenset[tuple[str, str, str]], ...]:
-    """What a database of each version holds; that of version 0 is empty."""
+    """Return what a database of each version holds; that of version 0 is empty."""
     import sqlite3
 
     connection = sqlite3.connect(":memory:", isolation_level=None)
-    found = [frozenset(_objects(connection))]
+    versions = [frozenset(_objects(connection))]
     for migration in MIGRATIONS:
         migration(connection)
-        found.append(frozenset(_objects(connection)))
+        versions.append(frozenset(_objects(connection)))
     connection.close()
-    return tuple(found)
+    return tuple(versions)
 
 
 def _objects(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:
-    """Kind, name and definition of all that was made in a database. What SQLite itself makes is left out: the indexes
-    of its primary keys, which have no definition, and what ANALYZE found."""
+    """Kind, name and definition of all that was made in a database.
+
+    What SQLite itself makes is left out: the indexes of its primary keys, which have no definition, and what ANALYZE
+    found.
+    """
     rows = connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
     return {(kind, name, " ".join(sql.split())) for kind, name, sql in rows if (kind, name) not in _MADE_BY_ANALYZE}
 

@@ -40,7 +40,7 @@ _READERS = {
 
 
 def repair(path: Path, opened: int | None = None) -> bool:
-    """Replaces the damaged database at `path` and says so in one line; False where it is no database of dsplan's.
+    """Replace the damaged database at `path` and say so in one line; False where it is no database of dsplan's.
 
     `opened` is the inode that was found damaged: where another process has replaced it meanwhile, nothing is done.
 
@@ -67,8 +67,11 @@ def repair(path: Path, opened: int | None = None) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether the file is to be replaced: dsplan's by its header or, where that is gone, by the definition of a table;
-    or nothing but zeros, which is what a crash of the machine leaves."""
+    """Return whether the file is dsplan's and to be replaced.
+
+    Known by its header or, where that is gone, by the definition of a table, or nothing but zeros, which is what a
+    crash of the machine leaves.
+    """
     content = path.read_bytes()
     if content.startswith(_MAGIC):
         return APPLICATION_ID.to_bytes(4, "big").startswith(content[68:72])
@@ -77,8 +80,10 @@ def _is_ours(path: Path) -> bool:
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[Path]:
-    """Where the new file is made: beside the damaged one, and gone again where it did not take its place. What a repair
-    that was killed left there goes first."""
+    """Make the new file beside the damaged one; remove it where it did not take its place.
+
+    What a repair that was killed left there goes first.
+    """
     rebuilt = path.with_name(f".{path.name}.rebuilt")
 
     def clear() -> None:
@@ -94,14 +99,14 @@ def _new_file(path: Path) -> Iterator[Path]:
 
 
 def _rebuild(path: Path, damaged: Path) -> dict[str, int]:
-    """Makes a database at `path` of the rows of the damaged one that can be read; how many of each table it has."""
+    """Make a database at `path` of the rows of the damaged one that can be read; how many of each table it has."""
     with closing(open_untrusting(path)) as connection, _readable_copy(damaged) as source:
         migrate(connection, path)
         connection.execute("BEGIN")
         for table in _TABLES:
-            known = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+            column_names = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
             for row in _readable_rows(source, table):
-                values = {name: value for name, value in row.items() if name in known}
+                values = {name: value for name, value in row.items() if name in column_names}
                 names, marks = ", ".join(values), ", ".join("?" * len(values))
                 with suppress(sqlite3.IntegrityError):  # a value that may not be missing is
                     insert = f"INSERT OR IGNORE INTO {table} ({names}) VALUES ({marks})"
@@ -109,15 +114,18 @@ def _rebuild(path: Path, damaged: Path) -> dict[str, int]:
         for name in ("measurements", "rates"):
             unknown = f"SELECT DISTINCT fingerprint, '{rows.UNKNOWN}', '{rows.UNKNOWN}' FROM {name}"
             connection.execute(f"INSERT OR IGNORE INTO fingerprints {unknown}")
-        counts = {name: _checked(connection, name) for name in _READERS}
+        counts = {name: _delete_unreadable(connection, name) for name in _READERS}
         connection.execute("COMMIT")
         return counts
 
 
 @contextmanager
 def _readable_copy(path: Path) -> Iterator[sqlite3.Connection]:
-    """A copy of a damaged database in which SQLite reads what it can: it passes over definitions that make no sense and
-    over a wrong size. Part of a page at the end goes, as SQLite would read zeros for the rest of it."""
+    """Return a copy of a damaged database in which SQLite reads what it can.
+
+    It passes over definitions that make no sense and over a wrong size. Part of a page at the end goes, as SQLite would
+    read zeros for the rest of it.
+    """
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="dsplan-") as directory:
@@ -137,24 +145,24 @@ def _readable_copy(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _readable_rows(connection: sqlite3.Connection, table: str) -> Iterator[dict[str, object]]:
-    """The rows of a table, each looked up by itself: behind rows that cannot be read come others that can."""
+    """Return the rows of a table, each looked up by itself: behind rows that cannot be read come others that can."""
     query = f"SELECT rowid AS place, * FROM {table} WHERE rowid > ? ORDER BY rowid LIMIT 1"
-    place, failures = 0, 0
+    row_id, failures = 0, 0
     while failures < _UNREADABLE_IN_A_ROW:
         try:
-            cursor = connection.execute(query, (place,))
-            found = cursor.fetchone()
+            cursor = connection.execute(query, (row_id,))
+            row = cursor.fetchone()
         except sqlite3.DatabaseError:
-            place, failures = place + 1, failures + 1
+            row_id, failures = row_id + 1, failures + 1
             continue
-        if found is None:
+        if row is None:
             return
-        place, failures = max(found[0], place + 1), 0
-        yield dict(zip((column[0] for column in cursor.description[1:]), found[1:], strict=True))
+        row_id, failures = max(row[0], row_id + 1), 0
+        yield dict(zip((column[0] for column in cursor.description[1:]), row[1:], strict=True))
 
 
-def _checked(connection: sqlite3.Connection, name: str) -> int:
-    """How many records of a table can be read; the others are deleted."""
+def _delete_unreadable(connection: sqlite3.Connection, name: str) -> int:
+    """Delete the records of a table that cannot be read; return how many are left."""
     select, read = _READERS[name]
     good = []
     for row in connection.execute(select).fetchall():
@@ -174,8 +182,10 @@ def _key(name: str) -> str:
 
 
 def _set_aside(path: Path) -> Path:
-    """Gives the damaged file a second name with the date, and its logs that name alone. Its own name stays until the
-    new file takes it, so that nobody who opens it meanwhile starts an empty one."""
+    """Give the damaged file a second name with the date, and its logs that name alone.
+
+    Its own name stays until the new file takes it, so that nobody who opens it meanwhile starts an empty one.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     aside = path.with_name(f"{path.name}.damaged-{stamp}")
     number = 1
@@ -193,9 +203,9 @@ def _set_aside(path: Path) -> Path:
 
 
 def set_aside_files(path: Path) -> tuple[Path, ...]:
-    """The damaged files that were set aside for the database at `path`, oldest first."""
-    found = path.parent.glob(f"{glob.escape(path.name)}.damaged-*")
-    return tuple(sorted(file for file in found if not file.name.endswith(_LOGS)))
+    """Return the damaged files that were set aside for the database at `path`, oldest first."""
+    files = path.parent.glob(f"{glob.escape(path.name)}.damaged-*")
+    return tuple(sorted(file for file in files if not file.name.endswith(_LOGS)))
 
 
 def _report_line(path: Path, aside: Path, counts: dict[str, int]) -> str:
@@ -208,8 +218,10 @@ def _report_line(path: Path, aside: Path, counts: dict[str, int]) -> str:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process repairs; the others wait. The lock is the operating system's, which releases it however its holder
-    ends. Where there is none (Windows), two that repair at once both set the file aside.
+    """One process repairs; the others wait.
+
+    The lock is the operating system's, which releases it however its holder ends. Where there is none (Windows), two
+    that repair at once both set the file aside.
 
     Raises:
         BrokenFile: another process has not come to an end for two minutes.
@@ -218,7 +230,7 @@ def _alone(path: Path) -> Iterator[None]:
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         with lock.open("w", encoding="utf-8") as file:
-            if _locked(file) and _is_at(file, lock):
+            if _lock(file) and _is_at(file, lock):
                 try:
                     yield
                 finally:
@@ -230,7 +242,7 @@ def _alone(path: Path) -> Iterator[None]:
         time.sleep(0.02)
 
 
-def _locked(file: IO[str]) -> bool:
+def _lock(file: IO[str]) -> bool:
     try:
         import fcntl
     except ImportError:
@@ -243,7 +255,7 @@ def _locked(file: IO[str]) -> bool:
 
 
 def _is_at(file: IO[str], path: Path) -> bool:
-    """Whether the file that was locked is still the one of this name: whoever held it before has removed it."""
+    """Return whether the file that was locked is still the one of this name: whoever held it before has removed it."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

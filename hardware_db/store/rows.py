@@ -61,7 +61,7 @@ SELECT_CALIBRATIONS = f"SELECT {', '.join(_CALIBRATION)} FROM calibrations"
 
 
 def fingerprint_row(fingerprint: Fingerprint) -> tuple[str, str, str]:
-    """The row of INSERT_FINGERPRINT."""
+    """Return the row of INSERT_FINGERPRINT."""
     return (
         fingerprint.key,
         canonical_json(asdict(fingerprint.machine)),
@@ -70,20 +70,23 @@ def fingerprint_row(fingerprint: Fingerprint) -> tuple[str, str, str]:
 
 
 def measurement_row(record: Measurement) -> tuple[object, ...]:
-    """The row of INSERT_MEASUREMENT; model, strategy and plan key are columns only so that SQL can select by them."""
+    """Return the row of INSERT_MEASUREMENT.
+
+    Model, strategy and plan key are columns only so that SQL can select by them.
+    """
     identity = (record.id, record.created_at, record.outcome, record.source, record.plan_json)
     derived = (record.fingerprint.key, record.model, record.strategy, record.plan_key)
     return (*identity, *derived, *asdict(record.measured).values(), *asdict(record.predicted).values())
 
 
 def rate_row(record: RateMeasurement) -> tuple[object, ...]:
-    """The row of INSERT_RATE."""
+    """Return the row of INSERT_RATE."""
     shape = ",".join(map(str, record.shape))
     return (*(getattr(record, name) for name in _RATE[:-1]), shape, record.fingerprint.key)
 
 
 def measurement(row: tuple[Any, ...]) -> Measurement:
-    """The measurement of a row of SELECT_MEASUREMENTS."""
+    """Return the measurement of a row of SELECT_MEASUREMENTS."""
     identity = row[: len(_IDENTITY)]
     figures = row[len(_IDENTITY) : -2]
     return Measurement(
@@ -99,25 +102,25 @@ def measurement(row: tuple[Any, ...]) -> Measurement:
 
 
 def rate(row: tuple[Any, ...]) -> RateMeasurement:
-    """The rate of a row of SELECT_RATES."""
+    """Return the rate of a row of SELECT_RATES."""
     values = dict(zip(_RATE, row, strict=False))
     shape = tuple(int(extent) for extent in values.pop("shape").split(",") if extent)
     return RateMeasurement(**values, shape=shape, fingerprint=_fingerprint(*row[-2:]))
 
 
 def trace_row(record: TraceRecord) -> tuple[str, str, str, str]:
-    """The row of INSERT_TRACE."""
+    """Return the row of INSERT_TRACE."""
     return record.key, record.series, record.created_at, record.document_json
 
 
 def trace(row: tuple[str, str, str, str]) -> TraceRecord:
-    """The trace of a row of SELECT_TRACES."""
+    """Return the trace of a row of SELECT_TRACES."""
     key, series, created_at, document = row
     return TraceRecord(key=key, series=series, created_at=created_at, document_json=document)
 
 
 def calibration_row(record: CalibrationRecord) -> tuple[str, ...]:
-    """The row of INSERT_CALIBRATION."""
+    """Return the row of INSERT_CALIBRATION."""
     kind = record.hardware
     return (
         *(record.id, record.created_at, kind.key),
@@ -126,7 +129,7 @@ def calibration_row(record: CalibrationRecord) -> tuple[str, ...]:
 
 
 def calibration(row: tuple[str, ...]) -> CalibrationRecord:
-    """The calibration of a row of SELECT_CALIBRATIONS."""
+    """Return the calibration of a row of SELECT_CALIBRATIONS."""
     id, created_at, _, device, intra_link, inter_link, document = row
     hardware = HardwareKind(device=device, intra_link=intra_link, inter_link=inter_link)
     return CalibrationRecord(id=id, created_at=created_at, hardware=hardware, document_json=document)

@@ -45,6 +45,8 @@ class SqliteStore(Store):
         self._connection = self._open()
 
     def add(self, *records: Record) -> int:
+        """Store the records in one transaction; return how many are new."""
+
         def work(connection: sqlite3.Connection) -> int:
             added = 0
             with transaction(connection):
@@ -60,19 +62,21 @@ class SqliteStore(Store):
         return self._run(work)
 
     def get(self, id_prefix: str) -> Measurement:
+        """Return the measurement whose id starts so."""
         # Ids are hexadecimal, so every id with this prefix sorts between the prefix and the prefix plus "g".
         condition = "WHERE id >= :prefix AND id < :prefix || 'g'"
         return single_match(id_prefix, self._measurements(condition, {"prefix": id_prefix, "limit": 2}))
 
     def forget(self, id_prefix: str) -> Measurement:
-        found = self.get(id_prefix)
+        """Remove the measurement whose id starts so, and return it."""
+        measurement = self.get(id_prefix)
 
         def work(connection: sqlite3.Connection) -> None:
             with transaction(connection):
-                connection.execute("DELETE FROM measurements WHERE id = ?", (found.id,))
+                connection.execute("DELETE FROM measurements WHERE id = ?", (measurement.id,))
 
         self._run(work)
-        return found
+        return measurement
 
     def list(
         self,
@@ -84,6 +88,7 @@ class SqliteStore(Store):
         parameters: int | None = None,
         limit: int | None = None,
     ) -> tuple[Measurement, ...]:
+        """Return the newest measurements that match every filter given."""
         filters = {"model": model, "strategy": strategy, "outcome": outcome}
         conditions = [f"{name} = :{name}" for name, value in filters.items() if value is not None]
         if fingerprint is not None:
@@ -96,38 +101,48 @@ class SqliteStore(Store):
         return self._measurements(condition, {**filters, **bounds})
 
     def find(self, plan_key: str, fingerprint: str) -> Measurement | None:
+        """Return the newest completed measurement of a plan on a machine, or None."""
         values = {"plan_key": plan_key, "fingerprint": fingerprint, "limit": 1}
-        found = self._measurements(f"WHERE plan_key = :plan_key AND {_MADE_ON}", values)
-        return found[0] if found else None
+        matches = self._measurements(f"WHERE plan_key = :plan_key AND {_MADE_ON}", values)
+        return matches[0] if matches else None
 
     def rates(self, fingerprint: str | None = None) -> tuple[RateMeasurement, ...]:
+        """Return the rates measured there, or everywhere."""
         condition = "" if fingerprint is None else f"WHERE {_MADE_ON}"
         return self._query(f"{rows.SELECT_RATES} {condition} {_NEWEST_FIRST}", {"fingerprint": fingerprint}, rows.rate)
 
     def add_trace(self, trace: TraceRecord) -> bool:
+        """Store a trace; return whether its key is new."""
         return self._insert(rows.INSERT_TRACE, rows.trace_row(trace))
 
     def trace(self, key: str) -> TraceRecord | None:
-        found = self._traces("key = ?", key)
-        return found[0] if found else None
+        """Return the trace with this key, or None."""
+        matches = self._traces("key = ?", key)
+        return matches[0] if matches else None
 
     def traces(self, series: str) -> tuple[TraceRecord, ...]:
+        """Return the traces of one series."""
         return self._traces("series = ?", series)
 
     def add_calibration(self, calibration: CalibrationRecord) -> None:
+        """Store a calibration, unless its id is there."""
         self._insert(rows.INSERT_CALIBRATION, rows.calibration_row(calibration))
 
     def calibration(self, hardware: HardwareKind) -> CalibrationRecord | None:
-        found = self._calibrations("WHERE key = ?", hardware.key)
-        return found[0] if found else None
+        """Return the newest calibration of this kind of hardware, or None."""
+        matches = self._calibrations("WHERE key = ?", hardware.key)
+        return matches[0] if matches else None
 
     def calibrations(self) -> tuple[CalibrationRecord, ...]:
+        """Return all calibrations, newest first."""
         return self._calibrations("")
 
     def count(self) -> int:
+        """Return how many measurements there are."""
         return self._run(lambda connection: int(connection.execute("SELECT count(*) FROM measurements").fetchone()[0]))
 
     def close(self) -> None:
+        """Close the connection."""
         self._connection.close()
 
     def _traces(self, condition: str, value: str) -> tuple[TraceRecord, ...]:
@@ -150,16 +165,16 @@ class SqliteStore(Store):
 
     def _query(self, query: str, values: Any, read: Callable[[tuple[Any, ...]], Answer]) -> tuple[Answer, ...]:
         def work(connection: sqlite3.Connection) -> tuple[Answer, ...]:
-            found = connection.execute(query, values).fetchall()
+            fetched = connection.execute(query, values).fetchall()
             try:
-                return tuple(read(row) for row in found)
+                return tuple(read(row) for row in fetched)
             except (RecordError, ValueError, TypeError, KeyError, AttributeError) as error:
                 raise DamagedFile.record(self.path) from error
 
         return self._run(work)
 
     def _run(self, work: Callable[[sqlite3.Connection], Answer]) -> Answer:
-        """Does some work; once more where the file was damaged, or is not the one at `path` any more."""
+        """Do some work; once more where the file was damaged, or is not the one at `path` any more."""
         for _ in range(_REPAIRS):
             try:
                 with clear_errors(self.path):
@@ -167,7 +182,7 @@ class SqliteStore(Store):
                 if self._is_current():
                     return answer
             except DamagedFile:
-                if not self._repaired():
+                if not self._repair():
                     raise
             self._connection.close()
             self._connection = self._open()
@@ -179,13 +194,13 @@ class SqliteStore(Store):
         try:
             connection = connect(self.path, thorough=self._thorough)
         except DamagedFile:
-            if not self._repaired():
+            if not self._repair():
                 raise
             connection = connect(self.path, thorough=self._thorough)
         self._inode = _inode(self.path)
         return connection
 
-    def _repaired(self) -> bool:
+    def _repair(self) -> bool:
         from hardware_db.store.repair import repair
 
         return repair(self.path, self._inode)

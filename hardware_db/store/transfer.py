@@ -23,7 +23,7 @@ _Value = TypeVar("_Value")
 
 
 def to_document(record: Record) -> dict[str, object]:
-    """The JSON object of a record: `kind` (measurement or rate), `schema_version`, and the record's fields.
+    """Return the JSON object of a record: `kind` (measurement or rate), `schema_version`, and the record's fields.
 
     A measurement's plan is the object of `estimate --json` itself, under `plan`.
     """
@@ -35,7 +35,7 @@ def to_document(record: Record) -> dict[str, object]:
 
 
 def from_document(document: object) -> Record:
-    """The record of a JSON object.
+    """Return the record of a JSON object.
 
     Raises:
         RecordError: a key is missing, unknown or holds the wrong kind of value, or the schema is a newer one.
@@ -82,7 +82,7 @@ _REMEDY = "correct or remove the line; nothing was imported"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportCount:
-    """How many records of a file were new, and how many the store had already."""
+    """Counts of a file's records: new ones, and those that the store had already."""
 
     added: int
     skipped: int
@@ -95,23 +95,24 @@ def export_text(store: Store) -> str:
 
 
 def import_file(store: Store, path: Path) -> ImportCount:
-    """Adds the records of an export, all or none; those made elsewhere by `dsplan run` or `dsplan bench` get the source
-    `import`.
+    """Add the records of an export, all or none.
+
+    Those made elsewhere by `dsplan run` or `dsplan bench` get the source `import`.
 
     Raises:
         BrokenFile: the file cannot be read, or a line (number, key and remedy are named) is no record.
     """
-    return import_records(store, tuple(_as_imported(record) for record in read_export(path)))
+    return import_records(store, tuple(_mark_imported(record) for record in read_export(path)))
 
 
 def import_records(store: Store, records: Sequence[Record]) -> ImportCount:
-    """Adds records as they are; those that the store has already are skipped."""
+    """Add records as they are; those that the store has already are skipped."""
     added = store.add(*records)
     return ImportCount(added=added, skipped=len(records) - added)
 
 
 def read_export(path: Path) -> tuple[Record, ...]:
-    """The records of an export file; blank lines are skipped.
+    """Return the records of an export file; blank lines are skipped.
 
     Raises:
         BrokenFile: the file cannot be read, holds nothing, or a line (number, key and remedy are named) is no record.
@@ -167,12 +168,12 @@ def _refuse_constant(name: str) -> float:
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
         raise RecordError(next(name for name in names if names.count(name) > 1), "appears twice")
-    return found
+    return mapping
 
 
-def _as_imported(record: Record) -> Record:
+def _mark_imported(record: Record) -> Record:
     return replace(record, source="import") if record.source in ("run", "bench") else record

@@ -9,7 +9,7 @@ from hardware_db.datasheets import find_link, links
 from hardware_db.device import Device, Link
 from hardware_db.probe import Gpu, GpuProcess, Host, Machine
 from hardware_db.probe.as_device import cpu_device, gpu_device, mig_device
-from hardware_db.topology import probed_link
+from hardware_db.topology import link_between
 from hardware_db.units import format_bytes
 from planner.cluster.nodes import Layout, default_node_type, network
 from planner.errors import ContradictoryRequest
@@ -61,7 +61,7 @@ def gpu_cluster(machine: Machine, gpus: tuple[Gpu, ...], nodes: int = 1) -> Clus
         nodes=nodes,
         gpus_per_node=len(gpus),
         capacity_bytes=min(_free(gpu) for gpu in gpus),
-        intra_link=probed_link(device, gpus, machine.pairs),
+        intra_link=link_between(device, gpus, machine.pairs),
         inter_link=inter_link,
         nics_per_node=nics,
         host_memory_bytes_per_node=host.memory_available_bytes or 0,

@@ -9,7 +9,7 @@ from typing import Any
 
 from hardware_db.datasheets import find_device, find_link, find_node_type, links
 from hardware_db.device import Device, Link, NodeType
-from hardware_db.handed_in import read_yaml, shown
+from hardware_db.handed_in import quote, read_yaml
 from hardware_db.probe import Machine, probe_hardware
 from hardware_db.records import dataclass
 from hardware_db.units import GB
@@ -322,11 +322,11 @@ def _mapping(path: str) -> dict[Any, Any]:
 def _check(path: str, data: dict[Any, Any]) -> dict[str, Any]:
     for key, given in data.items():
         if key not in KEYS:
-            raise BrokenFile(path, f"unknown key {shown(key)}", f"keys are {', '.join(KEYS)}")
+            raise BrokenFile(path, f"unknown key {quote(key)}", f"keys are {', '.join(KEYS)}")
         if key in _TEXT and not (isinstance(given, str | int) and not isinstance(given, bool) and str(given).strip()):
-            raise BrokenFile(path, f"{key} is {shown(given)}", "write a name")
+            raise BrokenFile(path, f"{key} is {quote(given)}", "write a name")
         if key in _NUMBERS and not _NUMBERS[key].allows(given):
-            raise BrokenFile(path, f"{key} is {shown(given)}", f"write {_NUMBERS[key]}{_UNITS.get(key, '')}")
+            raise BrokenFile(path, f"{key} is {quote(given)}", f"write {_NUMBERS[key]}{_UNITS.get(key, '')}")
     if "gpu" in data and "device" in data:
         raise BrokenFile(path, "names both gpu and device", "keep one; they mean the same")
     return {"gpu" if key == "device" else key: str(given) if key in _TEXT else given for key, given in data.items()}

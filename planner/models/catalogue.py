@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware_db.datasheets.loader import normalise, read_compiled
-from hardware_db.handed_in import shown
+from hardware_db.handed_in import quote
 from planner.errors import DsplanError, UnknownName
 from planner.models.facts import BlockCount, BlockWork, MlaFacts, ModelFacts, ParameterCounts, TowerFacts
 
@@ -115,7 +115,7 @@ def _unknown(name: str) -> DsplanError:
     family = _family(short)
     if len(family) > 1:
         more = f" and {len(family) - _OFFERED} more" if len(family) > _OFFERED else ""
-        text = f"{shown(name)} is the name of several models: {', '.join(family[:_OFFERED])}{more}; name one of them"
+        text = f"{quote(name)} is the name of several models: {', '.join(family[:_OFFERED])}{more}; name one of them"
         return DsplanError(f"{text} (`dsplan models` lists all)")
     if not _HUB_ID.fullmatch(name):
         hint = "`dsplan models` lists them; a config.json, --model-size 6.7B or package.module:factory work too"

@@ -46,21 +46,21 @@ class Curve:
 
 
 def constant_rate(rate: float) -> Curve:
-    """A curve of one rate at every size, without latency."""
+    """Return a curve of one rate at every size, without latency."""
     return Curve(points=((1.0, 1.0 / rate),))
 
 
 def curve_of(points: Iterable[tuple[float, float]]) -> Curve | None:
-    """The curve through points in any order; the first of equal work counts, none at all make no curve.
+    """Return the curve through points in any order; the first of equal work counts, none at all make no curve.
 
     Less work takes no more time: where a point says otherwise something else ran beside it, and a later point counts.
     """
-    found: dict[float, float] = {}
+    by_work: dict[float, float] = {}
     for work, seconds in points:
         if work > 0 and seconds > 0:
-            found.setdefault(work, seconds)
+            by_work.setdefault(work, seconds)
     least, points = math.inf, []
-    for work, seconds in sorted(found.items(), reverse=True):
+    for work, seconds in sorted(by_work.items(), reverse=True):
         least = min(least, seconds)
         points.append((work, least))
     return Curve(points=tuple(reversed(points))) if points else None
@@ -152,4 +152,5 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
+        """Devices of all nodes."""
         return self.nodes * self.gpus_per_node

@@ -67,11 +67,12 @@ class Workload:
 
     @property
     def freezes(self) -> bool:
-        """Whether only a part of the weights, or adapters beside them, are trained."""
+        """True if only a part of the weights, or adapters beside them, are trained."""
         return self.method != "full" or bool(self.train_only)
 
     @property
     def sequences_per_sample(self) -> int:
+        """Sequences that one sample holds: two for pairs."""
         return 2 if self.task in words.PAIRED else 1
 
     def __post_init__(self) -> None:
@@ -103,7 +104,7 @@ class Workload:
 
 
 def counts_of(facts: ModelFacts, workload: Workload) -> ParameterCounts:
-    """The model's counts with what the workload trains of it.
+    """Return the model's counts with what the workload trains of it.
 
     Raises:
         ContradictoryRequest: the targets of adapters, or the names of what is trained, fit nothing.
@@ -120,8 +121,10 @@ def counts_of(facts: ModelFacts, workload: Workload) -> ParameterCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One configuration of one model, workload and cluster; `counts` are the model's parameters by component, `stage`
-    the pipeline stage whose rank is looked at."""
+    """One configuration of one model, workload and cluster.
+
+    `counts` are the model's parameters by component, `stage` the pipeline stage whose rank is looked at.
+    """
 
     facts: ModelFacts
     counts: ParameterCounts
@@ -132,10 +135,12 @@ class Job:
 
     @property
     def is_first_stage(self) -> bool:
+        """True on the pipeline stage that embeds the tokens."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
+        """True on the pipeline stage that computes the loss."""
         return self.stage == self.configuration.pp - 1
 
     @property
@@ -151,12 +156,12 @@ class Job:
 
     @property
     def has_reference(self) -> bool:
-        """Whether a frozen model is run beside the one that is trained; adapters are switched off for it."""
+        """True if a frozen model is run beside the one that is trained; adapters are switched off for it."""
         return self.workload.task == "dpo"
 
     @property
     def eager_attention(self) -> bool:
-        """Whether attention runs unfused: asked for, or all that the model has."""
+        """True if attention runs unfused: asked for, or all that the model has."""
         return self.configuration.attention == "eager" or self.facts.eager_only
 
     @property
@@ -172,17 +177,24 @@ class Described(Protocol):
     """A job or a request, as far as it is what every configuration of it shares."""
 
     @property
-    def facts(self) -> ModelFacts: ...
+    def facts(self) -> ModelFacts:
+        """The model."""
+
     @property
-    def counts(self) -> ParameterCounts: ...
+    def counts(self) -> ParameterCounts:
+        """Its parameters by component."""
+
     @property
-    def workload(self) -> Workload: ...
+    def workload(self) -> Workload:
+        """The work to be done."""
+
     @property
-    def cluster(self) -> Cluster: ...
+    def cluster(self) -> Cluster:
+        """The devices it runs on."""
 
 
 class Sections(TypedDict):
-    """What the plans of a job say of it."""
+    """Sections that all plans of a job share."""
 
     model: ModelSection
     cluster: ClusterSection
@@ -195,7 +207,9 @@ def sections_of(job: Described) -> Sections:
 
 
 def workload_of(section: Mapping[str, Any] | WorkloadSection, configuration: Configuration) -> Workload:
-    """The workload of a plan's `workload` section and its configuration; what a release did not write is as by default.
+    """Return the workload of a plan's `workload` section and its configuration.
+
+    What a release did not write is as by default.
 
     Raises:
         ContradictoryRequest: a word or a number is none that a workload has.
@@ -210,8 +224,10 @@ def workload_of(section: Mapping[str, Any] | WorkloadSection, configuration: Con
 def provenance(
     job: Job, memory: words.Provenance, *, measured: bool, like_it: bool = False
 ) -> dict[str, words.Provenance]:
-    """Where each group of figures comes from; `measured` says that the step itself was, `like_it` that runs like it
-    were."""
+    """Return where each group of figures comes from.
+
+    `measured` says that the step itself was, `like_it` that runs like it were.
+    """
     rates = job.cluster.rates
     groups = {
         "compute": rates.matmul,
@@ -220,11 +236,13 @@ def provenance(
         "optimizer": rates.cpu_optimizer,
     }
     learned = job.cluster.factors != SHIPPED
-    found: dict[str, words.Provenance] = {"memory": memory}
+    groups_from: dict[str, words.Provenance] = {"memory": memory}
     for group, rate in groups.items():
-        found[group] = "datasheet" if rate is None and not learned else "calibrated"
-    found["step"] = "measured" if measured else "calibrated" if learned or like_it or rates != Rates() else "datasheet"
-    return found
+        groups_from[group] = "datasheet" if rate is None and not learned else "calibrated"
+    groups_from["step"] = (
+        "measured" if measured else "calibrated" if learned or like_it or rates != Rates() else "datasheet"
+    )
+    return groups_from
 
 
 def _model(job: Described) -> ModelSection:
@@ -246,7 +264,7 @@ def _model(job: Described) -> ModelSection:
 
 
 def cluster_section(cluster: Cluster) -> ClusterSection:
-    """A cluster as the JSON contract has it."""
+    """Return a cluster as the JSON contract has it."""
     return {
         "device": cluster.device.name,
         "vendor": cluster.device.vendor,

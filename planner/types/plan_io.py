@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from hardware_db.files import replace_text
-from hardware_db.handed_in import read_yaml, shown
+from hardware_db.handed_in import quote, read_yaml
 from planner import limits
 from planner import vocabulary as words
 from planner.errors import BrokenFile, ContradictoryRequest
@@ -37,7 +37,7 @@ _REMEDY = "write it anew with `dsplan recommend --out DIR`"
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """The object that `estimate --json` prints and plan files hold."""
+    """Return the object that `estimate --json` prints and plan files hold."""
     configuration = asdict(plan.configuration)
     return {
         "schema_version": plan.schema_version,
@@ -58,7 +58,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_dict(raw: object, where: object = "plan") -> Plan:
-    """The plan a dict of the contract describes.
+    """Return the plan a dict of the contract describes.
 
     Raises:
         BrokenFile: a key is missing, unknown or of the wrong type, or the schema is newer; `where` is named.
@@ -80,7 +80,7 @@ def plan_from_dict(raw: object, where: object = "plan") -> Plan:
         _check_type(raw[name], kind, f"{where}: {name}")
     verdicts = get_args(words.Verdict)
     if raw["verdict"] not in verdicts:
-        raise BrokenFile(where, f"has the verdict {shown(raw['verdict'])}, none of {', '.join(verdicts)}", _REMEDY)
+        raise BrokenFile(where, f"has the verdict {quote(raw['verdict'])}, none of {', '.join(verdicts)}", _REMEDY)
     return Plan(
         configuration=configuration,
         **parts,
@@ -95,7 +95,7 @@ def plan_from_dict(raw: object, where: object = "plan") -> Plan:
 
 
 def configuration_from_dict(raw: object, where: object = "plan") -> Configuration:
-    """The configuration that the `plan` object of the contract describes.
+    """Return the configuration that the `plan` object of the contract describes.
 
     Raises:
         BrokenFile: a key is missing, unknown or of the wrong type.
@@ -108,7 +108,7 @@ def configuration_from_dict(raw: object, where: object = "plan") -> Configuratio
 
 
 def plan_text(plan: Plan) -> str:
-    """The plan as YAML."""
+    """Return the plan as YAML."""
     import yaml
 
     return str(yaml.safe_dump(plan_to_dict(plan), sort_keys=False, width=100))
@@ -124,7 +124,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """The plan in a YAML (or JSON) file.
+    """Return the plan in a YAML (or JSON) file.
 
     Raises:
         BrokenFile: the file cannot be read, is not YAML, or is not a plan this version understands.
@@ -134,11 +134,11 @@ def load_plan(path: str | Path) -> Plan:
 
 def _part(part: type[Value], raw: object, where: str) -> Value:
     values = _mapping(raw, where)
-    known = {item.name: item for item in fields(part)}  # type: ignore[arg-type]
+    declared = {item.name: item for item in fields(part)}  # type: ignore[arg-type]
     for name in values:
-        if name not in known:
-            raise BrokenFile(where, f"has an unknown key {shown(name)}", _REMEDY)
-    for name, item in known.items():
+        if name not in declared:
+            raise BrokenFile(where, f"has an unknown key {quote(name)}", _REMEDY)
+    for name, item in declared.items():
         if name not in values and item.default is MISSING and item.default_factory is MISSING:
             raise BrokenFile(where, f"lacks {name!r}", _REMEDY)
         if name in values:
@@ -150,7 +150,7 @@ def _part(part: type[Value], raw: object, where: str) -> Value:
 
 
 def _section(name: str, raw: object, where: str) -> dict[str, Any]:
-    """What the plan says of its job; keys of a release that knew others stay as they are."""
+    """Return what the plan says of its job; keys of a release that knew others stay as they are."""
     values = _mapping(raw, where)
     section: Any = _SECTIONS[name]
     for key in sorted(section.__required_keys__ - values.keys()):
@@ -185,7 +185,7 @@ def _check_facts(facts: Mapping[str, Any], where: str) -> None:
         if kind == "int" and not (value == 0 and type(value) is int):
             limit = limits.BYTES if name.endswith("parameters") else limits.model_figure(name)
             if not limit.allows(value):
-                raise BrokenFile(f"{where}.{name}", f"is {shown(value)}, not {limit}", _REMEDY)
+                raise BrokenFile(f"{where}.{name}", f"is {quote(value)}, not {limit}", _REMEDY)
         elif kind.split(" ")[0] in ("bool", "float", "str") and "bool | str" not in kind:
             _check_type(value, kind, f"{where}.{name}")
         elif name in ("mla", "text", "vision") and value is not None:
@@ -197,16 +197,16 @@ _FACTS = {item.name: str(item.type) for part in (TowerFacts, MlaFacts, ModelFact
 
 def _texts(raw: object, where: str) -> list[str] | tuple[str, ...]:
     if not isinstance(raw, list | tuple) or not all(isinstance(text, str) for text in raw):
-        raise BrokenFile(where, f"is {shown(raw)}, not a list of sentences", _REMEDY)
+        raise BrokenFile(where, f"is {quote(raw)}, not a list of sentences", _REMEDY)
     return raw
 
 
 def _alternatives(raw: object, where: str) -> list[Mapping[str, str]]:
     if not isinstance(raw, list | tuple):
-        raise BrokenFile(where, f"is {shown(raw)}, not a list", _REMEDY)
+        raise BrokenFile(where, f"is {quote(raw)}, not a list", _REMEDY)
     for item in raw:
         if not isinstance(item, Mapping) or not all(isinstance(item.get(key), str) for key in ("strategy", "reason")):
-            raise BrokenFile(where, f"holds {shown(item)}, not a strategy and a reason", _REMEDY)
+            raise BrokenFile(where, f"holds {quote(item)}, not a strategy and a reason", _REMEDY)
     return list(raw)
 
 
@@ -226,7 +226,7 @@ def _check_type(value: object, annotation: str, where: str) -> None:
     else:
         wrong, wanted = not isinstance(value, str), "not text"
     if wrong:
-        raise BrokenFile(where, f"is {shown(value)}, {wanted}", _REMEDY)
+        raise BrokenFile(where, f"is {quote(value)}, {wanted}", _REMEDY)
 
 
 def _check_word(value: object, annotation: str, where: str) -> None:
@@ -234,7 +234,7 @@ def _check_word(value: object, annotation: str, where: str) -> None:
     vocabulary = annotation.removesuffix(" | None").removeprefix("words.")
     allowed = get_args(getattr(words, vocabulary, None))
     if allowed and value is not None and value not in allowed:
-        raise BrokenFile(where, f"is {shown(value)}, not one of {', '.join(allowed)}", _REMEDY)
+        raise BrokenFile(where, f"is {quote(value)}, not one of {', '.join(allowed)}", _REMEDY)
 
 
 _NUMBERS = {"int": limits.BYTES, "float": limits.AMOUNT, "Count": limits.GPUS}

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from dsplan.question import Question, estimated
+from dsplan.question import Question, estimate_question
 from hardware_db.errors import DsplanError
 from hardware_db.files import replace_text
 from hardware_db.units import GIB
@@ -109,7 +109,7 @@ class Desk:
         known = {item.name for item in fields(Question)}
         question = Question(**{name: value for name, value in flags.items() if name in known})
         options = ExactOptions(**{name: value for name, value in flags.items() if name not in known})
-        return estimated(question, options)[1]
+        return estimate_question(question, options)[1]
 
     def answer(self, asked: Asked) -> Answer:
         """What is said of a question."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,11 +38,11 @@ from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun, UnknownName
 from strategies.run_directory import claim
+from strategies.run_directory.request import plan_request
 from strategies.run_directory.state_consensus import current
 from strategies.tracing.example import example_batch
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_request, work_of
-from strategies.variables import BACKEND, STRATEGY
 
 _LOG = logging.getLogger(__name__)
 _ATTENTION_NAMES: dict[str, words.Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
@@ -245,7 +244,7 @@ def _zero_backend(backend: words.Backend | None) -> words.Backend | None:
 def _requested_strategy(options: PlanningOptions, environment: Environment) -> words.Strategy | None:
     """Return that of `dsplan run --strategy`, `strategy=`, or the ZeRO stage of the config, in this order."""
     _require_one_stage(options)
-    name = os.environ.get(STRATEGY) or options.strategy
+    name = plan_request().strategy or options.strategy
     if name is None and options.config.zero_stage is not None:
         unsharded = "ddp" if environment.world_size > 1 else "single"
         name = {0: unsharded, 1: "zero1", 2: "zero2", 3: "zero3"}[options.config.zero_stage]
@@ -256,7 +255,7 @@ def _requested_strategy(options: PlanningOptions, environment: Environment) -> w
 
 def _requested_backend(options: PlanningOptions) -> words.Backend | None:
     """Return that of `dsplan run --backend`, or of `backend=`."""
-    name = os.environ.get(BACKEND)
+    name = plan_request().backend
     if name is None:
         return options.backend
     if name not in words.BACKENDS:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardware_db.notices import labelled, notice
+from hardware_db.notices import label_lines, notice
 from hardware_db.units import format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.search.request import Degrees
@@ -21,9 +19,9 @@ from planner.types.plan_io import load_plan
 from strategies.config import ScriptConfig
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun, UnknownName
+from strategies.run_directory.request import named, plan_request
 from strategies.run_directory.resume_state import ResumeState
 from strategies.run_directory.state_consensus import current
-from strategies.variables import PARALLEL, PLAN
 
 _SAME_MODEL = 0.05
 """A new head or a longer position table changes a model's size by less."""
@@ -48,15 +46,14 @@ def read_degrees(parallel: Mapping[str, Any] | None) -> Degrees | None:
     """Return the degrees that `dsplan run --tp ...` or a script asks for, with 1 for others, or None without any.
 
     Raises:
-        UnknownName: a name, or a schedule, is not names.
+        UnknownName: a name, or a schedule, is not known.
         CannotRun: a degree is not a whole number of at least 1.
     """
-    of_command = os.environ.get(PARALLEL)
-    parallel = json.loads(of_command) if of_command else parallel
-    if parallel is None:
+    degrees = named(plan_request().degrees) or parallel
+    if degrees is None:
         return None
     names = tuple(item.name for item in fields(Degrees))
-    for name, value in parallel.items():
+    for name, value in degrees.items():
         if name not in names:
             raise UnknownName("degree", name, names, hint=f"choose from {', '.join(names)}")
         if name == "pp_schedule":
@@ -67,7 +64,7 @@ def read_degrees(parallel: Mapping[str, Any] | None) -> Degrees | None:
                 raise CannotRun(f"parallel: sequence_parallel is {value!r}; it must be True or False")
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise CannotRun(f"parallel: {name} is {value!r}; it must be a whole number of at least 1")
-    return Degrees(**parallel)
+    return Degrees(**degrees)
 
 
 def read_planned_work(options: PlanningOptions) -> tuple[WorkloadSection, words.Precision | None]:
@@ -79,7 +76,7 @@ def read_planned_work(options: PlanningOptions) -> tuple[WorkloadSection, words.
 
 
 def load_given_plan(model: nn.Module, options: PlanningOptions, environment: Environment) -> Plan | None:
-    """Return the plan of a resumed run, else of `dsplan run` (DSPLAN_PLAN) or the script, or None if none is there.
+    """Return the plan of a resumed run, else of `dsplan run` or the script, or None if none is there.
 
     A run that continues, or waits for nodes, leaves a given plan that failed or is for another number of ranks; rank 0
     says so.
@@ -121,7 +118,7 @@ def find_predecessor(options: PlanningOptions) -> Configuration | None:
 
 def _load_given(options: PlanningOptions) -> tuple[str, Plan] | None:
     """Return the plan of the command line or of the script, after what to call it."""
-    source = os.environ.get(PLAN) or options.plan
+    source = plan_request().plan_file or options.plan
     if source is None:
         return None
     return ("the plan", source) if isinstance(source, Plan) else (str(source), load_plan(source))
@@ -196,7 +193,7 @@ def describe(plan: Plan) -> str:
         )
         if value != "none"
     )
-    return labelled(
+    return label_lines(
         f"{chosen.strategy} ({chosen.backend}) on {chosen.world_size} x {plan.cluster.get('device')},"
         f" {chosen.precision}, {chosen.optimizer}{extras}\n"
         f"micro-batch {chosen.micro_batch_size} x accumulation {chosen.gradient_accumulation_steps} x"

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from hardware_db.errors import BrokenFile, DsplanError, UnknownName
 from hardware_db.files import replace_text
 from hardware_db.from_json import WrongValue, from_json
-from hardware_db.handed_in import read_yaml, shown
+from hardware_db.handed_in import quote, read_yaml
 from hardware_db.microbench.grid import CPU, GPU, KINDS, Block, Point, Scale, all_points, quick_points, unmeasurable
 from planner import limits
 from planner.errors import ContradictoryRequest
@@ -77,7 +77,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,4}", part) and 1 <= int(part) <= limits.PROCESSES.most for part in parts):
-        raise DsplanError(f"--ranks {shown(text)} is not a number of processes; write 2, or several as 2,4 (1 to 1024)")
+        raise DsplanError(f"--ranks {quote(text)} is not a number of processes; write 2, or several as 2,4 (1 to 1024)")
     return tuple(sorted({int(part) for part in parts}))
 
 

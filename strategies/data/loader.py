@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, default_collate
 
-from hardware_db.notices import labelled
+from hardware_db.notices import label_lines
 from planner.types.plan import Configuration
 from strategies.config import DataSection
 from strategies.distributed.environment import Environment
@@ -87,7 +87,7 @@ class BadSamples:
                     f"sample {number} of training_data cannot be read ({problem}), the {self.count}th on this rank;"
                     f" repair the data or raise dataloader.bad_samples, which is {self._limit}"
                 )
-            warnings.warn(labelled(f"sample {number} of training_data is left out ({problem})"), stacklevel=2)
+            warnings.warn(label_lines(f"sample {number} of training_data is left out ({problem})"), stacklevel=2)
         return batch
 
 

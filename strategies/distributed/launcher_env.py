@@ -168,7 +168,9 @@ def _slurm(variables: Variables) -> ProcessVariables:
         local_rank=number("SLURM_LOCALID"),
         local_world_size=tasks_on_node(variables.get("SLURM_STEP_TASKS_PER_NODE", ""), number("SLURM_NODEID")),
     )
-    job = f"{variables.get('SLURM_JOB_ID')}.{variables.get('SLURM_STEP_ID')}"
+    # Clusters number their jobs by themselves, and slurmd of several may share a machine.
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    job = ".".join(variables.get(name, "") for name in names)
     return _add_address(process, number, job=job, host=first_host(variables.get("SLURM_STEP_NODELIST", "")))
 
 

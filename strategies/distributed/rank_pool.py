@@ -57,8 +57,11 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSettings:
-    """How ranks start: the collective library, variables set before anything is imported that is not preloaded, seconds
-    one call may take, modules that are imported once for all ranks."""
+    """Settings of a pool's ranks.
+
+    The collective library, variables set before anything is imported that is not preloaded, seconds one call may take,
+    modules that are imported once for all ranks.
+    """
 
     world_size: int
     backend: str = "gloo"
@@ -95,6 +98,7 @@ class RankPool:
 
     @property
     def world_size(self) -> int:
+        """How many ranks the pool has."""
         return self._settings.world_size
 
     @property
@@ -218,14 +222,14 @@ class RankPool:
 
 
 def _by_value(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
-    """The call as bytes of its own: a rank can then report a function it cannot import instead of dying of it."""
+    """Return the call as bytes of its own: a rank can then report a function that it cannot import."""
     if "<locals>" in function.__qualname__ or function.__name__ == "<lambda>":
         raise DsplanError(f"{function.__qualname__} cannot be sent to ranks; define it at the top of a module")
     return pickle.dumps((function, arguments))
 
 
 def _serve(rank: int, settings: PoolSettings, folder: str, connection: Connection) -> None:
-    """The life of one rank: join the group, then answer calls until the pool closes the pipe."""
+    """Return the life of one rank: join the group, then answer calls until the pool closes the pipe."""
     _die_with_parent(folder)
     _write_output_to(Path(folder, f"log{rank}"))
     with open(Path(folder, f"stack{rank}"), "w") as stack:
@@ -269,8 +273,10 @@ def _call(job: bytes) -> Any:
 
 
 def _free_groups() -> None:
-    """Ends the process groups that a call made, when no rank waits in one any more: for each of them gloo wakes a
-    hundred times a second. DeepSpeed's stay, which it makes once for a process."""
+    """End the process groups that a call made, when no rank waits in one any more.
+
+    For each of them gloo wakes a hundred times a second. DeepSpeed's stay, which it makes once for a process.
+    """
     import torch.distributed as dist
 
     from strategies.torch_compat.distributed import forget_meshes, process_groups
@@ -317,8 +323,7 @@ def _join_group(rank: int, settings: PoolSettings, folder: str) -> None:
 
 
 def _die_with_parent(folder: str) -> None:
-    """End this rank, and remove what the pool would have, when the process that started the pool ends, however it
-    ends."""
+    """End this rank, and remove the pool's files, when the process that started the pool ends, however it ends."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from strategies.launch.failure_causes import Ending, ending_of, forget_last_attempt, memory_kills
@@ -48,8 +48,7 @@ class PlanMade:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
-    """One optimizer step on the first rank here, counted from 1 over the whole run. `samples` and `tokens` are those of
-    that rank's own batches in this step."""
+    """One optimizer step on the first rank here, with the samples and tokens of that rank's own batches."""
 
     step: int
     loss: float | None
@@ -113,8 +112,10 @@ class RunFiles:
         self._metrics_start = {name: size for name, size in self._sizes().items() if _METRICS.fullmatch(name)}
 
     def news(self, *, final: bool = False) -> Iterator[OutputLine | dict[str, Any]]:
-        """New rows of metrics, of the lowest rank that wrote any in this attempt; then new lines: stderr of every rank,
-        stdout of rank 0. What all ranks refuse alike is given once."""
+        """Yield new rows of metrics, of the lowest rank that wrote any in this attempt, then new lines.
+
+        Lines are stderr of every rank and stdout of rank 0; what all ranks refuse alike is given once.
+        """
         sizes = self._sizes()
         yield from self._rows(sizes, final=final)
         for name in sorted(sizes):
@@ -153,7 +154,7 @@ class RunFiles:
         return self._followers.setdefault(name, LineFollower(self._directory / name)).read_lines(final=final)
 
     def _sizes(self) -> dict[str, int]:
-        """The files of the directory that are followed."""
+        """Return the sizes of the files of the directory that are followed."""
         with os.scandir(self._directory) as entries:
             return {
                 entry.name: entry.stat().st_size
@@ -183,7 +184,7 @@ class StopRequests:
 
     @property
     def came(self) -> bool:
-        """Whether the run is to stop."""
+        """True if the run is to stop."""
         return self.interrupted or self.preempted_at is not None
 
     def __enter__(self) -> StopRequests:
@@ -194,9 +195,7 @@ class StopRequests:
                     self._previous[number] = signal.signal(number, self._preempt)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -223,6 +222,9 @@ def _leave_terminal() -> None:
     os.close(nowhere)
 
 
+GRACE_SECONDS = 30.0
+"""Time to save before the ranks are ended: what SLURM's KillWait, Kubernetes' terminationGracePeriodSeconds and most
+spot markets leave at the least."""
 # A look at the run's files takes 0.4 ms of a processor that the ranks may need.
 _POLL_SECONDS = 0.25
 _SIGNAL_SECONDS = 1.0
@@ -268,12 +270,15 @@ class Attempt:
         self._conclude(status, memory_killed=memory_kills() > kills)
 
     def _is_over(self, launcher: Launcher) -> bool:
-        """Whether to end the ranks now; asks them to save and stop where there is time for it."""
-        asked = self._requests.preempted_at
-        if self._requests.interrupted or asked is None:
+        """Return whether to end the ranks now; asks them to save and stop where there is time for it."""
+        preempted_at = self._requests.preempted_at
+        if self._requests.interrupted or preempted_at is None:
             return self._requests.interrupted
         now = time.monotonic()
-        if claimed_kind(self._spec.directory) not in SAVING or now - asked > self._spec.supervision.grace_seconds:
+        if (
+            claimed_kind(self._spec.directory) not in SAVING
+            or now - preempted_at > self._spec.supervision.grace_seconds
+        ):
             return True
         if now - self._signalled >= _SIGNAL_SECONDS:
             launcher.signal(signal.SIGUSR1)
@@ -284,17 +289,17 @@ class Attempt:
         self.completed = status == 0
         if self.completed or self._requests.interrupted:
             return
-        found = None if status is None else ending_of(self._spec.directory, status, memory_killed=memory_killed)
-        self.ending = found if self._requests.preempted_at is None else _preempted(found)
+        ending = None if status is None else ending_of(self._spec.directory, status, memory_killed=memory_killed)
+        self.ending = ending if self._requests.preempted_at is None else _preempted(ending)
 
     def _news(self, *, final: bool) -> Iterator[Happening]:
         yield from self._files.news(final=final)
         yield from self._alerts.read(final=final)
 
 
-def _preempted(found: Ending | None) -> Ending:
-    """The ending of an attempt that was asked to stop, whatever its ranks made of that."""
-    if found is not None and found.kind in STOPS:
-        return replace(found, kind="preempted")
-    said = f"; {found.reason}" if found is not None and found.kind not in ("killed", "lost") else ""
-    return Ending(kind="preempted", reason=f"the ranks were ended without saving{said}")
+def _preempted(ending: Ending | None) -> Ending:
+    """Return the ending of an attempt that was asked to stop, whatever its ranks made of that."""
+    if ending is not None and ending.kind in STOPS:
+        return replace(ending, kind="preempted")
+    reason = f"; {ending.reason}" if ending is not None and ending.kind not in ("killed", "lost") else ""
+    return Ending(kind="preempted", reason=f"the ranks were ended without saving{reason}")

@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from hardware_db.notices import labelled
+from hardware_db.notices import label_lines
 from hardware_db.probe import probe
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_from_dict, plan_to_dict
@@ -29,7 +29,6 @@ from strategies.launch.record import record_attempt
 from strategies.launch.report import (
     COMPLETED,
     INTERRUPTED,
-    REPORT_FILE,
     AttemptReport,
     Outcome,
     RunReport,
@@ -41,6 +40,7 @@ from strategies.launch.run_lock import RunLock, launcher_lock
 from strategies.launch.state import RunState
 from strategies.launch.tracking import Tracking
 from strategies.run_directory.claim import claimed_kind
+from strategies.run_directory.files import REPORT_FILE
 from strategies.run_directory.journal import Journal
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision.lineage import RunCheckpoint
@@ -83,7 +83,7 @@ class Supervisor:
             # Behind the lock, whose release says to the trackers' process that nothing more comes.
             with suppress(KeyboardInterrupt):
                 for text in self._tracking.finish(in_a_hurry=requests.came):
-                    yield OutputLine(rank=0, stream="stderr", text=labelled(text))
+                    yield OutputLine(rank=0, stream="stderr", text=label_lines(text))
 
     def _run_to_its_end(self, requests: StopRequests) -> Iterator[Event]:
         # Ranks of a command that was killed may still be about to end, and to say so in files of this directory.
@@ -108,10 +108,10 @@ class Supervisor:
         self._write_end()
 
     def _tracking_remarks(self) -> list[str]:
-        return [labelled(text) for text in self._tracking.remarks()]
+        return [label_lines(text) for text in self._tracking.remarks()]
 
     def report(self) -> RunReport:
-        """The finished run.
+        """Return the finished run.
 
         Raises:
             RuntimeError: `events()` has not ended.
@@ -127,7 +127,7 @@ class Supervisor:
         )
 
     def _run(self, attempt: Attempt) -> Iterator[Event]:
-        """One attempt to its end, with what it writes as events."""
+        """Run one attempt to its end, with what it writes as events."""
         self._state.begin_attempt(self._number)
         self._state.course.begin(time.monotonic())
         placement = self._spec.placement
@@ -189,9 +189,9 @@ class Supervisor:
 
     def _note_saves(self, saves: Iterable[RunCheckpoint]) -> None:
         """Have the journal list checkpoints too: the list of them may be lost."""
-        for made in saves:
-            fields = {name: value for name, value in asdict(made).items() if name != "attempt"}
-            self._journal.append("saved", made.attempt, **fields)
+        for checkpoint in saves:
+            fields = {name: value for name, value in asdict(checkpoint).items() if name != "attempt"}
+            self._journal.append("saved", checkpoint.attempt, **fields)
 
     def _conclude(self, attempt: Attempt, requests: StopRequests) -> Decision | None:
         """Write down how an attempt ended and decide what follows; return None if nothing has to be decided."""
@@ -250,19 +250,20 @@ class Supervisor:
 
     @property
     def _is_claimed(self) -> bool:
-        """Whether somebody trains in the ranks who can resume and plan; a script whose ranks ended before anybody was
-        seen to is begun again only if that was asked for."""
+        """True if somebody trains in the ranks who can resume and plan."""
         return claimed_kind(self._spec.directory) not in (None, "plain")
 
     def _may_have_another_plan(self) -> bool:
-        """Whether the ranks may find another plan. One that was ruled out before and is still the newest did not run:
-        memory ran out before the ranks had a plan. Of several nodes each may know of one."""
+        """Return whether the ranks may find another plan, of which each of several nodes may know.
+
+        One that was ruled out before and is still the newest did not run: memory ran out before the ranks had a plan.
+        """
         if not self._is_claimed or self._state.has_rejected_plan:
             return False
         return self._state.plan is not None or self._spec.placement.most_nodes > 1
 
     def _outcome_after(self, ending: Ending) -> Outcome:
-        """A plan that ran out of memory and has no successor is why the run ended, not the planner's refusal."""
+        """Return the outcome; a plan that ran out of memory without a successor is its reason, not the refusal."""
         before = self._attempts[-2].ending if len(self._attempts) > 1 else None
         if ending.kind == "refused" and before is not None and before.kind == "out_of_memory":
             return replace(outcome_of(before), reason=f"{before.reason}; then {ending.reason}")
@@ -283,12 +284,12 @@ class Supervisor:
 
 
 def _with_step(ending: Ending, last: int | None) -> Ending:
-    """A rank that could not say where it was ended behind the last step that was seen."""
+    """Return the ending with its step: a rank that could not say where it was ended behind the last one seen."""
     return ending if ending.step is not None else replace(ending, step=last)
 
 
 def _largest_memory() -> int:
-    """Bytes of the largest GPU or of the host, whichever is more."""
+    """Return the bytes of the largest GPU or of the host, whichever is more."""
     machine = probe()
     host = machine.host.memory_limit_bytes or machine.host.memory_total_bytes or 0
     return max([host, *(gpu.total_bytes or 0 for gpu in machine.usable_gpus)])

@@ -10,9 +10,7 @@ A script's function is tried too: its outputs and gradients must be torch's.
 from __future__ import annotations
 
 import inspect
-import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -40,7 +38,7 @@ from strategies.modules.kernel_forms import (
     without_adapters,
 )
 from strategies.modules.precision import DTYPES
-from strategies.variables import KERNELS as REQUESTED
+from strategies.run_directory.request import plan_request
 
 _LOG = logging.getLogger(__name__)
 _DEVICES = ("cuda", "cpu")
@@ -169,8 +167,7 @@ def read_kernels(config: Mapping[str, str], planned_loss: object) -> dict[str, s
         UnknownName: a kernel or a provider is not known; the message has the near one.
         CannotRun: a provider has no such kernel.
     """
-    of_command = os.environ.get(REQUESTED)
-    requested: Mapping[str, str] = json.loads(of_command) if of_command else config
+    requested = plan_request().kernels or config
     for_all, providers = requested.get("all"), dict[str, str]()
     if for_all is not None:
         _require_provider(for_all)

@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch import nn
 
-from hardware_db.notices import labelled
+from hardware_db.notices import label_lines
 from hardware_db.units import format_seconds
 from strategies.errors import BackendMissing, CannotRun
 from strategies.protocols import Observer, TrainingEngine
@@ -227,7 +227,7 @@ class Console(Writer):
 
 
 def _line(row: Row) -> str:
-    parts = [labelled(f"step {row['step']:.0f}")]
+    parts = [label_lines(f"step {row['step']:.0f}")]
     if "loss" in row:
         parts.append(f"loss {row['loss']:.4g}")
     parts.append(f"lr {row['learning_rate']:.3g}")

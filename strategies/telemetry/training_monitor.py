@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hardware_db.notices import labelled, notice
+from hardware_db.notices import label_lines, notice
 from strategies.config.sections import read_settings
 from strategies.config.values import MonitorSettings, Threshold
 from strategies.distributed.launcher_env import read_own_variables
@@ -247,4 +247,4 @@ def _line(step: int, figures: Metrics) -> str:
         for name, value in figures.items()
         if name in _SHOWN or not (name in _OF_ENGINE or name.endswith("_bytes"))
     }
-    return ", ".join([labelled(f"step {step}"), *(f"{name} {value:.4g}" for name, value in shown.items())])
+    return ", ".join([label_lines(f"step {step}"), *(f"{name} {value:.4g}" for name, value in shown.items())])

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from dsplan.cli.app import COMMANDS, load_command
-from dsplan.ui.server import ServerOptions, _listening
+from dsplan.ui.server import ServerOptions, _open_listener
 from hardware_db.errors import DsplanError
-from hardware_db.notices import LABEL, labelled
+from hardware_db.notices import LABEL, label_lines
 from tests.dsplan.cli import Cli
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\x1b]0;owned\x07\x9b31m\u202eeman\nnew"
@@ -107,11 +107,11 @@ def test_what_files_say_is_printed_as_text(cli: Cli, here: Path) -> None:
 
 def test_a_host_that_is_no_name_is_refused() -> None:
     for host in (HOSTILE, LONG):
-        with pytest.raises(DsplanError, match="--host") as refused, _listening(ServerOptions(host=host, port=0)):
+        with pytest.raises(DsplanError, match="--host") as refused, _open_listener(ServerOptions(host=host, port=0)):
             pass
         assert len(str(refused.value)) < 300
 
 
 def test_a_notice_is_text_line_by_line() -> None:
-    assert labelled(f"one\x1b[31m\n{LONG}").split("\n")[0] == f"{LABEL}one[31m"
-    assert len(labelled(LONG)) < MOST_PRINTED
+    assert label_lines(f"one\x1b[31m\n{LONG}").split("\n")[0] == f"{LABEL}one[31m"
+    assert len(label_lines(LONG)) < MOST_PRINTED

@@ -43,7 +43,7 @@ def test_plain_text_is_aligned_ascii_apart_from_the_words() -> None:
 
 @pytest.mark.parametrize("share", [-1.0, 0.0, 0.04, 0.5, 1.0, 7.0])
 def test_a_bar_never_leaves_its_width(share: float) -> None:
-    assert 0 <= Bar(share=share).filled(10) <= 10
+    assert 0 <= Bar(share=share).count_filled(10) <= 10
 
 
 @pytest.mark.parametrize(

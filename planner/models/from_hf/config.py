@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hardware_db.handed_in import read_json, shown
+from hardware_db.handed_in import quote, read_json
 from planner.errors import BrokenFile
 from planner.limits import Limit
 from planner.models.counting.count import active_parameters, count_parameters
@@ -83,7 +83,7 @@ def facts_from_config(config: Mapping[str, Any], name: str) -> ModelFacts:
 def _built_class(reader: ConfigReader) -> str:
     named = reader.config.get("architectures") or [reader.architecture.architecture]
     if not isinstance(named, list | tuple) or not isinstance(named[0], str):
-        raise reader.problem(f"field 'architectures' is {shown(named)}", "write a list of class names")
+        raise reader.problem(f"field 'architectures' is {quote(named)}", "write a list of class names")
     endings = CLASS_ENDINGS[reader.architecture.kind]
     if not named[0].endswith(endings):
         raise reader.problem(f"architecture {named[0]!r} is none of *{', *'.join(endings)}", FACTORY_REMEDY)
@@ -113,7 +113,7 @@ def _num_labels(reader: ConfigReader) -> int:
     labels = reader.config.get("id2label")
     counted = reader.config.get("num_labels", len(labels) if isinstance(labels, Mapping) else 2)
     if not _LABELS.allows(counted):
-        raise reader.problem(f"field 'num_labels' is {shown(counted)}", f"write {_LABELS}")
+        raise reader.problem(f"field 'num_labels' is {quote(counted)}", f"write {_LABELS}")
     return int(counted)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware_db.datasheets.loader import read_compiled
-from hardware_db.handed_in import shown
+from hardware_db.handed_in import quote
 from hardware_db.records import dataclass
 from planner.errors import BrokenFile, UnknownName
 from planner.limits import Limit, model_figure
@@ -108,7 +108,7 @@ class ConfigReader:
         """
         inner = self.config.get(key)
         if inner is not None and not isinstance(inner, Mapping):
-            raise self.problem(f"field {key!r} is {shown(inner)}, not an object", _AS_TRANSFORMERS)
+            raise self.problem(f"field {key!r} is {quote(inner)}, not an object", _AS_TRANSFORMERS)
         return ConfigReader.of(inner or {}, f"{self.name} {key}", fallback=model_type, nested=True)
 
     def number(self, key: str, limit: Limit, default: float | None = None, section: str = "") -> Any:
@@ -123,13 +123,13 @@ class ConfigReader:
         if section:
             inner = self.config.get(section) or {}
             if not isinstance(inner, Mapping):
-                raise self.problem(f"field {section!r} is {shown(inner)}, not an object", _AS_TRANSFORMERS)
+                raise self.problem(f"field {section!r} is {quote(inner)}, not an object", _AS_TRANSFORMERS)
             holder, path = inner, f"{section}.{key}"
         value = holder.get(key) if section else self.value(key)
         if value is None:
             value = default
         if value is not None and not limit.allows(value):
-            raise self.problem(f"field {path!r} is {shown(value)}", f"write {limit}")
+            raise self.problem(f"field {path!r} is {quote(value)}", f"write {limit}")
         return value
 
     def names(self, key: str) -> frozenset[Any]:
@@ -140,7 +140,7 @@ class ConfigReader:
         """
         value = self.value(key) or ()
         if not isinstance(value, list | tuple) or not all(isinstance(item, str | int) for item in value):
-            raise self.problem(f"field {key!r} is {shown(value)}", "write a list")
+            raise self.problem(f"field {key!r} is {quote(value)}", "write a list")
         return frozenset(value)
 
     def facts(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class ConfigReader:
             value = self.config.get(key, self._defaults.get(key, allowed[0]))
             if value not in allowed:
                 built = " or ".join(map(repr, allowed))
-                raise self.problem(f"field {key!r} is {shown(value)}; only {built} is counted", FACTORY_REMEDY)
+                raise self.problem(f"field {key!r} is {quote(value)}; only {built} is counted", FACTORY_REMEDY)
         read = {fact: self._read(fact, keys) for fact, keys in self.architecture.read.items()}
         read_figures = {fact: value for fact, value in read.items() if value is not None}
         return Figures(self, {**self.architecture.facts, **read_figures})
@@ -182,7 +182,7 @@ class ConfigReader:
         elif expected in (bool, str) and not isinstance(value, expected):
             problem = "true or false" if expected is bool else "text"
         if problem:
-            raise self.problem(f"field {key!r} is {shown(value)}", f"write {problem}")
+            raise self.problem(f"field {key!r} is {quote(value)}", f"write {problem}")
         return value
 
     def problem(self, what: str, remedy: str) -> BrokenFile:

@@ -23,6 +23,7 @@ class AccelerateLauncher(ProcessLauncher):
     """`accelerate launch` with a config of its own, so that the user's default one cannot ask for other ranks."""
 
     def command(self) -> list[str]:
+        """Return the command line, whose config is written into the run directory."""
         if find_spec("accelerate") is None:
             raise DsplanError("accelerate is not installed here; pip install 'dsplan[train]', or leave out --launcher")
         path = self.spec.directory / _CONFIG
@@ -34,6 +35,7 @@ class AccelerateLauncher(ProcessLauncher):
         ]
 
     def result(self, status: int) -> dict[str, object]:
+        """Return the exit statuses in elastic's report."""
         return {"failures": {int(rank): int(code) for rank, code in _RANK.findall(self.said)}}
 
     def _config(self) -> dict[str, object]:

@@ -14,7 +14,7 @@ pytest.importorskip("plotly", reason="needs plotly (extra report)")
 from dsplan.render.show import Text
 from dsplan.report.calibration import calibration_pictures
 from dsplan.report.run_data import MOST_POINTS, read_run
-from dsplan.report.runs import compared, course, predicted_and_measured, run_blocks
+from dsplan.report.runs import compare_runs, course, predicted_and_measured, run_blocks
 from hardware_db.errors import BrokenFile
 from hardware_db.store import MemoryStore
 from planner.calibration.learn import checks, refresh
@@ -82,7 +82,7 @@ def test_steps_restarts_and_alerts_are_on_one_axis_of_time(tmp_path: Path) -> No
 
 
 def test_steps_that_a_restart_undid_are_not_compared(tmp_path: Path) -> None:
-    picture = compared([read_run(run_directory(tmp_path / "a")), read_run(run_directory(tmp_path / "b"))])
+    picture = compare_runs([read_run(run_directory(tmp_path / "a")), read_run(run_directory(tmp_path / "b"))])
     assert picture is not None
     assert list(picture.figure["data"][0]["x"]) == [*range(1, 6), *range(6, 13)]
 

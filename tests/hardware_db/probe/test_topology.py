@@ -8,7 +8,7 @@ from hardware_db.datasheets import devices, find_device
 from hardware_db.probe import Gpu, GpuPair
 from hardware_db.probe.as_device import gpu_device, mig_device
 from hardware_db.probe.machine import MigDevice
-from hardware_db.topology import default_link, pcie, probed_link
+from hardware_db.topology import default_link, link_between, pcie
 from hardware_db.units import GIB, MIB
 
 
@@ -22,7 +22,7 @@ def pairs(count: int, *, p2p: str = "ok", nvlink: bool = False) -> tuple[GpuPair
 
 
 def name_of(device: str, cards: tuple[Gpu, ...], joined: tuple[GpuPair, ...]) -> str | None:
-    link = probed_link(find_device(device), cards, joined)
+    link = link_between(find_device(device), cards, joined)
     return None if link is None else link.name
 
 
@@ -78,7 +78,7 @@ def test_pcie_of_the_slot_or_host_memory_without_p2p(
 
 
 def test_one_gpu_has_no_link() -> None:
-    assert probed_link(find_device("h100"), gpus(1), ()) is None
+    assert link_between(find_device("h100"), gpus(1), ()) is None
     assert default_link(find_device("h100"), 1) is None
 
 

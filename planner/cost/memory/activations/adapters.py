@@ -137,7 +137,7 @@ class Addition:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Numbers:
+class AdapterTraits:
     """Traits of a job that additions depend on.
 
     How its form was traced, `tp`, whether attention is written out, whether frozen matrices are quantised, and what the
@@ -164,38 +164,38 @@ class Numbers:
         return self.mode in ("autocast", "mixed")
 
 
-def addition_of(facts: ModelFacts, run: Run, numbers: Numbers) -> Addition:
+def addition_of(facts: ModelFacts, run: Run, traits: AdapterTraits) -> Addition:
     """Return the addition of one block of a run."""
     if run.state != "frozen":
         return Addition()
-    width = numbers.width
-    dequantised = DEQUANTISED_BYTES * run.largest / numbers.tp if numbers.quantised else 0.0
+    width = traits.width
+    dequantised = DEQUANTISED_BYTES * run.largest / traits.tp if traits.quantised else 0.0
     names = [(adapter.name, adapter.inputs) for adapter in run.adapters] or list(run.inputs)
-    if numbers.drops and run.adapters:
-        kept = (width + MASK_BYTES) * sum(_dropped_inputs(names, numbers))
+    if traits.drops and run.adapters:
+        kept = (width + MASK_BYTES) * sum(_dropped_inputs(names, traits))
         names = []
     else:
         kept = 0.0
-    if numbers.quantised and numbers.kept_inputs:
-        kept += width * (numbers.kept_inputs - 1) * sum(_inputs(facts, run.quantised, numbers, anyway=True))
+    if traits.quantised and traits.kept_inputs:
+        kept += width * (traits.kept_inputs - 1) * sum(_inputs(facts, run.quantised, traits, anyway=True))
         names = [*names, *run.quantised]
-    kept += width * sum(_inputs(facts, names, numbers))
+    kept += width * sum(_inputs(facts, names, traits))
     kept += width * sum(adapter.rank for adapter in run.adapters)
-    if _stays_fp32(facts, numbers):
-        kept += 2 * facts.intermediate_size / numbers.tp
+    if _stays_fp32(facts, traits):
+        kept += 2 * facts.intermediate_size / traits.tp
     elements = sum(adapter.rank * (adapter.inputs + adapter.outputs) for adapter in run.adapters)
-    products = width * sum(adapter.rank + adapter.outputs / numbers.tp for adapter in run.adapters)
-    widened = numbers.autocast and not numbers.quantised and bool(run.adapters)
+    products = width * sum(adapter.rank + adapter.outputs / traits.tp for adapter in run.adapters)
+    widened = traits.autocast and not traits.quantised and bool(run.adapters)
     decomposed = [adapter for adapter in run.adapters if adapter.magnitude]
     if decomposed:
-        kept += sum(2 * width * adapter.outputs for adapter in decomposed) / numbers.tp
+        kept += sum(2 * width * adapter.outputs for adapter in decomposed) / traits.tp
     largest = max((adapter.inputs * adapter.outputs for adapter in decomposed), default=0)
     return Addition(
         kept=kept,
         beside=WIDENED_BYTES * max(adapter.inputs for adapter in run.adapters) if widened else 0.0,
-        fixed=dequantised + DECOMPOSED_BYTES * largest / numbers.tp,
+        fixed=dequantised + DECOMPOSED_BYTES * largest / traits.tp,
         products=products,
-        cast=2.0 * elements if numbers.autocast else 0.0,
+        cast=2.0 * elements if traits.autocast else 0.0,
     )
 
 
@@ -212,53 +212,53 @@ DECOMPOSED_BYTES = 16.0
 get_weight_norm)."""
 
 
-def _dropped_inputs(names: Sequence[tuple[str, int]], numbers: Numbers) -> Iterator[float]:
+def _dropped_inputs(names: Sequence[tuple[str, int]], traits: AdapterTraits) -> Iterator[float]:
     """Yield elements per token of what dropout makes for these matrices' adapters, once for a single product."""
     whole: dict[str, float] = {}
     for name, inputs in names:
         role = name.rpartition(".")[0]
         part = role.rpartition(".")[2]
-        elements = inputs / numbers.tp if part in _SPLIT_INPUTS else float(inputs)
-        one = numbers.one_product and part in ("q", "k", "v")
+        elements = inputs / traits.tp if part in _SPLIT_INPUTS else float(inputs)
+        one = traits.one_product and part in ("q", "k", "v")
         whole[role.removesuffix(part) + ("qkv" if one else part)] = elements
     yield from whole.values()
 
 
 def _inputs(
-    facts: ModelFacts, names: Sequence[tuple[str, int]], numbers: Numbers, *, anyway: bool = False
+    facts: ModelFacts, names: Sequence[tuple[str, int]], traits: AdapterTraits, *, anyway: bool = False
 ) -> Iterator[float]:
     """Elements per token of the inputs that are kept for these matrices, those that are kept `anyway` too if asked."""
     shared: dict[str, float] = {}
     for name, inputs in names:
         role = name.rpartition(".")[0]
         part = role.rpartition(".")[2]
-        elements = inputs / numbers.tp if part in _SPLIT_INPUTS else float(inputs)
-        if _has_own_copy(facts, part, numbers):
+        elements = inputs / traits.tp if part in _SPLIT_INPUTS else float(inputs)
+        if _has_own_copy(facts, part, traits):
             yield elements
-        elif anyway or part not in _kept_anyway(facts, numbers):
+        elif anyway or part not in _kept_anyway(facts, traits):
             shared[role.removesuffix(part) + _READS.get(part, part)] = elements
     yield from shared.values()
 
 
-def _has_own_copy(facts: ModelFacts, part: str, numbers: Numbers) -> bool:
+def _has_own_copy(facts: ModelFacts, part: str, traits: AdapterTraits) -> bool:
     """Return whether autocast makes a copy of an input for each product."""
-    if not numbers.autocast:
+    if not traits.autocast:
         return False
-    return not numbers.quantised or (_stays_fp32(facts, numbers) and part != "o")
+    return not traits.quantised or (_stays_fp32(facts, traits) and part != "o")
 
 
-def _stays_fp32(facts: ModelFacts, numbers: Numbers) -> bool:
+def _stays_fp32(facts: ModelFacts, traits: AdapterTraits) -> bool:
     """Return whether what reads a norm's output gives fp32.
 
     bitsandbytes' layers give back the dtype that they were given, and LayerNorm gives fp32 under autocast; RMSNorm, as
     it is written out in Python, the dtype of the weights.
     """
-    return numbers.quantised and numbers.autocast and facts.norm != "rmsnorm"
+    return traits.quantised and traits.autocast and facts.norm != "rmsnorm"
 
 
-def _kept_anyway(facts: ModelFacts, numbers: Numbers) -> Mapping[str, bool]:
+def _kept_anyway(facts: ModelFacts, traits: AdapterTraits) -> Mapping[str, bool]:
     """Parts whose inputs the frozen block keeps by itself."""
     return {
-        **({} if numbers.eager else {"o": True}),
+        **({} if traits.eager else {"o": True}),
         **({"down": True} if facts.activation in _KEEPS_OUTPUT and not facts.gated_mlp else {}),
     }

@@ -12,7 +12,15 @@ from typing import Any
 
 from hardware_db.records import dataclass
 from planner.cost.code_bases import code_base
-from planner.cost.memory.activations.adapters import Addition, Numbers, Run, Training, addition_of, runs_of, training_of
+from planner.cost.memory.activations.adapters import (
+    AdapterTraits,
+    Addition,
+    Run,
+    Training,
+    addition_of,
+    runs_of,
+    training_of,
+)
 from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, model_dimensions, shared_width
 from planner.cost.memory.activations.form import (
     WHOLE,
@@ -49,24 +57,38 @@ class _Question:
     """All that figures depend on besides the model."""
 
     mode: str
+    """Precision of the trace, as `precision_mode` has it."""
     attention: str
     on_cpu: bool
     tp: int
+    """Ranks that split layers."""
     length: int
+    """Tokens of a sample."""
     source: int
+    """Tokens of a sample in the encoder."""
     cp: int
+    """Ranks that split sequences."""
     ep: int
+    """Ranks that experts are spread over."""
     is_sequence_parallel: bool
     exchange: AttentionExchange
+    """How cp ranks exchange keys and values."""
     keeps_shards: bool
+    """Column-parallel products keep their rank's part of the input."""
     code: str
+    """Name of the code base."""
     compiled: bool
     loss: Loss
     logit_parts: int
+    """Ranks among which a token's logits are split."""
     imbalance: float
+    """Tokens of the busiest rank's experts over the mean."""
     fuses_heads: bool = False
+    """One weight makes queries, keys and values."""
     training: Training | None = None
-    numbers: Numbers | None = None
+    """The trained parts where something is frozen."""
+    adapter_traits: AdapterTraits | None = None
+    """The job's where something is frozen."""
 
 
 def figures_of(job: Job, recipe: Recipe) -> Figures:
@@ -98,8 +120,8 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
         fuses_heads=configuration.tp > 1 and _fuses_heads(job),
     )
     if job.workload.freezes and not job.counts.trains_all:
-        numbers = _numbers(job, recipe)
-        question = replace(question, training=training_of(job.counts), numbers=numbers)
+        adapter_traits = _adapter_traits(job, recipe)
+        question = replace(question, training=training_of(job.counts), adapter_traits=adapter_traits)
     figures = _catalogued_figures(facts, question)
     return figures if recipe.scaled is None else _with_scaled_inputs(figures, job, recipe.scaled)
 
@@ -116,10 +138,10 @@ def _fuses_heads(job: Job) -> bool:
     )
 
 
-def _numbers(job: Job, recipe: Recipe) -> Numbers:
+def _adapter_traits(job: Job, recipe: Recipe) -> AdapterTraits:
     code = code_base(job.workload.code)
     block = code.traits(compiled=job.workload.compile).block
-    return Numbers(
+    return AdapterTraits(
         mode=_frozen_mode(recipe),
         tp=job.configuration.tp,
         eager=job.eager_attention,
@@ -201,13 +223,13 @@ def _frozen_mode(recipe: Recipe) -> str:
 @functools.lru_cache(maxsize=256)
 def _catalogued_figures(facts: ModelFacts, question: _Question) -> Figures:
     figures = _of_form(facts, question, *_form_of(facts, question))
-    if question.training is None or question.numbers is None:
+    if question.training is None or question.adapter_traits is None:
         return _with_exchanges(figures, _exchanges(facts, question))
-    fixed = _of_form(facts, question, *_form_of(facts, question, frozen=question.numbers.mode))
+    fixed = _of_form(facts, question, *_form_of(facts, question, frozen=question.adapter_traits.mode))
     parts = _partly_trained_figures(
         facts,
         training=question.training,
-        numbers=question.numbers,
+        adapter_traits=question.adapter_traits,
         whole=figures,
         frozen=fixed,
         lengths=_lengths(facts, question),
@@ -408,7 +430,7 @@ def _partly_trained_figures(
     facts: ModelFacts,
     *,
     training: Training,
-    numbers: Numbers,
+    adapter_traits: AdapterTraits,
     whole: Figures,
     frozen: Figures,
     lengths: Mapping[str, float],
@@ -428,7 +450,7 @@ def _partly_trained_figures(
             elif run.state == "idle":
                 blocks.append(replace(fixed, count=count, **_NOTHING_KEPT))
             else:
-                addition = addition_of(facts, run, numbers)
+                addition = addition_of(facts, run, adapter_traits)
                 blocks.append(_with_addition(replace(fixed, count=count), run, addition, tokens))
     head, ends = whole if training.head else frozen, whole if training.embedding else frozen
     return replace(
