@@ -87,7 +87,7 @@ _METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
 
 
 class RunFiles:
-    """What is new in the files of a run directory. Which ranks run here shows by the files they write.
+    """News in the files of a run directory, by which it also shows which ranks run here.
 
     What the files hold when this begins is an earlier command's, and is not printed again. Files are opened only when
     they have grown: this is called ten times a second beside ranks that need the processors.
@@ -227,7 +227,8 @@ GRACE_SECONDS = 30.0
 spot markets leave at the least."""
 # A look at the run's files takes 0.4 ms of a processor that the ranks may need.
 _POLL_SECONDS = 0.25
-_SIGNAL_SECONDS = 1.0
+SIGNAL_SECONDS = 1.0
+"""Between requests to ranks to save and stop, which are made until they do."""
 
 Happening = OutputLine | Alert | dict[str, Any]
 """A line, an alert, or a row of metrics."""
@@ -280,7 +281,7 @@ class Attempt:
             or now - preempted_at > self._spec.supervision.grace_seconds
         ):
             return True
-        if now - self._signalled >= _SIGNAL_SECONDS:
+        if now - self._signalled >= SIGNAL_SECONDS:
             launcher.signal(signal.SIGUSR1)
             self._signalled = now
         return False

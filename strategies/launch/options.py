@@ -1,4 +1,4 @@
-"""What the command line says of placement and supervision, over the defaults or over an earlier launch. No torch."""
+"""Flags of placement and supervision, over the defaults or over an earlier launch. No torch."""
 
 from __future__ import annotations
 

@@ -235,11 +235,7 @@ class Supervisor:
         )
         decision = self._policy.decide(ending, now)
         self._journal.append(
-            "decision",
-            self._number,
-            action=decision.action,
-            why=decision.why,
-            delay_seconds=decision.delay_seconds,
+            "decision", self._number, action=decision.action, why=decision.why, delay_seconds=decision.delay_seconds
         )
         plan = self._state.plan
         if decision.continues and plan is not None and (decision.action == "next_plan" or course.progressed):
