@@ -100,6 +100,11 @@ ENTRIES: tuple[Entry, ...] = (
         "stage_backward_input(stage_outputs_or_loss, output_grads, input_values, weights)",
         "stage_backward_weight(weights, param_groups)",
     ),
+    *_entries("torch.distributed.pipelining.schedules", "_Action.computation_type"),
+    *_entries(
+        "torch.distributed.tensor._api",
+        "DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear",
+    ),
     *_entries(
         "torch._functorch.aot_autograd", "aot_function(fn, fw_compiler, bw_compiler, partition_fn, decompositions)"
     ),
