@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-import stat
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from strategies.launch.failure_causes import Ending, ending_of, forget_last_attempt, memory_kills
 from strategies.launch.launchers.launcher import Launcher, make_launcher
+from strategies.launch.stop_requests import SIGNAL_SECONDS, StopRequests
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.spec import SAVING, STOPS, LaunchSpec
 from strategies.telemetry.alerts import Alert
@@ -163,72 +160,8 @@ class RunFiles:
             }
 
 
-# Signals of people and batch systems to a running `dsplan run`.
-
-
-_PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-
-
-class StopRequests:
-    """Signals are noted instead of acted on, wherever they arrive: also in the code that shows an event.
-
-    Ctrl-C sets `interrupted`, and a second one raises. SIGTERM, SIGUSR1 and the SIGHUP of a closed terminal set
-    `preempted_at`, the time of `time.monotonic` at which the first came; nohup's runs continue. Only a main thread gets
-    signals; elsewhere nothing is changed.
-    """
-
-    def __init__(self) -> None:
-        self.interrupted = False
-        self.preempted_at: float | None = None
-        self._previous: dict[signal.Signals, Any] = {}
-
-    @property
-    def came(self) -> bool:
-        """True if the run is to stop."""
-        return self.interrupted or self.preempted_at is not None
-
-    def __enter__(self) -> StopRequests:
-        if threading.current_thread() is threading.main_thread():
-            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
-            for number in _PREEMPTING:
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._preempt)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.interrupted:
-            signal.default_int_handler(number, frame)
-        self.interrupted = True
-
-    def _preempt(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            _leave_terminal()
-        if self.preempted_at is None:
-            self.preempted_at = time.monotonic()
-
-
-def _leave_terminal() -> None:
-    """Let what this process still says go nowhere where it went to a terminal, which would refuse it."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        with suppress(OSError):
-            # A terminal that is gone is not one any more: nothing but the number of its device tells.
-            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-                os.dup2(nowhere, descriptor)
-    os.close(nowhere)
-
-
-GRACE_SECONDS = 30.0
-"""Time to save before the ranks are ended: what SLURM's KillWait, Kubernetes' terminationGracePeriodSeconds and most
-spot markets leave at the least."""
 # A look at the run's files takes 0.4 ms of a processor that the ranks may need.
 _POLL_SECONDS = 0.25
-SIGNAL_SECONDS = 1.0
-"""Between requests to ranks to save and stop, which are made until they do."""
 
 Happening = OutputLine | Alert | dict[str, Any]
 """A line, an alert, or a row of metrics."""

@@ -23,9 +23,9 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from hardware_db.notices import notice
-from strategies.launch.attempt import SIGNAL_SECONDS
 from strategies.launch.failure_causes import FIRST, Ending, ending_of, memory_kills
 from strategies.launch.launchers.process import signal_ranks
+from strategies.launch.stop_requests import SIGNAL_SECONDS
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.files import RESULT_FILE, write_json
 from strategies.run_directory.spec import SAVING, EndingKind, LaunchSpec
