@@ -66,7 +66,8 @@ class TrainingEngine(Protocol):
     counted_peak_bytes: int | None
 
     @property
-    def observers(self) -> list[Observer]: ...
+    def observers(self) -> list[Observer]:
+        """Watchers of its steps."""
 
     @property
     def module(self) -> nn.Module:

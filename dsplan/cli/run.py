@@ -16,8 +16,8 @@ from hardware_db.records import dataclass
 from planner import limits
 from planner import vocabulary as words
 from planner.models.counting.adapters import LORA_RANK
-from strategies.launch.attempt import GRACE_SECONDS
 from strategies.launch.policy import RETRIES
+from strategies.launch.stop_requests import GRACE_SECONDS
 from strategies.run_directory.spec import LauncherName
 from strategies.supervision.hang_detection import HANG_SECONDS
 from strategies.supervision.save_clock import CHECKPOINT_MINUTES
@@ -212,7 +212,7 @@ def run_script(
     from strategies.launch.supervisor import Supervisor
 
     launch = prepare(_request(script, arguments, planning, placement, supervision))
-    for sentence in filter(None, (launch.notice, _behind_the_script(launch.script, launch.spec.arguments))):
+    for sentence in filter(None, (launch.notice, _warn_of_strays(launch.script, launch.spec.arguments))):
         notice(sentence)
     session = Supervisor(launch.spec, launch.plan, resumes=launch.resumes, resume_from=launch.resume_from)
     with RunView(ranks=launch.ranks, out=sys.stderr if json else sys.stdout) as view:
@@ -243,14 +243,14 @@ def _keep_page(report: RunReport, stored: str) -> None:
         notice(f"{REPORT_FILE}: {problem.strerror}")
 
 
-def _behind_the_script(script: Path, arguments: Sequence[str]) -> str:
-    """Return what to say where options of this command stand behind a script that knows none of their names."""
+def _warn_of_strays(script: Path, arguments: Sequence[str]) -> str | None:
+    """Return a warning of options of this command behind a script that knows none of their names."""
     groups = (PlanningFlags, PlacementFlags, SupervisionFlags)
     ours = {f"--{item.name.replace('_', '-')}" for group in groups for item in fields(group)} | {"--json"}
     source = script.read_text(errors="replace")
     strays = [word for word in (text.partition("=")[0] for text in arguments) if word in ours and word not in source]
     if not strays:
-        return ""
+        return None
     return f"{', '.join(strays)} after the script is the script's; options of dsplan run stand before it"
 
 

@@ -123,8 +123,7 @@ def _line(row: Sequence[str], widths: Sequence[int], table: Table) -> str:
 
 
 def _wide(text: str) -> int:
-    """Return how many characters of a terminal a text takes: two for one of East Asia, none for an accent of its own.
-    """
+    """Return the width of a text on a terminal: two for one of East Asia, none for an accent of its own."""
     if text.isascii():
         return len(text)
     from unicodedata import combining, east_asian_width

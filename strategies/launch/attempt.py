@@ -5,27 +5,21 @@ from __future__ import annotations
 import os
 import re
 import signal
-import stat
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from strategies.launch.failure_causes import Ending, ending_of, forget_last_attempt, memory_kills
 from strategies.launch.launchers.launcher import Launcher, make_launcher
+from strategies.launch.policy import Decision
+from strategies.launch.stop_requests import SIGNAL_SECONDS, StopRequests
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.spec import SAVING, STOPS, LaunchSpec
 from strategies.telemetry.alerts import Alert
 from strategies.telemetry.follow import AlertFollower, LineFollower
 from strategies.telemetry.metrics import parse_row
-
-if TYPE_CHECKING:
-    from strategies.launch.failure_causes import Ending
-    from strategies.launch.policy import Decision
 
 # Events of a run, as values that a view can draw.
 
@@ -87,7 +81,7 @@ _METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
 
 
 class RunFiles:
-    """What is new in the files of a run directory. Which ranks run here shows by the files they write.
+    """News in the files of a run directory, by which it also shows which ranks run here.
 
     What the files hold when this begins is an earlier command's, and is not printed again. Files are opened only when
     they have grown: this is called ten times a second beside ranks that need the processors.
@@ -163,71 +157,8 @@ class RunFiles:
             }
 
 
-# Signals of people and batch systems to a running `dsplan run`.
-
-
-_PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-
-
-class StopRequests:
-    """Signals are noted instead of acted on, wherever they arrive: also in the code that shows an event.
-
-    Ctrl-C sets `interrupted`, and a second one raises. SIGTERM, SIGUSR1 and the SIGHUP of a closed terminal set
-    `preempted_at`, the time of `time.monotonic` at which the first came; nohup's runs continue. Only a main thread gets
-    signals; elsewhere nothing is changed.
-    """
-
-    def __init__(self) -> None:
-        self.interrupted = False
-        self.preempted_at: float | None = None
-        self._previous: dict[signal.Signals, Any] = {}
-
-    @property
-    def came(self) -> bool:
-        """True if the run is to stop."""
-        return self.interrupted or self.preempted_at is not None
-
-    def __enter__(self) -> StopRequests:
-        if threading.current_thread() is threading.main_thread():
-            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
-            for number in _PREEMPTING:
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._preempt)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.interrupted:
-            signal.default_int_handler(number, frame)
-        self.interrupted = True
-
-    def _preempt(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            _leave_terminal()
-        if self.preempted_at is None:
-            self.preempted_at = time.monotonic()
-
-
-def _leave_terminal() -> None:
-    """Let what this process still says go nowhere where it went to a terminal, which would refuse it."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        with suppress(OSError):
-            # A terminal that is gone is not one any more: nothing but the number of its device tells.
-            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-                os.dup2(nowhere, descriptor)
-    os.close(nowhere)
-
-
-GRACE_SECONDS = 30.0
-"""Time to save before the ranks are ended: what SLURM's KillWait, Kubernetes' terminationGracePeriodSeconds and most
-spot markets leave at the least."""
 # A look at the run's files takes 0.4 ms of a processor that the ranks may need.
 _POLL_SECONDS = 0.25
-_SIGNAL_SECONDS = 1.0
 
 Happening = OutputLine | Alert | dict[str, Any]
 """A line, an alert, or a row of metrics."""
@@ -280,7 +211,7 @@ class Attempt:
             or now - preempted_at > self._spec.supervision.grace_seconds
         ):
             return True
-        if now - self._signalled >= _SIGNAL_SECONDS:
+        if now - self._signalled >= SIGNAL_SECONDS:
             launcher.signal(signal.SIGUSR1)
             self._signalled = now
         return False

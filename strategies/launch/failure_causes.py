@@ -1,4 +1,4 @@
-"""Why an attempt ended, read from what its ranks and its launcher left in the run directory. No torch."""
+"""Causes of an attempt's end, read from what its ranks and its launcher left in the run directory. No torch."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ FIRST: tuple[EndingKind, ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """Why an attempt did not complete.
+    """The reason why an attempt did not complete.
 
     `rank` is the one that was first, or None if the launcher itself ended; `step` the global step it was in;
     `exit_status` its own, negative for a signal; `type` the exception's; `saved` the checkpoint of a stop on purpose.

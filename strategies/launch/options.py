@@ -1,4 +1,4 @@
-"""What the command line says of placement and supervision, over the defaults or over an earlier launch. No torch."""
+"""Flags of placement and supervision, over the defaults or over an earlier launch. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hardware_db.errors import DsplanError
 from hardware_db.handed_in import quote
 from planner import limits
 from planner.errors import ContradictoryRequest
-from strategies.launch.attempt import GRACE_SECONDS
+from strategies.launch.stop_requests import GRACE_SECONDS
 from strategies.run_directory.request import named
 from strategies.run_directory.spec import LauncherName, Placement, SupervisionOptions
 from strategies.supervision.hang_detection import HANG_SECONDS

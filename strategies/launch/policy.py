@@ -1,4 +1,4 @@
-"""What follows an ending: another attempt, at once or after a pause, another plan, or the end of the run. No torch."""
+"""Decisions after an ending: another attempt, at once or after a pause, another plan, or the end. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What is done after an ending, after which pause, and why, in words that follow the ending's."""
+    """The step that follows an ending, after which pause, and why, in words that follow the ending's."""
 
     action: Action
     why: str

@@ -14,6 +14,7 @@ from pathlib import Path
 from hardware_db.errors import BrokenFile, DsplanError
 from hardware_db.files import data_dir
 from hardware_db.probe import Machine, probe
+from planner import limits
 from planner import vocabulary as words
 from planner.cluster.probed import probed_cluster
 from planner.cost.combinations import Adapted, why_refused
@@ -78,12 +79,11 @@ def check_placement(placement: Placement, supervision: SupervisionOptions) -> No
 
 # Two processes on a machine without GPUs: the smallest number that shows what a strategy does.
 _CPU_PROCESSES = 2
-_MOST_PROCESSES = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRequest:
-    """What `dsplan run` was asked; None, or nothing, is left open."""
+    """A command line of `dsplan run`; None, or nothing, is left open."""
 
     script: Path | None = None
     arguments: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class Launch:
 
     @property
     def notice(self) -> str:
-        """What to know before the ranks start; empty where nothing needs saying."""
+        """A line for people before the ranks start; empty where nothing needs saying."""
         if self.resumes and claimed_kind(self.spec.directory) not in (None, *SAVING):
             return f"{self.script} resumes from what its own code loads: dsplan keeps no checkpoint of it"
         return ""
@@ -276,8 +276,8 @@ def _processes(
     A run that continues takes as many as before where there are GPUs for them, whatever its plan says: plans are made
     anew for other ranks.
     """
-    if request.processes is not None and not 1 <= request.processes <= _MOST_PROCESSES:
-        raise DsplanError(f"--nproc {request.processes} is not a number of processes; use 1 to {_MOST_PROCESSES}")
+    if request.processes is not None and not limits.PROCESSES.allows(request.processes):
+        raise DsplanError(f"--nproc {request.processes} is not a number of processes; use 1 to {limits.PROCESSES.most}")
     if earlier is not None:
         processes = request.processes or (min(earlier.processes, gpus) if gpus else earlier.processes)
     else:

@@ -43,7 +43,7 @@ UNPLANNED = "unplanned"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """Where a run was stored, as one sentence; the id is None if it was not, and the sentence says why."""
+    """The place where a run was stored, as one sentence; the id is None if it was not, and the sentence says why."""
 
     measurement_id: str | None
     sentence: str

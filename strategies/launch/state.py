@@ -1,4 +1,4 @@
-"""What a run carries from attempt to attempt, and finds again in its directory when it is resumed. No torch."""
+"""The state that a run carries from attempt to attempt, and reads from its directory when it is resumed. No torch."""
 
 from __future__ import annotations
 
@@ -163,10 +163,7 @@ class RunState:
         """Rule out the plan in use, which ran out of memory, and those that need as much."""
         if self.plan is not None:
             configuration = plan_to_dict(self.plan)["plan"]
-            failed = FailedPlan(
-                configuration=configuration,
-                predicted_bytes=self.plan.memory.peak_allocated_bytes,
-            )
+            failed = FailedPlan(configuration=configuration, predicted_bytes=self.plan.memory.peak_allocated_bytes)
             self.options = replace(self.options, failed_plans=(*self.options.failed_plans, failed))
 
     @property

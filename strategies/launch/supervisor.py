@@ -12,17 +12,7 @@ from hardware_db.notices import label_lines
 from hardware_db.probe import probe
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_from_dict, plan_to_dict
-from strategies.launch.attempt import (
-    Attempt,
-    AttemptEnded,
-    Event,
-    OutputLine,
-    PlanMade,
-    RunFiles,
-    RunIsBack,
-    StepDone,
-    StopRequests,
-)
+from strategies.launch.attempt import Attempt, AttemptEnded, Event, OutputLine, PlanMade, RunFiles, RunIsBack, StepDone
 from strategies.launch.failure_causes import Ending, with_stacks_kept
 from strategies.launch.policy import Decision, Policy, RunContext
 from strategies.launch.record import record_attempt
@@ -38,6 +28,7 @@ from strategies.launch.report import (
 )
 from strategies.launch.run_lock import RunLock, launcher_lock
 from strategies.launch.state import RunState
+from strategies.launch.stop_requests import StopRequests
 from strategies.launch.tracking import Tracking
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.files import REPORT_FILE
@@ -235,11 +226,7 @@ class Supervisor:
         )
         decision = self._policy.decide(ending, now)
         self._journal.append(
-            "decision",
-            self._number,
-            action=decision.action,
-            why=decision.why,
-            delay_seconds=decision.delay_seconds,
+            "decision", self._number, action=decision.action, why=decision.why, delay_seconds=decision.delay_seconds
         )
         plan = self._state.plan
         if decision.continues and plan is not None and (decision.action == "next_plan" or course.progressed):

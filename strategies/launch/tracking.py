@@ -32,16 +32,7 @@ from strategies.run_directory.journal import read_journal
 from strategies.run_directory.spec import LaunchSpec
 from strategies.telemetry.follow import LineFollower
 from strategies.telemetry.metrics import parse_row, step_number
-from strategies.telemetry.trackers import (
-    KINDS,
-    TrackedRun,
-    Tracker,
-    clean,
-    figures,
-    file_name,
-    flags_of,
-    flatten,
-)
+from strategies.telemetry.trackers import KINDS, TrackedRun, Tracker, clean, figures, file_name, flags_of, flatten
 
 LOG_FILE = "trackers.log"
 """What trackers' libraries print."""
@@ -60,7 +51,7 @@ _PAUSES = (5.0, 15.0, 60.0, 300.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackerState:
-    """What a tracker has of a run, as `tracker-NAME.json`."""
+    """The part of a run that a tracker has, as `tracker-NAME.json`."""
 
     run: str = ""
     """What the tracker calls the run."""

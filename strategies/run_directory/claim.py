@@ -31,7 +31,7 @@ from strategies.variables import RUN_DIRECTORY
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """What trains in the ranks of a run, as they saw it."""
+    """The training in the ranks of a run, as they saw it."""
 
     kind: ScriptKind
     """The library whose user claimed the run; plain where a step was done and nobody had."""

@@ -1,11 +1,11 @@
-"""What `dsplan run` was asked of its plan, handed to the ranks as one environment variable. No torch."""
+"""The plan that `dsplan run` is asked for, handed to the ranks as one environment variable. No torch."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
@@ -39,7 +39,7 @@ class RequestedDegrees:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestedMethod:
-    """What is trained; None is left open."""
+    """The kind of training; None is left open."""
 
     method: words.Method | None = None
     lora_rank: int | None = None
@@ -49,7 +49,7 @@ class RequestedMethod:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """What the command line says of the plan; None, or nothing, is left to the planner, or to the script."""
+    """The flags of the plan; None, or nothing, is left to the planner, or to the script."""
 
     plan_file: str | None = None
     """Of the plan to follow, absolute."""
@@ -72,7 +72,10 @@ class PlanRequest:
 
     def to_variables(self) -> dict[str, str]:
         """Return the variables that `of` reads; none where everything is left open."""
-        return {} if self == PlanRequest() else {REQUEST: json.dumps(asdict(self))}
+        flat = {name: getattr(self, name) for name in (*_TEXTS, "kernels")}
+        parts = {**flat, "degrees": named(self.degrees), "method": named(self.method)}
+        requested = {name: value for name, value in parts.items() if value}
+        return {REQUEST: json.dumps(requested)} if requested else {}
 
 
 _TEXTS = ("plan_file", "strategy", "backend")

@@ -1,4 +1,4 @@
-"""What earlier attempts of a run mean for the plan of this one. No torch.
+"""Findings of a run's earlier attempts, and their meaning for the plan of this one. No torch.
 
 Every node has a run directory of its own, and what failed may be known on one of them alone. `Findings` is what one
 node knows; `combined` makes one ResumeState of all of them, the same on every rank.

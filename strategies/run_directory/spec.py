@@ -80,7 +80,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisionOptions:
-    """How a run is watched over. What has a default gets it in `strategies/launch/options.py`, from whoever uses it."""
+    """The watch over a run; defaults come from the modules that use them, by `strategies/launch/options.py`."""
 
     retries: int | None = None
     """Attempts in a row that may end without progress; None leaves it to `strategies/launch/policy.py`."""
@@ -124,7 +124,7 @@ class LaunchSpec:
 
     @property
     def path(self) -> Path:
-        """Where `save` writes: what every rank gets as its argument."""
+        """The file that `save` writes, which every rank gets as its argument."""
         return self.directory / SPEC_FILE
 
     def save(self) -> None:

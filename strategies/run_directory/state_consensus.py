@@ -1,4 +1,4 @@
-"""What the ranks of a run agree on before its script's first line, and the ranks that wait because all are too many."""
+"""The state that the ranks of a run agree on before its script begins, and ranks that wait as all are too many."""
 
 from __future__ import annotations
 

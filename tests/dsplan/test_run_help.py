@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dsplan.cli.app import load_command
 from planner.models.counting.adapters import LORA_RANK
-from strategies.launch.attempt import GRACE_SECONDS
 from strategies.launch.policy import RETRIES
+from strategies.launch.stop_requests import GRACE_SECONDS
 from strategies.supervision.hang_detection import HANG_SECONDS
 from strategies.supervision.save_clock import CHECKPOINT_MINUTES
 

@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from hardware_db.notices import notice
 from strategies.launch.failure_causes import FIRST, Ending, ending_of, memory_kills
 from strategies.launch.launchers.process import signal_ranks
+from strategies.launch.stop_requests import SIGNAL_SECONDS
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.files import RESULT_FILE, write_json
 from strategies.run_directory.spec import SAVING, EndingKind, LaunchSpec
@@ -39,7 +40,7 @@ _ENDINGS_LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeEnding:
-    """Why a node's part of a round ended: the words of an Ending, and the node's number in the round."""
+    """The end of a node's part of a round: the words of an Ending, and the node's number in the round."""
 
     node: int
     host: str
@@ -98,7 +99,6 @@ def _parsed(node: int, reported: bytes) -> NodeEnding:
     return NodeEnding(node=node, host=str(words["host"]), kind=words["kind"], reason=str(words["reason"]))
 
 
-_SIGNAL_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
 _LEAVE_SECONDS = 5.0
 _REMARK_SECONDS = 15.0
@@ -259,7 +259,7 @@ class NodeAgent(LocalElasticAgent):
         self._regrouping = regrouping
         if now - regrouping.since > self._launch.supervision.grace_seconds:
             return Ending(kind="regrouped", reason=f"{waiting} nodes came, and the ranks could not save in time")
-        if now - regrouping.signalled >= _SIGNAL_SECONDS:
+        if now - regrouping.signalled >= SIGNAL_SECONDS:
             regrouping.signalled = now
             signal_ranks(self._launch, signal.SIGUSR1)
         return None

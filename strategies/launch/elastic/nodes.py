@@ -240,7 +240,7 @@ def main(spec_path: str, parent: str) -> int:
     spec = LaunchSpec.load(Path(spec_path))
     os.environ[AGENT_PID] = str(os.getpid())
     try:
-        return _one_node(spec) if spec.placement.rendezvous is None else _among_nodes(spec)
+        return _one_node(spec) if spec.placement.rendezvous is None else serve(spec)
     except SignalException as error:
         return 128 + int(error.sigval)
 
@@ -254,11 +254,6 @@ def _one_node(spec: LaunchSpec) -> int:
         return 1
     keep_result(spec.directory, {"failures": {}})
     return 0
-
-
-def _among_nodes(spec: LaunchSpec) -> int:
-
-    return serve(spec)
 
 
 def _configuration(spec: LaunchSpec) -> LaunchConfig:

@@ -1,4 +1,4 @@
-"""What each kind of script can run, and refusals of what `dsplan run` was asked that it cannot. No torch."""
+"""Strategies and backends that each kind of script can run, and refusals of requests beyond them. No torch."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _is_first_train() -> bool:
 
 @dataclass(kw_only=True, slots=True)
 class _Progress:
-    """What the watch over finite losses asks of an engine."""
+    """The part of an engine that the watch over finite losses reads."""
 
     global_steps: int = 0
     gradient_norm: float | None = None

@@ -1,4 +1,4 @@
-"""Where hooks stand: the callables of training libraries that dsplan replaces once their module has been imported.
+"""Places of hooks: the callables of training libraries that dsplan replaces once their module has been imported.
 
 A `Place` names a callable, such as `transformers.trainer:Trainer.__init__`, and the function that runs in its stead, as
 `hook(original, *positional, **named)`. The module of the function, and with it everything heavy, is imported at the

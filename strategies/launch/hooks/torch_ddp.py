@@ -127,7 +127,7 @@ def _named_configuration() -> Configuration | None:
 
 @dataclass(kw_only=True, slots=True)
 class _Seen:
-    """What the first step has shown."""
+    """The settings that the first step has shown."""
 
     micro_batch: int = 0
     accumulation: int = 0
@@ -148,17 +148,13 @@ class FirstStep(Observer):
         PULSE.call()
         if self._is_over:
             return
-        seen, tensors = (
-            self._seen,
-            [item for item in (*inputs[0], *inputs[1].values()) if isinstance(item, torch.Tensor)],
-        )
+        seen = self._seen
+        tensors = [item for item in (*inputs[0], *inputs[1].values()) if isinstance(item, torch.Tensor)]
         if not tensors:
             return
         first = tensors[0]
-        seen.micro_batch, seen.accumulation = (
-            max(seen.micro_batch, first.shape[0] if first.dim() else 1),
-            seen.accumulation + 1,
-        )
+        seen.micro_batch = max(seen.micro_batch, first.shape[0] if first.dim() else 1)
+        seen.accumulation += 1
         if first.dim() == 2 and not first.is_floating_point():
             seen.sequence_length = max(seen.sequence_length, first.shape[1])
         seen.precision = _precision(first.device.type, self._module)

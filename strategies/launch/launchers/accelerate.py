@@ -12,11 +12,11 @@ from importlib.util import find_spec
 import yaml
 
 from hardware_db.errors import DsplanError
+from strategies.distributed.launcher_env import DEFAULT_PORT
 from strategies.launch.launchers.process import RANK_MODULE, ProcessLauncher
 
 _CONFIG = "accelerate.yaml"
 _RANK = re.compile(r"^\s*rank\s*:\s*(\d+) .*?\n\s*exitcode\s*:\s*(-?\d+)", re.MULTILINE)
-_DEFAULT_PORT = "29500"
 
 
 class AccelerateLauncher(ProcessLauncher):
@@ -59,4 +59,4 @@ class AccelerateLauncher(ProcessLauncher):
                 " machine's address, and --node-rank K on every machine"
             )
         host, _, port = self.placement.rendezvous.rpartition(":")
-        return {"rdzv_backend": "static", "main_process_ip": host, "main_process_port": int(port or _DEFAULT_PORT)}
+        return {"rdzv_backend": "static", "main_process_ip": host, "main_process_port": int(port or DEFAULT_PORT)}

@@ -36,12 +36,12 @@ class ProcessLauncher(ABC):
 
     @property
     def placement(self) -> Placement:
-        """Where the ranks start."""
+        """The nodes that ranks start on, and by whom."""
         return self.spec.placement
 
     @property
     def said(self) -> str:
-        """What the program itself has said in this attempt."""
+        """The output of the program itself in this attempt."""
         with (self.spec.directory / AGENT_LOG).open("rb") as log:
             log.seek(self._log_begins)
             return log.read().decode(errors="replace")
