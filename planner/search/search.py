@@ -1,6 +1,6 @@
 """Search the best plan of every strategy and rank them; give a reason for every strategy without a plan.
 
-The search does not know how memory and time are computed; `exploration` finds the best of each strategy. The
+The search does not know how memory and time are computed; `planner.search.evaluate` finds the best of each strategy. The
 micro-batch is cut from the global batch, so that is always the one asked for.
 """
 
