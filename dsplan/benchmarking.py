@@ -72,7 +72,7 @@ class BenchQuestion:
 
 @dataclass(slots=True)
 class BenchReport:
-    """What a benchmark did.
+    """Report of a benchmark.
 
     `stored` were in the database before, `found` were measured by others meanwhile, `left` wait for the next call,
     `learnt` says what its training runs taught the time model.

@@ -131,7 +131,7 @@ _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """How plans are ranked and which are shown; a field is named as its flag.
+    """Ranking of plans and limits on them; a field is named as its flag.
 
     `price` is dollars per GPU-hour, `tokens` those of the whole training, as a number or such as 300B, `deadline` the
     time for them, such as 36h, 14d or 2w. `backend` runs ZeRO, None leaves it to what the device

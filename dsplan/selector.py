@@ -192,7 +192,7 @@ class HardwareSelector:
         return facts, resolve_cluster(hardware, self._machine)
 
     def _plan_serving(self, job: _Job) -> Answer:
-        """How many GPUs serve a model, and what they hold."""
+        """Return how many GPUs serve a model, and what they hold."""
         facts, cluster = self._resolve(job)
         most = cluster.gpus
         if job.gpu_count is None and not cluster.probed:
@@ -319,7 +319,7 @@ def _option(plan: Plan) -> dict[str, Any]:
 
 
 def _explanation(plans: tuple[Plan, ...], answer: Recommendation) -> str:
-    """Why the first plan is first, in sentences."""
+    """Return why the first plan is first, in sentences."""
     first = plans[0]
     used, upper = format_bytes(first.memory.device_used_bytes), format_bytes(first.memory.device_used_upper_bytes)
     sentences = [

@@ -16,7 +16,7 @@ _SHARDING = {"fsdp": "FULL_SHARD", "fsdp-grad-op": "SHARD_GRAD_OP", "hsdp": "HYB
 
 
 class Answer(dict[str, Any]):
-    """What a selector answers: read-only, and `json.dumps` takes it as it is.
+    """Answer of a selector: read-only, and `json.dumps` takes it as it is.
 
     `plan` is the plan that it says this of, None where nothing is trained.
     """

@@ -1,1 +1,1 @@
-"""What dsplan knows: probes, datasheets, micro-benchmarks and the benchmark database."""
+"""Facts: probes, datasheets, micro-benchmarks and the benchmark database."""

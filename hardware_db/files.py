@@ -37,7 +37,7 @@ def database_path() -> Path:
 
 
 def database_is_there() -> bool:
-    """Whether anything has the database's name.
+    """Return whether anything has the database's name.
 
     Also where it cannot be looked at, or is a link that leads nowhere, so that opening it says what is wrong.
     """
@@ -73,7 +73,7 @@ def provide_torch_extensions(variables: MutableMapping[str, str]) -> None:
 
 
 def _can_be_written(directory: Path) -> bool:
-    """Whether a directory, or the first above it that is there, takes new files."""
+    """Return whether a directory, or the first above it that is there, takes new files."""
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 

@@ -196,7 +196,7 @@ def _yaml_refusal() -> Any:
     import yaml
 
     class Refusal(yaml.constructor.ConstructorError):
-        """What YAML allows and a file that a person hands in may not have."""
+        """A YAML feature that a file which a person hands in may not have."""
 
     return Refusal
 

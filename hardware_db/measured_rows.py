@@ -63,7 +63,7 @@ class RunRow:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What was asked, without what came of it: two rows of one key are the same run."""
+        """The question, without its answer: two rows of one key are the same run."""
         return tuple(value for name, value in asdict(self).items() if name not in (*self.MEASURED, "outcome"))
 
     @property
@@ -197,7 +197,7 @@ class TimeRun(RunRow):
 
     @property
     def spread(self) -> float:
-        """How far apart the steps of the run lay, over their median."""
+        """Spread of the steps of the run over their median."""
         return (self.slowest_seconds - self.fastest_seconds) / self.step_seconds
 
 

@@ -283,7 +283,7 @@ _KEY_DIGITS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareKind:
-    """What one calibration holds for.
+    """The hardware that one calibration holds for.
 
     A device and the links between devices and nodes, by their names in the catalogue; empty where there is none.
     """
@@ -309,7 +309,7 @@ class CalibrationRecord:
 
     @property
     def document(self) -> dict[str, object]:
-        """What was found, as a fresh dictionary every time it is asked for."""
+        """Factors and errors, as a fresh dictionary every time it is asked for."""
         return cast("dict[str, object]", json.loads(self.document_json))
 
 

@@ -1,1 +1,1 @@
-"""How dsplan decides: arithmetic over models, workloads and clusters. No torch, no processes, no clock."""
+"""Decides: arithmetic over models, workloads and clusters. No torch, no processes, no clock."""

@@ -28,7 +28,7 @@ class Limit:
         return f"{kind} from {self.least:,} {f'to {self.most:.0e}' if self.fraction else 'on that fits in 64 bits'}"
 
     def allows(self, value: object) -> bool:
-        """Whether a value is such a number; truth values, text, NaN and infinities are none."""
+        """Return whether a value is such a number; truth values, text, NaN and infinities are none."""
         kinds = (int, float) if self.fraction else (int,)
         return isinstance(value, kinds) and not isinstance(value, bool) and self.least <= value <= self.most
 

@@ -40,77 +40,93 @@ class Observer:
     """Watches an engine train; each method does nothing unless a kind of observer says otherwise."""
 
     def forward_starts(self, module: nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
-        """A training forward pass of `module` is about to begin with positional and named `inputs`."""
+        """Note that a training forward pass of `module` begins with positional and named `inputs`."""
 
     def loss_is(self, loss: torch.Tensor) -> None:
-        """A micro-batch's loss, before its backward pass."""
+        """Note a micro-batch's loss, before its backward pass."""
 
     def starts(self, section: str) -> None:
-        """`forward`, `backward`, `step` or a section of the script begins."""
+        """Note that `forward`, `backward`, `step` or a section of the script begins."""
 
     def ends(self, section: str) -> None:
-        """The section has ended."""
+        """Note that the section has ended."""
 
     def step_ended(self) -> None:
-        """An optimizer step is over."""
+        """Note that an optimizer step is over."""
 
     def close(self) -> None:
         """Training is over: finish files."""
 
 
 class TrainingEngine(Protocol):
-    """The engine as what watches, saves and supervises it sees it; `strategies.engine.base.Engine` describes each
-    part."""
+    """The engine as what watches, saves and supervises it sees it; `strategies.engine.base.Engine` has the words."""
 
     client_state: dict[str, Any]
     client_state_source: Callable[[], dict[str, Any]] | None
     counted_peak_bytes: int | None
 
     @property
-    def observers(self) -> list[Observer]: ...
+    def observers(self) -> list[Observer]:
+        """Watchers of its steps."""
 
     @property
-    def module(self) -> nn.Module: ...
+    def module(self) -> nn.Module:
+        """The wrapped model."""
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that steps."""
 
     @property
-    def lr_scheduler(self) -> Scheduler | None: ...
+    def lr_scheduler(self) -> Scheduler | None:
+        """None where the script has none."""
 
     @property
-    def dataloader(self) -> Any: ...
+    def dataloader(self) -> Any:
+        """The training data, or None."""
 
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> Plan:
+        """The plan in use."""
 
     @property
-    def configuration(self) -> Configuration: ...
+    def configuration(self) -> Configuration:
+        """The plan's configuration."""
 
     @property
-    def checkpointing(self) -> CheckpointSection: ...
+    def checkpointing(self) -> CheckpointSection:
+        """The script's wishes for checkpoints."""
 
     @property
-    def environment(self) -> Environment: ...
+    def environment(self) -> Environment:
+        """The rank's place."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """The rank's device."""
 
     @property
-    def is_main(self) -> bool: ...
+    def is_main(self) -> bool:
+        """True on rank 0."""
 
     @property
-    def global_steps(self) -> int: ...
+    def global_steps(self) -> int:
+        """Optimizer steps so far, over all attempts."""
 
     @property
-    def gradient_norm(self) -> float | None: ...
+    def gradient_norm(self) -> float | None:
+        """That of the last step, where it was taken."""
 
     @property
-    def skipped_steps(self) -> int: ...
+    def skipped_steps(self) -> int:
+        """Steps that a gradient that was not finite has skipped."""
 
     @property
-    def loss_scale(self) -> float: ...
+    def loss_scale(self) -> float:
+        """1 without one."""
 
-    def get_lr(self) -> list[float]: ...
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of every parameter group."""
 
-    def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]: ...
+    def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        """Return the tensors that this rank holds, by what they are."""

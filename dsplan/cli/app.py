@@ -273,7 +273,7 @@ def _model_without_flag(error: Any) -> str:
 
 
 def _flag_of_estimate(error: Any) -> str:
-    """Where to decide what `dsplan recommend` chooses; empty for any other complaint."""
+    """Return where to decide what `dsplan recommend` chooses; empty for any other complaint."""
     flag = getattr(error, "option_name", None)
     if flag is None or error.ctx is None or error.ctx.command.name != "recommend":
         return ""

@@ -69,7 +69,7 @@ def list_measurements(
 
 
 def _aside_text(aside: tuple[Path, ...]) -> str:
-    """Where the damaged databases are that were set aside, however long ago that was said."""
+    """Return where the damaged databases are that were set aside, however long ago that was said."""
     others = f" and {len(aside) - 1} more" if len(aside) > 1 else ""
     return f"A damaged database was set aside as {aside[-1]}{others}; delete it when you miss no run."
 

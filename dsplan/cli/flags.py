@@ -76,7 +76,7 @@ def _names(catalogue: str) -> Callable[[str], list[str]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFlags:
-    """Which model, and what it is trained for."""
+    """The model, and the task it is trained for."""
 
     model: Annotated[
         str | None,
@@ -94,7 +94,7 @@ class ModelFlags:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareFlags:
-    """Which devices; with none of these flags, the probed machine."""
+    """The devices; with none of these flags, the probed machine."""
 
     gpus: Annotated[int | None, number(limits.GPUS, "GPUs in total.")] = None
     gpu: Annotated[
@@ -249,7 +249,7 @@ ExactFlag = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GoalFlags:
-    """Which plans count, and in which order."""
+    """Limits on the plans that count, and their order."""
 
     objective: Annotated[words.Objective, typer.Option(help="What the first plan is best at.")] = "throughput"
     top: Annotated[int, number(limits.PLANS, "How many plans to show.")] = limits.PLANS_SHOWN
@@ -276,7 +276,7 @@ class GoalFlags:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankingFlags(GoalFlags):
-    """What is shown of the plans, and in which order."""
+    """Choices of what is shown of the plans."""
 
     plot: Annotated[
         bool, typer.Option("--plot", help="Draw how throughput grows from a quarter of the GPUs to four times as many.")

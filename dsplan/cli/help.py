@@ -1,4 +1,4 @@
-"""What `--help` prints: flags by what they are about, then examples, as plain text that fits the terminal."""
+"""Help texts: flags by subject, then examples, as plain text that fits the terminal."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def explain(
     ],
     json: JsonFlag = False,
 ) -> None:
-    """Where bytes and seconds of a plan go. Also why the others lost."""
+    """Show where bytes and seconds of a plan go. Also why the others lost."""
     from dsplan.render.plan_view import plan_blocks
     from dsplan.render.recommendation import alternatives_table
     from dsplan.render.show import show, show_json

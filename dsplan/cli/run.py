@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -15,11 +15,18 @@ from hardware_db.notices import notice
 from hardware_db.records import dataclass
 from planner import limits
 from planner import vocabulary as words
+from planner.models.counting.adapters import LORA_RANK
+from strategies.launch.policy import RETRIES
+from strategies.launch.stop_requests import GRACE_SECONDS
 from strategies.run_directory.spec import LauncherName
+from strategies.supervision.hang_detection import HANG_SECONDS
+from strategies.supervision.save_clock import CHECKPOINT_MINUTES
 
 if TYPE_CHECKING:
     from strategies.launch.prepare import RunRequest
     from strategies.launch.report import RunReport
+
+Part = TypeVar("Part")
 
 # The flags of `dsplan run`: the plan, where ranks start, and how the run is watched over.
 
@@ -69,7 +76,9 @@ class PlanningFlags:
         words.Method | None,
         typer.Option(help="Train all weights, or adapters beside frozen ones, which dsplan.initialize puts in."),
     ] = None
-    lora_rank: Annotated[int | None, number(limits.SAMPLES, "Rank of the adapters; 8 by default.", "N")] = None
+    lora_rank: Annotated[int | None, number(limits.SAMPLES, f"Rank of the adapters; {LORA_RANK} by default.", "N")] = (
+        None
+    )
     lora_targets: Annotated[
         str | None,
         typer.Option(metavar="WHAT", help="attention, all-linear (the default), names, or a pattern of module names."),
@@ -133,7 +142,7 @@ class SupervisionFlags:
     ] = None
     retries: Annotated[
         int | None,
-        number(limits.RETRIES, "Restarts in a row without progress; 3, or 0 where nothing can be resumed."),
+        number(limits.RETRIES, f"Restarts in a row without progress; {RETRIES}, or 0 where nothing can be resumed."),
     ] = None
     checkpoint_dir: Annotated[
         Path | None,
@@ -142,15 +151,15 @@ class SupervisionFlags:
     checkpoint_steps: Annotated[int | None, number(limits.STEPS, "Save after every so many steps.", "K")] = None
     checkpoint_minutes: Annotated[
         float | None,
-        number(limits.MINUTES, "Save every so many minutes; 10, or 0 for not by the clock.", "M"),
+        number(limits.MINUTES, f"Save every so many minutes; {CHECKPOINT_MINUTES:g}, or 0 for not by the clock.", "M"),
     ] = None
     hang_minutes: Annotated[
         float | None,
-        number(limits.MINUTES, "Restart after so long without progress; 15, or 0 for never.", "M"),
+        number(limits.MINUTES, f"Restart after so long without progress; {HANG_SECONDS / 60:g}, or 0 for never.", "M"),
     ] = None
     grace_seconds: Annotated[
         float | None,
-        number(limits.GRACE_SECONDS, "Time to save after SIGTERM or SIGUSR1; 30 by default.", "S"),
+        number(limits.GRACE_SECONDS, f"Time to save after SIGTERM or SIGUSR1; {GRACE_SECONDS:g} by default.", "S"),
     ] = None
     tune: Annotated[
         bool, typer.Option("--tune", help="Measure the first steps and switch to a better plan where one is found.")
@@ -203,7 +212,7 @@ def run_script(
     from strategies.launch.supervisor import Supervisor
 
     launch = prepare(_request(script, arguments, planning, placement, supervision))
-    for sentence in filter(None, (launch.notice, _behind_the_script(launch.script, launch.spec.arguments))):
+    for sentence in filter(None, (launch.notice, _warn_of_strays(launch.script, launch.spec.arguments))):
         notice(sentence)
     session = Supervisor(launch.spec, launch.plan, resumes=launch.resumes, resume_from=launch.resume_from)
     with RunView(ranks=launch.ranks, out=sys.stderr if json else sys.stdout) as view:
@@ -226,7 +235,7 @@ def run_script(
 def _keep_page(report: RunReport, stored: str) -> None:
     """Keep the last page in the run directory; a disk that is full then does not change how the run ended."""
     from dsplan.render.run_report import write_report
-    from strategies.launch.report import REPORT_FILE
+    from strategies.run_directory.files import REPORT_FILE
 
     try:
         write_report(report, stored)
@@ -234,14 +243,14 @@ def _keep_page(report: RunReport, stored: str) -> None:
         notice(f"{REPORT_FILE}: {problem.strerror}")
 
 
-def _behind_the_script(script: Path, arguments: Sequence[str]) -> str:
-    """What to say where options of this command stand behind a script that knows none of their names."""
+def _warn_of_strays(script: Path, arguments: Sequence[str]) -> str | None:
+    """Return a warning of options of this command behind a script that knows none of their names."""
     groups = (PlanningFlags, PlacementFlags, SupervisionFlags)
     ours = {f"--{item.name.replace('_', '-')}" for group in groups for item in fields(group)} | {"--json"}
     source = script.read_text(errors="replace")
     strays = [word for word in (text.partition("=")[0] for text in arguments) if word in ours and word not in source]
     if not strays:
-        return ""
+        return None
     return f"{', '.join(strays)} after the script is the script's; options of dsplan run stand before it"
 
 
@@ -252,58 +261,33 @@ def _request(
     placement: PlacementFlags,
     supervision: SupervisionFlags,
 ) -> RunRequest:
-    """What was asked for, as a value."""
-    from strategies.launch.options import (
-        asked_fields,
-        asked_kernels,
-        asked_placement,
-        asked_profile,
-        asked_supervision,
-    )
+    from strategies.launch.options import RequestedPlacement, RequestedSupervision, parse_kernels, parse_profile
     from strategies.launch.prepare import RunRequest
+    from strategies.run_directory.request import PlanRequest, RequestedDegrees, RequestedMethod
     from strategies.telemetry.trackers import parse_trackers
 
     return RunRequest(
         script=script,
         arguments=tuple(arguments or ()),
-        plan_file=planning.plan,
         processes=planning.nproc,
-        strategy=planning.strategy,
-        backend=planning.backend,
-        parallel=asked_fields(
-            tp=planning.tp,
-            pp=planning.pp,
-            cp=planning.cp,
-            ep=planning.ep,
-            pp_schedule=planning.pp_schedule,
-            virtual_stages=planning.virtual_stages,
-            sequence_parallel=planning.sequence_parallel,
+        plan=PlanRequest(
+            plan_file=None if planning.plan is None else str(planning.plan),
+            strategy=planning.strategy,
+            backend=planning.backend,
+            degrees=_part(RequestedDegrees, planning),
+            method=_part(RequestedMethod, planning),
+            kernels=parse_kernels(planning.kernels),
         ),
-        method=asked_fields(
-            method=planning.method,
-            lora_rank=planning.lora_rank,
-            lora_targets=planning.lora_targets,
-            train_only=planning.train_only,
-        ),
-        kernels=asked_kernels(planning.kernels),
         run_directory=planning.run_dir,
         resume=supervision.resume,
         resume_from=supervision.resume_from or "",
         trackers=() if supervision.track is None else parse_trackers(supervision.track),
-        profile="" if supervision.profile is None else asked_profile(supervision.profile),
-        placement=asked_placement(
-            launcher=placement.launcher,
-            nodes=placement.nodes,
-            rendezvous=placement.rendezvous,
-            hostfile=placement.hostfile,
-            node_rank=placement.node_rank,
-            options=placement.launcher_option,
-        ),
-        supervision=asked_supervision(
-            retries=supervision.retries,
-            checkpoints=(supervision.checkpoint_dir, supervision.checkpoint_steps, supervision.checkpoint_minutes),
-            hang_minutes=supervision.hang_minutes,
-            grace_seconds=supervision.grace_seconds,
-            tunes=supervision.tune,
-        ),
+        profile="" if supervision.profile is None else parse_profile(supervision.profile),
+        placement=_part(RequestedPlacement, placement),
+        supervision=_part(RequestedSupervision, supervision),
     )
+
+
+def _part(kind: type[Part], flags: Any) -> Part:
+    """Return the part of a request whose fields have the names of flags."""
+    return kind(**{item.name: getattr(flags, item.name) for item in fields(kind)})  # type: ignore[arg-type]

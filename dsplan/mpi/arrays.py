@@ -1,4 +1,4 @@
-"""What a leaf may be, and how it becomes a numpy array and comes back: arrays, numpy scalars, floats, torch tensors.
+"""Leaves and their numpy arrays, both ways: arrays, numpy scalars, floats, torch tensors.
 
 torch is looked up among the modules that the program has loaded, never imported.
 """
@@ -34,12 +34,12 @@ def leaves(tree: Tree) -> dict[Path, Any]:
 
 
 def name_of(path: Path) -> str:
-    """How a leaf is called in messages and files: `blocks/0/weight`."""
+    """Return how a leaf is called in messages and files: `blocks/0/weight`."""
     return "/".join(str(key) for key in path) or "(the value itself)"
 
 
 def rebuilt(tree: Tree, replace: Callable[[Path], Any], path: Path = ()) -> Tree:
-    """The same dicts, lists and tuples around other leaves; what is a Mapping becomes a dict."""
+    """Return the same dicts, lists and tuples around other leaves; what is a Mapping becomes a dict."""
     if isinstance(tree, Mapping):
         return {key: rebuilt(value, replace, (*path, key)) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -51,7 +51,7 @@ def rebuilt(tree: Tree, replace: Callable[[Path], Any], path: Path = ()) -> Tree
 
 
 def subtree(tree: Tree, path: Path) -> Tree:
-    """What lies at a path.
+    """Return what lies at a path.
 
     Raises:
         CannotRun: nothing does; the message names the keys there are.
@@ -97,7 +97,7 @@ _HALVES = ("float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """How a leaf looks without its values: enough to make one like it.
+    """A leaf's looks without its values: enough to make one like it.
 
     `dtype` is the leaf's own (numpy's or torch's), `word` its name; `device` is None but for tensors.
     """
@@ -128,14 +128,16 @@ class Form:
 
     @property
     def is_floating(self) -> bool:
+        """True for floating-point dtypes, bfloat16 too."""
         return self.word == "bfloat16" or np.dtype(self.word).kind == "f"
 
     @property
     def is_summable(self) -> bool:
+        """True if a mean over ranks means something: real or complex floating point."""
         return self.is_floating or np.dtype(self.word).kind == "c"
 
     def made(self, values: Array) -> Any:
-        """A leaf of this form with `values`, [count] or [shape], any dtype that casts to it."""
+        """Return a leaf of this form with `values`, [count] or [shape], any dtype that casts to it."""
         values = values.reshape(self.shape)
         if self.kind == "tensor":
             torch = sys.modules["torch"]
@@ -155,18 +157,18 @@ class Form:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a leaf is a torch tensor."""
+    """Return whether a leaf is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def is_array(value: object) -> bool:
-    """Whether a leaf has a shape: numpy's arrays and scalars, and torch's tensors."""
+    """Return whether a leaf has a shape: numpy's arrays and scalars, and torch's tensors."""
     return isinstance(value, (np.ndarray, np.generic)) or is_tensor(value)
 
 
 def form_of(value: Any, name: str) -> Form:
-    """The form of a leaf called `name`.
+    """Return the form of a leaf called `name`.
 
     Raises:
         CannotRun: it is no array, or one of a kind that cannot be sent.
@@ -232,7 +234,7 @@ def write_into(leaf: Any, values: Array, name: str) -> None:
 
 def _form_of_tensor(value: Any, name: str) -> Form:
     word = str(value.dtype).removeprefix("torch.")
-    known = word == "bfloat16" or word in np.sctypeDict
-    if value.layout != sys.modules["torch"].strided or not known:
+    is_numpy_dtype = word == "bfloat16" or word in np.sctypeDict
+    if value.layout != sys.modules["torch"].strided or not is_numpy_dtype:
         raise CannotRun(f"{name!r} is a {value.layout} tensor of {value.dtype}; make it dense, of a dtype numpy has")
     return Form(kind="tensor", word=word, shape=tuple(value.shape), dtype=value.dtype, device=value.device)

@@ -32,7 +32,7 @@ class Run:
 
     @property
     def place(self) -> slice:
-        """Where the run lies in the bucket."""
+        """Elements of the bucket that the run covers."""
         return slice(self.at, self.at + self.stop - self.start)
 
 
@@ -46,10 +46,11 @@ class Bucket:
 
     @property
     def count(self) -> int:
+        """Elements of all leaves together."""
         return sum(self.counts)
 
     def filled(self, flat: Mapping[int, Array | None]) -> Array:
-        """The buffer with the leaves' values, cast to `dtype`; zeros where a leaf is None."""
+        """Return the buffer with the leaves' values, cast to `dtype`; zeros where a leaf is None."""
         buffer = np.empty(self.count, dtype=self.dtype)
         for run in self.runs:
             leaf = flat[run.leaf]
@@ -62,7 +63,7 @@ class Bucket:
             flat[run.leaf][run.start : run.stop] = buffer[run.place]
 
     def runs_of(self, rank: int) -> Iterator[Run]:
-        """The runs of a rank's part, placed from the part's beginning."""
+        """Return the runs of a rank's part, placed from the part's beginning."""
         begin = sum(self.counts[:rank])
         end = begin + self.counts[rank]
         for run in self.runs:
@@ -71,12 +72,13 @@ class Bucket:
 
 
 def bounds(count: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The elements of a leaf of `count` that are a rank's."""
+    """Return the elements of a leaf of `count` that are a rank's."""
     return count * rank // ranks, count * (rank + 1) // ranks
 
 
 def checked_bucket_bytes(value: int) -> int:
-    """
+    """Return the size of buckets in bytes.
+
     Raises:
         CannotRun: messages of that size cannot be sent.
     """
@@ -87,7 +89,7 @@ def checked_bucket_bytes(value: int) -> int:
 
 def whole_buckets(counts: Sequence[int], dtypes: Sequence[np.dtype[Any]], limit: int) -> list[Bucket]:
     """Buckets of at most `limit` bytes over leaves of these element counts and dtypes, one dtype each."""
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     for dtype in dict.fromkeys(dtypes):
         chosen = [(leaf, counts[leaf]) for leaf in range(len(counts)) if dtypes[leaf] == dtype]
         for group in _groups(chosen, max(1, limit // dtype.itemsize)):
@@ -95,19 +97,19 @@ def whole_buckets(counts: Sequence[int], dtypes: Sequence[np.dtype[Any]], limit:
             for leaf, low, high in group:
                 runs.append(Run(leaf=leaf, start=low, stop=high, at=at))
                 at += high - low
-            found.append(Bucket(dtype=dtype, runs=tuple(runs), counts=(at,)))
-    return found
+            buckets.append(Bucket(dtype=dtype, runs=tuple(runs), counts=(at,)))
+    return buckets
 
 
 def divided_buckets(counts: Sequence[int], dtypes: Sequence[np.dtype[Any]], limit: int, ranks: int) -> list[Bucket]:
     """Buckets of about `limit` bytes in which every rank's runs of some leaves lie together."""
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     for dtype in dict.fromkeys(dtypes):
         longest = [-(-count // ranks) for count in counts]
         chosen = [(leaf, longest[leaf]) for leaf in range(len(counts)) if dtypes[leaf] == dtype]
         for group in _groups(chosen, max(1, limit // (dtype.itemsize * ranks))):
-            found.append(_divided(group, counts, dtype, ranks))
-    return found
+            buckets.append(_divided(group, counts, dtype, ranks))
+    return buckets
 
 
 def _divided(group: Sequence[tuple[int, int, int]], counts: Sequence[int], dtype: np.dtype[Any], ranks: int) -> Bucket:
@@ -161,6 +163,7 @@ class Leaf:
 
     @property
     def name(self) -> str:
+        """The path as messages write it."""
         return name_of(self.path)
 
 
@@ -175,12 +178,16 @@ class Exchange:
 
 
 def common_leaves(communicator: Communicator, tree: Tree, exchange: Exchange) -> list[Leaf]:
-    """The leaves in the order of all ranks. A leaf may be None on some ranks: a gradient that was not computed there.
+    """Return the leaves in the order of all ranks.
+
+    A leaf may be None on some ranks: a gradient that was not computed there.
 
     Raises:
         CannotRun: names, shapes or dtypes differ between ranks, or a leaf cannot be sent; all ranks raise.
     """
-    own, same = communicator.compare(lambda: _described(tree, exchange), lambda found: _words(found, exchange))
+    own, same = communicator.compare(
+        lambda: _described(tree, exchange), lambda own_leaves: _words(own_leaves, exchange)
+    )
     if same:
         return own
     forms = communicator.all_gather_objects({leaf.name: _without_device(leaf.form) for leaf in own})
@@ -211,17 +218,17 @@ class FlatLeaves:
 
 def _described(tree: Tree, exchange: Exchange) -> list[Leaf]:
     exchange.check()
-    found = []
+    described = []
     for path, value in leaves(tree).items():
         form = None if value is None else form_of(value, name_of(path))
         if form is not None:
             exchange.require(path, form)
-        found.append(Leaf(path=path, value=value, form=form))
-    return found
+        described.append(Leaf(path=path, value=value, form=form))
+    return described
 
 
-def _words(found: Sequence[Leaf], exchange: Exchange) -> list[str]:
-    return [exchange.also, *(f"{leaf.name} {'absent' if leaf.form is None else leaf.form}" for leaf in found)]
+def _words(described: Sequence[Leaf], exchange: Exchange) -> list[str]:
+    return [exchange.also, *(f"{leaf.name} {'absent' if leaf.form is None else leaf.form}" for leaf in described)]
 
 
 def _without_device(form: Form | None) -> Form | None:
@@ -235,7 +242,7 @@ def _differ_in_absence_only(forms: Sequence[FormsByName], also: Sequence[str]) -
 
 
 def _completed(leaf: Leaf, forms: Sequence[FormsByName], device: Any) -> Leaf:
-    """A leaf with the form that other ranks have, where this rank has no value."""
+    """Return a leaf with the form that other ranks have, where this rank has no value."""
     absent = frozenset(rank for rank, words in enumerate(forms) if words[leaf.name] is None)
     if leaf.form is not None:
         return replace(leaf, absent=absent)
@@ -246,7 +253,8 @@ def _completed(leaf: Leaf, forms: Sequence[FormsByName], device: Any) -> Leaf:
 
 
 def require_summable(path: Path, form: Form) -> None:
-    """
+    """Check that a mean over ranks means something.
+
     Raises:
         CannotRun: a leaf is of whole numbers or truth values.
     """

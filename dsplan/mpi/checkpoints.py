@@ -89,12 +89,13 @@ class CheckpointManager:
         return complete
 
     def load_checkpoint(self, step: int | None = None, *, like: Tree = None) -> Tree:
-        """The state of a step; None: of the latest. All ranks call it together.
+        """Return the state of a step; None: of the latest. All ranks call it together.
 
         As many ranks as saved it get each what it gave, others the names of all ranks together. Arrays come back whole,
         in numpy (bfloat16 as fp32).
 
         Args:
+            step: the step to load; None: the latest.
             like: load only the leaves of this tree, each as its leaf is: a torch tensor of that dtype on that device,
                 or that `Part` of the array.
 
@@ -114,11 +115,11 @@ class CheckpointManager:
         return self._together(loaded)
 
     def steps(self) -> list[int]:
-        """The steps that can be loaded, the lowest first."""
+        """Return the steps that can be loaded, the lowest first."""
         return sorted({_step_of(path) for path in content.published(self.directory)})
 
     def latest_step(self) -> int | None:
-        """The step of the checkpoint that was saved last, or None if there is none."""
+        """Return the step of the checkpoint that was saved last, or None if there is none."""
         latest = content.named_latest(self.directory)
         return None if latest is None else _step_of(latest)
 
@@ -153,12 +154,12 @@ class CheckpointManager:
         return names[0]
 
     def _from_root(self, action: Callable[[], Any]) -> Any:
-        """What `action` returns on rank 0, on every rank; every rank raises what it raises."""
-        done = self._together(lambda: action() if self._communicator.rank == 0 else None)
-        return self._communicator.broadcast_object(0, done)
+        """Return what `action` returns on rank 0, on every rank; every rank raises what it raises."""
+        result = self._together(lambda: action() if self._communicator.rank == 0 else None)
+        return self._communicator.broadcast_object(0, result)
 
     def _together(self, action: Callable[[], Any]) -> Any:
-        """What `action` returns, when it fails on no rank."""
+        """Return what `action` returns, when it fails on no rank."""
 
         def attempted() -> Any:
             try:
@@ -169,8 +170,8 @@ class CheckpointManager:
                     self.directory, f"cannot be used ({reason})", "make room, or name another directory"
                 ) from None
 
-        done, _ = self._communicator.compare(attempted, lambda _: ())
-        return done
+        result, _ = self._communicator.compare(attempted, lambda _: ())
+        return result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -175,19 +175,19 @@ class Communicator:
         problems = self.all_gather_objects(problem if expected else CannotRun(f"{type(problem).__name__}: {problem}"))
         if problem is not None:
             raise problem
-        rank, found = next((rank, raised) for rank, raised in enumerate(problems) if raised is not None)
-        found.args = (f"rank {rank}: {found}",)
-        raise found
+        rank, error = next((rank, raised) for rank, raised in enumerate(problems) if raised is not None)
+        error.args = (f"rank {rank}: {error}",)
+        raise error
 
 
 def _digest(words: Sequence[str]) -> int:
-    """A number of 62 bits, so that it and its negative fit a signed 64-bit integer."""
+    """Return a number of 62 bits, so that it and its negative fit a signed 64-bit integer."""
     text = "\n".join(words).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
 
 
 def _bytes(array: Array) -> Array:
-    """A contiguous array's bytes, so that dtypes that MPI has not travel too."""
+    """Return a contiguous array's bytes, so that dtypes that MPI has not travel too."""
     return array.reshape(-1).view(np.uint8)
 
 
@@ -206,16 +206,18 @@ class TimerRow:
 
     @property
     def mean(self) -> float:
+        """Seconds, averaged over ranks."""
         return sum(self.seconds) / len(self.seconds)
 
     @property
     def slowest_rank(self) -> int:
+        """The rank with the most seconds."""
         return max(range(len(self.seconds)), key=self.seconds.__getitem__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerformanceReport:
-    """What all ranks measured. Each rank's `elapsed` is the sum of its computing, communicating and the rest, seconds.
+    """Measurements of all ranks; a rank's `elapsed` is its computing, communicating and the rest, seconds.
 
     Time counts as communication while a communication timer runs, whatever else runs around it; else as compute while
     a compute timer runs.
@@ -252,7 +254,7 @@ class _Timer:
 
 @dataclass(kw_only=True, slots=True)
 class _Totals:
-    """Where this rank's time went up to `until`."""
+    """Time of this rank by activity, up to `until`."""
 
     begin: float
     until: float
@@ -324,7 +326,7 @@ class PerformanceMonitor:
 
     @contextmanager
     def timer(self, name: str, kind: Kind = "compute") -> Iterator[None]:
-        """A timer around a block; it stops when the block fails, too."""
+        """Return a timer around a block; it stops when the block fails, too."""
         self.start_timer(name, kind)
         try:
             yield
@@ -352,7 +354,10 @@ class PerformanceMonitor:
         }
 
     def report(self) -> PerformanceReport:
-        """What all ranks measured up to now; running timers count up to now. A rank without a timer counts 0 for it."""
+        """Return what all ranks measured up to now; running timers count up to now.
+
+        A rank without a timer counts 0 for it.
+        """
         now = self._now()
         own = {name: (timer.kind, _seconds(timer, now), timer.calls) for name, timer in self._timers.items()}
         everyone = self._communicator.all_gather_objects(
@@ -367,7 +372,7 @@ class PerformanceMonitor:
         )
 
     def _now(self) -> float:
-        """The time, after what passed since the last reading is put down to what was running meanwhile."""
+        """Return the time, after what passed since the last reading is put down to what was running meanwhile."""
         if self._synchronize is not None:
             self._synchronize()
         now = self._clock()
@@ -384,12 +389,12 @@ def _seconds(timer: _Timer, now: float) -> float:
 
 def _row(name: str, kind: str, ranks: list[dict[str, tuple[Kind, float, int]]]) -> TimerRow:
     nothing = (kind, 0.0, 0)
-    found = [timers.get(name, nothing) for timers in ranks]
+    totals = [timers.get(name, nothing) for timers in ranks]
     return TimerRow(
         name=name,
         kind=kind,
-        seconds=tuple(seconds for _, seconds, _ in found),
-        calls=tuple(calls for _, _, calls in found),
+        seconds=tuple(seconds for _, seconds, _ in totals),
+        calls=tuple(calls for _, _, calls in totals),
     )
 
 

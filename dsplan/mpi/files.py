@@ -59,19 +59,19 @@ class Part:
 
     @property
     def region(self) -> Region:
-        """Where it lies."""
+        """The piece's region of the whole."""
         return Region(start=self.start, shape=self.values.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """Where a piece lies in its whole; `start` as in `Part`, `shape` the piece's own."""
+    """A piece's place in its whole; `start` as in `Part`, `shape` the piece's own."""
 
     start: tuple[int, ...] | int
     shape: tuple[int, ...]
 
     def within(self, whole: Array) -> Array:
-        """The piece of a whole array, as a view where the whole is contiguous."""
+        """Return the piece of a whole array, as a view where the whole is contiguous."""
         if isinstance(self.start, int):
             return whole.reshape(-1)[self.start : self.start + self.shape[0]]
         view: Array = whole[self._slices()] if self.shape else whole.reshape(())
@@ -82,7 +82,7 @@ class Region:
         self.within(whole)[...] = values
 
     def overlaps(self, other: Region) -> bool:
-        """Whether both have elements in common; True where that takes more than comparing bounds to know."""
+        """Return whether both have elements in common; True where that takes more than comparing bounds to know."""
         if isinstance(self.start, int) != isinstance(other.start, int):
             return True
         mine, others = self._slices(), other._slices()
@@ -123,12 +123,12 @@ class FileArray:
 
 
 def can_hold(word: str) -> bool:
-    """Whether arrays of a dtype can be stored."""
+    """Return whether arrays of a dtype can be stored."""
     return word in _WORDS
 
 
 def bytes_of(values: Array, word: str) -> Array:
-    """The bytes that stand for an array in the file, [n] of uint8; without a copy where it lies contiguous."""
+    """Return the bytes that stand for an array in the file, [n] of uint8; without a copy where it lies contiguous."""
     flat = np.ascontiguousarray(values).reshape(-1)
     if word == "bfloat16":
         flat = (flat.view(np.uint32) >> 16).astype(np.uint16)
@@ -158,7 +158,7 @@ def write(path: Path, arrays: Sequence[FileArray]) -> None:
 
 
 def header(folder: Path, name: str) -> dict[str, Place]:
-    """Where each array of a file lies, by its key.
+    """Return where each array of a file lies, by its key.
 
     Raises:
         BrokenFile: the file is not there, or none that dsplan writes.
@@ -167,15 +167,15 @@ def header(folder: Path, name: str) -> dict[str, Place]:
         return header_of(file, folder / name)
 
 
-def read(path: Path, key: str, place: Place, word: str, digest: str) -> Array:
-    """The values of one array, flat.
+def read(path: Path, key: str, span: Place, word: str, digest: str) -> Array:
+    """Return the values of one array, flat.
 
     Raises:
         BrokenFile: the file is not there, or holds something else than was written.
     """
-    data = np.empty(place.end - place.begin, dtype=np.uint8)
+    data = np.empty(span.end - span.begin, dtype=np.uint8)
     with opened(path.parent, path.name) as file:
-        file.seek(place.begin)
+        file.seek(span.begin)
         fill(file, path, data.data)
     if digest_of(data) != digest:
         raise BrokenFile(path, f"{shown(key)} does not hold what was saved", "load another step")

@@ -60,30 +60,33 @@ class GradientManager:
         self._bucket_bytes = checked_bucket_bytes(bucket_bytes)
 
     def average_gradients(self, gradients: Tree, *, weight: float | None = None) -> Tree:
-        """The mean over ranks. `weight` is this rank's part in it, as its number of samples; None: all the same."""
+        """Return the mean over ranks.
+
+        `weight` is this rank's part in it, as its number of samples; None: all the same.
+        """
         also = "mean" if weight is None else "weighted mean"
-        found = common_leaves(
+        common = common_leaves(
             self._communicator, gradients, Exchange(action="average_gradients", also=also, require=require_summable)
         )
         if weight is None:
-            return self._all_reduced(gradients, found, lambda sums, add: _divided(add(sums), self._communicator.size))
+            return self._all_reduced(gradients, common, lambda sums, add: _divided(add(sums), self._communicator.size))
         total = self._total(weight)  # the check that ranks make together comes before all that may fail on one
         own = float(weight)
         return self._all_reduced(
-            gradients, found, lambda sums, add: _divided(add(np.multiply(sums, own, out=sums)), total)
+            gradients, common, lambda sums, add: _divided(add(np.multiply(sums, own, out=sums)), total)
         )
 
     def sum_gradients(self, gradients: Tree) -> Tree:
-        """The sum over ranks, in each leaf's own dtype: fp16 becomes infinite beyond 65504."""
-        found = common_leaves(
+        """Return the sum over ranks, in each leaf's own dtype: fp16 becomes infinite beyond 65504."""
+        common = common_leaves(
             self._communicator, gradients, Exchange(action="sum_gradients", also="sum", require=require_summable)
         )
-        return self._all_reduced(gradients, found, lambda sums, add: add(sums))
+        return self._all_reduced(gradients, common, lambda sums, add: add(sums))
 
     def collect_gradients(self, gradients: Tree, root: int | None = 0) -> list[Tree] | None:
         """Every rank's tree, in the order of ranks: on `root` (None elsewhere), or on all ranks where root is None."""
-        found = self._rooted(gradients, "collect_gradients", root)
-        present = [leaf for leaf in found if leaf.form is not None]
+        common = self._rooted(gradients, "collect_gradients", root)
+        present = [leaf for leaf in common if leaf.form is not None]
         here = root is None or root == self._communicator.rank
         out = [
             [np.empty(form.count, dtype=form.transfer_dtype) for form in _forms(present)]
@@ -100,8 +103,8 @@ class GradientManager:
 
     def broadcast(self, tree: Tree, root: int = 0) -> Tree:
         """`root`'s values on every rank; any dtype. Gives ranks the same parameters before the first step."""
-        found = self._rooted(tree, "broadcast", root)
-        present = [leaf for leaf in found if leaf.form is not None and root not in leaf.absent]
+        common = self._rooted(tree, "broadcast", root)
+        present = [leaf for leaf in common if leaf.form is not None and root not in leaf.absent]
         out = [np.empty(form.count, dtype=form.transfer_dtype) for form in _forms(present)]
         for bucket, flats in self._buckets(present, lambda form: form.transfer_dtype, self._bucket_bytes):
             buffer = bucket.filled(flats)
@@ -110,9 +113,9 @@ class GradientManager:
         return _tree(tree, present, out)
 
     def _all_reduced(
-        self, tree: Tree, found: Sequence[Leaf], reduce: Callable[[Array, Callable[[Array], Array]], Array]
+        self, tree: Tree, common: Sequence[Leaf], reduce: Callable[[Array, Callable[[Array], Array]], Array]
     ) -> Tree:
-        present = [leaf for leaf in found if leaf.form is not None]
+        present = [leaf for leaf in common if leaf.form is not None]
         out = [np.empty(form.count, dtype=form.transfer_dtype) for form in _forms(present)]
         for bucket, flats in self._buckets(present, lambda form: form.reduce_dtype, self._bucket_bytes):
             sums = reduce(bucket.filled(flats), self._added)
@@ -175,9 +178,9 @@ def _divided(sums: Array, by: float) -> Array:
 
 def _tree(tree: Tree, present: Sequence[Leaf], flat: Sequence[Array], rank: int | None = None) -> Tree:
     """Return the tree around new values; a leaf is None if there is no value, or `rank` had none."""
-    made = {
+    by_path = {
         leaf.path: leaf.form.made(values)
         for leaf, values in zip(present, flat, strict=True)
         if leaf.form is not None and rank not in leaf.absent
     }
-    return rebuilt(tree, made.get)
+    return rebuilt(tree, by_path.get)

@@ -44,12 +44,13 @@ class Layout:
 
 
 def file_of(rank: int) -> str:
-    """The name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def describe(state: Tree) -> TreeDescription:
-    """
+    """Describe a tree and its arrays.
+
     Raises:
         CannotRun: a leaf can be stored neither as an array nor as JSON.
     """
@@ -66,8 +67,10 @@ def describe(state: Tree) -> TreeDescription:
 
 
 def structure_of(tree: Tree) -> Json:
-    """A tree's nesting: `{"dict": [[key, …], …]}`, `{"list": […]}` or `{"tuple": […]}`, around `{"array": kind}` and
-    `{"value": …}`."""
+    """Return a tree's nesting around `{"array": kind}` and `{"value": …}`.
+
+    Nestings are `{"dict": [[key, …], …]}`, `{"list": […]}` and `{"tuple": […]}`.
+    """
     if isinstance(tree, Mapping):
         return {"dict": [[key, structure_of(value)] for key, value in tree.items()]}
     if isinstance(tree, (list, tuple)):
@@ -123,7 +126,7 @@ def _described_array(value: Any, name: str) -> ArrayDescription:
 
 
 def _variants(name: str, holders: Mapping[int, ArrayDescription]) -> list[list[list[int]]]:
-    """The different arrays of a name; each as its pieces; each of these as the ranks that hold it."""
+    """Return the different arrays of a name; each as its pieces; each of these as the ranks that hold it."""
     parts = [array for array in holders.values() if array.region is not None]
     if not parts:
         kinds: dict[Any, list[int]] = {}

@@ -13,7 +13,7 @@ from dsplan.mpi import files
 from dsplan.mpi.arrays import Array, Tree, form_of, is_array, leaves, name_of, rebuilt
 from dsplan.mpi.files import Part, Region
 from dsplan.mpi.layout import Json
-from strategies.checkpoint.reading import Stored, counts, cover_problem, is_count, json_object, read_bytes, shown
+from strategies.checkpoint.reading import Stored, counts, is_count, json_object, read_bytes, shown, why_no_cover
 from strategies.errors import BrokenFile, CannotRun
 
 INDEX = "index.json"
@@ -23,7 +23,7 @@ _DEEPEST = 600
 
 
 class SavedTree:
-    """What `rank` of `ranks` gets of a checkpoint: its own tree where as many ranks saved it, else everyone's joined.
+    """Tree of `rank` of `ranks`: its own where as many ranks saved it, else everyone's joined.
 
     Raises:
         BrokenFile: the folder's index cannot be read.
@@ -41,7 +41,7 @@ class SavedTree:
         self._named = [{name_of(path): value for path, value in leaves(tree).items()} for tree in self._trees]
 
     def whole(self) -> Tree:
-        """The tree with every array whole.
+        """Return the tree with every array whole.
 
         Raises:
             BrokenFile: a file is damaged.
@@ -51,13 +51,15 @@ class SavedTree:
         return rebuilt(joined, lambda path: self._values(name_of(path)))
 
     def like(self, wanted: Tree) -> Tree:
-        """The leaves that `wanted` has, in its nesting: an array as the same kind and dtype, a Part as that part.
+        """Return the leaves that `wanted` has, in its nesting.
+
+        An array as the same kind and dtype, a Part as that part.
 
         Raises:
             As `whole`; CannotRun also where there is no such leaf, or one of another shape.
         """
-        made = {path: self._like(name_of(path), value) for path, value in leaves(wanted).items()}
-        return rebuilt(wanted, made.__getitem__)
+        by_path = {path: self._like(name_of(path), value) for path, value in leaves(wanted).items()}
+        return rebuilt(wanted, by_path.__getitem__)
 
     def _like(self, name: str, wanted: Any) -> Any:
         if not isinstance(wanted, Part) and not is_array(wanted):
@@ -75,20 +77,20 @@ class SavedTree:
         return Part(values=part, shape=wanted.shape, start=wanted.start)
 
     def _values(self, name: str) -> Any:
-        found = self._leaf(name)
-        if not isinstance(found, _Array):
-            return found
+        saved = self._leaf(name)
+        if not isinstance(saved, _Array):
+            return saved
         whole = self._assembled(self._array(name), None)
-        return whole[()] if found.kind == "scalar" else whole
+        return whole[()] if saved.kind == "scalar" else whole
 
     def _leaf(self, name: str) -> Any:
-        """What was saved under a name; the same on all ranks that count."""
-        found = [named[name] for named in self._named if name in named]
-        if not found:
+        """Return what was saved under a name; the same on all ranks that count."""
+        versions = [named[name] for named in self._named if name in named]
+        if not versions:
             raise CannotRun(f"load_checkpoint: {self._folder} has no {name!r}")
-        if any(not _same(value, found[0]) for value in found):
+        if any(not _same(value, versions[0]) for value in versions):
             raise self._ambiguous(name)
-        return found[0]
+        return versions[0]
 
     def _array(self, name: str) -> Json:
         """Return the index's entry of an array, or None if the leaf is no array."""
@@ -109,7 +111,7 @@ class SavedTree:
         )
 
     def _assembled(self, saved: Json, wanted: Region | None) -> Array:
-        """The whole array; where only a region is wanted, elements outside of it may be left unset."""
+        """Return the whole array; where only a region is wanted, elements outside of it may be left unset."""
         word, shape = saved["dtype"], tuple(saved["shape"])
         regions = [(piece, _region(piece, shape)) for piece in saved["pieces"]]
         needed = [
@@ -118,20 +120,20 @@ class SavedTree:
             if wanted is None or wanted.overlaps(region)
         ]
         whole = np.empty(shape, dtype=np.float32 if word == "bfloat16" else word)
-        for piece, region, place in needed:
-            values = files.read(self._folder / piece["file"], piece["key"], place, word, piece["digest"])
+        for piece, region, span in needed:
+            values = files.read(self._folder / piece["file"], piece["key"], span, word, piece["digest"])
             region.copy_to(whole, values.reshape(region.shape))
         return whole
 
     def _place(self, piece: Json, word: str, region: Region) -> Stored:
-        """Where a piece lies in its file, which holds as many bytes of it as it should."""
+        """Return where a piece lies in its file, which holds as many bytes of it as it should."""
         name, key = piece["file"], piece["key"]
         if name not in self._headers:
             self._headers[name] = files.header(self._folder, name)
-        place = self._headers[name].get(key)
-        if place is None or place.end - place.begin != files.bytes_for(word, region.shape):
+        span = self._headers[name].get(key)
+        if span is None or span.end - span.begin != files.bytes_for(word, region.shape):
             raise BrokenFile(self._folder / name, f"does not hold all of {shown(key)}", "load another step")
-        return place
+        return span
 
 
 class _Array:
@@ -164,7 +166,7 @@ def _arrays_of(index: Mapping[str, Json]) -> tuple[list[str], list[Json]]:
 
 
 def _trees_problem(index: Mapping[str, Json]) -> str:
-    """What is wrong with the nestings of the ranks' trees; empty where nothing is."""
+    """Return what is wrong with the nestings of the ranks' trees; empty where nothing is."""
     structures, of_ranks, ranks = (index.get(key) for key in ("structures", "structure_of_rank", "world_size"))
     if not isinstance(structures, list) or not isinstance(of_ranks, list) or ranks != len(of_ranks) or not of_ranks:
         return "does not say what each rank held"
@@ -193,7 +195,7 @@ def _array_names(structure: Json) -> list[str] | None:
         if kind == "array" and content in ("array", "scalar"):
             names.append(name_of(path))
         elif kind in ("list", "tuple") and isinstance(content, list):
-            rest += [((*path, place), member) for place, member in enumerate(content)]
+            rest += [((*path, index), member) for index, member in enumerate(content)]
         elif kind == "dict" and isinstance(content, list) and all(map(_is_member, content)):
             rest += [((*path, key), member) for key, member in content]
         elif kind != "value" or isinstance(content, (dict, list)):
@@ -206,14 +208,14 @@ def _is_member(entry: Json) -> bool:
 
 
 def _variants_problem(name: str, variants: Json) -> str:
-    """What is wrong with the arrays of a name; empty where each element of each is in one piece."""
+    """Return what is wrong with the arrays of a name; empty where each element of each is in one piece."""
     if not isinstance(variants, list):
         return f"does not say where {shown(name)} lies"
     for variant in variants:
         saved = variant if isinstance(variant, dict) else {}
         shape, ranks, pieces = counts(saved.get("shape")), saved.get("ranks"), saved.get("pieces")
-        known = isinstance(saved.get("dtype"), str) and files.can_hold(saved["dtype"])
-        if not known or shape is None or not isinstance(ranks, list) or not isinstance(pieces, list):
+        is_storable = isinstance(saved.get("dtype"), str) and files.can_hold(saved["dtype"])
+        if not is_storable or shape is None or not isinstance(ranks, list) or not isinstance(pieces, list):
             return f"does not say what {shown(name)} is"
         problem = _pieces_problem(shape, pieces)
         if problem:
@@ -221,7 +223,7 @@ def _variants_problem(name: str, variants: Json) -> str:
     return ""
 
 
-def _pieces_problem(shape: tuple[int, ...], pieces: list[Json]) -> str:
+def _pieces_problem(shape: tuple[int, ...], pieces: list[Json]) -> str | None:
     boxes, are_runs = [], set[bool]()
     for piece in pieces:
         if not isinstance(piece, dict) or not all(isinstance(piece.get(key), str) for key in ("file", "key", "digest")):
@@ -234,7 +236,7 @@ def _pieces_problem(shape: tuple[int, ...], pieces: list[Json]) -> str:
         boxes.append((begin, size))
     if len(are_runs) > 1:
         return "some of its pieces are boxes and some are runs"
-    return cover_problem((math.prod(shape),) if are_runs == {True} else shape, boxes)
+    return why_no_cover((math.prod(shape),) if are_runs == {True} else shape, boxes)
 
 
 def _tree_of(structure: Json) -> Tree:

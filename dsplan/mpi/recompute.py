@@ -56,7 +56,7 @@ class ActivationCheckpoint:
 
     @property
     def kept_bytes(self) -> int:
-        """What the first inputs that are kept take now."""
+        """Bytes of the first inputs that are kept."""
         return sum(np.asarray(layer.first).nbytes for layer in self._layers.values() if layer.is_kept)
 
     def register_function(self, name: str, forward: Forward, backward: Backward) -> None:
@@ -90,7 +90,7 @@ class ActivationCheckpoint:
         return output
 
     def backward_pass(self, name: str, index: int, layers: int, grad_output: Any) -> tuple[Any, ...]:
-        """The gradients of a layer's inputs; from the last layer to the first.
+        """Return the gradients of a layer's inputs; from the last layer to the first.
 
         Raises:
             CannotRun: the layer has not run, or a later one is left.
@@ -104,9 +104,9 @@ class ActivationCheckpoint:
             )
         if not layer.is_kept:
             self._recompute(index)
-        found = backward(grad_output, layer.first, *layer.others)
+        gradients = backward(grad_output, layer.first, *layer.others)
         del self._layers[index]
-        return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+        return tuple(gradients) if isinstance(gradients, (tuple, list)) else (gradients,)
 
     def _recompute(self, index: int) -> None:
         """Run a segment again up to a layer, and keep the first inputs of its layers until backward has been there."""
@@ -119,6 +119,6 @@ class ActivationCheckpoint:
 
     def _function(self, name: str) -> tuple[Forward, Backward]:
         if name not in self._functions:
-            known = ", ".join(self._functions) or "none"
-            raise CannotRun(f"{name!r} is not registered (registered: {known}); call register_function first")
+            registered = ", ".join(self._functions) or "none"
+            raise CannotRun(f"{name!r} is not registered (registered: {registered}); call register_function first")
         return self._functions[name]

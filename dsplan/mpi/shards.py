@@ -34,6 +34,7 @@ class Shard:
 
     @property
     def name(self) -> str:
+        """The path as messages write it."""
         return name_of(self.path)
 
     @property
@@ -42,7 +43,7 @@ class Shard:
         return sum(array.nbytes for array in self._arrays().values())
 
     def current(self, given: Any) -> Array:
-        """This rank's values before a step, to be changed in place; `given` is the whole parameter, or None.
+        """Return this rank's values before a step, to be changed in place; `given` is the whole parameter, or None.
 
         What the script changed in the parameter since the last step is taken over into the master.
         """
@@ -98,7 +99,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partitioning:
-    """This rank, the number of ranks, whether parameters are partitioned too, and the names of the rule's states."""
+    """Return rank, number of ranks, whether parameters are partitioned, and the names of the rule's states."""
 
     rank: int
     ranks: int

@@ -58,7 +58,7 @@ class ModelParallelConfig:
         return self.model_parallel_size * self.data_parallel_size * self.pipeline_parallel_size
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank stands.
+        """Return where a rank stands.
 
         Raises:
             CannotRun: there is no such rank.
@@ -70,7 +70,8 @@ class ModelParallelConfig:
         return Coordinates(model=model, data=data, pipeline=pipeline)
 
     def require_world(self, ranks: int) -> None:
-        """
+        """Check the sizes against the number of ranks.
+
         Raises:
             CannotRun: the sizes do not multiply to `ranks`; the message says what to change.
         """
@@ -84,7 +85,7 @@ class ModelParallelConfig:
         )
 
     def split(self, comm: MPI.Comm | None = None) -> ParallelGroups:
-        """The communicators of this rank along each axis; every rank of `comm` (None: all) calls it together.
+        """Return the communicators of this rank along each axis; every rank of `comm` (None: all) calls it together.
 
         Raises:
             CannotRun: the sizes do not fit the ranks, or differ between ranks; all ranks raise.
@@ -117,8 +118,11 @@ class ModelParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelGroups:
-    """A rank's communicators: `model` with the ranks that hold the other parts of its layers, `data` with those that
-    hold the same parameters, `pipeline` with the other stages, in order. `free` them, or use a `with` block."""
+    """A rank's communicators; `free` them, or use a `with` block.
+
+    `model` joins the ranks that hold the other parts of its layers, `data` those that hold the same parameters,
+    `pipeline` the other stages, in order.
+    """
 
     coordinates: Coordinates
     model: MPI.Comm
@@ -148,10 +152,12 @@ class UpdateRule(Protocol):
     """An elementwise optimizer. `states` are the names of its arrays per parameter, which begin as zeros."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The rule's name, as checkpoints keep it."""
 
     @property
-    def states(self) -> tuple[str, ...]: ...
+    def states(self) -> tuple[str, ...]:
+        """Names of the rule's arrays for a parameter."""
 
     def update(
         self, value: Array, gradient: Array, states: Mapping[str, Array], step: int, learning_rate: float
@@ -215,6 +221,7 @@ class SGD:
 
     @property
     def states(self) -> tuple[str, ...]:
+        """Names of the rule's arrays for a parameter."""
         return ("momentum",) if self.momentum else ()
 
     def update(

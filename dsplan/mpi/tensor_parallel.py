@@ -52,7 +52,10 @@ class TensorParallelism:
     def split_linear_layer(
         self, weights: Array, biases: Array | None = None, split_type: Split = "column"
     ) -> tuple[Array, Array | None]:
-        """This rank's part of a layer that every rank has whole: columns and their biases, or rows and all biases."""
+        """Return this rank's part of a layer that every rank has whole.
+
+        Columns and their biases, or rows and all biases.
+        """
 
         def parts() -> tuple[Array, Array | None]:
             _require_matrix(weights, split_type)
@@ -82,9 +85,12 @@ class TensorParallelism:
         *,
         gather_output: bool = True,
     ) -> Array:
-        """What the whole layer gives, from this rank's part of it.
+        """Return what the whole layer gives, from this rank's part of it.
 
         Args:
+            weights: this rank's columns or rows, [in, out].
+            biases: this rank's of columns, all of rows.
+            split_type: `column` or `row`.
             inputs: whole on every rank; for rows also this rank's part, as a column layer leaves it.
             gather_output: False leaves the outputs of a column layer divided: this rank's alone.
         """
@@ -114,6 +120,8 @@ class TensorParallelism:
         """Gradients of the inputs, and of this rank's weights and biases.
 
         Args:
+            weights: as forward had them.
+            split_type: `column` or `row`.
             inputs: as forward had them; their gradient is whole where they were, else this rank's part.
             grad_outputs: whole, or this rank's part where a column layer left its outputs divided.
         """
@@ -146,7 +154,7 @@ class TensorParallelism:
         return self._communicator.require_same(action, describe, words)
 
     def _own(self, count: int) -> slice:
-        """The part of `count` columns or rows that this rank has."""
+        """Return the part of `count` columns or rows that this rank has."""
         return slice(*bounds(count, self._communicator.size, self._communicator.rank))
 
     def _own_part(self, values: Array, width: int) -> Array:

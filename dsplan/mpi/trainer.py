@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """What a trainer needs of a model that is no torch module."""
+    """A model that is no torch module, as a trainer needs it."""
 
     @property
     def parameters(self) -> Tree:
-        """This rank's parameters, a tree of arrays; steps write into them."""
+        """Return this rank's parameters, a tree of arrays; steps write into them."""
 
     def gradients(self, batch: Any) -> tuple[float, Tree]:
-        """The loss of a batch, and the gradients as a tree like the parameters."""
+        """Return the loss of a batch, and the gradients as a tree like the parameters."""
 
 
 class ParallelTrainer:
@@ -164,10 +164,10 @@ class _TorchModel:
     def gradients(self, batch: Any) -> tuple[float, dict[str, Any]]:
         self._module.zero_grad(set_to_none=True)
         if isinstance(batch, Mapping):
-            found = self._module(**batch)
+            output = self._module(**batch)
         else:
-            found = self._module(*batch) if isinstance(batch, (tuple, list)) else self._module(batch)
-        loss = getattr(found, "loss", found)
+            output = self._module(*batch) if isinstance(batch, (tuple, list)) else self._module(batch)
+        loss = getattr(output, "loss", output)
         loss.backward()
         trained = ((name, value) for name, value in self._module.named_parameters() if value.requires_grad)
         return float(loss.detach()), {name: value.grad for name, value in trained}

@@ -59,11 +59,11 @@ class ReducedGradients(Mapping[str, Array]):
 
     @property
     def bytes(self) -> int:
-        """What they take on this rank."""
+        """Bytes on this rank."""
         return sum(part.nbytes for part in self.parts.values())
 
     def scaled(self, factor: float) -> ReducedGradients:
-        """The same, times a factor."""
+        """Return the same, times a factor."""
         return ReducedGradients({path: part * factor for path, part in self.parts.items()}, divided=self.divided)
 
     def __add__(self, other: ReducedGradients) -> ReducedGradients:
@@ -83,7 +83,7 @@ class ReducedGradients(Mapping[str, Array]):
 
 
 class ZeROStage(IntEnum):
-    """What is partitioned (Rajbhandari et al. 2020, arXiv:1910.02054)."""
+    """Partitioned states (Rajbhandari et al. 2020, arXiv:1910.02054)."""
 
     STAGE_1 = 1
     """The optimizer's states."""
@@ -149,17 +149,17 @@ class ZeROOptimizer:
         Raises:
             CannotRun: a parameter is not floating-point, or ranks hold different values.
         """
-        found = common_leaves(
+        common = common_leaves(
             self._communicator, parameters, Exchange(action="register_parameters", require=_require_floating)
         )
-        self._communicator.require_same("register_parameters", lambda: found, _value_words)
+        self._communicator.require_same("register_parameters", lambda: common, _value_words)
         partitioning = Partitioning(
             rank=self._communicator.rank,
             ranks=self._communicator.size,
             partitioned=self._partitioned,
             states=self.rule.states,
         )
-        self._shards = {leaf.path: partitioning.shard(leaf.path, _form(leaf), leaf.value) for leaf in found}
+        self._shards = {leaf.path: partitioning.shard(leaf.path, _form(leaf), leaf.value) for leaf in common}
         self._tree = rebuilt(parameters, lambda path: None)
 
     def reduce_gradients(self, gradients: Tree) -> ReducedGradients:
@@ -171,10 +171,10 @@ class ZeROOptimizer:
         Raises:
             CannotRun: a gradient is of no registered parameter, or of another shape.
         """
-        found = common_leaves(
+        common = common_leaves(
             self._communicator, gradients, Exchange(action="reduce_gradients", require=self._require_known)
         )
-        present = [leaf for leaf in found if leaf.form is not None]
+        present = [leaf for leaf in common if leaf.form is not None]
         shards = [self._shards[leaf.path] for leaf in present]
         flats = FlatLeaves([leaf.value for leaf in present])
         divided = self.stage >= ZeROStage.STAGE_2
@@ -189,7 +189,7 @@ class ZeROOptimizer:
         )
 
     def norm(self, reduced: ReducedGradients) -> float:
-        """The 2-norm of all gradients over all ranks; not finite where any of them is not."""
+        """Return the 2-norm of all gradients over all ranks; not finite where any of them is not."""
         square = np.zeros(1)
         for path, part in reduced.parts.items():
             run = self._own_run(path, part)
@@ -205,6 +205,7 @@ class ZeROOptimizer:
         Args:
             parameters: the tree as the last step returned it; changes that the script has made since are kept. None in
                 stage 3: the parameters stay partitioned, and None is returned.
+            reduced: the gradients that `reduce_gradients` returned.
             clip_norm: gradients are scaled down to this norm where theirs is larger.
             in_place: write into the arrays of `parameters`, and return the same tree; otherwise they are not changed.
 
@@ -224,11 +225,11 @@ class ZeROOptimizer:
         fresh = {path: self._updated(path, part, whole, factor) for path, part in reduced.parts.items()}
         if whole is None:
             return None
-        made = self._all_gathered(fresh, whole if in_place else None)
-        return parameters if in_place else rebuilt(parameters, lambda path: made.get(path, whole[path]))
+        gathered = self._all_gathered(fresh, whole if in_place else None)
+        return parameters if in_place else rebuilt(parameters, lambda path: gathered.get(path, whole[path]))
 
     def gather_parameters(self, *keys: str | int) -> Tree:
-        """The parameters at some keys (`gather_parameters("blocks", 3)`; without any: all), whole, in new arrays.
+        """Return the parameters at some keys, whole, in new arrays: `gather_parameters("blocks", 3)`; without any: all.
 
         Raises:
             CannotRun: the stage is not 3, or there are none at these keys.
@@ -239,14 +240,14 @@ class ZeROOptimizer:
                 raise CannotRun(f"stage {self.stage:d} leaves parameters whole with the script; only stage 3 has parts")
             return subtree(self._tree, keys)
 
-        found = self._communicator.require_same("gather_parameters", there, lambda _: [name_of(keys)])
-        paths = {path: (*keys, *path) for path in leaves(found)}
+        wanted = self._communicator.require_same("gather_parameters", there, lambda _: [name_of(keys)])
+        paths = {path: (*keys, *path) for path in leaves(wanted)}
         masters = {path: self._shards[path].master for path in paths.values()}
-        made = self._all_gathered({path: value for path, value in masters.items() if value is not None}, None)
-        return rebuilt(found, lambda path: made[paths[path]])
+        gathered = self._all_gathered({path: value for path, value in masters.items() if value is not None}, None)
+        return rebuilt(wanted, lambda path: gathered[paths[path]])
 
     def memory(self) -> ZeROMemory:
-        """What this rank keeps."""
+        """Return what this rank keeps."""
         masters = sum(shard.master.nbytes for shard in self._shards.values() if shard.master is not None)
         parameters = masters if self._partitioned else 0
         whole = sum(shard.bytes for shard in self._shards.values())
@@ -298,7 +299,7 @@ class ZeROOptimizer:
             targets.flats[run.leaf][run.start - begin : run.stop - begin] = own[run.place]
 
     def _updated(self, path: Path, part: Array, whole: Mapping[Path, Any] | None, factor: float) -> Array:
-        """This rank's run of a parameter after the step."""
+        """Return this rank's run of a parameter after the step."""
         shard = self._shards[path]
         run = self._own_run(path, part)
         value = shard.current(None if whole is None else whole[path])
@@ -337,13 +338,13 @@ class ZeROOptimizer:
     def _require_known(self, path: Path, form: Form) -> None:
         shard = self._shards.get(path)
         if shard is None:
-            known = ", ".join(registered.name for registered in list(self._shards.values())[:8]) or "none"
-            raise CannotRun(f"{name_of(path)!r} is no registered parameter; registered: {known}")
+            names = ", ".join(registered.name for registered in list(self._shards.values())[:8]) or "none"
+            raise CannotRun(f"{name_of(path)!r} is no registered parameter; registered: {names}")
         if shard.form.shape != form.shape or not form.is_floating:
             raise CannotRun(f"the gradient of {shard.name!r} is {form}, the parameter {shard.form}; shapes must match")
 
     def _checked(self, parameters: Tree, reduced: ReducedGradients, in_place: bool) -> dict[Path, Any] | None:
-        """The leaves of `parameters`, when a step can be made with these arguments."""
+        """Return the leaves of `parameters`, when a step can be made with these arguments."""
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
             raise CannotRun(f"learning_rate is {self.learning_rate}; it must be a number of at least 0")
         if reduced.divided != (self.stage >= ZeROStage.STAGE_2) or reduced.parts.keys() - self._shards.keys():
@@ -370,7 +371,7 @@ class ZeROOptimizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Targets:
-    """Where averaged gradients go: flat arrays, whole or this rank's runs of `shards`."""
+    """Targets of averaged gradients: flat arrays, whole or this rank's runs of `shards`."""
 
     flats: Sequence[Array]
     shards: Sequence[Shard]
@@ -395,10 +396,10 @@ def _form(leaf: Leaf) -> Form:
     return leaf.form
 
 
-def _value_words(found: Sequence[Leaf]) -> list[str]:
+def _value_words(common: Sequence[Leaf]) -> list[str]:
     """Each parameter with a checksum of its values."""
     words = []
-    for leaf in found:
+    for leaf in common:
         _form(leaf)
         sum_of_values = zlib.crc32(np.ascontiguousarray(values_of(leaf.value)).reshape(-1).view(np.uint8).data)
         words.append(f"{leaf.name} with checksum {sum_of_values:08x}")

@@ -1,1 +1,1 @@
-"""How results look: tables, bars and lines for a terminal, plain text for a pipe. Nothing here computes."""
+"""Looks of results: tables, bars and lines for a terminal, plain text for a pipe. Nothing here computes."""

@@ -27,12 +27,12 @@ def answer_html(answer: Recommendation) -> str:
 
 
 def rejected_html(answer: Recommendation) -> str:
-    """Why each of the other strategies is not among the plans."""
+    """Return why each of the other strategies is not among the plans."""
     return blocks_html(rejected_blocks(answer)) or "<p>Every strategy is among the plans.</p>"
 
 
 def answer_title(answer: Recommendation) -> str:
-    """Whether the first plan fits, and which it is."""
+    """Return whether the first plan fits, and which it is."""
     if not answer.plans:
         headline = answer.no_plan().headline
         return headline[0].upper() + headline[1:]

@@ -1,4 +1,4 @@
-"""What the database holds: stored runs measured beside predicted, and what was learnt from them."""
+"""Views of the database: stored runs measured beside predicted, and factors learnt from them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _machine(measurement: Measurement) -> dict[str, object]:
 
 
 def _error(measured: float | None, predicted: float | None) -> str:
-    """How far the prediction was off, in percent of what was measured."""
+    """Return how far the prediction was off, in percent of what was measured."""
     return f"{(predicted - measured) / measured:+.0%}" if measured and predicted is not None else _MISSING
 
 

@@ -1,4 +1,4 @@
-"""What the doctor found, as text and JSON."""
+"""Findings of the doctor, as text and JSON."""
 
 from __future__ import annotations
 

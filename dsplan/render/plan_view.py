@@ -45,7 +45,7 @@ def figure_blocks(plan: Plan) -> list[Block]:
 
 
 def header(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block]:
-    """Which model on which hardware, with what nobody asked for."""
+    """Return which model on which hardware, with what nobody asked for."""
     model, cluster = plan.model, plan.cluster
     where = f"{cluster['gpus']} x {cluster['device']}"
     nodes = f" on {cluster['nodes']} nodes" if cluster["nodes"] > 1 else ""
@@ -60,7 +60,7 @@ def header(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block]:
 
 
 def _what_runs(plan: Plan) -> str:
-    """Whose modules run and how, where that is not what goes without saying."""
+    """Return whose modules run and how, where that is not what goes without saying."""
     work = plan.workload
     words = [f"code {work['code']}"] if work.get("code", "transformers") != "transformers" else []
     words += ["blocks compiled"] if work.get("compile") else []
@@ -169,7 +169,7 @@ def interval_text(time: StepTime) -> str:
 
 
 def verdict_line(plan: Plan) -> str:
-    """Whether it fits, with the figures that decide it."""
+    """Return whether it fits, with the figures that decide it."""
     reason = why_it_misses(plan)
     if reason is not None:
         return f"verdict: does not fit: {reason}"

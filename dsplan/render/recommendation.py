@@ -45,7 +45,7 @@ def bill_cells(request: Request, plan: Plan) -> dict[str, Cell]:
 
 
 def price_note(request: Request) -> list[Block]:
-    """Where the price comes from, where there is one."""
+    """Return where the price comes from, where there is one."""
     price, node = request.usd_per_gpu_hour, request.cluster.node_type
     if price is None:
         asks = request.objective == "cost"
@@ -285,7 +285,7 @@ def _nothing_fits(answer: Recommendation) -> list[Block]:
 
 
 def rejected_blocks(answer: Recommendation) -> list[Block]:
-    """Why each of the other strategies is not among the plans."""
+    """Return why each of the other strategies is not among the plans."""
     if not answer.rejected:
         return []
     rows = [[item.strategy, item.reason] for item in answer.rejected]

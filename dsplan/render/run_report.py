@@ -16,7 +16,7 @@ from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan_io import plan_to_dict
 from strategies.launch.tracking import tracked_by
 from strategies.run_directory.claim import claimed_kind
-from strategies.run_directory.spec import profiles_in
+from strategies.run_directory.files import profiles_in
 
 if TYPE_CHECKING:
     from planner.types.plan import Plan
@@ -79,7 +79,7 @@ def report_blocks(report: RunReport, *, reason_follows: bool = False) -> list[Bl
 
 
 def profile_lines(directory: Path) -> list[str]:
-    """Where the profiles of a run are, and what opens them; none where nothing was profiled."""
+    """Return where the profiles of a run are, and what opens them; none where nothing was profiled."""
     return [
         f"profile of {len(paths)} {'rank' if len(paths) == 1 else 'ranks'} for {viewer}: {paths[0].name}"
         + (f" to {paths[-1].name}" if len(paths) > 1 else "")
@@ -89,7 +89,7 @@ def profile_lines(directory: Path) -> list[str]:
 
 def write_report(report: RunReport, stored: str) -> None:
     """Keep the page as `report.md` in the run directory; `stored` says where the database has the run."""
-    from strategies.launch.report import REPORT_FILE
+    from strategies.run_directory.files import REPORT_FILE
 
     path = report.spec.directory / REPORT_FILE
     page = markdown([*report_blocks(report), Text(text=stored)], title=f"dsplan run {Path(report.spec.script).name}")
@@ -118,7 +118,7 @@ def _after_interruption(report: RunReport) -> str:
 
 
 def _stop_sentence(report: RunReport) -> str:
-    """How a run stopped that was asked to, and how to resume."""
+    """Return how a run stopped that was asked to, and how to resume."""
     ending = report.attempts[-1].ending
     if ending is not None and ending.saved:
         sentence = f"stopped at step {ending.step} and saved"

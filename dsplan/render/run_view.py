@@ -166,7 +166,7 @@ def ending_line(ended: AttemptEnded) -> str:
 
 
 def is_last_word(ending: Ending) -> bool:
-    """Whether an ending is a refusal whose one line says all there is to say."""
+    """Return whether an ending is a refusal whose one line says all there is to say."""
     return ending.kind == "refused" and bool(ending.reason)
 
 

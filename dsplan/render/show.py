@@ -36,13 +36,13 @@ class Bar:
 
     @property
     def state(self) -> Literal["below", "near", "over"]:
-        """How far from its limit."""
+        """Distance from its limit, in a word."""
         if not self.of_limit:
             return "below"
         return "over" if self.share > 1 else "near" if self.share > 0.9 else "below"
 
     def count_filled(self, width: int) -> int:
-        """How many of so many characters are full."""
+        """Return how many of so many characters are full."""
         return round(min(max(self.share, 0.0), 1.0) * width)
 
 
@@ -123,7 +123,7 @@ def _line(row: Sequence[str], widths: Sequence[int], table: Table) -> str:
 
 
 def _wide(text: str) -> int:
-    """How many characters of a terminal a text takes: two for one of East Asia, none for an accent of its own."""
+    """Return the width of a text on a terminal: two for one of East Asia, none for an accent of its own."""
     if text.isascii():
         return len(text)
     from unicodedata import combining, east_asian_width
@@ -175,7 +175,7 @@ def show(blocks: Sequence[Block]) -> None:
 
 
 def room() -> tuple[int, bool]:
-    """How many columns the standard output has, and whether it takes curves drawn with more than ASCII."""
+    """Return how many columns the standard output has, and whether it takes curves drawn with more than ASCII."""
     if not sys.stdout.isatty():
         return PIPE_WIDTH, False
     console = terminal()
@@ -230,12 +230,12 @@ def terminal(file: TextIO | None = None) -> Console:
 
 
 def can_redraw(file: TextIO) -> bool:
-    """Whether a file is a terminal that draws over what it shows."""
+    """Return whether a file is a terminal that draws over what it shows."""
     return file.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
 def takes_blocks(console: Console) -> bool:
-    """Whether the terminal's encoding has more than ASCII to draw with."""
+    """Return whether the terminal's encoding has more than ASCII to draw with."""
     return console.encoding.startswith("utf")
 
 

@@ -20,7 +20,7 @@ from hardware_db.records import dataclass
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan import Plan
 from strategies.launch.report import metrics_of
-from strategies.run_directory.spec import heartbeat_path, profiles_in
+from strategies.run_directory.files import heartbeat_path, profiles_in
 from strategies.telemetry.follow import RecentRows
 from strategies.telemetry.metrics import Row
 
@@ -31,7 +31,7 @@ _ROOM_FOR_SPANS = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankNow:
-    """What a rank wrote last. `heard_seconds` is how long ago, None where it has written nothing."""
+    """A rank's last heartbeat; `heard_seconds` is its age, None where it has written nothing."""
 
     rank: int
     host: str = ""
@@ -56,7 +56,7 @@ class Frame:
 
     @property
     def seconds(self) -> float:
-        """How long the run lasts so far, also before anything was heard of it."""
+        """Seconds that the run lasts so far, also before anything was heard of it."""
         if not self.run.is_running:
             return self.run.seconds
         return max(self.run.seconds, self.time - self.run.report.attempts[0].began)
@@ -168,7 +168,7 @@ def _heartbeat(path: Path) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Detail:
-    """How much of a run a page shows."""
+    """Amount of detail that a page shows of a run."""
 
     ranks: int | None = None
     """How many have a line of their own, those first with which something is wrong; None for all."""

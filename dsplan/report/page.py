@@ -33,7 +33,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """What the page shows. Names of sections and of pictures are unlike each other."""
+    """Content of the page. Names of sections and of pictures are unlike each other."""
 
     title: str
     about: str

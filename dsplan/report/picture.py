@@ -83,7 +83,7 @@ def line_style(index: int) -> dict[str, str]:
 
 
 def thin_out(count: int, most: int) -> Sequence[int]:
-    """Which of `count` rows a table of `most` shows: evenly spread, the first and the last among them."""
+    """Return which of `count` rows a table of `most` shows: evenly spread, the first and the last among them."""
     if count <= most:
         return range(count)
     return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})

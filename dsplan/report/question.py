@@ -56,7 +56,7 @@ Asked = Mapping[str, tuple[Request, Plan]]
 
 
 def scaling_pictures(questions: Asked) -> tuple[Picture, ...]:
-    """How the first plan changes over GPUs, and all of them over micro-batches and sequence lengths."""
+    """Return how the first plan changes over GPUs, and all of them over micro-batches and sequence lengths."""
     request, first = next(iter(questions.values()))
     return (
         *devices(over_devices(request, first), grows=any("--global-batch" in text for text in request.defaults)),
@@ -260,7 +260,7 @@ _NARROWEST = 1 / 400
 
 
 def _exposures(spans: Sequence[Span]) -> Iterator[tuple[float, float, str]]:
-    """When communication that nothing hides ends, its seconds and its name; together where it is too short to draw."""
+    """Yield ends, seconds and names of communication that nothing hides; short ones together."""
     narrowest = max((span.end for span in spans), default=0.0) * _NARROWEST
     seconds, last = 0.0, None
     for span in spans:

@@ -1,4 +1,4 @@
-"""What a run directory holds, as values for pictures: every step, checkpoint, restart and alert on one axis of time."""
+"""Content of a run directory for pictures: steps, checkpoints, restarts and alerts on one axis of time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from hardware_db.errors import BrokenFile
 from hardware_db.records import dataclass
 from planner.types.plan import Plan
+from strategies.launch.options import DEFAULT_SUPERVISION
 from strategies.launch.report import (
     COMPLETED,
     INTERRUPTED,
@@ -24,8 +25,9 @@ from strategies.launch.report import (
     outcome_of,
 )
 from strategies.launch.run_lock import is_held
-from strategies.run_directory.journal import JOURNAL_FILE, read_journal
-from strategies.run_directory.spec import SPEC_FILE, LaunchSpec
+from strategies.run_directory.files import JOURNAL_FILE, SPEC_FILE, metrics_files
+from strategies.run_directory.journal import read_journal
+from strategies.run_directory.spec import LaunchSpec
 from strategies.telemetry.metrics import MeasuredRun, Row, is_slowed, with_attempts
 
 MOST_POINTS = 1000
@@ -102,14 +104,14 @@ class RunData:
 
     @property
     def outcome(self) -> str:
-        """How it ended, in a word or two."""
+        """Outcome in a word or two."""
         if self.is_running:
             return "running"
         return self.report.outcome.name.replace("_", " ") if self.is_ended else "end unknown"
 
     @property
     def counted(self) -> str:
-        """What throughput counts."""
+        """Unit that throughput counts."""
         return "samples" if self.plan is not None and self.plan.configuration.counts_samples else "tokens"
 
     @property
@@ -121,7 +123,7 @@ class RunData:
 
     @property
     def seconds(self) -> float:
-        """How long the run lasted so far."""
+        """Seconds that the run lasted so far."""
         return max((attempt.ended for attempt in self.attempts), default=0.0)
 
     @property
@@ -132,8 +134,8 @@ class RunData:
 
 
 def is_run_directory(path: Path) -> bool:
-    """Whether a directory is one of `dsplan run`, or holds metrics as its ranks write them."""
-    return path.is_dir() and ((path / JOURNAL_FILE).is_file() or any(path.glob("metrics-rank*.jsonl")))
+    """Return whether a directory is one of `dsplan run`, or holds metrics as its ranks write them."""
+    return path.is_dir() and ((path / JOURNAL_FILE).is_file() or bool(metrics_files(path)))
 
 
 def check_run_directory(directory: Path) -> None:
@@ -187,7 +189,7 @@ def _read(directory: Path, metrics: Sequence[Sequence[Row]]) -> RunData:
 
 
 def _spec(directory: Path, report: AttemptReport) -> LaunchSpec:
-    return LaunchSpec(script="", processes=report.ranks, run_directory=str(directory))
+    return LaunchSpec(script="", processes=report.ranks, run_directory=str(directory), supervision=DEFAULT_SUPERVISION)
 
 
 def _read_unwatched(metrics: Sequence[Sequence[Row]]) -> AttemptReport:
@@ -229,7 +231,7 @@ def _attempt(
 
 
 def _first_step_began(rows: Sequence[Row], journal: Sequence[Mapping[str, Any]], report: AttemptReport) -> float:
-    """When the first step of an attempt began, in seconds since 1970.
+    """Return when the first step of an attempt began, in seconds since 1970.
 
     Steps are written with how long they took, without the time of day. Whatever has that and comes after a step was
     written after it: the latest place that contradicts none of this is the true one but for the moment between.

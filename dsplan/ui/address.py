@@ -160,7 +160,7 @@ def _field(name: str, hint: Any, default: Any) -> Field:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What a person asked on the page: values of flags, and the text of a config.json in place of a model's name."""
+    """A question of the page: values of flags, and the text of a config.json in place of a model's name."""
 
     values: Mapping[str, Value]
     """Of every field of the page."""

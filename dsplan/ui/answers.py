@@ -35,7 +35,7 @@ _REMEMBERED = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What of which question: `kind` is a name of `KINDS`, `query` the address, `plan` the rank of a plan."""
+    """Work for a process: `kind` is a name of `KINDS`, `query` the address, `plan` the rank of a plan."""
 
     kind: str
     query: str
@@ -68,7 +68,7 @@ def plans(task: Task) -> Answer:
 
 
 def plan(task: Task) -> Answer:
-    """Where the bytes and the seconds of one plan go, its files by path, and what they ask of a script by format.
+    """Return where bytes and seconds of a plan go, its files by path, and a script's duties by format.
 
     Where nothing fits it is the closest miss, which has no files.
     """

@@ -1,4 +1,4 @@
-"""What of a server strangers reach: only named addresses, requests of bounded size, answers that load nothing."""
+"""Gate to the server: only named addresses, requests of bounded size, answers that load nothing."""
 
 from __future__ import annotations
 

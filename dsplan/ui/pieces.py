@@ -22,7 +22,7 @@ class PlanFiles:
     """What a script must do itself, by format."""
 
     def link(self, path: str = "") -> str:
-        """Where they are to be had, all of them or one, for a quoted attribute."""
+        """Return where they are to be had, all of them or one, for a quoted attribute."""
         file = f"&file={quote(path)}" if path else ""
         return plain(f"files?{self.address}{'&' if self.address else ''}plan={self.rank}{file}", most=None)
 
@@ -71,13 +71,13 @@ def picture_heading(name: str) -> str:
 
 
 def command_html(address: str, command: str) -> str:
-    """Where the same is to be had: as a report, and in a terminal."""
+    """Return where the same is to be had: as a report, and in a terminal."""
     link = plain(f"report?{address}", most=None)
     return f'<p><a href="{link}" download>Download a report with all curves</a></p><code>{plain(command)}</code>'
 
 
 def failure_html(error: str) -> str:
-    """Why there is no answer, where screen readers say it at once."""
+    """Return why there is no answer, where screen readers say it at once."""
     return f'<p class="style-bad" role="alert">{plain(error)}</p>'
 
 

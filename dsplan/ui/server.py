@@ -24,7 +24,7 @@ _END_SECONDS = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOptions:
-    """Where the page is served and by how many processes."""
+    """Address of the page and number of its processes."""
 
     host: str = LOCAL
     port: int | None = None
@@ -44,6 +44,11 @@ def serve(options: ServerOptions) -> None:
         DsplanError: Gradio is not installed, or the address cannot be had.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    with _open_listener(options) as listener:  # before Gradio is imported, which takes seconds
+        _serve(options, listener)
+
+
+def _serve(options: ServerOptions, listener: socket.socket) -> None:
     try:
         import uvicorn
 
@@ -53,10 +58,7 @@ def serve(options: ServerOptions) -> None:
         if (error.name or "").partition(".")[0] in ("dsplan", "planner", "hardware_db"):
             raise
         raise DsplanError(f"dsplan ui cannot serve a page here ({error}); pip install 'dsplan[ui]'") from None
-    with (
-        _open_listener(options) as listener,
-        Workers(options.workers or _usual_workers(), seconds=options.seconds) as workers,
-    ):
+    with Workers(options.workers or _usual_workers(), seconds=options.seconds) as workers:
         port = listener.getsockname()[1]
         config = uvicorn.Config(
             application(Remembered(workers)), log_level="warning", timeout_graceful_shutdown=_END_SECONDS

@@ -130,7 +130,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _matches(given: object, hint: Any) -> bool:
-    """Whether a YAML value is of an annotated type; an int passes for a float, a bool for neither."""
+    """Return whether a YAML value is of an annotated type; an int passes for a float, a bool for neither."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return any(_matches(given, option) for option in get_args(hint))

@@ -1,4 +1,4 @@
-"""How fast the ranks of the live process group talk. Every rank calls these together, in the same order."""
+"""Rates of collectives of the live process group. Every rank calls these together, in the same order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tensors:
-    """What a collective works on.
+    """Tensors that a collective works on.
 
     The whole tensor, its parts (one per rank), a part of this rank's own, and a tensor that may be written over.
     """

@@ -1,4 +1,4 @@
-"""How fast this device runs a transformer's products with its weights, and torch's fused causal attention."""
+"""Rates of a transformer's products with its weights, and of torch's fused causal attention."""
 
 from __future__ import annotations
 

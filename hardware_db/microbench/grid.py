@@ -40,7 +40,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """Why a point cannot be measured here, in one line."""
+    """Reason why a point cannot be measured here, in one line."""
 
     reason: str
 
@@ -97,7 +97,7 @@ _SIZELESS = (*_EXTENTS, "barrier", "launch")
 
 
 def unmeasurable(point: Point) -> str:
-    """Why nothing can measure this point, in a few words; empty where something can."""
+    """Return why nothing can measure this point, in a few words; empty where something can."""
     name, extents = point.operation, _EXTENTS.get(point.operation, 0)
     if name not in OPERATIONS:
         return f"names no operation: {name!r}; use one of {', '.join(OPERATIONS)}"
@@ -139,7 +139,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """What fits a kind of device: largest product (FLOP) and tensor (bytes), widths and dtypes to try."""
+    """Sizes that fit a kind of device: largest product (FLOP) and tensor (bytes), widths and dtypes to try."""
 
     gpu: bool
     dtypes: tuple[str, ...]

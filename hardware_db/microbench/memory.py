@@ -1,4 +1,4 @@
-"""How fast this device's memory, and the link to the host, move bytes; and how long the smallest kernel takes."""
+"""Rates of this device's memory and of the link to the host, and the time of the smallest kernel."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _SAMPLES_OF_LONG_CALLS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """How long to measure one operation.
+    """Time to measure one operation for.
 
     About `seconds` after the warm-up, in at least `least_samples` samples of about `sample_seconds`. An operation that
     is longer than a sample is called once in each, and twice in all where it takes more than half a second.

@@ -1,4 +1,4 @@
-"""What is here: GPUs, how they are joined, host, software. Missing or broken hardware is reported, never raised."""
+"""Probe of the machine: GPUs, links, host, software. Missing or broken hardware is reported, never raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was probed as a `Device`: the datasheet's row where there is one, else figures derived from the driver's."""
+"""Probed hardware as a `Device`: the datasheet's row where there is one, else figures of the driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process may use: memory and processor time of its control group (versions 1 and 2), and its cores."""
+"""Limits of this process: memory and processor time of its control group (versions 1 and 2), and its cores."""
 
 from __future__ import annotations
 

@@ -71,13 +71,13 @@ class Gpu:
 
     @property
     def usable(self) -> bool:
-        """Whether one rank can be placed on the whole GPU: visible, answering, not cut into MIG slices."""
+        """True if one rank can be placed on the whole GPU: visible, answering, not cut into MIG slices."""
         return self.visible and not self.lost and not self.mig_enabled and self.free_bytes is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuPair:
-    """How two GPUs reach each other: their nearest common ancestor and whether peer-to-peer copies work.
+    """Path between two GPUs: their nearest common ancestor and whether peer-to-peer copies work.
 
     `ancestor` is one of internal, pcie-switch, pcie-switches, host-bridge, numa-node, system; `p2p` is the driver's
     word ("ok", or why not), or None if it does not say; `nvlink` says whether peer traffic can go over NVLink.

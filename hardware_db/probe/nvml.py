@@ -284,7 +284,7 @@ def _nvlink(questions: Questions, handle: Any) -> dict[str, Any]:
 
 
 def read_pair(questions: Questions, indexes: tuple[int, int], handles: tuple[Any, Any]) -> GpuPair:
-    """How two GPUs reach each other."""
+    """Return how two GPUs reach each other."""
     nvml = questions.nvml
     ancestor = questions.ask("its place in the topology", lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(*handles))
     read = questions.ask("peer-to-peer copies", lambda: nvml.nvmlDeviceGetP2PStatus(*handles, _READ))
@@ -331,7 +331,7 @@ def probe_nvidia() -> NvmlAnswer:
 
 
 def driver_library_loads() -> bool:
-    """Whether the driver's NVML library is on this machine."""
+    """Return whether the driver's NVML library is on this machine."""
     try:
         ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
     except OSError:

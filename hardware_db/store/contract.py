@@ -110,7 +110,7 @@ class Store(ABC):
 
     @abstractmethod
     def count(self) -> int:
-        """How many measurements there are; nothing else is counted."""
+        """Return how many measurements there are; nothing else is counted."""
 
     @abstractmethod
     def close(self) -> None:

@@ -67,9 +67,10 @@ def repair(path: Path, opened: int | None = None) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether the file is to be replaced: dsplan's by its header or, where that is gone, by the definition of a table.
+    """Return whether the file is dsplan's and to be replaced.
 
-    Or nothing but zeros, which is what a crash of the machine leaves.
+    Known by its header or, where that is gone, by the definition of a table, or nothing but zeros, which is what a
+    crash of the machine leaves.
     """
     content = path.read_bytes()
     if content.startswith(_MAGIC):
@@ -79,7 +80,7 @@ def _is_ours(path: Path) -> bool:
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[Path]:
-    """Where the new file is made: beside the damaged one, and gone again where it did not take its place.
+    """Make the new file beside the damaged one; remove it where it did not take its place.
 
     What a repair that was killed left there goes first.
     """
@@ -161,7 +162,7 @@ def _readable_rows(connection: sqlite3.Connection, table: str) -> Iterator[dict[
 
 
 def _delete_unreadable(connection: sqlite3.Connection, name: str) -> int:
-    """How many records of a table can be read; the others are deleted."""
+    """Delete the records of a table that cannot be read; return how many are left."""
     select, read = _READERS[name]
     good = []
     for row in connection.execute(select).fetchall():
@@ -254,7 +255,7 @@ def _lock(file: IO[str]) -> bool:
 
 
 def _is_at(file: IO[str], path: Path) -> bool:
-    """Whether the file that was locked is still the one of this name: whoever held it before has removed it."""
+    """Return whether the file that was locked is still the one of this name: whoever held it before has removed it."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

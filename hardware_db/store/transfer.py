@@ -82,7 +82,7 @@ _REMEDY = "correct or remove the line; nothing was imported"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportCount:
-    """How many records of a file were new, and how many the store had already."""
+    """Counts of a file's records: new ones, and those that the store had already."""
 
     added: int
     skipped: int

@@ -135,7 +135,7 @@ class Traits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeBase:
-    """Whose modules run."""
+    """A code base whose modules run."""
 
     name: str
     title: str

@@ -245,6 +245,14 @@ def _recipe(configuration: Configuration) -> Recipe:
     )
 
 
+def accumulates_in_fp32(configuration: Configuration) -> bool:
+    """Return whether our own ZeRO adds gradients up in fp32 unless the script's config says otherwise.
+
+    Sums over micro-batches lose bits in 16-bit types; a sum over ranks alone is rounded once.
+    """
+    return configuration.precision in MIXED_PRECISIONS and configuration.gradient_accumulation_steps > 1
+
+
 def _native_recipe(configuration: Configuration) -> Recipe:
     """Return the recipe of our own ZeRO (`strategies/backends/zero/settings.py`).
 
@@ -258,7 +266,7 @@ def _native_recipe(configuration: Configuration) -> Recipe:
     is_cut = configuration.zero_stage == 3 and configuration.state_shards > 1 and configuration.offload == "none"
     return Recipe(
         weight=4 if mixed and is_cut else width,
-        gradient=4 if mixed and configuration.gradient_accumulation_steps > 1 else width,
+        gradient=4 if accumulates_in_fp32(configuration) else width,
         master=4 if mixed and not is_cut else 0,
         state=state / 2 if narrow else state,
         compute=width,

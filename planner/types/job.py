@@ -67,7 +67,7 @@ class Workload:
 
     @property
     def freezes(self) -> bool:
-        """Whether only a part of the weights, or adapters beside them, are trained."""
+        """True if only a part of the weights, or adapters beside them, are trained."""
         return self.method != "full" or bool(self.train_only)
 
     @property
@@ -156,12 +156,12 @@ class Job:
 
     @property
     def has_reference(self) -> bool:
-        """Whether a frozen model is run beside the one that is trained; adapters are switched off for it."""
+        """True if a frozen model is run beside the one that is trained; adapters are switched off for it."""
         return self.workload.task == "dpo"
 
     @property
     def eager_attention(self) -> bool:
-        """Whether attention runs unfused: asked for, or all that the model has."""
+        """True if attention runs unfused: asked for, or all that the model has."""
         return self.configuration.attention == "eager" or self.facts.eager_only
 
     @property
@@ -194,7 +194,7 @@ class Described(Protocol):
 
 
 class Sections(TypedDict):
-    """What the plans of a job say of it."""
+    """Sections that all plans of a job share."""
 
     model: ModelSection
     cluster: ClusterSection
@@ -224,7 +224,7 @@ def workload_of(section: Mapping[str, Any] | WorkloadSection, configuration: Con
 def provenance(
     job: Job, memory: words.Provenance, *, measured: bool, like_it: bool = False
 ) -> dict[str, words.Provenance]:
-    """Where each group of figures comes from.
+    """Return where each group of figures comes from.
 
     `measured` says that the step itself was, `like_it` that runs like it were.
     """

@@ -59,7 +59,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Configuration:
-    """How the job is run: the `plan` object of the JSON contract.
+    """Way of running a job: the `plan` object of the JSON contract.
 
     `sync_each_micro_batch` says that FSDP reduces gradients in every micro-batch, so that none are kept whole; False is
     what `no_sync` (and HF Trainer) does: one reduction per step, at 4 bytes per parameter and rank more.
@@ -123,7 +123,7 @@ class Configuration:
 
     @property
     def counts_samples(self) -> bool:
-        """Whether its work is in samples: one of length one has no tokens, and what is called tokens are samples."""
+        """True if its work is in samples: one of length one has no tokens, and what is called tokens are samples."""
         return self.sequence_length == 1
 
     @property
@@ -161,12 +161,12 @@ class Configuration:
 
     @property
     def sharing(self) -> int:
-        """How many ranks work on one sample together."""
+        """Number of ranks that work on one sample together."""
         return self.tp * self.pp * self.cp
 
     @property
     def splits_model(self) -> bool:
-        """Whether ranks share the work on one sample, so that data parallelism is not all there is."""
+        """True if ranks share the work on one sample, so that data parallelism is not all there is."""
         return self.tp * self.pp * self.cp * self.ep > 1
 
     @property
@@ -179,7 +179,7 @@ class Configuration:
 
     @property
     def uses_host(self) -> bool:
-        """Whether host memory holds a part of training; where such a run fails, either memory may have been short."""
+        """True if host memory holds a part of training; where such a run fails, either memory may have been short."""
         return self.offload != "none" or self.activations_on_host
 
     @property
@@ -305,7 +305,7 @@ class ModelSection(TypedDict, total=False):
 
 
 class ClusterNeeds(TypedDict):
-    """What every plan says of its cluster."""
+    """Keys that every plan's cluster has."""
 
     device: str
     capacity_bytes: int

@@ -34,7 +34,6 @@ from rich.progress import track
 
 from hardware_db.errors import DsplanError
 from hardware_db.files import replace_text
-from scripts.peers.public_data import prepare
 from scripts.peers.public_recipes import PROJECTS, RECIPES, Project, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +60,8 @@ def fetch(directory: Path, mirrors: Path | None) -> None:
             _edit(directory / key, [recipe for recipe in RECIPES if recipe.project == key])
     data = directory / "data"
     data.mkdir(parents=True, exist_ok=True)
+    from scripts.peers.public_data import prepare  # imports transformers, which who writes the page needs not
+
     prepare(data)
     _prepare_nanogpt(directory)
     _prepare_nanochat(directory)

@@ -57,7 +57,7 @@ def splits() -> Iterator[str]:
 def _head(runs: Sequence[CompositionRun]) -> str:
     errors = {run: abs(scored(run).error) for run in runs}
     held = [error for run, error in errors.items() if run.is_held_out]
-    said = f" (median {median(held):.1%}, worst {max(held):.1%} of {len(held)})" if held else ""
+    on_held_out = f" (median {median(held):.1%}, worst {max(held):.1%} of {len(held)})" if held else ""
     own = [error for run, error in errors.items() if run.is_own] or [0.0]
     sizes = sorted({run.world_size for run in runs})
     return HEAD.format(
@@ -68,7 +68,7 @@ def _head(runs: Sequence[CompositionRun]) -> str:
         rows=len(runs),
         middle=median(errors.values()),
         worst=max(errors.values()),
-        held=said,
+        held=on_held_out,
         own=len(own),
         own_middle=median(own),
         own_worst=max(own),

@@ -73,7 +73,7 @@ def page(rows: Rows) -> str:
         turns=_range([row.turns for row in timed]),
         states="\n".join(_states([row for row in single if row.backend == "native"])),
         peaks="\n".join(_against(rows, _settings(single), _peak)),
-        worst=max(ratio for title, found in ratios.items() if "DeepSpeed" in title for ratio in found),
+        worst=max(ratio for title, own in ratios.items() if "DeepSpeed" in title for ratio in own),
         sharded=max(ratios["zero3 / FSDP2"]),
         several="\n".join(_against(rows, _settings(several), _peak)),
     )
@@ -114,7 +114,7 @@ def _against(rows: Rows, settings: list[Setting], value: Callable[[Row], tuple[f
         names = (setting.model, setting.precision, str(setting.accumulation), str(setting.ranks))
         yield "| " + " | ".join([*names, *cells]) + " |"
     for name, choose in (("median", statistics.median), ("largest", max)) if len(settings) > 1 else ():
-        yield f"| **{name}** | | | | " + " | ".join(f"**{choose(found):.2f}**" for found in ratios.values()) + " |"
+        yield f"| **{name}** | | | | " + " | ".join(f"**{choose(each):.2f}**" for each in ratios.values()) + " |"
 
 
 def _peak_ratios(rows: Rows, ours: list[Row], title: str) -> list[float]:
@@ -128,8 +128,8 @@ def _states(rows: list[Row]) -> Iterator[str]:
     for row in sorted(rows, key=lambda row: (row.ranks, row.precision, row.strategy)):
         between, full = arithmetic(row.strategy, row.precision, row.ranks, PARAMETERS[row.model])
         cells = [row.strategy, row.precision, str(row.ranks)]
-        for said, found in ((between, row.resident_bytes), (full, row.states_bytes)):
-            cells += [f"{said / 1e6:.1f}", f"{found / 1e6:.1f}", f"{found / said - 1:+.1%}"]
+        for expected, measured in ((between, row.resident_bytes), (full, row.states_bytes)):
+            cells += [f"{expected / 1e6:.1f}", f"{measured / 1e6:.1f}", f"{measured / expected - 1:+.1%}"]
         yield "| " + " | ".join(cells) + " |"
 
 

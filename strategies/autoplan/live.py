@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,11 +37,11 @@ from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun, UnknownName
 from strategies.run_directory import claim
+from strategies.run_directory.request import plan_request
 from strategies.run_directory.state_consensus import current
 from strategies.tracing.example import example_batch
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_request, work_of
-from strategies.variables import BACKEND, STRATEGY
 
 _ATTENTION_NAMES: dict[str, words.Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
 
@@ -243,7 +242,7 @@ def _zero_backend(backend: words.Backend | None) -> words.Backend | None:
 def _wished_strategy(asked: PlanningOptions, environment: Environment) -> words.Strategy | None:
     """`dsplan run --strategy`, `strategy=`, or the ZeRO stage of the config, in this order."""
     _require_one_stage(asked)
-    name = os.environ.get(STRATEGY) or asked.strategy
+    name = plan_request().strategy or asked.strategy
     if name is None and asked.config.zero_stage is not None:
         unsharded = "ddp" if environment.world_size > 1 else "single"
         name = {0: unsharded, 1: "zero1", 2: "zero2", 3: "zero3"}[asked.config.zero_stage]
@@ -254,7 +253,7 @@ def _wished_strategy(asked: PlanningOptions, environment: Environment) -> words.
 
 def _wished_backend(asked: PlanningOptions) -> words.Backend | None:
     """`dsplan run --backend`, or `backend=`."""
-    name = os.environ.get(BACKEND)
+    name = plan_request().backend
     if name is None:
         return asked.backend
     if name not in words.BACKENDS:

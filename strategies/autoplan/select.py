@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,9 +19,9 @@ from planner.types.plan_io import load_plan
 from strategies.config import ScriptConfig
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun, UnknownName
+from strategies.run_directory.request import named, plan_request
 from strategies.run_directory.resume_state import ResumeState
 from strategies.run_directory.state_consensus import current
-from strategies.variables import PARALLEL, PLAN
 
 _SAME_MODEL = 0.05
 """A new head or a longer position table changes a model's size by less."""
@@ -44,7 +42,7 @@ class PlanningOptions:
     loss: words.Loss = "plain"
 
 
-def read_degrees(asked: Mapping[str, Any] | None) -> Degrees | None:
+def read_degrees(requested: Mapping[str, Any] | None) -> Degrees | None:
     """The degrees that `dsplan run --tp ...` or a script asks for, those that are left out being 1; None where none are
     asked for.
 
@@ -52,14 +50,13 @@ def read_degrees(asked: Mapping[str, Any] | None) -> Degrees | None:
         UnknownName: a name, or a schedule, is not known.
         CannotRun: a degree is not a whole number of at least 1.
     """
-    handed = os.environ.get(PARALLEL)
-    asked = json.loads(handed) if handed else asked
-    if asked is None:
+    degrees = named(plan_request().degrees) or requested
+    if degrees is None:
         return None
-    known = tuple(item.name for item in fields(Degrees))
-    for name, value in asked.items():
-        if name not in known:
-            raise UnknownName("degree", name, known, hint=f"choose from {', '.join(known)}")
+    names = tuple(item.name for item in fields(Degrees))
+    for name, value in degrees.items():
+        if name not in names:
+            raise UnknownName("degree", name, names, hint=f"choose from {', '.join(names)}")
         if name == "pp_schedule":
             if value not in words.SCHEDULES:
                 raise UnknownName("schedule", str(value), words.SCHEDULES, hint=f"one of {', '.join(words.SCHEDULES)}")
@@ -68,7 +65,7 @@ def read_degrees(asked: Mapping[str, Any] | None) -> Degrees | None:
                 raise CannotRun(f"parallel: sequence_parallel is {value!r}; it must be True or False")
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise CannotRun(f"parallel: {name} is {value!r}; it must be a whole number of at least 1")
-    return Degrees(**asked)
+    return Degrees(**degrees)
 
 
 def read_planned_work(options: PlanningOptions) -> tuple[WorkloadSection, words.Precision | None]:
@@ -81,7 +78,7 @@ def read_planned_work(options: PlanningOptions) -> tuple[WorkloadSection, words.
 
 
 def load_given_plan(model: nn.Module, options: PlanningOptions, environment: Environment) -> Plan | None:
-    """Return the plan that a run resumes with, else that of `dsplan run` (DSPLAN_PLAN) or of the script (`plan=`), or
+    """Return the plan that a run resumes with, else that of `dsplan run` or of the script (`plan=`), or
     None if one has to be made.
 
     A run that continues, or waits for nodes, leaves a given plan that failed or is for another number of ranks; rank 0
@@ -124,7 +121,7 @@ def to_be_like(options: PlanningOptions) -> Configuration | None:
 
 def _given(options: PlanningOptions) -> tuple[str, Plan] | None:
     """The plan of the command line or of the script, and what to call it."""
-    source = os.environ.get(PLAN) or options.plan
+    source = plan_request().plan_file or options.plan
     if source is None:
         return None
     return ("the plan", source) if isinstance(source, Plan) else (str(source), load_plan(source))

@@ -34,6 +34,7 @@ class Single(TorchStrategy):
     """The model as it is, on this process's device."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
+        """Move the model to this process's device."""
         if self.environment.world_size > 1:
             raise CannotRun(
                 f"strategy 'single' runs one process and this job has {self.environment.world_size}; start one process"
@@ -42,6 +43,7 @@ class Single(TorchStrategy):
         return model.to(self.environment.device)
 
     def autocast(self) -> AbstractContextManager[object]:
+        """Compute in the plan's precision."""
         return autocast(self.configuration.precision, self.environment.device)
 
 
@@ -51,6 +53,7 @@ class ReplicatedDataParallel(TorchStrategy):
     _bucket_mib: float | None = None
 
     def engine(self, parts: TrainingParts) -> TorchEngine:
+        """Make the engine, whose gradients travel as the script asks."""
         travel = gradient_travel(parts)
         self._bucket_mib = parts.script.communication.bucket_mib
         engine = super().engine(parts)
@@ -60,6 +63,7 @@ class ReplicatedDataParallel(TorchStrategy):
         return engine
 
     def wrap(self, model: nn.Module) -> nn.Module:
+        """Wrap the model in DDP."""
         ensure_group(self.environment)
         device = self.environment.device
         devices = [device] if device.type == "cuda" else None
@@ -72,11 +76,13 @@ class ReplicatedDataParallel(TorchStrategy):
         )
 
     def synchronization(self, module: nn.Module, *, reduces: bool) -> AbstractContextManager[object]:
+        """Leave gradients on their rank in the backward pass of this forward pass, unless it reduces."""
         # DDP decides in forward whether the following backward reduces, so only forward needs to be inside.
         wrapper = cast("DistributedDataParallel", module)
         return nullcontext() if reduces else wrapper.no_sync()
 
     def complete(self, module: nn.Module) -> None:
+        """Reduce the gradients that are there."""
         # Its hooks are on the sums of gradients: adding nothing to each sends it on its way.
         wrapper = cast("DistributedDataParallel", module)
         wrapper.reducer.prepare_for_backward([])
@@ -85,6 +91,7 @@ class ReplicatedDataParallel(TorchStrategy):
         torch.autograd.backward(parameters[::-1], nothing[::-1])
 
     def autocast(self) -> AbstractContextManager[object]:
+        """Compute in the plan's precision."""
         return autocast(self.configuration.precision, self.environment.device)
 
 
@@ -125,52 +132,51 @@ class EightBitMean:
         buffer, index = bucket.buffer(), bucket.index()
         # DDP orders its buckets anew after the first step.
         members = tuple(id(parameter) for parameter in bucket.parameters())
-        known = self._buckets.get(index)
-        if known is None or known.members != members:
+        same = self._buckets.get(index)
+        if same is None or same.members != members:
             layout = Layout(elements=buffer.numel(), ranks=self._collectives.ranks)
-            known = self._buckets[index] = _Bucket(self._collectives, self._codec, self._unit, layout, members)
-        return self._on_stream(known, buffer) if self._thread is None else self._on_thread(known, buffer)
+            same = self._buckets[index] = _Bucket(self._collectives, self._codec, self._unit, layout, members)
+        return self._on_stream(same, buffer) if self._thread is None else self._on_thread(same, buffer)
 
     def _on_stream(self, bucket: _Bucket, buffer: torch.Tensor) -> Mean:
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             buffer.record_stream(self._stream)
-            done: Mean = torch.futures.Future(devices=[self._device])
-            done.set_result(bucket.mean(buffer))
-        return done
+            mean: Mean = torch.futures.Future(devices=[self._device])
+            mean.set_result(bucket.mean(buffer))
+        return mean
 
     def _on_thread(self, bucket: _Bucket, buffer: torch.Tensor) -> Mean:
         assert self._thread is not None
-        done: Mean = torch.futures.Future()
+        mean: Mean = torch.futures.Future()
 
         def run() -> None:
             try:
-                done.set_result(bucket.mean(buffer))
+                mean.set_result(bucket.mean(buffer))
             except Exception as problem:  # whatever it is, the backward pass that waits for it must raise it
-                failed: Any = done  # its method is annotated with the kind of result
+                failed: Any = mean  # its method is annotated with the kind of result
                 failed.set_exception(problem)
 
         self._thread.submit(run)
-        return done
+        return mean
 
 
 def _stream_on(device: torch.device) -> torch.cuda.Stream:
     kind: Any = torch.cuda.Stream  # without annotations
-    made: torch.cuda.Stream = kind(device)
-    return made
+    stream: torch.cuda.Stream = kind(device)
+    return stream
+
+
+Members = tuple[int, ...]
+"""The parameters of a bucket, by their ids."""
 
 
 class _Bucket:
     """One bucket's two halves and what their rounding left out."""
 
     def __init__(
-        self,
-        collectives: Collectives,
-        codec: Codec,
-        unit: Callable[[], float],
-        layout: Layout,
-        members: tuple[int, ...],
+        self, collectives: Collectives, codec: Codec, unit: Callable[[], float], layout: Layout, members: Members
     ) -> None:
         self.members = members
         self._collectives, self._codec, self._layout = collectives, codec, layout

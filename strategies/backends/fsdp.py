@@ -33,10 +33,12 @@ class FullShard(TorchStrategy):
     _reduce_dtype: torch.dtype | None = None
 
     def engine(self, parts: TrainingParts) -> TorchEngine:
+        """Make the engine, whose gradients are reduced in the dtype that the script asks for."""
         self._reduce_dtype = gradient_travel(parts).dtype
         return super().engine(parts)
 
     def wrap(self, model: nn.Module) -> nn.Module:
+        """Shard the model in place: experts and blocks as units, and the root."""
         ensure_group(self.environment)
         if self.mesh.is_data_parallel:
             share_weights(model, self.environment.device)
@@ -69,17 +71,20 @@ class FullShard(TorchStrategy):
         return CPUOffloadPolicy(pin_memory=self.environment.device.type == "cuda")
 
     def synchronization(self, module: nn.Module, *, reduces: bool) -> AbstractContextManager[object]:
+        """Set whether the next backward pass reduces."""
         cast("FSDPModule", module).set_requires_gradient_sync(reduces)
         return nullcontext()
 
     @property
     def reduces_each_micro_batch(self) -> bool:
+        """True if the plan counts on gradients that are sharded in every micro-batch."""
         # A micro-batch that is not reduced leaves whole gradients on every rank: 4 bytes per parameter, however many
         # ranks there are. The plan says whether it counted on them.
         return self.configuration.sync_each_micro_batch
 
     @contextmanager
     def whole(self, module: nn.Module, *, keeps_changes: bool) -> Iterator[None]:
+        """All weights whole inside; `keeps_changes` takes over what rank 0 wrote to them."""
         units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         for unit in units:
             unit.reshard()  # what a forward pass without a backward left unsharded
@@ -112,7 +117,7 @@ class HybridShard(FullShard):
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP would gather some of a module's parameters: those that it has gathered are no DTensors meanwhile."""
+    """Return whether FSDP would all-gather some of a module's parameters; those it has are no DTensors meanwhile."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
@@ -142,7 +147,7 @@ def _letting_go(unit: nn.Module, model: nn.Module) -> Iterator[None]:
 
 
 def fully_shard_arguments(configuration: Configuration) -> dict[str, Any]:
-    """What a script of its own hands to `fully_shard` for the same precision, resharding and offload."""
+    """Return what a script of its own hands to `fully_shard` for the same precision, resharding and offload."""
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(configuration.precision)
     policy = MixedPrecisionPolicy() if narrow is None else MixedPrecisionPolicy(narrow, torch.float32)
     kwargs: dict[str, Any] = {"mp_policy": policy}

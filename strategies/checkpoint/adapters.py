@@ -32,26 +32,21 @@ CONFIG_FILE = "adapter_config.json"
 """PEFT's names."""
 _PREFIX = "base_model.model."
 """What `PeftModel` puts in front of every name of the model that it holds."""
-
-
-# What an export needs to know of a model's adapters.
+_BY_NAME = ("names", "merges")
+"""What of an adapter is of single layers."""
 
 
 def adapter_of(module: nn.Module, names: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, Any]:
-    """PEFT's config of a model's adapters, its names for them, and how each is merged, as JSON; empty without adapters.
+    """Return what an export needs to know of a model's adapters, as JSON; empty without adapters.
 
-    `names` are the module's tensors by the names of checkpoints. Of a pipeline those of all stages are in it; every
-    rank calls it together.
+    That is PEFT's config of them, its names for them, and how each is merged. `names` are the module's tensors by the
+    names of checkpoints. Of a pipeline those of all stages are in it; every rank calls it together.
     """
-    stages = [found for found in gathered(_own_adapter(module, names), mesh, ("pp",)) if found]
+    stages = [stage for stage in gathered(_own_adapter(module, names), mesh, ("pp",)) if stage]
     if not stages:
         return {}
-    joined = {word: {name: what for found in stages for name, what in found[word].items()} for word in _BY_NAME}
+    joined = {word: {name: value for stage in stages for name, value in stage[word].items()} for word in _BY_NAME}
     return {**stages[0], **joined}
-
-
-_BY_NAME = ("names", "merges")
-"""What of it is of single layers."""
 
 
 def _own_adapter(module: nn.Module, names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -62,7 +57,7 @@ def _own_adapter(module: nn.Module, names: Mapping[str, torch.Tensor]) -> dict[s
     adapter = active if isinstance(active, str) and active in configs else next(iter(configs))
     by_tensor = {id(tensor): name for name, tensor in names.items()}
     peft = import_module("peft")
-    found = peft.get_peft_model_state_dict(
+    state = peft.get_peft_model_state_dict(
         module, state_dict=dict(names), adapter_name=adapter, save_embedding_layers=False
     )
     config = configs[adapter].to_dict()
@@ -70,7 +65,9 @@ def _own_adapter(module: nn.Module, names: Mapping[str, torch.Tensor]) -> dict[s
     return {
         "config": json.loads(json.dumps(config, default=_plain)),
         "names": {
-            by_tensor[id(tensor)]: _with_prefix(name) for name, tensor in found.items() if id(tensor) in by_tensor
+            by_tensor[id(tensor)]: f"{_PREFIX}{name.removeprefix(_PREFIX)}"
+            for name, tensor in state.items()
+            if id(tensor) in by_tensor
         },
         "merges": {f"{path}.base_layer.weight": merge for path, merge in _merges(module, adapter, names)},
         "adapter": adapter,
@@ -86,18 +83,18 @@ class Written:
 
 
 def adapters_alone(adapter: Mapping[str, Any]) -> dict[str, Written]:
-    """The weights of `adapter_model.safetensors`, by PEFT's names."""
+    """Return the weights of `adapter_model.safetensors`, by PEFT's names."""
     return {name: Written(own=own) for own, name in adapter["names"].items()}
 
 
 def merged_names(adapter: Mapping[str, Any], names: Mapping[str, object]) -> dict[str, Written]:
-    """The whole model's weights by the names that they have without adapters.
+    """Return the whole model's weights by the names that they have without adapters.
 
     Raises:
         CannotRun: an adapter is of a kind that is not merged here.
     """
     merges, kept = adapter["merges"], f".modules_to_save.{adapter['adapter']}."
-    found: dict[str, Written] = {}
+    written: dict[str, Written] = {}
     for own in names:
         if ".lora_" in own or ".original_module." in own or (".modules_to_save." in own and kept not in own):
             continue
@@ -105,18 +102,21 @@ def merged_names(adapter: Mapping[str, Any], names: Mapping[str, object]) -> dic
         if merge is not None and merge["problem"]:
             raise CannotRun(f"export: {own} cannot be merged ({merge['problem']}); export the adapters (merged=False)")
         name = own.removeprefix(_PREFIX).replace(kept, ".").replace(".base_layer.", ".")
-        found[name] = Written(own=own, merge=merge)
-    return found
+        written[name] = Written(own=own, merge=merge)
+    return written
 
 
 def merge_into(
     whole: torch.Tensor, merge: Mapping[str, Any], down: torch.Tensor, up: torch.Tensor, magnitude: torch.Tensor | None
 ) -> torch.Tensor:
-    """W + s B A, in fp32 and rounded once; with a magnitude m, (m / ||W + s B A||) (W + s B A) over rows (DoRA, Liu et
-    al. 2024, arXiv:2402.09353, equation 5).
+    """Return W + s B A, in fp32 and rounded once.
+
+    With a magnitude m it is (m / ||W + s B A||) (W + s B A) over rows (DoRA, Liu et al. 2024, arXiv:2402.09353,
+    equation 5).
 
     Args:
         whole: the frozen matrix, [out, in], or [in, out] where the merge says `transposed`.
+        merge: s as `scale`, and `transposed`.
         down: [rank, in].
         up: [out, rank].
         magnitude: [out].
@@ -142,33 +142,20 @@ def _merges(module: nn.Module, adapter: str, names: Mapping[str, object]) -> Ite
             problem = "its adapter has a bias"
         elif type(layer.base_layer).__name__ == "Linear4bit":
             problem = "its weight is stored in 4 bits"
-        yield (
-            path,
-            {
-                "down": down,
-                "up": up,
-                "magnitude": magnitude if magnitude in names else "",
-                "scale": float(layer.scaling[adapter]),
-                "transposed": bool(getattr(layer, "fan_in_fan_out", False)),
-                "problem": problem,
-            },
-        )
-
-
-def _with_prefix(name: str) -> str:
-    return name if name.startswith(_PREFIX) else f"{_PREFIX}{name}"
+        tensors = {"down": down, "up": up, "magnitude": magnitude if magnitude in names else ""}
+        transposed, scale = bool(getattr(layer, "fan_in_fan_out", False)), float(layer.scaling[adapter])
+        yield path, {**tensors, "scale": scale, "transposed": transposed, "problem": problem}
 
 
 def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, (set, frozenset)) else str(getattr(value, "value", value))
 
 
-# Frozen weights that a checkpoint leaves out.
-
-
 def left_out(states: States, *, trainable_only: bool) -> frozenset[str]:
-    """The names of what a checkpoint leaves out: frozen weights if asked, and those in 4 bits in any case, which only
-    the library that made them can read."""
+    """Return the names of what a checkpoint leaves out: frozen weights if asked, and in any case those in 4 bits.
+
+    These only the library that made them can read.
+    """
     narrow = quantised_weights(states.module)
     if not trainable_only and not narrow:
         return frozenset()
@@ -180,8 +167,8 @@ def left_out(states: States, *, trainable_only: bool) -> frozenset[str]:
     )
 
 
-def described_base(states: States, names: frozenset[str], environment: Environment) -> dict[str, Any]:
-    """What the left-out weights are, as JSON; empty for none. Every rank calls it together."""
+def describe_base(states: States, names: frozenset[str], environment: Environment) -> dict[str, Any]:
+    """Return what the left-out weights are, as JSON; empty for none. Every rank calls it together."""
     if not names:
         return {}
     text, kinds, total = hashlib.sha256(), set(), 0
@@ -198,21 +185,13 @@ def described_base(states: States, names: frozenset[str], environment: Environme
     if not parts.is_whole:
         # Stages and ranks with experts of their own have other names: `Restore` looks for each one by itself.
         has_all_names = parts.blocks is None and not parts.experts
-        named = text.hexdigest() if has_all_names else ""
-        return {"names": named, "weights": len(names), "dtypes": [], "bits": 0}
-    return {
-        "names": text.hexdigest(),
-        "weights": len(weights),
-        "dtypes": sorted(kinds),
-        "bits": _summed(total, environment),
-    }
+        return {"names": text.hexdigest() if has_all_names else "", "weights": len(names), "dtypes": [], "bits": 0}
+    bits = _sum_up(total, environment)
+    return {"names": text.hexdigest(), "weights": len(weights), "dtypes": sorted(kinds), "bits": bits}
 
 
 def require_same_base(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        BrokenFile: the frozen weights are others than those that the checkpoint was trained beside.
-    """
+    """Raise `BrokenFile` for frozen weights that are others than those that the checkpoint was trained beside."""
     if saved.get("names") and here.get("names") and saved["names"] != here["names"]:
         problem = f"leaves out {saved.get('weights')} frozen weights, and this model has others"
         raise BrokenFile(path, problem, "build the model that was saved, frozen alike")
@@ -223,12 +202,12 @@ def require_same_base(path: Path, saved: Mapping[str, Any], here: Mapping[str, A
 
 
 def _is_comparable(dtypes: Any) -> bool:
-    """Whether weights are the same once they are rounded to bf16, whichever strategy keeps them."""
+    """Return whether weights are the same once they are rounded to bf16, whichever strategy keeps them."""
     return bool(dtypes) and set(dtypes) <= {"float32", "bfloat16"}
 
 
 def _own_part(value: Any, environment: Environment) -> torch.Tensor | None:
-    """The elements of a tensor that this rank counts, so that all ranks together count each once."""
+    """Return the elements of a tensor that this rank counts, so that all ranks together count each once."""
     if isinstance(value, PartOfTensor):
         return value.tensor
     if isinstance(value, DTensor):
@@ -253,7 +232,7 @@ def _sum_of_bits(tensor: torch.Tensor) -> int:
     return total
 
 
-def _summed(total: int, environment: Environment) -> int:
+def _sum_up(total: int, environment: Environment) -> int:
     if environment.world_size == 1:
         return total % _MODULUS
     everywhere = torch.tensor(total, dtype=torch.int64, device=environment.device)

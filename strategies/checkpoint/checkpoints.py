@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from strategies.checkpoint import rng
-from strategies.checkpoint.adapters import adapter_of, described_base, left_out, require_same_base
+from strategies.checkpoint.adapters import adapter_of, describe_base, left_out, require_same_base
 from strategies.checkpoint.content import STATE, Content, text_of
 from strategies.checkpoint.export import export_checkpoint
 from strategies.checkpoint.loading import check
@@ -35,7 +35,9 @@ class CheckpointedEngine(TrainingEngine, Protocol):
     supervision: Any
 
     @property
-    def mesh(self) -> Mesh: ...
+    def mesh(self) -> Mesh:
+        """How ranks split the model."""
+        ...
 
     def _states(self) -> States: ...
 
@@ -44,15 +46,15 @@ class CheckpointedEngine(TrainingEngine, Protocol):
     def _resume(self, progress: Mapping[str, Any]) -> None: ...
 
 
-class Checkpoints:
+class Checkpoints(Saver):
     """Saves and restores one engine; every rank calls every method together."""
 
     def __init__(self, engine: CheckpointedEngine) -> None:
+        super().__init__(engine.environment)
         self._engine = engine
-        self._saver = Saver(engine.environment)
 
     def save(self, directory: Path, client_state: Mapping[str, Any], options: SaveOptions) -> Path:
-        """Write one checkpoint and return its path; `Saver.save` says what it raises."""
+        """Write one checkpoint and return its path; `write` says what it raises."""
         engine = self._engine
         states = self._states()
         states.leaves_out = left_out(states, trainable_only=options.trainable_only)
@@ -63,7 +65,7 @@ class Checkpoints:
             written_by=_written_by(engine),
             is_custom=options.custom is not None,
             adapter=adapter_of(engine.module, states.names.tensors, engine.mesh),
-            left_out=described_base(states, states.leaves_out, engine.environment),
+            left_out=describe_base(states, states.leaves_out, engine.environment),
         )
 
         def tensors() -> dict[str, Any]:
@@ -73,39 +75,39 @@ class Checkpoints:
         def state() -> str:
             if content.is_custom:
                 return text_of(content)
-            whole = states.described()
+            whole = states.describe()
             aliases, extra = dict(whole.aliases), dict(whole.extra)
             return text_of(replace(content, optimizer=dict(whole.optimizer), aliases=aliases, extra=extra))
 
         what = Saved(step=engine.global_steps, tensors=tensors, state=state)
-        return self._saver.save(directory, what, options)
+        return self.write(directory, what, options)
 
     def load(self, directory: Path) -> tuple[Path | None, dict[str, Any]]:
-        """Restore the latest checkpoint; its path and client state, or (None, {}) where there is none.
+        """Restore the latest checkpoint; return its path and client state, or (None, {}) where there is none.
 
         All is read and checked on all ranks before anything of the engine changes.
         """
-        self._saver.wait()
+        self.wait()
         engine = self._engine
         states = self._states()
         own = _OwnState(engine, states.names.extra)
-        found = check(directory, states, engine.environment, own.require)
-        if found is None:
+        checked = check(directory, states, engine.environment, own.require)
+        if checked is None:
             return None, {}
-        if found.content.left_out:
-            here = described_base(states, left_out(states, trainable_only=True), engine.environment)
-            everywhere(lambda: require_same_base(found.path, found.content.left_out, here))
+        path, content = checked.path, checked.content
+        if content.left_out:
+            here = describe_base(states, left_out(states, trainable_only=True), engine.environment)
+            everywhere(lambda: require_same_base(path, content.left_out, here))
         try:
-            everywhere(lambda: own.take_over(found.path, found.content))
+            everywhere(lambda: own.take_over(path, content))
         except BaseException:
             own.give_back()
             raise
-        found.take_over()
-        progress = found.content.progress
-        engine._resume(progress)
-        if engine.dataloader is not None and progress.get("data") is not None:
-            engine.dataloader.load_state_dict(progress["data"])
-        return found.path, found.content.client_state
+        checked.take_over()
+        engine._resume(content.progress)
+        if engine.dataloader is not None and content.progress.get("data") is not None:
+            engine.dataloader.load_state_dict(content.progress["data"])
+        return path, content.client_state
 
     def export(
         self, directory: Path, dtype: str | None, max_shard_bytes: int | None, *, merged: bool = False
@@ -129,11 +131,11 @@ class Checkpoints:
             finally:
                 shutil.rmtree(between, ignore_errors=True)
 
-        self._saver.save(between, what, SaveOptions())
+        self.write(between, what, SaveOptions())
         return on_rank_zero(convert)
 
     def _states(self) -> States:
-        """The engine's module and optimizer, and what ranks with different parts of the model have together."""
+        """Return the engine's module and optimizer, and what ranks with different parts of the model have together."""
         engine = self._engine
         if engine.mesh.is_data_parallel:
             return engine._states()
@@ -145,20 +147,6 @@ class Checkpoints:
         states, inventory = everywhere(own)
         states.whole = together(gathered(inventory, engine.mesh))
         return states
-
-    @property
-    def is_written(self) -> bool:
-        """Whether this rank has nothing left to do for the last checkpoint; on rank 0, whether it is complete."""
-        return self._saver.is_written
-
-    @property
-    def problem(self) -> str:
-        """What this rank's part of the last checkpoint failed at, as far as it is known; empty where it did not."""
-        return self._saver.problem
-
-    def wait(self) -> None:
-        """Return when the checkpoint that is being written in the background is complete."""
-        self._saver.wait()
 
 
 class _OwnState:
@@ -225,12 +213,12 @@ class _OwnState:
 
 
 def custom_of(save: Callable[..., object] | None, engine: CheckpointedEngine) -> Callable[[Path], object] | None:
-    """A script's save function, bound to its engine."""
+    """Return a script's save function, bound to its engine."""
     return None if save is None else lambda folder: save(engine, folder)
 
 
 def model_files_of(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """What transformers writes beside a model's weights; empty for every other module."""
+    """Return what transformers writes beside a model's weights; empty for every other module."""
     files: dict[str, dict[str, Any]] = {}
     for name, attribute in (("config.json", "config"), ("generation_config.json", "generation_config")):
         to_diff = getattr(getattr(module, attribute, None), "to_diff_dict", None)
@@ -242,7 +230,7 @@ def model_files_of(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _surroundings(engine: CheckpointedEngine) -> dict[str, Any]:
-    """The scheduler, and the place in the data."""
+    """Return the scheduler, and the place in the data."""
     return {
         "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
         "data": None if engine.dataloader is None else engine.dataloader.state_dict(),

@@ -20,17 +20,14 @@ from strategies.checkpoint.reading import (
     Box,
     Damaged,
     counts,
-    cover_problem,
     is_count,
     is_deep,
     json_object,
     read_bytes,
     shown,
+    why_no_cover,
 )
 from strategies.errors import BrokenFile, CannotRun
-
-# The directory of checkpoints: names, publication, clearing away.
-
 
 LATEST = "latest"
 STATE = "state.json"
@@ -39,7 +36,7 @@ _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
 def unused_name(directory: Path, step: int) -> str:
-    """The name for a checkpoint of a step: no folder has it yet."""
+    """Return the name for a checkpoint of a step: no folder has it yet."""
     name, again = f"step-{step:08d}", 2
     while (directory / name).exists():
         name = f"step-{step:08d}-{again}"
@@ -61,7 +58,7 @@ def begin(directory: Path, step: int) -> str:
 
 
 def temporary(directory: Path, name: str) -> Path:
-    """Where the checkpoint `name` is written before it is published."""
+    """Return where the checkpoint `name` is written before it is published."""
     return directory / f".{name}.tmp"
 
 
@@ -83,13 +80,13 @@ def publish(directory: Path, name: str, keep_last: int | None) -> None:
 
 
 def published(directory: Path) -> list[Path]:
-    """The checkpoints below a directory, the one that was saved last first."""
-    found = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, _order(path)), reverse=True)
+    """Return the checkpoints below a directory, the one that was saved last first."""
+    folders = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(folders, key=lambda path: (path.stat().st_mtime_ns, _order(path)), reverse=True)
 
 
 def named_latest(directory: Path) -> Path | None:
-    """The checkpoint to resume from: what `latest` names, or the newest there is where `latest` is not there yet.
+    """Return the checkpoint to resume from: what `latest` names, or the newest where `latest` is not there yet.
 
     Raises:
         BrokenFile: `latest` names no checkpoint below the directory.
@@ -108,12 +105,12 @@ def named_latest(directory: Path) -> Path | None:
 
 
 def is_checkpoints_name(name: str) -> bool:
-    """Whether a folder of this name is one checkpoint."""
+    """Return whether a folder of this name is one checkpoint."""
     return _NAME.fullmatch(name) is not None
 
 
 def nearest(directory: Path) -> Path | None:
-    """The directory beside another whose name is most like its own and which has checkpoints."""
+    """Return the directory beside another whose name is most like its own and which has checkpoints."""
     beside = {path.name: path for path in directory.absolute().parent.glob("*/") if path.name != directory.name}
     near = get_close_matches(directory.name, beside, n=3)
     return next((beside[name] for name in near if published(beside[name])), None)
@@ -152,7 +149,7 @@ def remove(path: Path) -> None:
 
 
 def _inside(directory: Path, path: Path) -> Path:
-    """A checkpoint that was not named but found, and so has to lie below the directory.
+    """Return a checkpoint that was not named but found, and so has to lie below the directory.
 
     Raises:
         BrokenFile: a link leads out of it.
@@ -217,7 +214,7 @@ Index = Mapping[str, SavedTensor]
 
 
 def text_of(content: Content) -> str:
-    """The text of a `state.json`.
+    """Return the text of a `state.json`.
 
     Raises:
         CannotRun: the script's part of it is not JSON, or more than a checkpoint may have.
@@ -236,7 +233,7 @@ def text_of(content: Content) -> str:
 
 
 def read_content(folder: Path) -> Content:
-    """The `state.json` of a checkpoint.
+    """Read the `state.json` of a checkpoint.
 
     Raises:
         BrokenFile: it is not one, or of another format.
@@ -246,16 +243,13 @@ def read_content(folder: Path) -> Content:
 
 
 def require_no_pickles(folder: Path) -> None:
-    """
-    Raises:
-        BrokenFile: a checkpoint was written before this format.
-    """
+    """Raise `BrokenFile` for a checkpoint that was written before this format."""
     if (folder / ".metadata").is_file():
         raise BrokenFile(folder, "was written by dsplan before its checkpoints had no pickle", "start from the weights")
 
 
 def content_of(folder: Path, data: bytes) -> Content:
-    """The bytes of a `state.json`, each part of it of the kind that it has to be.
+    """Read the bytes of a `state.json`, each part of it of the kind that it has to be.
 
     Raises:
         BrokenFile: it is not one, or of another format.
@@ -274,9 +268,9 @@ def content_of(folder: Path, data: bytes) -> Content:
         if name not in values:
             raise Damaged(path, f"is not a checkpoint's state: it has no {name}")
     content = Content(**values)
-    for problem in (_optimizer_problem(content.optimizer), _names_problem(content), _adapter_problem(content.adapter)):
-        if problem:
-            raise Damaged(path, problem)
+    problem = _why_no_optimizer(content.optimizer) or _why_no_names(content) or _why_no_adapter(content.adapter)
+    if problem:
+        raise Damaged(path, problem)
     return content
 
 
@@ -305,27 +299,27 @@ def require_progress(folder: Path, progress: Mapping[str, Any]) -> None:
 
 
 def read_index(folder: Path, data: bytes) -> dict[str, SavedTensor]:
-    """Where every tensor of a checkpoint lies: the bytes of its `tensors.json`.
+    """Return where every tensor of a checkpoint lies, from the bytes of its `tensors.json`.
 
     Raises:
         Damaged: it does not say that, or the boxes of a tensor are not all of it, each element once.
     """
     path = folder / TENSORS
-    found = {name: _saved(path, name, entry) for name, entry in json_object(path, data).items()}
+    tensors = {name: _saved(path, name, entry) for name, entry in json_object(path, data).items()}
     taken: set[tuple[str, str]] = set()
-    for name, tensor in found.items():
-        problem = cover_problem(tensor.shape, ((box.offsets, box.sizes) for box in tensor.boxes))
+    for name, tensor in tensors.items():
+        problem = why_no_cover(tensor.shape, ((box.offsets, box.sizes) for box in tensor.boxes))
         if problem:
             raise Damaged(path, f"{shown(name)}: {problem}")
         for box in tensor.boxes:
             if (box.file, box.key) in taken:
                 raise Damaged(path, f"{shown(name)}: {shown(box.key)} of {shown(box.file)} is there twice")
             taken.add((box.file, box.key))
-    return found
+    return tensors
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number, maybe an infinite one."""
+    """Return whether a value of JSON is a number, maybe an infinite one."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
 
 
@@ -349,8 +343,8 @@ def _box(path: Path, name: str, entry: Any) -> Box:
     return Box(offsets=offsets, sizes=sizes, file=file, key=key)
 
 
-def _optimizer_problem(optimizer: Mapping[str, Any]) -> str:
-    """What is not as `States.described` makes it; empty where all is."""
+def _why_no_optimizer(optimizer: Mapping[str, Any]) -> str | None:
+    """Return what is not as `States.describe` makes it; None where all is."""
     if not isinstance(optimizer.get("class", ""), str):
         return "its optimizer has no class"
     if not _are(optimizer.get("numbers", []), lambda value: isinstance(value, str)):
@@ -360,16 +354,16 @@ def _optimizer_problem(optimizer: Mapping[str, Any]) -> str:
         return "its optimizer's groups have no options"
     if not all(_are(group.get("parameters"), lambda name: isinstance(name, str)) for group in groups):
         return "its optimizer's groups have no parameters"
-    return ""
+    return None
 
 
-def _names_problem(content: Content) -> str:
+def _why_no_names(content: Content) -> str | None:
     if not all(isinstance(name, str) for name in content.aliases.values()):
         return "its aliases are no names"
     for name, values in content.model_files.items():
         if name not in MODEL_FILES or not isinstance(values, dict):
             return f"its model_files has {shown(name)}, which no model has beside its weights"
-    return ""
+    return None
 
 
 def _are(values: Any, is_one: Callable[[Any], bool]) -> bool:
@@ -380,24 +374,18 @@ def _kind(value: Any) -> str:
     return shown(value) if isinstance(value, (bool, int, float, str)) or value is None else f"a {type(value).__name__}"
 
 
-def _adapter_problem(adapter: Mapping[str, Any]) -> str:
-    """What is not as `strategies.checkpoint.adapters.adapter_of` makes it; empty where all is."""
+def _why_no_adapter(adapter: Mapping[str, Any]) -> str | None:
+    """Return what is not as `strategies.checkpoint.adapters.adapter_of` makes it; None where all is."""
     if not adapter:
-        return ""
+        return None
     config, names, merges = (adapter.get(key) for key in ("config", "names", "merges"))
     if not isinstance(config, dict) or not isinstance(adapter.get("adapter"), str):
         return "its adapter has no config"
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         return "its adapter's names are no names"
-    kinds: dict[str, Any] = {
-        "down": str,
-        "up": str,
-        "magnitude": str,
-        "scale": (int, float),
-        "transposed": bool,
-        "problem": str,
-    }
+    kinds: dict[str, Any] = {**dict.fromkeys(("down", "up", "magnitude", "problem"), str), "transposed": bool}
+    kinds["scale"] = (int, float)
     for merge in merges.values() if isinstance(merges, dict) else [None]:
         if not isinstance(merge, dict) or not all(isinstance(merge.get(key), kind) for key, kind in kinds.items()):
             return "its adapter's merges are none"
-    return ""
+    return None

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
@@ -33,6 +33,8 @@ from strategies.checkpoint.storage import Reader, carried_out, is_ranks_file
 from strategies.distributed.consensus import everywhere, on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import BrokenFile, DsplanError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +81,7 @@ class Checked:
 def check(
     directory: Path, states: States, environment: Environment, require: Callable[[Path, Content], None]
 ) -> Checked | None:
-    """Find the latest checkpoint below `directory`, or the one that it is, and check all of it. Return None if there is
-    none.
+    """Find the latest checkpoint below `directory`, or the one that it is, and check all of it; None if there is none.
 
     Every rank calls it together. Nothing of the engine changes. `require` raises where the engine cannot take what is
     no tensor.
@@ -95,21 +96,21 @@ def check(
     rank, ranks = environment.rank, environment.world_size
 
     def look() -> tuple[Opened, Reader, Restore]:
-        found = open_checkpoint(path, rank, ranks)
-        if found.content.is_custom:
-            require_bytes(found, rank, ranks)
-            raise BrokenFile(
-                path, "was written by a save function of the script's", "read it as that function wrote it"
-            )
-        reader = Reader(path, with_aliases(found.index, found.content))
-        restore = Restore(path, found.content, states, _saved(reader))
+        checkpoint = open_checkpoint(path, rank, ranks)
+        content = checkpoint.content
+        if content.is_custom:
+            require_bytes(checkpoint, rank, ranks)
+            problem = "was written by a save function of the script's"
+            raise BrokenFile(path, problem, "read it as that function wrote it")
+        reader = Reader(path, with_aliases(checkpoint.index, content))
+        restore = Restore(path, content, states, _saved(reader))
         restore.check()
-        require_progress(path, found.content.progress)
-        require(path, found.content)
-        require_bytes(found, rank, ranks)
-        return found, reader, restore
+        require_progress(path, content.progress)
+        require(path, content)
+        require_bytes(checkpoint, rank, ranks)
+        return checkpoint, reader, restore
 
-    found, reader, restore = everywhere(lambda: _with_remedy(path, look))
+    checkpoint, reader, restore = everywhere(lambda: _name_remedy(path, look))
     small = {**restore.numbers_room(), **rng.room(rank, _saved(reader))}
     _read(path, reader, small)
 
@@ -120,10 +121,10 @@ def check(
         except ValueError as problem:
             raise Damaged(path, str(problem)) from None
 
-    everywhere(lambda: _with_remedy(path, look_at_small))
+    everywhere(lambda: _name_remedy(path, look_at_small))
     if environment.is_main:
-        _name_strays(found)
-    return Checked(path=path, content=found.content, reader=reader, restore=restore, small=small, rank=rank)
+        _name_strays(checkpoint)
+    return Checked(path=path, content=checkpoint.content, reader=reader, restore=restore, small=small, rank=rank)
 
 
 def open_checkpoint(path: Path, share: int = 0, shares: int = 1) -> Opened:
@@ -140,47 +141,42 @@ def open_checkpoint(path: Path, share: int = 0, shares: int = 1) -> Opened:
     sums = safefile.read(path)
     content = content_of(path, safefile.checked_bytes_of(path, folder.STATE, sums))
     if content.is_custom:
-        found = Opened(path=path, content=content, index={}, sums=sums)
-        for name in _data_files(found)[share::shares]:
+        checkpoint = Opened(path=path, content=content, index={}, sums=sums)
+        for name in _data_files(checkpoint)[share::shares]:
             safefile.require_size(path, name, sums[name])
-        return found
+        return checkpoint
     index = read_index(path, safefile.checked_bytes_of(path, TENSORS, sums))
-    found = Opened(path=path, content=content, index=index, sums=sums)
-    boxes = _boxes_by_file(found)
-    for name in _data_files(found)[share::shares]:
+    checkpoint = Opened(path=path, content=content, index=index, sums=sums)
+    boxes = _boxes_by_file(checkpoint)
+    for name in _data_files(checkpoint)[share::shares]:
         safefile.require_size(path, name, sums[name])
         _require_boxes(path, name, boxes[name])
-    return found
+    return checkpoint
 
 
-def require_bytes(found: Opened, share: int = 0, shares: int = 1) -> None:
-    """Read every `shares`-th file once, from `share` on.
-
-    Raises:
-        Damaged: one of them is not as it was written.
-    """
-    for name in _data_files(found)[share::shares]:
-        safefile.require_bytes(found.path, name, found.sums[name])
+def require_bytes(checkpoint: Opened, share: int = 0, shares: int = 1) -> None:
+    """Read every `shares`-th file once, from `share` on, and raise `Damaged` for one that is not as it was written."""
+    for name in _data_files(checkpoint)[share::shares]:
+        safefile.require_bytes(checkpoint.path, name, checkpoint.sums[name])
 
 
 def open_whole(path: Path) -> Opened:
-    """A checkpoint that is whole; one process looks at all of it.
+    """Open a checkpoint that is whole; one process looks at all of it.
 
     Raises:
         BrokenFile: naming the file, what is wrong with it, and the newest checkpoint next to it that is whole.
     """
 
     def look() -> Opened:
-        found = open_checkpoint(path)
-        require_bytes(found)
-        return found
+        checkpoint = open_checkpoint(path)
+        require_bytes(checkpoint)
+        return checkpoint
 
-    found: Opened = _with_remedy(path, look)
-    return found
+    return _name_remedy(path, look)
 
 
 def with_aliases(index: Index, content: Content) -> Index:
-    """An index in which tied tensors are found under all of their names."""
+    """Return an index in which tied tensors are found under all of their names."""
     further: dict[str, SavedTensor] = {}
     by_name: dict[str, list[str]] = {}
     for full in index:
@@ -196,7 +192,7 @@ def with_aliases(index: Index, content: Content) -> Index:
 
 
 def _latest(directory: Path) -> Path | None:
-    """What to load; None, which rank 0 says, where there is no checkpoint: a first start, or a mistyped directory.
+    """Return what to load; None, which rank 0 says, for no checkpoint: a first start, or a mistyped directory.
 
     Raises:
         BrokenFile: the name is that of one checkpoint, and there is none.
@@ -221,19 +217,19 @@ def _saved(reader: Reader) -> Any:
     return reader.read_metadata().state_dict_metadata
 
 
-def _data_files(found: Opened) -> list[str]:
-    return sorted(name for name in found.sums if name not in (folder.STATE, TENSORS))
+def _data_files(checkpoint: Opened) -> list[str]:
+    return sorted(name for name in checkpoint.sums if name not in (folder.STATE, TENSORS))
 
 
-def _boxes_by_file(found: Opened) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
-    """Key, dtype and shape of what each file has to hold.
+def _boxes_by_file(checkpoint: Opened) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+    """Return key, dtype and shape of what each file has to hold.
 
     Raises:
         Damaged: the list of tensors and that of checksums are not of the same files.
     """
-    path = found.path / TENSORS
-    files: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in _data_files(found)}
-    for name, tensor in found.index.items():
+    path = checkpoint.path / TENSORS
+    files: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in _data_files(checkpoint)}
+    for name, tensor in checkpoint.index.items():
         if tensor.dtype not in DTYPES:
             raise Damaged(path, f"{shown(name)} is of dtype {shown(tensor.dtype)}, which dsplan does not know")
         for box in tensor.boxes:
@@ -242,7 +238,7 @@ def _boxes_by_file(found: Opened) -> dict[str, dict[str, tuple[str, tuple[int, .
             files[box.file][box.key] = (tensor.dtype, box.sizes)
     stray = next((name for name, keys in files.items() if not keys and not is_ranks_file(name)), None)
     if stray is not None:
-        raise Damaged(found.path / safefile.FILE, f"lists {shown(stray)}, which holds nothing of the checkpoint")
+        raise Damaged(checkpoint.path / safefile.FILE, f"lists {shown(stray)}, which holds nothing of the checkpoint")
     return files
 
 
@@ -261,8 +257,8 @@ def _require_boxes(path: Path, name: str, expected: Mapping[str, tuple[str, tupl
             raise Damaged(path / name, problem)
 
 
-def _with_remedy(path: Path, look: Callable[[], Any]) -> Any:
-    """What `look` returns; where it finds damage, the newest checkpoint that can be loaded instead is named."""
+def _name_remedy(path: Path, look: Callable[[], T]) -> T:
+    """Return what `look` returns; where it finds damage, name the newest checkpoint that can be loaded instead."""
     try:
         return look()
     except Damaged as damaged:
@@ -270,7 +266,7 @@ def _with_remedy(path: Path, look: Callable[[], Any]) -> Any:
 
 
 def _remedy(path: Path) -> str:
-    """What to load instead of a damaged checkpoint."""
+    """Return what to load instead of a damaged checkpoint."""
     others = [other for other in folder.published(path.parent) if other != path]
     good = next((other for other in others if _is_whole(other)), None)
     return "no checkpoint next to it is whole" if good is None else f"load {good}, the newest that is whole"
@@ -284,11 +280,10 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _name_strays(found: Opened) -> None:
+def _name_strays(checkpoint: Opened) -> None:
     """Say which files lie in a checkpoint's folder that are not the checkpoint's; nobody opens them."""
-    own = {safefile.FILE, *(PurePosixPath(name).parts[0] for name in found.sums)}
-    strays = sorted(name for name in os.listdir(found.path) if name not in own and not name.startswith("."))
+    path, own = checkpoint.path, {safefile.FILE, *(PurePosixPath(name).parts[0] for name in checkpoint.sums)}
+    strays = sorted(name for name in os.listdir(path) if name not in own and not name.startswith("."))
     if strays:
         others = f" and {len(strays) - 1} more are" if len(strays) > 1 else " is"
-        line = f"{found.path}: {shown(strays[0])}{others} none of its files and not read; move it out of the folder"
-        notice(line)
+        notice(f"{path}: {shown(strays[0])}{others} none of its files and not read; move it out of the folder")

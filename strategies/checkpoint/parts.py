@@ -42,7 +42,7 @@ class Box:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The elements `start` to `stop` of a contiguous tensor of `shape`, as boxes in their order."""
+    """Yield the elements `start` to `stop` of a contiguous tensor of `shape`, as boxes in their order."""
     if start >= stop:
         return
     if not shape:
@@ -64,7 +64,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def _within(shape: Sequence[int], row: int, start: int, stop: int, *, taken: int) -> Iterator[Box]:
-    """The boxes of a run that lies in one row."""
+    """Yield the boxes of a run that lies in one row."""
     size = math.prod(shape[1:])
     for box in boxes(shape[1:], start - row * size, stop - row * size):
         yield Box(offsets=(row, *box.offsets), sizes=(1, *box.sizes), start=taken + box.start)
@@ -95,7 +95,7 @@ class PartOfTensor:
     def of_run(
         cls, run: torch.Tensor, shape: Sequence[int], start: int, *, split: Split | None = None, writes: bool = True
     ) -> PartOfTensor:
-        """The elements [n] from `start` on of a tensor of `shape`, or of the part of it that a split leaves here."""
+        """Take the elements [n] from `start` on of a tensor of `shape`, or of the part that a split leaves here."""
         flat = run.detach()
         local = shape if split is None else split.local_shape
         pieces: list[Piece] = []
@@ -107,7 +107,7 @@ class PartOfTensor:
 
     @classmethod
     def of_split(cls, part: torch.Tensor, split: Split) -> PartOfTensor:
-        """The part of a tensor that a split leaves here, whole or as a DTensor that more ranks share."""
+        """Take the part of a tensor that a split leaves here, whole or as a DTensor that more ranks share."""
         part = part.detach()
         local, offsets = part, (0,) * part.dim()
         if isinstance(part, DTensor):
@@ -116,7 +116,7 @@ class PartOfTensor:
         return cls(part, split.shape, list(_split(local, tuple(offsets), split)) if local.numel() else ())
 
     def size(self) -> torch.Size:
-        """The shape of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return self.shape
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
@@ -141,7 +141,7 @@ class PartOfTensor:
 
 
 def _split(values: torch.Tensor, offsets: Sequence[int], split: Split) -> Iterator[Piece]:
-    """The pieces of a box of a split part, which begins at `offsets` of it."""
+    """Yield the pieces of a box of a split part, which begins at `offsets` of it."""
     for region in split.regions(offsets, values.shape):
         spans = zip(region.local, offsets, region.sizes, strict=True)
         inside = tuple(slice(low - begin, low - begin + size) for low, begin, size in spans)
@@ -157,9 +157,11 @@ class SavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
+        """Begin with the dictionary under `ALL`."""
         super().set_up_planner(state_dict[ALL], storage_meta, is_coordinator)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return what lies in a box."""
         part = _part_at(self.state_dict, index)
         return super().lookup_object(index) if part is None else part
 
@@ -173,16 +175,17 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # Not torch's: on the way it drops values of kinds that it does not know.
+        """Begin with the dictionary under `ALL`; torch's own way drops values of kinds that it does not know."""
         self.original_state_dict = self.state_dict = state_dict[ALL]
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the tensor that a box is read into."""
         part = _part_at(self.state_dict, index)
         return super().lookup_tensor(index) if part is None else part
 
 
 def _part_at(state: Mapping[str, Any], index: MetadataIndex) -> torch.Tensor | None:
-    """The box of a `PartOfTensor`; None for everything else, which torch looks up itself."""
+    """Return the box of a `PartOfTensor`; None for everything else, which torch looks up itself."""
     value = state.get(index.fqn)
     return value.__get_tensor_shard__(index) if isinstance(value, PartOfTensor) else None

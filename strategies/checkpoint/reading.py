@@ -66,15 +66,19 @@ class Stored:
     end: int
 
 
+Span = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a box."""
+
+
 def shown(text: object) -> str:
-    """A name out of a file, in quotes, on one line and not too long."""
+    """Return a name out of a file, in quotes, on one line and not too long."""
     quoted = ascii(str(text)) if not str(text).isprintable() else repr(str(text))
     return quoted if len(quoted) <= 120 else f"{quoted[:117]}..."
 
 
 @contextmanager
 def opened(folder: Path, name: str) -> Iterator[BinaryIO]:
-    """A regular file in a folder or below it.
+    """Open a regular file in a folder or below it.
 
     Raises:
         Damaged: it is missing, something else, cannot be read, or its name leads out of the folder.
@@ -97,12 +101,12 @@ def opened(folder: Path, name: str) -> Iterator[BinaryIO]:
 
 
 def size_of(file: BinaryIO) -> int:
-    """Bytes of an open file."""
+    """Return the bytes of an open file."""
     return os.fstat(file.fileno()).st_size
 
 
 def read_bytes(folder: Path, name: str, limit: int = LONGEST_TEXT) -> bytes:
-    """All of a small file.
+    """Read all of a small file.
 
     Raises:
         Damaged: as `opened`, or it is longer than `limit`.
@@ -116,7 +120,7 @@ def read_bytes(folder: Path, name: str, limit: int = LONGEST_TEXT) -> bytes:
 
 
 def json_object(path: Path, data: bytes, deepest: int = DEEPEST) -> dict[str, Any]:
-    """The JSON object that bytes of `path` are, nested at most `deepest` deep.
+    """Return the JSON object that bytes of `path` are, nested at most `deepest` deep.
 
     Raises:
         Damaged: they are none, have a key twice, or are nested too deep.
@@ -138,7 +142,7 @@ def json_object(path: Path, data: bytes, deepest: int = DEEPEST) -> dict[str, An
 
 
 def is_deep(values: Any, deepest: int = DEEPEST) -> bool:
-    """Whether lists and dicts are nested deeper than that."""
+    """Return whether lists and dicts are nested deeper than that."""
     level = [values]
     for _ in range(deepest):
         inner = [value for value in level if isinstance(value, (dict, list, tuple))]
@@ -151,7 +155,7 @@ def is_deep(values: Any, deepest: int = DEEPEST) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value of JSON is a whole number from 0 on that a 64-bit integer holds."""
+    """Return whether a value of JSON is a whole number from 0 on that a 64-bit integer holds."""
     return type(value) is int and 0 <= value < _LARGEST
 
 
@@ -163,7 +167,7 @@ def counts(values: Any) -> tuple[int, ...] | None:
 
 
 def header_of(file: BinaryIO, path: Path) -> dict[str, Stored]:
-    """The tensors of an open safetensors file by their keys; together they are all of its bytes, none of them twice.
+    """Return the tensors of an open safetensors file by their keys; together they are all of its bytes, each once.
 
     Raises:
         Damaged: they are not, or the header is none.
@@ -174,34 +178,33 @@ def header_of(file: BinaryIO, path: Path) -> dict[str, Stored]:
         raise Damaged(path, f"is damaged: its header cannot have {length} bytes in a file of {size}")
     values = json_object(path, _exactly(file, path, length))
     values.pop("__metadata__", None)
-    found = {key: _stored(path, key, entry, 8 + length) for key, entry in values.items()}
-    spans = sorted((stored.begin, stored.end) for stored in found.values())
+    tensors = {key: _stored(path, key, entry, 8 + length) for key, entry in values.items()}
+    spans = sorted((stored.begin, stored.end) for stored in tensors.values())
     edges = [(8 + length, 8 + length), *spans, (size, size)]
     if any(before[1] != after[0] for before, after in pairwise(edges)):
         raise Damaged(path, "is damaged: its tensors leave bytes out or share them")
-    return found
+    return tensors
 
 
-def cover_problem(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> str:
-    """Why boxes of (offsets, sizes) are not a tensor of `shape`, each element once; empty where they are."""
-    full = []
+def why_no_cover(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> str | None:
+    """Return why boxes of (offsets, sizes) are not a tensor of `shape`, each element once; None where they are."""
+    full: list[Span] = []
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(shape):
             return f"a box has {len(sizes)} dimensions and the tensor {len(shape)}"
-        if any(
-            low < 0 or long < 0 or low + long > whole for low, long, whole in zip(offsets, sizes, shape, strict=True)
-        ):
+        spans = zip(offsets, sizes, shape, strict=True)
+        if any(low < 0 or long < 0 or low + long > whole for low, long, whole in spans):
             return f"the box of {list(sizes)} at {list(offsets)} lies outside of {list(shape)}"
         if math.prod(sizes):
             full.append((tuple(offsets), tuple(sizes)))
     elements, whole = sum(math.prod(sizes) for _, sizes in full), math.prod(shape)
     if elements != whole:
         return f"its boxes hold {elements} elements of {whole}"
-    return "" if _come_apart(full, len(shape)) else "its boxes overlap"
+    return None if _come_apart(full, len(shape)) else "its boxes overlap"
 
 
-def _come_apart(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], dimensions: int) -> bool:
-    """Whether no boxes overlap: straight cuts part them, as they do the grids and runs that strategies write.
+def _come_apart(boxes: list[Span], dimensions: int) -> bool:
+    """Return whether no boxes overlap: straight cuts part them, as they do the grids and runs that strategies write.
 
     Overlapping boxes cannot be parted. What is left when the number of cuts within cuts has reached its limit is
     compared each with each, where it is little: so the time has a limit too.
@@ -214,16 +217,14 @@ def _come_apart(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], dimensions
     return all(len(group) <= _FEW and not any(starmap(_overlap, combinations(group, 2))) for group in groups)
 
 
-def _overlap(one: tuple[tuple[int, ...], tuple[int, ...]], two: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+def _overlap(one: Span, two: Span) -> bool:
     return all(a < b + long_b and b < a + long_a for a, long_a, b, long_b in zip(*one, *two, strict=True))
 
 
-def _cut(
-    group: list[tuple[tuple[int, ...], tuple[int, ...]]], dimensions: int
-) -> list[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """A group in parts that straight cuts across one dimension make of it; the group itself where there is no cut."""
+def _cut(group: list[Span], dimensions: int) -> list[list[Span]]:
+    """Return the parts that straight cuts across one dimension make of a group; itself where there is no cut."""
     for dimension in range(dimensions):
-        end, parts = -1, list[list[tuple[tuple[int, ...], tuple[int, ...]]]]()
+        end, parts = -1, list[list[Span]]()
         for box in sorted(group, key=lambda box: box[0][dimension]):
             low, long = box[0][dimension], box[1][dimension]
             if low >= end:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,100 +45,96 @@ class Restore:
         self._options: list[tuple[dict[str, Any], str, Any]] = []
 
     def check(self) -> None:
-        """
-        Raises:
-            BrokenFile: the checkpoint is of another model, or of another optimizer, or holds what neither can be.
-        """
+        """Compare both, and raise `BrokenFile` for another model, another optimizer, or what neither can be."""
         needed = self._require_optimizer()
         self._weights = self._states.weights()
         self._require_model()
-        for place in self._places():
-            found = self._by_parameter.get(place.name, {})
-            missing = sorted(needed - found.keys()) if found else []
+        for parameter in self._parameters():
+            states = self._by_parameter.get(parameter.name, {})
+            missing = sorted(needed - states.keys()) if states else []
             if missing:
-                raise self._broken(f"has no {missing[0]} of {place.name}", "name another checkpoint")
-            for key, name in found.items():
-                self._require_state(place, key, self._saved[name], is_needed=key in needed)
-        self._options = self._checked_options()
+                raise self._broken(f"has no {missing[0]} of {parameter.name}", "name another checkpoint")
+            for key, name in states.items():
+                self._require_state(parameter, key, self._saved[name], is_needed=key in needed)
+        self._options = self._check_options()
+
+    def _saved_states(self) -> Iterator[tuple[Place, str, str]]:
+        """Yield each parameter here with the keys and the names of its states in the checkpoint."""
+        for parameter in self._parameters():
+            for key, name in self._by_parameter.get(parameter.name, {}).items():
+                yield parameter, key, name
 
     def numbers_room(self) -> dict[str, torch.Tensor]:
-        """Where the states are read to that are one number for a parameter."""
+        """Make room for the states that are one number for a parameter."""
         return {
             name: torch.empty((), dtype=self._saved[name].properties.dtype)
-            for place in self._places()
-            for key, name in self._by_parameter.get(place.name, {}).items()
-            if self._is_number(place, key, self._saved[name].size)
+            for parameter, key, name in self._saved_states()
+            if self._is_number(parameter, key, self._saved[name].size)
         }
 
     def check_numbers(self, values: Mapping[str, torch.Tensor]) -> None:
-        """
-        Raises:
-            BrokenFile: a state is a number that its optimizer cannot have.
-        """
-        for place in self._places():
-            old = self._states.states_of(place)
-            for key, name in self._by_parameter.get(place.name, {}).items():
-                if name not in values:
-                    continue
-                number = values[name].item()
-                is_counted = key != "step" or (isinstance(number, (int, float)) and 0 <= number < 2**53)
-                try:
-                    is_one = key not in SCALARS or (math.isfinite(number) and is_counted)
-                    self._formed(place, key, values[name], old.get(key))
-                except (ValueError, OverflowError, TypeError, RuntimeError):
-                    is_one = False
-                if not is_one:
-                    raise self._broken(f"has {key} {number} of {place.name}", "name another checkpoint")
+        """Raise `BrokenFile` for a state that is a number which its optimizer cannot have."""
+        for parameter, key, name in self._saved_states():
+            if name not in values:
+                continue
+            number = values[name].item()
+            is_counted = key != "step" or (isinstance(number, (int, float)) and 0 <= number < 2**53)
+            try:
+                is_one = key not in SCALARS or (math.isfinite(number) and is_counted)
+                self._convert(parameter, key, values[name], self._states.states_of(parameter).get(key))
+            except (ValueError, OverflowError, TypeError, RuntimeError):
+                is_one = False
+            if not is_one:
+                raise self._broken(f"has {key} {number} of {parameter.name}", "name another checkpoint")
 
     def room(self) -> dict[str, Any]:
-        """Where all other tensors are read to: weights in place, optimizer states to what becomes the optimizer's."""
+        """Make room for all other tensors: weights in place, optimizer states in what becomes the optimizer's."""
         target = self._weights
-        for place in self._places():
-            for key, name in self._by_parameter.get(place.name, {}).items():
-                if not self._is_number(place, key, self._saved[name].size):
-                    target |= self._state_room(place, key, name, self._saved[name])
+        for parameter, key, name in self._saved_states():
+            if not self._is_number(parameter, key, self._saved[name].size):
+                target |= self._state_room(parameter, key, name, self._saved[name])
         return target
 
     def finish(self, values: Mapping[str, Any]) -> None:
         """Take over what was read, and the options of groups."""
         by_parameter = _states_by_parameter(values)
-        for place in self._places():
-            found = by_parameter.get(place.name, {})
-            old = dict(self._states.states_of(place))
-            new = {key: self._formed(place, key, values[name], old.get(key)) for key, name in found.items()}
-            self._states.keep(place, new)
+        for parameter in self._parameters():
+            old, names = dict(self._states.states_of(parameter)), by_parameter.get(parameter.name, {})
+            new = {key: self._convert(parameter, key, values[name], old.get(key)) for key, name in names.items()}
+            self._states.keep(parameter, new)
         for group, key, value in self._options:
             live = group[key]
             group[key] = live.fill_(value) if isinstance(live, torch.Tensor) else value
         self._states.updated()
 
-    def _places(self) -> Iterable[Place]:
+    def _parameters(self) -> Iterator[Place]:
         return (place for place in self._states.places() if not place.is_absent)
 
-    def _state_room(self, place: Place, key: str, name: str, saved: TensorStorageMetadata) -> dict[str, Any]:
+    def _state_room(self, parameter: Place, key: str, name: str, saved: TensorStorageMetadata) -> dict[str, Any]:
         dtype = saved.properties.dtype
-        if saved.size == place.shape:
-            return {name: place.saved(self._states.room_for(place, key, dtype))}
-        return {name: torch.empty(saved.size, dtype=dtype, device=place.tensor.device)}
+        if saved.size == parameter.shape:
+            return {name: parameter.saved(self._states.room_for(parameter, key, dtype))}
+        return {name: torch.empty(saved.size, dtype=dtype, device=parameter.tensor.device)}
 
-    def _require_state(self, place: Place, key: str, saved: TensorStorageMetadata, *, is_needed: bool) -> None:
-        shape, is_shaped = list(saved.size), is_needed and key not in SCALARS
-        if is_shaped and (saved.size != place.shape or not _same_kind(saved.properties.dtype, place.tensor.dtype)):
-            problem = f"has {key} of {place.name} as {saved.properties.dtype} {shape}"
-            raise self._broken(f"{problem}, and the parameter is {place.tensor.dtype} {list(place.shape)}", _SAME_MODEL)
+    def _require_state(self, parameter: Place, key: str, saved: TensorStorageMetadata, *, is_needed: bool) -> None:
+        shape, is_shaped, live = list(saved.size), is_needed and key not in SCALARS, parameter.tensor.dtype
+        if is_shaped and (saved.size != parameter.shape or not _same_kind(saved.properties.dtype, live)):
+            problem = f"has {key} of {parameter.name} as {saved.properties.dtype} {shape}"
+            raise self._broken(f"{problem}, and the parameter is {live} {list(parameter.shape)}", _SAME_MODEL)
         if shape and (key in self._numbers or (is_needed and key in SCALARS)):
-            raise self._broken(f"has {key} of {place.name} as {shape}, which is no number", "name another checkpoint")
-        if place.is_partial and saved.size != place.shape and not self._is_number(place, key, saved.size):
-            raise self._broken(f"has {key} {shape} for all of {place.name}", "resume on one rank, or under ddp")
+            problem = f"has {key} of {parameter.name} as {shape}, which is no number"
+            raise self._broken(problem, "name another checkpoint")
+        if parameter.is_partial and saved.size != parameter.shape and not self._is_number(parameter, key, saved.size):
+            raise self._broken(f"has {key} {shape} for all of {parameter.name}", "resume on one rank, or under ddp")
 
-    def _is_number(self, place: Place, key: str, shape: torch.Size) -> bool:
-        return place.is_number(key, shape) or key in self._numbers
+    def _is_number(self, parameter: Place, key: str, shape: torch.Size) -> bool:
+        return parameter.is_number(key, shape) or key in self._numbers
 
-    def _formed(self, place: Place, key: str, value: Any, old: Any) -> Any:
-        """A state as this optimizer keeps it: numbers as it does, tensors where its implementation wants them."""
+    def _convert(self, parameter: Place, key: str, value: Any, old: Any) -> Any:
+        """Return a state as this optimizer keeps it: numbers as it does, tensors where it wants them."""
         if isinstance(value, PartOfTensor):
             return value.tensor
-        if not isinstance(value, torch.Tensor) or not self._is_number(place, key, value.shape):
+        if not isinstance(value, torch.Tensor) or not self._is_number(parameter, key, value.shape):
             return value
         if isinstance(old, torch.Tensor):
             return value.to(old)
@@ -148,27 +144,26 @@ class Restore:
         if library == "deepspeed":
             return int(value.item())
         if library == "torch":
-            on_device = place.group.get("capturable") or place.group.get("fused")
-            return value.to(place.tensor.device if on_device else "cpu", torch.float32)
+            on_device = parameter.group.get("capturable") or parameter.group.get("fused")
+            return value.to(parameter.tensor.device if on_device else "cpu", torch.float32)
         return value.item() if key in self._numbers else value
 
-    def _checked_options(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """The options of every live group that the checkpoint has, in the form in which the group has them."""
+    def _check_options(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return the options of every live group that the checkpoint has, in the form in which the group has them."""
         groups = self._content.optimizer.get("groups", ())
         saved: dict[str, dict[str, Any]] = {name: group["options"] for group in groups for name in group["parameters"]}
-        found = []
+        options = []
         for names, group in self._states.groups():
-            options = next((saved[name] for name in names if name in saved), dict[str, Any]())
-            for key, value in options.items():
+            for key, value in next((saved[name] for name in names if name in saved), dict[str, Any]()).items():
                 if key in group and key not in IMPLEMENTATION:
                     try:
-                        found.append((group, key, as_live(group[key], value)))
+                        options.append((group, key, as_live(group[key], value)))
                     except ValueError as problem:
                         raise Damaged(self._path / STATE, f"its optimizer's {shown(key)} {problem}") from None
-        return found
+        return options
 
     def _require_optimizer(self) -> frozenset[str]:
-        """The states that every parameter of this optimizer has, if it has any."""
+        """Return the states that every parameter of this optimizer has, if it has any."""
         before, now = self._content.optimizer.get("class", ""), type(self._states.optimizer).__name__
         same = next((needed for names, needed in _SAME_STATES if {before, now} <= names), None)
         if before != now and same is None:
@@ -178,7 +173,7 @@ class Restore:
         return needed | {"step"} if is_torchs_adam else needed
 
     def _require_model(self) -> None:
-        """Every weight of the model is there in its shape, and no other; no states of other weights either."""
+        """Require every weight of the model in its shape, and no other; no states of other weights either."""
         tensors, saved = self._states.names.tensors, self._saved
         live = {
             name: self._states.shape_of(tensors[name])
@@ -198,12 +193,12 @@ class Restore:
             if not _same_kind(there[name].properties.dtype, tensors[name].dtype):
                 problem = f"has {name} as {there[name].properties.dtype} and the model as {tensors[name].dtype}"
                 raise self._broken(problem, _SAME_MODEL)
-        known = {*live, *self._states.all_names(), *self._content.aliases}
+        names = {*live, *self._states.all_names(), *self._content.aliases}
         for name in there:
-            if name not in known:
+            if name not in names:
                 raise self._broken(f"has a weight {shown(name)[1:-1]} that the model has not", _SAME_MODEL)
         for name, states in self._by_parameter.items():
-            if name not in known:
+            if name not in names:
                 raise self._broken(f"has {shown(next(iter(states.values())))} and no such weight", _SAME_MODEL)
 
     def _broken(self, problem: str, remedy: str) -> BrokenFile:
@@ -214,17 +209,17 @@ _SAME_MODEL = "build the model that was saved, or name another checkpoint"
 
 
 def _states_by_parameter(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The names of optimizer states by parameter and by state."""
-    found: dict[str, dict[str, str]] = {}
+    """Return the names of optimizer states by parameter and by state."""
+    states: dict[str, dict[str, str]] = {}
     for name in names:
         if name.startswith(OPTIMIZER):
             _, key, parameter = name.split("/", 2)
-            found.setdefault(parameter, {})[key] = name
-    return found
+            states.setdefault(parameter, {})[key] = name
+    return states
 
 
 def as_live(live: Any, value: Any) -> Any:
-    """A value of JSON in the form of the one that it replaces, with its tuples and with its whole numbers as keys.
+    """Return a value of JSON in the form of the one that it replaces, with its tuples and its whole numbers as keys.
 
     Raises:
         ValueError: it is of another kind.
@@ -244,7 +239,7 @@ def as_live(live: Any, value: Any) -> Any:
 
 
 def _like_mapping(live: Mapping[Any, Any], value: Any) -> Any:
-    """Names with an underscore come and go between versions of torch; others have to be the same."""
+    """Convert a mapping: names with an underscore come and go with versions of torch; others have to be the same."""
     if not isinstance(value, dict):
         raise ValueError(f"is {shown(value)}, which has no names")
     if not live:
@@ -255,16 +250,16 @@ def _like_mapping(live: Mapping[Any, Any], value: Any) -> Any:
     public = [{key for key in keys if not key.startswith("_")} - _GONE for keys in (value, by_text)]
     if public[0] != public[1]:
         raise ValueError(f"has {shown(min(public[0] ^ public[1]))} on one side alone")
-    found = {}
+    entries = {}
     for key, entry in value.items():
         if key in by_text:
             try:
-                found[key] = as_live(live[key], entry)
-                if key in _PER_GROUP and len(live[key]) != len(found[key]):
+                entries[key] = as_live(live[key], entry)
+                if key in _PER_GROUP and len(live[key]) != len(entries[key]):
                     raise ValueError(f"has {len(entry)} members, and not {len(live[key])}")
             except (ValueError, TypeError) as problem:
                 raise ValueError(f"{shown(key)} {problem}") from None
-    return found
+    return entries
 
 
 def _like_list(live: Any, value: Any) -> Any:

@@ -62,7 +62,7 @@ class FileSum:
 
 
 def lay_out(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> list[Entry]:
-    """The entries of a file of (key, dtype, shape), widest dtypes first, so that all are aligned.
+    """Return the entries of a file of (key, dtype, shape), widest dtypes first, so that all are aligned.
 
     Raises:
         CannotRun: safetensors has no such dtype.
@@ -79,10 +79,7 @@ def lay_out(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> list[E
 
 
 def write(path: Path, entries: Sequence[Entry], data: Iterable[memoryview], notes: dict[str, str]) -> FileSum:
-    """Write a file whose data section is `data` end to end, and wait until the disk has it.
-
-    Args:
-        notes: texts for the header's `__metadata__`.
+    """Write a file of `data` end to end, with `notes` as `__metadata__`, and wait until the disk has it.
 
     Raises:
         OSError: it cannot be written.
@@ -99,7 +96,7 @@ def write(path: Path, entries: Sequence[Entry], data: Iterable[memoryview], note
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes; without a copy where it lies contiguous in host memory."""
+    """Return a tensor's bytes; without a copy where it lies contiguous in host memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     if not flat.numel():
         return memoryview(bytearray())
@@ -110,7 +107,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def sum_of(path: Path) -> FileSum:
-    """Size and checksum of a file that is there.
+    """Return size and checksum of a file that is there.
 
     Raises:
         OSError: it cannot be read.
@@ -120,7 +117,7 @@ def sum_of(path: Path) -> FileSum:
 
 
 def sum_of_open(file: BinaryIO) -> FileSum:
-    """Size and checksum of an open file, from where it stands.
+    """Return size and checksum of an open file, from where it stands.
 
     Raises:
         OSError: it cannot be read.
@@ -153,22 +150,20 @@ def _header(entries: Sequence[Entry], notes: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-# Checksums of a checkpoint's files: a flipped bit, a missing or a cut file is found before anything is used.
-
-
 FILE = "checksums.json"
+"""Of a checkpoint's files: a flipped bit, a missing or a cut file shows before anything is used."""
 _LONGEST = 2**26
 """Bytes of the list: half a million files."""
 
 
 def text_of(sums: Mapping[str, FileSum]) -> str:
-    """The text of a `checksums.json`; `crc32` is that of its own list."""
+    """Return the text of a `checksums.json`; `crc32` is that of its own list."""
     files = {name: asdict(sums[name]) for name in sorted(sums)}
     return json.dumps({"files": files, "crc32": _own(files)}, indent=1) + "\n"
 
 
 def read(folder: Path) -> dict[str, FileSum]:
-    """The sums that a checkpoint was published with.
+    """Return the sums that a checkpoint was published with.
 
     Raises:
         Damaged: there are none, or they are damaged themselves.
@@ -187,7 +182,7 @@ def read(folder: Path) -> dict[str, FileSum]:
 
 
 def checked_bytes_of(folder: Path, name: str, sums: Mapping[str, FileSum]) -> bytes:
-    """All of a small file, as it was written.
+    """Read all of a small file, as it was written.
 
     Raises:
         Damaged: it is not.
@@ -200,27 +195,20 @@ def checked_bytes_of(folder: Path, name: str, sums: Mapping[str, FileSum]) -> by
 
 
 def require_size(folder: Path, name: str, expected: FileSum) -> None:
-    """
-    Raises:
-        Damaged: the file is not there in its length.
-    """
+    """Look at a file's length, and raise `Damaged` where it is another."""
     with opened(folder, name) as file:
         _require_length(folder / name, size_of(file), expected)
 
 
 def require_bytes(folder: Path, name: str, expected: FileSum) -> None:
-    """Read a file of any length, once.
-
-    Raises:
-        Damaged: it is not as it was written.
-    """
+    """Read a file of any length, once, and raise `Damaged` where it is not as it was written."""
     with opened(folder, name) as file:
         _compare(folder / name, sum_of_open(file), expected)
 
 
-def _compare(path: Path, found: FileSum, expected: FileSum) -> None:
-    _require_length(path, found.bytes, expected)
-    if found.crc32 != expected.crc32:
+def _compare(path: Path, actual: FileSum, expected: FileSum) -> None:
+    _require_length(path, actual.bytes, expected)
+    if actual.crc32 != expected.crc32:
         raise Damaged(path, "is damaged: its checksum is not what was written")
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as plan_tensors
 
 from hardware_db.files import replace_whole
+from hardware_db.notices import notice
 from strategies.checkpoint import content, safefile
 from strategies.checkpoint import content as folder
 from strategies.checkpoint.parts import ALL, SavePlanner
@@ -26,12 +27,10 @@ from strategies.distributed.consensus import everywhere, on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import BrokenFile, DsplanError
 
-# The writer of one checkpoint: a thread on every rank; they synchronize through the folder, not the network.
-
-
 _LOOK_SECONDS = 0.01
+"""Between two looks of rank 0 at what the others have written."""
 _PATIENCE_SECONDS = 600.0
-
+"""Rank 0 gives a checkpoint up that has not grown for so long."""
 Write = Callable[[Path], Mapping[str, FileSum]]
 
 
@@ -45,16 +44,19 @@ class Target:
 
     @property
     def path(self) -> Path:
+        """The folder of the complete checkpoint."""
         return self.directory / self.name
 
     @property
     def temporary(self) -> Path:
+        """The folder that is written before."""
         return content.temporary(self.directory, self.name)
 
 
 class Writing:
     """Runs `write` with the temporary folder on this rank, and on rank 0 the publication after all ranks' parts.
 
+    Each rank has a thread; they synchronize through the folder, not the network.
     `write` returns the sums of the files it has written as far as it knows them; rank 0 sums up the others.
     """
 
@@ -69,12 +71,12 @@ class Writing:
 
     @property
     def is_over(self) -> bool:
-        """Whether this rank has nothing left to do."""
+        """True if this rank has nothing left to do."""
         return not self._thread.is_alive()
 
     @property
     def problem(self) -> str:
-        """What went wrong on this rank so far."""
+        """The reason why this rank failed so far; empty where it did not."""
         return "" if self._problem is None else str(self._problem) or type(self._problem).__name__
 
     def require_part(self) -> None:
@@ -121,8 +123,12 @@ class Writing:
 
     def _notify_others(self) -> None:
         """Leave word that this rank's part will not come: rank 0 may be past the script's end, where nobody asks."""
-        with suppress(OSError):
+        try:
             self._given_up(self._environment.rank).touch()
+        except FileNotFoundError:
+            return  # rank 0 has given it up already
+        except OSError as problem:
+            notice(f"{self.target.path}: rank 0 waits for a part that will not come ({problem.strerror})")
 
     def _write_part(self) -> None:
         sums = self._write(self.target.temporary)
@@ -130,7 +136,7 @@ class Writing:
         replace_whole(note, json.dumps({name: asdict(file_sum) for name, file_sum in sums.items()}))
 
     def _all_parts_are_there(self) -> bool:
-        """Wait for every rank's note; False where the checkpoint is given up meanwhile."""
+        """Wait for every rank's note; return False where the checkpoint is given up meanwhile."""
         notes = [self._note(rank) for rank in range(self._environment.world_size)]
         size, since = -1, time.monotonic()
         while not all(note.exists() for note in notes):
@@ -171,7 +177,7 @@ class Writing:
 
 
 def size_of(directory: Path) -> int:
-    """Bytes of the files in a directory where others write, and rename what they have written."""
+    """Count bytes of the files in a directory where others write, and rename what they have written."""
     size = 0
     for path in directory.iterdir():
         with suppress(FileNotFoundError):
@@ -180,20 +186,23 @@ def size_of(directory: Path) -> int:
 
 
 def unwritable(path: Path, problem: OSError) -> BrokenFile:
-    """A directory that cannot be written, in one line."""
+    """Return a directory that cannot be written, in one line."""
     reason = problem.strerror or str(problem)
     return BrokenFile(path, f"cannot be written ({reason})", "make room, or name another directory")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOptions:
-    """How to save: `keep_last` checkpoints stay (None: all); `asynchronous` in the background; `custom` is a function
-    of the folder to write to, which replaces the tensors; `trainable_only` leaves out frozen weights."""
+    """How to save."""
 
     keep_last: int | None = None
+    """How many checkpoints stay; None: all."""
     asynchronous: bool = False
+    """In the background."""
     custom: Callable[[Path], object] | None = None
+    """A function of the folder to write to, which replaces the tensors."""
     trainable_only: bool = False
+    """Leaves out frozen weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,7 +222,7 @@ class Saver:
         self._writing: Writing | None = None
         self._buffer: torch.Tensor | None = None
 
-    def save(self, directory: Path, what: Saved, options: SaveOptions) -> Path:
+    def write(self, directory: Path, what: Saved, options: SaveOptions) -> Path:
         """Write one checkpoint and return the path that it has when it is complete.
 
         Raises:
@@ -225,9 +234,9 @@ class Saver:
         try:
             text = everywhere(what.state)
             if options.custom is None:
-                write = self._planned(target, everywhere(what.tensors), options)
+                write = self._plan(target, everywhere(what.tensors), options)
             else:
-                write = _written_by(options.custom, target)
+                write = _let_write(options.custom, target)
         except BaseException:
             self._discard(target)
             raise
@@ -242,12 +251,12 @@ class Saver:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank has nothing left to do for the last checkpoint; on rank 0, whether it is complete."""
+        """True if this rank has nothing left to do for the last checkpoint; on rank 0, if it is complete."""
         return self._writing is None or self._writing.is_over
 
     @property
     def problem(self) -> str:
-        """What this rank's part of the last checkpoint failed at, as far as it is known; empty where it did not."""
+        """The reason why this rank's part of the last checkpoint failed, as far as known; empty where it did not."""
         return "" if self._writing is None else self._writing.problem
 
     def wait(self) -> None:
@@ -284,8 +293,8 @@ class Saver:
 
         return Target(directory=directory, name=on_rank_zero(make_room), keep_last=keep_last)
 
-    def _planned(self, target: Target, tensors: dict[str, Any], options: SaveOptions) -> Write:
-        """Which bytes this rank writes; in the background, from a copy of them."""
+    def _plan(self, target: Target, tensors: dict[str, Any], options: SaveOptions) -> Write:
+        """Plan which bytes this rank writes; in the background, from a copy of them."""
         writer = Writer(self._environment.rank)
         carried_out(target.path, lambda: plan_tensors({ALL: tensors}, storage_writer=writer, planner=SavePlanner()))
         file, index = writer.file, json.dumps(writer.index)
@@ -299,7 +308,7 @@ class Saver:
         return write
 
     def _copy(self, file: RankFile) -> torch.Tensor:
-        """All that this rank writes, in host memory; the memory stays for the next time."""
+        """Copy all that this rank writes to host memory, which stays for the next time."""
         if self._buffer is None or self._buffer.numel() < file.bytes:
             on_device = self._environment.device.type == "cuda"
             self._buffer = torch.empty(file.bytes, dtype=torch.uint8, pin_memory=on_device)
@@ -310,7 +319,7 @@ class Saver:
         return copied
 
     def _last_words(self) -> None:
-        """At the end of the process nobody else asks how the last checkpoint went."""
+        """Print how the last checkpoint went: at the end of the process nobody else asks."""
         if self._writing is not None:
             try:
                 self._writing.require_published()
@@ -318,7 +327,7 @@ class Saver:
                 print(problem, file=sys.stderr)
 
 
-def _written_by(function: Callable[[Path], object], target: Target) -> Write:
+def _let_write(function: Callable[[Path], object], target: Target) -> Write:
     """Let a script's function write, now and on this thread: it reads the weights as they are, and may communicate."""
 
     def attempt() -> None:

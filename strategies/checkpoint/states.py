@@ -21,15 +21,12 @@ from strategies.checkpoint.parts import PartOfTensor
 from strategies.errors import CannotRun
 from strategies.parallel.split import ModelParts, Split, parts_of
 
-# Names of a module's tensors, each tensor once.
-
-
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleNames:
-    """What a module's state dict holds.
+    """What a module's state dict holds, each tensor once.
 
     Attributes:
         tensors: every parameter and persistent buffer under its first name.
@@ -42,12 +39,12 @@ class ModuleNames:
     extra: Mapping[str, Any]
 
     def of_parameters(self) -> dict[torch.Tensor, str]:
-        """The names by tensor."""
+        """Return the names by tensor."""
         return {tensor: name for name, tensor in self.tensors.items()}
 
 
 def names_of(module: nn.Module) -> ModuleNames:
-    """The tensors of a module by the names that they have in it, without those of wrappers around its parts.
+    """Return the tensors of a module by the names that they have in it, without those of wrappers around its parts.
 
     Raises:
         CannotRun: a module's extra state is neither a tensor nor JSON.
@@ -77,7 +74,7 @@ def load_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
 
 
 def is_json(value: Any) -> bool:
-    """Whether a value is made of JSON's kinds (and tuples) alone."""
+    """Return whether a value is made of JSON's kinds (and tuples) alone."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return True
     if isinstance(value, (list, tuple)):
@@ -95,14 +92,14 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def unwrapped(name: str) -> str:
-    """A module's or tensor's name without those of wrappers around its parts."""
+    """Return a module's or tensor's name without those of wrappers around its parts."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def _canonical(names: ModuleNames, shared: Mapping[str, str]) -> ModuleNames:
-    """The names under which a checkpoint holds tensors that several pipeline stages have."""
+    """Return the names under which a checkpoint holds tensors that several pipeline stages have."""
     others = {name: canonical for name, canonical in shared.items() if name != canonical and name in names.tensors}
     return ModuleNames(
         tensors={others.get(name, name): tensor for name, tensor in names.tensors.items()},
@@ -131,7 +128,7 @@ class Inventory:
 
 
 def together(inventories: Sequence[Inventory]) -> Inventory:
-    """What all ranks have that hold different parts of one model; their optimizers have the same groups."""
+    """Return what all ranks have that hold different parts of one model; their optimizers have the same groups."""
     if len(inventories) == 1:
         return inventories[0]
     order = _order(inventories)
@@ -155,15 +152,15 @@ def together(inventories: Sequence[Inventory]) -> Inventory:
 
 
 def _order(inventories: Sequence[Inventory]) -> dict[str, tuple[float, int]]:
-    """Where each name stands in the whole model: what precedes the blocks, the blocks by number, what follows them."""
+    """Return where names stand in the whole model: what precedes the blocks, these by number, what follows them."""
     order: dict[str, tuple[float, int]] = {}
     for each in inventories:
         own = {block for stage in each.blocks for block in stage}
-        found = [re.search(r"\.(\d+)\.", name) for name in each.names]
-        numbers = [int(match[1]) if match and int(match[1]) in own else None for match in found]
-        first = next((place for place, number in enumerate(numbers) if number is not None), 0)
-        for place, (name, number) in enumerate(zip(each.names, numbers, strict=True)):
-            outside = -1.0 if not each.blocks or (place < first and 0 in own) else float("inf")
+        matches = [re.search(r"\.(\d+)\.", name) for name in each.names]
+        numbers = [int(match[1]) if match and int(match[1]) in own else None for match in matches]
+        first = next((index for index, number in enumerate(numbers) if number is not None), 0)
+        for index, (name, number) in enumerate(zip(each.names, numbers, strict=True)):
+            outside = -1.0 if not each.blocks or (index < first and 0 in own) else float("inf")
             order.setdefault(name, (outside if number is None else float(number), len(order)))
     return order
 
@@ -201,26 +198,26 @@ class Place:
 
     @property
     def is_absent(self) -> bool:
-        """Whether another rank owns the undivided parameter, with all of its states."""
+        """True if another rank owns the undivided parameter, with all of its states."""
         return self.start is None and self.tensor.numel() == 0 and self.shape.numel() > 0
 
     @property
     def is_partial(self) -> bool:
-        """Whether this rank has some of the parameter's elements only."""
+        """True if this rank has some of the parameter's elements only."""
         return (self.start is not None or self.split is not None) and self.tensor.numel() != self.shape.numel()
 
     def is_number(self, key: str, shape: torch.Size) -> bool:
-        """Whether a state of this shape is one number for the whole parameter."""
+        """Return whether a state of this shape is one number for the whole parameter."""
         return not shape and (key in SCALARS or bool(self.shape))
 
     def saved(self, value: torch.Tensor) -> Any:
-        """A tensor like `tensor`, as part of the whole one."""
+        """Return a tensor like `tensor`, as part of the whole one."""
         if self.start is not None:
             return PartOfTensor.of_run(value, self.shape, self.start, split=self.split, writes=self.writes)
         return value if self.split is None else PartOfTensor.of_split(value, self.split)
 
     def state_name(self, key: str) -> str:
-        """The name of a state in a checkpoint."""
+        """Return the name of a state in a checkpoint."""
         return f"{OPTIMIZER}{key}/{self.name}"
 
 
@@ -244,51 +241,49 @@ class States(ABC):
         """Names of weights that are neither saved nor looked for."""
 
     def weight(self, tensor: torch.Tensor) -> Any:
-        """A parameter or buffer as it is saved, and read in place: itself, or a part of a whole one, or of a master
-        copy."""
+        """Return a parameter or buffer as it is saved and read in place: itself, or part of a whole, or its master."""
         split = self.split_of(tensor)
         return tensor.detach() if split is None else PartOfTensor.of_split(tensor, split)
 
     @abstractmethod
     def places(self) -> Iterator[Place]:
-        """Every parameter that the optimizer trains, groups in order."""
+        """Yield every parameter that the optimizer trains, groups in order."""
 
     def shape_of(self, tensor: torch.Tensor) -> torch.Size:
-        """The whole shape of a parameter or buffer."""
+        """Return the whole shape of a parameter or buffer."""
         split = self.split_of(tensor)
         return tensor.shape if split is None else torch.Size(split.shape)
 
     def split_of(self, tensor: torch.Tensor) -> Split | None:
-        """Which part of a whole parameter or buffer this rank has; None if it is not split."""
+        """Return which part of a whole parameter or buffer this rank has; None if it is not split."""
         return self._splits.get(tensor)
 
     def writes(self, tensor: torch.Tensor) -> bool:
-        """Whether this rank writes its run of a parameter: the first of those that have the same, which may be cut into
-        other runs there."""
+        """Return whether this rank writes its run: the first of those that have the same, maybe cut otherwise."""
         name = self._own_names.get(tensor)
         return name is None or (self.parts.copy_of(name)[0] == 0 and self.parts.is_counted(name))
 
-    def states_of(self, place: Place) -> Mapping[str, Any]:
-        """The optimizer's states of a parameter: tensors like `place.tensor`, others, and numbers."""
-        states: Mapping[str, Any] = self.optimizer.state.get(place.tensor, {})
+    def states_of(self, parameter: Place) -> Mapping[str, Any]:
+        """Return the optimizer's states of a parameter: tensors like `parameter.tensor`, others, and numbers."""
+        states: Mapping[str, Any] = self.optimizer.state.get(parameter.tensor, {})
         return states
 
-    def room_for(self, place: Place, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor like `place.tensor` to read a state into."""
-        return torch.empty_like(place.tensor, dtype=dtype, requires_grad=False)
+    def room_for(self, parameter: Place, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor like `parameter.tensor` to read a state into."""
+        return torch.empty_like(parameter.tensor, dtype=dtype, requires_grad=False)
 
-    def keep(self, place: Place, states: dict[str, Any]) -> None:
+    def keep(self, parameter: Place, states: dict[str, Any]) -> None:
         """Make `states` the optimizer's, where there are any."""
-        self.optimizer.state.pop(place.tensor, None)
+        self.optimizer.state.pop(parameter.tensor, None)
         if states:
-            self.optimizer.state[place.tensor] = states
+            self.optimizer.state[parameter.tensor] = states
 
     @abstractmethod
     def updated(self) -> None:
-        """Weights and states have been read: bring what is derived from them up to date."""
+        """Bring what is derived from weights and states up to date: they have been read."""
 
     def weights(self) -> dict[str, Any]:
-        """The model, by the names of a checkpoint; tensors without elements are left out."""
+        """Return the model, by the names of a checkpoint; tensors without elements are left out."""
         return {
             f"{MODEL}{name}": self.weight(tensor)
             for name, tensor in self.names.tensors.items()
@@ -296,29 +291,27 @@ class States(ABC):
         }
 
     def tensors(self) -> dict[str, Any]:
-        """All that is saved."""
-        found = self.weights()
-        for place in self.places():
-            if place.is_absent:
-                continue
-            for key, value in self.states_of(place).items():
+        """Return all that is saved."""
+        tensors = self.weights()
+        for parameter in self.places():
+            for key, value in () if parameter.is_absent else self.states_of(parameter).items():
                 if value is not None:
-                    found[place.state_name(key)] = _kept(place, key, value)
-        return found
+                    tensors[parameter.state_name(key)] = _convert(parameter, key, value)
+        return tensors
 
     def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
-        """The optimizer's groups in order: the names of their parameters, and their options."""
-        found: dict[int, tuple[list[str], dict[str, Any]]] = {
+        """Return the optimizer's groups in order: the names of their parameters, and their options."""
+        groups: dict[int, tuple[list[str], dict[str, Any]]] = {
             id(group): ([], group) for group in self.optimizer.param_groups
         }
-        for place in self.places():
-            found.setdefault(id(place.group), ([], place.group))[0].append(place.name)
-        return list(found.values())
+        for parameter in self.places():
+            groups.setdefault(id(parameter.group), ([], parameter.group))[0].append(parameter.name)
+        return list(groups.values())
 
     def inventory(self) -> Inventory:
-        """What this rank's module and optimizer are made of."""
-        order = {name: place for place, name in enumerate(self.names.tensors)}
-        states = [state for place in self.places() for state in self.states_of(place).items()]
+        """Return what this rank's module and optimizer are made of."""
+        order = {name: index for index, name in enumerate(self.names.tensors)}
+        states = [state for parameter in self.places() for state in self.states_of(parameter).items()]
         return Inventory(
             names=tuple(self.names.tensors),
             aliases=self.names.aliases,
@@ -335,13 +328,13 @@ class States(ABC):
         )
 
     def all_names(self) -> set[str]:
-        """The names of the whole model's tensors, and their further ones."""
+        """Return the names of the whole model's tensors, and their further ones."""
         if self.whole is None:
             return {*self.names.tensors, *self.names.aliases}
         return {*self.whole.names, *self.whole.aliases}
 
-    def described(self) -> Inventory:
-        """What a checkpoint says of the module and the optimizer: those of all ranks, without groups of nothing."""
+    def describe(self) -> Inventory:
+        """Return what a checkpoint says of the module and optimizer of all ranks, without groups of nothing."""
         whole = self.whole or self.inventory()
         groups = [group for group in whole.optimizer["groups"] if group["parameters"]]
         return replace(whole, optimizer={**whole.optimizer, "groups": groups})
@@ -351,47 +344,44 @@ class WholeStates(States):
     """States of the torch strategies: parameters are whole, or DTensors that know which part of the whole they are."""
 
     def places(self) -> Iterator[Place]:
+        """Yield the parameters as they are."""
         names = self.names.of_parameters()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in names:
                     raise CannotRun("checkpoint: the optimizer trains a parameter that the model's state_dict lacks")
-                yield Place(
-                    name=names[parameter],
-                    group=group,
-                    tensor=parameter,
-                    shape=self.shape_of(parameter),
-                    split=self.split_of(parameter),
-                )
+                shape, split = self.shape_of(parameter), self.split_of(parameter)
+                yield Place(name=names[parameter], group=group, tensor=parameter, shape=shape, split=split)
 
     def updated(self) -> None:
-        """What was read in place is all there is."""
+        """Do nothing: what was read in place is all there is."""
 
 
-def _kept(place: Place, key: str, value: Any) -> Any:
-    """The form in which a state is saved."""
+def _convert(parameter: Place, key: str, value: Any) -> Any:
+    """Return the form in which a state is saved."""
     if isinstance(value, (bool, int, float)):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
     if not isinstance(value, torch.Tensor):
         raise CannotRun(
-            f"checkpoint: the optimizer keeps a {type(value).__name__} ({key}) for {place.name}; only tensors and"
+            f"checkpoint: the optimizer keeps a {type(value).__name__} ({key}) for {parameter.name}; only tensors and"
             " numbers can be saved"
         )
-    if place.is_number(key, value.shape):
+    if parameter.is_number(key, value.shape):
         return value.detach()
-    if value.shape == place.tensor.shape:
-        return place.saved(value.detach())
-    if place.is_partial:
-        remedy = "give it the attribute whole_tensors = True" if place.split is None else "use adamw, or leave tp out"
+    if value.shape == parameter.tensor.shape:
+        return parameter.saved(value.detach())
+    if parameter.is_partial:
+        is_piece = parameter.split is None
+        remedy = "give it the attribute whole_tensors = True" if is_piece else "use adamw, or leave tp out"
         raise CannotRun(
-            f"checkpoint: the optimizer keeps {key} {list(value.shape)} for a part of {place.name}, which fits no other"
-            f" part; {remedy}"
+            f"checkpoint: the optimizer keeps {key} {list(value.shape)} for a part of {parameter.name}, which fits no"
+            f" other part; {remedy}"
         )
     return value.detach()
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options that are JSON; a learning rate in a tensor becomes a number."""
+    """Return a group's options that are JSON; a learning rate in a tensor becomes a number."""
     plain = {key: value.item() if _is_zero_dim(value) else value for key, value in group.items()}
     return {key: value for key, value in plain.items() if key not in ("params", "param_names") and is_json(value)}
 

@@ -41,12 +41,12 @@ _SLAB_BYTES = 2**25
 
 
 def file_of(rank: int) -> str:
-    """The name of a rank's file in a checkpoint's folder."""
+    """Return the name of a rank's file in a checkpoint's folder."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def is_ranks_file(name: str) -> bool:
-    """Whether a file has the name of a rank's."""
+    """Return whether a file has the name of a rank's."""
     return re.fullmatch(r"rank-\d{5,}\.safetensors", name) is not None
 
 
@@ -60,7 +60,7 @@ class RankFile:
 
     @property
     def bytes(self) -> int:
-        """Size of the data section."""
+        """The size of the data section."""
         return self.entries[-1].end if self.entries else 0
 
     def copy_to(self, buffer: torch.Tensor) -> None:
@@ -84,7 +84,23 @@ class RankFile:
             yield bytes_of(self.values[entry.key]())
 
 
-class Writer(StorageWriter):
+class _AsPlanned:
+    """The steps of torch's protocol at which a storage changes nothing of a plan, for reading and for writing."""
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class Writer(_AsPlanned, StorageWriter):
     """Takes torch's plan for this rank; `file` is what to write, `index` (rank 0's) where every box will lie."""
 
     def __init__(self, rank: int) -> None:
@@ -92,6 +108,7 @@ class Writer(StorageWriter):
         self.index: dict[str, Any] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Note what the plan has this rank write."""
         items = {}
         for item in plan.items:
             data = item.tensor_data
@@ -102,18 +119,15 @@ class Writer(StorageWriter):
         values = {key: _later(planner, item) for key, (item, _, _) in items.items()}
         self.file = RankFile(name=self.file.name, entries=entries, values=values)
         results = [
-            WriteResult(
-                index=items[entry.key][0].index,
-                size_in_bytes=entry.end - entry.begin,
-                storage_data=(self.file.name, entry.key),
-            )
+            WriteResult(items[entry.key][0].index, entry.end - entry.begin, (self.file.name, entry.key))
             for entry in entries
         ]
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Note where every rank's boxes will lie."""
         places = {result.index: result.storage_data for written in results for result in written}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata), name
@@ -123,22 +137,11 @@ class Writer(StorageWriter):
                 "boxes": [_described(name, chunk, places) for chunk in tensor.chunks],
             }
 
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the folder is there."""
 
 
-class Reader(StorageReader):
+class Reader(_AsPlanned, StorageReader):
     """Reads boxes of tensors from the files that an index names; nothing in them is ever run."""
 
     def __init__(self, folder: Path, index: Index) -> None:
@@ -146,9 +149,11 @@ class Reader(StorageReader):
         self._metadata = metadata_of(index)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the index in torch's terms."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the boxes of a plan, file by file."""
         by_file: dict[str, list[tuple[str, ReadItem]]] = {}
         for item in plan.items:
             name, key = self._metadata.storage_data[item.storage_index]
@@ -160,23 +165,12 @@ class Reader(StorageReader):
                     file.read(key, tuple(item.storage_offsets), target)
                     planner.commit_tensor(item, target)
                     beat()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: files are opened when they are read."""
 
 
 class BoxFile:
@@ -189,10 +183,7 @@ class BoxFile:
     @classmethod
     @contextmanager
     def open(cls, folder: Path, name: str) -> Iterator[BoxFile]:
-        """
-        Raises:
-            Damaged: it is no safetensors file.
-        """
+        """Open a file of a folder, or raise `Damaged` where it is no safetensors file."""
         with opened(folder, name) as file:
             yield cls(file, folder / name)
 
@@ -222,7 +213,7 @@ class BoxFile:
             part.copy_(self._rows(begin, (part.shape[0], *shape[1:]), dtype)[inner])
 
     def _rows(self, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Elements of the file from a byte on, in host memory."""
+        """Read elements of the file from a byte on, in host memory."""
         is_bool = dtype == torch.bool
         values = torch.empty(shape, dtype=torch.uint8 if is_bool else dtype)
         self._fill(begin, values)
@@ -237,7 +228,7 @@ class BoxFile:
 
 
 def _is_plain(target: torch.Tensor) -> bool:
-    """Whether a tensor's memory can take a file's bytes as they are."""
+    """Return whether a tensor's memory can take a file's bytes as they are."""
     is_bare = target.device.type == "cpu" and type(target) is torch.Tensor
     return (
         is_bare and target.is_contiguous() and target.dtype != torch.bool and not (target.is_conj() or target.is_neg())
@@ -245,7 +236,7 @@ def _is_plain(target: torch.Tensor) -> bool:
 
 
 def metadata_of(index: Index) -> Metadata:
-    """An index in torch's terms."""
+    """Return an index in torch's terms."""
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, tuple[str, str]] = {}
     for name, tensor in index.items():
@@ -260,7 +251,7 @@ def metadata_of(index: Index) -> Metadata:
 
 
 def _key(name: str, chunk: ChunkStorageMetadata, size: torch.Size) -> str:
-    """A tensor's own name where the box is all of it, else with the box: `weight[0:2,16:32]`."""
+    """Return a tensor's own name where the box is all of it, else with the box: `weight[0:2,16:32]`."""
     if chunk.sizes == size:
         return name
     spans = zip(chunk.offsets, chunk.sizes, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from strategies.errors import CannotRun
 
@@ -31,7 +31,7 @@ class Fields:
 
         A field's default and metadata (`least`, `most`, `spellings`) say what it is without a word and what is refused.
         """
-        hints, declared = get_type_hints(kind), fields(kind)  # type: ignore[arg-type]
+        hints, declared = get_type_hints(kind), fields(cast("Any", kind))
         limits = {each.name: (hints[each.name], each.metadata) for each in declared if each.name not in given}
         read = {key: self._read(key, hint, limit) for key, (hint, limit) in limits.items() if self.has(key)}
         return kind(**{**read, **given})

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from planner.cost.precision import INT8_BLOCK
 from planner.models.counting.adapters import LORA_TARGETS
-from planner.vocabulary import Checkpointing, Method, Offload, Precision
+from planner.vocabulary import Checkpointing, Offload, Precision
 from strategies.errors import CannotRun
 
 AT_LEAST_1 = {"least": 1}
@@ -47,6 +47,7 @@ class MonitorSettings:
 
 Compression = Literal["none", "fp16", "bf16", "int8"]
 CommunicationDtype = Literal["fp32", "bf16", "fp16"]
+AdapterKind = Literal["lora", "dora", "qlora"]
 Partition = Literal["uniform", "parameters", "seconds"]
 """What pipeline stages have as equally as can be: blocks, parameters, or the time that their products take."""
 
@@ -165,7 +166,7 @@ class ProfilerSection:
 class LoraSection:
     """Adapters that are put beside frozen weights; docs/reference/config.md has the words of `targets`."""
 
-    method: Method = "lora"
+    method: AdapterKind = "lora"
     """`lora`, `dora`, or `qlora`, beside weights that are stored in 4 bits."""
     rank: int | None = field(default=None, metadata=AT_LEAST_1)
     """Of the adapters; None: `planner/models/counting/adapters.py` has it."""

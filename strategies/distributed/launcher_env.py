@@ -18,7 +18,7 @@ from strategies.errors import CannotMeet
 
 Variables = Mapping[str, str]
 _LOCALHOST = "127.0.0.1"
-_DEFAULT_PORT = 29500  # torch's
+DEFAULT_PORT = 29500  # torch's
 _FIRST_PORT, _PORTS = 20000, 12000  # below the range that Linux gives to outgoing connections
 
 
@@ -168,7 +168,9 @@ def _slurm(variables: Variables) -> ProcessVariables:
         local_rank=number("SLURM_LOCALID"),
         local_world_size=tasks_on_node(variables.get("SLURM_STEP_TASKS_PER_NODE", ""), number("SLURM_NODEID")),
     )
-    job = f"{variables.get('SLURM_JOB_ID')}.{variables.get('SLURM_STEP_ID')}"
+    # Clusters number their jobs by themselves, and slurmd of several may share a machine.
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    job = ".".join(variables.get(name, "") for name in names)
     return _add_address(process, number, job=job, host=first_host(variables.get("SLURM_STEP_NODELIST", "")))
 
 
@@ -233,7 +235,7 @@ def _add_address(process: ProcessVariables, number: _Numbers, *, job: str = "", 
             f"{process.source} starts {process.world_size} ranks on several nodes and MASTER_ADDR is not set;"
             " set it to the host of rank 0 on every rank"
         )
-    port = number("MASTER_PORT", _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS if job else _DEFAULT_PORT)
+    port = number("MASTER_PORT", _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS if job else DEFAULT_PORT)
     if not 0 < port < 1 << 16:
         raise CannotMeet(f"the environment variable MASTER_PORT is {port}; ports are 1 to 65535")
     return replace(process, meeting_point=Address(host=address, port=port))

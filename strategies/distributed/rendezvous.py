@@ -134,7 +134,7 @@ def _stranger_seconds(process: ProcessVariables) -> float:
         return FIRST_SECONDS
     directory = os.environ.get(RUN_DIRECTORY)
     options = None if directory is None else AttemptOptions.load(Path(directory))
-    hang_seconds = (0.0 if options is None else options.hang_seconds) or AGAIN_SECONDS
+    hang_seconds = (0.0 if options is None else options.supervision.hang_seconds) or AGAIN_SECONDS
     return max(FIRST_SECONDS, min(AGAIN_SECONDS, hang_seconds))
 
 

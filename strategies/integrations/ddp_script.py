@@ -44,7 +44,7 @@ from strategies.torch_compat.tensors import live_objects, own_parameters, tree_m
 
 
 def configuration_for(strategy: words.Strategy, world_size: int) -> Configuration:
-    """A configuration of a strategy over all ranks, for a script that has batches, precision and optimizer of its own.
+    """Return a configuration of a strategy over all ranks, for a script with batches, precision, optimizer of its own.
 
     Raises:
         CannotRun: as many ranks cannot both shard and replicate.
@@ -79,7 +79,7 @@ class ScriptParallel(DistributedDataParallel):
     def __init__(
         self, module: nn.Module, *positional: Any, configuration: Configuration | None = None, **named: Any
     ) -> None:
-        """The arguments are DDP's; `configuration` says the strategy, else `ScriptParallel.under` did.
+        """Take DDP's arguments; `configuration` says the strategy, else that of the class does.
 
         Raises:
             CannotRun: an argument asks for what the strategy cannot do, or the strategy cannot train the model.
@@ -113,6 +113,7 @@ class ScriptParallel(DistributedDataParallel):
             self._shard()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; before the first pass that trains, our ZeRO divides it."""
         trains = torch.is_grad_enabled()
         if self.device_ids and self.environment.device.type == "cuda":
             args, kwargs = tree_map(self._here, (args, kwargs))
@@ -139,17 +140,19 @@ class ScriptParallel(DistributedDataParallel):
         return output
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Refuse: strategies reduce gradients themselves."""
         strategy = self.configuration.strategy
         raise CannotRun(f"strategy {strategy!r} reduces gradients itself and takes no hook of DDP's; use ddp")
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: every rank trains on as many batches."""
         raise CannotRun(f"strategy {self.configuration.strategy!r} cannot train on uneven inputs; use ddp")
 
     def _here(self, value: Any) -> Any:
         return value.to(self.environment.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
     def _follow_buffers(self, *, trains: bool) -> None:
-        """Rank 0's buffers for all, when DDP does it: before a forward pass that follows one with a reduction."""
+        """Give all rank 0's buffers when DDP does it: before a forward pass that follows one with a reduction."""
         if self.broadcast_buffers and self.require_forward_param_sync and self.environment.world_size > 1:
             for alike in _by_dtype(self.module.buffers()):
                 flat = torch.cat([buffer.detach().reshape(-1) for buffer in alike])
@@ -175,7 +178,7 @@ class ScriptParallel(DistributedDataParallel):
             kept.register_load_state_dict_pre_hook(ModelHook(_as_shards))
 
     def _begin_loop(self) -> None:
-        """The script begins to train: its optimizers are known, and our ZeRO can divide what they allow."""
+        """Begin to train: the script's optimizers are there now, and our ZeRO can divide what they allow."""
         optimizers = optimizers_of(self.module)
         for optimizer in optimizers:
             refuse_optimizer(optimizer, self.configuration)
@@ -191,7 +194,7 @@ class ScriptParallel(DistributedDataParallel):
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has wrapped a module or a part of it."""
+    """Return whether torch.compile has wrapped a module or a part of it."""
     return any(type(part).__name__ == "OptimizedModule" for part in module.modules())
 
 
@@ -207,7 +210,7 @@ def _note_backward(output: Any) -> None:
 
 
 def _refuse_arguments(arguments: Mapping[str, Any], configuration: Configuration) -> None:
-    """DDP's arguments that change what is trained, or over which ranks."""
+    """Refuse DDP's arguments that change what is trained, or over which ranks."""
     strategy, group = configuration.strategy, arguments["process_group"]
     if group is not None and group is not dist.group.WORLD:
         raise CannotRun(f"strategy {strategy!r} shards over all ranks, and DDP is given a process_group; use ddp")
@@ -222,7 +225,7 @@ def _refuse_arguments(arguments: Mapping[str, Any], configuration: Configuration
 
 
 def optimizers_of(module: nn.Module) -> list[torch.optim.Optimizer]:
-    """The optimizers of this process that hold a parameter of a module, in the order in which they were made."""
+    """Return the optimizers of this process that hold a parameter of a module, in the order of their making."""
     own = set(module.parameters())
     # accelerate's and others' that stand around one of these have no parameters, states or hooks of their own.
     optimizers = [
@@ -240,18 +243,15 @@ def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(groups.values())
 
 
-# Whole states under FSDP2: what the script's state_dict() gives and its load_state_dict() takes.
-
-
 def _whole_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Whole tensors in the place of a module's own shards; every rank calls this together."""
+    """Put whole tensors in the place of a module's own shards; every rank calls this together."""
     keys = [prefix + name for name, parameter in own_parameters(module).items() if isinstance(parameter, DTensor)]
     with PULSE.meeting("state_dict") if keys else nullcontext():
         state.update({key: _whole(state[key]) for key in keys if key in state})
 
 
 def _as_shards(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """This rank's shards in the place of whole tensors."""
+    """Put this rank's shards in the place of whole tensors."""
     for name, parameter in own_parameters(module).items():
         value = state.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
@@ -259,8 +259,7 @@ def _as_shards(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
 
 
 def give_whole_states(optimizer: Any) -> None:
-    """Have an optimizer of shards keep shards of states that it has loaded whole, and give and take whole ones from now
-    on. (Its methods are annotated with hooks that return what they are given.)"""
+    """Have an optimizer shard the states that it has loaded whole, and give and take whole ones from now on."""
     if optimizer in _GIVES_WHOLE:
         return
     _GIVES_WHOLE.add(optimizer)
@@ -274,7 +273,7 @@ _GIVES_WHOLE: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def _whole_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict with whole tensors; every rank calls this together."""
+    """Return an optimizer's state dict with whole tensors; every rank calls this together."""
     with PULSE.meeting("optimizer.state_dict"):
         return {**state, "state": tree_map(_whole, state["state"])}
 
@@ -284,7 +283,7 @@ def _whole(value: Any) -> Any:
 
 
 def _optimizer_state_as_shards(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A state dict of whole tensors with this rank's shards of them."""
+    """Return a state dict of whole tensors with this rank's shards of them."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = {
         index: {name: _shard_of(value, parameters[index]) for name, value in values.items()}
@@ -298,23 +297,20 @@ def _shard_of(value: Any, parameter: torch.Tensor) -> Any:
     return sharded_like(value, parameter) if is_whole and isinstance(parameter, DTensor) and value.dim() else value
 
 
-# Functions of torch that a script calls on gradients, of which every rank has a part.
-
-
 _LOOPS: WeakSet[ScriptLoop] = WeakSet()
 _following: list[Undo] = []
 
 
 def follow_script() -> None:
-    """Have torch's clipping, loss scaling and optimizers know of sharded gradients; scripts that import these names
-    later, or call them by their modules, get what is put here. Calling it twice changes nothing more."""
+    """Have torch's clipping, loss scaling and optimizers know of gradients of which every rank has a part.
+
+    Scripts that import these names later, or call them by their modules, get what is put here, once.
+    """
     if not _following:
-        _following.append(
-            replace_gradient_functions(
-                clip_norm=_clip_norm_of_all, clip_value=_clip_value_of_pieces, unscale=_unscale_alike
-            )
+        replaced = replace_gradient_functions(
+            clip_norm=_clip_norm_of_all, clip_value=_clip_value_of_pieces, unscale=_unscale_alike
         )
-        _following.append(register_optimizer_step_pre_hook(_before_any_step).remove)
+        _following.extend((replaced, register_optimizer_step_pre_hook(_before_any_step).remove))
 
 
 def unfollow_script() -> None:
@@ -331,7 +327,7 @@ def _clip_norm_of_all(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_` by the norm over all ranks."""
+    """Clip as `torch.nn.utils.clip_grad_norm_` by the norm over all ranks."""
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     loop = _loop_of(listed)
     if loop is None:
@@ -352,7 +348,7 @@ def _clip_norm_of_all(
 def _clip_value_of_pieces(
     parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float, foreach: bool | None = None
 ) -> None:
-    """`torch.nn.utils.clip_grad_value_` of what this rank has of the gradients."""
+    """Clip as `torch.nn.utils.clip_grad_value_` what this rank has of the gradients."""
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     loop = _loop_of(listed)
     if loop is None:
@@ -365,30 +361,30 @@ def _clip_value_of_pieces(
 def _unscale_alike(
     scaler: Any, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
 ) -> dict[torch.device, torch.Tensor]:
-    """What torch's GradScaler found in this rank's gradients, and the other ranks in theirs."""
+    """Return what torch's GradScaler saw in this rank's gradients, and the other ranks in theirs."""
     _before_any_step(optimizer, (), {})
-    found = torch_autograd.unscale_gradients(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+    overflows = torch_autograd.unscale_gradients(scaler, optimizer, inv_scale, found_inf, allow_fp16)
     loop = next((loop for loop in _LOOPS if optimizer in loop.pieces.optimizers), None)
-    return found if loop is None else loop.found_anywhere(found)
+    return overflows if loop is None else loop.found_anywhere(overflows)
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """An optimizer that the script made after its first forward pass steps pieces too."""
+    """Have an optimizer that the script made after its first forward pass step pieces too."""
     for loop in _LOOPS:
         if loop.holds(optimizer):
             loop.adopt(optimizer)
 
 
 def _loop_of(parameters: Iterable[torch.Tensor]) -> ScriptLoop | None:
-    """The loop whose model has some of these parameters, or pieces of them.
+    """Return the loop whose model has some of these parameters, or pieces of them.
 
     Raises:
         CannotRun: some with a gradient are not of this model.
     """
     listed = list(parameters)
     for loop in _LOOPS:
-        known = loop.known()
-        others = [parameter for parameter in listed if parameter not in known]
+        own = loop.known()
+        others = [parameter for parameter in listed if parameter not in own]
         if len(others) == len(listed):
             continue
         if any(parameter.grad is not None for parameter in others):
@@ -397,12 +393,12 @@ def _loop_of(parameters: Iterable[torch.Tensor]) -> ScriptLoop | None:
     return None
 
 
-# What is measured of a script's loop.
-
-
 def observe(module: nn.Module, observer: Observer) -> Callable[[], None]:
-    """Call an observer with what a script's loop does: forward passes that train, the losses that `module` returns, and
-    the steps of the first optimizer that steps its parameters. What is returned ends that."""
+    """Call an observer with what a script's loop does; what is returned ends that.
+
+    It sees forward passes that train, the losses that `module` returns, and the steps of the first optimizer that steps
+    its parameters.
+    """
     optimizers: list[int] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -85,11 +85,12 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self._example: Any = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The model is whole: no library has sharded it yet."""
+        """Read the facts of the model, which is whole: no library has sharded it yet."""
         if kwargs.get("model") is not None:
             self._facts = facts_from_module(kwargs["model"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to measure, unless `dsplan run` does."""
         if os.environ.get(RUN_DIRECTORY):
             return
         model = kwargs["model"]
@@ -99,13 +100,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self.alerts.clear()
         self._environment = join()
         self._directory = on_rank_zero(lambda: Path(args.output_dir, METRICS).absolute())
-        self._monitor = RunMonitor(
-            self._directory,
-            rank=self._environment.rank,
-            device=args.device,
-            sequence_length=0,
-            on_alert=self._alert,
-        )
+        rank, device = self._environment.rank, args.device
+        self._monitor = RunMonitor(self._directory, rank=rank, device=device, sequence_length=0, on_alert=self._alert)
         self._monitor.training_starts()
         self._handles = [
             model.register_forward_pre_hook(self._forward_starts, with_kwargs=True),
@@ -113,10 +109,11 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         ]
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count micro-batches anew."""
         self._micro_batches = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The step's micro-batches: fewer at the end of an epoch."""
+        """Note the step's micro-batches: fewer at the end of an epoch."""
         accumulation = args.gradient_accumulation_steps
         loader = kwargs.get("train_dataloader")
         if loader is not None and hasattr(loader, "__len__"):
@@ -125,19 +122,21 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self._loss_factor = accumulation * (args.world_size if args.average_tokens_across_devices else 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the step's row; after the first step, predict."""
         if self._monitor is None:
             return
         self._monitor.step_ended(state.global_step)
         if self.plan is None and self._facts is not None:
             facts, self._facts = self._facts, None
             try:
-                self.plan = self._predicted(facts, args, kwargs["model"])
+                self.plan = self._predict(facts, args, kwargs["model"])
             except DsplanError as problem:
                 self._print(f"no prediction for this training: {problem}")
             self._example = ()  # seen, and not kept
             self._monitor.training_starts()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Print what was predicted and measured, and store it."""
         if self._monitor is None:
             return
         for handle in self._handles:
@@ -170,8 +169,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._monitor.loss_is(loss.detach().reshape(()) * self._loss_factor)
 
-    def _predicted(self, facts: ModelFacts, settings: Any, model: torch.nn.Module) -> Plan:
-        """The prediction for what the first step has shown; every rank calls this together."""
+    def _predict(self, facts: ModelFacts, settings: Any, model: torch.nn.Module) -> Plan:
+        """Predict what the first step has shown; every rank calls this together."""
         measured = machine_rates(fingerprint(probe()), settings.device)
 
         def predict() -> Plan:
@@ -194,9 +193,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         if self.plan is None or not self._stores:
             return measured, "not stored: " + ("there is no prediction" if self._stores else "store=False")
         try:
-            row = measure_run(
-                plan_to_dict(self.plan), fingerprint(probe()), outcome="completed", measured=measured_of(measured)
-            )
+            figures = measured_of(measured)
+            row = measure_run(plan_to_dict(self.plan), fingerprint(probe()), outcome="completed", measured=figures)
             with open_store() as store:
                 store.add(row)
         except DsplanError as problem:
@@ -206,12 +204,11 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def _comparison(self) -> str:
         measured, plan = self.measured, self.plan
         assert measured is not None
-        memory = _beside(
-            plan.memory.peak_allocated_bytes if plan else None, measured.peak_allocated_bytes, format_bytes
-        )
-        seconds = _beside(plan.time.step_seconds if plan else None, measured.step_seconds, format_seconds)
-        found = f"; {len(self.alerts)} alerts" if self.alerts else ""
-        return f"predicted and measured: peak memory of a rank {memory}; step time {seconds}{found}"
+        peak, step = (plan.memory.peak_allocated_bytes, plan.time.step_seconds) if plan else (None, None)
+        memory = _beside(peak, measured.peak_allocated_bytes, format_bytes)
+        seconds = _beside(step, measured.step_seconds, format_seconds)
+        alerts = f"; {len(self.alerts)} alerts" if self.alerts else ""
+        return f"predicted and measured: peak memory of a rank {memory}; step time {seconds}{alerts}"
 
     def _alert(self, alert: Alert) -> None:
         self.alerts.append(alert)
@@ -229,7 +226,7 @@ def _beside(predicted: float | None, measured: float | None, spell: Callable[[An
 
 
 def configuration_of(settings: Any, model: torch.nn.Module, *, tokens: int) -> Configuration:
-    """How a Trainer that has begun to train spreads its model, as the planner says it.
+    """Return how a Trainer that has begun to train spreads its model, as the planner says it.
 
     Raises:
         CannotRun: the planner has no words for it.
@@ -256,8 +253,7 @@ def configuration_of(settings: Any, model: torch.nn.Module, *, tokens: int) -> C
 
 
 def _recomputes(model: torch.nn.Module) -> bool:
-    """transformers 5.23 has a new name for it and warns of the old one."""
-    new = getattr(model, "is_activation_checkpointing", None)
+    new = getattr(model, "is_activation_checkpointing", None)  # transformers 5.23; it warns of the old name
     return bool(getattr(model, "is_gradient_checkpointing", False) if new is None else new)
 
 

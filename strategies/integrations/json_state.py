@@ -16,7 +16,7 @@ _MARKS = frozenset({_TENSOR, _TUPLE, _DICT, _PATH})
 
 
 def to_json(value: Any, name: str = "state") -> Any:
-    """A value as JSON that `from_json` turns back: numbers, texts, lists, tuples, dicts, paths and tensors.
+    """Return a value as JSON that `from_json` turns back: numbers, texts, lists, tuples, dicts, paths and tensors.
 
     Raises:
         CannotRun: something in it is of another kind; the message says where.
@@ -45,7 +45,7 @@ def to_json(value: Any, name: str = "state") -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `to_json` was given; tensors are on the CPU."""
+    """Return what `to_json` was given; tensors are on the CPU."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, Mapping):

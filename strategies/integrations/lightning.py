@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import random
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from planner import vocabulary as words
-from planner.types.plan import Plan
+from planner.types.plan import Configuration
 from strategies.checkpoint import rng
 from strategies.checkpoint.content import named_latest
 from strategies.checkpoint.export import read_weights
@@ -28,17 +27,14 @@ from strategies.errors import BrokenFile, CannotRun
 from strategies.integrations.json_state import from_json, to_json
 from strategies.integrations.lightning_shared import (
     FABRICS,
+    EngineStrategy,
     PlacedModule,
-    Ranks,
     backward_inside,
     batch_size_of,
-    cluster_environment,
-    data_of,
+    class_for,
     load_whole,
-    merged_config,
     package_in_use,
     prepare_backward,
-    start_engine,
     whole_state,
 )
 from strategies.integrations.resumable_data import ResumableBatches, cut, has_plain_batches, resumable
@@ -46,16 +42,15 @@ from strategies.modules.precision import autocast
 from strategies.protocols import Observer
 from strategies.supervision.supervision import Supervision
 
-_STATE = "lightning"
-"""Lightning's part of a checkpoint's client_state."""
 _IN_ENGINE = frozenset({"state_dict", "optimizer_states"})
 """What Lightning would save and the engine does."""
 _ONLY_TO_BUILD = ("hyper_parameters", "datamodule_hyper_parameters")
 """What Lightning saves for `load_from_checkpoint` alone."""
+_CLIPS_BY_NORM = "gradients are clipped by their norm alone; leave gradient_clip_algorithm='value' out"
 
 
-class _TrainerSide(Ranks):
-    """What stands before the `ParallelStrategy` of one of the two packages.
+class _LightningStrategy(EngineStrategy):
+    """Lightning's Trainer over dsplan's engine.
 
     Args:
         strategy: ddp, fsdp, zero1, …; None leaves it to `config` or the plan.
@@ -65,40 +60,25 @@ class _TrainerSide(Ranks):
         plan: a plan or its file, in the place of one that is made from the model when training begins.
     """
 
+    state_name = "lightning"
+    saved_by = "trainer.save_checkpoint or ModelCheckpoint"
     model: Any
     optimizers: Any
     lr_scheduler_configs: Any
     lightning_module: Any
-    checkpoint_io: Any
     restore_checkpoint_after_setup = True
     lightning_restore_optimizer = False
     handles_gradient_accumulation = False  # else Lightning would not step at the end of an epoch
+    precision_plugin: Any = EngineStrategy.engine_precision
+    """With Lightning's hooks around backward and step, which lead to the engine."""
+    _layer_sync: Any = None
+    _view: PlacedModule | None = None
+    _loader_state: Mapping[str, Any] | None = None
+    _random: Mapping[str, torch.Tensor] = {}
+    _batches: tuple[ResumableBatches, ...] = ()
 
-    def __init__(
-        self,
-        strategy: words.Strategy | None = None,
-        backend: words.Backend | None = None,
-        config: Mapping[str, Any] | str | Path | None = None,
-        plan: Plan | str | Path | None = None,
-    ) -> None:
-        self._asked: dict[str, Any] = {"strategy": strategy, "backend": backend, "plan": plan}
-        self._config = config
-        self._view: PlacedModule | None = None
-        self._batches: list[ResumableBatches] = []
-        self._loader_state: Mapping[str, Any] | None = None
-        self._plugin: Any = None
-        super().__init__(cluster_environment=cluster_environment(FABRICS[self.library]))  # type: ignore[call-arg]
-
-    @property
-    def precision_plugin(self) -> Any:
-        """Lightning's word for the precision, and its hooks around backward and step, which lead to the engine."""
-        if self._plugin is None:
-            self.precision_plugin = None
-        return self._plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, given: Any) -> None:
-        self._plugin = _plugin_for(self.library)(self, getattr(given, "precision", "32-true"))
+    def _make_plugin(self, precision: str) -> Any:
+        return _plugin_for(self.library)(self, precision)
 
     # Placing the model.
 
@@ -115,41 +95,30 @@ class _TrainerSide(Ranks):
         elif self._trains(module):
             return  # after fit, the engine has it
         else:
-            module.to(self.root_device, torch.bfloat16 if self.precision_plugin.precision == "bf16-true" else None)
-            if self._has_peers():
-                for tensor in (*module.parameters(), *module.buffers()):
-                    dist.broadcast(tensor.data, 0)
+            self._place_whole(module, torch.bfloat16 if self.precision_plugin.precision == "bf16-true" else None)
         self.model = module
 
     def _start(self, trainer: Any) -> None:
         module = self.lightning_module
-        optimizer, schedulers = self._configured(module)
+        optimizer, schedulers = self._configure(module)
         loader = _train_loader(trainer)
-        config = merged_config(
-            self._config,
-            precision=self.precision_plugin.precision,
+        if trainer.gradient_clip_algorithm not in (None, "norm"):
+            raise CannotRun(_CLIPS_BY_NORM)
+        engine, self._view = self._start_engine(
+            module if self._layer_sync is None else self._layer_sync.apply(module),
+            optimizer,
+            loader,
             micro_batch_size=batch_size_of(loader),
             accumulation=trainer.accumulate_grad_batches,
             clipping=float(trainer.gradient_clip_val or 0.0),
         )
-        if trainer.gradient_clip_algorithm not in (None, "norm"):
-            raise CannotRun("gradients are clipped by their norm alone; leave gradient_clip_algorithm='value' out")
-        if self._layer_sync is not None:
-            module = self._layer_sync.apply(module)
-        self.engine, self._view = start_engine(module, optimizer, config, data=data_of(loader), **self._asked)
-        self.configured_clipping = self.engine.gradient_clipping
-        self._require_batches(trainer, loader)
-        self.optimizers = [self.engine.optimizer]
-        self.lr_scheduler_configs = schedulers
-        if self.engine.supervision is not None:
-            self._let_supervise(trainer, self.engine, self.engine.supervision)
+        self._require_batches(trainer, loader, engine.configuration)
+        self.optimizers, self.lr_scheduler_configs = [engine.optimizer], schedulers
+        if engine.supervision is not None:
+            self._let_supervise(trainer, engine, engine.supervision)
 
-    _layer_sync: Any = None
-    configured_clipping = 0.0
-    """What gradients are clipped to unless the module's `configure_gradient_clipping` chooses."""
-
-    def _configured(self, module: Any) -> tuple[torch.optim.Optimizer, list[Any]]:
-        """What `configure_optimizers` returns: one optimizer and its schedulers.
+    def _configure(self, module: Any) -> tuple[torch.optim.Optimizer, list[Any]]:
+        """Call `configure_optimizers` and return its one optimizer and its schedulers.
 
         Raises:
             CannotRun: there are several optimizers or none, or the module has a backward pass of its own.
@@ -160,22 +129,21 @@ class _TrainerSide(Ranks):
             raise CannotRun(f"{name}.backward would not be called: the engine makes the backward pass; remove it")
         core = import_module(f"{self.library}.core.optimizer")
         optimizers, schedulers = core._init_optimizers_and_lr_schedulers(module)
-        found = [item for item in optimizers if isinstance(item, torch.optim.Optimizer)]
-        if len(optimizers) != 1 or not found:
+        usable = [item for item in optimizers if isinstance(item, torch.optim.Optimizer)]
+        if len(optimizers) != 1 or not usable:
             raise CannotRun(
-                f"{name}.configure_optimizers returns {len(found)} optimizers; dsplan trains with one: put the"
+                f"{name}.configure_optimizers returns {len(usable)} optimizers; dsplan trains with one: put the"
                 " parameters into its groups, or use Lightning's own strategy"
             )
-        return found[0], schedulers
+        return usable[0], schedulers
 
-    def _require_batches(self, trainer: Any, loader: Any) -> None:
-        """The loop follows a plan that cuts its batches otherwise; `process_dataloader` cuts them.
+    def _require_batches(self, trainer: Any, loader: Any, chosen: Configuration) -> None:
+        """Let the loop follow a plan that cuts its batches otherwise; `process_dataloader` cuts them.
 
         Raises:
             CannotRun: the plan's micro-batch is not that of the data loader, which chooses its batches itself.
         """
-        assert self.engine is not None
-        chosen, size = self.engine.configuration, batch_size_of(loader)
+        size = batch_size_of(loader)
         if size is not None and size != chosen.micro_batch_size and not has_plain_batches(loader):
             raise CannotRun(
                 f"the plan has micro-batches of {chosen.micro_batch_size} samples and the data loader makes {size}; set"
@@ -191,7 +159,7 @@ class _TrainerSide(Ranks):
             self._say(f"the plan replaces batch_size {size} -> {chosen.micro_batch_size}")
 
     def model_to_device(self) -> None:
-        """The engine has moved it."""
+        """Do nothing: the engine has moved it."""
 
     def _trains(self, module: Any) -> bool:
         return self._view is not None and vars(self._view)["_target"] is module
@@ -199,26 +167,14 @@ class _TrainerSide(Ranks):
     # Running it.
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, as the engine's forward pass."""
-        engine = self.engine
-        assert engine is not None
+        """Run the module's own, as the engine's forward pass."""
         if self.lightning_module.automatic_optimization:
-            engine.set_gradient_accumulation_boundary(not self.lightning_module.trainer.fit_loop._should_accumulate())
-        return self._run("training_step", args, kwargs)
+            is_last = not self.lightning_module.trainer.fit_loop._should_accumulate()
+            self._require_engine().set_gradient_accumulation_boundary(is_last)
+        return self._run("training_step", *args, **kwargs)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own; every rank runs as many."""
-        return self._run("validation_step", args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own; every rank runs as many."""
-        return self._run("test_step", args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own; every rank runs as many."""
-        return self._run("predict_step", args, kwargs)
-
-    def _run(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a step of the module's; every rank runs as many."""
         module = self.lightning_module
         if self.engine is None or self._view is None or not self._trains(module):
             mixed = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(self.precision_plugin.precision, "fp32")
@@ -233,28 +189,20 @@ class _TrainerSide(Ranks):
         finally:
             view.method = "forward"
 
-    def backward_of(self, loss: torch.Tensor) -> None:
-        """The engine's backward pass."""
-        assert self.engine is not None
-        if not self.lightning_module.automatic_optimization:
-            prepare_backward(self.engine)
-        self._backward(self.engine, loss)
+    validation_step = functools.partialmethod(_run, "validation_step")
+    test_step = functools.partialmethod(_run, "test_step")
+    predict_step = functools.partialmethod(_run, "predict_step")
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Backward passes inside, as in `optimizer.toggle_model(sync_grad=False)`, are not their step's last."""
-        if self.engine is not None:
-            self.engine.set_gradient_accumulation_boundary(False)
-        try:
-            yield
-        finally:
-            if self.engine is not None:
-                self.engine.set_gradient_accumulation_boundary(True)
+    def backward_of(self, loss: torch.Tensor, rest: Collection[object]) -> None:
+        """Make the engine's backward pass; called by the precision plugin."""
+        if not self.lightning_module.automatic_optimization:
+            prepare_backward(self._require_engine())
+        self._backward(loss, rest)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Let the training data go on after a restart where it was."""
-        trainer = self.lightning_module.trainer
-        if not trainer.training or isinstance(dataloader, _stateful(self.library)):
+        """Let the training data go on where it was after a restart."""
+        stateful = import_module(f"{FABRICS[self.library]}.utilities.types")._Stateful
+        if not self.lightning_module.trainer.training or isinstance(dataloader, stateful):
             return dataloader
         if self.engine is not None:
             cut(dataloader, self.engine.configuration.micro_batch_size)
@@ -263,36 +211,35 @@ class _TrainerSide(Ranks):
             if self._loader_state is not None:
                 self._say("the training data has no sampler to go on with, and begins with its first sample again")
         elif batches not in self._batches:
-            self._batches.append(batches)
+            self._batches = (*self._batches, batches)
             self._pass_over(batches, len(self._batches) - 1)
         return dataloader
 
     # Checkpoints.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: weights are the engine's to save."""
+        """Return nothing: weights are the engine's to save."""
         return {} if self.engine is not None else dict(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: they are the engine's to save."""
+        """Return nothing: they are the engine's to save."""
         return {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """The engine has loaded them."""
+        """Do nothing: the engine has loaded them."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """A folder of dsplan's, which any strategy reads on any number of ranks; one file for the weights alone."""
-        path, engine = Path(self.broadcast(str(filepath))), self.engine
-        if engine is not None and "optimizer_states" in checkpoint:
-            state = {**engine.client_state, _STATE: self._plain(checkpoint)}
-            engine.save_checkpoint(path, state, asynchronous=False, keep_last=1)
+        """Write a folder of dsplan's, which any strategy reads, or one file for the weights alone."""
+        if self.engine is not None and "optimizer_states" in checkpoint:
+            self._save(filepath, self._loop_state(checkpoint))
             return
-        checkpoint["state_dict"] = whole_state(engine, self.lightning_module)
+        checkpoint["state_dict"] = whole_state(self.engine, self.lightning_module)
+        path = Path(self.broadcast(str(filepath)))
         if self.global_rank == 0:
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
-    def _plain(self, checkpoint: Mapping[str, Any]) -> Any:
-        """What Lightning keeps beside the weights, as JSON; what only builds the module may be left out."""
+    def _loop_state(self, checkpoint: Mapping[str, Any]) -> Any:
+        """Return what Lightning keeps beside the weights, as JSON; what only builds the module may be left out."""
         state = {name: value for name, value in checkpoint.items() if name not in _IN_ENGINE}
         for name in _ONLY_TO_BUILD:
             for key, value in dict(state.get(name) or {}).items():
@@ -301,11 +248,11 @@ class _TrainerSide(Ranks):
                 except CannotRun as problem:
                     self._say(f"{problem}: it is not in the checkpoint")
                     state[name] = {other: state[name][other] for other in state[name] if other != key}
-        state["dsplan_data"] = self._place_in_data()
+        state["dsplan_data"] = self._data_state()
         return to_json(state)
 
-    def _place_in_data(self) -> dict[str, Any]:
-        """Where every rank is in its data: batches of this epoch, and what they were drawn with."""
+    def _data_state(self) -> dict[str, Any]:
+        """Return where every rank is in its data: batches of this epoch, and what they were drawn with."""
         loop = self.lightning_module.trainer.fit_loop.epoch_loop
         everyones: list[Any] = [[batches.began for batches in self._batches]]
         if self._has_peers():
@@ -319,7 +266,7 @@ class _TrainerSide(Ranks):
 
     @property
     def _samples_per_batch(self) -> int:
-        """Of all ranks together."""
+        """Samples of all ranks together."""
         size = 1 if self.engine is None else self.engine.configuration.micro_batch_size
         return size * self.world_size
 
@@ -327,64 +274,49 @@ class _TrainerSide(Ranks):
         """Load one of dsplan's folders, or take the weights of a file that Lightning wrote."""
         path = Path(checkpoint_path)
         if path.is_file():
-            return self._of_lightning(path, weights_only)
-        if self.engine is None:
-            state = self._load_weights(path)
-        else:
-            found, state = self.engine.load_checkpoint(path)
-            if found is None:
-                raise BrokenFile(
-                    path, "holds no checkpoint", "name what trainer.save_checkpoint or ModelCheckpoint wrote"
+            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            if self.engine is not None and checkpoint.get("optimizer_states"):
+                self._say(
+                    f"{path} was written by another strategy: its weights, loops and schedulers are loaded; the"
+                    " optimizer begins anew"
                 )
-        if _STATE not in state:
+            return checkpoint
+        state = self._load_weights(path) if self.engine is None else self._load(path)
+        if self.state_name not in state:
             raise BrokenFile(path, "was not saved by a Trainer", "load it with engine.load_checkpoint")
-        return self._restored(state)
-
-    def _of_lightning(self, path: Path, weights_only: bool | None) -> Any:
-        checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        if self.engine is not None and checkpoint.get("optimizer_states"):
-            self._say(
-                f"{path} was written by another strategy: its weights, loops and schedulers are loaded; the"
-                " optimizer begins anew"
-            )
-        return checkpoint
+        return self._restore(state)
 
     def _load_weights(self, path: Path) -> Mapping[str, Any]:
-        """Weights of a checkpoint for a module that is not trained here; the client_state."""
-        if named_latest(path) is None:
-            raise BrokenFile(path, "holds no checkpoint", "name what trainer.save_checkpoint or ModelCheckpoint wrote")
+        """Load a checkpoint's weights into a module that is not trained here, and return the client_state."""
+        self._require_checkpoint(path, named_latest(path))
         weights, state = read_weights(path)
         self.lightning_module.load_state_dict(weights, strict=self.lightning_module.strict_loading)
         return state
 
-    def _restored(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Lightning's part of a checkpoint, as its connector restores it."""
-        found = from_json(state[_STATE])
-        self._loader_state = found.pop("dsplan_data", None)
+    def _restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return Lightning's part of a checkpoint, as its connector restores it."""
+        own = from_json(state[self.state_name])
+        self._loader_state = own.pop("dsplan_data", None)
         if self._loader_state is not None and self.engine is not None:
-            rank = self.global_rank
-            self._random = rng.tensors(rank)
-            _recount(found["loops"]["fit_loop"], self._loader_state["samples_per_batch"], self._samples_per_batch)
-            for place, batches in enumerate(self._batches):
-                self._pass_over(batches, place)
-        return {"state_dict": {}, **found}
+            self._random = rng.tensors(self.global_rank)
+            _recount(own["loops"]["fit_loop"], self._loader_state["samples_per_batch"], self._samples_per_batch)
+            for index, batches in enumerate(self._batches):
+                self._pass_over(batches, index)
+        return {"state_dict": {}, **own}
 
-    def _pass_over(self, batches: ResumableBatches, place: int) -> None:
+    def _pass_over(self, batches: ResumableBatches, index: int) -> None:
         """Have a loader go on where the checkpoint was made."""
         state = self._loader_state
         if state is None:
             return
-        assert self.engine is not None
         trained = state["batches"] * state["samples_per_batch"] // self._samples_per_batch
         ranks = state["began"]
         began = ranks[self.global_rank if self.global_rank < len(ranks) else 0]
-        if trained < len(batches) and place < len(began):
-            batches.resume(trained, began[place], lambda: rng.restore(self._random, self.global_rank))
-
-    _random: Mapping[str, torch.Tensor] = {}
+        if trained < len(batches) and index < len(began):
+            batches.resume(trained, began[index], lambda: rng.restore(self._random, self.global_rank))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Whole weights of Lightning's own file; those of dsplan's folder are there already."""
+        """Load whole weights of Lightning's own file; those of dsplan's folder are there already."""
         if weights := checkpoint.get("state_dict"):
             load_whole(self.engine, self.lightning_module, weights, strict=strict)
 
@@ -394,14 +326,13 @@ class _TrainerSide(Ranks):
         """Save, resume and stop between batches, when Lightning's loops are where a restart finds them again."""
         engine.client_state_source = lambda: {
             **engine.client_state,
-            _STATE: self._plain(trainer._checkpoint_connector.dump_checkpoint(weights_only=False)),
+            self.state_name: self._loop_state(trainer._checkpoint_connector.dump_checkpoint(weights_only=False)),
         }
-        place = engine.observers.index(supervision)
-        engine.observers[place] = _BetweenBatches(supervision)
+        engine.observers[engine.observers.index(supervision)] = _BetweenBatches(supervision)
         trainer.callbacks.append(_batch_ends(self.library)(engine, supervision))
         state = supervision.resumed_state
-        if state is not None and _STATE in state:
-            trainer._checkpoint_connector._loaded_checkpoint = self._restored(state)
+        if state is not None and self.state_name in state:
+            trainer._checkpoint_connector._loaded_checkpoint = self._restore(state)
 
     def on_train_start(self) -> None:
         """Have SIGTERM save and stop, as before Lightning's handler, which broadcasts in the midst of anything."""
@@ -434,7 +365,7 @@ class _BetweenBatches(Observer):
 
 @functools.cache
 def _batch_ends(library: str) -> Any:
-    """The callback that notifies the supervision of steps when their batch is over."""
+    """Return the callback that notifies the supervision of steps when their batch is over."""
 
     class BatchEnds(import_module(library).Callback):  # type: ignore[misc]
         def __init__(self, engine: Engine, supervision: Supervision) -> None:
@@ -451,55 +382,45 @@ def _batch_ends(library: str) -> Any:
 
 @functools.cache
 def _plugin_for(library: str) -> Any:
-    """The class of a `Precision` that calls the engine, over that of one package."""
+    """Return the class of a `Precision` that calls the engine, over that of one package."""
 
     class EnginePrecision(import_module(f"{library}.plugins.precision").Precision):  # type: ignore[misc]
         def __init__(self, strategy: Any, precision: str) -> None:
             self._strategy, self.precision = strategy, precision
 
         def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            if args or kwargs:
-                raise CannotRun("backward takes the loss alone: leave out retain_graph and other arguments")
-            self._strategy.backward_of(tensor)
+            self._strategy.backward_of(tensor, (*args, *kwargs))
 
         def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
             result = closure()
             if model.automatic_optimization and result is None:
                 return None  # training_step returned None: there is no gradient
             self._after_closure(model, optimizer)
-            self._strategy._step(self._strategy.engine)
+            self._strategy._step()
             return result
 
         def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
             if gradient_clip_algorithm not in (None, "norm"):
-                raise CannotRun("gradients are clipped by their norm alone; leave gradient_clip_algorithm='value' out")
+                raise CannotRun(_CLIPS_BY_NORM)
             strategy = self._strategy
             strategy.engine.gradient_clipping = float(clip_val) if clip_val else strategy.configured_clipping
 
     return EnginePrecision
 
 
-@functools.cache
-def _stateful(library: str) -> Any:
-    return import_module(f"{FABRICS[library]}.utilities.types")._Stateful
-
-
 def _train_loader(trainer: Any) -> Any:
-    """The script's training data loader, the first where it has several; the random numbers stay as they are."""
+    """Return the script's training data loader, the first where it has several; the random numbers stay as they are."""
     source = trainer.fit_loop._data_source
     if not source.is_defined():
         return None
     states = torch.get_rng_state(), random.getstate()
-    found = source.dataloader()
+    loader = source.dataloader()
     torch.set_rng_state(states[0])
     random.setstate(states[1])
-    while isinstance(found, (list, tuple, dict)) or hasattr(found, "flattened"):
-        found = found.flattened if hasattr(found, "flattened") else found
-        items = list(found.values()) if isinstance(found, dict) else list(found)
-        if not items:
-            return None
-        found = items[0]
-    return found
+    while isinstance(loader, (list, tuple, dict)) or hasattr(loader, "flattened"):
+        loader = getattr(loader, "flattened", loader)
+        loader = next(iter(loader.values() if isinstance(loader, dict) else loader), None)
+    return loader
 
 
 def _recount(loop: dict[str, Any], before: int, now: int) -> None:
@@ -511,18 +432,10 @@ def _recount(loop: dict[str, Any], before: int, now: int) -> None:
             counts.update({name: count + moved for name, count in counts.items()})
 
 
-@functools.cache
-def strategy_class(library: str) -> Any:
-    """`LightningStrategy` for one package."""
-    base = import_module(f"{library}.strategies").ParallelStrategy
-    members = {"library": library, "__doc__": _TrainerSide.__doc__, "__module__": __name__}
-    return type("LightningStrategy", (_TrainerSide, base), members)
-
-
+strategy_class = functools.partial(class_for, face=_LightningStrategy)
+"""`LightningStrategy` for one package."""
 if TYPE_CHECKING:
-
-    class LightningStrategy(_TrainerSide):
-        """The strategy, for type checkers."""
+    LightningStrategy = _LightningStrategy
 
 
 def __getattr__(name: str) -> Any:

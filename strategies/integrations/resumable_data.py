@@ -66,7 +66,7 @@ def resumable(loader: Any) -> ResumableBatches | None:
 
 
 def has_plain_batches(loader: Any) -> bool:
-    """Whether a loader takes its sampler's samples as they come, so that its batches may have another size."""
+    """Return whether a loader takes its sampler's samples as they come, so that its batches may have another size."""
     return isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
 
 

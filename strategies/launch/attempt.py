@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-import stat
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from strategies.launch.failure_causes import Ending, ending_of, forget_last_attempt, memory_kills
 from strategies.launch.launchers.launcher import Launcher, make_launcher
+from strategies.launch.stop_requests import SIGNAL_SECONDS, StopRequests
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.spec import SAVING, STOPS, LaunchSpec
 from strategies.telemetry.alerts import Alert
@@ -48,8 +45,7 @@ class PlanMade:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
-    """One optimizer step on the first rank here, counted from 1 over the whole run. `samples` and `tokens` are those of
-    that rank's own batches in this step."""
+    """One optimizer step on the first rank here, with the samples and tokens of that rank's own batches."""
 
     step: int
     loss: float | None
@@ -88,7 +84,7 @@ _METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
 
 
 class RunFiles:
-    """What is new in the files of a run directory. Which ranks run here shows by the files they write.
+    """News in the files of a run directory, by which it also shows which ranks run here.
 
     What the files hold when this begins is an earlier command's, and is not printed again. Files are opened only when
     they have grown: this is called ten times a second beside ranks that need the processors.
@@ -113,8 +109,10 @@ class RunFiles:
         self._metrics_start = {name: size for name, size in self._sizes().items() if _METRICS.fullmatch(name)}
 
     def news(self, *, final: bool = False) -> Iterator[OutputLine | dict[str, Any]]:
-        """New rows of metrics, of the lowest rank that wrote any in this attempt; then new lines: stderr of every rank,
-        stdout of rank 0. What all ranks refuse alike is given once."""
+        """Yield new rows of metrics, of the lowest rank that wrote any in this attempt, then new lines.
+
+        Lines are stderr of every rank and stdout of rank 0; what all ranks refuse alike is given once.
+        """
         sizes = self._sizes()
         yield from self._rows(sizes, final=final)
         for name in sorted(sizes):
@@ -153,7 +151,7 @@ class RunFiles:
         return self._followers.setdefault(name, LineFollower(self._directory / name)).read_lines(final=final)
 
     def _sizes(self) -> dict[str, int]:
-        """The files of the directory that are followed."""
+        """Return the sizes of the files of the directory that are followed."""
         with os.scandir(self._directory) as entries:
             return {
                 entry.name: entry.stat().st_size
@@ -162,70 +160,8 @@ class RunFiles:
             }
 
 
-# Signals of people and batch systems to a running `dsplan run`.
-
-
-_PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-
-
-class StopRequests:
-    """Signals are noted instead of acted on, wherever they arrive: also in the code that shows an event.
-
-    Ctrl-C sets `interrupted`, and a second one raises. SIGTERM, SIGUSR1 and the SIGHUP of a closed terminal set
-    `preempted_at`, the time of `time.monotonic` at which the first came; nohup's runs continue. Only a main thread gets
-    signals; elsewhere nothing is changed.
-    """
-
-    def __init__(self) -> None:
-        self.interrupted = False
-        self.preempted_at: float | None = None
-        self._previous: dict[signal.Signals, Any] = {}
-
-    @property
-    def came(self) -> bool:
-        """Whether the run is to stop."""
-        return self.interrupted or self.preempted_at is not None
-
-    def __enter__(self) -> StopRequests:
-        if threading.current_thread() is threading.main_thread():
-            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
-            for number in _PREEMPTING:
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._preempt)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.interrupted:
-            signal.default_int_handler(number, frame)
-        self.interrupted = True
-
-    def _preempt(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            _leave_terminal()
-        if self.preempted_at is None:
-            self.preempted_at = time.monotonic()
-
-
-def _leave_terminal() -> None:
-    """Let what this process still says go nowhere where it went to a terminal, which would refuse it."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        with suppress(OSError):
-            # A terminal that is gone is not one any more: nothing but the number of its device tells.
-            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-                os.dup2(nowhere, descriptor)
-    os.close(nowhere)
-
-
 # A look at the run's files takes 0.4 ms of a processor that the ranks may need.
 _POLL_SECONDS = 0.25
-_SIGNAL_SECONDS = 1.0
 
 Happening = OutputLine | Alert | dict[str, Any]
 """A line, an alert, or a row of metrics."""
@@ -268,14 +204,17 @@ class Attempt:
         self._conclude(status, memory_killed=memory_kills() > kills)
 
     def _is_over(self, launcher: Launcher) -> bool:
-        """Whether to end the ranks now; asks them to save and stop where there is time for it."""
-        asked = self._requests.preempted_at
-        if self._requests.interrupted or asked is None:
+        """Return whether to end the ranks now; asks them to save and stop where there is time for it."""
+        preempted_at = self._requests.preempted_at
+        if self._requests.interrupted or preempted_at is None:
             return self._requests.interrupted
         now = time.monotonic()
-        if claimed_kind(self._spec.directory) not in SAVING or now - asked > self._spec.supervision.grace_seconds:
+        if (
+            claimed_kind(self._spec.directory) not in SAVING
+            or now - preempted_at > self._spec.supervision.grace_seconds
+        ):
             return True
-        if now - self._signalled >= _SIGNAL_SECONDS:
+        if now - self._signalled >= SIGNAL_SECONDS:
             launcher.signal(signal.SIGUSR1)
             self._signalled = now
         return False
@@ -284,17 +223,17 @@ class Attempt:
         self.completed = status == 0
         if self.completed or self._requests.interrupted:
             return
-        found = None if status is None else ending_of(self._spec.directory, status, memory_killed=memory_killed)
-        self.ending = found if self._requests.preempted_at is None else _preempted(found)
+        ending = None if status is None else ending_of(self._spec.directory, status, memory_killed=memory_killed)
+        self.ending = ending if self._requests.preempted_at is None else _preempted(ending)
 
     def _news(self, *, final: bool) -> Iterator[Happening]:
         yield from self._files.news(final=final)
         yield from self._alerts.read(final=final)
 
 
-def _preempted(found: Ending | None) -> Ending:
-    """The ending of an attempt that was asked to stop, whatever its ranks made of that."""
-    if found is not None and found.kind in STOPS:
-        return replace(found, kind="preempted")
-    said = f"; {found.reason}" if found is not None and found.kind not in ("killed", "lost") else ""
-    return Ending(kind="preempted", reason=f"the ranks were ended without saving{said}")
+def _preempted(ending: Ending | None) -> Ending:
+    """Return the ending of an attempt that was asked to stop, whatever its ranks made of that."""
+    if ending is not None and ending.kind in STOPS:
+        return replace(ending, kind="preempted")
+    reason = f"; {ending.reason}" if ending is not None and ending.kind not in ("killed", "lost") else ""
+    return Ending(kind="preempted", reason=f"the ranks were ended without saving{reason}")

@@ -1,4 +1,4 @@
-"""Why an attempt ended, read from what its ranks and its launcher left in the run directory. No torch."""
+"""Causes of an attempt's end, read from what its ranks and its launcher left in the run directory. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from strategies.run_directory.spec import ENDING_KINDS, RESULT_FILE, STOPS, EndingKind, heartbeat_path, log_path
+from strategies.run_directory.files import AGENT_LOG, RESULT_FILE, heartbeat_path, log_path
+from strategies.run_directory.spec import ENDING_KINDS, STOPS, EndingKind
 from strategies.supervision.verdicts import Verdict, ranks_by_number, read_heartbeat_file, weigh
 
 # How often the kernel has killed a process of this cgroup for want of memory.
@@ -21,7 +22,7 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def memory_kills(own: Path = _OWN, root: Path = _ROOT) -> int:
-    """Kills so far in this process's cgroup; 0 where nobody counts."""
+    """Return the kills so far in this process's cgroup; 0 where nobody counts."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -30,7 +31,7 @@ def memory_kills(own: Path = _OWN, root: Path = _ROOT) -> int:
 
 
 def _counters(line: str, root: Path) -> list[Path]:
-    """Where the counter of a line of /proc/self/cgroup (`id:controllers:path`) may be.
+    """Return where the counter of a line of /proc/self/cgroup (`id:controllers:path`) may be.
 
     In a container the path may be the host's while the mount shows the container's own cgroup as its root.
     """
@@ -48,12 +49,10 @@ def _count(path: Path) -> int:
         words = path.read_text().split()
     except OSError:
         return 0
-    found = dict(zip(words[::2], words[1::2], strict=False)).get("oom_kill", "0")
-    return int(found) if found.isdecimal() else 0
+    kills = dict(zip(words[::2], words[1::2], strict=False)).get("oom_kill", "0")
+    return int(kills) if kills.isdecimal() else 0
 
 
-AGENT_LOG = "agent.log"
-"""What the launcher itself printed."""
 _FAILURE = re.compile(r"rank(\d+)\.failure\.json")
 _SUCCESS = re.compile(r"rank(\d+)\.success\.json")
 _OUT_OF_MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
@@ -93,7 +92,7 @@ FIRST: tuple[EndingKind, ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """Why an attempt did not complete.
+    """The reason why an attempt did not complete.
 
     `rank` is the one that was first, or None if the launcher itself ended; `step` the global step it was in;
     `exit_status` its own, negative for a signal; `type` the exception's; `saved` the checkpoint of a stop on purpose.
@@ -110,12 +109,12 @@ class Ending:
     saved: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The ending as JSON has it."""
+        """Return the ending as JSON has it."""
         return {**asdict(self), "log": None if self.log is None else str(self.log)}
 
 
 def ending_of(directory: Path, status: int, *, memory_killed: bool = False) -> Ending:
-    """Why an attempt ended whose launcher ended with `status`, not 0.
+    """Return why an attempt ended whose launcher ended with `status`, not 0.
 
     `memory_killed` says that the kernel killed a process of this cgroup for want of memory meanwhile.
     """
@@ -127,14 +126,14 @@ def ending_of(directory: Path, status: int, *, memory_killed: bool = False) -> E
         rank: code for rank, code in (own or ({} if failures else codes)).items() if code and rank not in failures
     }
     believed = _believed_failures(directory, failures)
-    found = [_said(directory, rank, failure, codes.get(rank)) for rank, failure in believed.items()]
-    found += [_silent(directory, rank, code, memory_killed=memory_killed) for rank, code in silent.items()]
-    if (deserter := _who_ended_early(directory, found)) is not None:
-        found = [deserter]
-    found.sort(key=lambda ending: (FIRST.index(ending.kind), _is_echo(ending), ending.rank is None, ending.rank or 0))
+    endings = [_said(directory, rank, failure, codes.get(rank)) for rank, failure in believed.items()]
+    endings += [_silent(directory, rank, code, memory_killed=memory_killed) for rank, code in silent.items()]
+    if (deserter := _who_ended_early(directory, endings)) is not None:
+        endings = [deserter]
+    endings.sort(key=lambda ending: (FIRST.index(ending.kind), _is_echo(ending), ending.rank is None, ending.rank or 0))
     if result.get("kind") in ENDING_KINDS:
-        return _as_launcher_says(result, found, directory)
-    return found[0] if found else _of_launcher(directory, status, memory_killed=memory_killed)
+        return _as_launcher_says(result, endings, directory)
+    return endings[0] if endings else _of_launcher(directory, status, memory_killed=memory_killed)
 
 
 def forget_last_attempt(directory: Path) -> None:
@@ -145,8 +144,7 @@ def forget_last_attempt(directory: Path) -> None:
 
 
 def with_stacks_kept(ending: Ending, directory: Path, attempt: int) -> Ending:
-    """Give the stacks that ranks wrote when they hung names that the next attempt leaves alone; the ending's log is
-    those of the rank at fault where there are any."""
+    """Rename the stacks of ranks that hung, so that the next attempt leaves them; they are the ending's log."""
     for path in directory.glob("rank*.stacks.txt"):
         if path.stat().st_size:
             path.rename(path.with_name(f"attempt{attempt}.{path.name}"))
@@ -155,15 +153,15 @@ def with_stacks_kept(ending: Ending, directory: Path, attempt: int) -> Ending:
 
 
 def _words_of(directory: Path, kind: re.Pattern[str]) -> dict[int, dict[str, Any]]:
-    """What ranks wrote of their own ends; a file cut short says nothing."""
+    """Return what ranks wrote of their own ends; a file cut short says nothing."""
     named = ((kind.fullmatch(path.name), path) for path in directory.glob("rank*.json"))
     return {int(match[1]): word for match, path in named if match and (word := _read(path))}
 
 
-def _who_ended_early(directory: Path, found: Sequence[Ending]) -> Ending | None:
-    """The rank that ended with status 0 while others trained, where they ended for nothing else."""
+def _who_ended_early(directory: Path, endings: Sequence[Ending]) -> Ending | None:
+    """Return the rank that ended with status 0 while others trained, where they ended for nothing else."""
     ended = _words_of(directory, _SUCCESS)
-    if not ended or not found or not all(_may_miss(ending, ended) for ending in found):
+    if not ended or not endings or not all(_may_miss(ending, ended) for ending in endings):
         return None
     rank = min(ended, key=lambda rank: float(ended[rank].get("time") or 0))
     step = ended[rank].get("step")
@@ -181,14 +179,14 @@ def _who_ended_early(directory: Path, found: Sequence[Ending]) -> Ending | None:
 
 
 def _may_miss(ending: Ending, ended: Mapping[int, object]) -> bool:
-    """Whether a rank may have ended only because another one did: its collectives failed, or waited for that one."""
+    """Return whether a rank may have ended only because another did: its collectives failed, or waited for it."""
     if ending.kind == "hung":
         return ending.rank in ended
     return _is_echo(ending) or ending.exit_status == -signal.SIGABRT
 
 
 def _said(directory: Path, rank: int, failure: Mapping[str, Any], exit_status: int | None) -> Ending:
-    """The ending that a rank wrote down itself."""
+    """Return the ending that a rank wrote down itself."""
     message = str(failure.get("message", ""))
     # The rank that noticed a hang waits for the one that is behind.
     behind = [int(rank) for rank in failure.get("behind") or ()]
@@ -226,8 +224,7 @@ def _believed_failures(directory: Path, failures: Mapping[int, dict[str, Any]]) 
 
 
 def _kind(failure: Mapping[str, Any]) -> EndingKind:
-    """What a rank said it was; by its words where it named no kind, and where it only raised what a peer's end made of
-    its collective."""
+    """Return the kind that a rank named; by its words where it named none, or only lost a peer in its collective."""
     kind, words = failure.get("kind"), str(failure.get("message", "")).lower()
     if kind in ENDING_KINDS and kind != "failed":
         return kind  # type: ignore[no-any-return]
@@ -239,12 +236,12 @@ def _kind(failure: Mapping[str, Any]) -> EndingKind:
 
 
 def _is_echo(ending: Ending) -> bool:
-    """Whether a rank may only have lost a peer, as gloo, NCCL and the store tell it, and nothing of its own."""
+    """Return whether a rank may only have lost a peer, as gloo, NCCL and the store tell it, and nothing of its own."""
     return ending.kind == "lost" and ending.type not in _CONNECTION_ERRORS
 
 
 def _silent(directory: Path, rank: int, code: int, *, memory_killed: bool) -> Ending:
-    """The ending of a rank that said nothing."""
+    """Return the ending of a rank that said nothing."""
     log = log_path(directory, rank, "stderr")
     kind: EndingKind = "killed" if code < 0 else "failed"
     reason = f"killed by signal {-code}" if code < 0 else _last_line(log) or f"exit status {code}"
@@ -261,10 +258,10 @@ def _silent(directory: Path, rank: int, code: int, *, memory_killed: bool) -> En
     return Ending(kind=kind, rank=rank, reason=reason, log=log, exit_status=code)
 
 
-def _as_launcher_says(result: Mapping[str, Any], found: Sequence[Ending], directory: Path) -> Ending:
-    """The kind that the launcher names, which knows of other nodes too; the rest from a rank here that says so."""
+def _as_launcher_says(result: Mapping[str, Any], endings: Sequence[Ending], directory: Path) -> Ending:
+    """Return the kind that the launcher names, which knows other nodes; the rest is of a rank that says so."""
     kind: EndingKind = result["kind"]
-    for ending in found:
+    for ending in endings:
         if ending.kind == kind or (ending.kind in STOPS and kind in STOPS):
             return replace(ending, kind=kind)
     reason, host = str(result.get("reason") or kind), str(result.get("node") or "")
@@ -283,10 +280,10 @@ def _of_launcher(directory: Path, status: int, *, memory_killed: bool) -> Ending
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        document = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def _last_line(path: Path) -> str:

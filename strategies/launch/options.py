@@ -1,8 +1,10 @@
-"""What the command line says of placement and supervision, as the fields that it sets. No torch."""
+"""Flags of placement and supervision, over the defaults or over an earlier launch. No torch."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,125 +12,135 @@ from hardware_db.errors import DsplanError
 from hardware_db.handed_in import quote
 from planner import limits
 from planner.errors import ContradictoryRequest
-from strategies.run_directory.spec import LauncherName
+from strategies.launch.stop_requests import GRACE_SECONDS
+from strategies.run_directory.request import named
+from strategies.run_directory.spec import LauncherName, Placement, SupervisionOptions
+from strategies.supervision.hang_detection import HANG_SECONDS
+from strategies.supervision.save_clock import CHECKPOINT_MINUTES
 
-Asked = dict[str, Any]
-"""Fields of a value with what they are to be; those that nobody asked for are not in it."""
-
-
-def asked_placement(
-    *,
-    launcher: LauncherName | None = None,
-    nodes: str | None = None,
-    rendezvous: str | None = None,
-    hostfile: Path | None = None,
-    node_rank: int | None = None,
-    options: list[str] | None = None,
-) -> Asked:
-    """The fields of `Placement` that were asked for.
-
-    Raises:
-        DsplanError: `nodes` is no number of nodes, `rendezvous` no address, or `hostfile` no file.
-    """
-    if hostfile is not None and not hostfile.is_file():
-        raise DsplanError(f"--hostfile {hostfile}: no such file; write one line per node into it")
-    found: Asked = {
-        "launcher": launcher,
-        "rendezvous": None if rendezvous is None else _address(rendezvous),
-        "hostfile": None if hostfile is None else str(hostfile.resolve()),
-        "node_rank": node_rank,
-        "options": tuple(options) if options else None,
-    }
-    if nodes is not None:
-        found["least_nodes"], found["most_nodes"] = _nodes(nodes)
-    return {name: value for name, value in found.items() if value is not None}
+DEFAULT_SUPERVISION = SupervisionOptions(
+    checkpoint_minutes=CHECKPOINT_MINUTES, hang_seconds=HANG_SECONDS, grace_seconds=GRACE_SECONDS
+)
 
 
-def asked_fields(**values: object) -> Asked:
-    """Those of several flags that were asked for: degrees with their schedule, or what is trained."""
-    return {name: value for name, value in values.items() if value is not None}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestedPlacement:
+    """The flags of `Placement`; None is left open."""
+
+    launcher: LauncherName | None = None
+    nodes: str | None = None
+    """As it was written: K, or MIN:MAX."""
+    rendezvous: str | None = None
+    hostfile: Path | None = None
+    node_rank: int | None = None
+    launcher_option: Sequence[str] | None = None
+
+    def over(self, earlier: Placement) -> Placement:
+        """Return the placement with what is left open from an earlier one, unless that had another launcher.
+
+        Raises:
+            DsplanError: `nodes` is no number of nodes, `rendezvous` no address, or `hostfile` no file.
+        """
+        if self.hostfile is not None and not self.hostfile.is_file():
+            raise DsplanError(f"--hostfile {self.hostfile}: no such file; write one line per node into it")
+        changes: dict[str, Any] = named(self)
+        if options := changes.pop("launcher_option", None):
+            changes["options"] = tuple(options)
+        if self.rendezvous is not None:
+            _require_address(self.rendezvous)
+        if self.hostfile is not None:
+            changes["hostfile"] = str(self.hostfile.resolve())
+        if changes.pop("nodes", None) is not None:
+            changes["least_nodes"], changes["most_nodes"] = _nodes(self.nodes or "")
+        # Another launcher would not know the options of the earlier one.
+        return replace(earlier if self.launcher in (None, earlier.launcher) else Placement(), **changes)
 
 
-def asked_kernels(text: str | None) -> Asked:
-    """`--kernels`: providers by kernel, `all` for one that is meant for every kernel.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestedSupervision:
+    """The flags of `SupervisionOptions`; None is left open."""
+
+    retries: int | None = None
+    checkpoint_dir: Path | None = None
+    checkpoint_steps: int | None = None
+    checkpoint_minutes: float | None = None
+    """0: not by the clock."""
+    hang_minutes: float | None = None
+    grace_seconds: float | None = None
+    tune: bool = False
+
+    def over(self, earlier: SupervisionOptions) -> SupervisionOptions:
+        """Return the options with what is left open from earlier ones.
+
+        Raises:
+            ContradictoryRequest: a time, or a number, is none.
+        """
+        limits.RETRIES.check("--retries", self.retries)
+        limits.STEPS.check("--checkpoint-steps", self.checkpoint_steps)
+        limits.MINUTES.check("--checkpoint-minutes", self.checkpoint_minutes)
+        limits.MINUTES.check("--hang-minutes", self.hang_minutes)
+        limits.GRACE_SECONDS.check("--grace-seconds", self.grace_seconds)
+        changes: dict[str, Any] = named(self)
+        changes["tunes"] = changes.pop("tune") or earlier.tunes
+        if self.checkpoint_dir is not None:
+            changes["checkpoint_directory"] = str(changes.pop("checkpoint_dir").resolve())
+        if self.hang_minutes is not None:
+            changes["hang_seconds"] = 60 * changes.pop("hang_minutes")
+        # Who says after how many steps has said when; the clock then saves only if asked to as well.
+        if self.checkpoint_minutes == 0 or (self.checkpoint_minutes is None and self.checkpoint_steps is not None):
+            changes["checkpoint_minutes"] = None
+        return replace(earlier, **changes)
+
+
+def parse_kernels(text: str | None) -> dict[str, str]:
+    """Return the providers by kernel that `--kernels` names, `all` for one that is meant for every kernel.
 
     Raises:
         ContradictoryRequest: a kernel has no provider, or two.
     """
-    found: dict[str, object] = {}
+    providers: dict[str, str] = {}
     for part in (text or "").split(","):
         name, is_pair, provider = (word.strip() for word in part.partition("="))
         name, provider = (name, provider) if is_pair else ("all", name)
-        if text is not None and (not name or not provider or name in found):
+        if text is not None and (not name or not provider or name in providers):
             raise ContradictoryRequest(f"--kernels {text!r} is read as NAME, or as KERNEL=NAME,KERNEL=NAME; each once")
         if provider:
-            found[name] = provider
-    return found
+            providers[name] = provider
+    return providers
 
 
 _MOST_PROFILED = 100
 """Steps of one profile; a trace of a step takes megabytes."""
+_SPAN = re.compile(r"([0-9]{1,9})(?::([0-9]{1,9}))?")
 
 
-def asked_profile(text: str) -> str:
-    """`--profile`: a step, or the first and the last of several, as FIRST:LAST.
+def parse_profile(text: str) -> str:
+    """Return the steps that `--profile` names, one or the first and the last of several, as FIRST:LAST.
 
     Raises:
         DsplanError: they are no such steps.
     """
-    found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip())
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    first, last = _span(text)
     if not 1 <= first <= last < first + _MOST_PROFILED:
         example = "write 20, or 20:22 for three of them"
         raise DsplanError(f"--profile {quote(text)} names no steps, at most {_MOST_PROFILED}, from 1 on; {example}")
     return f"{first}:{last}"
 
 
-def asked_supervision(
-    *,
-    retries: int | None = None,
-    checkpoints: tuple[Path | None, int | None, float | None] = (None, None, None),
-    hang_minutes: float | None = None,
-    grace_seconds: float | None = None,
-    tunes: bool = False,
-) -> Asked:
-    """The fields of `Supervision` that were asked for; `checkpoints` is the directory, every steps, every minutes.
-
-    Raises:
-        DsplanError: a time is no number.
-    """
-    directory, steps, minutes = checkpoints
-    limits.RETRIES.check("--retries", retries)
-    limits.STEPS.check("--checkpoint-steps", steps)
-    limits.MINUTES.check("--checkpoint-minutes", minutes)
-    limits.MINUTES.check("--hang-minutes", hang_minutes)
-    limits.GRACE_SECONDS.check("--grace-seconds", grace_seconds)
-    found: Asked = {
-        "retries": retries,
-        "checkpoint_directory": None if directory is None else str(directory.resolve()),
-        "checkpoint_steps": steps,
-        "checkpoint_minutes": minutes,
-        "hang_seconds": None if hang_minutes is None else hang_minutes * 60,
-        "grace_seconds": grace_seconds,
-        "tunes": tunes or None,
-    }
-    asked = {name: value for name, value in found.items() if value is not None}
-    # Who says after how many steps has said when; the clock then saves only if asked to as well.
-    if minutes == 0 or (minutes is None and steps is not None):
-        asked["checkpoint_minutes"] = None
-    return asked
-
-
 def _nodes(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip())
-    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    least, most = _span(text)
     if not 1 <= least <= most <= limits.NODE_RANK.most:
         raise DsplanError(f"--nodes {quote(text)} is no number of nodes; write 4, or 2:4 for at least 2 and at most 4")
     return least, most
 
 
-def _address(text: str) -> str:
+def _span(text: str) -> tuple[int, int]:
+    """Return both numbers of `A:B`, twice that of `A`, and zeros of anything else."""
+    match = _SPAN.fullmatch(text.strip())
+    return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+
+
+def _require_address(text: str) -> None:
     host, _, port = text.rpartition(":")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
         raise DsplanError(f"--rendezvous {quote(text)} is no address; write HOST:PORT, such as node0:29400")
-    return text

@@ -1,4 +1,4 @@
-"""What follows an ending: another attempt, at once or after a pause, another plan, or the end of the run. No torch."""
+"""Decisions after an ending: another attempt, at once or after a pause, another plan, or the end. No torch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from strategies.launch.failure_causes import Ending
-from strategies.run_directory.spec import RETRIES
 
 Action = Literal["restart", "next_plan", "switch", "stop", "give_up"]
 
+RETRIES = 3
+"""Attempts in a row without progress before a run is given up, where something can be resumed."""
 _LONGEST_PAUSE_SECONDS = 60.0
 _REPEATABLE = ("killed", "lost", "hung", "disk_full")
 """Endings that come from outside the program, so that their coming again at the same step says nothing."""
-_ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
+_REQUESTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What is done after an ending, after which pause, and why, in words that follow the ending's."""
+    """The step that follows an ending, after which pause, and why, in words that follow the ending's."""
 
     action: Action
     why: str
@@ -28,39 +29,44 @@ class Decision:
 
     @property
     def continues(self) -> bool:
+        """True if another attempt follows."""
         return self.action in ("restart", "next_plan", "switch")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunContext:
-    """The run when an attempt ended: the highest step it ever reached (0: none), whether the attempt got further than
-    every one before, whether a plan is known, which other plans may replace, whether another attempt could resume
-    anything, whether this node resumes where another one was stopped, and the memory of the largest device and of the
-    host in bytes, whichever is more."""
+    """The run when an attempt ended."""
 
     highest_step: int = 0
+    """That the run ever reached; 0: none."""
     progressed: bool = False
+    """Whether the attempt got further than every one before."""
     has_plan: bool = False
+    """Whether a plan is known, which other plans may replace."""
     can_resume: bool = True
+    """Whether another attempt could resume anything."""
     stays: bool = False
+    """Whether this node resumes where another one was stopped."""
     memory_bytes: int | None = None
+    """Of the largest device or of the host, whichever is more."""
 
 
 class Policy:
-    """Decides ending by ending. `retries` endings in a row without progress are followed by another attempt; the
-    pauses are 0, 1, 2, 4 ... 60 seconds. With None that depends: a script that has nothing to resume from is not begun
-    again."""
+    """Decides ending by ending, after at most `retries` endings in a row without progress.
+
+    Pauses are 0, 1, 2, 4 ... 60 seconds. With None, a script that has nothing to resume from is not begun again.
+    """
 
     def __init__(self, retries: int | None) -> None:
-        self._asked = retries
+        self._requested = retries
         self._retries = RETRIES if retries is None else retries
         self._used = 0
         self._last: Ending | None = None
 
     def decide(self, ending: Ending, now: RunContext) -> Decision:
-        """What follows `ending`."""
+        """Return what follows `ending`."""
         last, self._last = self._last, ending
-        if self._asked is None:
+        if self._requested is None:
             self._retries = RETRIES if now.can_resume else 0
         if now.progressed:
             self._used = 0
@@ -77,13 +83,13 @@ class Policy:
         return self._hopeless(ending, last, now) or self._again()
 
     def _without_memory(self, ending: Ending, now: RunContext) -> Decision:
-        asked = _asked_bytes(ending.reason)
-        if asked is not None and now.memory_bytes is not None and asked > now.memory_bytes:
+        size = _requested_bytes(ending.reason)
+        if size is not None and now.memory_bytes is not None and size > now.memory_bytes:
             return Decision(action="give_up", why="one tensor is larger than all memory here, which no plan mends")
         return Decision(action="next_plan", why="the next plan that needs less memory follows")
 
     def _hopeless(self, ending: Ending, last: Ending | None, now: RunContext) -> Decision | None:
-        """The end of the run where the program itself is at fault and would be again."""
+        """Return the end of the run where the program itself is at fault and would be again."""
         if self._retries == 0 or ending.kind in _REPEATABLE:
             return None
         if now.highest_step == 0:
@@ -106,7 +112,7 @@ def _identity(ending: Ending) -> tuple[object, ...]:
     return ending.kind, ending.type, ending.reason, ending.step
 
 
-def _asked_bytes(reason: str) -> int | None:
+def _requested_bytes(reason: str) -> int | None:
     """Return the bytes that an allocator says were requested, or None if it does not say."""
-    match = _ASKED.search(reason)
+    match = _REQUESTED.search(reason)
     return None if match is None else int(float(match[1].rstrip(".")) * _UNITS[(match[2] or "bytes").lower()])

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import os
 import time
 import uuid
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
 from hardware_db.errors import BrokenFile, DsplanError
 from hardware_db.files import data_dir
 from hardware_db.probe import Machine, probe
+from planner import limits
 from planner import vocabulary as words
 from planner.cluster.probed import probed_cluster
 from planner.cost.combinations import Adapted, why_refused
@@ -22,12 +22,14 @@ from planner.errors import ContradictoryRequest, UnknownName
 from planner.search.request import WITHOUT_DEEPSPEED, why_not_deepspeed
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan
-from strategies.launch.options import Asked
+from strategies.launch.options import DEFAULT_SUPERVISION, RequestedPlacement, RequestedSupervision
 from strategies.launch.state import BEGIN_ANEW, check_unfinished
 from strategies.run_directory.claim import claimed_kind
-from strategies.run_directory.spec import SAVING, SPEC_FILE, LauncherName, LaunchSpec, Placement, Supervision
+from strategies.run_directory.files import SPEC_FILE
+from strategies.run_directory.request import PlanRequest, RequestedMethod, named
+from strategies.run_directory.spec import SAVING, LauncherName, LaunchSpec, Placement, SupervisionOptions
 from strategies.telemetry.trackers import check_installed
-from strategies.variables import BACKEND, KERNELS, METHOD, PARALLEL, PLAN, PROFILE, RUN_DIRECTORY, STRATEGY
+from strategies.variables import PROFILE, RUN_DIRECTORY
 
 # Checks of the placement flags, before anything is started.
 
@@ -42,7 +44,7 @@ _READ_BY: dict[str, tuple[LauncherName, ...]] = {
 _FLAGS = {"rendezvous": "--rendezvous", "hostfile": "--hostfile", "node_rank": "--node-rank"}
 
 
-def check_placement(placement: Placement, supervision: Supervision) -> None:
+def check_placement(placement: Placement, supervision: SupervisionOptions) -> None:
     """Refuse flags that the launcher would not read, and several nodes that could not meet or share checkpoints.
 
     Raises:
@@ -77,38 +79,28 @@ def check_placement(placement: Placement, supervision: Supervision) -> None:
 
 # Two processes on a machine without GPUs: the smallest number that shows what a strategy does.
 _CPU_PROCESSES = 2
-_MOST_PROCESSES = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRequest:
-    """What `dsplan run` was asked: the script with its arguments, and a plan, a number of processes, a strategy, a
-    backend, in `parallel` degrees with their schedule, in `method` what is trained, in `kernels` whose kernels run.
-
-    `resume` is the directory of a run to resume, which fills in what is left open: `earlier_processes` is what it
-    ran with, `run_id` what its checkpoints are marked with. `resume_from` is the checkpoint to resume from, or `start`;
-    empty: the newest. `trackers` follow the run; `profile` are the steps to profile, FIRST:LAST. `placement` and
-    `supervision` hold the fields of those values that were asked for.
-    """
+    """A command line of `dsplan run`; None, or nothing, is left open."""
 
     script: Path | None = None
     arguments: tuple[str, ...] = ()
-    plan_file: Path | None = None
+    """The script's own."""
     processes: int | None = None
-    strategy: str | None = None
-    backend: str | None = None
-    parallel: Asked = field(default_factory=dict)
-    method: Asked = field(default_factory=dict)
-    kernels: Asked = field(default_factory=dict)
+    """Per node."""
+    plan: PlanRequest = field(default_factory=PlanRequest)
     run_directory: Path | None = None
     resume: Path | None = None
+    """The directory of a run to resume, which fills in what is left open."""
     resume_from: str = ""
-    earlier_processes: int | None = None
-    run_id: str = ""
+    """The checkpoint to resume from, or `start`; empty: the newest."""
     trackers: tuple[str, ...] = ()
     profile: str = ""
-    placement: Asked = field(default_factory=dict)
-    supervision: Asked = field(default_factory=dict)
+    """Steps, as FIRST:LAST."""
+    placement: RequestedPlacement = field(default_factory=RequestedPlacement)
+    supervision: RequestedSupervision = field(default_factory=RequestedSupervision)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +120,7 @@ class Launch:
 
     @property
     def notice(self) -> str:
-        """What to know before the ranks start; empty where nothing needs saying."""
+        """A line for people before the ranks start; empty where nothing needs saying."""
         if self.resumes and claimed_kind(self.spec.directory) not in (None, *SAVING):
             return f"{self.script} resumes from what its own code loads: dsplan keeps no checkpoint of it"
         return ""
@@ -140,32 +132,45 @@ def prepare(request: RunRequest) -> Launch:
     Raises:
         DsplanError: the script, the plan, or this machine does not allow the run; one line says which and what to do.
     """
+    earlier = None
     if request.resume is not None:
-        request = resumed(request, request.resume)
+        earlier = _unfinished(request, request.resume)
+        request = _continue(request, earlier)
     elif request.resume_from:
         raise ContradictoryRequest("--resume-from says from where --resume resumes a run; add --resume DIR")
     if request.script is None:
         raise DsplanError("SCRIPT is missing; name the Python file that trains your model, or --resume a run")
     check_script(request.script)
-    _check_words(request)
+    _check_plan_request(request.plan)
     if importlib.util.find_spec("torch") is None:
         raise DsplanError("torch is not installed here, and a run needs it; pip install 'dsplan[train]'")
     check_installed(request.trackers)
-    plan = None if request.plan_file is None else load_plan(request.plan_file)
+    plan = None if request.plan.plan_file is None else load_plan(request.plan.plan_file)
     machine = probe()
     gpus = len(machine.usable_gpus)
-    placement = Placement(**request.placement)
-    processes = _processes(request, plan, placement, gpus)
+    placement = request.placement.over(earlier.placement if earlier else Placement())
+    supervision = request.supervision.over(earlier.supervision if earlier else DEFAULT_SUPERVISION)
+    processes = _processes(request, plan, placement, gpus, earlier)
     _check_degrees(request, processes, placement)
-    supervision = Supervision(**request.supervision)
     check_placement(placement, supervision)
     if plan is not None and placement.launcher != "slurm":
         _check_precision(request, plan, machine)
     if placement.launcher == "local" and supervision.checkpoint_directory:
         _check_writable(Path(supervision.checkpoint_directory))
-    spec = _spec(request, request.script, processes, gpus)
+    directory = _lay_out(request, request.script)
+    spec = LaunchSpec(
+        script=str(request.script.resolve()),  # can be read from every directory that it is resumed in
+        arguments=request.arguments,
+        processes=processes,
+        run_directory=str(directory),
+        environment=_environment(request, directory, gpus),
+        placement=placement,
+        supervision=supervision,
+        run_id=(earlier and earlier.run_id) or uuid.uuid4().hex,
+        trackers=request.trackers,
+    )
     return Launch(
-        spec=replace(spec, placement=placement),
+        spec=spec,
         script=request.script,
         plan=plan,
         resumes=request.resume is not None,
@@ -174,10 +179,7 @@ def prepare(request: RunRequest) -> Launch:
 
 
 def check_script(path: Path) -> None:
-    """
-    Raises:
-        BrokenFile: the file is missing, is not a file, or is not Python.
-    """
+    """Refuse a script that this interpreter would not run."""
     if not path.exists():
         raise BrokenFile(path, "no such script", "name the Python file that trains your model")
     if not path.is_file():
@@ -192,56 +194,53 @@ def check_script(path: Path) -> None:
         raise BrokenFile(path, f"cannot be read: {error.strerror}") from None
 
 
-def _check_words(request: RunRequest) -> None:
-    """What is asked of the planning, as far as it can be judged before the script is seen to train."""
-    for word, asked, known in (
-        ("strategy", request.strategy, words.STRATEGIES),
-        ("backend", request.backend, words.BACKENDS),
-    ):
-        if asked is None:
-            continue
-        if request.plan_file is not None:
+def _check_plan_request(request: PlanRequest) -> None:
+    """Judge what is asked of the planning, as far as possible before the script is seen to train.
+
+    Raises:
+        ContradictoryRequest, UnknownName: one line says which flag and what to do.
+    """
+    strategy, backend = request.strategy, request.backend
+    for word, name, names in (("strategy", strategy, words.STRATEGIES), ("backend", backend, words.BACKENDS)):
+        if name is not None and request.plan_file is not None:
             raise ContradictoryRequest(f"--plan and --{word} cannot both decide; leave one out")
-        if asked not in known:
-            raise UnknownName(word, asked, known, hint="one of " + ", ".join(known))
-    if request.plan_file is not None and (decided := {**request.parallel, **request.method}):
+        if name is not None and name not in names:
+            raise UnknownName(word, name, names, hint="one of " + ", ".join(names))
+    if request.plan_file is not None and (decided := {**named(request.degrees), **named(request.method)}):
         flag = f"--{next(iter(decided)).replace('_', '-')}"
         raise ContradictoryRequest(f"--plan and {flag} cannot both decide; leave one out")
     _check_method(request.method)
-    strategy, backend = request.strategy, request.backend
-    if strategy is None or backend is None:
-        return
-    runs_it = words.backends_of(strategy)
-    if backend not in runs_it:
+    if strategy is not None and backend is not None and backend not in (able := words.backends_of(strategy)):
         raise ContradictoryRequest(
-            f"--backend {backend} does not run {strategy}; {' or '.join(runs_it)} does, or leave one of them out"
+            f"--backend {backend} does not run {strategy}; {' or '.join(able)} does, or leave one of them out"
         )
 
 
-def _check_method(method: Asked) -> None:
-    """
+def _check_method(requested: RequestedMethod) -> None:
+    """Refuse flags of adapters without a method that has them, or with a pattern of weights.
+
     Raises:
-        ContradictoryRequest: flags of adapters without a method that has them, or with a pattern of weights.
+        ContradictoryRequest: one line says which flag and what to do.
     """
-    adapters = method.get("method", "full") != "full"
+    has_adapters = requested.method not in (None, "full")
     for name in ("lora_rank", "lora_targets"):
-        if name in method and not adapters:
+        if getattr(requested, name) is not None and not has_adapters:
             raise ContradictoryRequest(f"--{name.replace('_', '-')} is for --method lora, qlora or dora; name one")
-    if adapters and "train_only" in method:
-        raise ContradictoryRequest(f"--train-only says what --method {method['method']} says too; leave one out")
+    if has_adapters and requested.train_only is not None:
+        raise ContradictoryRequest(f"--train-only says what --method {requested.method} says too; leave one out")
 
 
 def _check_degrees(request: RunRequest, processes: int, placement: Placement) -> None:
-    """What can be said of degrees before a rank knows its model.
+    """Refuse degrees that no model could be split by on so many ranks.
 
     Raises:
         ContradictoryRequest: they do not divide the ranks. Fewer ranks than before plan anew.
     """
-    degrees = {name: int(request.parallel.get(name, 1)) for name in ("tp", "pp", "cp")}
+    degrees = {name: getattr(request.plan.degrees, name) or 1 for name in ("tp", "pp", "cp")}
     sharing, ranks = prod(degrees.values()), processes * placement.most_nodes
     if ranks % sharing and request.resume is None:
-        named = [f"--{name} {degree}" for name, degree in degrees.items() if degree > 1]
-        product = f"{' x '.join(named)} = {sharing}" if len(named) > 1 else named[0]
+        flags = [f"--{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        product = f"{' x '.join(flags)} = {sharing}" if len(flags) > 1 else flags[0]
         raise ContradictoryRequest(
             f"{product} does not divide the {ranks} processes; use --nproc {ranks + -ranks % sharing}, or"
             " another degree"
@@ -249,7 +248,7 @@ def _check_degrees(request: RunRequest, processes: int, placement: Placement) ->
 
 
 def _resume_from(request: RunRequest) -> str:
-    """The checkpoint to resume from, absolute, as ranks may be elsewhere; `start` and empty stay."""
+    """Return the checkpoint to resume from, absolute, as ranks may be elsewhere; `start` and empty stay."""
     named = request.resume_from
     if not named or request.resume is None:
         return ""
@@ -269,17 +268,18 @@ def _resume_from(request: RunRequest) -> str:
     return str(path)
 
 
-def _processes(request: RunRequest, plan: Plan | None, placement: Placement, gpus: int) -> int:
-    """Processes to start on a node: the plan's, what was asked, one per GPU, or two on a machine without GPUs.
+def _processes(
+    request: RunRequest, plan: Plan | None, placement: Placement, gpus: int, earlier: LaunchSpec | None
+) -> int:
+    """Return the processes to start on a node: the plan's, those requested, one per GPU, or two without a GPU.
 
     A run that continues takes as many as before where there are GPUs for them, whatever its plan says: plans are made
     anew for other ranks.
     """
-    if request.processes is not None and not 1 <= request.processes <= _MOST_PROCESSES:
-        raise DsplanError(f"--nproc {request.processes} is not a number of processes; use 1 to {_MOST_PROCESSES}")
-    if request.resume is not None:
-        earlier = request.earlier_processes or _CPU_PROCESSES
-        processes = request.processes or (min(earlier, gpus) if gpus else earlier)
+    if request.processes is not None and not limits.PROCESSES.allows(request.processes):
+        raise DsplanError(f"--nproc {request.processes} is not a number of processes; use 1 to {limits.PROCESSES.most}")
+    if earlier is not None:
+        processes = request.processes or (min(earlier.processes, gpus) if gpus else earlier.processes)
     else:
         of_plan = _plan_processes(request, plan, placement) if plan else None
         processes = of_plan or request.processes or gpus or _CPU_PROCESSES
@@ -294,17 +294,17 @@ def _plan_processes(request: RunRequest, plan: Plan, placement: Placement) -> in
     work = plan.workload
     adapted = Adapted(method=work.get("method", "full"), load_dtype=work.get("load_dtype"))
     if why := why_refused(configuration, adapted):
-        raise DsplanError(f"{request.plan_file}: {why}")
+        raise DsplanError(f"{request.plan.plan_file}: {why}")
     nodes = plan.cluster.get("nodes", 1)
     if nodes > 1 and not placement.least_nodes <= nodes <= placement.most_nodes:
         raise DsplanError(
-            f"{request.plan_file}: the plan spans {nodes} nodes and this run has {placement.most_nodes}; add --nodes"
-            f" {nodes} and run the command on every node, or use --launcher"
+            f"{request.plan.plan_file}: the plan spans {nodes} nodes and this run has {placement.most_nodes}; add"
+            f" --nodes {nodes} and run the command on every node, or use --launcher"
         )
     processes = configuration.world_size // (placement.most_nodes if nodes == 1 else nodes)
     if request.processes not in (None, processes):
         raise ContradictoryRequest(
-            f"--nproc {request.processes} contradicts {request.plan_file}, which is for {processes}"
+            f"--nproc {request.processes} contradicts {request.plan.plan_file}, which is for {processes}"
             " processes; leave --nproc out"
         )
     return max(1, processes)
@@ -314,63 +314,48 @@ def _check_precision(request: RunRequest, plan: Plan, machine: Machine) -> None:
     chosen = plan.configuration
     lacks = why_not_deepspeed(probed_cluster(machine).device, chosen.precision)
     if lacks and chosen.backend == "deepspeed":
-        raise DsplanError(f"{request.plan_file}: {lacks}; plan again: {WITHOUT_DEEPSPEED}")
+        raise DsplanError(f"{request.plan.plan_file}: {lacks}; plan again: {WITHOUT_DEEPSPEED}")
 
 
 def _check_writable(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        why = "" if os.access(directory, os.W_OK | os.X_OK) else "cannot be written"
+        why = None if os.access(directory, os.W_OK | os.X_OK) else "cannot be written"
     except OSError as error:
         why = error.strerror or "cannot be made"
     if why:
         raise DsplanError(f"{directory}: {why}; name a directory that can be written with --checkpoint-dir")
 
 
-def _spec(request: RunRequest, script: Path, processes: int, gpus: int) -> LaunchSpec:
+def _lay_out(request: RunRequest, script: Path) -> Path:
+    """Return the run directory, which is made where it is a new one."""
     directory = request.run_directory or data_dir() / "runs"
     try:
         if request.run_directory is None:
-            directory = run_directory(directory, script)
+            directory = make_run_directory(directory, script)
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = error.strerror or "cannot be made"
         raise DsplanError(f"{directory}: {why}; name a directory that can be written with --run-dir") from error
     if request.resume is None and (directory / SPEC_FILE).exists():
         raise DsplanError(f"{directory}: holds an earlier run; name another --run-dir, or resume it with --resume")
-    directory = directory.resolve()
-    environment = {RUN_DIRECTORY: str(directory)}
+    return directory.resolve()
+
+
+def _environment(request: RunRequest, directory: Path, gpus: int) -> dict[str, str]:
+    """Return the variables that the ranks of a run get."""
+    plan_file = request.plan.plan_file and str(Path(request.plan.plan_file).resolve())
+    environment = {RUN_DIRECTORY: str(directory), **replace(request.plan, plan_file=plan_file).to_variables()}
     if not gpus:
         # Without these, accelerate leaves every CPU rank alone with its own copy, and DeepSpeed looks for a GPU.
         environment |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
-    if request.plan_file is not None:
-        environment[PLAN] = str(request.plan_file.resolve())
-    if request.strategy is not None:
-        environment[STRATEGY] = request.strategy
-    if request.backend is not None:
-        environment[BACKEND] = request.backend
-    if request.parallel:
-        environment[PARALLEL] = json.dumps(request.parallel)
-    if request.method:
-        environment[METHOD] = json.dumps(request.method)
-    if request.kernels:
-        environment[KERNELS] = json.dumps(request.kernels)
     if request.profile:
         environment[PROFILE] = request.profile
-    return LaunchSpec(
-        script=str(script.resolve()),  # found from every directory that it is resumed in
-        arguments=request.arguments,
-        processes=processes,
-        run_directory=str(directory),
-        environment=environment,
-        supervision=Supervision(**request.supervision),
-        run_id=request.run_id or uuid.uuid4().hex,
-        trackers=request.trackers,
-    )
+    return environment
 
 
-def run_directory(parent: Path, script: Path) -> Path:
-    """A new directory for one run under `parent`, named after the time and the script."""
+def make_run_directory(parent: Path, script: Path) -> Path:
+    """Make a new directory for one run under `parent`, named after the time and the script."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for attempt in range(1000):
         path = parent / (f"{stamp}-{script.stem}" + (f"-{attempt}" if attempt else ""))
@@ -385,8 +370,8 @@ def run_directory(parent: Path, script: Path) -> Path:
 # Options of `dsplan run --resume DIR`: those of the first command, updated by this one's.
 
 
-def resumed(request: RunRequest, directory: Path) -> RunRequest:
-    """The request with everything it leaves open taken from the run in `directory`.
+def _unfinished(request: RunRequest, directory: Path) -> LaunchSpec:
+    """Return the launch of the run to resume.
 
     Raises:
         DsplanError: there is no run to resume, or one of another version of dsplan, or the request names another
@@ -394,41 +379,30 @@ def resumed(request: RunRequest, directory: Path) -> RunRequest:
     """
     if request.run_directory is not None:
         raise ContradictoryRequest("--resume continues in its own directory; leave --run-dir out")
-    path = directory / SPEC_FILE
     if not directory.is_dir():
         what = "not a directory" if directory.exists() else "no such directory"
         raise DsplanError(f"{directory}: {what}; name the run directory that dsplan run printed")
-    if not path.exists():
+    if not (directory / SPEC_FILE).exists():
         raise DsplanError(f"{directory}: holds no run to resume; name the run directory that dsplan run printed")
     check_unfinished(directory)
-    earlier = LaunchSpec.load(path)
-    plan, strategy, backend = (earlier.environment.get(name) for name in (PLAN, STRATEGY, BACKEND))
-    parallel = json.loads(earlier.environment.get(PARALLEL) or "{}")
-    if request.parallel or (request.plan_file, request.strategy, request.backend) != (None, None, None):
-        plan = strategy = backend = None
-        parallel = request.parallel
+    return LaunchSpec.load(directory / SPEC_FILE)
+
+
+def _continue(request: RunRequest, earlier: LaunchSpec) -> RunRequest:
+    """Return the request with what it leaves open of script and plan taken from an earlier launch."""
+    own, before = request.plan, PlanRequest.of(earlier.environment)
+    decides = replace(own, method=RequestedMethod(), kernels={}) != PlanRequest()
+    plan = replace(
+        own if decides else before,
+        method=own.method if named(own.method) else before.method,
+        kernels=own.kernels or before.kernels,
+    )
     return replace(
         request,
         script=request.script or Path(earlier.script),
         arguments=request.arguments if request.script else earlier.arguments,
-        plan_file=Path(plan) if plan else request.plan_file,
-        strategy=strategy or request.strategy,
-        backend=backend or request.backend,
-        parallel=parallel,
-        method=request.method or json.loads(earlier.environment.get(METHOD) or "{}"),
-        kernels=request.kernels or json.loads(earlier.environment.get(KERNELS) or "{}"),
-        run_directory=directory,
-        resume=directory,
-        earlier_processes=earlier.processes,
-        run_id=earlier.run_id,
+        plan=plan,
+        run_directory=request.resume,
         trackers=request.trackers or earlier.trackers,
         profile=request.profile or earlier.environment.get(PROFILE, ""),
-        placement=_placement(earlier.placement, request.placement),
-        supervision=asdict(earlier.supervision) | request.supervision,
     )
-
-
-def _placement(earlier: Placement, asked: Asked) -> Asked:
-    """Another launcher would not know the options of the earlier one."""
-    same = asked.get("launcher", earlier.launcher) == earlier.launcher
-    return asdict(earlier) | asked if same else asked

@@ -16,8 +16,9 @@ from typing import NoReturn
 
 from hardware_db.errors import DsplanError
 from strategies.launch.elastic.place import take_place
-from strategies.launch.hooks import asked, places
-from strategies.run_directory.spec import LaunchSpec, log_path
+from strategies.launch.hooks import capabilities, places
+from strategies.run_directory.files import log_path
+from strategies.run_directory.spec import LaunchSpec
 from strategies.run_directory.state_consensus import (
     narrow,
     reach_consensus,
@@ -61,7 +62,7 @@ def main(spec_path: str) -> int:
 
 
 def _leave_word(directory: Path, rank: int) -> None:
-    """This rank's script has ended well: for the command, and for ranks that still mean to meet this one."""
+    """Say that this rank's script has ended well, to the command and to ranks that still mean to meet this one."""
     from strategies.distributed.rendezvous import notify_end
 
     write_success(directory, rank)
@@ -95,14 +96,14 @@ def _run_script(spec: LaunchSpec) -> None:
         except SystemExit as exit_request:
             if exit_request.code:
                 raise
-        asked.refuse_unapplied()
+        capabilities.refuse_unapplied()
     finally:
         if store is not None and os.environ["RANK"] == "0":
             release_waiting_ranks(store)
 
 
 def _exit_status(exit_request: SystemExit, directory: Path, rank: int) -> int:
-    """What `sys.exit(value)` means to a shell: None is 0, a text is printed and is 1."""
+    """Return what `sys.exit(value)` means to a shell: None is 0, a text is printed and is 1."""
     code = exit_request.code
     if code is None or isinstance(code, int):
         return code or 0
@@ -112,7 +113,7 @@ def _exit_status(exit_request: SystemExit, directory: Path, rank: int) -> int:
 
 
 def _print_traceback(error: BaseException) -> None:
-    """The script's own traceback, without the frames of this runner and of runpy above it."""
+    """Print the script's own traceback, without the frames of this runner and of runpy above it."""
     frames = error.__traceback__
     while frames is not None and (
         frames.tb_frame.f_code.co_filename == __file__ or "runpy" in frames.tb_frame.f_code.co_filename

@@ -23,7 +23,8 @@ from planner.types.plan_io import plan_to_dict
 from strategies.launch.failure_causes import Ending
 from strategies.launch.report import OutcomeName, RunReport, measured_attempt
 from strategies.run_directory.claim import read_claim
-from strategies.run_directory.journal import JOURNAL_FILE, Journal, read_journal
+from strategies.run_directory.files import JOURNAL_FILE
+from strategies.run_directory.journal import Journal, read_journal
 from strategies.run_directory.spec import STOPS
 from strategies.telemetry.metrics import measured_of
 
@@ -42,15 +43,14 @@ UNPLANNED = "unplanned"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """Where a run was stored, as one sentence; the id is None if it was not, and the sentence says why."""
+    """The place where a run was stored, as one sentence; the id is None if it was not, and the sentence says why."""
 
     measurement_id: str | None
     sentence: str
 
 
 def record_run(report: RunReport) -> Stored:
-    """Store a run's last attempt with its outcome. A database that cannot be written undoes no training: the reason is
-    told."""
+    """Store a run's last attempt with its outcome; where the database cannot be written, the sentence says why."""
     if report.plan is None and not report.measured.steps:
         return Stored(measurement_id=None, sentence="not stored in the database: no training step was seen")
     last = report.attempts[-1]
@@ -79,7 +79,7 @@ def record_attempt(plan: Plan, ending: Ending, directory: Path, attempt: int) ->
 
 
 def recorded_runs(directory: Path) -> tuple[Record, ...]:
-    """The rows that the attempts of a run directory became, for a database that has lost them.
+    """Return the rows that the attempts of a run directory became, for a database that has lost them.
 
     Raises:
         BrokenFile: the directory has no such row, or one that is no record.
@@ -97,7 +97,7 @@ def recorded_runs(directory: Path) -> tuple[Record, ...]:
 
 
 def unplanned(report: RunReport, machine: Machine) -> dict[str, object]:
-    """What stands in the place of a plan for a run that had none: what was seen of the script, and where it ran.
+    """Return what stands for the plan of a run that had none: what was seen of the script, and where it ran.
 
     Its strategy is none of the planner's, so nothing is ever predicted from it.
     """
@@ -132,15 +132,15 @@ def _ended_as(ending: Ending) -> StoredOutcome:
 
 
 def learnt(machine: Machine) -> str:
-    """Learns from the runs so far; what to say where that taught something new."""
+    """Learn from the runs so far, and return what to say where that taught something new."""
     try:
         with open_store() as store:
             lessons = refresh(store, machine)
     except DsplanError as error:
         return f"; nothing was learnt from it: {error}"
-    found = [kind.lesson for kind in lessons.kinds if kind.is_new and kind.lesson.calibration is not None]
+    improved = [kind.lesson for kind in lessons.kinds if kind.is_new and kind.lesson.calibration is not None]
     return "".join(
         f"; step times are now predicted within {lesson.error_after:.0%} instead of {lesson.error_before:.0%}"
         f" (median over {lesson.rows} runs, each left out in turn)"
-        for lesson in found
+        for lesson in improved
     )

@@ -12,6 +12,7 @@ from planner.types.plan import Plan
 from planner.types.plan_io import plan_from_dict
 from strategies.launch.failure_causes import Ending
 from strategies.launch.policy import Decision
+from strategies.run_directory.files import metrics_files
 from strategies.run_directory.journal import read_journal
 from strategies.run_directory.spec import STOPPED, LaunchSpec, exit_status_of
 from strategies.telemetry.metrics import (
@@ -46,7 +47,7 @@ INTERRUPTED = Outcome(name="interrupted", exit_code=130)
 
 
 def outcome_of(ending: Ending) -> Outcome:
-    """The outcome of a run whose last attempt ended so."""
+    """Return the outcome of a run whose last attempt ended so."""
     if ending.kind == "preempted":
         return Outcome(name="preempted", exit_code=STOPPED)
     return Outcome(
@@ -56,9 +57,6 @@ def outcome_of(ending: Ending) -> Outcome:
         reason=ending.reason,
         log=ending.log,
     )
-
-
-REPORT_FILE = "report.md"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,46 +81,45 @@ class AttemptReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
-    """What a run was asked to do, how it ended, and what it measured. `plan` is the last, or None if nothing was
-    planned; `attempts` are all of the run, also those of earlier commands."""
+    """The request, the end and the measurements of a run."""
 
     spec: LaunchSpec
     outcome: Outcome
     measured: MeasuredRun
     plan: Plan | None
+    """The last; None if nothing was planned."""
     attempts: tuple[AttemptReport, ...] = ()
+    """All of the run, also those of earlier commands."""
 
 
 def measured_run(spec: LaunchSpec, metrics: Sequence[Sequence[Row]] | None = None) -> MeasuredRun:
-    """The figures of the whole run, of `metrics` where somebody has read them; `ranks` counts those of its last
-    attempt."""
+    """Return the figures of the run, of `metrics` where somebody has read them; `ranks` are its last attempt's."""
     metrics = metrics_of(spec.directory) if metrics is None else metrics
     ranks = len(of_attempt(metrics, last_attempt(metrics)))
     return replace(summarise(metrics), ranks=ranks or spec.processes)
 
 
 def measured_attempt(directory: Path, attempt: int) -> MeasuredRun:
-    """The figures of one attempt alone."""
+    """Return the figures of one attempt alone."""
     return summarise(of_attempt(metrics_of(directory), attempt))
 
 
 def highest_step(directory: Path, since: int = 0) -> int:
-    """The highest step that any rank reached in attempts from `since` on, counted from 1; 0 where none did."""
+    """Return the highest step of any rank in attempts from `since` on, counted from 1; 0 where there is none."""
     rows = ((attempt, row) for of_rank in metrics_of(directory) for attempt, row in with_attempts(of_rank))
     steps = (row.get("global_step") for attempt, row in rows if attempt >= since and row.get("event") == "step")
     return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def last_attempt_in(directory: Path) -> int:
-    """The number of the last attempt that any rank wrote metrics in; -1 where none did."""
+    """Return the number of the last attempt that any rank wrote metrics in; -1 where none did."""
     metrics = metrics_of(directory)
     return last_attempt(metrics) if any(metrics) else -1
 
 
 def metrics_of(directory: Path) -> list[list[Row]]:
-    """The rows of every rank that ever wrote any, by rank."""
-    numbers = [int(path.stem.removeprefix("metrics-rank")) for path in directory.glob("metrics-rank*.jsonl")]
-    return [list(rows) for rows in read_metrics(directory, max(numbers, default=-1) + 1)]
+    """Return the rows of every rank that ever wrote any, by rank."""
+    return [list(rows) for rows in read_metrics(directory, max(metrics_files(directory), default=-1) + 1)]
 
 
 # The attempts of a run as its journal has them, for the last page of the command that resumes it.
@@ -132,8 +129,11 @@ _COMMAND_ENDED = Ending(kind="killed", reason="dsplan run itself was ended")
 
 
 def earlier_attempts(directory: Path, metrics: Sequence[Sequence[Row]] | None = None) -> tuple[AttemptReport, ...]:
-    """The attempts in a run directory, the first one first. One of which the journal has no end was cut off together
-    with the command that made it; the metrics, read here where nobody has, show how far it came."""
+    """Return the attempts in a run directory, the first one first.
+
+    One of which the journal has no end was cut off with its command; the metrics, read here where nobody has, show how
+    far it came.
+    """
     by_attempt: dict[int, list[Mapping[str, Any]]] = {}
     for row in read_journal(directory):
         by_attempt.setdefault(int(row.get("attempt", 0)), []).append(row)
@@ -144,7 +144,7 @@ def earlier_attempts(directory: Path, metrics: Sequence[Sequence[Row]] | None = 
 
 
 def _of(metrics: Sequence[Sequence[Row]], number: int) -> Sequence[Row]:
-    """Rank 0's rows of one attempt."""
+    """Return rank 0's rows of one attempt."""
     return next(iter(of_attempt(metrics, number)), ())
 
 
@@ -176,7 +176,7 @@ def _attempt(number: int, rows: Sequence[Mapping[str, Any]], metrics: Sequence[R
 
 
 def _last_signs(rows: Sequence[Mapping[str, Any]], metrics: Sequence[Row]) -> dict[str, Any]:
-    """The end of an attempt that nobody wrote down: its steps, and when it was last heard of."""
+    """Return the end of an attempt that nobody wrote down: its steps, and when it was last heard of."""
     steps = [row["global_step"] for row in metrics if _is(row, "step") and "global_step" in row]
     heard = [row["time"] for row in (*rows, *metrics) if isinstance(row.get("time"), (int, float))]
     last = steps[-1] if steps else None
@@ -185,8 +185,8 @@ def _last_signs(rows: Sequence[Mapping[str, Any]], metrics: Sequence[Row]) -> di
 
 
 def _ending(row: Mapping[str, Any]) -> Ending:
-    found = _known(Ending, row)
-    return Ending(**{**found, "log": Path(found["log"]) if found.get("log") else None})
+    values = _known(Ending, row)
+    return Ending(**{**values, "log": Path(values["log"]) if values.get("log") else None})
 
 
 def _known(kind: type[Any], row: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,13 +6,11 @@ import fcntl
 import os
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from hardware_db.errors import DsplanError
+from strategies.run_directory.files import LAUNCHER_LOCK_FILE, LOCK_FILE
 
-LOCK_FILE = "run.lock"
-LAUNCHER_LOCK_FILE = "launcher.lock"
 # A command that was killed leaves ranks that end with its launcher: SIGTERM, 10 s, then SIGKILL (see local.py).
 _PATIENCE_SECONDS = 45.0
 
@@ -37,15 +35,13 @@ class RunLock:
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._file is not None:
             self._file.close()
 
 
 def is_held(directory: Path) -> bool:
-    """Whether a command supervises the run of a directory now, as far as this machine can know."""
+    """Return whether a command supervises the run of a directory now, as far as this machine can know."""
     try:
         with (directory / LOCK_FILE).open("rb") as file:
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -57,8 +53,9 @@ def is_held(directory: Path) -> bool:
 
 
 def launcher_lock(directory: Path) -> IO[bytes]:
-    """An open file whose lock says that a launcher's processes run; hand its descriptor on to the launcher's process,
-    then close it. Waits for those of an earlier attempt or command to be gone.
+    """Return an open file whose lock says that a launcher's processes run, when those of earlier ones are gone.
+
+    Hand its descriptor on to the launcher's process, then close it.
 
     Raises:
         DsplanError: they are still there.

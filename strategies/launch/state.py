@@ -1,4 +1,4 @@
-"""What a run carries from attempt to attempt, and finds again in its directory when it is resumed. No torch."""
+"""The state that a run carries from attempt to attempt, and reads from its directory when it is resumed. No torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hardware_db.errors import BrokenFile, DsplanError
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan, plan_to_dict, save_plan
 from strategies.launch.report import highest_step, last_attempt_in
-from strategies.run_directory.attempt_options import CHECKPOINTS, AttemptOptions, FailedPlan
+from strategies.run_directory.attempt_options import AttemptOptions, FailedPlan
+from strategies.run_directory.files import CHECKPOINTS, LINEAGE_FILE, PLAN_FILE
 from strategies.run_directory.journal import read_journal
-from strategies.run_directory.resume_state import PLAN_FILE
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision import lineage
 
@@ -41,18 +41,20 @@ class Course:
 
     @property
     def progressed(self) -> bool:
-        """Whether the present attempt got further than all before it, or saved what a crash had undone."""
+        """True if the present attempt got further than all before it, or saved what a crash had undone."""
         return self.highest > self._before or self._saved > self._saved_before
 
     def begin(self, now: float) -> None:
-        """An attempt begins."""
+        """Begin an attempt."""
         self.first = self.last = None
         self._before, self._saved_before = self.highest, self._saved
         self._began.append(now)
 
     def reached(self, step: int, now: float) -> float | None:
-        """A step is done. For the first step of a later attempt: by how many seconds the restart put the run back, None
-        where that cannot be known, as for a run that was resumed by another command."""
+        """Note a step; for a later attempt's first, return by how many seconds the restart put the run back.
+
+        None where that cannot be known, as for a run that another command resumed.
+        """
         lost = self._put_back(step, now) if self.first is None and len(self._began) > 1 else None
         self.first = step if self.first is None else self.first
         self.last = step
@@ -62,14 +64,14 @@ class Course:
         return lost
 
     def saved(self, step: int) -> None:
-        """The newest checkpoint is one of `step`."""
+        """Note that the newest checkpoint is one of `step`."""
         self._saved = max(self._saved, step)
 
     def _put_back(self, step: int, now: float) -> float | None:
-        """Since the step was done before; else since the one before it; else since the run began."""
-        for known in (step, step - 1):
-            if known < len(self._reached) and self._reached[known] != _NEVER:
-                return now - self._reached[known]
+        """Return the seconds since the step was done before, else since the one before it, else since the run began."""
+        for earlier in (step, step - 1):
+            if earlier < len(self._reached) and self._reached[earlier] != _NEVER:
+                return now - self._reached[earlier]
         return self._began[-1] - self._began[0] if step == 1 else None
 
 
@@ -102,10 +104,10 @@ class RunState:
             self.options = replace(
                 self.options, since=self.first, base="" if resume_from == BEGIN_ANEW else resume_from
             )
-        known = lineage.read_lineage(directory) if resumes else lineage.Lineage()
-        self._journalled = {checkpoint.path for checkpoint in known.journalled}
-        self._saved = max((checkpoint.step for checkpoint in known.journalled if self._counts(checkpoint)), default=0)
-        self._has_full_story = not resumes or bool(resume_from) or _reports_every_save(rows, known)
+        lists = lineage.read_lineage(directory) if resumes else lineage.Lineage()
+        self._journalled = {checkpoint.path for checkpoint in lists.journalled}
+        self._saved = max((checkpoint.step for checkpoint in lists.journalled if self._counts(checkpoint)), default=0)
+        self._has_full_story = not resumes or bool(resume_from) or _reports_every_save(rows, lists)
         self._seen, self._lines = (0, 0), 0
         self._begun: dict[str, lineage.RunCheckpoint] = {}
         self.course = Course(_highest_step(directory, rows, self.options.since) if resumes else 0)
@@ -115,7 +117,7 @@ class RunState:
 
     @property
     def has_rejected_plan(self) -> bool:
-        """Whether the plan in use has run out of memory before."""
+        """True if the plan in use has run out of memory before."""
         failed = [plan.configuration for plan in self.options.failed_plans]
         return self.plan is not None and plan_to_dict(self.plan)["plan"] in failed
 
@@ -144,7 +146,7 @@ class RunState:
             ) from None
 
     def adopt(self, plan: Plan) -> None:
-        """`plan` is the one in use from here on; the first decides the global batch of all."""
+        """Use `plan` from here on; the first decides the global batch of all."""
         self._take(plan)
         self._keep_plan(plan)
 
@@ -158,13 +160,10 @@ class RunState:
             save_plan(plan, self._spec.directory / PLAN_FILE)
 
     def reject_plan(self) -> None:
-        """The plan in use ran out of memory: neither it nor one that needs as much is to follow."""
+        """Rule out the plan in use, which ran out of memory, and those that need as much."""
         if self.plan is not None:
             configuration = plan_to_dict(self.plan)["plan"]
-            failed = FailedPlan(
-                configuration=configuration,
-                predicted_bytes=self.plan.memory.peak_allocated_bytes,
-            )
+            failed = FailedPlan(configuration=configuration, predicted_bytes=self.plan.memory.peak_allocated_bytes)
             self.options = replace(self.options, failed_plans=(*self.options.failed_plans, failed))
 
     @property
@@ -175,23 +174,23 @@ class RunState:
     def notice_saves(self) -> list[lineage.RunCheckpoint]:
         """Look which checkpoints there are, and return those that the journal has not."""
         self._read_list()
-        found = [checkpoint for checkpoint in self._begun.values() if Path(checkpoint.path).exists()]
-        waiting = [checkpoint for checkpoint in self._begun.values() if checkpoint not in found]
+        complete = [checkpoint for checkpoint in self._begun.values() if Path(checkpoint.path).exists()]
+        waiting = [checkpoint for checkpoint in self._begun.values() if checkpoint not in complete]
         self._begun = {checkpoint.path: checkpoint for checkpoint in waiting[-_BEGUN_AT_ONCE:]}
-        for checkpoint in found:
+        for checkpoint in complete:
             if self._counts(checkpoint):
                 self.course.saved(checkpoint.step)
                 self._saved = max(self._saved, checkpoint.step)
-        new = [checkpoint for checkpoint in found if checkpoint.path not in self._journalled]
+        new = [checkpoint for checkpoint in complete if checkpoint.path not in self._journalled]
         self._journalled |= {checkpoint.path for checkpoint in new}
         return new
 
     def _read_list(self) -> None:
         """Take over what the list names, where it has changed. A save that was only begun has no folder of its name."""
         try:
-            state = (self._spec.directory / lineage.LINEAGE_FILE).stat()
+            state = (self._spec.directory / LINEAGE_FILE).stat()
         except OSError:
-            return
+            return  # nothing has been saved yet
         if self._seen != (state.st_mtime_ns, state.st_size):
             self._seen = (state.st_mtime_ns, state.st_size)
             listed = lineage.read(self._spec.directory)
@@ -215,13 +214,9 @@ def check_unfinished(directory: Path) -> None:
 
 
 def _options(spec: LaunchSpec, earlier: AttemptOptions | None) -> AttemptOptions:
-    watched = spec.supervision
+    directory = spec.supervision.checkpoint_directory or str(spec.directory / CHECKPOINTS)
     return AttemptOptions(
-        checkpoint_directory=watched.checkpoint_directory or str(spec.directory / CHECKPOINTS),
-        checkpoint_minutes=watched.checkpoint_minutes,
-        checkpoint_steps=watched.checkpoint_steps,
-        hang_seconds=watched.hang_seconds,
-        tunes=watched.tunes,
+        supervision=replace(spec.supervision, checkpoint_directory=directory),
         global_batch_size=earlier.global_batch_size if earlier else None,
         failed_plans=earlier.failed_plans if earlier else (),
         run_id=spec.run_id,
@@ -231,7 +226,7 @@ def _options(spec: LaunchSpec, earlier: AttemptOptions | None) -> AttemptOptions
 
 
 def _begun_anew(rows: list[dict[str, Any]], earlier: AttemptOptions | None) -> dict[str, Any]:
-    """From where the run's checkpoints count, of its last options or else of its journal."""
+    """Return from where the run's checkpoints count, of its last options or else of its journal."""
     if earlier is not None:
         return {"since": earlier.since, "base": earlier.base}
     began = [row for row in rows if row.get("event") == "attempt"]
@@ -239,13 +234,13 @@ def _begun_anew(rows: list[dict[str, Any]], earlier: AttemptOptions | None) -> d
 
 
 def _next_attempt(directory: Path, rows: list[dict[str, Any]], earlier: AttemptOptions | None) -> int:
-    """One more than any that is known of; a journal that is gone or cut knows of fewer than there were."""
-    known = [_number(row, "attempt") for row in rows]
-    return 1 + max([*known, -1 if earlier is None else earlier.attempt, last_attempt_in(directory)])
+    """Return one more than any attempt known of; a journal that is gone or cut knows of fewer than there were."""
+    attempts = [_number(row, "attempt") for row in rows]
+    return 1 + max([*attempts, -1 if earlier is None else earlier.attempt, last_attempt_in(directory)])
 
 
 def _highest_step(directory: Path, rows: list[dict[str, Any]], since: int) -> int:
-    """The highest step that metrics or journal report in attempts from `since` on."""
+    """Return the highest step that metrics or journal report in attempts from `since` on."""
     counted = [row for row in rows if _number(row, "attempt") >= since]
     return max([highest_step(directory, since), *(_number(row, name) for row in counted for name in _STEPS)])
 
@@ -255,8 +250,8 @@ def _number(row: dict[str, Any], name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _reports_every_save(rows: list[dict[str, Any]], known: lineage.Lineage) -> bool:
-    """Whether the journal is whole, so that no checkpoint that it does not list was ever complete."""
+def _reports_every_save(rows: list[dict[str, Any]], lists: lineage.Lineage) -> bool:
+    """Return whether the journal is whole, so that no checkpoint that it does not list was ever complete."""
     began = [row for row in rows if row.get("event") == "attempt"]
     is_whole = [row.get("attempt") for row in began] == list(range(len(began)))
-    return bool(began) and is_whole and all("saved" in row for row in began) and not known.damaged_lines
+    return bool(began) and is_whole and all("saved" in row for row in began) and not lists.damaged_lines

@@ -12,24 +12,13 @@ from hardware_db.notices import label_lines
 from hardware_db.probe import probe
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_from_dict, plan_to_dict
-from strategies.launch.attempt import (
-    Attempt,
-    AttemptEnded,
-    Event,
-    OutputLine,
-    PlanMade,
-    RunFiles,
-    RunIsBack,
-    StepDone,
-    StopRequests,
-)
+from strategies.launch.attempt import Attempt, AttemptEnded, Event, OutputLine, PlanMade, RunFiles, RunIsBack, StepDone
 from strategies.launch.failure_causes import Ending, with_stacks_kept
 from strategies.launch.policy import Decision, Policy, RunContext
 from strategies.launch.record import record_attempt
 from strategies.launch.report import (
     COMPLETED,
     INTERRUPTED,
-    REPORT_FILE,
     AttemptReport,
     Outcome,
     RunReport,
@@ -39,8 +28,10 @@ from strategies.launch.report import (
 )
 from strategies.launch.run_lock import RunLock, launcher_lock
 from strategies.launch.state import RunState
+from strategies.launch.stop_requests import StopRequests
 from strategies.launch.tracking import Tracking
 from strategies.run_directory.claim import claimed_kind
+from strategies.run_directory.files import REPORT_FILE
 from strategies.run_directory.journal import Journal
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision.lineage import RunCheckpoint
@@ -111,7 +102,7 @@ class Supervisor:
         return [label_lines(text) for text in self._tracking.remarks()]
 
     def report(self) -> RunReport:
-        """The finished run.
+        """Return the finished run.
 
         Raises:
             RuntimeError: `events()` has not ended.
@@ -127,7 +118,7 @@ class Supervisor:
         )
 
     def _run(self, attempt: Attempt) -> Iterator[Event]:
-        """One attempt to its end, with what it writes as events."""
+        """Run one attempt to its end, with what it writes as events."""
         self._state.begin_attempt(self._number)
         self._state.course.begin(time.monotonic())
         placement = self._spec.placement
@@ -189,9 +180,9 @@ class Supervisor:
 
     def _note_saves(self, saves: Iterable[RunCheckpoint]) -> None:
         """Have the journal list checkpoints too: the list of them may be lost."""
-        for made in saves:
-            fields = {name: value for name, value in asdict(made).items() if name != "attempt"}
-            self._journal.append("saved", made.attempt, **fields)
+        for checkpoint in saves:
+            fields = {name: value for name, value in asdict(checkpoint).items() if name != "attempt"}
+            self._journal.append("saved", checkpoint.attempt, **fields)
 
     def _conclude(self, attempt: Attempt, requests: StopRequests) -> Decision | None:
         """Write down how an attempt ended and decide what follows; return None if nothing has to be decided."""
@@ -235,11 +226,7 @@ class Supervisor:
         )
         decision = self._policy.decide(ending, now)
         self._journal.append(
-            "decision",
-            self._number,
-            action=decision.action,
-            why=decision.why,
-            delay_seconds=decision.delay_seconds,
+            "decision", self._number, action=decision.action, why=decision.why, delay_seconds=decision.delay_seconds
         )
         plan = self._state.plan
         if decision.continues and plan is not None and (decision.action == "next_plan" or course.progressed):
@@ -250,19 +237,20 @@ class Supervisor:
 
     @property
     def _is_claimed(self) -> bool:
-        """Whether somebody trains in the ranks who can resume and plan; a script whose ranks ended before anybody was
-        seen to is begun again only if that was asked for."""
+        """True if somebody trains in the ranks who can resume and plan."""
         return claimed_kind(self._spec.directory) not in (None, "plain")
 
     def _may_have_another_plan(self) -> bool:
-        """Whether the ranks may find another plan. One that was ruled out before and is still the newest did not run:
-        memory ran out before the ranks had a plan. Of several nodes each may know of one."""
+        """Return whether the ranks may find another plan, of which each of several nodes may know.
+
+        One that was ruled out before and is still the newest did not run: memory ran out before the ranks had a plan.
+        """
         if not self._is_claimed or self._state.has_rejected_plan:
             return False
         return self._state.plan is not None or self._spec.placement.most_nodes > 1
 
     def _outcome_after(self, ending: Ending) -> Outcome:
-        """A plan that ran out of memory and has no successor is why the run ended, not the planner's refusal."""
+        """Return the outcome; a plan that ran out of memory without a successor is its reason, not the refusal."""
         before = self._attempts[-2].ending if len(self._attempts) > 1 else None
         if ending.kind == "refused" and before is not None and before.kind == "out_of_memory":
             return replace(outcome_of(before), reason=f"{before.reason}; then {ending.reason}")
@@ -283,12 +271,12 @@ class Supervisor:
 
 
 def _with_step(ending: Ending, last: int | None) -> Ending:
-    """A rank that could not say where it was ended behind the last step that was seen."""
+    """Return the ending with its step: a rank that could not say where it was ended behind the last one seen."""
     return ending if ending.step is not None else replace(ending, step=last)
 
 
 def _largest_memory() -> int:
-    """Bytes of the largest GPU or of the host, whichever is more."""
+    """Return the bytes of the largest GPU or of the host, whichever is more."""
     machine = probe()
     host = machine.host.memory_limit_bytes or machine.host.memory_total_bytes or 0
     return max([host, *(gpu.total_bytes or 0 for gpu in machine.usable_gpus)])

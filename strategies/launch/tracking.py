@@ -27,10 +27,11 @@ from hardware_db.errors import BrokenFile
 from hardware_db.files import digest
 from strategies.launch.launchers.process import import_path
 from strategies.launch.run_lock import is_held
-from strategies.run_directory.journal import JOURNAL_FILE, read_journal
-from strategies.run_directory.spec import SPEC_FILE, LaunchSpec, read_json, write_json
+from strategies.run_directory.files import JOURNAL_FILE, SPEC_FILE, metrics_files, metrics_path, read_json, write_json
+from strategies.run_directory.journal import read_journal
+from strategies.run_directory.spec import LaunchSpec
 from strategies.telemetry.follow import LineFollower
-from strategies.telemetry.metrics import metrics_path, parse_row, step_number
+from strategies.telemetry.metrics import parse_row, step_number
 from strategies.telemetry.trackers import KINDS, TrackedRun, Tracker, clean, figures, file_name, flags_of, flatten
 
 LOG_FILE = "trackers.log"
@@ -50,7 +51,7 @@ _PAUSES = (5.0, 15.0, 60.0, 300.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackerState:
-    """What a tracker has of a run, as `tracker-NAME.json`."""
+    """The part of a run that a tracker has, as `tracker-NAME.json`."""
 
     run: str = ""
     """What the tracker calls the run."""
@@ -71,12 +72,12 @@ class TrackerState:
 
 
 def state_path(directory: Path, name: str) -> Path:
-    """Where it is written how far a tracker is."""
+    """Return where it is written how far a tracker is."""
     return directory / f"tracker-{name}.json"
 
 
 def read_state(directory: Path, name: str) -> TrackerState:
-    """How far a tracker is.
+    """Read how far a tracker is.
 
     Raises:
         BrokenFile: the file is damaged.
@@ -91,14 +92,14 @@ def read_state(directory: Path, name: str) -> TrackerState:
 
 
 def tracked_by(directory: Path) -> dict[str, TrackerState]:
-    """The trackers that have anything of a run."""
-    found = {}
+    """Return the trackers that have anything of a run."""
+    states = {}
     for name in KINDS:
         with suppress(BrokenFile):
             state = read_state(directory, name)
             if state.where:
-                found[name] = state
-    return found
+                states[name] = state
+    return states
 
 
 # The side of the command: start the process, say what becomes of it, and end it.
@@ -142,7 +143,7 @@ class Tracking:
             self._unsaid.append(f"{self._directory}: nothing is tracked ({problem.strerror})")
 
     def remarks(self) -> list[str]:
-        """What there is to say since the last call: where a run is tracked, and what keeps a tracker from it."""
+        """Return what there is to say since the last call: where a run is tracked, and what keeps a tracker from it."""
         unsaid, self._unsaid = self._unsaid, []
         if self._process is None or self._has_ended or time.monotonic() < self._look_at:
             return unsaid
@@ -175,7 +176,7 @@ class Tracking:
                 yield f"{', '.join(late)} did not take all of the run; {self._remedy(late)} sends what is missing"
 
     def follow(self) -> Iterator[str]:
-        """The same for a process that ends by itself, with its run; gives lines for people until then."""
+        """Yield lines for people until a process ends that does so by itself, with its run."""
         yield from self._unsaid
         while self._process is not None and self._process.poll() is None:
             yield from self._news()
@@ -202,11 +203,11 @@ class Tracking:
         return lines
 
     def _states(self) -> dict[str, TrackerState]:
-        found = {}
+        states = {}
         for name in self._names:
             with suppress(BrokenFile):
-                found[name] = read_state(self._directory, name)
-        return found
+                states[name] = read_state(self._directory, name)
+        return states
 
     def _remedy(self, names: Sequence[str] | None = None) -> str:
         return f"dsplan track {self._directory} --to {','.join(names or self._names)}"
@@ -217,7 +218,7 @@ _OF_RANK = ("RANK", "WORLD_SIZE", "NODE_RANK")
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment without what makes a process a rank, or would have it take a GPU."""
+    """Return this process's environment without what makes a process a rank, or would have it take a GPU."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS) and name not in _OF_RANK
     }
@@ -274,7 +275,7 @@ class Feed:
         self._succeeded = True
 
     def run(self) -> None:
-        """Until the run is over and the tracker has all of it, or this process is ended."""
+        """Feed the tracker until the run is over and it has all of it, or this process is ended."""
         with self._alone():
             course = _course(self._directory)
             if course != self._state.course:
@@ -307,7 +308,7 @@ class Feed:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """One process feeds a tracker at a time; the kernel takes the lock from one that ends."""
+        """Hold the tracker's lock, which the kernel takes from a process that ends: one feeds a tracker at a time."""
         with (self._directory / f"tracker-{self._name}.lock").open("ab") as file:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX)
             self._state = read_state(self._directory, self._name)
@@ -395,7 +396,7 @@ class Feed:
         self._note(problem="", finished=False)
 
     def _is_to_go(self, item: Item) -> bool:
-        """Whether the tracker is to get it: each step once, as it was run last where steps can be taken back."""
+        """Return whether the tracker is to get it: each step once, as it was run last where steps can be taken back."""
         state = self._state
         if item.after > state.step or state.attempt < 0:
             return True
@@ -408,11 +409,10 @@ class Feed:
         return False
 
     def _with_loss(self, item: Item, *, is_over: bool) -> dict[str, float] | None:
-        """The figures with the loss of another rank where this one has none; None to wait for it."""
+        """Return the figures, with another rank's loss where this one has none; None to wait for it."""
         if not item.is_step or "train/loss" in item.values:
             return item.values
-        for path in self._directory.glob("metrics-rank*.jsonl"):
-            rank = int(path.stem.removeprefix("metrics-rank"))
+        for rank, path in metrics_files(self._directory).items():
             if rank:
                 self._others.setdefault(rank, LineFollower(path))
         for follower in self._others.values():
@@ -439,10 +439,10 @@ class Feed:
             resumes_at=state.step + 1,
         )
         tracker = KINDS[self._name](run)
-        known = tracker.last_step
-        if known is not None and state.run:
+        last_step = tracker.last_step
+        if last_step is not None and state.run:
             # What it says itself counts, after a process that was ended in between.
-            self._remember(attempt=state.attempt, step=known)
+            self._remember(attempt=state.attempt, step=last_step)
         if not state.run:
             tracker.configure(_configuration(spec, self._plan))
         self._note(run=tracker.known or run.identity, where=tracker.where)
@@ -479,12 +479,12 @@ class Feed:
 
 
 def _in_one_line(error: Exception) -> str:
-    said = " ".join(clean(str(error)).split())
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    text = " ".join(clean(str(error)).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _spec(directory: Path) -> LaunchSpec | None:
-    """How the run was launched; None for the files of an engine that nobody launched."""
+    """Return how the run was launched; None for the files of an engine that nobody launched."""
     path = directory / SPEC_FILE
     return LaunchSpec.load(path) if path.exists() else None
 
@@ -495,13 +495,13 @@ def _identity(directory: Path) -> str:
 
 
 def _course(directory: Path) -> int:
-    """The attempt that began anew, or from a checkpoint that somebody named; what others did after it is given up."""
+    """Return the attempt that began anew, or from a named checkpoint; what others did after it is given up."""
     attempts = [row for row in read_journal(directory) if row.get("event") == "attempt"]
     return int(attempts[-1].get("since") or 0) if attempts else 0
 
 
 def _configuration(spec: LaunchSpec | None, plan: Mapping[str, Any] | None) -> dict[str, bool | int | float | str]:
-    """What the run was asked to do and what was predicted of it, as names with values."""
+    """Return what the run was asked to do and what was predicted of it, as names with values."""
     run: dict[str, Any] = {}
     if spec is not None:
         run = {"script": Path(spec.script).name, "run_directory": spec.run_directory, "processes": spec.processes}
@@ -511,7 +511,7 @@ def _configuration(spec: LaunchSpec | None, plan: Mapping[str, Any] | None) -> d
 
 
 def _happening(row: Mapping[str, Any]) -> str:
-    """A line of the journal as a sentence, empty for those that trackers need not have."""
+    """Return a line of the journal as a sentence, empty for those that trackers need not have."""
     event = row.get("event")
     if event == "alert":
         return f"rank {row.get('rank', 0)}: {row['message']}"
@@ -527,7 +527,7 @@ def _happening(row: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Feed the trackers that the command line names until the run is over; the exit status."""
+    """Feed the trackers that the command line names until the run is over; return the exit status."""
     directory, parent, names = Path(arguments[0]), int(arguments[1]), arguments[2:]
     with suppress(OSError):
         os.nice(_LOWEST_PRIORITY)

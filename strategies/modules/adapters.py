@@ -8,8 +8,6 @@ that the script's model, and the names of what is frozen, stay what they are. Ta
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +25,7 @@ from planner.types.plan import Configuration, WorkloadSection
 from strategies.config import ScriptConfig
 from strategies.errors import BackendMissing, CannotRun
 from strategies.parallel.blocks import quantised_weights, repeated_blocks
-from strategies.variables import METHOD
+from strategies.run_directory.request import named, plan_request
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ATTENTION = ("attn", "attention")
@@ -85,7 +83,7 @@ def read_method(script: ScriptConfig, planned: WorkloadSection, precision: str |
     Raises:
         CannotRun: the config and the plan contradict each other.
     """
-    asked, section = json.loads(os.environ.get(METHOD) or "{}"), script.lora
+    requested, section = named(plan_request().method), script.lora
     of_plan = TrainingMethod(
         method=planned.get("method", "full"),
         rank=planned.get("lora_rank") or LORA_RANK,
@@ -94,9 +92,9 @@ def read_method(script: ScriptConfig, planned: WorkloadSection, precision: str |
         load_dtype=planned.get("load_dtype"),
         precision=script.precision or precision,
     )
-    if asked:
-        named = {"lora_rank": "rank", "lora_targets": "targets"}
-        return replace(of_plan, **{named.get(name, name): value for name, value in asked.items()}, load_dtype=None)
+    if requested:
+        fields = {"lora_rank": "rank", "lora_targets": "targets"}
+        return replace(of_plan, **{fields.get(name, name): value for name, value in requested.items()}, load_dtype=None)
     if section is None and not script.train_only:
         return of_plan
     method = section.method if section is not None else "full"

@@ -10,8 +10,6 @@ A script's function is tried too: its outputs and gradients must be torch's.
 from __future__ import annotations
 
 import inspect
-import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -43,7 +41,7 @@ from strategies.modules.kernel_forms import (
     rotary,
     swiglu,
 )
-from strategies.variables import KERNELS as ASKED
+from strategies.run_directory.request import plan_request
 
 _DEVICES = ("cuda", "cpu")
 _CHUNK_ROWS = 1024
@@ -217,13 +215,12 @@ def read_kernels(config: Mapping[str, str], planned_loss: object) -> dict[str, s
         UnknownName: a kernel or a provider is not known; the message has the near one.
         CannotRun: a provider has no such kernel.
     """
-    handed = os.environ.get(ASKED)
-    asked: Mapping[str, str] = json.loads(handed) if handed else config
-    word, found = asked.get("all"), dict[str, str]()
+    requested = plan_request().kernels or config
+    word, found = requested.get("all"), dict[str, str]()
     if word is not None:
         _require_provider(word)
         found = {name: word for name in KERNELS if word == "auto" or word == "torch" or name in _kernels_of(word)}
-    for name, provider in asked.items():
+    for name, provider in requested.items():
         if name == "all":
             continue
         _require_kernel(name)

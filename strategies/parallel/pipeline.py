@@ -23,7 +23,7 @@ from strategies.errors import CannotRun
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import Arguments
 from strategies.parallel.stages import Travel, stages_of
-from strategies.torch_compat.autograd import backward_of_input, backward_of_weights
+from strategies.torch_compat.autograd import backward_of_input, backward_of_weights, pass_of
 
 Kind = Literal[
     "forward",
@@ -118,9 +118,9 @@ def _torch_order(schedule: Schedule, ranks: int, virtual_stages: int, micro_batc
         raise CannotRun(f"schedule {schedule}: {str(problem).splitlines()[0]}") from None
     return {
         rank: [
-            Action(_OF_TORCH[str(action.computation_type.value)], action.stage_index, action.microbatch_index)
+            Action(_OF_TORCH[pass_of(action)], action.stage_index, action.microbatch_index)
             for action in actions
-            if action is not None and str(action.computation_type.value) in _OF_TORCH
+            if action is not None and pass_of(action) in _OF_TORCH
         ]
         for rank, actions in made.pipeline_order.items()
     }

@@ -1,2 +1,1 @@
-"""What the launcher and the ranks of a run hand each other: files of the run directory, and the words in them. No
-torch."""
+"""Files of a run directory, by which launcher and ranks talk, and the words in them. No torch."""

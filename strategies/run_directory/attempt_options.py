@@ -7,15 +7,12 @@ them when it starts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from strategies.run_directory.spec import read_json, write_json
-
-ORDERS_FILE = "orders.json"
-CHECKPOINTS = "checkpoints"
-"""Where in the run directory the ranks save by themselves unless `--checkpoint-dir` says otherwise."""
+from strategies.run_directory.files import ATTEMPT_OPTIONS_FILE, SPEC_FILE, read_json, write_json
+from strategies.run_directory.spec import LaunchSpec, SupervisionOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,48 +28,50 @@ class FailedPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptOptions:
-    """The options of one attempt.
-
-    `attempt` counts from 0; `resumes` says that the newest checkpoint of the run is loaded before the first step.
-    Checkpoints go to `checkpoint_directory` every `checkpoint_minutes` and every `checkpoint_steps` (None: that one
-    does not count), unless the script saves by itself. `hang_seconds` without progress end the attempt.
-    `global_batch_size` is what the first attempt trained with (None before it): every later plan keeps it.
-
-    `run_id` marks the run's checkpoints; where a run `has_nodes` that come and go, those that another node's rank 0
-    wrote bear the id of that one, and there are `most_ranks` when all have come (0: that is not known).
-
-    `reached` is the highest step that earlier attempts are known to have come to (0: none), and `may_begin_anew` says
-    that no checkpoint of the run was ever complete, so that nothing is lost. Only checkpoints of attempts from `since`
-    on count; before there is one, `base` does, a checkpoint that was named (`--resume-from`; empty: none).
-    """
+    """The options of one attempt."""
 
     attempt: int = 0
+    """Counted from 0."""
     resumes: bool = False
-    checkpoint_directory: str
-    checkpoint_minutes: float | None = 10.0
-    checkpoint_steps: int | None = None
-    hang_seconds: float = 900.0
-    tunes: bool = False
+    """Whether the newest checkpoint of the run is loaded before the first step."""
+    supervision: SupervisionOptions
+    """That of the launch; its checkpoint directory is a path, and counts unless the script saves by itself."""
     global_batch_size: int | None = None
-    failed_plans: tuple[FailedPlan, ...] = field(default_factory=tuple)
+    """What the first attempt trained with, which every later plan keeps; None before it."""
+    failed_plans: tuple[FailedPlan, ...] = ()
     run_id: str = ""
+    """Marks the run's checkpoints; where it `has_nodes`, those that another node's rank 0 wrote bear that one's id."""
     has_nodes: bool = False
+    """Whether nodes come and go."""
     most_ranks: int = 0
+    """Ranks when all nodes have come; 0: not known."""
     reached: int = 0
+    """The highest step that earlier attempts are known to have come to; 0: none."""
     may_begin_anew: bool = True
+    """Whether no checkpoint of the run was ever complete, so that nothing is lost."""
     since: int = 0
+    """The first attempt whose checkpoints count."""
     base: str = ""
+    """The checkpoint that counts before there is one since then (`--resume-from`); empty: none."""
 
     def counts(self, run: str, attempt: int) -> bool:
-        """Whether a checkpoint that a run directory knows of, with the id of its run, is one to resume from."""
+        """Return whether a checkpoint of that run id and attempt is one to resume from."""
         return attempt >= self.since and (self.has_nodes or run in ("", self.run_id))
 
     def save(self, run_directory: Path) -> None:
         """Replace the options in a run directory."""
-        write_json(run_directory / ORDERS_FILE, asdict(self))
+        write_json(run_directory / ATTEMPT_OPTIONS_FILE, asdict(self))
 
     @classmethod
     def load(cls, run_directory: Path) -> AttemptOptions | None:
-        """The options in a run directory, None if it has none, as for ranks that nobody supervises."""
-        path = run_directory / ORDERS_FILE
-        return read_json(cls, path) if path.exists() else None
+        """Read the options in a run directory; None if it has none, as for ranks that nobody supervises."""
+        path = run_directory / ATTEMPT_OPTIONS_FILE
+        return read_json(cls, path, lambda document: _nest(document, run_directory)) if path.exists() else None
+
+
+def _nest(document: Any, run_directory: Path) -> Any:
+    """Return options with the launch's supervision, of which earlier releases had some fields beside the others."""
+    if not isinstance(document, dict) or "supervision" in document:
+        return document
+    others = {name: value for name, value in document.items() if name not in SupervisionOptions.__slots__}
+    return {**others, "supervision": asdict(LaunchSpec.load(run_directory / SPEC_FILE).supervision)}

@@ -24,15 +24,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from strategies.run_directory.spec import ScriptKind, write_json
+from strategies.run_directory.files import CLAIM_FILE, write_json
+from strategies.run_directory.spec import ScriptKind
 from strategies.variables import RUN_DIRECTORY
-
-CLAIM_FILE = "claim.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """What trains in the ranks of a run, as they saw it."""
+    """The training in the ranks of a run, as they saw it."""
 
     kind: ScriptKind
     """The library whose user claimed the run; plain where a step was done and nobody had."""
@@ -48,7 +47,7 @@ _waiting: list[Callable[[ScriptKind], object]] = []
 
 @contextmanager
 def use(kind: ScriptKind) -> Iterator[bool]:
-    """A use of the library `kind`; gives whether it is the outermost, which claims the run if nobody has."""
+    """Use the library `kind`, and give whether this is the outermost use, which claims the run if nobody has."""
     global _uses
     is_outermost = may_claim(kind)
     if is_outermost:
@@ -61,13 +60,13 @@ def use(kind: ScriptKind) -> Iterator[bool]:
 
 
 def may_claim(kind: ScriptKind) -> bool:
-    """Whether a use of the library now would be the outermost."""
+    """Return whether a use of the library now would be the outermost."""
     return _uses == 0 and _own_works == 0 and (_claim is None or _claim.kind in (kind, "plain"))
 
 
 @contextmanager
 def own_work() -> Iterator[None]:
-    """What runs inside is dsplan's own, as a micro-benchmark's optimizer steps: nobody trains, and nobody claims."""
+    """Run dsplan's own work inside, as a micro-benchmark's optimizer steps: nobody trains, and nobody claims."""
     global _own_works
     _own_works += 1
     try:
@@ -77,28 +76,28 @@ def own_work() -> Iterator[None]:
 
 
 def is_own_work() -> bool:
-    """Whether what runs now is dsplan's own."""
+    """Return whether what runs now is dsplan's own."""
     return _own_works > 0
 
 
 def claimed() -> ScriptKind | None:
-    """The kind of who claimed the run; None before."""
+    """Return the kind of who claimed the run; None before."""
     return None if _claim is None else _claim.kind
 
 
 def take_over(*, is_planned: bool) -> None:
-    """Who claimed the run measures it from here on, and follows a plan or not."""
+    """Note that who claimed the run measures it from here on, and follows a plan or not."""
     global _is_taken_over, _is_planned
     _is_taken_over, _is_planned = True, _is_planned or is_planned
 
 
 def is_taken_over() -> bool:
-    """Whether the steps are measured by who claimed the run."""
+    """Return whether the steps are measured by who claimed the run."""
     return _is_taken_over
 
 
 def is_planned() -> bool:
-    """Whether the training follows a plan."""
+    """Return whether the training follows a plan."""
     return _is_planned
 
 
@@ -108,12 +107,12 @@ def once_claimed(callback: Callable[[ScriptKind], object]) -> None:
 
 
 def note_unplanned(parameters: int) -> None:
-    """A step on so many parameters is done, and nobody has taken the run over."""
+    """Note that a step on so many parameters is done, and nobody has taken the run over."""
     _write(Claim(kind="plain" if _claim is None else _claim.kind, parameters=parameters))
 
 
 def read_claim(directory: Path) -> Claim | None:
-    """The claim in a run directory, of its newest attempt that got so far; None where none did."""
+    """Read the claim in a run directory, of its newest attempt that got so far; None where none did."""
     try:
         return Claim(**json.loads((directory / CLAIM_FILE).read_text()))
     except (OSError, ValueError, TypeError):
@@ -121,9 +120,9 @@ def read_claim(directory: Path) -> Claim | None:
 
 
 def claimed_kind(directory: Path) -> ScriptKind | None:
-    """The kind of who claimed the run of a directory; None where nobody did."""
-    found = read_claim(directory)
-    return None if found is None else found.kind
+    """Return the kind of who claimed the run of a directory; None where nobody did."""
+    claim = read_claim(directory)
+    return None if claim is None else claim.kind
 
 
 def _note(kind: ScriptKind) -> None:
@@ -144,7 +143,7 @@ def _write(claim: Claim) -> None:
 
 
 def forget() -> None:
-    """Nobody has claimed anything, as in a process that begins; for tests."""
+    """Forget every claim, as in a process that begins; for tests."""
     global _claim, _uses, _own_works, _is_taken_over, _is_planned
     _claim, _uses, _own_works, _is_taken_over, _is_planned = None, 0, 0, False, False
     _waiting.clear()

@@ -28,7 +28,7 @@ _NOT_OWN = (
 
 @cache
 def is_own(filename: str) -> bool:
-    """Whether a file is the script's or of a package beside it, and not of an installed one, of Python or of dsplan."""
+    """Return whether a file is the script's or of a package beside it, not an installed one, Python's or dsplan's."""
     path = Path(filename)
     if not path.is_absolute() or {"site-packages", "dist-packages"} & {*path.parts}:
         return False
@@ -36,12 +36,12 @@ def is_own(filename: str) -> bool:
 
 
 def main_frame() -> FrameType | None:
-    """Where the main thread stands, seen from any thread."""
+    """Return where the main thread stands, seen from any thread."""
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def script_line(frame: FrameType | None) -> str:
-    """The innermost line of the script, from a frame outwards: `train.py, line 12`; empty where there is none."""
+    """Return the script's innermost line from a frame outwards, as `train.py, line 12`; empty where there is none."""
     while frame is not None:
         if is_own(frame.f_code.co_filename):
             return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"
@@ -91,17 +91,17 @@ class Pulse:
         self._number = 0
 
     def beat(self) -> None:
-        """Something moved."""
+        """Note that something moved."""
         self.beats += 1
 
     def call(self) -> None:
-        """Something moved that moves on every rank alike."""
+        """Note that something moved that moves on every rank alike."""
         self.calls += 1
         self.beats += 1
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """A wait that may last as long as it likes: no hang is suspected inside."""
+        """Wait inside for as long as it takes: no hang is suspected."""
         self.rests += 1
         try:
             yield
@@ -111,7 +111,7 @@ class Pulse:
 
     @contextmanager
     def waiting_for(self, *ranks: int) -> Iterator[None]:
-        """A wait that ends when these ranks do something; a hang inside is theirs."""
+        """Wait inside for these ranks; a hang is theirs."""
         self.waits_for = ranks
         try:
             yield
@@ -119,15 +119,15 @@ class Pulse:
             self.waits_for = ()
 
     def enter(self, kind: str, *, counts: bool = True) -> None:
-        """A call begins in which every rank takes part, if it `counts`; `leave` ends it."""
+        """Begin a call in which every rank takes part, if it `counts`; `leave` ends it."""
         self.depth += 1
         if self.depth == 1 and counts:
             self._number += 1
-            place, before = script_line(main_frame()), self.meetings[-1] if self.meetings else None
-            if before is not None and (before.kind, before.place) == (kind, place):
-                self.meetings[-1] = Meeting(before.number, self._number, kind, place)
+            line, before = script_line(main_frame()), self.meetings[-1] if self.meetings else None
+            if before is not None and (before.kind, before.place) == (kind, line):
+                self.meetings[-1] = Meeting(before.number, self._number, kind, line)
             else:
-                self.meetings.append(Meeting(self._number, self._number, kind, place))
+                self.meetings.append(Meeting(self._number, self._number, kind, line))
 
     @property
     def number(self) -> int:
@@ -146,12 +146,12 @@ class Pulse:
         self.meetings.clear()
 
     def leave(self) -> None:
-        """The call that began last is over."""
+        """End the call that began last."""
         self.depth -= 1
 
     @contextmanager
     def meeting(self, kind: str) -> Iterator[None]:
-        """A call in which every rank takes part."""
+        """Call inside what every rank takes part in."""
         self.enter(kind)
         try:
             yield
@@ -160,7 +160,7 @@ class Pulse:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Weights are whole: what the script calls now, it may call on one rank alone."""
+        """Call inside what the script may call on one rank alone, since weights are whole."""
         depth, self.depth = self.depth, 1000
         try:
             yield

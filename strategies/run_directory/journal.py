@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware_db.notices import notice
-
-JOURNAL_FILE = "run.jsonl"
+from strategies.run_directory.files import JOURNAL_FILE
 
 
 class Journal:
@@ -53,8 +52,9 @@ class Journal:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Write a line at once, as appending in one call keeps it whole among those of others. What a full disk or a lost
-    machine cut short keeps a line of its own.
+    """Append a line in one call, which keeps it whole among those of others.
+
+    What a full disk or a lost machine cut short keeps a line of its own.
 
     Raises:
         OSError: not all of it could be written.
@@ -71,7 +71,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def read_journal(directory: Path) -> list[dict[str, Any]]:
-    """The complete lines of a journal; none where there is no journal."""
+    """Return the complete lines of a journal; none where there is no journal."""
     path = directory / JOURNAL_FILE
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     rows = []

@@ -1,4 +1,4 @@
-"""What earlier attempts of a run mean for the plan of this one. No torch.
+"""Findings of a run's earlier attempts, and their meaning for the plan of this one. No torch.
 
 Every node has a run directory of its own, and what failed may be known on one of them alone. `Findings` is what one
 node knows; `combined` makes one ResumeState of all of them, the same on every rank.
@@ -19,12 +19,9 @@ from planner.errors import DsplanError
 from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import configuration_from_dict, load_plan, plan_from_dict, plan_to_dict
 from strategies.run_directory.attempt_options import AttemptOptions, FailedPlan
-from strategies.run_directory.spec import read_json, write_json
+from strategies.run_directory.files import PLAN_FILE, TUNING_FILE, metrics_files, read_json, write_json
 
 # Measurements of tuning: `tuning.json` in the run directory of rank 0's node.
-
-
-TUNING_FILE = "tuning.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +45,7 @@ class Tuning:
     switches: int = 0
 
     def in_order(self) -> list[Mapping[str, Any]]:
-        """The plan to resume with, then those that were measured, fastest first."""
+        """Return the plan to resume with, then those that were measured, fastest first."""
         fastest = [trial.plan for trial in sorted(self.tried, key=lambda trial: trial.step_seconds)]
         return [*((self.following,) if self.following else ()), *fastest]
 
@@ -58,41 +55,42 @@ class Tuning:
 
     @classmethod
     def load(cls, run_directory: Path) -> Tuning | None:
-        """The content of the file, None if there is no file."""
+        """Read the file; None if there is none."""
         path = run_directory / TUNING_FILE
         return read_json(cls, path) if path.exists() else None
 
 
-PLAN_FILE = "plan.yaml"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """What one node's run directory says: the plans that tuning came to, best first, the plan that ran last, and when
-    they were written (seconds since 1970)."""
+    """The contents of one node's run directory that decide what is resumed."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     is_resumed: bool = False
     tuned: tuple[Mapping[str, Any], ...] = ()
+    """The plans that tuning came to, best first."""
     last: Mapping[str, Any] | None = None
+    """The plan that ran last."""
     written: float = 0.0
+    """When they were, in seconds since 1970."""
 
     def to_text(self) -> str:
+        """Return what `from_text` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Findings:
+        """Read another node's findings."""
         return from_json(cls, json.loads(text))
 
     @classmethod
     def of(cls, run_directory: Path) -> Findings:
-        """Those of a run directory, before any rank of this attempt writes to it."""
+        """Return those of a run directory, before any rank of this attempt writes to it."""
         options = AttemptOptions.load(run_directory)
         if options is None:
             return cls()
         tuning, last = Tuning.load(run_directory), run_directory / PLAN_FILE
         files = [path for path in (run_directory / TUNING_FILE, last) if path.exists()]
-        began = any(path.stat().st_size for path in run_directory.glob("metrics-rank*.jsonl"))
+        began = any(path.stat().st_size for path in metrics_files(run_directory).values())
         return cls(
             options=asdict(options),
             is_resumed=options.attempt > 0 or options.resumes or began,
@@ -124,24 +122,25 @@ class ResumeState:
 
     @property
     def chooses_anew(self) -> bool:
-        """Whether what was asked for may be meant for other ranks than there are: those of an earlier attempt, or of
-        nodes that have not come."""
+        """True if the request may be meant for other ranks: those of an earlier attempt, or of nodes not here."""
         return self.is_resumed or self.ranks < self.most_ranks
 
     def has_failed(self, plan: Plan) -> bool:
-        """Whether a plan ran out of memory in this run, or is predicted to take as much as one that did.
+        """Return whether a plan ran out of memory in this run, or is predicted to take as much as one that did.
 
         The rule is the planner's (`OomRecord`); what a failed plan took of the host is not recorded.
         """
         return any(_rules_out(failed, plan) for failed in self.failed_plans)
 
     def to_text(self) -> str:
+        """Return what `from_text` reads."""
         plan = None if self.plan is None else plan_to_dict(self.plan)
         rest = {name: getattr(self, name) for name in self.__slots__ if name not in ("plan", "failed_plans")}
         return json.dumps({**rest, "failed_plans": [asdict(failed) for failed in self.failed_plans], "plan": plan})
 
     @classmethod
     def from_text(cls, text: str) -> ResumeState:
+        """Read rank 0's state."""
         raw = json.loads(text)
         plan = None if raw["plan"] is None else plan_from_dict(raw["plan"])
         return replace(from_json(cls, {**raw, "plan": None}), plan=plan)
@@ -154,22 +153,26 @@ def combined(
     strategy: str | None = None,
     degrees: Mapping[str, Any] | None = None,
 ) -> ResumeState:
-    """What all nodes' findings mean for `ranks` ranks that were started.
+    """Return what all nodes' findings mean for `ranks` ranks that were started.
 
     `given`, `strategy` and `degrees` are those of the command line; a plan of another strategy is not resumed with, nor
-    one of other degrees where these divide the ranks.
-
-    Where the global batch cannot be split over the ranks, as many of them train as it can be split over; ranks that
-    work on the same sample need no batch of their own.
+    one of other degrees where these divide the ranks. Where the global batch cannot be split over the ranks, as many of
+    them train as it can be split over; ranks that work on the same sample need no batch of their own.
     """
-    known = sorted(findings, key=lambda finding: finding.written, reverse=True)
-    is_resumed = any(finding.is_resumed for finding in known)
-    options = [finding.options for finding in known if finding.options]
+    newest_first = sorted(findings, key=lambda finding: finding.written, reverse=True)
+    is_resumed = any(finding.is_resumed for finding in newest_first)
+    options = [finding.options for finding in newest_first if finding.options]
     most = max((int(attempt.get("most_ranks") or 0) for attempt in options), default=0)
     if not is_resumed:
-        return ResumeState(ranks=ranks, tunes=any(attempt["tunes"] for attempt in options), most_ranks=most)
-    tuned = [plan_from_dict(plan) for finding in known for plan in finding.tuned]
-    plans = [*tuned, *([given] if given else ()), *(plan_from_dict(finding.last) for finding in known if finding.last)]
+        return ResumeState(
+            ranks=ranks, tunes=any(attempt["supervision"]["tunes"] for attempt in options), most_ranks=most
+        )
+    tuned = [plan_from_dict(plan) for finding in newest_first for plan in finding.tuned]
+    plans = [
+        *tuned,
+        *([given] if given else ()),
+        *(plan_from_dict(finding.last) for finding in newest_first if finding.last),
+    ]
     batches = [attempt["global_batch_size"] for attempt in options] + [
         plan.configuration.global_batch_size for plan in plans
     ]
@@ -180,7 +183,7 @@ def combined(
         ranks=_training(ranks, batch, plans, sharing) if batch else ranks,
         is_resumed=True,
         attempt=max((int(attempt["attempt"]) for attempt in options), default=0),
-        tunes=any(attempt["tunes"] for attempt in options),
+        tunes=any(attempt["supervision"]["tunes"] for attempt in options),
         global_batch_size=batch,
         failed_plans=tuple(FailedPlan(**entry) for entry in failed.values()),
         most_ranks=most,
@@ -198,8 +201,7 @@ def _has(configuration: Configuration, degrees: Mapping[str, Any]) -> bool:
 
 
 def _training(ranks: int, batch: int, plans: Iterable[Plan], sharing: int) -> int:
-    """How many of the ranks train: all where a plan is there for them, or where those that share samples are as many
-    as the batch can be split over."""
+    """Return how many ranks train: all, if a plan or the batch allows it, else as many as divide the batch."""
     if any(plan.configuration.world_size == ranks for plan in plans):
         return ranks
     readers, rest = divmod(ranks, sharing)
@@ -207,7 +209,7 @@ def _training(ranks: int, batch: int, plans: Iterable[Plan], sharing: int) -> in
 
 
 def largest_divisor(batch: int, ranks: int) -> int:
-    """The most ranks up to `ranks` over which a global batch can be split evenly."""
+    """Return the most ranks up to `ranks` over which a global batch can be split evenly."""
     return next(count for count in range(ranks, 0, -1) if batch % count == 0)
 
 

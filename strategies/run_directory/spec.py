@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
-from hardware_db.errors import BrokenFile
-from hardware_db.files import replace_whole
-from hardware_db.from_json import WrongValue, from_json
 from planner.errors import NothingFits
+from strategies.run_directory.files import SPEC_FILE, read_json, write_json
 
 Value = TypeVar("Value")
 
@@ -23,7 +19,7 @@ EndingKind = Literal[
     "refused",  # what was asked for cannot be run: an expected failure that no repetition mends
     "out_of_memory",  # of a GPU, of the host, or of the cgroup
     "killed",  # a signal from outside
-    "hung",  # no progress for `AttemptOptions.hang_seconds`
+    "hung",  # no progress for `SupervisionOptions.hang_seconds`
     "not_finite",  # losses or gradients that stay NaN or infinite
     "disk_full",  # a checkpoint or a log could not be written
     "lost",  # the node or the connection to it is gone
@@ -41,7 +37,7 @@ sysexits.h, "try again later". `rank{N}.failure.json` has the kind."""
 
 
 def exit_status_of(kind: EndingKind, error_type: str) -> int:
-    """The exit status of a rank or a run that ended so: 2 cannot be run, 1 failed or no plan fits."""
+    """Return the exit status of a rank or a run that ended so: 2 cannot be run, 1 failed or no plan fits."""
     if kind in ("preempted", "switch"):
         return STOPPED
     return 2 if kind == "refused" and error_type != NothingFits.__name__ else 1
@@ -57,11 +53,6 @@ SAVING: tuple[ScriptKind, ...] = ("dsplan", "huggingface", "lightning")
 """Scripts whose ranks save and stop when they are asked to; others are ended, and may answer SIGTERM themselves."""
 LauncherName = Literal["local", "slurm", "mpi", "deepspeed", "accelerate"]
 LAUNCHER_NAMES: tuple[LauncherName, ...] = get_args(LauncherName)
-
-RETRIES = 3
-"""Attempts in a row without progress before a run is given up."""
-GRACE_SECONDS = 30.0
-"""What SLURM's KillWait, Kubernetes' terminationGracePeriodSeconds and most spot markets leave at the least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,31 +74,28 @@ class Placement:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the number of nodes may change while the run continues."""
+        """True if the number of nodes may change while the run continues."""
         return self.least_nodes != self.most_nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Supervision:
-    """How a run is watched over.
-
-    `retries` attempts in a row may end without progress; None: `RETRIES`, or none where nothing can be resumed. Ranks
-    save to `checkpoint_directory` (empty: in the run directory) every `checkpoint_minutes` and every
-    `checkpoint_steps`; None: that one does not count. `hang_seconds` without progress end an attempt; 0: never. A stop
-    that was asked for may take `grace_seconds`.
-    """
+class SupervisionOptions:
+    """The watch over a run; defaults come from the modules that use them, by `strategies/launch/options.py`."""
 
     retries: int | None = None
+    """Attempts in a row that may end without progress; None leaves it to `strategies/launch/policy.py`."""
     checkpoint_directory: str = ""
-    checkpoint_minutes: float | None = 10.0
+    """Where ranks save by themselves; empty: in the run directory."""
+    checkpoint_minutes: float | None
+    """How often they do; None: not by the clock."""
     checkpoint_steps: int | None = None
-    hang_seconds: float = 900.0
-    grace_seconds: float = GRACE_SECONDS
+    """The same in optimizer steps; None: not by steps."""
+    hang_seconds: float
+    """Time without progress that ends an attempt; 0: none does."""
+    grace_seconds: float
+    """Time that a stop may take that was asked for."""
     tunes: bool = False
-
-
-SPEC_FILE = "launch.json"
-RESULT_FILE = "result.json"
+    """Whether first steps are measured to find a better plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,17 +113,18 @@ class LaunchSpec:
     run_directory: str
     environment: dict[str, str] = field(default_factory=dict)
     placement: Placement = field(default_factory=Placement)
-    supervision: Supervision = field(default_factory=Supervision)
+    supervision: SupervisionOptions
     run_id: str = ""
     trackers: tuple[str, ...] = ()
 
     @property
     def directory(self) -> Path:
+        """The run directory."""
         return Path(self.run_directory)
 
     @property
     def path(self) -> Path:
-        """Where `save` writes: what every rank gets as its argument."""
+        """The file that `save` writes, which every rank gets as its argument."""
         return self.directory / SPEC_FILE
 
     def save(self) -> None:
@@ -144,77 +133,9 @@ class LaunchSpec:
 
     @classmethod
     def load(cls, path: Path) -> LaunchSpec:
-        """The spec that `save` wrote.
+        """Read the spec that `save` wrote.
 
         Raises:
             BrokenFile: it is that of another version, or damaged.
         """
         return read_json(cls, path)
-
-
-def log_path(directory: Path, rank: int, stream: str) -> Path:
-    """Where rank `rank`'s `stdout` or `stderr` goes."""
-    return directory / f"rank{rank}.{stream}.log"
-
-
-def failure_path(directory: Path, rank: int) -> Path:
-    """Where rank `rank` says why it failed."""
-    return directory / f"rank{rank}.failure.json"
-
-
-def success_path(directory: Path, rank: int) -> Path:
-    """Where rank `rank` says that it has ended with status 0, and at which step."""
-    return directory / f"rank{rank}.success.json"
-
-
-def pid_path(directory: Path, rank: int) -> Path:
-    """Where rank `rank` leaves its process id, once it takes signals."""
-    return directory / f"rank{rank}.pid"
-
-
-def heartbeat_path(directory: Path, rank: int) -> Path:
-    """Where rank `rank` says every few seconds how far it is."""
-    return directory / f"rank{rank}.heartbeat"
-
-
-def stacks_path(directory: Path, rank: int) -> Path:
-    """Where rank `rank` writes the stacks of its threads when it hangs."""
-    return directory / f"rank{rank}.stacks.txt"
-
-
-def profile_paths(directory: Path, rank: int) -> tuple[Path, Path]:
-    """Where rank `rank` leaves the Chrome trace and the memory snapshot of steps that were profiled."""
-    return directory / f"profile-rank{rank}.trace.json", directory / f"profile-rank{rank}.memory.pickle"
-
-
-def profiles_in(directory: Path) -> dict[str, tuple[Path, ...]]:
-    """Profiles in a run directory by what opens them."""
-    found = {
-        "ui.perfetto.dev or chrome://tracing": tuple(sorted(directory.glob("profile-rank*.trace.json"))),
-        "pytorch.org/memory_viz": tuple(sorted(directory.glob("profile-rank*.memory.pickle"))),
-    }
-    return {viewer: paths for viewer, paths in found.items() if paths}
-
-
-def keep_result(directory: Path, result: object) -> None:
-    """Write how the ranks ended. A disk that is full by then changes nothing about it, and they have said it too."""
-    with suppress(OSError):
-        write_json(directory / RESULT_FILE, result)
-
-
-def read_json(kind: type[Value], path: Path) -> Value:
-    """The dataclass that `write_json` wrote.
-
-    Raises:
-        BrokenFile: it is that of another version, or damaged.
-    """
-    try:
-        return from_json(kind, json.loads(path.read_text()))
-    except (ValueError, RecursionError, WrongValue) as error:
-        problem = f"not a run of this version of dsplan ({' '.join(str(error).split())})"
-        raise BrokenFile(path, problem, "start a new one") from None
-
-
-def write_json(path: Path, value: object) -> None:
-    """Replace `path` by `value` as JSON, whole or not at all."""
-    replace_whole(path, json.dumps(value, indent=1))

@@ -1,9 +1,8 @@
-"""What the ranks of a run agree on before its script's first line, and the ranks that wait because all are too many."""
+"""The state that the ranks of a run agree on before its script begins, and ranks that wait as all are too many."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import MutableMapping
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING
 from hardware_db.notices import notice
 from planner.types.plan_io import load_plan
 from strategies.run_directory.heartbeat import resting
+from strategies.run_directory.request import named, plan_request
 from strategies.run_directory.resume_state import Findings, ResumeState, combined
-from strategies.variables import PARALLEL, PLAN, STRATEGY
 
 if TYPE_CHECKING:
     from strategies.torch_compat.distributed import Store
@@ -44,25 +43,25 @@ def reach_consensus(store: Store | None, run_directory: Path) -> ResumeState:
         BrokenFile: the plan of the command line cannot be read.
     """
     global _state
-    place = Place(
+    rank_place = Place(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         ranks=int(os.environ.get("WORLD_SIZE", "1")),
     )
-    _state = consensus(store, place, run_directory)
+    _state = consensus(store, rank_place, run_directory)
     return _state
 
 
-def consensus(store: Store | None, place: Place, run_directory: Path) -> ResumeState:
-    """The same, of a rank at a place."""
+def consensus(store: Store | None, rank_place: Place, run_directory: Path) -> ResumeState:
+    """Return the state of the run for a rank at its place."""
     # The first rank of every node reports what is in its run directory.
-    own = Findings.of(run_directory) if place.local_rank == 0 else Findings()
+    own = Findings.of(run_directory) if rank_place.local_rank == 0 else Findings()
     if store is None:
-        return _combined([own], place.ranks)
-    store.set(f"findings-{place.rank}", own.to_text())
-    if place.rank == 0:
-        everyone = [Findings.from_text(store.get(f"findings-{rank}").decode()) for rank in range(place.ranks)]
-        store.set("resume-state", _combined(everyone, place.ranks).to_text())
+        return _combined([own], rank_place.ranks)
+    store.set(f"findings-{rank_place.rank}", own.to_text())
+    if rank_place.rank == 0:
+        everyone = [Findings.from_text(store.get(f"findings-{rank}").decode()) for rank in range(rank_place.ranks)]
+        store.set("resume-state", _combined(everyone, rank_place.ranks).to_text())
     return ResumeState.from_text(store.get("resume-state").decode())
 
 
@@ -73,7 +72,6 @@ def current() -> ResumeState:
 
 def narrow(state: ResumeState, variables: MutableMapping[str, str]) -> None:
     """Set this rank's variables so that only the first ranks train."""
-
     rank, local = int(variables["RANK"]), int(variables.get("LOCAL_RANK", "0"))
     here = int(variables.get("LOCAL_WORLD_SIZE", "1"))
     variables["WORLD_SIZE"] = str(state.ranks)
@@ -93,11 +91,11 @@ def wait_for_training_ranks(store: Store, state: ResumeState) -> None:
 
 def release_waiting_ranks(store: Store) -> None:
     """Rank 0, when its script has ended: those that wait may end too."""
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError):  # those that wait end with the store too
         store.set(_ENDED, "")
 
 
 def _combined(findings: list[Findings], ranks: int) -> ResumeState:
-    given = os.environ.get(PLAN)
-    degrees = json.loads(os.environ.get(PARALLEL) or "{}")
-    return combined(findings, ranks, load_plan(given) if given else None, os.environ.get(STRATEGY), degrees)
+    request = plan_request()
+    given = load_plan(request.plan_file) if request.plan_file else None
+    return combined(findings, ranks, given, request.strategy, named(request.degrees))

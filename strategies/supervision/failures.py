@@ -19,8 +19,9 @@ from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
 from planner.errors import NothingFits
 from strategies.run_directory.attempt_options import AttemptOptions
+from strategies.run_directory.files import failure_path, success_path, write_json
 from strategies.run_directory.heartbeat import PULSE, is_own
-from strategies.run_directory.spec import EndingKind, exit_status_of, failure_path, success_path, write_json
+from strategies.run_directory.spec import EndingKind, exit_status_of
 
 _MOST_CHARACTERS = 500
 # Allocators of torch, CUDA's libraries, NCCL and the C library, in the words of their messages.

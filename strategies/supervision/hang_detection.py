@@ -27,8 +27,8 @@ import psutil
 from hardware_db.notices import notice
 from hardware_db.units import format_seconds
 from strategies.run_directory import claim
+from strategies.run_directory.files import heartbeat_path, stacks_path
 from strategies.run_directory.heartbeat import PULSE, Pulse, main_frame, script_line
-from strategies.run_directory.spec import heartbeat_path, stacks_path
 from strategies.supervision.failures import Failure, describe_failure, exit_status, write_failure
 from strategies.supervision.verdicts import (
     Heartbeat,
@@ -105,6 +105,9 @@ def _seconds_of_children() -> float:
     return total
 
 
+HANG_SECONDS = 900.0
+"""Without progress for so long, a run that names no time of its own is restarted: a step of the largest models, and a
+checkpoint of them over a slow network, take minutes."""
 _POLL_SECONDS = 0.25
 _BEAT_SECONDS = 1.0
 _LOCK_SECONDS = 30.0

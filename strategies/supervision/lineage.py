@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from strategies.run_directory.files import LINEAGE_FILE
 from strategies.run_directory.journal import append_line, read_journal
 
-LINEAGE_FILE = "checkpoints.jsonl"
 Author = Literal["engine", "huggingface"]
 
 

@@ -12,7 +12,8 @@ from typing import NoReturn
 from hardware_db.files import replace_whole
 from hardware_db.notices import notice
 from strategies.run_directory import claim
-from strategies.run_directory.spec import SAVING, STOPPED, EndingKind, LaunchSpec, failure_path, pid_path, success_path
+from strategies.run_directory.files import failure_path, pid_path, success_path
+from strategies.run_directory.spec import SAVING, STOPPED, EndingKind, LaunchSpec
 from strategies.supervision.failures import Failure, describe_failure, write_failure
 from strategies.supervision.hang_detection import Watchdog, begin_watching
 from strategies.supervision.stopping import STOP_SIGNAL, Stopped, Stopping

@@ -20,7 +20,8 @@ from strategies.checkpoint.content import Content, read_content
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
-from strategies.run_directory.attempt_options import CHECKPOINTS, AttemptOptions
+from strategies.run_directory.attempt_options import AttemptOptions
+from strategies.run_directory.files import CHECKPOINTS, LINEAGE_FILE
 from strategies.supervision import lineage
 from strategies.supervision.autosave import SupervisedEngine
 
@@ -142,7 +143,7 @@ def _choose(everyones: Sequence[lineage.Lineage], run_directory: Path, options: 
     runs = lineage.own_runs(noted, options.run_id, has_nodes=options.has_nodes)
     foreign = [checkpoint for checkpoint in noted if _is_foreign(checkpoint, runs)]
     if foreign:
-        notice(f"{run_directory / lineage.LINEAGE_FILE} lists {len(foreign)} checkpoints of another run: passed over")
+        notice(f"{run_directory / LINEAGE_FILE} lists {len(foreign)} checkpoints of another run: passed over")
     counted = [checkpoint for checkpoint in noted if checkpoint not in foreign and checkpoint.attempt >= options.since]
     folders = {Path(checkpoint.path).parent for checkpoint in noted if checkpoint not in foreign}
     folders |= {*_own_folders(run_directory, options)}
@@ -168,7 +169,7 @@ def _choose(everyones: Sequence[lineage.Lineage], run_directory: Path, options: 
 
 def _own_folders(run_directory: Path, options: AttemptOptions) -> list[Path]:
     """List the folders where the run's ranks save by themselves, now or when nobody named one."""
-    named, usual = Path(options.checkpoint_directory).absolute(), (run_directory / CHECKPOINTS).absolute()
+    named, usual = Path(options.supervision.checkpoint_directory).absolute(), (run_directory / CHECKPOINTS).absolute()
     return list(dict.fromkeys([named, usual]))
 
 
@@ -216,7 +217,7 @@ def _mark(content: Content) -> dict[str, Any]:
 
 def _mend(missing: Sequence[lineage.RunCheckpoint], everyones: Sequence[lineage.Lineage], run_directory: Path) -> None:
     """Report that the list lacks checkpoints that are there, and add them to it, so that they are removed in time."""
-    path = run_directory / lineage.LINEAGE_FILE
+    path = run_directory / LINEAGE_FILE
     what = "is not complete" if any(node.has_list for node in everyones) else "is gone"
     if damaged := sum(node.damaged_lines for node in everyones):
         what = f"has {damaged} line{'s' if damaged > 1 else ''} that cannot be read"

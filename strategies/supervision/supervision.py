@@ -21,11 +21,19 @@ from strategies.protocols import Observer
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE
 from strategies.run_directory.spec import EndingKind
-from strategies.supervision.autosave import AutomaticSaves, Interval, SaveTarget, SupervisedEngine
+from strategies.supervision.autosave import AutomaticSaves, SaveTarget, SupervisedEngine
 from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.not_finite import FiniteWatch
 from strategies.supervision.process import describe_stop, leave
-from strategies.supervision.resume import Resumed, add_common_past, is_left_behind, nothing_left, resume, step_of
+from strategies.supervision.resume import (
+    Resumed,
+    add_common_past,
+    is_left_behind,
+    nothing_left,
+    resume,
+    step_of,
+)
+from strategies.supervision.save_clock import Interval
 from strategies.supervision.stopping import Stopping, open_board
 from strategies.variables import RUN_DIRECTORY
 
@@ -74,7 +82,7 @@ class Supervision(Observer):
         self._finite = FiniteWatch(engine)
         board = open_board(run_directory, environment)
         self._stopping = Stopping(board, environment.rank, environment.world_size)
-        self._watch = begin_watching(run_directory, environment.rank, options.hang_seconds)
+        self._watch = begin_watching(run_directory, environment.rank, options.supervision.hang_seconds)
         self._watch.attach(board, self._stopping, environment.world_size)
         self._resumed: Resumed | None = None
         self._owed: DsplanError | None = None
@@ -315,11 +323,9 @@ def stop_here(engine: SupervisedEngine, kind: EndingKind) -> None:
 
 def _target_of(options: AttemptOptions) -> SaveTarget:
     """Return where the options say to save, and how often."""
-    seconds = None if options.checkpoint_minutes is None else 60 * options.checkpoint_minutes
-    interval = Interval(seconds=seconds, steps=options.checkpoint_steps)
     return SaveTarget(
-        directory=Path(options.checkpoint_directory),
-        interval=interval,
+        directory=Path(options.supervision.checkpoint_directory),
+        interval=Interval.of(options.supervision),
         attempt=options.attempt,
         run_id=options.run_id,
         since=options.since,

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hardware_db.notices import notice
+from strategies.run_directory.files import metrics_path
 from strategies.run_directory.journal import append_line
-from strategies.telemetry.metrics import metrics_path
 from strategies.variables import RUN_DIRECTORY
 
 AlertKind = Literal[

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import mmap
-import re
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from strategies.run_directory.files import metrics_files
 from strategies.telemetry.alerts import ALERT, Alert
 from strategies.telemetry.detectors import Stragglers
 from strategies.telemetry.metrics import parse_row
@@ -40,16 +40,6 @@ class LineFollower:
         return [line.decode(errors="replace").rstrip("\r") for line in complete]
 
 
-_METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
-
-
-def rank_files(directory: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the ranks that wrote metrics into a run directory, with their files."""
-    for path in directory.glob("metrics-rank*.jsonl"):
-        if match := _METRICS.fullmatch(path.name):
-            yield int(match[1]), path
-
-
 class RecentRows:
     """The last metrics rows of every rank, `MOST` of all together, for a page that is drawn again and again.
 
@@ -66,7 +56,7 @@ class RecentRows:
 
     def read(self) -> list[list[Mapping[str, Any]]]:
         """Return rows by rank; a rank's first says which attempt those after it are of, unless that is the first."""
-        for rank, path in rank_files(self._directory):
+        for rank, path in metrics_files(self._directory).items():
             self._files.setdefault(rank, _RankRows(path))
         most = self.MOST // max(len(self._files), 1)
         ranks = max(self._files, default=-1) + 1
@@ -147,7 +137,7 @@ class AlertFollower:
         return [alert for alert in alerts if self._is_new(alert)]
 
     def _find(self) -> None:
-        for rank, path in rank_files(self._directory):  # ranks of a later attempt may be more
+        for rank, path in metrics_files(self._directory).items():  # ranks of a later attempt may be more
             self._files.setdefault(rank, LineFollower(path))
 
     def _judge(self, rank: int, row: Mapping[str, Any]) -> list[Alert]:

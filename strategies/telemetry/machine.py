@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from hardware_db.notices import notice
 from hardware_db.probe.cgroup import cgroup_limits
 from strategies.config.values import MonitorSettings
 
@@ -123,14 +124,15 @@ class GpuReader:
             return
         try:
             import pynvml  # 40 ms; only machines with a driver pay for it
-        except ImportError:
+        except ImportError as problem:
+            notice(f"no figures of the GPU: {problem}")
             return
         self._refusal = pynvml.NVMLError
         try:
             pynvml.nvmlInit()
             self._questions = _questions(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
-        except pynvml.NVMLError:
-            return
+        except pynvml.NVMLError as problem:
+            notice(f"no figures of the GPU: {problem}")
 
     def read(self) -> Figures:
         """Return the figures of now."""
@@ -182,8 +184,11 @@ class Sampler:
             self._thread.join(timeout=5)
 
     def _run(self) -> None:
+        is_reported = False
         while not self._ends.wait(self._seconds):
             try:
                 self._take(self.now())
-            except (OSError, psutil.Error):
-                continue  # a mount or a /proc that went away may come back
+            except (OSError, psutil.Error) as problem:  # a mount or a /proc that went away may come back
+                if not is_reported:
+                    notice(f"a look at the machine failed: {problem}")
+                is_reported = True

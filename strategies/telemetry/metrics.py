@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardware_db.notices import notice
 from strategies.run_directory.attempt_options import AttemptOptions
+from strategies.run_directory.files import metrics_path
 
 if TYPE_CHECKING:
     from hardware_db.measurement import Measured
@@ -72,11 +73,6 @@ class MeasuredRun:
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     peak_rss_bytes: int | None
-
-
-def metrics_path(directory: Path, rank: int) -> Path:
-    """Return the file that a rank writes its metrics to."""
-    return directory / f"metrics-rank{rank}.jsonl"
 
 
 def parse_row(line: str) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from torch.profiler import record_function
 from hardware_db.files import replacement
 from hardware_db.notices import notice
 from planner.emit.viewers import snapshot_block, snapshot_event, snapshot_of, snapshot_segment
-from strategies.run_directory.spec import profile_paths
+from strategies.run_directory.files import profile_paths
 from strategies.telemetry.memory_report import on_disk, reachable_tensors
 from strategies.telemetry.traces import StepProfile, activities_on
 from strategies.torch_compat.profiling import dump_memory_history, record_memory_history

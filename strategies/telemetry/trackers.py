@@ -119,8 +119,10 @@ class Tracker(ABC):
         self.tracker.finish()
 
 
-def _accelerate(name: str) -> Any:
-    return getattr(import_module("accelerate.tracking"), name)
+def _start(kind: str, /, *arguments: Any, **named: Any) -> Any:
+    tracker = getattr(import_module("accelerate.tracking"), kind)(*arguments, **named)
+    tracker.start()
+    return tracker
 
 
 class _TensorBoard(Tracker):
@@ -129,10 +131,8 @@ class _TensorBoard(Tracker):
     takes_back = True
 
     def open(self) -> Any:
-        arguments = {} if self.run.resumes_at <= 1 else {"purge_step": self.run.resumes_at}
-        tracker = _accelerate("TensorBoardTracker")("tensorboard", self.run.directory, **arguments)
-        tracker.start()
-        return tracker
+        purge = {} if self.run.resumes_at <= 1 else {"purge_step": self.run.resumes_at}
+        return _start("TensorBoardTracker", "tensorboard", self.run.directory, **purge)
 
     @property
     def where(self) -> str:
@@ -140,9 +140,7 @@ class _TensorBoard(Tracker):
 
     def take_back(self, step: int) -> None:
         self.tracker.finish()
-        tracker = _accelerate("TensorBoardTracker")("tensorboard", self.run.directory, purge_step=step)
-        tracker.start()
-        self.tracker = tracker
+        self.tracker = _start("TensorBoardTracker", "tensorboard", self.run.directory, purge_step=step)
 
     def say(self, title: str, text: str, step: int, number: int) -> None:
         # Indented, Markdown shows a text as it is.
@@ -154,13 +152,9 @@ class _Wandb(Tracker):
     """A run of Weights & Biases, which resumes under the identity it has; offline with WANDB_MODE=offline."""
 
     def open(self) -> Any:
-        run = self.run
-        tracker = _accelerate("WandBTracker")(
-            os.environ.get("WANDB_PROJECT", run.project), id=run.identity, name=run.name, resume="allow"
-        )
-        tracker.start()
-        self._newest = 0
-        return tracker
+        self._newest, run = 0, self.run
+        project = os.environ.get("WANDB_PROJECT", run.project)
+        return _start("WandBTracker", project, id=run.identity, name=run.name, resume="allow")
 
     @property
     def where(self) -> str:
@@ -183,10 +177,8 @@ class _Mlflow(Tracker):
     """A run of MLflow, at MLFLOW_TRACKING_URI or where MLflow keeps runs by default. Happenings are tags."""
 
     def open(self) -> Any:
-        tracker = _accelerate("MLflowTracker")(
-            experiment_name=self.run.project, run_id=self.run.known or None, run_name=self.run.name
-        )
-        tracker.start()
+        run = self.run
+        tracker = _start("MLflowTracker", experiment_name=run.project, run_id=run.known or None, run_name=run.name)
         self._library = import_module("mlflow")
         return tracker
 
@@ -222,8 +214,7 @@ class _Trackio(Tracker):
         # It would look at the process that feeds it, not at the ranks.
         takes = inspect.signature(library.init).parameters
         options |= {name: False for name in ("auto_log_cpu", "auto_log_gpu") if name in takes}
-        tracker = _accelerate("TrackioTracker")(os.environ.get("TRACKIO_PROJECT", run.project), **options)
-        tracker.start()
+        tracker = _start("TrackioTracker", os.environ.get("TRACKIO_PROJECT", run.project), **options)
         self._library = library
         following = getattr(tracker.run, "_next_step", None)
         self._last = following - 1 if isinstance(following, int) else None

@@ -75,6 +75,15 @@ def backward_of_weights(weights: Iterator[nn.Parameter], groups: Any) -> None:
     run(weights, groups)
 
 
+def pass_of(action: Any) -> str:
+    """Return the letters of what an action of torch's pipeline schedules computes, as `F` and `B`.
+
+    They are the value of the enumeration, and were its string while the values were numbers (torch 2.9).
+    """
+    kind = action.computation_type
+    return kind.value if isinstance(kind.value, str) else str(kind)
+
+
 def partition_as_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs as torch.compile partitions it into forward and backward, operation by operation."""
     return import_module("torch._functorch.aot_autograd").aot_function(  # type: ignore[no-any-return]

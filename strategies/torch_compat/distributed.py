@@ -26,6 +26,7 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 _MESH_CACHES = (
     "debug:_clear_sharding_prop_cache",
+    "_api:DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear",
     "_redistribute:clear_redistribute_planner_cache",
     "_redistribute:_gen_transform_infos.cache_clear",
     "_collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",

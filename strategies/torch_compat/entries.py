@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-CHECKED_ON = ("2.13",)
+CHECKED_ON = ("2.6", "2.9", "2.13")
 """Versions of torch on which every entry holds that is as old as they are."""
 
 FULLY_SHARD_MODULE = "torch.distributed.fsdp._fully_shard._fully_shard"
@@ -100,6 +100,11 @@ ENTRIES: tuple[Entry, ...] = (
         "stage_backward_input(stage_outputs_or_loss, output_grads, input_values, weights)",
         "stage_backward_weight(weights, param_groups)",
     ),
+    *_entries("torch.distributed.pipelining.schedules", "_Action.computation_type"),
+    *_entries(
+        "torch.distributed.tensor._api",
+        "DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear",
+    ),
     *_entries(
         "torch._functorch.aot_autograd", "aot_function(fn, fw_compiler, bw_compiler, partition_fn, decompositions)"
     ),
@@ -157,7 +162,7 @@ ENTRIES: tuple[Entry, ...] = (
         "_disable_context_parallel_dispatcher_impl()",
         since="2.13",
     ),
-    *_entries("torch.distributed.tensor.debug", "_clear_sharding_prop_cache()"),
+    *_entries("torch.distributed.tensor.debug", "_clear_sharding_prop_cache()", since="2.13"),
     *_entries("torch.distributed.tensor._redistribute", "_gen_transform_infos.cache_clear"),
     *_entries("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache()", since="2.13"),
     *_entries("torch.distributed.tensor._collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),

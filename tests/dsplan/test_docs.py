@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from planner.cluster.resolve import KEYS
+from scripts.report import recommendation_table
 from tests.dsplan.cli import Cli
 
 ROOT = Path(__file__).parents[2]
@@ -21,14 +22,14 @@ ROOMS = ("dsplan", "strategies", "planner", "hardware_db", "scripts", "tests")
 
 GENERATED = {
     "generate.cli_reference": 1,
-    "report.recommendation_table": 64,
+    "report.recommendation_table": None,
     "report.accuracy_report": 8,
     "report.zero_report": 1,
     "report.public_scripts": 2,
     "report.public_recipes": 64,
     "report.data_licences": 2,
 }
-"""The scripts that write pages, and the cores on which the suite has each write its page."""
+"""The scripts that write pages, and the cores on which the suite has each write its page (None: it takes too long)."""
 
 
 @pytest.mark.sweep(suite=lambda script, cores: GENERATED[script] == cores)
@@ -39,6 +40,14 @@ def test_generated_pages_are_fresh_on_any_machine(script: str, cores: int) -> No
     command = [sys.executable, "-m", "scripts.ci.other_machine", str(cores), f"scripts.{script}", "--check"]
     checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("model", ["opt-125m", "bert-large"])
+def test_recommendations_are_fresh(model: str) -> None:
+    """Two models of the page, which the long checks make whole."""
+    page = recommendation_table.TARGET.read_text(encoding="utf-8")
+    section = page.partition(f"\n## {model}\n")[2].partition("\n## ")[0]
+    assert section.strip().splitlines()[2:] == [line.rstrip() for line in recommendation_table.rows(model)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -81,7 +90,7 @@ def rows_of_changes() -> list[tuple[str, list[str], list[str]]]:
     """CONTRIBUTING's table: what changes, the files and folders to open, and those of its proof."""
     section = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("## Where things go")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")][1:]
-    place = re.compile(rf"`((?:docs|{'|'.join(ROOMS)})/[\w./-]*|mkdocs\.yml)`")
+    place = re.compile(rf"`((?:docs|{'|'.join(ROOMS)})/[\w./-]*|mkdocs\.yml|pyproject\.toml|constraints\.txt)`")
     return [(change.strip(), place.findall(opened), place.findall(proof)) for change, opened, proof in rows]
 
 
@@ -105,6 +114,7 @@ def shown_commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", shown_commands())
+@pytest.mark.sweep(suite=lambda command: "--exact" not in command)  # traces take seconds; test_exact.py has small ones
 def test_commands_that_pages_show_work(command: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli("", *shlex.split(command)).status == 0

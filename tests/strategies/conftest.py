@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from planner.vocabulary import ZERO_STAGES
-from strategies.backends.deepspeed.engine import lacking
+from strategies.backends.deepspeed.engine import why_impossible
 from strategies.distributed.rank_pool import RankPool
 from tests.strategies.training_bodies import Recipe
 
@@ -74,7 +74,7 @@ class DeepSpeedRanks:
         for recipe in (item for item in arguments if isinstance(item, Recipe)):
             configuration = recipe.plan().configuration
             if configuration.backend == "deepspeed" and configuration.precision != "fp32":
-                problem: str = self._pool.run(lacking, configuration.precision)[0]
+                problem: str | None = self._pool.run(why_impossible, configuration.precision)[0]
                 if problem:
                     pytest.skip(problem)
         return self._pool.run(function, *arguments)

@@ -16,12 +16,12 @@ from hardware_db.errors import DsplanError
 from strategies.checkpoint import storage
 from strategies.data.loader import LoaderSettings, ShardedLoader
 from strategies.engine.trainer import DistributedTrainer
-from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.supervision import lineage
 from strategies.supervision.failures import read_failure
 from strategies.supervision.stopping import STOP_SIGNAL, Stopped
 from strategies.supervision.supervision import Supervision
 from tests.strategies import training_bodies
+from tests.strategies.attempts import attempt_options
 from tests.strategies.training_bodies import Recipe
 
 SAMPLES = 36
@@ -36,7 +36,7 @@ def supervised(recipe: Recipe, directory: str, **options: Any) -> Any:
     samples = [tuple(tensor[row] for tensor in training_bodies.batch_of(0)) for row in range(12)] * (SAMPLES // 12)
     engine.dataloader = ShardedLoader(samples, engine.configuration, engine.environment, LoaderSettings())  # type: ignore[arg-type]
     values = {"checkpoint_directory": str(run / "checkpoints"), "checkpoint_minutes": None, "hang_seconds": 0.0}
-    engine.supervision = Supervision(engine, AttemptOptions(**{**values, **options}), run)
+    engine.supervision = Supervision(engine, attempt_options(**{**values, **options}), run)
     engine.observers.append(engine.supervision)
     engine.supervision.resume()
     return engine

@@ -16,7 +16,7 @@ import torch
 
 import dsplan
 from strategies.checkpoint import storage
-from strategies.checkpoint.reading import DEEPEST, cover_problem
+from strategies.checkpoint.reading import DEEPEST, why_no_cover
 from strategies.checkpoint.restore import as_live
 from strategies.errors import BrokenFile, CannotRun, DsplanError
 from tests.strategies import hostile_bodies, training_bodies
@@ -213,15 +213,15 @@ def test_if_one_rank_refuses_all_do_and_train_on_as_if_nothing_had_been(
 @pytest.mark.parametrize(
     ("shape", "boxes", "problem"),
     [
-        ((), [((), ())], ""),
-        ((4, 4), [((0, 0), (4, 2)), ((0, 2), (2, 2)), ((2, 2), (2, 2))], ""),
+        ((), [((), ())], None),
+        ((4, 4), [((0, 0), (4, 2)), ((0, 2), (2, 2)), ((2, 2), (2, 2))], None),
         (
             (3, 2, 2),
             [((0, 0, 0), (1, 1, 2)), ((0, 1, 0), (1, 1, 1)), ((0, 1, 1), (1, 1, 1)), ((1, 0, 0), (2, 2, 2))],
-            "",
+            None,
         ),
-        ((2, 3), [((0, 0), (2, 3)), ((2, 0), (0, 3))], ""),
-        ((3, 3), [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))], ""),
+        ((2, 3), [((0, 0), (2, 3)), ((2, 0), (0, 3))], None),
+        ((3, 3), [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))], None),
         ((), [], "its boxes hold 0 elements of 1"),
         ((64, 2), [((0, 0), (40, 2))], "its boxes hold 80 elements of 128"),
         ((4, 4), [((0, 0), (4, 2)), ((0, 1), (4, 2))], "its boxes overlap"),
@@ -230,8 +230,8 @@ def test_if_one_rank_refuses_all_do_and_train_on_as_if_nothing_had_been(
         ((4,), [((0, 0), (2, 2))], "a box has 2 dimensions and the tensor 1"),
     ],
 )
-def test_every_element_is_covered_once(shape: Any, boxes: Any, problem: str) -> None:
-    assert cover_problem(shape, boxes) == problem
+def test_every_element_is_covered_once(shape: Any, boxes: Any, problem: str | None) -> None:
+    assert why_no_cover(shape, boxes) == problem
 
 
 def test_many_boxes_take_no_long_time() -> None:
@@ -240,8 +240,8 @@ def test_many_boxes_take_no_long_time() -> None:
     stairs = [((0, row), (size - row, 1)) if row % 2 else ((row, 0), (1, size - row)) for row in range(size)]
     grid = [((row, column), (1, 1)) for row in range(300) for column in range(300)]
     with bounded():
-        assert cover_problem((size, size), stairs)
-        assert cover_problem((300, 300), grid) == ""
+        assert why_no_cover((size, size), stairs)
+        assert why_no_cover((300, 300), grid) is None
 
 
 def test_another_scheduler_is_refused_with_what_to_do(run: Path) -> None:

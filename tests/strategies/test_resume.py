@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from strategies.distributed.rank_pool import RankPool
-from strategies.run_directory.attempt_options import AttemptOptions
+from strategies.run_directory.files import LINEAGE_FILE
 from strategies.run_directory.journal import Journal
 from strategies.supervision import lineage, resume
 from tests.strategies import supervised_bodies
+from tests.strategies.attempts import attempt_options
 from tests.strategies.training_bodies import Recipe
 
 DDP = Recipe(strategy="ddp", world_size=2)
@@ -35,14 +36,14 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(trained: Path, tmp_path: Path) -> Path:
     """A copy of it, as if it had trained there."""
     shutil.copytree(trained, tmp_path / "run")
-    for name in (lineage.LINEAGE_FILE, "run.jsonl"):
+    for name in (LINEAGE_FILE, "run.jsonl"):
         path = tmp_path / "run" / name
         path.write_text(path.read_text().replace(str(trained), str(tmp_path / "run")))
     return tmp_path / "run"
 
 
 def _lose_list(run: Path) -> None:
-    (run / lineage.LINEAGE_FILE).unlink()
+    (run / LINEAGE_FILE).unlink()
 
 
 def _lose_list_and_journal(run: Path) -> None:
@@ -51,13 +52,13 @@ def _lose_list_and_journal(run: Path) -> None:
 
 
 def _cut_list(run: Path) -> None:
-    path = run / lineage.LINEAGE_FILE
+    path = run / LINEAGE_FILE
     path.write_bytes(path.read_bytes()[:-9])
     (run / "run.jsonl").write_text('{"event": "att')
 
 
 def _move(run: Path) -> None:
-    for name in (lineage.LINEAGE_FILE, "run.jsonl"):
+    for name in (LINEAGE_FILE, "run.jsonl"):
         (run / name).write_text((run / name).read_text().replace(str(run), "/where/it/was"))
 
 
@@ -70,9 +71,9 @@ def _damage_newest(run: Path) -> None:
 
 
 def _list_of_another_run(run: Path) -> None:
-    text = (run / lineage.LINEAGE_FILE).read_text().replace('"run": "a"', '"run": "b"')
+    text = (run / LINEAGE_FILE).read_text().replace('"run": "a"', '"run": "b"')
     shutil.copytree(run / "checkpoints", run.parent / "other")
-    (run / lineage.LINEAGE_FILE).write_text(text.replace(f"{run}/checkpoints", f"{run.parent}/other"))
+    (run / LINEAGE_FILE).write_text(text.replace(f"{run}/checkpoints", f"{run.parent}/other"))
     (run / "run.jsonl").unlink()
 
 
@@ -192,7 +193,7 @@ def test_a_node_that_came_late_lists_what_others_have_saved(run: Path, tmp_path:
     late = tmp_path / "late"
     late.mkdir()
     others = lineage.read_lineage(run)
-    options = AttemptOptions(checkpoint_directory=str(run / "checkpoints"), run_id="b", has_nodes=True)
+    options = attempt_options(checkpoint_directory=str(run / "checkpoints"), run_id="b", has_nodes=True)
     candidates = resume._choose([lineage.Lineage(), others], late, options)
     assert [checkpoint.step for checkpoint in candidates.newest_first] == [6, 4]
     assert [(made.step, made.run, made.is_automatic) for made in lineage.read(late)] == [(4, "a", True), (6, "a", True)]
@@ -205,8 +206,8 @@ def test_a_node_that_came_late_lists_what_others_have_saved(run: Path, tmp_path:
     ['{"path": 5, "step": 1}', '{"path": "x"}', '{"path": "x", "step": "7"}', "[1]", "5", "{", "[" * 100_000, "\x00"],
 )
 def test_a_line_that_is_none_is_counted_and_the_rest_is_read(line: str, tmp_path: Path) -> None:
-    (tmp_path / lineage.LINEAGE_FILE).write_text(line)
+    (tmp_path / LINEAGE_FILE).write_text(line)
     lineage.note(tmp_path, lineage.RunCheckpoint(path=str(tmp_path), step=3))  # a cut line does not spoil the next one
     known = lineage.read_lineage(tmp_path)
     assert ([made.step for made in known.listed], known.damaged_lines) == ([3], 1)
-    assert json.loads((tmp_path / lineage.LINEAGE_FILE).read_text().splitlines()[-1])["step"] == 3
+    assert json.loads((tmp_path / LINEAGE_FILE).read_text().splitlines()[-1])["step"] == 3

@@ -70,6 +70,7 @@ class DeepSpeedZero(Strategy):
     """Stage 1 shards optimizer states, stage 2 gradients too, stage 3 parameters too."""
 
     def engine(self, parts: TrainingParts) -> DeepSpeedEngine:
+        """Hand the model to DeepSpeed, with the plan as its config."""
         library = _library(self.environment.device, self.configuration.strategy)
         torch.nn.functional.linear = plain_linear  # an earlier stage-3 engine of this process replaced it
         require_precision(self.configuration.precision)
@@ -132,33 +133,40 @@ class DeepSpeedEngine(Engine):
 
     @property
     def global_steps(self) -> int:
+        """Steps of the optimizer since training began."""
         return int(self._deepspeed.global_steps)
 
     @property
     def gradient_norm(self) -> float | None:
+        """Of the last step, before clipping; None where it was not finite."""
         norm = self._deepspeed.get_global_grad_norm()
         return float(norm) if norm is not None and math.isfinite(norm) else None
 
     @property
     def skipped_steps(self) -> int:
+        """Steps without an update, for gradients that were not finite."""
         return int(self._deepspeed.skipped_steps)
 
     @property
     def loss_scale(self) -> float:
+        """The factor of the next loss; 1 where there is none."""
         return float(getattr(self._deepspeed.optimizer, "loss_scale", 1.0))
 
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        """Return the rank's tensors by what they are."""
         return state_tensors(self.module, self._deepspeed.optimizer)
 
     def _whole_parameters(self, *, keeps_changes: bool) -> AbstractContextManager[object]:
         return whole(self.module, self.configuration.zero_stage, keeps_changes=keeps_changes)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Have DeepSpeed step, or not, at its next step, whatever it counts."""
         super().set_gradient_accumulation_boundary(is_boundary)
         self._deepspeed.set_gradient_accumulation_boundary(is_boundary)
 
     @property
     def gradient_clipping(self) -> float:
+        """The norm that DeepSpeed clips gradients to."""
         return float(self._deepspeed.optimizer.clip_grad)
 
     @gradient_clipping.setter
@@ -202,12 +210,12 @@ class DeepSpeedEngine(Engine):
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether DeepSpeed would gather some of a module's parameters; small ones stay whole."""
+    """Return whether DeepSpeed would all-gather some of a module's parameters; small ones stay whole."""
     return any(getattr(getattr(p, "ds_status", None), "name", "") == "NOT_AVAILABLE" for p in module.parameters())
 
 
 def engine_config(parts: TrainingParts, *, on_cpu: bool) -> dict[str, Any]:
-    """The plan as DeepSpeed's config, with what the script's own config adds to it.
+    """Return the plan as DeepSpeed's config, with what the script's own config adds to it.
 
     The plan decides stage, batch and precision; details of these and every other key are the script's where it has any.
     """
@@ -242,31 +250,32 @@ def _require_known(optimizer: str) -> None:
     Raises:
         CannotRun: naming it.
     """
-    known: list[str] = import_module("deepspeed.runtime.config").DEEPSPEED_OPTIMIZERS
-    if plain(optimizer) not in known:
+    names: list[str] = import_module("deepspeed.runtime.config").DEEPSPEED_OPTIMIZERS
+    if plain(optimizer) not in names:
         raise CannotRun(
-            f"config: this DeepSpeed has no optimizer {optimizer}; use AdamW, or one of its own: {', '.join(known)}"
+            f"config: this DeepSpeed has no optimizer {optimizer}; use AdamW, or one of its own: {', '.join(names)}"
         )
 
 
-def lacking(precision: str) -> str:
-    """Why DeepSpeed cannot train in a precision on this rank's device, as its accelerator says; empty where it can."""
+def why_impossible(precision: str) -> str | None:
+    """Return why DeepSpeed cannot train in a precision on this rank's device, as its accelerator says."""
     accelerator = import_module("deepspeed.accelerator").get_accelerator()
-    asked = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    is_supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
     kind = precision.partition("-")[0]
-    if kind not in asked or asked[kind]():
-        return ""
+    if kind not in is_supported or is_supported[kind]():
+        return None
     name = accelerator.device_name()
     return f"DeepSpeed has no {kind} on this machine's {name}; use backend 'native' or another precision"
 
 
 def require_precision(precision: str) -> None:
-    """
+    """Stop where DeepSpeed cannot train in a precision on this rank's device.
+
     Raises:
-        CannotRun: DeepSpeed cannot train in it on this rank's device.
+        CannotRun: it cannot.
     """
-    if problem := lacking(precision):
-        raise CannotRun(problem)
+    if (reason := why_impossible(precision)) is not None:
+        raise CannotRun(reason)
 
 
 def expect_compilation(operator: str, environment: Environment) -> None:
@@ -290,7 +299,7 @@ def expect_compilation(operator: str, environment: Environment) -> None:
 
 
 def _is_open_somewhere(path: Path) -> bool:
-    """Whether a process of this machine has a file open; True where nothing says so."""
+    """Return whether a process of this machine has a file open; True where nothing says so."""
     if not Path("/proc/self/fd").exists():
         return True
     for link in Path("/proc").glob("[0-9]*/fd/*"):

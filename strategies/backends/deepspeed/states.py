@@ -26,12 +26,12 @@ from strategies.torch_compat.tensors import tree_leaves
 
 
 def state_tensors(model: nn.Module, optimizer: Any) -> dict[str, list[torch.Tensor]]:
-    """A rank's parameters, gradients and optimizer states, by the attributes of DeepSpeed's two ZeRO optimizers."""
+    """Return a rank's parameters, gradients and optimizer states, by the attributes of DeepSpeed's ZeRO optimizers."""
     parameters: list[Any] = list(model.parameters())
 
     def tensors_of(*names: str) -> list[torch.Tensor]:
-        found = tree_leaves([getattr(optimizer, name, None) for name in names])
-        return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+        leaves = tree_leaves([getattr(optimizer, name, None) for name in names])
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     shards = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
     own = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -68,7 +68,7 @@ def whole(model: nn.Module, stage: int, *, keeps_changes: bool) -> Iterator[None
 
 @contextmanager
 def _staying(parameters: list[Any]) -> Iterator[None]:
-    """Stage 3 frees weights after a module has run; those that persist stay."""
+    """Have parameters persist inside: stage 3 frees the weights of others after a module has run."""
     before = [parameter.ds_persist for parameter in parameters]
     for parameter in parameters:
         parameter.ds_persist = True
@@ -80,7 +80,7 @@ def _staying(parameters: list[Any]) -> Iterator[None]:
 
 
 def _change_master(parameter: nn.Parameter, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Elements that changed in the weights change in their fp32 master; the others keep their bits."""
+    """Change the elements of an fp32 master that changed in the weights; the others keep their bits."""
     utilities: Any = import_module("deepspeed.utils")
     master = utilities.safe_get_full_fp32_param(parameter)
     if master is not None:
@@ -98,7 +98,7 @@ class Run:
     start: int = 0
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The run in a tensor that is laid out as the master is, [numel]."""
+        """Return the run in a tensor that is laid out as the master is, [numel]."""
         return flat.detach().narrow(0, self.offset, self.numel)
 
 
@@ -115,9 +115,11 @@ class DeepSpeedStates(States):
         self._numbers: dict[tuple[int, str], Any] = {}
 
     def shape_of(self, tensor: torch.Tensor) -> torch.Size:
+        """Return the whole shape of a parameter."""
         return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
     def weight(self, tensor: torch.Tensor) -> Any:
+        """Return this rank's part of a parameter, or the whole of what is not split."""
         shape = self.shape_of(tensor)
         if tensor in self._runs:
             run = self._runs[tensor]
@@ -128,6 +130,7 @@ class DeepSpeedStates(States):
         return tensor.detach()
 
     def places(self) -> Iterator[Place]:
+        """Yield where each parameter's master lies on this rank."""
         names = self.names.of_parameters()
         for parameter, run in self._runs.items():
             yield Place(
@@ -139,6 +142,7 @@ class DeepSpeedStates(States):
             )
 
     def states_of(self, place: Place) -> Mapping[str, Any]:
+        """Return the optimizer's states of a parameter's run."""
         run = self._run(place)
         if not run.numel:
             return {}
@@ -146,6 +150,7 @@ class DeepSpeedStates(States):
         return {key: run.of(value) if _is_like(value, run.flat) else value for key, value in states.items()}
 
     def room_for(self, place: Place, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the run of a state to read into, made where there is none."""
         run = self._run(place)
         if not run.numel:
             return torch.empty(0, dtype=dtype)
@@ -155,7 +160,7 @@ class DeepSpeedStates(States):
         return run.of(states[key])
 
     def keep(self, place: Place, states: dict[str, Any]) -> None:
-        """Tensors have been read in place. Numbers are one for all parameters of a flat tensor: those most stepped."""
+        """Keep numbers, one for all parameters of a flat tensor: the most stepped. Tensors were read in place."""
         run = self._run(place)
         if not run.numel:
             return
@@ -169,6 +174,7 @@ class DeepSpeedStates(States):
                 self._numbers[id(run.flat), key] = flat_states[key] = value if value > most else most
 
     def updated(self) -> None:
+        """Bring the weights up to date with their masters."""
         zero = self._zero
         if not self._is_stage_3:
             zero.update_lp_params()
@@ -185,7 +191,7 @@ class DeepSpeedStates(States):
 
 
 def _cut_runs(zero: Any) -> Iterator[tuple[torch.Tensor, Run]]:
-    """The runs of stages 1 and 2."""
+    """Yield the runs of stages 1 and 2."""
     groups = zero.bit16_groups if hasattr(zero, "bit16_groups") else zero.bf16_groups
     for index, parameters in enumerate(groups):
         flat = zero.optimizer.param_groups[index]["params"][0]
@@ -199,7 +205,7 @@ def _cut_runs(zero: Any) -> Iterator[tuple[torch.Tensor, Run]]:
 
 
 def _split_runs(zero: Any) -> Iterator[tuple[torch.Tensor, Run]]:
-    """The runs of stage 3.
+    """Yield the runs of stage 3.
 
     Raises:
         CannotRun: DeepSpeed keeps them on NVMe.
@@ -218,7 +224,7 @@ def _split_runs(zero: Any) -> Iterator[tuple[torch.Tensor, Run]]:
 
 
 def _own_elements(parameter: Any) -> tuple[int, int]:
-    """First element and number of elements of this rank's part of a parameter that stage 3 has split."""
+    """Return the first element and the number of those of this rank's part of a parameter that stage 3 has split."""
     each = parameter.ds_tensor.ds_numel
     start = min(torch.distributed.get_rank(parameter.ds_process_group) * each, parameter.ds_numel)
     return start, min(each, parameter.ds_numel - start)
@@ -229,7 +235,7 @@ def _is_like(value: Any, flat: torch.Tensor) -> bool:
 
 
 def scale_of(scaler: Any) -> dict[str, Any]:
-    """DeepSpeed's loss scale in the words of `strategies.modules.precision`; empty where it is fixed."""
+    """Return DeepSpeed's loss scale in the words of `strategies.modules.precision`; empty where it is fixed."""
     if not scaler.dynamic:
         return {}
     return {

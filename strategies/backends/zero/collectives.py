@@ -24,32 +24,40 @@ _STAMPS = 2**24
 
 
 def _tag(kind: int) -> int:
-    """A rank whose script calls something else waits, where its messages would otherwise be taken for others'."""
+    """Return the tag of a message: a rank whose script calls something else waits, and takes no other's for its own."""
     return 4 * (PULSE.stamp % _STAMPS) + kind
 
 
 class Arrival(Protocol):
     """Weights on their way."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Wait until they are there."""
+
+
+class Arrived:
+    """What is there already."""
+
+    def wait(self) -> None:
+        """Return at once."""
 
 
 class Sum(Protocol):
     """A sum over ranks on its way."""
 
     def total(self, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's run of the sum in `dtype`, [layout.run] or without its padding; waits for it."""
+        """Wait for this rank's run of the sum and return it in `dtype`, [layout.run] or without its padding."""
 
 
 class Collectives(ABC):
-    """NativeCollectives over the ranks that share one copy of the states."""
+    """Collectives over the ranks that share one copy of the states."""
 
     def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None = None) -> None:
         self.ranks = ranks
         self.group = group
 
     needs_padding = False
-    """Whether a buffer to be reduced must have a whole run for every rank."""
+    """True if a buffer to be reduced must have a whole run for every rank."""
 
     @abstractmethod
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
@@ -67,13 +75,13 @@ class Collectives(ABC):
         """
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of a small tensor over ranks, on every rank; in place."""
+        """Return the sum of a small tensor over ranks, on every rank; in place."""
         if self.ranks.world_size > 1:
             dist.all_reduce(values, group=self.group)
         return values
 
     def from_first(self, values: torch.Tensor) -> torch.Tensor:
-        """The first rank's values, on every rank; in place."""
+        """Return the first rank's values, on every rank; in place."""
         if self.ranks.world_size > 1:
             dist.broadcast(values, self._global(0), group=self.group)
         return values
@@ -86,14 +94,17 @@ class SingleRank(Collectives):
     """One rank: there is nothing to exchange."""
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
+        """Copy the only part."""
         _copy_own(whole, part, layout)
-        return _Done()
+        return Arrived()
 
     def reduce_scatter(self, buffer: torch.Tensor, layout: Layout) -> Sum:
-        return _Own(buffer)
+        """Return the only sum."""
+        return _Reduced(buffer, Arrived())
 
     def all_to_all(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
-        return _Done()
+        """Exchange nothing."""
+        return Arrived()
 
 
 class NativeCollectives(Collectives):
@@ -106,6 +117,7 @@ class NativeCollectives(Collectives):
     needs_padding = True
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
+        """Begin NCCL's all-gather, or a broadcast from each owner."""
         if layout.borders is not None:
             _copy_own(whole, part, layout)
             return _All([dist.broadcast(run, **self._rooted("src", rank)) for rank, run in _filled(whole, layout)])
@@ -113,13 +125,15 @@ class NativeCollectives(Collectives):
         return work
 
     def reduce_scatter(self, buffer: torch.Tensor, layout: Layout) -> Sum:
+        """Begin NCCL's reduce-scatter, or a reduction to each owner."""
         if layout.borders is not None:
             work = [dist.reduce(run, **self._rooted("dst", rank)) for rank, run in _filled(buffer, layout)]
-            return _Reduced(buffer[layout.own_slice], _All(work))
+            return _Reduced(buffer[layout.own_slice], _All(work), copies=True)
         part = buffer.new_empty(layout.run)
-        return _Scattered(part, collectives.reduce_scatter(part, buffer, group=self.group, async_op=True))
+        return _Reduced(part, collectives.reduce_scatter(part, buffer, group=self.group, async_op=True))
 
     def all_to_all(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
+        """Begin NCCL's exchange."""
         work: Arrival = dist.all_to_all(list(incoming), list(outgoing), group=self.group, async_op=True)
         return work
 
@@ -131,11 +145,13 @@ class Messages(Collectives):
     """Messages from rank to rank: each run goes to its owner, who adds up what arrives."""
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
+        """Send this rank's run to all others."""
         _copy_own(whole, part, layout)
         runs = _runs(whole, layout)
         return self._swap([runs[self.ranks.rank]] * len(runs), runs, _tag(_GATHER_TAG))
 
     def reduce_scatter(self, buffer: torch.Tensor, layout: Layout) -> Sum:
+        """Send every owner its run."""
         first, last = layout.own
         runs = _runs(buffer, layout)
         received = buffer.new_empty((len(runs) - 1, last - first))
@@ -144,10 +160,11 @@ class Messages(Collectives):
         return _MessageSum(buffer, runs[self.ranks.rank], received, self._swap(runs, rows, _tag(_REDUCE_TAG)))
 
     def all_to_all(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
+        """Send every rank its message."""
         return self._swap(outgoing, incoming, _tag(_EXCHANGE_TAG))
 
     def _swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], tag: int) -> Arrival:
-        """To every other rank its tensor, from every other rank into its place; nothing is sent that is empty."""
+        """Send every other rank its tensor, and receive theirs in place; nothing is sent that is empty."""
         rank, world = self.ranks.rank, self.ranks.world_size
         work: list[Any] = []
         # Each rank begins with the next one, so that they do not all send to the same.
@@ -161,14 +178,14 @@ class Messages(Collectives):
 
 
 def collectives_for(ranks: Ranks, device: torch.device, group: dist.ProcessGroup | None = None) -> Collectives:
-    """The collectives that suit the device, between the ranks of a process group, or of all."""
+    """Return the collectives that suit the device, between the ranks of a process group, or of all."""
     if ranks.world_size == 1:
         return SingleRank(ranks, group)
     return NativeCollectives(ranks, group) if device.type == "cuda" else Messages(ranks, group)
 
 
 def collectives_over(name: Group, mesh: Mesh) -> Collectives:
-    """The collectives between this rank's ranks of a group."""
+    """Return the collectives between this rank's ranks of a group."""
     ranks = Ranks(rank=mesh.rank(name), world_size=mesh.size(name))
     # A group of this rank alone is one too: None would be all ranks.
     is_all = ranks.world_size == mesh.dims.world_size
@@ -176,12 +193,12 @@ def collectives_over(name: Group, mesh: Mesh) -> Collectives:
 
 
 def _runs(tensor: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """Every rank's run of a tensor that has them all."""
+    """Return every rank's run of a tensor that has them all."""
     return [tensor[slice(*layout.bounds(rank))] for rank in range(layout.ranks.world_size)]
 
 
 def _filled(tensor: torch.Tensor, layout: Layout) -> list[tuple[int, torch.Tensor]]:
-    """The runs that are not empty, with their owners."""
+    """Return the runs that are not empty, with their owners."""
     return [(rank, run) for rank, run in enumerate(_runs(tensor, layout)) if run.numel()]
 
 
@@ -190,11 +207,6 @@ def _copy_own(whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> None:
     own = whole[first:last]
     if own.data_ptr() != part.data_ptr():
         own.copy_(part[: last - first])
-
-
-class _Done:
-    def wait(self) -> None:
-        return None
 
 
 class _All:
@@ -206,30 +218,15 @@ class _All:
             work.wait()
 
 
-class _Own:
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer = buffer
-
-    def total(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._buffer.to(dtype)
-
-
-class _Scattered:
-    def __init__(self, part: torch.Tensor, work: Any) -> None:
-        self._part, self._work = part, work
-
-    def total(self, dtype: torch.dtype) -> torch.Tensor:
-        self._work.wait()
-        return self._part.to(dtype)
-
-
 class _Reduced:
-    def __init__(self, own: torch.Tensor, arrival: Arrival) -> None:
-        self._own, self._arrival = own, arrival
+    """A sum whose `own` run arrives; `copies` it out of a buffer whose other runs are of no use any more."""
+
+    def __init__(self, own: torch.Tensor, arrival: Arrival, *, copies: bool = False) -> None:
+        self._own, self._arrival, self._copies = own, arrival, copies
 
     def total(self, dtype: torch.dtype) -> torch.Tensor:
         self._arrival.wait()
-        return self._own.to(dtype, copy=True)  # the other runs of its buffer are of no use any more
+        return self._own.to(dtype, copy=self._copies)
 
 
 class _MessageSum:

@@ -22,13 +22,13 @@ _ERROR_DTYPE = torch.bfloat16
 def collectives_factory(
     collectives_of: Callable[[Bucket], Collectives], codec: Codec | None, unit: Callable[[], float]
 ) -> Callable[[Bucket], Collectives]:
-    """Makes the collectives of a bucket: its own, or 8-bit ones around them; `unit` is the loss scale."""
+    """Return what makes a bucket's collectives: its own, or 8-bit ones around them; `unit` is the loss scale."""
 
     def make(bucket: Bucket) -> Collectives:
         collectives = collectives_of(bucket)
-        return (
-            collectives if codec is None or collectives.ranks.world_size == 1 else EightBits(collectives, codec, unit)
-        )
+        if codec is None or collectives.ranks.world_size == 1:
+            return collectives
+        return EightBits(collectives, codec, unit)
 
     return make
 
@@ -42,7 +42,7 @@ class Memory:
         self._recorded_in = unit()
 
     def restart(self) -> None:
-        """Before a bucket is encoded: errors of another loss scale are brought to this one."""
+        """Bring errors of another loss scale to this one, before a bucket is encoded."""
         now = self._unit()
         if now != self._recorded_in:
             for error in self._errors.values():
@@ -67,12 +67,15 @@ class EightBits(Collectives):
         self._memory = Memory(codec, unit)
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor, layout: Layout) -> Arrival:
+        """Begin the all-gather, of whole weights."""
         return self._collectives.all_gather(whole, part, layout)
 
     def all_to_all(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Arrival:
+        """Begin the exchange."""
         return self._collectives.all_to_all(outgoing, incoming)
 
     def reduce_scatter(self, buffer: torch.Tensor, layout: Layout) -> Sum:
+        """Send every owner its run in 8 bits, with what was left out of it the last time."""
         codec, ranks = self._codec, range(self.ranks.world_size)
         self._memory.restart()
         outgoing, incoming = [buffer.new_empty(0, dtype=torch.uint8) for _ in ranks], list[torch.Tensor]()
@@ -91,7 +94,7 @@ class EightBits(Collectives):
 
 
 class _Decoded:
-    """This rank's own run, in a `room`, to which what the others send is added; what is sent is kept until then."""
+    """A rank's own run, in a `room`, to which what the others send is added; what is sent is kept until then."""
 
     def __init__(
         self,

@@ -78,13 +78,13 @@ class Latecomers:
                 )
         whole = [p for each in self._pieces.optimizers for p in undivided(each, (p for _, p in come))]
         owners = owners_in(self._sharded_model.context, whole)
-        made = self._sharded_model.admit(come, owners)
-        self._reducer.take(made)
-        self._pieces.add(made)
+        buckets = self._sharded_model.admit(come, owners)
+        self._reducer.take(buckets)
+        self._pieces.add(buckets)
         self._asleep = self._outside()
 
     def _outside(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters of the model whose gradients are not summed."""
+        """Return the parameters of the model whose gradients are not summed."""
         return [(name, p) for name, p in self._module.named_parameters() if not self._reducer.sums(p)]
 
 
@@ -95,10 +95,10 @@ class Renewing(Protocol):
     """Who brings weights up to date."""
 
     def renew(self, bucket: Bucket) -> None:
-        """The master of a bucket has changed: begin to bring its weights up to date on every rank."""
+        """Begin to bring a bucket's weights up to date on every rank with its master, which has changed."""
 
     def renewed(self) -> None:
-        """All masters have changed: wait for the weights."""
+        """Wait for the weights, when all masters have changed."""
 
 
 class Stepper:
@@ -120,18 +120,17 @@ class Stepper:
         self._weights.renewed()
 
     def _groups(self) -> Iterator[Sequence[Bucket]]:
-        """The device's buckets first, since it steps them while the host continues with its own."""
-        at = {place: [bucket for bucket in self._pieces.buckets if bucket.states_at is place] for place in Place}
+        """Yield the device's buckets first, since it steps them while the host continues with its own."""
+        at = {home: [bucket for bucket in self._pieces.buckets if bucket.states_at is home] for home in Place}
         yield from self._runs(at[Place.DEVICE])
         yield from ([bucket] for bucket in at[Place.HOST])
         if self._disk is not None:
             yield from ([bucket] for bucket in self._disk.visited(at[Place.DISK], self._pieces, self._optimizer))
 
     def _runs(self, buckets: Sequence[Bucket]) -> Iterator[Sequence[Bucket]]:
-        """All of the device's buckets at once, but one run of them after the other where their gradients must take the
-        masters' wider dtype first: a rank has room for few of them in that.
+        """Yield the device's buckets at once, or in runs where gradients must take the masters' wider dtype first.
 
-        Optimizers of whole tensors may look at all of them together, and keep them together.
+        A rank has room for few of them in that. Optimizers of whole tensors may look at all of them together.
         """
         widens = any(member.gradient is not None and member.gradient.dtype != member.master.dtype for member in buckets)
         if not widens or not all(bucket.is_divided for bucket in buckets):
@@ -162,9 +161,10 @@ class ZeroStrategy(Strategy):
     """Lays the model out in buckets; a stage says which of them are unsharded and when gradients are reduced."""
 
     reduces_each_micro_batch: bool
-    """Whether gradients are summed over ranks in every micro-batch, so that no rank holds them whole."""
+    """True if gradients are summed over ranks in every micro-batch, so that no rank holds them whole."""
 
     def engine(self, parts: TrainingParts) -> ZeroEngine:
+        """Make the engine over the stage's sharded model."""
         ensure_group(self.environment)
         environment, model = self.environment, parts.model
         apply_plan(parts)
@@ -197,7 +197,7 @@ class ZeroStrategy(Strategy):
 
 
 def kinds_of(model: nn.Module, parts: ModelParts, mesh: Mesh) -> dict[nn.Parameter, Kind]:
-    """Which parameters of a model that ranks split may share a bucket: those that count alike, and travel alike."""
+    """Return what the parameters of a model that ranks split share buckets by: how they count, and travel."""
     kinds: dict[nn.Parameter, Kind] = {}
     for wrapped_name, parameter in model.named_parameters():
         name = unwrapped(wrapped_name)
@@ -270,6 +270,7 @@ class ZeroEngine(AccumulatingEngine):
         self._used: set[nn.Parameter] = set()
 
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        """Return the rank's tensors by what they are."""
         buckets = (*self._sharded_model.trained, *self._sharded_model.fixed)
         reduced = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
         masters = [bucket.master for bucket in self._sharded_model.trained]
@@ -295,14 +296,17 @@ class ZeroEngine(AccumulatingEngine):
         self._add_gradients(self.scaled(loss), None, ends_step=self.is_gradient_accumulation_boundary())
 
     def forward_stage(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a pipeline stage's forward pass."""
         return self._forward(*args, **kwargs)
 
     def backward_stage(
         self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
     ) -> None:
+        """Run a pipeline stage's backward pass, and reduce gradients as the stage does."""
         self._add_gradients(made, gradient, ends_step=ends_step)
 
     def backward_weights(self, run: Callable[[], None], *, ends_step: bool) -> None:
+        """Run the half of a stage's backward pass that makes gradients of weights."""
         self._latecomers.welcome()
         self._reducer.begin(reduces=ends_step or (self._reduces_each and self._may_reduce))
         run()
@@ -310,20 +314,21 @@ class ZeroEngine(AccumulatingEngine):
         self._reducer.finish()
 
     def complete_gradients(self) -> None:
-        """The step's last backward pass has reduced what was waiting."""
+        """Do nothing: the step's last backward pass has reduced what was waiting."""
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of which the gradients' sums are means."""
         # Divided here once, gradients are means over ranks and micro-batches when they have been added up.
         parts = self.configuration.gradient_accumulation_steps * self._context.collectives.ranks.world_size
         return loss.float() * (self._scale.value / parts)
 
     def _add_gradients(
-        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_step: bool
+        self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_step: bool
     ) -> None:
         self._latecomers.welcome()
         self._reducer.begin(reduces=ends_step or (self._reduces_each and self._may_reduce))
         with self._sharded_model.backward():
-            torch.autograd.backward(made, gradient)
+            torch.autograd.backward(output, gradient)
             self._reducer.finish()
 
     def _summed_norm(self) -> float:

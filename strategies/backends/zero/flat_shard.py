@@ -24,7 +24,7 @@ from planner.cost.zero_buckets import bucket_members, owning_ranks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """This rank among those that share one copy of the states."""
+    """A rank among those that share one copy of the states."""
 
     rank: int
     world_size: int
@@ -40,6 +40,7 @@ class Slot:
 
     @property
     def stop(self) -> int:
+        """The element after its last."""
         return self.start + self.parameter.numel()
 
 
@@ -68,18 +69,19 @@ class Layout:
         return self.run * self.ranks.world_size if self.borders is None else self.elements
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """First element of a rank's run and the one after its last."""
+        """Return the first element of a rank's run and the one after its last."""
         if self.borders is not None:
             return self.borders[rank], self.borders[rank + 1]
         return min(rank * self.run, self.elements), min((rank + 1) * self.run, self.elements)
 
     @property
     def own(self) -> tuple[int, int]:
+        """First element of this rank's run and the one after its last."""
         return self.bounds(self.ranks.rank)
 
     @property
     def own_slice(self) -> slice:
-        """This rank's run in a buffer of `padded` elements, with its padding."""
+        """The slice of this rank's run in a buffer of `padded` elements, with its padding."""
         if self.borders is not None:
             return slice(*self.own)
         return slice(self.ranks.rank * self.run, (self.ranks.rank + 1) * self.run)
@@ -92,9 +94,9 @@ class Kind:
     share: float = 1.0
     """What the square of a rank's gradient counts for in the sum over all ranks."""
     is_expert: bool = False
-    """Whether ep ranks have others of them, so that fewer ranks share their states."""
+    """True if ep ranks have others of them, so that fewer ranks share their states."""
     is_summed: bool = False
-    """Whether each tp rank has a term of their gradients only."""
+    """True if each tp rank has a term of their gradients only."""
     copies: int = 1
     """How many tp ranks, neighbours, have the same part of them and a term each of their gradients."""
     shared: str = ""
@@ -139,28 +141,27 @@ class Bucket:
 
     @property
     def is_divided(self) -> bool:
-        """Whether runs are cut inside parameters; if not, each parameter is one rank's."""
+        """True if runs are cut inside parameters; if not, each parameter is one rank's."""
         return self.layout.borders is None
 
     @property
     def is_single(self) -> bool:
-        """Whether one parameter fills the bucket, so that its gradient is the bucket's."""
+        """True if one parameter fills the bucket, so that its gradient is the bucket's."""
         return len(self.slots) == 1
 
     def own_range(self, slot: Slot) -> tuple[int, int]:
-        """The piece of a parameter in this rank's run: its first element and the one after its last, counted in the
-        run; empty where they are equal."""
+        """Return where in this rank's run a parameter's piece begins and ends; empty where they are equal."""
         first, last = self.layout.own
         start, stop = max(slot.start, first), min(slot.stop, last)
         return (start - first, stop - first) if start < stop else (0, 0)
 
     def owns(self, slot: Slot) -> bool:
-        """Whether any of a parameter is in this rank's run."""
+        """Return whether any of a parameter is in this rank's run."""
         start, stop = self.own_range(slot)
         return start < stop
 
     def own_start(self, slot: Slot) -> int:
-        """Where this rank's piece begins, counted in the parameter."""
+        """Return where this rank's piece begins, counted in the parameter."""
         return max(0, self.layout.own[0] - slot.start)
 
     def place(self, whole: torch.Tensor) -> None:
@@ -174,7 +175,7 @@ Owners = Mapping[nn.Parameter, int]
 
 
 def owners_of(undivided: Iterable[nn.Parameter], world_size: int) -> dict[nn.Parameter, int]:
-    """Which rank owns each parameter that must not be divided."""
+    """Return the rank that owns each parameter which must not be divided."""
     parameters = list(dict.fromkeys(undivided))
     return dict(zip(parameters, owning_ranks([tensor.numel() for tensor in parameters], world_size), strict=True))
 
@@ -186,24 +187,24 @@ def buckets_of(
     limit: int,
     owners: Owners = MappingProxyType({}),
 ) -> list[Bucket]:
-    """Buckets of at most `limit` elements, in the order of the parameters (see `bucket_members`).
+    """Return buckets of at most `limit` elements, in the order of the parameters (see `bucket_members`).
 
     Parameters that have an owner share no bucket with those that are divided.
     """
     members = list(named)
     divided = [member for member in members if member[1] not in owners]
     undivided = [member for member in members if member[1] in owners]
-    made: list[Bucket] = []
+    buckets: list[Bucket] = []
     for kind in (divided, undivided):
         for dtype, alike in groupby(kind, key=lambda item: dtype_of[item[1]]):
             group = list(alike)
-            places = bucket_members([parameter.numel() for _, parameter in group], limit)
-            made += [_bucket([group[place] for place in bucket], ranks, dtype, owners) for bucket in places]
-    return made
+            bucketed = bucket_members([parameter.numel() for _, parameter in group], limit)
+            buckets += [_bucket([group[index] for index in indices], ranks, dtype, owners) for indices in bucketed]
+    return buckets
 
 
 def _bucket(members: list[Named], ranks: Ranks, dtype: torch.dtype, owners: Owners) -> Bucket:
-    """One bucket; undivided parameters lie in the order of their owners."""
+    """Return one bucket; undivided parameters lie in the order of their owners."""
     is_divided = members[0][1] not in owners
     ordered = members if is_divided else sorted(members, key=lambda member: owners[member[1]])
     starts = accumulate((parameter.numel() for _, parameter in ordered), initial=0)

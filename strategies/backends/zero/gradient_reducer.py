@@ -28,11 +28,12 @@ Listener = Callable[[Bucket], None]
 
 
 def _tell(reducer: weakref.ref[Reducer], parameter: nn.Parameter) -> None:
-    """The hook of a parameter. It does not hold the reducer: torch hides hooks of this kind from the garbage collector,
-    which would never free an engine and its model that hold each other through them."""
-    found = reducer()
-    if found is not None:
-        found._arrived(parameter)
+    """Run a parameter's hook, which does not hold the reducer.
+
+    torch hides such hooks from the garbage collector, which would never free an engine and a model that they connect.
+    """
+    if (alive := reducer()) is not None:
+        alive._arrived(parameter)
 
 
 class Reducer:
@@ -43,8 +44,7 @@ class Reducer:
     `used` holds the parameters that had a gradient since the last `clear`. `when_made` is called with a bucket as soon
     as its gradients are all made, `when_reduced` when their sum is there, or on its way to the `host` that steps it.
     Gradients are divided by `mean_over` before they travel. `group` are the ranks that have these buckets, all by
-    default. `when_unasked` may `begin` where a gradient is made without
-    that: in the backward pass of a loss that the engine has not seen.
+    default. `when_unasked` may `begin` where a gradient is made without that: of a loss that the engine has not seen.
     """
 
     def __init__(
@@ -78,11 +78,9 @@ class Reducer:
 
     def take(self, buckets: Iterable[Bucket]) -> None:
         """Sum the gradients of these buckets too, and of what requires gradients by now in all others."""
-        made = [
-            _Fill(bucket, self._collectives_of(bucket), self._reduce or bucket.dtype, self._mean_over)
-            for bucket in buckets
-        ]
-        self._fills += reversed(made)
+        dtype, share = self._reduce, self._mean_over
+        fills = [_Fill(bucket, self._collectives_of(bucket), dtype or bucket.dtype, share) for bucket in buckets]
+        self._fills += reversed(fills)
         self._order_is_known = False
         for fill in self._fills:
             for slot in fill.bucket.slots:
@@ -92,11 +90,11 @@ class Reducer:
                     hooked.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self)))
 
     def sums(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter's gradients are reduced."""
+        """Return whether a parameter's gradients are reduced."""
         return parameter in self._places
 
     def begin(self, *, reduces: bool) -> None:
-        """Before a backward pass: whether its gradients are summed over ranks or wait for a later one."""
+        """Prepare a backward pass, whose gradients are summed over ranks or wait for a later one."""
         self._is_open, self._reduces = True, reduces
         self._next = 0
         self._ready = []
@@ -104,14 +102,14 @@ class Reducer:
             fill.restart()
 
     def take_gradients(self) -> None:
-        """In a backward pass of weights alone, whose gradients are in `.grad` and called no hook."""
+        """Take the gradients of a backward pass of weights alone, which are in `.grad` and called no hook."""
         for fill in self._fills:
             for slot in fill.bucket.slots:
                 if slot.parameter in self._places and slot.parameter.grad is not None:
                     self._arrived(slot.parameter)
 
     def finish(self) -> None:
-        """After a backward pass: send what some parameter without a gradient held back, and wait for all sums."""
+        """End a backward pass: send what some parameter without a gradient held back, and wait for all sums."""
         self._is_open = False
         if not self._reduces:
             return
@@ -124,7 +122,7 @@ class Reducer:
             self._adopt_order()
 
     def settle(self) -> None:
-        """Before a step: wait for sums that are on their way to the host."""
+        """Wait, before a step, for sums that are on their way to the host."""
         if self.host is not None:
             self.host.settle()
 
@@ -139,14 +137,14 @@ class Reducer:
         self.used.discard(parameter)
 
     def clear(self) -> None:
-        """After a step: forget all gradients."""
+        """Forget all gradients, after a step."""
         for fill in self._fills:
             fill.bucket.gradient = None
         self._waiting.clear()
         self.used.clear()
 
     def _arrived(self, parameter: nn.Parameter) -> None:
-        """A parameter's gradient of this backward pass is complete."""
+        """Take a parameter's gradient of this backward pass, which is complete."""
         fill, slot = self._places[parameter]
         if not self._is_open:
             self.when_unasked()
@@ -204,10 +202,10 @@ class Reducer:
         self.when_reduced(bucket)
 
     def _adopt_order(self) -> None:
-        """From now on send in the order in which the first backward pass of the first rank made the gradients."""
-        places = {id(fill): place for place, fill in enumerate(self._fills)}
-        order = on_rank_zero(lambda: [places[id(fill)] for fill in self._ready], self._group)
-        self._fills = [self._fills[place] for place in order]
+        """Send from now on in the order in which the first backward pass of the first rank made the gradients."""
+        numbers = {id(fill): number for number, fill in enumerate(self._fills)}
+        order = on_rank_zero(lambda: [numbers[id(fill)] for fill in self._ready], self._group)
+        self._fills = [self._fills[number] for number in order]
         self._order_is_known = True
 
 
@@ -237,14 +235,14 @@ class _Fill:
         if self._buffer is None:
             self._buffer = torch.empty(self._size, dtype=self._dtype, device=slot.parameter.device)
             self._buffer[self.bucket.layout.elements :].zero_()
-        place = self._buffer[slot.start : slot.stop]
+        run = self._buffer[slot.start : slot.stop]
         if gradient is None:
-            place.zero_()
+            run.zero_()
         else:
-            place.view(slot.parameter.shape).copy_(gradient)
+            run.view(slot.parameter.shape).copy_(gradient)
 
     def emptied(self) -> torch.Tensor:
-        """The full buffer, released here."""
+        """Release the full buffer and return it."""
         buffer, self._buffer = self._buffer, None
         assert buffer is not None
         return buffer

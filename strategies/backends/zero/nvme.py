@@ -54,8 +54,7 @@ class SwapFile:
             ) from None
 
     def reserve(self, size: int) -> int:
-        """Where `size` more bytes may be written; the disk holds them for us from now on, so that it cannot be full
-        later, when they are."""
+        """Take `size` more bytes of the disk, so that it cannot be full when they are written, and return where."""
         start = -(-self._size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:
             _allocate(self._file.fileno(), start, size)
@@ -72,22 +71,22 @@ class SwapFile:
         return start
 
     def mapped(self, start: int, size: int) -> torch.Tensor:
-        """Bytes of the file as a tensor, [size]."""
+        """Return bytes of the file as a tensor, [size]."""
         view = torch.frombuffer(mmap.mmap(self._file.fileno(), size, offset=start), dtype=torch.uint8)
         MAPPED_FILES[view.untyped_storage().data_ptr()] = view
         return view
 
     def read(self, start: int, memory: torch.Tensor) -> None:
         """Fill `memory` from the file."""
-        view, done = _bytes_of(memory), 0
-        while done < len(view):
-            done += os.preadv(self._file.fileno(), [view[done:]], start + done)
+        view, filled = _bytes_of(memory), 0
+        while filled < len(view):
+            filled += os.preadv(self._file.fileno(), [view[filled:]], start + filled)
 
     def write(self, start: int, memory: torch.Tensor) -> None:
         """Write `memory` to the file."""
-        view, done = _bytes_of(memory), 0
-        while done < len(view):
-            done += os.pwritev(self._file.fileno(), [view[done:]], start + done)
+        view, written = _bytes_of(memory), 0
+        while written < len(view):
+            written += os.pwritev(self._file.fileno(), [view[written:]], start + written)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +107,7 @@ class _Region:
     like: torch.Tensor
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor, out of its extent's bytes."""
+        """Return the tensor, out of its extent's bytes."""
         size = self.like.numel() * self.like.element_size()
         return memory[self.begin : self.begin + size].view(self.like.dtype).view(self.like.shape)
 
@@ -122,9 +121,11 @@ class Shelf:
         self._regions: dict[Hashable, _Region] = {}
 
     def holds(self, key: Hashable, like: torch.Tensor | None = None) -> bool:
-        """Whether there is such a tensor, of the dtype and shape of `like`."""
-        found = self._regions.get(key)
-        return found is not None and (like is None or (found.like.dtype, found.like.shape) == (like.dtype, like.shape))
+        """Return whether there is such a tensor, of the dtype and shape of `like`."""
+        region = self._regions.get(key)
+        if region is None or like is None:
+            return region is not None
+        return (region.like.dtype, region.like.shape) == (like.dtype, like.shape)
 
     def add(self, tensors: Mapping[Hashable, torch.Tensor]) -> None:
         """Write tensors to a new place in the file."""
@@ -144,17 +145,17 @@ class Shelf:
             self._regions[key] = _Region(extent=extent, begin=begins[key], like=like)
 
     def mapped(self, key: Hashable) -> torch.Tensor:
-        """A tensor as the file has it."""
+        """Return a tensor as the file has it."""
         region = self._regions[key]
         return region.of(region.extent.mapped)
 
     def view(self, key: Hashable, memory: torch.Tensor) -> torch.Tensor:
-        """A tensor as `memory`, which was read, has it."""
+        """Return a tensor as `memory`, which was read, has it."""
         region = self._regions[key]
         return region.of(memory[region.extent.begin :])
 
     def room(self) -> torch.Tensor:
-        """Memory for all bytes of the shelf."""
+        """Return memory for all bytes of the shelf."""
         return torch.empty(self._bytes, dtype=torch.uint8)
 
     def read(self, memory: torch.Tensor) -> torch.Tensor:
@@ -199,7 +200,7 @@ class Disk:
         self._buffers = buffers
         self._shelves: dict[Bucket, Shelf] = {}
         self._reader, self._writer = (
-            ThreadPoolExecutor(1, thread_name_prefix=f"dsplan-nvme-{way}") for way in ("read", "write")
+            ThreadPoolExecutor(1, thread_name_prefix=f"dsplan-nvme-{task}") for task in ("read", "write")
         )
 
     def adopt(self, bucket: Bucket) -> None:
@@ -210,29 +211,29 @@ class Disk:
             bucket.master = shelf.mapped(_MASTER)
 
     def visited(self, buckets: Sequence[Bucket], pieces: Pieces, optimizer: torch.optim.Optimizer) -> Iterator[Bucket]:
-        """The buckets one after the other, each with its states in memory until the next one is asked for."""
+        """Yield the buckets one after the other, each with its states in memory until the next one is asked for."""
         coming: deque[Future[torch.Tensor]] = deque()
         leaving: deque[Future[None]] = deque()
         shelves = [self._shelves[bucket] for bucket in buckets]
 
-        def ask(place: int, *, leave: int) -> None:
-            if place < len(shelves):
+        def ask(number: int, *, leave: int) -> None:
+            if number < len(shelves):
                 while len(leaving) > leave:
                     leaving.popleft().result()
-                coming.append(self._reader.submit(shelves[place].read, shelves[place].room()))
+                coming.append(self._reader.submit(shelves[number].read, shelves[number].room()))
 
         try:
-            for place, bucket in enumerate(buckets):
+            for number, bucket in enumerate(buckets):
                 if not coming:
-                    ask(place, leave=0)
+                    ask(number, leave=0)
                 memory = coming.popleft().result()
                 if self._buffers > 1:
-                    ask(place + 1, leave=max(self._buffers - 2, 0))
-                states = _States(bucket, shelves[place], pieces, optimizer)
+                    ask(number + 1, leave=max(self._buffers - 2, 0))
+                states = _States(bucket, shelves[number], pieces, optimizer)
                 states.bring(memory)
                 yield bucket
                 states.put_back(memory)
-                leaving.append(self._writer.submit(shelves[place].write, memory))
+                leaving.append(self._writer.submit(shelves[number].write, memory))
         finally:
             wait(coming)
             wait(leaving)
@@ -256,16 +257,15 @@ class _States:
                 holder[key[1]] = self._shelf.view(key, memory)
 
     def put_back(self, memory: torch.Tensor) -> None:
-        """Let pieces and states be views of the file, which is about to have what `memory` has; new states go there
-        at once."""
+        """Let pieces and states be views of the file, which is about to have `memory`; new states go there at once."""
         if self._shelf.holds(_MASTER):
             self._use_master(self._shelf.mapped(_MASTER))
         new: dict[Hashable, torch.Tensor] = {}
         for key, _, value in self._each():
             if not self._shelf.holds(key, value):
                 new[key] = value
-            elif value.data_ptr() != (place := self._shelf.view(key, memory)).data_ptr():
-                place.copy_(value)
+            elif value.data_ptr() != (view := self._shelf.view(key, memory)).data_ptr():
+                view.copy_(value)
         self._shelf.add(new)
         for key, holder, _ in self._each():
             holder[key[1]] = self._shelf.mapped(key)
@@ -278,11 +278,11 @@ class _States:
             piece.data = master[start:stop].view(piece.shape)
 
     def _each(self) -> list[tuple[tuple[int, str], dict[str, Any], torch.Tensor]]:
-        """Key, state and value of every tensor worth a place in the file."""
-        found = []
+        """Return key, state and value of every tensor worth a place in the file."""
+        tensors = []
         for number, slot in enumerate(self._bucket.slots):
             state = self._optimizer.state.get(self._pieces.of[slot.parameter], {})
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.numel() * value.element_size() >= _SMALLEST:
-                    found.append(((number, name), state, value))
-        return found
+                    tensors.append(((number, name), state, value))
+        return tensors

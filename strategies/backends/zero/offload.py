@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from planner.cost.zero_buckets import OffloadRatio
-from strategies.backends.zero.collectives import Arrival
+from strategies.backends.zero.collectives import Arrival, Arrived
 from strategies.backends.zero.flat_shard import Bucket, Place
 from strategies.backends.zero.nvme import Disk
 from strategies.backends.zero.settings import OffloadSettings, ZeroSettings
@@ -32,7 +32,7 @@ class Copies(ABC):
 
     @abstractmethod
     def room(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Host memory, [elements], uninitialized."""
+        """Return host memory, [elements], uninitialized."""
 
     @abstractmethod
     def down(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
@@ -44,7 +44,7 @@ class Copies(ABC):
 
     @abstractmethod
     def aside(self) -> AbstractContextManager[Arrival]:
-        """A context in which the device works beside its usual stream; gives what to wait for after it."""
+        """Have the device work beside its usual stream; gives what to wait for after it."""
 
 
 class StreamCopies(Copies):
@@ -55,16 +55,20 @@ class StreamCopies(Copies):
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def room(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory, page-locked where asked."""
         return torch.empty(elements, dtype=dtype, pin_memory=self._pins)
 
     def down(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
+        """Copy beside what the device computes."""
         return _OnHost(self._copied(DOWN, self._down, source, target))
 
     def up(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
+        """Copy beside what the device computes."""
         return _OnDevice(self._copied(UP, self._up, source, target))
 
     @contextmanager
     def aside(self) -> Iterator[Arrival]:
+        """Work on the stream of copies to the device."""
         arrival = _OnDevice(torch.cuda.Event())  # type: ignore[no-untyped-call]
         self._up.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._up):
@@ -88,21 +92,25 @@ class ThreadCopies(Copies):
 
     def __init__(self) -> None:
         self._down, self._up = (
-            ThreadPoolExecutor(1, thread_name_prefix=f"dsplan-copies-{way}") for way in ("down", "up")
+            ThreadPoolExecutor(1, thread_name_prefix=f"dsplan-copies-{direction}") for direction in ("down", "up")
         )
 
     def room(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory."""
         return torch.empty(elements, dtype=dtype)
 
     def down(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
+        """Copy in a thread."""
         return _Copied(self._down.submit(self._copy, DOWN, source, target))
 
     def up(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
+        """Copy in a thread."""
         return _Copied(self._up.submit(self._copy, UP, source, target))
 
     @contextmanager
     def aside(self) -> Iterator[Arrival]:
-        yield _There()
+        """Work as usual: there is no stream."""
+        yield Arrived()
 
     def _copy(self, label: str, source: torch.Tensor, target: torch.Tensor) -> None:
         with torch.profiler.record_function(label):
@@ -110,7 +118,7 @@ class ThreadCopies(Copies):
 
 
 def copies_of(device: torch.device, *, pins: bool) -> Copies:
-    """The copies that suit a device."""
+    """Return the copies that suit a device."""
     return StreamCopies(device, pins=pins) if device.type == "cuda" else ThreadCopies()
 
 
@@ -135,16 +143,11 @@ class _OnDevice:
 
 
 class _Copied:
-    def __init__(self, done: Future[None]) -> None:
-        self._done = done
+    def __init__(self, copy: Future[None]) -> None:
+        self._copy = copy
 
     def wait(self) -> None:
-        self._done.result()
-
-
-class _There:
-    def wait(self) -> None:
-        return None
+        self._copy.result()
 
 
 _UNDER_WAY = 4
@@ -167,7 +170,7 @@ class Offload:
         self._coming_back: set[Bucket] = set()
 
     def chosen(self, bucket: Bucket) -> Place:
-        """Where the states of the next bucket will live."""
+        """Return where the states of the next bucket will live."""
         return self._place if self._ratio.takes(bucket.layout.elements) else Place.DEVICE
 
     def move(self, bucket: Bucket, *, keeps: bool) -> None:
@@ -199,7 +202,7 @@ class Offload:
 
     @contextmanager
     def beside(self) -> Iterator[Sequence[Arrival]]:
-        """Inside, weights are fetched from the host beside what the device computes; gives what to wait for."""
+        """Fetch weights inside from the host beside what the device computes; gives what to wait for."""
         if self.copies is None or not self.weights:
             yield ()
             return
@@ -207,7 +210,7 @@ class Offload:
             yield (arrival,)
 
     def _on_host(self, tensor: torch.Tensor, *, is_copied: bool) -> torch.Tensor:
-        """`tensor` in host memory, page-locked where a device copies from it."""
+        """Return `tensor` in host memory, page-locked where a device copies from it."""
         if self.copies is None or not is_copied:
             return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
         return self.copies.room(tensor.numel(), tensor.dtype).copy_(tensor)
@@ -226,7 +229,7 @@ class HostGradients:
         self._coming: deque[tuple[Bucket, torch.Tensor, Arrival]] = deque()
 
     def dtype_of(self, bucket: Bucket) -> torch.dtype:
-        """The dtype in which a bucket's sums come."""
+        """Return the dtype in which a bucket's sums come."""
         return (self._travels if self._rounds else self._accumulate) or bucket.dtype
 
     def keep(self, bucket: Bucket, total: torch.Tensor) -> None:
@@ -252,7 +255,7 @@ class HostGradients:
 
 @contextmanager
 def fused_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, torch's optimizers step with their fused kernels where the script left the choice open.
+    """Have torch's optimizers step with their fused kernels inside, where the script left the choice open.
 
     On a host the fused kernel reads each state once where the loop over tensors, torch's choice there, reads them a
     dozen times.
@@ -274,7 +277,7 @@ _DECIDED = ("capturable", "differentiable")
 
 
 def offload_of(settings: OffloadSettings, device: torch.device) -> Offload:
-    """The offload that settings ask for; on a CPU there is nothing to leave but for a disk.
+    """Return the offload that settings ask for; on a CPU there is nothing to leave but for a disk.
 
     Raises:
         CannotRun: states cannot be put on the disk.

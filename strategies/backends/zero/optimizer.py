@@ -44,7 +44,7 @@ class TouchedRows:
         return parameter in self._masks
 
     def synchronize(self, collectives: Collectives) -> None:
-        """Every rank learns of the rows of all."""
+        """Let every rank know of the rows of all."""
         masks = [*self._masks.values()]
         if masks:
             together = collectives.all_reduce(torch.cat(masks))
@@ -52,12 +52,12 @@ class TouchedRows:
                 mask.copy_(rows)
 
     def clear(self) -> None:
-        """After a step: no row has been touched."""
+        """Forget the rows, after a step."""
         for mask in self._masks.values():
             mask.zero_()
 
     def of(self, parameter: nn.Parameter, start: int, gradient: torch.Tensor) -> torch.Tensor:
-        """The touched elements of a parameter's run that begins at `start`: sparse, [len(gradient)]."""
+        """Return the touched elements of a parameter's run that begins at `start`: sparse, [len(gradient)]."""
         width = parameter.numel() // len(parameter)
         touched = self._masks[parameter].to(gradient.device).repeat_interleave(width)[start : start + len(gradient)]
         places = touched.nonzero().t()
@@ -75,7 +75,7 @@ class TouchedRows:
 
 
 def script_optimizer(parts: TrainingParts, trained: Sequence[Any]) -> torch.optim.Optimizer:
-    """The script's optimizer, or the plan's, over the whole parameters, whose shapes a script may group them by."""
+    """Return the script's optimizer, or the plan's over whole parameters, by whose shapes a script may group them."""
     if isinstance(parts.optimizer, torch.optim.Optimizer):
         return parts.optimizer
     return (parts.optimizer or OPTIMIZERS[parts.plan.configuration.optimizer])(trained)
@@ -102,7 +102,7 @@ class Pieces:
         self.add(buckets)
 
     def add(self, buckets: Iterable[Bucket]) -> None:
-        """More buckets, and what the optimizer holds of them or of earlier ones by now.
+        """Take more buckets, and what the optimizer holds of them or of earlier ones by now.
 
         Raises:
             CannotRun: it holds a parameter that is not the model's, or one that it must step whole and cannot.
@@ -126,20 +126,19 @@ class Pieces:
 
     @property
     def has_grown(self) -> bool:
-        """Whether an optimizer has been given parameters since."""
+        """True if an optimizer has been given parameters since."""
         return self._exchanged != sum(len(group["params"]) for group in self.groups())
 
     def groups(self) -> Iterator[dict[str, Any]]:
-        """The parameter groups of all optimizers."""
+        """Return the parameter groups of all optimizers."""
         return (group for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def steps(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank steps a piece of a parameter, maybe an empty one, and has its states."""
+        """Return whether this rank steps a piece of a parameter, maybe an empty one, and has its states."""
         return parameter not in self._elsewhere
 
     def attach(self, buckets: Sequence[Bucket], used: set[nn.Parameter], factor: float) -> None:
-        """Give each piece its gradient times `factor`; none where no rank used the parameter, so that it stays as it
-        is."""
+        """Give each piece its gradient times `factor`; none where no rank used the parameter, which stays as it is."""
         for bucket in buckets:
             whole = bucket.gradient
             if whole is None:
@@ -164,14 +163,13 @@ class Pieces:
                 self.of[slot.parameter].grad = None
 
     def clear(self) -> None:
-        """After a step: forget which rows were used."""
+        """Forget which rows were used, after a step."""
         self._rows.clear()
 
     def synchronize(self, used: set[nn.Parameter], device: torch.device) -> tuple[float, set[nn.Parameter]]:
-        """The square of the norm of all gradients, and the parameters that any rank used: one small collective, and
-        one more where ranks split the model.
+        """Return the square of the norm of all gradients, and the parameters that any rank used.
 
-        Not a number, or infinite, where any gradient is.
+        Not a number, or infinite, where any gradient is. One small collective, and one more if ranks split the model.
 
         Raises:
             Parted: the ranks' calls that gather weights have differed.
@@ -183,8 +181,8 @@ class Pieces:
             if bucket.gradient is not None:
                 squares.append(square_of([bucket.gradient], device).to(device) * bucket.kind.share)
         square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-        told = torch.tensor([float(PULSE.number), *flags], dtype=torch.float64, device=device)
-        sums = self._collectives.all_reduce(torch.cat((square.to(device).reshape(1), told))).tolist()
+        flat = torch.tensor([float(PULSE.number), *flags], dtype=torch.float64, device=device)
+        sums = self._collectives.all_reduce(torch.cat((square.to(device).reshape(1), flat))).tolist()
         require_alike(sums[1], self._collectives.ranks.world_size)
         self._rows.synchronize(self._collectives)
         anywhere = {slot.parameter for slot, flag in zip(slots, sums[2:], strict=True) if flag}
@@ -192,28 +190,28 @@ class Pieces:
         return total, anywhere
 
     def slots(self) -> Iterable[tuple[Bucket, Slot]]:
-        """Every parameter with its bucket."""
+        """Return every parameter with its bucket."""
         return ((bucket, slot) for bucket in self.buckets for slot in bucket.slots)
 
     def _exchange(self) -> None:
         """Put pieces into optimizers of whole parameters; of their states the part that belongs to the piece."""
-        places = {slot.parameter: (bucket, slot) for bucket, slot in self.slots()}
-        known, self._exchanged = set(self.of.values()), 0
+        slots = {slot.parameter: (bucket, slot) for bucket, slot in self.slots()}
+        pieces, self._exchanged = set(self.of.values()), 0
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for index, parameter in enumerate(group["params"]):
                     self._exchanged += 1
-                    if parameter in places:
-                        bucket, slot = places[parameter]
+                    if parameter in slots:
+                        bucket, slot = slots[parameter]
                         _require_divisible(optimizer, group, bucket, slot)
                         group["params"][index] = self._moved(optimizer, bucket, slot)
-                    elif parameter.requires_grad and parameter not in known:  # what is frozen it passes over
+                    elif parameter.requires_grad and parameter not in pieces:  # what is frozen it passes over
                         raise CannotRun(
                             "the optimizer holds a parameter that is not the model's; build it from this model"
                         )
 
     def _moved(self, optimizer: torch.optim.Optimizer, bucket: Bucket, slot: Slot) -> torch.Tensor:
-        """The piece of a parameter that an optimizer steps from now on, with its part of the states."""
+        """Return the piece of a parameter that an optimizer steps from now on, with its part of the states."""
         piece = self.of[slot.parameter]
         states = optimizer.state.pop(slot.parameter, {})
         if states and self.steps(slot.parameter):
@@ -235,7 +233,7 @@ def _require_divisible(optimizer: torch.optim.Optimizer, group: Mapping[str, Any
 
 
 def _piece(bucket: Bucket, slot: Slot) -> torch.Tensor:
-    """A leaf tensor that shares the memory of this rank's master weights of a parameter."""
+    """Return a leaf tensor that shares the memory of this rank's master weights of a parameter."""
     start, stop = bucket.own_range(slot)
     run = bucket.master[start:stop].detach()
     shape = slot.parameter.shape
@@ -245,7 +243,7 @@ def _piece(bucket: Bucket, slot: Slot) -> torch.Tensor:
 
 
 def cut(value: Any, slot: Slot, start: int, piece: torch.Tensor) -> Any:
-    """The piece's part of an optimizer state that has its parameter's shape; others as they are."""
+    """Return the piece's part of an optimizer state that has its parameter's shape; others as they are."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape != slot.parameter.shape:

@@ -94,7 +94,7 @@ class ScriptLoop:
             self.adopt(optimizer)
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer has parameters of the model that it does not yet step as pieces."""
+        """Return whether an optimizer has parameters of the model that it does not yet step as pieces."""
         return any(parameter in self.pieces.of for group in optimizer.param_groups for parameter in group["params"])
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -114,21 +114,21 @@ class ScriptLoop:
     # Forward and backward.
 
     def forward_starts(self) -> None:
-        """Before a forward pass: free gradients that the script has cleared, and what a broken backward pass left."""
+        """Free, before a forward pass, gradients that the script has cleared and what a broken backward pass left."""
         if self._open is not None:
             self._open.close()
             self._open = None
         self._drop_cleared()
 
     def forward_ended(self, output: Any, *, reduces: bool) -> None:
-        """After a forward pass that records gradients: whether the script wants those of its backward pass reduced."""
+        """Follow the backward pass of what a forward pass returned, whose gradients the script wants reduced or not."""
         self._reduces = reduces or self._reduces_each
         results = [tensor for tensor in tensors_in_output(output) if tensor.requires_grad]
         if results:
             torch.autograd.graph.register_multi_grad_hook(results, lambda gradient: self._begin(), mode="any")
 
     def _unasked(self) -> None:
-        """A gradient is made of something that the model has not returned, as of a loss that it keeps as an attribute.
+        """Begin where a gradient is made of what the model has not returned, as of a loss that it keeps in itself.
 
         Raises:
             CannotRun: there are gradients of earlier backward passes, to which autograd has added this one wrongly.
@@ -138,7 +138,7 @@ class ScriptLoop:
         self._begin()
 
     def _begin(self) -> None:
-        """A backward pass begins."""
+        """Begin a backward pass."""
         if self._open is not None:
             return
         self._open = ExitStack()
@@ -159,7 +159,7 @@ class ScriptLoop:
         call_after_backward(self._end)
 
     def _take_back(self, bucket: Bucket, slot: Slot) -> None:
-        """A piece's gradient is part of the bucket's again; the script may have cleared or exchanged it."""
+        """Make a piece's gradient part of the bucket's again; the script may have cleared or exchanged it."""
         start, stop = bucket.own_range(slot)
         piece, whole = self.pieces.of[slot.parameter], bucket.gradient
         assert whole is not None
@@ -171,7 +171,7 @@ class ScriptLoop:
         piece.grad = None
 
     def _end(self) -> None:
-        """A backward pass is over: the sums over ranks are the gradients of the pieces."""
+        """End a backward pass: the sums over ranks become the gradients of the pieces."""
         assert self._open is not None
         self._reducer.finish()
         self._open.close()
@@ -223,12 +223,12 @@ class ScriptLoop:
     # What the script's calls on gradients mean.
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients that this rank has of parameters, or of pieces, of the model; empty ones left out."""
+        """Return the gradients that this rank has of parameters, or of pieces, of the model; empty ones left out."""
         pieces = [self.pieces.of[p] if isinstance(p, nn.Parameter) and p in self.pieces.of else p for p in parameters]
         return [piece.grad for piece in pieces if piece.grad is not None and piece.numel()]
 
     def norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """The norm of gradients of which every rank has a part; every rank calls this together."""
+        """Return the norm of gradients of which every rank has a part; every rank calls this together."""
         norms = [torch.linalg.vector_norm(run, norm_type).double() for run in runs(gradients)]
         own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=self._context.device)
         several = self._context.collectives.ranks.world_size > 1
@@ -241,7 +241,7 @@ class ScriptLoop:
         return self._context.collectives.all_reduce(total).pow(1 / norm_type).float()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """The optimizer has changed its pieces: bring the weights up to date on every rank."""
+        """Bring the weights up to date on every rank when an optimizer has changed its pieces."""
         stepped = {piece for group in optimizer.param_groups for piece in group["params"]}
         for bucket in self.pieces.buckets:
             if any(self.pieces.of[slot.parameter] in stepped for slot in bucket.slots):
@@ -249,17 +249,13 @@ class ScriptLoop:
         self.sharded_model.renewed()
 
     def known(self) -> set[torch.Tensor]:
-        """The model's parameters whose gradients are reduced, and their pieces."""
+        """Return the model's parameters whose gradients are reduced, and their pieces."""
         return {*self.pieces.of, *self.pieces.of.values()}
 
-    def found_anywhere(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, torch.Tensor]:
-        """What a gradient scaler found not finite, here or on another rank; every rank calls this together."""
+    def found_anywhere(self, flags: dict[torch.device, torch.Tensor]) -> dict[torch.device, torch.Tensor]:
+        """Return what a gradient scaler found not finite, here or on another rank; every rank calls this together."""
         device = self._context.device
-        worst = (
-            torch.stack([value.to(device) for value in found.values()]).max()
-            if found
-            else torch.zeros((), device=device)
-        )
+        worst = torch.stack([torch.zeros((), device=device), *(flag.to(device) for flag in flags.values())]).max()
         if self._context.collectives.ranks.world_size > 1:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
         return {device: worst}
@@ -267,7 +263,7 @@ class ScriptLoop:
     # Whole states, as the script's own checkpoints hold them.
 
     def state_dict_starts(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Before a state dict of the model, or of a part of it, which begins with those of its own parts."""
+        """Copy whole weights before a state dict of the model, or of a part, which begins with those of its parts."""
         if self._nested == 0 and not keep_vars:
             with PULSE.meeting("state_dict"):
                 own = set(module.parameters())
@@ -278,7 +274,7 @@ class ScriptLoop:
         self._nested += 1
 
     def state_dict_ends(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Whole weights in the place of what the parameters show while they are sharded."""
+        """Put whole weights in the place of what the parameters show while they are sharded."""
         for name, parameter in own_parameters(module).items():
             if parameter in self._copies and prefix + name in state:
                 state[prefix + name] = self._copies[parameter]
@@ -287,16 +283,16 @@ class ScriptLoop:
             self._copies = {}
 
     def load_starts(self, *_: Any) -> None:
-        """Before the model loads a state dict: weights are whole; every rank calls this together."""
+        """Make weights whole before the model loads a state dict; every rank calls this together."""
         with PULSE.meeting("load_state_dict"):
             self._loads.enter_context(self.sharded_model.whole(keeps_changes=True))
 
     def load_ends(self, *_: Any) -> None:
-        """The model has loaded a state dict: rank 0's weights are everyone's."""
+        """Make rank 0's weights everyone's when the model has loaded a state dict."""
         self._loads.close()
 
     def _whole_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state dict with whole tensors; every rank calls this together."""
+        """Return an optimizer's state dict with whole tensors; every rank calls this together."""
         own = {index: dict(values) for index, values in state["state"].items()}
         with PULSE.meeting("optimizer.state_dict"):
             return {**state, "state": self._whole_states(optimizer, own)}
@@ -312,22 +308,22 @@ class ScriptLoop:
         for index, (bucket, slot) in enumerate(self._places(optimizer)):
             if index in described:
                 whole[index] = {
-                    name: self._whole_value(bucket, slot, own.get(index, {}).get(name), known)
-                    for name, known in described[index].items()
+                    name: self._whole_value(bucket, slot, own.get(index, {}).get(name), description)
+                    for name, description in described[index].items()
                 }
         return whole
 
-    def _whole_value(self, bucket: Bucket | None, slot: Slot | None, value: Any, known: _Described) -> Any:
-        if bucket is None or slot is None or not known.is_cut:
-            return known.value if value is None else value
+    def _whole_value(self, bucket: Bucket | None, slot: Slot | None, value: Any, state: _Described) -> Any:
+        if bucket is None or slot is None or not state.is_cut:
+            return state.value if value is None else value
         numel, start = slot.parameter.numel(), bucket.own_start(slot)
-        whole = torch.zeros(numel, dtype=known.dtype, device=self._context.device)
+        whole = torch.zeros(numel, dtype=state.dtype, device=self._context.device)
         if value is not None and value.numel():
             whole[start : start + value.numel()].copy_(value.reshape(-1))
         return self._context.collectives.all_reduce(whole).view(slot.parameter.shape)
 
     def _own_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict of whole tensors with this rank's part of them."""
+        """Return a state dict of whole tensors with this rank's part of them."""
         own: dict[int, Any] = dict(state["state"])
         for index, (bucket, slot) in enumerate(self._places(optimizer)):
             if index not in own or bucket is None or slot is None:
@@ -343,7 +339,7 @@ class ScriptLoop:
         return {**state, "state": own}
 
     def _places(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Bucket | None, Slot | None]]:
-        """Where each of an optimizer's tensors lies, in the order of its state dict; nowhere for what is not ours."""
+        """Yield where an optimizer's tensors lie, in the order of its state dict; nowhere for what is not ours."""
         places = {self.pieces.of[slot.parameter]: (bucket, slot) for bucket, slot in self.pieces.slots()}
         for group in optimizer.param_groups:
             for tensor in group["params"]:
@@ -355,7 +351,7 @@ class _Described:
     """A state of an optimizer as ranks describe it to each other."""
 
     is_cut: bool
-    """Whether each rank has a part of it."""
+    """True if each rank has a part of it."""
     dtype: torch.dtype | None
     """Of the parts."""
     value: Any
@@ -386,17 +382,17 @@ def _settings(configuration: Configuration, device: torch.device) -> ZeroSetting
 
 
 def _held_by(optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-    """Those of `parameters` that some optimizer has."""
+    """Return those of `parameters` that some optimizer has."""
     held = {p for each in optimizers for group in each.param_groups for p in group["params"]}
     return (parameter for parameter in parameters if parameter in held)
 
 
 def tensors_in_output(output: Any) -> list[torch.Tensor]:
-    """The tensors of what a model returned, in dataclasses too."""
-    found: list[torch.Tensor] = []
+    """Return the tensors of what a model returned, in dataclasses too."""
+    tensors: list[torch.Tensor] = []
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_in_output([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-    return found
+            tensors += tensors_in_output([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return tensors

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from planner.cost.precision import accumulates_in_fp32
 from planner.cost.zero_buckets import native_buckets
 from planner.types.plan import Configuration
 from planner.vocabulary import Offload
@@ -54,13 +55,13 @@ class ZeroSettings:
     scale: ScaleSettings | None
 
     def weights(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter of `dtype` computes; fp64 and integers keep theirs."""
+        """Return the dtype in which a parameter of `dtype` computes; fp64 and integers keep theirs."""
         narrow = (torch.float32, torch.bfloat16, torch.float16)
         return self.compute if self.compute is not None and dtype in narrow else dtype
 
 
 def read_settings(parts: TrainingParts, device: torch.device) -> ZeroSettings:
-    """The settings of a plan, with what the script's config says of them.
+    """Return the settings of a plan, with what the script's config says of them.
 
     Raises:
         CannotRun: keys of the config contradict each other, or NVMe has no path.
@@ -80,7 +81,7 @@ def read_settings(parts: TrainingParts, device: torch.device) -> ZeroSettings:
     return ZeroSettings(
         compute=compute,
         master=torch.float32 if configuration.precision in ("bf16", "fp16") else None,
-        accumulate=_accumulate(configuration) if accumulate is None else _DTYPES[accumulate],
+        accumulate=default_accumulation(configuration) if accumulate is None else _DTYPES[accumulate],
         travel=travel,
         bucket=buckets.reduce if bucket is None else bucket,
         persistence_threshold=buckets.persistence_threshold if threshold is None else threshold,
@@ -107,7 +108,6 @@ def _offload(parts: TrainingParts) -> OffloadSettings:
     )
 
 
-def _accumulate(configuration: Configuration) -> torch.dtype | None:
-    """Sums over micro-batches lose bits in 16-bit types, a sum over ranks alone is rounded once."""
-    several = configuration.gradient_accumulation_steps > 1
-    return torch.float32 if several and configuration.precision in ("bf16", "fp16") else None
+def default_accumulation(configuration: Configuration) -> torch.dtype | None:
+    """Return the dtype in which gradients add up where the config names none; None for that of the weights."""
+    return torch.float32 if accumulates_in_fp32(configuration) else None

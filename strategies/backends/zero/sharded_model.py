@@ -29,37 +29,37 @@ class ShardedModel:
         self.weights = Publisher(context, self.unsharded())
 
     def unsharded(self) -> Sequence[Bucket]:
-        """The trained buckets whose weights are unsharded on every rank between steps."""
+        """Return the trained buckets whose weights are unsharded on every rank between steps."""
         return self.trained
 
     def admit(self, named: Sequence[Named], owners: Owners) -> Sequence[Bucket]:
-        """Parameters that are trained from now on; the new buckets, in which `owners` step whole tensors."""
+        """Train parameters from now on; return their new buckets, in which `owners` step whole tensors."""
         return self._keep(named, owners)
 
     def _keep(self, named: Sequence[Named], owners: Owners) -> Sequence[Bucket]:
-        """New buckets whose weights are whole on every rank."""
-        made = unsharded_buckets(named, replace(self.context, owners=owners))
-        self.trained = (*self.trained, *made)
-        self.weights.also(made)
-        return made
+        """Return new buckets whose weights are whole on every rank."""
+        buckets = unsharded_buckets(named, replace(self.context, owners=owners))
+        self.trained = (*self.trained, *buckets)
+        self.weights.also(buckets)
+        return buckets
 
     def follow(self, reducer: Reducer) -> None:
-        """Called once: the stage may listen to when gradients are made."""
+        """Let the stage listen to when gradients are made; called once."""
 
     def backward(self) -> AbstractContextManager[object]:
-        """What surrounds a backward pass."""
+        """Return what surrounds a backward pass."""
         return nullcontext()
 
     def renew(self, bucket: Bucket) -> None:
-        """The optimizer has changed a bucket's master: begin to bring its weights up to date on every rank."""
+        """Begin to bring a bucket's weights up to date on every rank, with its master that the optimizer changed."""
         self.weights.renew(bucket)
 
     def renewed(self) -> None:
-        """It has changed all of them: wait for the weights."""
+        """Wait for the weights, when it has changed all of them."""
         self.weights.finish()
 
     def updated(self) -> None:
-        """The masters have changed: bring all weights up to date on every rank."""
+        """Bring all weights up to date on every rank, when the masters have changed."""
         for bucket in self.trained:
             self.renew(bucket)
         self.renewed()
@@ -73,12 +73,12 @@ class ShardedModel:
                 take_over(bucket, bucket.whole, self.context)
 
     def copies(self, parameters: set[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
-        """Whole copies of those parameters that are sharded between uses; every rank calls this together."""
+        """Return whole copies of those parameters that are sharded between uses; every rank calls this together."""
         return {}
 
 
 def unsharded_buckets(named: Sequence[Named], context: ShardingContext) -> list[Bucket]:
-    """Buckets whose weights stay whole on every rank while their optimizer states are sharded."""
+    """Return buckets whose weights stay whole on every rank while their optimizer states are sharded."""
     buckets = buckets_for(named, context)
     for bucket in buckets:
         load(bucket, context, trains=True, keeps=True)
@@ -86,16 +86,16 @@ def unsharded_buckets(named: Sequence[Named], context: ShardingContext) -> list[
 
 
 def buckets_for(named: Sequence[Named], context: ShardingContext) -> list[Bucket]:
-    """Parameters in buckets of the dtypes that they compute in, each of one kind."""
+    """Return parameters in buckets of the dtypes that they compute in, each of one kind."""
     dtypes = {parameter: context.settings.weights(parameter.dtype) for _, parameter in named}
-    made: list[Bucket] = []
+    buckets: list[Bucket] = []
     for kind in dict.fromkeys(context.kind_of(parameter) for _, parameter in named):
         alike = [member for member in named if context.kind_of(member[1]) == kind]
         ranks = context.collectives_of(kind).ranks
         for bucket in buckets_of(alike, ranks, dtypes, context.settings.bucket, context.owners):
             bucket.kind = kind
-            made.append(bucket)
-    return made
+            buckets.append(bucket)
+    return buckets
 
 
 # Checkpoint content: the rank's pieces of whole named tensors, from the master weights.
@@ -129,9 +129,11 @@ class ZeroStates(States):
         )
 
     def weight(self, tensor: torch.Tensor) -> Any:
+        """Return this rank's part of a parameter, or the whole of what is not sharded."""
         return self._runs[tensor] if tensor in self._runs else super().weight(tensor)
 
     def places(self) -> Iterator[Place]:
+        """Yield where each stepped parameter's piece lies."""
         groups = {piece: group for group in self.optimizer.param_groups for piece in group["params"]}
         names = self.names.of_parameters()
         for bucket, slot in self._pieces.slots():
@@ -148,4 +150,5 @@ class ZeroStates(States):
                 )
 
     def updated(self) -> None:
+        """Bring all weights up to date with their masters."""
         self._sharded_model.updated()

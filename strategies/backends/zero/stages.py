@@ -28,12 +28,12 @@ from strategies.torch_compat.tensors import tree_leaves
 
 
 class ZeroStage1(ZeroStrategy):
-    """Adds gradients up on every rank and sums them over ranks in the step's last backward pass, bucket by bucket;
-    a bucket's gradients are freed as it is reduced."""
+    """Adds gradients up on every rank; the step's last backward pass reduces bucket by bucket and frees them."""
 
     reduces_each_micro_batch = False
 
     def shard_model(self, model: nn.Module, context: ShardingContext) -> ShardedModel:
+        """Keep all weights whole."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         buckets = unsharded_buckets(named, context)
         settle_rest(model, {parameter for _, parameter in named}, context)
@@ -55,10 +55,10 @@ class ZeroStage3(ZeroStrategy):
     reduces_each_micro_batch = True
 
     def shard_model(self, model: nn.Module, context: ShardingContext) -> ShardedModel:
+        """Shard all weights but small ones."""
         if context.collectives.ranks.world_size == 1 and not context.offload.weights:
-            return ZeroStage2(self.configuration, self.environment).shard_model(
-                model, context
-            )  # all of it is this rank's part
+            # All of it is this rank's part.
+            return ZeroStage2(self.configuration, self.environment).shard_model(model, context)
         threshold = context.settings.persistence_threshold
         members = members_of(model)
         small = [
@@ -78,15 +78,15 @@ STAGES: Mapping[int, type[ZeroStrategy]] = {1: ZeroStage1, 2: ZeroStage2, 3: Zer
 
 
 def _unit(members: Members, unsharded: set[nn.Parameter], context: ShardingContext) -> Unit:
-    """A unit's parameters in buckets: those that are trained, and the frozen ones, which have no gradients."""
+    """Return a unit, with buckets of those that are trained and of the frozen ones, which have no gradients."""
     sharded = [(name, parameter) for name, parameter in members.named if parameter not in unsharded]
-    made: dict[bool, list[Bucket]] = {}
+    buckets: dict[bool, list[Bucket]] = {}
     for trains in (True, False):
         named = [(name, parameter) for name, parameter in sharded if parameter.requires_grad is trains]
-        made[trains] = buckets_for(named, context)
-        for bucket in made[trains]:
+        buckets[trains] = buckets_for(named, context)
+        for bucket in buckets[trains]:
             load(bucket, context, trains=trains, keeps=False)
-    return Unit(members, made[True], made[False], context)
+    return Unit(members, buckets[True], buckets[False], context)
 
 
 class ShardedWeights(ShardedModel):
@@ -109,7 +109,7 @@ class ShardedWeights(ShardedModel):
             note_gathers([unit.module for unit in units if unit.buckets or unit.is_root], self._is_sharded)
 
     def admit(self, named: Sequence[Named], owners: Owners) -> Sequence[Bucket]:
-        """Frozen parameters are sharded already: their bucket is trained from now on, with all that lies in it."""
+        """Train the buckets of frozen parameters, which are sharded already, with all that lies in them."""
         bucket_of = {slot.parameter: bucket for bucket in self.fixed for slot in bucket.slots}
         woken = tuple(dict.fromkeys(bucket_of[p] for _, p in named if p in bucket_of))
         for bucket in woken:
@@ -117,14 +117,16 @@ class ShardedWeights(ShardedModel):
             self._unit_of[bucket].train(bucket)
         self.fixed = tuple(bucket for bucket in self.fixed if bucket not in woken)
         self.trained = (*self.trained, *woken)
-        known = {slot.parameter for bucket in self.trained for slot in bucket.slots}
-        return *woken, *self._keep([(name, p) for name, p in named if p not in known], owners)
+        trained = {slot.parameter for bucket in self.trained for slot in bucket.slots}
+        return *woken, *self._keep([(name, p) for name, p in named if p not in trained], owners)
 
     def follow(self, reducer: Reducer) -> None:
+        """Free a unit's weights when the reducer has all its gradients."""
         reducer.when_made = self._gradients_made
 
     @contextmanager
     def backward(self) -> Iterator[None]:
+        """Keep units open inside until their gradients are made."""
         self._in_backward = True
         self._unmade = {unit: len(unit.trained) for unit in self._units}
         try:
@@ -134,14 +136,17 @@ class ShardedWeights(ShardedModel):
             self._release_all()
 
     def unsharded(self) -> Sequence[Bucket]:
+        """Return the buckets of small parameters."""
         return self._unsharded
 
     def renewed(self) -> None:
+        """Free weights that were unsharded before the step: they are out of date."""
         super().renewed()
-        self._release_all()  # weights unsharded before the step are out of date
+        self._release_all()
 
     @contextmanager
     def whole(self, *, keeps_changes: bool) -> Iterator[None]:
+        """All-gather all units inside."""
         for unit in self._units:
             unit.need()
         # A module that runs inside must not free what is open.
@@ -156,7 +161,7 @@ class ShardedWeights(ShardedModel):
             self._release_all()
 
     def copies(self, parameters: set[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
-        """Whole weights in host memory, unit after unit; every rank calls this together."""
+        """Return whole weights in host memory, unit after unit; every rank calls this together."""
         copied: dict[nn.Parameter, torch.Tensor] = {}
         for unit in self._units:
             sharded = unit.state is not State.WHOLE
@@ -182,18 +187,18 @@ class ShardedWeights(ShardedModel):
             self._seen.append(unit)
             self._prefetch(unit, self._order, len(self._seen))
 
-    def _prefetch(self, unit: Unit, order: tuple[Unit, ...], place: int) -> None:
+    def _prefetch(self, unit: Unit, order: tuple[Unit, ...], number: int) -> None:
         """Ask for the unit that came after this one the last time."""
-        if place < len(order) and order[place - 1] is unit:
-            order[place].begin_all_gather()
+        if number < len(order) and order[number - 1] is unit:
+            order[number].begin_all_gather()
 
     def _after_forward(self, unit: Unit, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._in_backward:
             return  # activation checkpointing computes the unit again; its weights are needed until its gradients are
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if torch.is_grad_enabled() and results:
-            place = len(self._seen) if not unit.is_root else 0
-            begins = partial(self._before_backward, unit, place)
+            number = len(self._seen) if not unit.is_root else 0
+            begins = partial(self._before_backward, unit, number)
             torch.autograd.graph.register_multi_grad_hook(results, begins, mode="any")
             if unit.is_root:
                 return  # it is the first that backward needs
@@ -201,20 +206,19 @@ class ShardedWeights(ShardedModel):
             return  # no hook reports when backward reaches it: leave it unsharded
         unit.release()
 
-    def _before_backward(self, unit: Unit, place: int, gradient: torch.Tensor) -> None:
+    def _before_backward(self, unit: Unit, number: int, gradient: torch.Tensor) -> None:
         unit.need()
         if unit.is_root or not self._in_backward:
             return
         # What ran later in forward is done with; a unit whose gradients are all made has been freed before.
-        for later in self._seen[place:]:
+        for later in self._seen[number:]:
             if later is not unit:
                 later.release()
-        if place >= 2:
-            self._seen[place - 2].begin_all_gather()
+        if number >= 2:
+            self._seen[number - 2].begin_all_gather()
 
     def _gradients_made(self, bucket: Bucket) -> None:
-        """A trained unit's use is over when its last gradient is made, since whatever reads a weight that is trained
-        makes a gradient of it."""
+        """Free a trained unit when its last gradient is made: whatever reads such a weight makes a gradient of it."""
         unit = self._unit_of.get(bucket)
         if unit is None or not self._in_backward:
             return

@@ -26,6 +26,8 @@ from strategies.parallel.blocks import repeated_blocks
 
 
 class State(Enum):
+    """Of a unit's weights."""
+
     SHARDED = "sharded"
     ARRIVING = "arriving"
     WHOLE = "whole"
@@ -56,7 +58,7 @@ class Unit:
             _empty(bucket)
 
     def train(self, bucket: Bucket) -> None:
-        """A bucket that was fixed is trained from now on."""
+        """Train a bucket from now on that was fixed."""
         self.trained = (*self.trained, bucket)
         self.has_fixed = len(self.trained) < len(self.buckets)
 
@@ -76,7 +78,7 @@ class Unit:
         self.state = State.ARRIVING
 
     def need(self) -> None:
-        """The weights are used now: wait for them."""
+        """Wait for the weights, which are used now."""
         self.begin_all_gather()
         if self.state is not State.ARRIVING:
             return
@@ -89,7 +91,7 @@ class Unit:
         self.state = State.WHOLE
 
     def release(self) -> None:
-        """The weights are not used any more for now."""
+        """Free the weights, which are not used any more for now."""
         if self.state is State.ARRIVING:
             self.need()  # what was asked for must be received
         if self.state is State.WHOLE:
@@ -107,7 +109,7 @@ def _empty(bucket: Bucket) -> None:
 
 
 def members_of(model: nn.Module) -> list[Members]:
-    """The units of a model, the root first; a parameter that several blocks use belongs to the root."""
+    """Return the units of a model, the root first; a parameter that several blocks use belongs to the root."""
     blocks = [block for block in repeated_blocks(model) if block is not model]
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for block in dict.fromkeys(blocks):
@@ -127,7 +129,7 @@ def members_of(model: nn.Module) -> list[Members]:
 
 
 def _outside(module: nn.Module, blocks: set[nn.Module]) -> Iterable[nn.Module]:
-    """The modules of a model that are in none of its blocks."""
+    """Yield the modules of a model that are in none of its blocks."""
     if module in blocks:
         return
     yield module

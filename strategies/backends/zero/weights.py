@@ -22,24 +22,28 @@ from strategies.torch_compat.tensors import transient_buffers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingContext:
-    """Where states are and how ranks meet: weights and gradients on `device`, masters and optimizer states there or
-    where `offload` says; `collectives` connect the ranks, `experts` those that share experts; `owners` says whose the
-    parameters are that an optimizer must step whole; `kinds` which of them may lie side by side."""
+    """Where states are and how ranks meet."""
 
     device: torch.device
+    """Where weights and gradients are."""
     collectives: Collectives
+    """Between the ranks that share one copy of the states."""
     settings: ZeroSettings
     offload: Offload
+    """Where masters and optimizer states are, unless on the device."""
     owners: Owners = field(default_factory=dict)
+    """Whose the parameters are that an optimizer must step whole."""
     kinds: Mapping[nn.Parameter, Kind] = field(default_factory=dict)
+    """Which parameters may lie side by side: those of one kind."""
     experts: Collectives | None = None
+    """Between the ranks that share experts."""
 
     def kind_of(self, parameter: nn.Parameter) -> Kind:
-        """What a parameter has in common with those that it may share a bucket with."""
+        """Return what a parameter has in common with those that it may share a bucket with."""
         return self.kinds.get(parameter, _PLAIN)
 
     def collectives_of(self, kind: Kind) -> Collectives:
-        """Those between the ranks that share the states of such parameters."""
+        """Return those between the ranks that share the states of such parameters."""
         return self.experts if kind.is_expert and self.experts is not None else self.collectives
 
 
@@ -80,7 +84,7 @@ def _add_master(bucket: Bucket, context: ShardingContext, original: torch.Tensor
 
 
 def _together(bucket: Bucket, context: ShardingContext) -> torch.Tensor:
-    """Rank 0's weights of a bucket side by side on the device, in the parameters' own dtype, [layout.padded]."""
+    """Return rank 0's weights of a bucket side by side on the device, in the parameters' own dtype, [layout.padded]."""
     parameters = [slot.parameter.detach() for slot in bucket.slots]
     dtype = parameters[0].dtype
     for parameter in parameters[1:]:
@@ -128,11 +132,11 @@ class Publisher:
         self._sent: list[Arrival] = []
 
     def also(self, buckets: Iterable[Bucket]) -> None:
-        """More of `everywhere`."""
+        """Take more of `everywhere`."""
         self._everywhere.update(buckets)
 
     def renew(self, bucket: Bucket) -> None:
-        """The master of a bucket has changed."""
+        """Begin to bring a bucket's weights up to date, when its master has changed."""
         arrival = self._context.offload.renew(bucket) if bucket.master is not bucket.part else None
         if arrival is None:
             self._send(bucket)
@@ -141,7 +145,7 @@ class Publisher:
         self._receive(all_but=1)
 
     def finish(self) -> None:
-        """All of them have: wait for what is on its way."""
+        """Wait for what is on its way, when all of them have."""
         self._receive(all_but=0)
         for arrival in self._sent:
             arrival.wait()
@@ -161,8 +165,7 @@ class Publisher:
 
 
 def take_over(bucket: Bucket, whole: torch.Tensor, context: ShardingContext) -> None:
-    """Make what was written to whole weights, on the first of the ranks that share them, this rank's part and
-    master."""
+    """Make what the first of the ranks that share whole weights wrote to them this rank's part and master."""
     context.collectives_of(bucket.kind).from_first(whole)
     first, last = bucket.layout.own
     bucket.part[: last - first].copy_(whole[first:last])

@@ -23,19 +23,19 @@ _LOOK_SECONDS = 0.05
 
 
 def main(parent: str, *command: str) -> int:
-    """Run the command to its end or this process's; its exit status, as a shell gives it."""
+    """Run the command to its end or this process's; return its exit status, as a shell gives it."""
     ends_with_this = partial(die_with_parent, signal.SIGTERM, os.getpid())
     # The lock of the run directory, which this was started with, is the program's too.
     process = subprocess.Popen(command, start_new_session=True, close_fds=False, preexec_fn=ends_with_this)
 
-    asked: list[int] = []
+    endings: list[int] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         with suppress(ProcessLookupError):
             process.send_signal(number)
 
     def end(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+        endings.append(number)
 
     signal.signal(signal.SIGUSR1, hand_on)
     signal.signal(signal.SIGTERM, end)
@@ -43,9 +43,9 @@ def main(parent: str, *command: str) -> int:
     # The handler must not ask for the status itself: where it interrupts poll or wait, whose lock is then held, the
     # answer is always that the program runs.
     while (status := process.poll()) is None:
-        if asked:
+        if endings:
             _end_group(process)
-            return 128 + asked[0]
+            return 128 + endings[0]
         time.sleep(_LOOK_SECONDS)
     _signal_group(process, signal.SIGKILL)  # what the program has left behind
     return 128 - status if status < 0 else status

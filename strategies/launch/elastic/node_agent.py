@@ -25,8 +25,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from hardware_db.notices import notice
 from strategies.launch.failure_causes import FIRST, Ending, ending_of, memory_kills
 from strategies.launch.launchers.process import signal_ranks
+from strategies.launch.stop_requests import SIGNAL_SECONDS
 from strategies.run_directory.claim import claimed_kind
-from strategies.run_directory.spec import RESULT_FILE, SAVING, EndingKind, LaunchSpec, write_json
+from strategies.run_directory.files import RESULT_FILE, write_json
+from strategies.run_directory.spec import SAVING, EndingKind, LaunchSpec
 from strategies.torch_compat.distributed import Store, leave_rendezvous, present_nodes
 
 # The nodes of a round report its end to each other in the store of the rendezvous.
@@ -38,7 +40,7 @@ _ENDINGS_LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeEnding:
-    """Why a node's part of a round ended: the words of an Ending, and the node's number in the round."""
+    """The end of a node's part of a round: the words of an Ending, and the node's number in the round."""
 
     node: int
     host: str
@@ -51,7 +53,7 @@ class NodeEnding:
         return FIRST.index(self.kind), self.node
 
     def causes(self, own: EndingKind) -> bool:
-        """Whether this node's own ending is rather the effect of that one."""
+        """Return whether this node's own ending is rather the effect of that one."""
         return FIRST.index(self.kind) < FIRST.index(own)
 
 
@@ -72,20 +74,20 @@ class RoundEndings:
             self._store.set(_key(self._node), json.dumps(reported))
 
     def read(self) -> list[NodeEnding]:
-        """What the other nodes have said so far."""
-        found = []
+        """Return what the other nodes have said so far."""
+        endings = []
         with suppress(DistError):
             for node in range(self._nodes):
                 if node != self._node and self._store.check([_key(node)]):
-                    found.append(_parsed(node, self._store.get(_key(node))))
-        return found
+                    endings.append(_parsed(node, self._store.get(_key(node))))
+        return endings
 
     def first(self) -> NodeEnding | None:
-        """What began the end elsewhere, after the other nodes had a moment to say what happened there."""
+        """Return what began the end elsewhere, once the other nodes had a moment to say what happened there."""
         deadline = time.monotonic() + _HEARD_SECONDS
-        while len(found := self.read()) < self._nodes - 1 and time.monotonic() < deadline:
+        while len(endings := self.read()) < self._nodes - 1 and time.monotonic() < deadline:
             time.sleep(_ENDINGS_LOOK_SECONDS)
-        return min(found, key=lambda ending: ending.priority, default=None)
+        return min(endings, key=lambda ending: ending.priority, default=None)
 
 
 def _key(node: int) -> str:
@@ -97,18 +99,16 @@ def _parsed(node: int, reported: bytes) -> NodeEnding:
     return NodeEnding(node=node, host=str(words["host"]), kind=words["kind"], reason=str(words["reason"]))
 
 
-_SIGNAL_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
 _LEAVE_SECONDS = 5.0
 _REMARK_SECONDS = 15.0
 
 
 class NodePlace(RendezvousHandler):
-    """A place at the rendezvous whose rounds are the attempts: who waits is the agent's to judge, and no agent's end
-    closes it.
+    """A place at the rendezvous whose rounds are the attempts; no agent's end closes it.
 
-    Elastic's own agent would end the ranks for every node that waits, and would end the rendezvous for all nodes when
-    the ranks of one fail.
+    Elastic's own agent would end the ranks for every node that waits, which here the agent judges, and would end the
+    rendezvous for all nodes when the ranks of one fail.
     """
 
     def __init__(self, rendezvous: DynamicRendezvousHandler, waits_for: str) -> None:
@@ -118,9 +118,11 @@ class NodePlace(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
+        """True where the ranks use the rendezvous' store."""
         return False
 
     def get_backend(self) -> str:
+        """Return the rendezvous' own word."""
         return self.rendezvous.get_backend()
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -135,25 +137,30 @@ class NodePlace(RendezvousHandler):
             saying.join()
 
     def _say_who_is_there(self, is_over: threading.Event) -> None:
-        said = -1
+        reported = -1
         while not is_over.wait(_REMARK_SECONDS):
-            if self.present != said:
-                said = self.present
-                notice(f"{said} {self._waits_for}", stream="stdout")
+            if self.present != reported:
+                reported = self.present
+                notice(f"{reported} {self._waits_for}", stream="stdout")
 
     def is_closed(self) -> bool:
+        """Return whether the run is over."""
         return self.rendezvous.is_closed()
 
     def set_closed(self) -> None:
+        """End the run for all nodes."""
         self.rendezvous.set_closed()
 
     def num_nodes_waiting(self) -> int:
+        """Return 0, as who waits is the agent's to judge."""
         return 0
 
     def get_run_id(self) -> str:
+        """Return the run's name among those that meet at one address."""
         return self.rendezvous.get_run_id()
 
     def shutdown(self) -> bool:
+        """Leave the rendezvous as it is: the next round needs it."""
         return True
 
     @property
@@ -170,24 +177,24 @@ class NodePlace(RendezvousHandler):
 
     def leave(self) -> None:
         """Give the place up, so that the next round begins without this node before its heartbeat is missed."""
-        with suppress(RendezvousError):
+        with suppress(RendezvousError):  # a rendezvous that is gone keeps no places
             leave_rendezvous(self.rendezvous, time.monotonic() + _LEAVE_SECONDS)
 
 
 @dataclass(slots=True)
 class _Regrouping:
-    """Nodes have come: since when the ranks are asked to save, and when they were asked last."""
+    """Nodes have come: since when the ranks are asked to save, and when they were signalled last."""
 
     since: float
-    asked: float = float("-inf")
+    signalled: float = float("-inf")
 
 
 class NodeAgent(LocalElasticAgent):
     """Starts this node's ranks for one round and ends them with it; `conclude` says how that was."""
 
-    def __init__(self, launch: LaunchSpec, place: NodePlace, *arguments: Any, **options: Any) -> None:
+    def __init__(self, launch: LaunchSpec, node_place: NodePlace, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._launch, self._place = launch, place
+        self._launch, self._place = launch, node_place
         self._endings: RoundEndings | None = None
         self._regrouping: _Regrouping | None = None
         self._looked = float("-inf")
@@ -214,9 +221,9 @@ class NodeAgent(LocalElasticAgent):
         return 1
 
     def _ending_here(self) -> Ending:
-        found = ending_of(self._launch.directory, 1, memory_killed=memory_kills() > self._memory_kills)
+        ending = ending_of(self._launch.directory, 1, memory_killed=memory_kills() > self._memory_kills)
         # Whoever was stopped on purpose has been notified by its own supervisor; here nodes come or go.
-        return Ending(kind="regrouped", reason="nodes come or go") if found.kind == "preempted" else found
+        return Ending(kind="regrouped", reason="nodes come or go") if ending.kind == "preempted" else ending
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -252,14 +259,14 @@ class NodeAgent(LocalElasticAgent):
         self._regrouping = regrouping
         if now - regrouping.since > self._launch.supervision.grace_seconds:
             return Ending(kind="regrouped", reason=f"{waiting} nodes came, and the ranks could not save in time")
-        if now - regrouping.asked >= _SIGNAL_SECONDS:
-            regrouping.asked = now
+        if now - regrouping.signalled >= SIGNAL_SECONDS:
+            regrouping.signalled = now
             signal_ranks(self._launch, signal.SIGUSR1)
         return None
 
 
 def _words(own: Ending, first: NodeEnding | None) -> dict[str, object]:
-    """The launcher's word in `result.json`: what began the end elsewhere, unless it began here."""
+    """Return the launcher's word in `result.json`: what began the end elsewhere, unless it began here."""
     if first is not None and first.causes(own.kind):
         return {"kind": first.kind, "reason": f"on {first.host}: {first.reason}", "node": first.host}
     return {"kind": own.kind, "reason": own.reason}

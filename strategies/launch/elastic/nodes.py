@@ -41,7 +41,8 @@ from strategies.distributed.rendezvous import find_store
 from strategies.launch.elastic.node_agent import NodeAgent, NodePlace
 from strategies.launch.elastic.place import address_towards, die_with_parent
 from strategies.launch.launchers.local import rendezvous_of
-from strategies.run_directory.spec import RESULT_FILE, LaunchSpec, keep_result, write_json
+from strategies.run_directory.files import RESULT_FILE, keep_result, write_json
+from strategies.run_directory.spec import LaunchSpec
 from strategies.variables import AGENT_PID, RENDEZVOUS_SECONDS
 
 _JOIN_SECONDS = 600.0  # a cluster's nodes may start minutes apart
@@ -57,7 +58,7 @@ _LOOK_SECONDS = 0.2
 
 
 class Node:
-    """This node's place. Every `round` is one attempt; `leave` gives the place up."""
+    """One node's place; every `round` is one attempt, and `leave` gives the place up."""
 
     def __init__(self, spec: LaunchSpec, at: Address) -> None:
         self._spec, self._at = spec, at
@@ -134,7 +135,7 @@ class Node:
 
 
 def serve(spec: LaunchSpec) -> int:
-    """A round for every line on standard input, until there are no more."""
+    """Run a round for every line on standard input, until there are no more."""
     at = rendezvous_of(spec)
     assert at is not None, "a node alone meets nobody"
     # Every round has a store of its own at its rank 0: what the ranks of a round left must not be read in the next.
@@ -150,8 +151,8 @@ def serve(spec: LaunchSpec) -> int:
     return 0
 
 
-def _unreached(at: Address) -> str:
-    """Why this node does not reach a store at an address yet, and what to do; empty where it does.
+def _unreached(at: Address) -> str | None:
+    """Return why this node does not reach a store at an address yet, and what to do; None where it does.
 
     Raises:
         DsplanError: another program is there, for which nobody needs to wait.
@@ -165,7 +166,7 @@ def _unreached(at: Address) -> str:
     if why:
         return f"the rendezvous {at} cannot be reached ({why}); check the address, and that no firewall is between"
     if find_store(at, _ANSWER_SECONDS) is not None:
-        return ""
+        return None
     is_web = speaks_http(at.host, at.port)
     what = "something that never answers" if is_web is None else "a web server" if is_web else "another program"
     remedy = "give --rendezvous a free port, the same on every node"
@@ -173,7 +174,7 @@ def _unreached(at: Address) -> str:
 
 
 def _lines_of_its_own() -> TextIO:
-    """Standard input, which the ranks then do not have."""
+    """Take standard input, which the ranks then do not have."""
     lines = os.fdopen(os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -206,13 +207,13 @@ def _handler(spec: LaunchSpec, at: Address) -> DynamicRendezvousHandler:
     return cast("DynamicRendezvousHandler", get_rendezvous_handler(parameters))
 
 
-def _agent(spec: LaunchSpec, place: NodePlace) -> NodeAgent:
+def _agent(spec: LaunchSpec, node_place: NodePlace) -> NodeAgent:
     workers = WorkerSpec(
         role="dsplan",
         local_world_size=spec.processes,
         entrypoint=sys.executable,
         args=("-u", "-m", "strategies.launch.rank_main", str(spec.path)),
-        rdzv_handler=place,
+        rdzv_handler=node_place,
         max_restarts=0,
         monitor_interval=0.1,
     )
@@ -220,7 +221,7 @@ def _agent(spec: LaunchSpec, place: NodePlace) -> NodeAgent:
     if "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters:
         options["shutdown_timeout"] = _SHUTDOWN_SECONDS
     logs = DefaultLogsSpecs(log_dir=str(spec.directory / "elastic"))
-    return NodeAgent(spec, place, workers, logs, **options)
+    return NodeAgent(spec, node_place, workers, logs, **options)
 
 
 # The process between `dsplan run` and the ranks: torch elastic starts them, watches them, and ends them together.
@@ -239,7 +240,7 @@ def main(spec_path: str, parent: str) -> int:
     spec = LaunchSpec.load(Path(spec_path))
     os.environ[AGENT_PID] = str(os.getpid())
     try:
-        return _one_node(spec) if spec.placement.rendezvous is None else _among_nodes(spec)
+        return _one_node(spec) if spec.placement.rendezvous is None else serve(spec)
     except SignalException as error:
         return 128 + int(error.sigval)
 
@@ -255,13 +256,8 @@ def _one_node(spec: LaunchSpec) -> int:
     return 0
 
 
-def _among_nodes(spec: LaunchSpec) -> int:
-
-    return serve(spec)
-
-
 def _configuration(spec: LaunchSpec) -> LaunchConfig:
-    """One node, no restarts, a c10d rendezvous on a port the system picks."""
+    """Return elastic's configuration: one node, no restarts, a c10d rendezvous on a port the system picks."""
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -13,6 +14,8 @@ from strategies.distributed.launcher_env import ProcessVariables, read_own_varia
 from strategies.distributed.network import list_interfaces
 from strategies.run_directory.spec import LaunchSpec
 from strategies.variables import AGENT_PID
+
+_LOG = logging.getLogger(__name__)
 
 # Ask the kernel to end this process when the one that started it ends, so that no rank outlives its run.
 
@@ -36,17 +39,17 @@ _GLOO = "GLOO_SOCKET_IFNAME"
 
 
 def take_place(spec: LaunchSpec) -> ProcessVariables:
-    """This rank's place, with torchrun's variables set to it. It ends with the process that started it.
+    """Return this rank's place, with torchrun's variables set to it; it ends with the process that started it.
 
     Raises:
         CannotRun: what the launcher's variables say contradicts itself.
     """
     if spec.placement.launcher != "slurm":  # slurmstepd ends its tasks itself, also those that others have started
         die_with_parent(signal.SIGKILL, int(os.environ.get(AGENT_PID) or os.getppid()))
-    place = read_own_variables()
-    if place.meeting_point is not None and place.local_world_size < place.world_size:
-        choose_interface(place.meeting_point.host, os.environ)
-    return place
+    process = read_own_variables()
+    if process.meeting_point is not None and process.local_world_size < process.world_size:
+        choose_interface(process.meeting_point.host, os.environ)
+    return process
 
 
 def choose_interface(host: str, variables: MutableMapping[str, str]) -> None:
@@ -62,17 +65,17 @@ def choose_interface(host: str, variables: MutableMapping[str, str]) -> None:
 
 
 def address_towards(host: str) -> str:
-    """The address from which this machine reaches `host`; empty where there is no way to it."""
+    """Return the address from which this machine reaches `host`; empty where there is no way to it."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, socket.AF_INET, socket.SOCK_DGRAM):
             with socket.socket(family, kind, protocol) as asking:
                 asking.connect(address)  # of a datagram socket: chooses the way, sends nothing
                 return str(asking.getsockname()[0])
-    except OSError:
-        pass
+    except OSError as problem:
+        _LOG.debug("no way to %s: %s", host, problem)
     return ""
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has an IPv4 address; empty where none has it."""
+    """Return the name of the interface that has an IPv4 address; empty where none has it."""
     return next((interface.name for interface in list_interfaces() if interface.address == address), "")

@@ -66,7 +66,7 @@ def ensure_store(at: Address, directory: Path, environment: dict[str, str]) -> N
 
 
 def is_here(host: str) -> bool:
-    """Whether a host is this machine: one can listen at its address.
+    """Return whether a host is this machine: one can listen at its address.
 
     Raises:
         DsplanError: nobody knows such a host.

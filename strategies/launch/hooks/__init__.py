@@ -1,1 +1,1 @@
-"""How scripts that use HF Trainer, accelerate or DeepSpeed get their plan: hooks installed before the script runs."""
+"""Hooks, installed before a script runs, that give plans to those that use training libraries and not dsplan."""

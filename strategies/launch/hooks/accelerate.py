@@ -25,8 +25,16 @@ from planner import vocabulary as words
 from planner.emit.accelerate import emit
 from planner.emit.common import EmitOptions
 from planner.types.plan import Plan
-from strategies.launch.hooks.live import LiveJob, load_given_plan, plan_live, say, say_replaced, sequence_length, watch
 from strategies.launch.hooks.patch import patch, with_batch_size
+from strategies.launch.hooks.script_plan import (
+    LiveJob,
+    load_given_plan,
+    plan_live,
+    say,
+    say_replaced,
+    sequence_length,
+    watch,
+)
 from strategies.launch.hooks.sharded import apply_checkpointing, library_plan, shard_models
 from strategies.run_directory import claim
 from strategies.telemetry.monitor import RunMonitor
@@ -51,8 +59,11 @@ _START = "_dsplan_start"
 
 
 def init(original: Callable[..., None], accelerator: Any, *positional: Any, **named: Any) -> None:
-    """`Accelerator.__init__`, under the plan where there is one already. It claims nothing yet: a script may have an
-    accelerator for its rank or its prints alone, and train with something else."""
+    """Run `Accelerator.__init__`, under the plan where there is one already.
+
+    It claims nothing yet: a script may have an accelerator for its rank or its prints alone, and train with something
+    else.
+    """
     plan = load_given_plan("accelerate")
     given = inspect.signature(original).bind(accelerator, *positional, **named).arguments
     given.pop("self")
@@ -65,21 +76,21 @@ def init(original: Callable[..., None], accelerator: Any, *positional: Any, **na
 
 
 def prepare(original: Callable[..., Any], accelerator: Any, *objects: Any, **named: Any) -> Any:
-    """`Accelerator.prepare` under the plan, which is made here from the first model unless there is one."""
+    """Run `Accelerator.prepare` under the plan, which is made here from the first model unless there is one."""
     model = next((item for item in objects if isinstance(item, torch.nn.Module)), None)
     if model is None or hasattr(accelerator, "_dsplan_monitor") or not hasattr(accelerator, _GIVEN):
         return original(accelerator, *objects, **named)
     with claim.use("accelerate"):
         plan = load_given_plan("accelerate")
         accumulates = _accumulates(sys._getframe(1))
-        made = plan or plan_live(_live_job(accelerator, objects, accumulates=accumulates))
-        if plan is None and made is not None:
-            _start_under(made, accelerator)
-        batched = [_batched(item, made, accumulates=accumulates) for item in objects] if made else objects
-        if made is not None:
-            shard_models(accelerator, made)
-            apply_checkpointing(model, made)
-        accelerator._dsplan_monitor = watch(made, planned=plan is None, device=accelerator.device)
+        plan_in_use = plan or plan_live(_live_job(accelerator, objects, accumulates=accumulates))
+        if plan is None and plan_in_use is not None:
+            _start_under(plan_in_use, accelerator)
+        batched = [_batched(item, plan_in_use, accumulates=accumulates) for item in objects] if plan_in_use else objects
+        if plan_in_use is not None:
+            shard_models(accelerator, plan_in_use)
+            apply_checkpointing(model, plan_in_use)
+        accelerator._dsplan_monitor = watch(plan_in_use, planned=plan is None, device=accelerator.device)
         result = original(accelerator, *batched, **named)
         accelerator._dsplan_monitor.training_starts()
         _watch(accelerator, result if isinstance(result, tuple) else (result,), accelerator._dsplan_monitor)
@@ -87,7 +98,7 @@ def prepare(original: Callable[..., Any], accelerator: Any, *objects: Any, **nam
 
 
 def launch_environment(plan: Plan, directory: Path) -> dict[str, str]:
-    """What `accelerate launch` sets for this plan, worked out by accelerate's own functions from the emitted config."""
+    """Return what `accelerate launch` sets for this plan, by accelerate's own functions from the emitted config."""
     options = EmitOptions(cpu=not torch.cuda.is_available())
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in emit(library_plan(plan), options).items():
@@ -145,7 +156,7 @@ def _live_job(accelerator: Any, objects: tuple[Any, ...], *, accumulates: bool) 
 
 
 def _accumulates(frame: FrameType | None) -> bool:
-    """Whether the code that is on its way to `prepare`, or stands beside it in its modules, names `accumulate`.
+    """Return whether the code that is on its way to `prepare`, or beside it in its modules, names `accumulate`.
 
     What a loop will call cannot be seen before it runs, and by then the batches are cut. The one file that was started
     says nothing: the loop may be in a module that it imports. So the loaded code of every module on the stack is asked,
@@ -163,7 +174,7 @@ def _accumulates(frame: FrameType | None) -> bool:
 
 
 def _codes(running: CodeType, module: Mapping[str, Any]) -> Iterator[CodeType]:
-    """The running code, that of the module's functions and methods, and all that is defined inside any of them."""
+    """Yield the running code, that of the module's functions and methods, and all defined inside any of them."""
     owners = [value for value in module.values() if getattr(value, "__module__", None) == module.get("__name__")]
     members = [member for owner in owners if isinstance(owner, type) for member in vars(owner).values()]
     functions = (getattr(item, "__func__", item) for item in (*owners, *members))
@@ -184,12 +195,12 @@ def _optimizer_name(optimizer: torch.optim.Optimizer | None) -> words.Optimizer:
 
 
 def _training_loader(objects: tuple[Any, ...]) -> DataLoader[Any] | None:
-    """The first loader handed to `prepare`, which by custom is the training data."""
+    """Return the first loader handed to `prepare`, which by custom is the training data."""
     return next((item for item in objects if isinstance(item, DataLoader)), None)
 
 
 def _batched(item: Any, plan: Plan, *, accumulates: bool) -> Any:
-    """A loader cut into the plan's micro-batches; anything else as it is."""
+    """Return a loader cut into the plan's micro-batches; anything else as it is."""
     size = plan.configuration.micro_batch_size
     if not isinstance(item, DataLoader) or item.batch_size in (size, None) or not accumulates:
         return item

@@ -18,7 +18,8 @@ from planner.emit.deepspeed import deepspeed_config
 from planner.types.plan import Plan
 from strategies.backends.deepspeed.engine import require_precision
 from strategies.config import read_object
-from strategies.launch.hooks.live import (
+from strategies.launch.hooks.patch import patch
+from strategies.launch.hooks.script_plan import (
     LiveJob,
     load_given_plan,
     own_device,
@@ -27,7 +28,6 @@ from strategies.launch.hooks.live import (
     sequence_length,
     watch,
 )
-from strategies.launch.hooks.patch import patch
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.example import example_batch
 
@@ -46,7 +46,7 @@ _OPTIMIZERS: Mapping[str, words.Optimizer] = {"adam": "adamw", "adamw": "adamw",
 
 
 def initialize(original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
-    """`deepspeed.initialize` under the plan, which is made here unless there is one."""
+    """Run `deepspeed.initialize` under the plan, which is made here unless there is one."""
     plan = load_given_plan("deepspeed")
     if not torch.cuda.is_available():
         # Its shared-memory collectives serve inference alone, and would be compiled for a minute before the first step.
@@ -56,10 +56,10 @@ def initialize(original: Callable[..., Any], *positional: Any, **named: Any) -> 
     arguments = bound.arguments
     script_config = _script_config(arguments)
     deepspeed.init_distributed(dist_init_required=arguments.get("dist_init_required"))
-    made = plan or plan_live(_live_job(arguments, script_config))
-    if made is not None:
-        _apply(made, arguments, script_config)
-    monitor = watch(made, planned=plan is None, device=own_device())
+    plan_in_use = plan or plan_live(_live_job(arguments, script_config))
+    if plan_in_use is not None:
+        _apply(plan_in_use, arguments, script_config)
+    monitor = watch(plan_in_use, planned=plan is None, device=own_device())
     engine, *others = original(*bound.args, **bound.kwargs)
     monitor.training_starts()
     _watch_engine(engine, monitor)
@@ -67,7 +67,7 @@ def initialize(original: Callable[..., Any], *positional: Any, **named: Any) -> 
 
 
 def _apply(plan: Plan, arguments: dict[str, Any], script_config: Mapping[str, Any]) -> None:
-    """The arguments of `initialize` with the plan in the script's config."""
+    """Put the plan into the script's config among the arguments of `initialize`."""
     if plan.configuration.backend == "deepspeed":
         require_precision(plan.configuration.precision)
     arguments["config"] = merged_config(script_config, plan)
@@ -77,14 +77,14 @@ def _apply(plan: Plan, arguments: dict[str, Any], script_config: Mapping[str, An
 
 
 def merged_config(script_config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """The script's config with what the plan decides in the place of what the script wrote."""
+    """Return the script's config with what the plan decides in the place of what the script wrote."""
     planned = deepspeed_config(plan, EmitOptions(cpu=not torch.cuda.is_available()))
     kept = {name: value for name, value in script_config.items() if name not in _FROM_PLAN}
     return {**kept, **{name: planned[name] for name in _FROM_PLAN if name in planned}}
 
 
 def _script_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The config the script gave: a dictionary or a file, by `config`, `config_params` or `--deepspeed_config`.
+    """Return the script's config: a dictionary or a file, by `config`, `config_params` or `--deepspeed_config`.
 
     Raises:
         BrokenFile: the file cannot be read or is not JSON with an object at the top.
@@ -97,7 +97,7 @@ def _script_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_config(args: Any) -> Any:
-    """The script's parsed arguments without the file that `config` now replaces."""
+    """Return the script's parsed arguments without the file that `config` now replaces."""
     return argparse.Namespace(**{**vars(args), "deepspeed_config": None}) if hasattr(args, "deepspeed_config") else args
 
 

@@ -30,20 +30,29 @@ from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
 from strategies.integrations.huggingface import OPTIMIZERS
-from strategies.launch.hooks import asked
-from strategies.launch.hooks.live import LiveJob, load_given_plan, plan_live, say, say_replaced, sequence_length, watch
+from strategies.launch.hooks import capabilities
 from strategies.launch.hooks.patch import patch
+from strategies.launch.hooks.script_plan import (
+    LiveJob,
+    load_given_plan,
+    plan_live,
+    say,
+    say_replaced,
+    sequence_length,
+    watch,
+)
 from strategies.launch.hooks.sharded import library_plan, save_from_all_ranks, shard_models
-from strategies.launch.run_lock import LOCK_FILE
 from strategies.run_directory import claim
 from strategies.run_directory.attempt_options import AttemptOptions
+from strategies.run_directory.files import LINEAGE_FILE, LOCK_FILE
 from strategies.run_directory.heartbeat import PULSE
 from strategies.supervision import lineage
-from strategies.supervision.autosave import KEPT, Interval, SaveClock
+from strategies.supervision.autosave import KEPT
 from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.not_finite import FiniteWatch
 from strategies.supervision.process import describe_stop, leave
 from strategies.supervision.resume import nothing_left
+from strategies.supervision.save_clock import Interval, SaveClock
 from strategies.supervision.stopping import Request, Stopping, open_board
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.example import example_batch
@@ -68,12 +77,12 @@ def supervise(trainer: Any) -> Callable[[Any], object]:
     @functools.wraps(original)
     def train(resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
         output, asks = Path(trainer.args.output_dir).absolute(), bool(resume_from_checkpoint)
-        found = _newest(directory, output, attempt_options, script_asks=asks) if _is_first_train() else None
-        asked = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else ""
-        if found is not None and found.step >= _step_of(asked):
-            resume_from_checkpoint = found.path
+        newest = _newest(directory, output, attempt_options, script_asks=asks) if _is_first_train() else None
+        path = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else ""
+        if newest is not None and newest.step >= _step_of(path):
+            resume_from_checkpoint = newest.path
             if os.environ["RANK"] == "0":
-                notice(f"resumes at step {found.step} from {found.path}")
+                notice(f"resumes at step {newest.step} from {newest.path}")
         return original(resume_from_checkpoint, *rest, **named)
 
     patch(trainer, "train", train)
@@ -84,7 +93,7 @@ _trains_again = False
 
 
 def _is_first_train() -> bool:
-    """Whether this process has not trained yet: what it trains later has not begun in an earlier attempt."""
+    """Return whether this process has not trained yet: what it trains later began in no earlier attempt."""
     global _trains_again
     is_first, _trains_again = not _trains_again, True
     return is_first
@@ -92,7 +101,7 @@ def _is_first_train() -> bool:
 
 @dataclass(kw_only=True, slots=True)
 class _Progress:
-    """What the watch over finite losses asks of an engine."""
+    """The part of an engine that the watch over finite losses reads."""
 
     global_steps: int = 0
     gradient_norm: float | None = None
@@ -118,11 +127,9 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
         self._environment = environment = _environment(args.device)
         board = open_board(self._directory, environment)
         self._stopping = Stopping(board, environment.rank, environment.world_size)
-        self._watch = begin_watching(self._directory, environment.rank, self._options.hang_seconds)
+        self._watch = begin_watching(self._directory, environment.rank, self._options.supervision.hang_seconds)
         self._watch.attach(board, self._stopping, environment.world_size)
-        minutes = self._options.checkpoint_minutes
-        interval = Interval(seconds=None if minutes is None else 60 * minutes, steps=self._options.checkpoint_steps)
-        self._interval = on_rank_zero(lambda: interval)
+        self._interval = on_rank_zero(lambda: Interval.of(self._options.supervision))
         self._clock = SaveClock(self._interval, step=state.global_step)
         PULSE.step = state.global_step
 
@@ -144,7 +151,7 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A checkpoint is written on this rank."""
+        """Note a checkpoint that is written on this rank."""
         PULSE.beat()
         path = Path(args.output_dir, f"checkpoint-{state.global_step}").absolute()
         if self._environment.world_size > 1:
@@ -155,16 +162,16 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
         if self._leaves is not None:
             self._leave(self._leaves, f"stopped at step {state.global_step} and saved", path)
         if self._environment.is_main:
-            made, options = lineage.read(self._directory), self._options
+            listed, options = lineage.read(self._directory), self._options
             run, since, has_nodes = options.run_id, options.since, options.has_nodes
-            for old in lineage.outdated(made, KEPT, run=run, since=since, has_nodes=has_nodes):
+            for old in lineage.outdated(listed, KEPT, run=run, since=since, has_nodes=has_nodes):
                 shutil.rmtree(old, ignore_errors=True)
         self._saves_now = False
 
     def _note(self, path: Path, step: int) -> None:
         """Remember a checkpoint; a full disk makes a later resume begin earlier and ends nothing."""
         attempt, automatic = self._options.attempt, self._saves_now
-        made = lineage.RunCheckpoint(
+        checkpoint = lineage.RunCheckpoint(
             path=str(path),
             step=step,
             attempt=attempt,
@@ -173,7 +180,7 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
             run=self._options.run_id,
         )
         try:
-            lineage.note(self._directory, made)
+            lineage.note(self._directory, checkpoint)
         except OSError as problem:
             notice(f"{self._directory}: the checkpoint of step {step} is not listed ({problem.strerror})")
 
@@ -196,33 +203,33 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
 def _newest(
     directory: Path, output: Path, attempt_options: AttemptOptions, *, script_asks: bool
 ) -> lineage.RunCheckpoint | None:
-    """The newest complete checkpoint of this run that is in a Trainer's output directory, as rank 0 finds it.
+    """Return the newest complete checkpoint of this run in a Trainer's output directory, as rank 0 sees it.
 
     Raises:
         CannotRun: the run had got further and nothing of it is left, and the script does not say what to load.
     """
 
     def look() -> lineage.RunCheckpoint | None:
-        known = lineage.read_lineage(directory)
-        own = [checkpoint for checkpoint in known.all if attempt_options.counts(checkpoint.run, checkpoint.attempt)]
-        made = [
+        lists = lineage.read_lineage(directory)
+        own = [checkpoint for checkpoint in lists.all if attempt_options.counts(checkpoint.run, checkpoint.attempt)]
+        candidates = [
             checkpoint
             for checkpoint in lineage.newest_first(own)
             if Path(checkpoint.path).parent == output and _is_whole(checkpoint)
         ]
-        if attempt_options.reached and not attempt_options.since and (known.damaged_lines or not made):
-            made = [*_unlisted(directory, output, {checkpoint.path for checkpoint in known.all}), *made]
-            made.sort(key=lambda checkpoint: checkpoint.step, reverse=True)
-        if not made and attempt_options.base:
-            made = [
+        if attempt_options.reached and not attempt_options.since and (lists.damaged_lines or not candidates):
+            candidates = [*_unlisted(directory, output, {checkpoint.path for checkpoint in lists.all}), *candidates]
+            candidates.sort(key=lambda checkpoint: checkpoint.step, reverse=True)
+        if not candidates and attempt_options.base:
+            candidates = [
                 lineage.RunCheckpoint(path=attempt_options.base, step=_step_of(attempt_options.base), by="huggingface")
             ]
-        if made:
-            gone = max((checkpoint.step for checkpoint in known.journalled if checkpoint in own), default=0)
-            if gone > made[0].step:
-                again = f"the steps after {made[0].step} are made again"
+        if candidates:
+            gone = max((checkpoint.step for checkpoint in lists.journalled if checkpoint in own), default=0)
+            if gone > candidates[0].step:
+                again = f"the steps after {candidates[0].step} are made again"
                 notice(f"the checkpoint of step {gone} is gone or not complete: {again}")
-            return made[0]
+            return candidates[0]
         if script_asks or not attempt_options.reached:
             return None
         if not attempt_options.may_begin_anew:
@@ -235,33 +242,33 @@ def _newest(
 
 
 def _unlisted(directory: Path, output: Path, listed: set[str]) -> list[lineage.RunCheckpoint]:
-    """The checkpoints in a Trainer's output directory that were made since the run began and are in no list of it."""
+    """Return the checkpoints in a Trainer's output directory that this run made and that are in no list of it."""
     try:
         began = (directory / LOCK_FILE).stat().st_mtime  # made when the run was, and never written to
     except OSError:
         began = 0.0
-    found = []
+    unlisted = []
     for path in output.glob("checkpoint-*"):
-        made = lineage.RunCheckpoint(path=str(path), step=_step_of(str(path)), by="huggingface")
-        if made.path not in listed and made.step > 0 and _is_whole(made) and path.stat().st_mtime >= began:
-            found.append(made)
-    if found:
-        steps = ", ".join(str(step) for step in sorted(checkpoint.step for checkpoint in found)[-4:])
-        notice(f"{directory / lineage.LINEAGE_FILE} does not name checkpoints in {output} (step {steps}): they count")
-    return found
+        folder = lineage.RunCheckpoint(path=str(path), step=_step_of(str(path)), by="huggingface")
+        if folder.path not in listed and folder.step > 0 and _is_whole(folder) and path.stat().st_mtime >= began:
+            unlisted.append(folder)
+    if unlisted:
+        steps = ", ".join(str(step) for step in sorted(checkpoint.step for checkpoint in unlisted)[-4:])
+        notice(f"{directory / LINEAGE_FILE} does not name checkpoints in {output} (step {steps}): they count")
+    return unlisted
 
 
-def _is_whole(made: lineage.RunCheckpoint) -> bool:
-    """Whether a Trainer's checkpoint has its state, which is written last, and of the step in its name."""
+def _is_whole(checkpoint: lineage.RunCheckpoint) -> bool:
+    """Return whether a Trainer's checkpoint has its state, which is written last, and of the step in its name."""
     try:
-        state = json.loads(Path(made.path, _STATE).read_text())
+        state = json.loads(Path(checkpoint.path, _STATE).read_text())
     except (OSError, ValueError):
         return False
-    return isinstance(state, dict) and state.get("global_step", made.step) == made.step
+    return isinstance(state, dict) and state.get("global_step", checkpoint.step) == checkpoint.step
 
 
 def _step_of(path: str) -> int:
-    """The step in the name of a Trainer's checkpoint, -1 where there is none."""
+    """Return the step in the name of a Trainer's checkpoint, -1 where there is none."""
     number = path.rstrip("/").rpartition("checkpoint-")[2]
     return int(number) if number.isdecimal() else -1
 
@@ -284,7 +291,7 @@ _WRITTEN, _SETTLED = "_dsplan_written", "_dsplan_settled"
 
 
 def settle(original: Callable[..., None], settings: Any) -> None:
-    """`TrainingArguments.__post_init__`, or a subclass's, with the plan's settings where there is a plan already."""
+    """Run `TrainingArguments.__post_init__`, or a subclass's, with the plan's settings where there is one already."""
     if hasattr(settings, _WRITTEN):  # a subclass's, which has come to its base's
         original(settings)
         return
@@ -317,29 +324,28 @@ def _resettle(settings: Any, plan: Plan) -> None:
 
 
 def init(original: Callable[..., None], trainer: Any, *positional: Any, **named: Any) -> None:
-    """`Trainer.__init__` under the plan; subclasses come here with the data and the collator that they made."""
+    """Run `Trainer.__init__` under the plan; subclasses come here with the data and the collator that they made."""
     plan = load_given_plan("huggingface")
     bound = inspect.signature(original).bind(trainer, *positional, **named)
     arguments = bound.arguments
     arguments["args"] = settings = arguments.get("args") or TrainingArguments(output_dir="tmp_trainer")
     own = _own_split(arguments.get("model"), settings)
-    made = plan if own else plan or plan_live(_live_job(arguments, settings))
+    plan_in_use = plan if own else plan or plan_live(_live_job(arguments, settings))
     if own:
         _require_own_split(own)
-    if plan is None and made is not None:
-        _resettle(settings, made)
-    monitor = watch(made, planned=plan is None, device=settings.device)
+    if plan is None and plan_in_use is not None:
+        _resettle(settings, plan_in_use)
+    monitor = watch(plan_in_use, planned=plan is None, device=settings.device)
     arguments["callbacks"] = [*(arguments.get("callbacks") or ()), _StepEnd(monitor)]
     original(*bound.args, **bound.kwargs)
-    if made is not None:
-        shard_models(trainer.accelerator, made)
-        save_from_all_ranks(trainer, made)
+    if plan_in_use is not None:
+        shard_models(trainer.accelerator, plan_in_use)
+        save_from_all_ranks(trainer, plan_in_use)
     _watch_training_steps(trainer, monitor, supervise(trainer))
 
 
 def _own_split(model: Any, settings: Any) -> str:
-    """By what a script splits its model itself: a model that `from_pretrained` has split, or accelerate's meshes; empty
-    where it does not."""
+    """Return by what a script splits its model itself, `from_pretrained` or accelerate's meshes; empty: by nothing."""
     config = getattr(settings, "parallelism_config", None)
     sizes = {name: getattr(config, f"{name}_size", 1) or 1 for name in ("tp", "cp", "sp")}
     split = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
@@ -350,16 +356,13 @@ def _own_split(model: Any, settings: Any) -> str:
 
 
 def _require_own_split(own: str) -> None:
-    """
-    Raises:
-        CannotRun: there is no GPU, which accelerate's meshes want, or another plan was asked for.
-    """
+    """Refuse a split of the script's own that cannot run here, or beside another plan."""
     remedy = 'leave it out, or call dsplan.initialize with parallel={"tp": ...}'
     if not torch.cuda.is_available():
         # accelerate 1.15, state.py: ParallelismConfig is refused for DistributedType.MULTI_CPU.
         raise CannotRun(f"the script splits its model by {own}, which accelerate runs on GPUs alone; {remedy}")
-    if asked.asked():
-        raise CannotRun(f"{asked.asked()} cannot be applied: the script splits its model by {own}; {remedy}")
+    if flags := capabilities.requested_flags():
+        raise CannotRun(f"{flags} cannot be applied: the script splits its model by {own}; {remedy}")
     say(f"no plan: the script splits its model by {own}; it runs as it is, measured")
 
 
@@ -382,7 +385,7 @@ def _live_job(arguments: Mapping[str, Any], settings: Any) -> LiveJob:
 
 
 def _written(settings: Any) -> dict[str, Any]:
-    """The settings as the script wrote them; dictionaries are copied, because `__post_init__` edits them."""
+    """Return the settings as the script wrote them; dictionaries are copied, because `__post_init__` edits them."""
     written = {item.name: getattr(settings, item.name) for item in fields(settings) if item.init}
     return {name: dict(value) if isinstance(value, dict) else value for name, value in written.items()}
 
@@ -394,13 +397,13 @@ def _fill_in(settings: Any, plan: Plan) -> None:
         weight_decay=settings.weight_decay,
         cpu=not torch.cuda.is_available(),
     )
-    known = {item.name for item in fields(settings)}
+    names = {item.name for item in fields(settings)}
     wanted: dict[str, Any] = {"deepspeed": None, "fsdp": None, "fsdp_config": None, "auto_find_batch_size": False}
     planned = training_arguments(library_plan(plan), options)
     wanted |= {name: value for name, value in planned.items() if name not in _LEFT_TO_SCRIPT}
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         new = old.replace("gradient", "activation")
-        if new in known and old in wanted:
+        if new in names and old in wanted:
             wanted[new] = wanted.pop(old)
             setattr(settings, old, None)
     chosen = {name: value for name, value in wanted.items() if name not in _MACHINE}

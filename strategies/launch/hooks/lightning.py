@@ -15,42 +15,42 @@ from typing import Any
 import torch
 
 from strategies.integrations import fabric, lightning
-from strategies.integrations.lightning_shared import FABRICS, Ranks
-from strategies.launch.hooks.live import say_replaced
-from strategies.variables import BACKEND
+from strategies.integrations.lightning_shared import FABRICS, EngineStrategy
+from strategies.launch.hooks.script_plan import say_replaced
+from strategies.run_directory.request import plan_request
 
 _MACHINE = ("accelerator", "devices", "num_nodes")
 """What follows from how the ranks were started."""
 
 
-def trainer(original: Callable[..., None], made: Any, *positional: Any, **named: Any) -> None:
-    """`Trainer.__init__` over dsplan's strategy."""
-    library = _library(made, "Trainer", FABRICS.keys())
-    _start(original, made, positional, named, library=FABRICS[library], kind=lightning.strategy_class(library))
+def trainer(original: Callable[..., None], instance: Any, *positional: Any, **named: Any) -> None:
+    """Run `Trainer.__init__` over dsplan's strategy."""
+    library = _library(instance, "Trainer", FABRICS.keys())
+    _start(original, instance, positional, named, library=FABRICS[library], kind=lightning.strategy_class(library))
 
 
-def fabric_(original: Callable[..., None], made: Any, *positional: Any, **named: Any) -> None:
-    """`Fabric.__init__` over dsplan's strategy."""
-    library = _library(made, "Fabric", FABRICS.values())
-    _start(original, made, positional, named, library=library, kind=fabric.strategy_class(library))
-    _launch_when_used(made)
+def fabric_(original: Callable[..., None], instance: Any, *positional: Any, **named: Any) -> None:
+    """Run `Fabric.__init__` over dsplan's strategy."""
+    library = _library(instance, "Fabric", FABRICS.values())
+    _start(original, instance, positional, named, library=library, kind=fabric.strategy_class(library))
+    _launch_when_used(instance)
 
 
-def _launch_when_used(made: Any) -> None:
-    """A script that does not call `launch` is meant for `fabric run`, whose ranks are started as these are."""
-    validate = made._validate_launched
+def _launch_when_used(instance: Any) -> None:
+    """Launch a script that does not: it is meant for `fabric run`, whose ranks are started as these are."""
+    validate = instance._validate_launched
 
     def launched() -> None:
-        if not made._launched:
-            made.launch()
+        if not instance._launched:
+            instance.launch()
         validate()
 
-    made._validate_launched = launched
+    instance._validate_launched = launched
 
 
 def _start(
     original: Callable[..., None],
-    made: Any,
+    instance: Any,
     positional: tuple[Any, ...],
     named: dict[str, Any],
     *,
@@ -58,10 +58,10 @@ def _start(
     kind: Callable[..., Any],
 ) -> None:
     """Call `__init__` with what the script wrote, but for where and how the ranks train."""
-    given = inspect.signature(original).bind(made, *positional, **named).arguments
+    given = inspect.signature(original).bind(instance, *positional, **named).arguments
     given = {**given.pop("kwargs", {}), **{name: value for name, value in given.items() if name != "self"}}
     theirs = given.get("strategy", "auto")
-    ours = theirs if isinstance(theirs, Ranks) else kind(backend=os.environ.get(BACKEND))
+    ours = theirs if isinstance(theirs, EngineStrategy) else kind(backend=plan_request().backend)
     ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     machine = {"accelerator": "cuda" if torch.cuda.is_available() else "cpu", "devices": here}
     machine["num_nodes"] = max(1, ranks // here)
@@ -71,7 +71,7 @@ def _start(
         environments = import_module(f"{library}.plugins.environments").ClusterEnvironment
         listed = plugins if isinstance(plugins, (list, tuple)) else [plugins]
         given["plugins"] = [plugin for plugin in listed if not isinstance(plugin, environments)]
-    original(made, **{**given, **machine, "strategy": ours})
+    original(instance, **{**given, **machine, "strategy": ours})
 
 
 def _say_replaced(given: dict[str, Any], theirs: Any, ours: Any, machine: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ def _say_replaced(given: dict[str, Any], theirs: Any, ours: Any, machine: dict[s
     say_replaced(before, after)
 
 
-def _library(made: Any, name: str, libraries: Collection[str]) -> str:
-    """The package whose class this object is of, maybe through a subclass of the script's."""
-    modules = [base.__module__ for base in type(made).__mro__ if base.__name__ == name]
+def _library(instance: Any, name: str, libraries: Collection[str]) -> str:
+    """Return the package whose class this object is of, maybe through a subclass of the script's."""
+    modules = [base.__module__ for base in type(instance).__mro__ if base.__name__ == name]
     return next(library for library in libraries for module in modules if f"{module}.".startswith(f"{library}."))

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hardware_db.notices import notice
-from strategies.launch.hooks import asked
+from strategies.launch.hooks import capabilities
 from strategies.launch.hooks.patch import patch
 from strategies.run_directory import claim
 from strategies.run_directory.heartbeat import PULSE
@@ -45,8 +45,7 @@ class _Observer:
 
     @property
     def is_needed(self) -> bool:
-        """Whether what comes by now is to be looked at; once somebody has taken the run over, nothing comes any
-        more."""
+        """True while what comes by is to be looked at, which is until somebody has taken the run over."""
         if claim.is_taken_over() and not self._is_over:
             # The hooks stay: torch goes through them while it calls them.
             self._is_over = True
@@ -55,15 +54,15 @@ class _Observer:
         return not self._is_over and not claim.is_own_work()
 
     def backward_starts(self, tensors: Any) -> None:
-        """A backward pass begins from a tensor, or from several."""
-        asked.refuse_unplanned_step()
+        """Note that a backward pass begins from a tensor, or from several."""
+        capabilities.refuse_unplanned_step()
         roots = [tensors] if hasattr(tensors, "backward") else list(tensors)
         if len(roots) == 1 and roots[0].numel() == 1:
             self._watching(roots[0].device).loss_is(roots[0].detach().reshape(()))
 
     def _step_starts(self, optimizer: Any, positional: Any, named: Any) -> None:
         if self.is_needed:
-            asked.refuse_unplanned_step()
+            capabilities.refuse_unplanned_step()
 
     def _step_ended(self, optimizer: torch.optim.Optimizer, positional: Any, named: Any) -> None:
         if not self.is_needed:
@@ -83,7 +82,7 @@ class _Observer:
         monitor.memory_starts(weights)
 
     def _watching(self, device: torch.device) -> RunMonitor:
-        """The monitor, made at the first sign of training: what came before it is not a step's."""
+        """Return the monitor, made at the first sign of training: what came before it is not a step's."""
         if self._monitor is None:
             from strategies.telemetry.monitor import RunMonitor
 
@@ -95,7 +94,7 @@ class _Observer:
 
     def _say(self) -> None:
         if claim.claimed() is None:
-            sentence = f"trains with none of {asked.LIBRARIES}: runs as it is, measured, without a plan"
+            sentence = f"trains with none of {capabilities.LIBRARIES}: runs as it is, measured, without a plan"
             notice(sentence, stream="stdout", rank_zero=True)
 
 

@@ -1,4 +1,4 @@
-"""Where hooks stand: the callables of training libraries that dsplan replaces once their module has been imported.
+"""Places of hooks: the callables of training libraries that dsplan replaces once their module has been imported.
 
 A `Place` names a callable, such as `transformers.trainer:Trainer.__init__`, and the function that runs in its stead, as
 `hook(original, *positional, **named)`. The module of the function, and with it everything heavy, is imported at the
@@ -11,7 +11,7 @@ said by one callable; its own module must then be cheap to import.
     Place("transformers.trainer", "Trainer.__init__", "huggingface", "strategies.launch.hooks.huggingface:init")
 
 Rows for more libraries go into PLACES. Whoever follows a plan or measures calls `claim.take_over(is_planned=...)`, as
-`hooks.live.watch` does.
+`hooks.script_plan.watch` does.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ PLACES: tuple[Place, ...] = (
 def install(places: Iterable[Place] = PLACES) -> None:
     """Put the hooks into modules that are there, and into the others as they are imported."""
     waiting: dict[str, list[Place]] = {}
-    for place in places:
-        module = sys.modules.get(place.module)
+    for hooked in places:
+        module = sys.modules.get(hooked.module)
         if module is not None and not _is_being_imported(module):
-            _put(place, module)
+            _put(hooked, module)
         else:
-            waiting.setdefault(place.module, []).append(place)
+            waiting.setdefault(hooked.module, []).append(hooked)
     if waiting:
         sys.meta_path.insert(0, _AfterImport(waiting))
 
@@ -123,8 +123,8 @@ class _AfterImport(MetaPathFinder):
             # The loader itself stays in the spec, where others look for it by its type.
             del spec.loader.exec_module  # type: ignore[union-attr]
             load(module)
-            for place in places:
-                _put(place, module)
+            for hooked in places:
+                _put(hooked, module)
 
         spec.loader.exec_module = load_and_put  # type: ignore[union-attr,method-assign]
         return spec
@@ -134,19 +134,19 @@ def _is_being_imported(module: ModuleType) -> bool:
     return bool(getattr(module.__spec__, "_initializing", False))
 
 
-def _put(place: Place, module: ModuleType) -> None:
-    if not place.name:
-        _function(place.hook)(module)
+def _put(hooked: Place, module: ModuleType) -> None:
+    if not hooked.name:
+        _function(hooked.hook)(module)
         return
-    *path, last = place.name.split(".")
+    *path, last = hooked.name.split(".")
     owner: Any = functools.reduce(getattr, path, module)
     original = getattr(owner, last)
-    patch(owner, last, _replacement(place, original))
-    if place.overridden:
-        _put_in_subclasses(place, owner, last)
+    patch(owner, last, _replacement(hooked, original))
+    if hooked.overridden:
+        _put_in_subclasses(hooked, owner, last)
 
 
-def _put_in_subclasses(place: Place, owner: type[Any], name: str) -> None:
+def _put_in_subclasses(hooked: Place, owner: type[Any], name: str) -> None:
     """Put the hook into the subclasses that will be made."""
     before = vars(owner).get("__init_subclass__")
 
@@ -157,23 +157,23 @@ def _put_in_subclasses(place: Place, owner: type[Any], name: str) -> None:
             before.__func__(cls, **named)
         own = vars(cls).get(name)
         if own is not None:
-            patch(cls, name, _replacement(place, own))
+            patch(cls, name, _replacement(hooked, own))
 
     patch(owner, "__init_subclass__", classmethod(init_subclass))
 
 
-def _replacement(place: Place, original: Callable[..., Any]) -> Callable[..., Any]:
+def _replacement(hooked: Place, original: Callable[..., Any]) -> Callable[..., Any]:
     hook: Callable[..., Any] | None = None
 
     @functools.wraps(original)
     def at_use(*positional: Any, **named: Any) -> Any:
         nonlocal hook
-        if not claim.may_claim(place.kind):
+        if not claim.may_claim(hooked.kind):
             return original(*positional, **named)
-        hook = hook or _function(place.hook)
-        if not place.claims:
+        hook = hook or _function(hooked.hook)
+        if not hooked.claims:
             return hook(original, *positional, **named)
-        with claim.use(place.kind):
+        with claim.use(hooked.kind):
             return hook(original, *positional, **named)
 
     return at_use
@@ -181,5 +181,5 @@ def _replacement(place: Place, original: Callable[..., Any]) -> Callable[..., An
 
 def _function(named: str) -> Callable[..., Any]:
     module, _, name = named.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function

@@ -24,7 +24,7 @@ from strategies.tracing.step import checkpointing
 
 
 def is_own(plan: Plan) -> bool:
-    """Whether the plan's strategy is dsplan's own work under accelerate."""
+    """Return whether the plan's strategy is dsplan's own work under accelerate."""
     configuration = plan.configuration
     if configuration.strategy in words.ZERO_STAGES:
         return configuration.backend == "native"
@@ -32,7 +32,7 @@ def is_own(plan: Plan) -> bool:
 
 
 def library_plan(plan: Plan) -> Plan:
-    """What accelerate is set up for: the plan itself, or DDP where the strategy is dsplan's own work.
+    """Return what accelerate is set up for: the plan itself, or DDP where the strategy is dsplan's own work.
 
     Raises:
         CannotRun: the plan offloads, which no script's own optimizer steps through.
@@ -73,15 +73,15 @@ def apply_checkpointing(model: torch.nn.Module, plan: Plan) -> None:
 
 @contextmanager
 def _wrapping(configuration: Configuration) -> Iterator[None]:
-    """`torch.nn.parallel.DistributedDataParallel`, as accelerate looks it up, shards."""
+    """Have `torch.nn.parallel.DistributedDataParallel`, as accelerate looks it up, shard."""
     wrapper = type("ScriptParallel", (ScriptParallel,), {"configuration": configuration})
     original = torch.nn.parallel.DistributedDataParallel
-    place: Any = torch.nn.parallel
-    place.DistributedDataParallel = wrapper
+    namespace: Any = torch.nn.parallel
+    namespace.DistributedDataParallel = wrapper
     try:
         yield
     finally:
-        place.DistributedDataParallel = original
+        namespace.DistributedDataParallel = original
 
 
 def save_from_all_ranks(trainer: Any, plan: Plan) -> None:

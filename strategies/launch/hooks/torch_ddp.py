@@ -36,53 +36,53 @@ from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment, join
 from strategies.errors import CannotRun
 from strategies.integrations.ddp_script import ScriptParallel, configuration_for, follow_script, observe
-from strategies.launch.hooks import asked as asked_for
-from strategies.launch.hooks import observer
-from strategies.launch.hooks.live import load_given_plan, say
+from strategies.launch.hooks import capabilities, observer
+from strategies.launch.hooks.script_plan import load_given_plan, say
 from strategies.protocols import Observer
 from strategies.run_directory import claim
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE, script_line
+from strategies.run_directory.request import plan_request
 from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.stopping import Stopping, open_board
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.step import checkpointing
-from strategies.variables import RUN_DIRECTORY, STRATEGY
+from strategies.variables import RUN_DIRECTORY
 
 _REMEDIES: tuple[words.Strategy, ...] = ("zero2", "fsdp", "zero3")
 
 
 def wrap(original: Callable[..., None], wrapper: Any, module: nn.Module, *positional: Any, **named: Any) -> None:
-    """`DistributedDataParallel.__init__`: the strategy that was asked for, in the place of DDP."""
+    """Run `DistributedDataParallel.__init__`, or put the requested strategy in the place of DDP."""
     plan = load_given_plan("torch")
-    asked = plan.configuration if plan is not None else _named_configuration()
+    configuration = plan.configuration if plan is not None else _named_configuration()
     facts = facts_from_module(module)
-    if asked is None or asked.strategy in ("single", "ddp"):
+    if configuration is None or configuration.strategy in ("single", "ddp"):
         original(wrapper, module, *positional, **named)
-        asked = configuration_for("ddp", int(os.environ["WORLD_SIZE"]))
+        configuration = configuration_for("ddp", int(os.environ["WORLD_SIZE"]))
     else:
-        place = script_line(sys._getframe())
+        line = script_line(sys._getframe())
         kind = type(wrapper)
         if kind is not DistributedDataParallel:
             raise CannotRun(
-                f"{place}: {kind.__name__} is a class of its own over DDP, whose place strategy"
-                f" {asked.strategy!r} cannot take; use ddp"
+                f"{line}: {kind.__name__} is a class of its own over DDP, whose place strategy"
+                f" {configuration.strategy!r} cannot take; use ddp"
             )
-        if asked.activation_checkpointing != "none":
-            checkpointing.checkpoint_activations(module, asked.activation_checkpointing)
+        if configuration.activation_checkpointing != "none":
+            checkpointing.checkpoint_activations(module, configuration.activation_checkpointing)
         follow_script()
         wrapper.__class__ = ScriptParallel
-        wrapper.__init__(module, *positional, **named, configuration=asked)
+        wrapper.__init__(module, *positional, **named, configuration=configuration)
         say(
-            f"{asked.strategy} takes the place of DDP at {place}; micro-batch, accumulation, precision and optimizer"
-            " stay the script's own, and so do saving and loading"
+            f"{configuration.strategy} takes the place of DDP at {line}; micro-batch, accumulation, precision and"
+            " optimizer stay the script's own, and so do saving and loading"
         )
-    _measure(wrapper, facts, asked)
+    _measure(wrapper, facts, configuration)
 
 
 def shard(original: Callable[..., Any], module: Any, *positional: Any, **named: Any) -> Any:
-    """`fully_shard`: measured as fsdp, which is all that such a script can run."""
+    """Run `fully_shard`, measured as fsdp, which is all that such a script can run."""
     _refuse_another("fsdp", "shards its model itself")
     facts = facts_from_module(module) if isinstance(module, nn.Module) else None
     result = original(module, *positional, **named)
@@ -92,7 +92,7 @@ def shard(original: Callable[..., Any], module: Any, *positional: Any, **named: 
 
 
 def shard_by_fsdp1(original: Callable[..., None], wrapper: Any, module: nn.Module, *rest: Any, **named: Any) -> None:
-    """`FullyShardedDataParallel.__init__`, likewise; it wraps parts of the model by itself on its way."""
+    """Run `FullyShardedDataParallel.__init__`, likewise; it wraps parts of the model by itself on its way."""
     _refuse_another("fsdp", "shards its model itself")
     facts = facts_from_module(module)
     original(wrapper, module, *rest, **named)
@@ -100,26 +100,26 @@ def shard_by_fsdp1(original: Callable[..., None], wrapper: Any, module: nn.Modul
 
 
 def parallelize(original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
-    """`parallelize_module`: tensor parallelism of the script's own."""
+    """Run `parallelize_module`: tensor parallelism of the script's own."""
     _refuse_another("", "splits its layers itself by parallelize_module")
     return original(*positional, **named)
 
 
 def _refuse_another(own: str, what: str) -> None:
     plan = load_given_plan("torch")
-    asked_for.require_possible("torch", own or None, gpus=torch.cuda.is_available())
-    asked = plan.configuration.strategy if plan is not None else os.environ.get(STRATEGY)
-    if asked and asked != own:
+    capabilities.require_possible("torch", own or None, gpus=torch.cuda.is_available())
+    strategy = plan.configuration.strategy if plan is not None else plan_request().strategy
+    if strategy and strategy != own:
         remedy = f"leave --strategy out, or name {own}" if own else "leave --strategy out"
-        place = script_line(sys._getframe())
-        raise CannotRun(f"{place}: the script {what}, so strategy {asked!r} cannot be applied; {remedy}")
+        line = script_line(sys._getframe())
+        raise CannotRun(f"{line}: the script {what}, so strategy {strategy!r} cannot be applied; {remedy}")
 
 
 def _named_configuration() -> Configuration | None:
-    """What `--strategy` names; None where nothing was asked for."""
-    named: Any = os.environ.get(STRATEGY)
-    asked_for.require_possible("torch", named, gpus=torch.cuda.is_available())
-    return configuration_for(named, int(os.environ["WORLD_SIZE"])) if named else None
+    """Return the configuration that `--strategy` names; None where there is none."""
+    strategy: Any = plan_request().strategy
+    capabilities.require_possible("torch", strategy, gpus=torch.cuda.is_available())
+    return configuration_for(strategy, int(os.environ["WORLD_SIZE"])) if strategy else None
 
 
 # The first step shows what the script trains with; then its cost is predicted, beside what is measured.
@@ -127,7 +127,7 @@ def _named_configuration() -> Configuration | None:
 
 @dataclass(kw_only=True, slots=True)
 class _Seen:
-    """What the first step has shown."""
+    """The settings that the first step has shown."""
 
     micro_batch: int = 0
     accumulation: int = 0
@@ -138,39 +138,38 @@ class _Seen:
 class FirstStep(Observer):
     """Sees the micro-batches of the first step and has the plan made of them; then it does nothing."""
 
-    def __init__(self, module: nn.Module, facts: ModelFacts, asked: Configuration, monitor: RunMonitor) -> None:
-        self._module, self._facts, self._asked, self._monitor = module, facts, asked, monitor
+    def __init__(self, module: nn.Module, facts: ModelFacts, configuration: Configuration, monitor: RunMonitor) -> None:
+        self._module, self._facts, self._configuration, self._monitor = module, facts, configuration, monitor
         self._seen = _Seen()
         self._is_over = self._has_loss = False
 
     def forward_starts(self, module: nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
+        """Note the size, the kind and the precision of a micro-batch of the first step."""
         PULSE.call()
         if self._is_over:
             return
-        seen, tensors = (
-            self._seen,
-            [item for item in (*inputs[0], *inputs[1].values()) if isinstance(item, torch.Tensor)],
-        )
+        seen = self._seen
+        tensors = [item for item in (*inputs[0], *inputs[1].values()) if isinstance(item, torch.Tensor)]
         if not tensors:
             return
         first = tensors[0]
-        seen.micro_batch, seen.accumulation = (
-            max(seen.micro_batch, first.shape[0] if first.dim() else 1),
-            seen.accumulation + 1,
-        )
+        seen.micro_batch = max(seen.micro_batch, first.shape[0] if first.dim() else 1)
+        seen.accumulation += 1
         if first.dim() == 2 and not first.is_floating_point():
             seen.sequence_length = max(seen.sequence_length, first.shape[1])
         seen.precision = _precision(first.device.type, self._module)
 
     def loss_is(self, loss: torch.Tensor) -> None:
+        """Note that the model itself returns its loss."""
         self._has_loss = True
 
     def backward_starts(self, root: torch.Tensor) -> None:
-        """A backward pass begins from a scalar: the loss, where the model itself returns none."""
+        """Take the scalar that a backward pass begins from for the loss, unless the model returns one."""
         if not self._has_loss:
             self._monitor.loss_is(root)
 
     def step_ended(self) -> None:
+        """Have the plan made of what the first step has shown."""
         PULSE.step += 1
         PULSE.call()
         if self._is_over:
@@ -186,7 +185,7 @@ class FirstStep(Observer):
         self._monitor.training_starts()
 
     def _predicted(self) -> Plan:
-        """The plan of what the script does, the same on every rank; every rank calls this together."""
+        """Return the plan of what the script does, the same on every rank; every rank calls this together."""
         if not self._seen.micro_batch:
             raise CannotRun("its model was given no tensors")
         measured = machine_rates(fingerprint(probe()), next(self._module.parameters()).device)
@@ -203,7 +202,7 @@ class FirstStep(Observer):
             make_request(self._facts, probed_cluster(probe(), ranks=ranks), work, zero_backend="native"), measured
         )
         chosen = replace(
-            self._asked,
+            self._configuration,
             micro_batch_size=seen.micro_batch,
             gradient_accumulation_steps=seen.accumulation,
             global_batch_size=total,
@@ -223,7 +222,7 @@ class FirstStep(Observer):
 
 
 def _precision(device: str, module: nn.Module) -> words.Precision:
-    """What a forward pass computes in: autocast's dtype, else the weights'."""
+    """Return what a forward pass computes in: autocast's dtype, else the weights'."""
     if torch.is_autocast_enabled(device):
         return "fp16" if torch.get_autocast_dtype(device) == torch.float16 else "bf16"
     return "bf16-pure" if next(module.parameters()).dtype == torch.bfloat16 else "fp32"
@@ -237,22 +236,22 @@ class _Measured:
     stops: tuple[Callable[[], None], ...] = ()
 
 
-def _measure(module: nn.Module, facts: ModelFacts, asked: Configuration) -> None:
+def _measure(module: nn.Module, facts: ModelFacts, configuration: Configuration) -> None:
     """Write the metrics of a script's loop over a module: one for each run, so a second model is not measured."""
-    known, device = _Measured, next(module.parameters()).device
-    if known.module is not None and known.module not in set(module.modules()):
+    measured, device = _Measured, next(module.parameters()).device
+    if measured.module is not None and measured.module not in set(module.modules()):
         return say("a second model that the script wraps is not measured")
     claim.take_over(is_planned=True)
-    if known.monitor is None:
+    if measured.monitor is None:
         rank, directory = int(os.environ["RANK"]), Path(os.environ[RUN_DIRECTORY])
-        known.monitor = RunMonitor(directory, rank=rank, device=device, sequence_length=0)
+        measured.monitor = RunMonitor(directory, rank=rank, device=device, sequence_length=0)
         _watch_together(directory, replace(join(), device=device))
-    for stop in known.stops:
+    for stop in measured.stops:
         stop()
-    first = FirstStep(module, facts, asked, known.monitor)
+    first = FirstStep(module, facts, configuration, measured.monitor)
     unfollow = observer.when_backward_starts(first.backward_starts)
-    known.module, known.stops = module, (observe(module, known.monitor), observe(module, first), unfollow)
-    known.monitor.training_starts()
+    measured.module, measured.stops = module, (observe(module, measured.monitor), observe(module, first), unfollow)
+    measured.monitor.training_starts()
     return None
 
 
@@ -262,6 +261,6 @@ def _watch_together(directory: Path, environment: Environment) -> None:
     if options is None:
         return
     board = open_board(directory, environment)
-    watch = begin_watching(directory, environment.rank, options.hang_seconds)
+    watch = begin_watching(directory, environment.rank, options.supervision.hang_seconds)
     watch.attach(board, Stopping(board, environment.rank, environment.world_size), environment.world_size)
     atexit.register(watch.end)

@@ -12,17 +12,18 @@ from importlib.util import find_spec
 import yaml
 
 from hardware_db.errors import DsplanError
+from strategies.distributed.launcher_env import DEFAULT_PORT
 from strategies.launch.launchers.process import RANK_MODULE, ProcessLauncher
 
 _CONFIG = "accelerate.yaml"
 _RANK = re.compile(r"^\s*rank\s*:\s*(\d+) .*?\n\s*exitcode\s*:\s*(-?\d+)", re.MULTILINE)
-_DEFAULT_PORT = "29500"
 
 
 class AccelerateLauncher(ProcessLauncher):
     """`accelerate launch` with a config of its own, so that the user's default one cannot ask for other ranks."""
 
     def command(self) -> list[str]:
+        """Return the command line, whose config is written into the run directory."""
         if find_spec("accelerate") is None:
             raise DsplanError("accelerate is not installed here; pip install 'dsplan[train]', or leave out --launcher")
         path = self.spec.directory / _CONFIG
@@ -34,6 +35,7 @@ class AccelerateLauncher(ProcessLauncher):
         ]
 
     def result(self, status: int) -> dict[str, object]:
+        """Return the exit statuses in elastic's report."""
         return {"failures": {int(rank): int(code) for rank, code in _RANK.findall(self.said)}}
 
     def _config(self) -> dict[str, object]:
@@ -57,4 +59,4 @@ class AccelerateLauncher(ProcessLauncher):
                 " machine's address, and --node-rank K on every machine"
             )
         host, _, port = self.placement.rendezvous.rpartition(":")
-        return {"rdzv_backend": "static", "main_process_ip": host, "main_process_port": int(port or _DEFAULT_PORT)}
+        return {"rdzv_backend": "static", "main_process_ip": host, "main_process_port": int(port or DEFAULT_PORT)}

@@ -19,6 +19,7 @@ class DeepSpeedLauncher(ProcessLauncher):
     """The `deepspeed` command. With several nodes it needs the host file; `node_rank` says that it starts no other."""
 
     def command(self) -> list[str]:
+        """Return the command line."""
         if find_spec("deepspeed") is None:
             raise DsplanError(
                 "DeepSpeed is not installed here; pip install 'dsplan[deepspeed]', or leave out --launcher"
@@ -43,8 +44,11 @@ class DeepSpeedLauncher(ProcessLauncher):
         return [*options, "--no_ssh", f"--node_rank={self.placement.node_rank}"]
 
     def _here(self) -> list[str]:
-        """A host file of this node alone: without one the launcher takes no more ranks than it counts accelerators,
-        and on a machine without GPUs that is one. Its own port, 29500, may be another run's."""
+        """Write a host file of this node alone, and return the options that name it.
+
+        Without one the launcher takes no more ranks than it counts accelerators, and on a machine without GPUs that is
+        one. Its own port, 29500, may be another run's.
+        """
         path = self.spec.directory / _HOSTS
         path.write_text(f"localhost slots={self.spec.processes}\n")
         meeting = ("--master_addr=127.0.0.1", f"--master_port={find_free_port()}")

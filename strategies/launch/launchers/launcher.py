@@ -7,8 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from strategies.run_directory.spec import LauncherName, LaunchSpec
 
 LAUNCHERS: dict[LauncherName, str] = {
@@ -32,24 +30,22 @@ class Launcher(Protocol):
 
     def __enter__(self) -> Launcher: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
 
     def poll(self) -> int | None:
-        """The exit status: 0 when every rank ended with 0; None while any runs."""
+        """Return the exit status: 0 when every rank ended with 0; None while any runs."""
 
     def remarks(self) -> list[str]:
-        """What it has to say itself since the last call, line by line."""
+        """Return what it has to say itself since the last call, line by line."""
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to every rank that is ready for it. Called again and again until they end."""
 
     def stop(self) -> None:
-        """End every rank: SIGTERM, after ten seconds SIGKILL. Returns when none is left."""
+        """End every rank: SIGTERM, after ten seconds SIGKILL; return when none is left."""
 
 
 def make_launcher(spec: LaunchSpec) -> Launcher:
-    """The launcher that the spec names."""
+    """Return the launcher that the spec names."""
     module, name = LAUNCHERS[spec.placement.launcher].split(":")
     return cast("Launcher", getattr(import_module(module), name)(spec))

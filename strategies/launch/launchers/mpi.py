@@ -31,6 +31,7 @@ class MpiLauncher(ProcessLauncher):
     """The ranks as processes of one MPI job, which mpirun ends together when one fails."""
 
     def command(self) -> list[str]:
+        """Return the command line of Open MPI, or of Hydra."""
         if shutil.which("mpirun") is None:
             raise DsplanError(_MISSING)
         if self.placement.most_nodes > 1 and self.placement.hostfile is None and not any(map(os.environ.get, _JOBS)):
@@ -39,24 +40,26 @@ class MpiLauncher(ProcessLauncher):
         return ["mpirun", *options, *self.placement.options, *rank_command(self.spec)]
 
     def environment(self) -> dict[str, str]:
-        found = super().environment()
+        """Return the environment, with what root and other nodes need."""
+        variables = super().environment()
         if os.geteuid() == 0:
             # In containers everybody is root; Open MPI wants to be told twice that this is meant.
-            found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+            variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         if self.placement.hostfile is not None and self.placement.most_nodes > 1:
-            found.setdefault("MASTER_ADDR", first_host(Path(self.placement.hostfile)))
-        return found
+            variables.setdefault("MASTER_ADDR", first_host(Path(self.placement.hostfile)))
+        return variables
 
     def signal(self, number: signal.Signals) -> None:
-        """mpirun hands SIGUSR1 on to every rank on every node."""
+        """Hand a signal to mpirun, which hands SIGUSR1 on to every rank on every node."""
         self.hand_signal(number)
 
     def result(self, status: int) -> dict[str, object]:
-        found = job_result(self.said)
+        """Return how the job's ranks ended."""
+        result = job_result(self.said)
         # Above 128 a signal has ended it, before it could say anything of its ranks.
-        if 0 < status < 128 and not found["failures"] and "kind" not in found:
-            found |= {"kind": "failed", "reason": first_words(self.said) or f"mpirun ended with status {status}"}
-        return found
+        if 0 < status < 128 and not result["failures"] and "kind" not in result:
+            result |= {"kind": "failed", "reason": first_words(self.said) or f"mpirun ended with status {status}"}
+        return result
 
     def _open_mpi(self) -> list[str]:
         nodes, per_node = self.placement.most_nodes, self.spec.processes
@@ -77,38 +80,38 @@ class MpiLauncher(ProcessLauncher):
 
 
 def is_open_mpi() -> bool:
-    """Whether the `mpirun` here is Open MPI's."""
-    asked = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
-    return "Open MPI" in asked.stdout + asked.stderr
+    """Return whether the `mpirun` here is Open MPI's."""
+    answer = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
+    return "Open MPI" in answer.stdout + answer.stderr
 
 
 def first_host(hostfile: Path) -> str:
-    """The host of rank 0: the first of a host file, `name slots=RANKS` (Open MPI) or `name:RANKS` (Hydra) per line.
+    """Return rank 0's host, the first in a host file, `name slots=RANKS` (Open MPI) or `name:RANKS` (Hydra) per line.
 
     Raises:
         DsplanError: the file cannot be read, or names none.
     """
     try:
-        found = _HOST.search(hostfile.read_text())
+        match = _HOST.search(hostfile.read_text())
     except OSError as error:
         raise DsplanError(
             f"{hostfile}: {error.strerror or 'cannot be read'}; name a host file with --hostfile"
         ) from None
-    if found is None:
+    if match is None:
         raise DsplanError(f"{hostfile}: names no host; write a line per node")
-    return found[1]
+    return match[1]
 
 
-def first_words(said: str) -> str:
-    """The first line that says something; Open MPI draws lines of dashes around what it says."""
-    return next((line.strip()[:500] for line in said.splitlines() if line.strip(" -")), "")
+def first_words(output: str) -> str:
+    """Return the first line that says something; Open MPI draws lines of dashes around what it says."""
+    return next((line.strip()[:500] for line in output.splitlines() if line.strip(" -")), "")
 
 
-def job_result(said: str) -> dict[str, object]:
-    """How a job's ranks ended, from what Open MPI has said; it names the first that failed."""
-    failures = {int(rank): -int(number) for rank, _, number in _BY_SIGNAL.findall(said)}
-    failures |= {int(rank): int(code) for rank, code in _EXIT_CODE.findall(said)}
+def job_result(output: str) -> dict[str, object]:
+    """Return how a job's ranks ended, from what Open MPI has said; it names the first that failed."""
+    failures = {int(rank): -int(number) for rank, _, number in _BY_SIGNAL.findall(output)}
+    failures |= {int(rank): int(code) for rank, code in _EXIT_CODE.findall(output)}
     result: dict[str, object] = {"failures": failures}
-    if _NODE_GONE.search(said):
+    if _NODE_GONE.search(output):
         result |= {"kind": "lost", "reason": "mpirun has lost the connection to a node"}
     return result

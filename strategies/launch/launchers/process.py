@@ -11,14 +11,13 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from hardware_db.files import provide_torch_extensions
 from hardware_db.notices import LABEL
 from hardware_db.probe.cgroup import usable_cores
-from strategies.launch.failure_causes import AGENT_LOG
 from strategies.launch.run_lock import launcher_lock
-from strategies.run_directory.spec import RESULT_FILE, LaunchSpec, Placement, keep_result
+from strategies.run_directory.files import AGENT_LOG, RESULT_FILE, keep_result
+from strategies.run_directory.spec import LaunchSpec, Placement
 from strategies.telemetry.follow import LineFollower
 
 RANK_MODULE = "strategies.launch.rank_main"
@@ -37,18 +36,19 @@ class ProcessLauncher(ABC):
 
     @property
     def placement(self) -> Placement:
+        """The nodes that ranks start on, and by whom."""
         return self.spec.placement
 
     @property
     def said(self) -> str:
-        """What the program itself has said in this attempt."""
+        """The output of the program itself in this attempt."""
         with (self.spec.directory / AGENT_LOG).open("rb") as log:
             log.seek(self._log_begins)
             return log.read().decode(errors="replace")
 
     @abstractmethod
     def command(self) -> list[str]:
-        """The command line.
+        """Return the command line.
 
         Raises:
             DsplanError: something it needs is not there.
@@ -56,16 +56,16 @@ class ProcessLauncher(ABC):
 
     @property
     def takes_lines(self) -> bool:
-        """Whether the program reads its standard input."""
+        """True if the program reads its standard input."""
         return False
 
     @property
     def ends_its_ranks(self) -> bool:
-        """Whether the program ends with this process, and its ranks with it; others have a keeper that sees to it."""
+        """True if the program ends with this process, and its ranks with it; others have a keeper."""
         return False
 
     def environment(self) -> dict[str, str]:
-        """The program's environment: this process's, the run's variables, and dsplan importable from anywhere."""
+        """Return the environment: this process's, the run's variables, and dsplan importable from anywhere."""
         return launch_environment(self.spec)
 
     def result(self, status: int) -> dict[str, object] | None:
@@ -100,13 +100,11 @@ class ProcessLauncher(ABC):
                 pass_fds=(lock.fileno(),),
             )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     def poll(self) -> int | None:
-        """The program's exit status, None while it runs."""
+        """Return the program's exit status, None while it runs."""
         status = None if self._process is None else self._process.poll()
         if status is not None and not (self.spec.directory / RESULT_FILE).exists():
             result = self.result(status)
@@ -115,7 +113,7 @@ class ProcessLauncher(ABC):
         return status
 
     def remarks(self) -> list[str]:
-        """The lines of its log that are dsplan's own."""
+        """Return the lines of its log that are dsplan's own."""
         lines = self._log.read_lines() if self._log is not None else []
         return [line for line in lines if line.startswith(LABEL)]
 
@@ -150,7 +148,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def launch_environment(spec: LaunchSpec) -> dict[str, str]:
-    """The environment of whatever starts the ranks of `spec`, and of the ranks."""
+    """Return the environment of whatever starts the ranks of `spec`, and of the ranks."""
     variables = {
         **os.environ,
         **import_path(Path(__file__).resolve().parents[3]),
@@ -164,7 +162,7 @@ def launch_environment(spec: LaunchSpec) -> dict[str, str]:
 
 
 def import_path(root: Path) -> dict[str, str]:
-    """The variable by which ranks find dsplan, which is in `root`: none where every process finds it there anyway.
+    """Return the variable by which ranks find dsplan in `root`; none where every process finds it there anyway.
 
     The folder of all installed packages must not go before a user's own path, whose libraries it would hide.
     """
@@ -174,7 +172,7 @@ def import_path(root: Path) -> dict[str, str]:
 
 
 def rank_command(spec: LaunchSpec) -> list[str]:
-    """What every rank runs. It starts with SIGUSR1 ignored, which ends a process that has no handler for it yet.
+    """Return what every rank runs, with SIGUSR1 ignored, which ends a process without a handler for it.
 
     A launcher that hands signals on does not ask whether the ranks are ready; what is ignored stays so over `exec`.
     """

@@ -30,12 +30,13 @@ class SlurmLauncher(ProcessLauncher):
         return f"dsplan-{zlib.crc32(self.spec.run_directory.encode()):08x}"
 
     def begin(self) -> subprocess.Popen[bytes]:
+        """Start srun, when no step of an earlier attempt is left."""
         if shutil.which("squeue") is not None:
             self._cancel_left()
         return super().begin()
 
     def _cancel_left(self) -> None:
-        """Steps of an earlier attempt continue without their srun; their ranks would write where the next ones do."""
+        """Cancel steps of an earlier attempt, which outlive srun: their ranks would write where the next do."""
         words = ["squeue", "--noheader", "--steps", "--format=%i %j"]
         listed = subprocess.run(words, capture_output=True, text=True, check=False).stdout
         left = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [self.name]]
@@ -43,6 +44,7 @@ class SlurmLauncher(ProcessLauncher):
             subprocess.run(["scancel", "--signal=KILL", *left], capture_output=True, check=False)
 
     def command(self) -> list[str]:
+        """Return the command line of srun."""
         if shutil.which("srun") is None:
             raise DsplanError("srun is not installed here; run on a node of a SLURM cluster, or without --launcher")
         nodes, per_node = self.placement.most_nodes, self.spec.processes
@@ -60,38 +62,40 @@ class SlurmLauncher(ProcessLauncher):
         ]
 
     def environment(self) -> dict[str, str]:
-        found = super().environment()
+        """Return the environment without what a step would take over of its job."""
+        variables = super().environment()
         # What sbatch was asked for, which a step would take over: one task, for the script that `dsplan run` is in.
         for name in ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-            found.pop(name, None)
-        return found
+            variables.pop(name, None)
+        return variables
 
     def signal(self, number: signal.Signals) -> None:
-        """srun hands the signal on to every rank on every node."""
+        """Hand a signal to srun, which hands it on to every rank on every node."""
         self.hand_signal(number)
 
     def result(self, status: int) -> dict[str, object]:
+        """Return how the step's ranks ended."""
         return step_result(self.said)
 
 
-def step_result(said: str) -> dict[str, object]:
-    """How a step's ranks ended, from what srun and slurmstepd have said."""
+def step_result(output: str) -> dict[str, object]:
+    """Return how a step's ranks ended, from what srun and slurmstepd have said."""
     failures: dict[int, int] = {}
     result: dict[str, object] = {"failures": failures}
-    for ranks, end in _ENDED.findall(said):
+    for ranks, end in _ENDED.findall(output):
         exit_code = _EXIT_CODE.search(end)
         word = end.strip().removesuffix("(core dumped)").strip().lower()
         code = int(exit_code[1]) if exit_code else -_SIGNALS.get(word, signal.SIGKILL)
         failures.update((rank, code) for rank in _numbers(ranks))
-    if "oom_kill event" in said or "Out Of Memory" in said:
+    if "oom_kill event" in output or "Out Of Memory" in output:
         result |= {"kind": "out_of_memory", "reason": "SLURM killed a rank: the job is out of the memory it asked for"}
-    elif lost := _NODE_GONE.search(said):
+    elif lost := _NODE_GONE.search(output):
         result |= {"kind": "lost", "reason": lost[1].strip()}
     return result
 
 
 def _numbers(text: str) -> list[int]:
-    """The ranks of a list: `0-2,5` is 0, 1, 2 and 5."""
+    """Return the ranks of a list: `0-2,5` is 0, 1, 2 and 5."""
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")

@@ -31,6 +31,7 @@ def configuration(
 
 
 @pytest.mark.parametrize(("model", "gpus", "limit", "batch"), CASES)
+@pytest.mark.sweep(suite=lambda gpus, batch: (gpus == 1) == (batch == 1))
 def test_every_key_the_guide_reads(model: str, gpus: int, limit: int, batch: int) -> None:
     config = configuration(model, gpus, batch, limit)
     steps = config.get("gradient_accumulation_steps", 1)

@@ -21,6 +21,7 @@ from planner.search.search import recommend
 from planner.types.plan_io import save_plan
 from strategies.launch import prepare as prepare_module
 from strategies.launch.prepare import RunRequest, prepare
+from strategies.run_directory.request import PlanRequest
 
 AVX2 = ("avx", "avx2", "fma")
 WITH_FP16 = [(*AVX2, "avx512f", "avx512_fp16"), (*AVX2, "avx_ne_convert", "avx_vnni_int8")]
@@ -81,9 +82,8 @@ def test_a_plan_is_refused_before_its_ranks_start(
     save_plan(planned, tmp_path / "plan.yaml")
     (tmp_path / "train.py").write_text("import dsplan\ndsplan.initialize(None)")
     monkeypatch.setattr(prepare_module, "probe", lambda: Machine(host=host(AVX2), software=Software(python="3.11")))
-    run_request = RunRequest(
-        script=tmp_path / "train.py", plan_file=tmp_path / "plan.yaml", run_directory=tmp_path / "run"
-    )
+    requested = PlanRequest(plan_file=str(tmp_path / "plan.yaml"))
+    run_request = RunRequest(script=tmp_path / "train.py", plan=requested, run_directory=tmp_path / "run")
     if backend == "native":
         assert prepare(run_request).plan == planned
         return

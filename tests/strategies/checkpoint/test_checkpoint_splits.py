@@ -82,6 +82,7 @@ def test_what_ranks_split_is_written_as_one_process_writes_it(
 
 
 @pytest.mark.parametrize("reader", READERS)
+@pytest.mark.sweep(suite=lambda reader: reader in (READERS[0], READERS[2]))
 def test_every_composition_resumes_from_every_other(
     reader: Composition,
     request: pytest.FixtureRequest,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hardware_db.errors import DsplanError
+from planner.models.counting.adapters import LORA_RANK
 from strategies.config import (
     ActivationSection,
     CheckpointSection,
@@ -29,7 +30,7 @@ from strategies.config import (
 from strategies.config.known import TOP, Keys
 from strategies.config.limits import refuse_deepspeed_keys
 from strategies.config.names import DEEPSPEEDS_OWN, OPTIMIZERS, SCHEDULERS, plain
-from strategies.modules.adapters import DEFAULT_RANK, read_method
+from strategies.modules.adapters import read_method
 from strategies.modules.precision import ScaleSettings, scale_settings
 from strategies.optim.registry import OF_OPTIMIZERS, OF_SCHEDULERS
 from tests.strategies.training_bodies import Recipe
@@ -474,7 +475,7 @@ def test_a_config_without_a_word_leaves_defaults_to_the_algorithms() -> None:
     """Nothing of the config repeats a number of loss scaling, adapters or offload; the page has those that run."""
     config = read_config({"lora": {"method": "lora"}})
     assert scale_settings(config.fp16) == ScaleSettings()
-    assert read_method(config, {}, None).rank == DEFAULT_RANK
+    assert read_method(config, {}, None).rank == LORA_RANK
     assert (config.zero.pin_memory, config.zero.buffer_count) == (None, None)
     scale = ScaleSettings()
     assert f"`initial_scale_power` ({math.log2(scale.initial):.0f})" in PAGE

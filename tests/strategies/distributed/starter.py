@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 import strategies.engine.initialize
-import strategies.launch.hooks.live  # noqa: F401
+import strategies.launch.hooks.script_plan  # noqa: F401
 
 
 def main() -> dict[str, Any] | None:

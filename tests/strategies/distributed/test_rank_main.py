@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from strategies.run_directory.spec import LauncherName, LaunchSpec, Placement, failure_path
+from strategies.launch.options import DEFAULT_SUPERVISION
+from strategies.run_directory.files import failure_path
+from strategies.run_directory.spec import LauncherName, LaunchSpec, Placement
 from strategies.variables import RENDEZVOUS_SECONDS
 from tests.strategies.distributed.starts import Starter, Variables, hydra, open_mpi, slurm, torchrun, without
 from tests.strategies.distributed.test_rendezvous import free_port
@@ -49,6 +51,7 @@ def laid_out(directory: Path, launcher: LauncherName) -> Run:
         processes=2,
         run_directory=str(directory),
         placement=Placement(launcher=launcher),
+        supervision=DEFAULT_SUPERVISION,
     )
     spec.save()
     return Run(directory=directory, spec=spec.path)

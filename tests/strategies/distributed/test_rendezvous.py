@@ -16,8 +16,8 @@ import pytest
 from strategies.distributed import rendezvous
 from strategies.distributed.launcher_env import ProcessVariables
 from strategies.distributed.rank_pool import RankPool
-from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.variables import RENDEZVOUS_SECONDS
+from tests.strategies.attempts import attempt_options
 from tests.strategies.distributed import meeting_bodies
 from tests.strategies.distributed.meeting_bodies import Role
 
@@ -77,7 +77,7 @@ def test_a_rank_that_ended_before_the_others_met_it_again_is_named_at_once(pool:
 def test_ranks_of_a_run_wait_no_longer_than_a_hang_takes(
     hang_seconds: float, waited: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    AttemptOptions(checkpoint_directory="", hang_seconds=hang_seconds).save(tmp_path)
+    attempt_options(checkpoint_directory="", hang_seconds=hang_seconds).save(tmp_path)
     variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "ROLE_WORLD_SIZE": "2", "DSPLAN_RUN_DIR": str(tmp_path)}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

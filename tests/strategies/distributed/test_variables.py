@@ -95,6 +95,8 @@ def test_jobs_on_one_machine_have_ports_of_their_own() -> None:
         assert 20000 <= point.port < 32000
         ports.add(point.port)
     assert len(ports) > 45
+    clusters = [read_process_variables({**SLURM, "SLURM_CLUSTER_NAME": name}).meeting_point for name in ("red", "blue")]
+    assert clusters[0] != clusters[1]  # each has numbered a job of its own 41
     named = read_process_variables({**OPEN_MPI, "MASTER_ADDR": "a", "MASTER_PORT": "1234"})
     assert named.meeting_point == Address(host="a", port=1234)
 

@@ -16,6 +16,7 @@ from strategies.config import read_config
 from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.errors import BackendMissing, CannotRun, DsplanError
 from strategies.modules.adapters import TrainingMethod, apply_method, read_method, require_trainable
+from strategies.variables import REQUEST
 from tests.strategies import adapter_bodies as bodies
 from tests.strategies.conftest import PoolOf
 from tests.strategies.training_bodies import Recipe, TinyModel
@@ -166,7 +167,7 @@ def test_the_config_and_the_plan_name_one_method() -> None:
 
 
 def test_the_command_line_comes_before_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSPLAN_METHOD", '{"method": "dora", "lora_targets": "up"}')
+    monkeypatch.setenv(REQUEST, '{"method": {"method": "dora", "lora_targets": "up"}}')
     found = read_method(read_config({"lora": {"rank": 16}}), {}, None)
     assert (found.method, found.targets) == ("dora", "up")
 

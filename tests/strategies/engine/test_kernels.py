@@ -16,6 +16,7 @@ from strategies.distributed.rank_pool import RankPool
 from strategies.errors import CannotRun
 from strategies.modules import kernels
 from strategies.modules.kernels import install_kernels, read_kernels, register_kernel
+from strategies.variables import REQUEST
 from tests.strategies import adapter_bodies, kernel_bodies
 from tests.strategies.training_bodies import Recipe
 
@@ -175,7 +176,7 @@ def test_the_loss_of_a_plan_is_what_runs() -> None:
 
 
 def test_the_command_line_comes_before_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSPLAN_KERNELS", '{"linear_cross_entropy": "chunked"}')
+    monkeypatch.setenv(REQUEST, '{"kernels": {"linear_cross_entropy": "chunked"}}')
     assert read_kernels({"rms_norm": "liger"}, None) == {"linear_cross_entropy": "chunked"}
 
 

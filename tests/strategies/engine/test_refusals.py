@@ -26,6 +26,8 @@ from strategies.distributed.environment import Environment
 from strategies.engine.initialize import initialize
 from strategies.engine.registry import STRATEGIES, find_strategy
 from strategies.errors import CannotRun
+from strategies.run_directory.request import PlanRequest
+from strategies.variables import REQUEST
 from tests.strategies import training_bodies
 from tests.strategies.training_bodies import Recipe, TinyModel
 
@@ -118,7 +120,7 @@ def test_an_unreadable_plan_file_from_the_environment(tmp_path: Path, monkeypatc
     path = tmp_path / "plan.yaml"
     save_plan(Recipe().plan(), path)
     path.write_text(path.read_text().replace("schema_version: 1", "schema_version: 99"))
-    monkeypatch.setenv("DSPLAN_PLAN", str(path))
+    monkeypatch.setenv(REQUEST, PlanRequest(plan_file=str(path)).to_variables()[REQUEST])
     assert str(path) in refusal(initialize, TinyModel())
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strategies.checkpoint.content import published
+from strategies.run_directory.files import LINEAGE_FILE
 from strategies.run_directory.spec import STOPPED
-from strategies.supervision.lineage import LINEAGE_FILE
 from tests.strategies.faults.faulty_run import FaultyRun, wait_for
 from tests.strategies.faults.ledger import progress
 

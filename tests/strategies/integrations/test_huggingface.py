@@ -10,7 +10,7 @@ import torch
 
 from dsplan.integrations import TrainerCallback
 from hardware_db.store import open_store
-from strategies.launch.hooks.live import sequence_length
+from strategies.launch.hooks.script_plan import sequence_length
 from strategies.telemetry.metrics import summarise
 
 transformers = pytest.importorskip("transformers")

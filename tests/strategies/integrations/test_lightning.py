@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 pytest.importorskip("lightning")
 
 from strategies.distributed.rank_pool import RankPool
+from strategies.errors import BackendMissing
+from strategies.integrations import lightning_shared
 from tests.strategies.integrations import lightning_bodies as bodies
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
@@ -145,3 +148,19 @@ def test_a_config_that_contradicts_the_trainer_is_refused(ranks: RankPool) -> No
     assert said == (
         "config: gradient_accumulation_steps is 4 and Lightning accumulates 2 batches; leave it out of the config"
     )
+
+
+def test_a_lightning_that_is_installed_and_broken_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(name: str) -> None:
+        raise ImportError(f"no {name} here", name="torchmetrics" if name == "lightning.pytorch" else name)
+
+    for name in lightning_shared.TRAINERS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(lightning_shared, "import_module", fail)
+    with pytest.raises(BackendMissing, match="Lightning is not installed"):
+        lightning_shared.package_in_use()
+    said = capsys.readouterr().err
+    assert "lightning.pytorch is installed and cannot be imported: no lightning.pytorch here" in said
+    assert "pytorch_lightning" not in said

@@ -9,15 +9,8 @@ import pytest
 
 from strategies.launch.failure_causes import ending_of, forget_last_attempt, memory_kills, with_stacks_kept
 from strategies.launch.policy import Policy, RunContext
-from strategies.run_directory.spec import (
-    RESULT_FILE,
-    EndingKind,
-    failure_path,
-    heartbeat_path,
-    log_path,
-    success_path,
-    write_json,
-)
+from strategies.run_directory.files import RESULT_FILE, failure_path, heartbeat_path, log_path, success_path, write_json
+from strategies.run_directory.spec import EndingKind
 from tests.strategies.supervision.test_verdicts import beat
 
 ECHO = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3012"

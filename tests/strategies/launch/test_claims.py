@@ -14,13 +14,14 @@ import pytest
 from torch import nn
 
 from strategies.errors import CannotRun
-from strategies.launch.hooks import asked, places
+from strategies.launch.hooks import capabilities, places
 from strategies.launch.hooks.accelerate import _accumulates
 from strategies.launch.hooks.places import Place
 from strategies.run_directory import claim
 from strategies.run_directory.claim import Claim, read_claim
+from strategies.run_directory.request import PlanRequest, RequestedMethod
 from strategies.run_directory.spec import ScriptKind
-from strategies.variables import BACKEND, KERNELS, METHOD, PARALLEL, PLAN, RUN_DIRECTORY, STRATEGY
+from strategies.variables import REQUEST, RUN_DIRECTORY
 
 # Two libraries, of which the outer one trains with the inner one, and the hooks of both.
 MODULES = {
@@ -41,8 +42,7 @@ PLACES = (
 
 @pytest.fixture(autouse=True)
 def _nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (PLAN, STRATEGY, BACKEND):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(REQUEST, raising=False)
     claim.forget()
     yield
     claim.forget()
@@ -158,10 +158,10 @@ def test_what_a_library_can_run(
     kind: ScriptKind, strategy: str | None, backend: str | None, gpus: bool, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend:
-        monkeypatch.setenv(BACKEND, backend)
+        monkeypatch.setenv(REQUEST, PlanRequest(backend=backend).to_variables()[REQUEST])
     said = ""
     try:
-        asked.require_possible(kind, strategy, gpus=gpus)
+        capabilities.require_possible(kind, strategy, gpus=gpus)
     except CannotRun as refusal:
         said = str(refusal)
     assert said.startswith(says)
@@ -172,22 +172,23 @@ def test_what_a_library_can_run(
 def test_a_library_that_trains_whole_models_refuses_to_split_one(
     kind: ScriptKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(PARALLEL, '{"tp": 1, "pp": 2}')
+    monkeypatch.setenv(REQUEST, '{"degrees": {"tp": 1, "pp": 2}}')
     with pytest.raises(CannotRun, match=r"trains whole models here, and pp 2 splits them; call dsplan\.initialize"):
-        asked.require_possible(kind, None, gpus=False)
-    assert asked.asked() == "--tp 1 --pp 2"
+        capabilities.require_possible(kind, None, gpus=False)
+    assert capabilities.requested_flags() == "--tp 1 --pp 2"
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "accelerate", "deepspeed", "lightning", "torch"])
 def test_a_library_that_trains_the_scripts_modules_refuses_to_change_them(
     kind: ScriptKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(METHOD, '{"method": "lora", "lora_rank": 4}')
-    monkeypatch.setenv(KERNELS, '{"rms_norm": "liger", "all": "auto"}')
+    method = RequestedMethod(method="lora", lora_rank=4)
+    request = PlanRequest(method=method, kernels={"rms_norm": "liger", "all": "auto"})
+    monkeypatch.setenv(REQUEST, request.to_variables()[REQUEST])
     flags = "--method lora --lora-rank 4 --kernels rms_norm=liger,auto"
     with pytest.raises(CannotRun, match=f"the modules that the script made, and {flags} changes them; call dsplan"):
-        asked.require_possible(kind, None, gpus=False)
-    assert asked.asked() == flags
+        capabilities.require_possible(kind, None, gpus=False)
+    assert capabilities.requested_flags() == flags
 
 
 @pytest.mark.parametrize(
@@ -207,17 +208,16 @@ def test_a_trainer_that_splits_its_model_itself_is_refused_without_a_gpu(paralle
 
 
 def test_what_was_asked_and_not_applied_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked.refuse_unplanned_step()
-    asked.refuse_unapplied()
-    monkeypatch.setenv(STRATEGY, "zero3")
-    monkeypatch.setenv(BACKEND, "native")
+    capabilities.refuse_unplanned_step()
+    capabilities.refuse_unapplied()
+    monkeypatch.setenv(REQUEST, '{"strategy": "zero3", "backend": "native"}')
     with pytest.raises(CannotRun, match=r"zero3 --backend native cannot be applied: test_claims.py, line \d+"):
-        asked.refuse_unplanned_step()
+        capabilities.refuse_unplanned_step()
     with pytest.raises(CannotRun, match="was not applied: the script ended without training anything"):
-        asked.refuse_unapplied()
+        capabilities.refuse_unapplied()
     claim.take_over(is_planned=True)
-    asked.refuse_unplanned_step()
-    asked.refuse_unapplied()
+    capabilities.refuse_unplanned_step()
+    capabilities.refuse_unapplied()
 
 
 CALLS = "def main(look):\n    return look()\n"

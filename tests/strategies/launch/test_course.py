@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from hardware_db.errors import DsplanError
 from strategies.launch.attempt import OutputLine, RunFiles
-from strategies.launch.options import Asked, asked_placement, asked_supervision
+from strategies.launch.options import DEFAULT_SUPERVISION, RequestedPlacement, RequestedSupervision
 from strategies.launch.prepare import RunRequest, prepare
 from strategies.launch.run_lock import RunLock
 from strategies.launch.state import Course
 from strategies.run_directory.journal import Journal, read_journal
-from strategies.run_directory.spec import LaunchSpec, Placement, Supervision
+from strategies.run_directory.request import PlanRequest
+from strategies.run_directory.spec import LaunchSpec, Placement
 
 
 def test_a_restart_costs_the_time_until_the_run_is_where_it_was() -> None:
@@ -122,23 +124,25 @@ def test_a_resumed_run_keeps_what_it_was_asked_and_takes_what_is_asked_now(scrip
     request = RunRequest(
         script=script,
         arguments=("--x",),
-        strategy="ddp",
+        plan=PlanRequest(strategy="ddp"),
         processes=1,
         run_directory=tmp_path / "run",
-        placement=asked_placement(launcher="mpi", options=["--a", "--b"]),
-        supervision=asked_supervision(retries=7, hang_minutes=2),
+        placement=RequestedPlacement(launcher="mpi", launcher_option=("--a", "--b")),
+        supervision=RequestedSupervision(retries=7, hang_minutes=2),
     )
     spec = prepare(request).spec
     spec.save()
     assert LaunchSpec.load(spec.path) == spec
-    launch = prepare(RunRequest(resume=tmp_path / "run", supervision=asked_supervision(retries=1)))
+    launch = prepare(RunRequest(resume=tmp_path / "run", supervision=RequestedSupervision(retries=1)))
     assert launch.resumes
-    assert launch.spec.supervision == Supervision(retries=1, hang_seconds=120)
+    assert launch.spec.supervision == replace(DEFAULT_SUPERVISION, retries=1, hang_seconds=120)
     assert launch.spec.placement == Placement(launcher="mpi", options=("--a", "--b"))
     assert (launch.spec.script, launch.spec.arguments, launch.spec.processes) == (spec.script, ("--x",), 1)
     assert launch.spec.environment == spec.environment
-    again = prepare(RunRequest(resume=tmp_path / "run", script=script, strategy="fsdp", processes=2)).spec
-    assert (again.arguments, again.environment["DSPLAN_STRATEGY"], again.processes) == ((), "fsdp", 2)
+    again = prepare(
+        RunRequest(resume=tmp_path / "run", script=script, plan=PlanRequest(strategy="fsdp"), processes=2)
+    ).spec
+    assert (again.arguments, PlanRequest.of(again.environment).strategy, again.processes) == ((), "fsdp", 2)
 
 
 def test_runs_that_cannot_be_gone_on_with(script: Path, tmp_path: Path) -> None:
@@ -155,7 +159,11 @@ def test_runs_that_cannot_be_gone_on_with(script: Path, tmp_path: Path) -> None:
         prepare(RunRequest())
 
 
-SPEC = {"script": "a", "processes": 1, "run_directory": "b"}
+SPEC = {"script": "a", "processes": 1, "run_directory": "b", "supervision": asdict(DEFAULT_SUPERVISION)}
+
+
+def _supervised(**values: object) -> str:
+    return json.dumps({**SPEC, "supervision": {**asdict(DEFAULT_SUPERVISION), **values}})
 
 
 @pytest.mark.parametrize(
@@ -166,9 +174,15 @@ SPEC = {"script": "a", "processes": 1, "run_directory": "b"}
         ("[" * 100_000, "maximum recursion depth"),
         ("[]", "line is []; it must be an object"),
         ("{}", "script is missing"),
-        (json.dumps({**SPEC, "supervision": {"retries": "many"}}), "supervision.retries is 'many'; it must be a whole"),
+        (
+            _supervised(retries="many"),
+            "supervision.retries is 'many'; it must be a whole",
+        ),
         (json.dumps({**SPEC, "placement": {"launcher": "pbs"}}), "placement.launcher 'pbs' is not one of local, slurm"),
-        (json.dumps({**SPEC, "supervision": {"old": 1}}), "supervision.old is not a key; the keys are retries"),
+        (
+            _supervised(old=1),
+            "supervision.old is not a key; the keys are retries",
+        ),
     ],
 )
 def test_a_run_of_another_version(text: str, problem: str, script: Path, tmp_path: Path) -> None:
@@ -192,7 +206,7 @@ def test_a_run_is_gone_on_with_from_another_directory(
 
 @pytest.mark.parametrize(("text", "nodes"), [("4", (4, 4)), ("2:8", (2, 8))])
 def test_nodes(text: str, nodes: tuple[int, int]) -> None:
-    placement = Placement(**asked_placement(nodes=text))
+    placement = RequestedPlacement(nodes=text).over(Placement())
     assert (placement.least_nodes, placement.most_nodes) == nodes
     assert placement.is_elastic == (nodes[0] != nodes[1])
 
@@ -200,43 +214,43 @@ def test_nodes(text: str, nodes: tuple[int, int]) -> None:
 @pytest.mark.parametrize("text", ["0", "3:2", "two", "1:2:3", "-1", "9999999"])
 def test_no_number_of_nodes(text: str) -> None:
     with pytest.raises(DsplanError, match="no number of nodes"):
-        asked_placement(nodes=text)
+        RequestedPlacement(nodes=text).over(Placement())
 
 
 @pytest.mark.parametrize("text", ["node0", "node0:", ":29400", "node0:99999", "node0:x"])
 def test_no_address(text: str) -> None:
     with pytest.raises(DsplanError, match="write HOST:PORT"):
-        asked_placement(rendezvous=text)
+        RequestedPlacement(rendezvous=text).over(Placement())
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("placement", "words"),
     [
-        (asked_placement(nodes="2"), "--nodes 2 needs --rendezvous"),
-        (asked_placement(rendezvous="node0:29400"), "add --nodes"),
-        (asked_placement(nodes="2", rendezvous="node0:29400"), "need --checkpoint-dir"),
-        (asked_placement(nodes="1:2", launcher="mpi"), "give --launcher mpi one number"),
-        (asked_placement(launcher="slurm", rendezvous="node0:29400"), "--rendezvous is for --launcher local or"),
-        (asked_placement(node_rank=1), "--node-rank is for --launcher deepspeed or accelerate"),
-        (asked_placement(options=["-x"]), "--launcher-option is for"),
+        (RequestedPlacement(nodes="2"), "--nodes 2 needs --rendezvous"),
+        (RequestedPlacement(rendezvous="node0:29400"), "add --nodes"),
+        (RequestedPlacement(nodes="2", rendezvous="node0:29400"), "need --checkpoint-dir"),
+        (RequestedPlacement(nodes="1:2", launcher="mpi"), "give --launcher mpi one number"),
+        (RequestedPlacement(launcher="slurm", rendezvous="node0:29400"), "--rendezvous is for --launcher local or"),
+        (RequestedPlacement(node_rank=1), "--node-rank is for --launcher deepspeed or accelerate"),
+        (RequestedPlacement(launcher_option=("-x",)), "--launcher-option is for"),
     ],
 )
-def test_placements_that_do_not_fit_together(asked: Asked, words: str, script: Path) -> None:
+def test_placements_that_do_not_fit_together(placement: RequestedPlacement, words: str, script: Path) -> None:
     with pytest.raises(DsplanError, match=words):
-        prepare(RunRequest(script=script, placement=asked))
+        prepare(RunRequest(script=script, placement=placement))
 
 
 def test_another_launcher_is_not_told_what_the_earlier_one_was(script: Path, tmp_path: Path) -> None:
-    asked = asked_placement(launcher="mpi", nodes="2", options=["-x"])
-    prepare(RunRequest(script=script, run_directory=tmp_path / "run", placement=asked)).spec.save()
-    resume = RunRequest(resume=tmp_path / "run", placement=asked_placement(launcher="local"))
+    placement = RequestedPlacement(launcher="mpi", nodes="2", launcher_option=("-x",))
+    prepare(RunRequest(script=script, run_directory=tmp_path / "run", placement=placement)).spec.save()
+    resume = RunRequest(resume=tmp_path / "run", placement=RequestedPlacement(launcher="local"))
     assert prepare(resume).spec.placement == Placement()
 
 
 def test_when_to_save() -> None:
-    assert Supervision(**asked_supervision()).checkpoint_minutes == 10
-    by_steps = Supervision(**asked_supervision(checkpoints=(None, 5, None)))
+    assert RequestedSupervision().over(DEFAULT_SUPERVISION).checkpoint_minutes == 10
+    by_steps = RequestedSupervision(checkpoint_steps=5).over(DEFAULT_SUPERVISION)
     assert (by_steps.checkpoint_steps, by_steps.checkpoint_minutes) == (5, None)
-    both = Supervision(**asked_supervision(checkpoints=(None, 5, 2.0)))
+    both = RequestedSupervision(checkpoint_steps=5, checkpoint_minutes=2.0).over(DEFAULT_SUPERVISION)
     assert (both.checkpoint_steps, both.checkpoint_minutes) == (5, 2.0)
-    assert Supervision(**asked_supervision(checkpoints=(None, None, 0.0))).checkpoint_minutes is None
+    assert RequestedSupervision(checkpoint_minutes=0.0).over(DEFAULT_SUPERVISION).checkpoint_minutes is None

@@ -41,10 +41,14 @@ def _check_memory(found: dict[str, Any]) -> None:
     assert 0.85 < found["measured"]["peak_allocated_bytes"] / predicted < 1.15
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["hf_trainer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("accelerate_loop", "deepspeed_loop"))],
-)
+def test_live_plan(tmp_path: Path) -> None:
+    found = _train("hf_trainer", tmp_path)
+    _check_training(found)
+    _check_memory(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hf_trainer", "accelerate_loop", "deepspeed_loop"])
 def test_live_plan_then_plan_file(name: str, tmp_path: Path) -> None:
     found = _train(name, tmp_path)
     _check_training(found)
@@ -68,6 +72,7 @@ def test_live_plan_then_plan_file(name: str, tmp_path: Path) -> None:
     assert again["measured"]["peak_allocated_bytes"] < found["measured"]["peak_allocated_bytes"]
 
 
+@pytest.mark.slow  # engine/test_planned.py trains the same script on a pool of ranks
 def test_a_script_that_calls_dsplan(tmp_path: Path) -> None:
     found = _train("train_gpt", tmp_path, "--strategy", "fsdp")
     _check_training(found)

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from dsplan.cli.run import _keep_page
+from strategies.launch.options import DEFAULT_SUPERVISION
 from strategies.launch.report import COMPLETED, RunReport
+from strategies.run_directory.files import keep_result, write_json
 from strategies.run_directory.journal import Journal, read_journal
-from strategies.run_directory.spec import LaunchSpec, keep_result, write_json
+from strategies.run_directory.spec import LaunchSpec
 from strategies.telemetry.metrics import summarise
 
 
@@ -50,7 +52,7 @@ def test_a_journal_that_cannot_be_written_is_reported_once(tmp_path: Path, capsy
 
 
 def test_a_page_that_cannot_be_written_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = LaunchSpec(script="train.py", processes=1, run_directory=str(tmp_path))
+    spec = LaunchSpec(script="train.py", processes=1, run_directory=str(tmp_path), supervision=DEFAULT_SUPERVISION)
     report = RunReport(spec=spec, outcome=COMPLETED, measured=summarise([]), plan=None)
     with _no_space():
         _keep_page(report, "stored")

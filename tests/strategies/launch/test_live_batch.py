@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.launch.hooks import live
+from strategies.launch.hooks import script_plan
 from strategies.run_directory.resume_state import ResumeState
 
 
@@ -22,8 +22,8 @@ def test_the_batch_is_kept_where_the_script_can_accumulate(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(live, "current", lambda: ResumeState(ranks=3, is_resumed=True, global_batch_size=kept))
-    job = live.LiveJob(
+    monkeypatch.setattr(script_plan, "current", lambda: ResumeState(ranks=3, is_resumed=True, global_batch_size=kept))
+    job = script_plan.LiveJob(
         module=nn.Linear(1, 1),
         kind="accelerate",
         micro_batch_size=4,
@@ -33,7 +33,7 @@ def test_the_batch_is_kept_where_the_script_can_accumulate(
         optimizer="adamw",
         accumulates=accumulates,
     )
-    assert live._global_batch(job, 3) == expected
+    assert script_plan._global_batch(job, 3) == expected
     said = capsys.readouterr().out
     assert ("does not accumulate gradients: 3 ranks train on 12 samples a step, not on 24" in said) is (
         kept == 24 and not accumulates
@@ -78,7 +78,7 @@ def test_a_plan_is_made_of_a_batch_of_the_scripts_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
-    job = live.LiveJob(
+    job = script_plan.LiveJob(
         module=module,
         kind="accelerate",
         micro_batch_size=4,
@@ -89,7 +89,7 @@ def test_a_plan_is_made_of_a_batch_of_the_scripts_own(
         optimizer="adamw",
         fixed_batch=True,
     )
-    plan = live._plan(job, ())
+    plan = script_plan._plan(job, ())
     assert (plan.configuration.sequence_length, plan.workload["task"]) == (planned, task)
     assert plan.provenance["memory"] == "traced"
 
@@ -107,4 +107,4 @@ def _cannot_take_text(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def test_tokens_are_counted_although_a_collator_cannot_take_the_samples_as_they_are(collate: Any, tokens: int) -> None:
     """Trainer drops the columns that a model does not take before its collator sees them."""
     samples = [{"text": "a", "input_ids": [1, 2, 3]}, {"text": "b", "input_ids": [1, 2, 3, 4, 5]}]
-    assert live.sequence_length(samples, collate) == tokens
+    assert script_plan.sequence_length(samples, collate) == tokens

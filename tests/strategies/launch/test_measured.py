@@ -6,15 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from strategies.run_directory.files import metrics_path
 from strategies.telemetry.follow import LineFollower
-from strategies.telemetry.metrics import (
-    last_attempt,
-    lineage,
-    metrics_path,
-    of_attempt,
-    read_metrics,
-    summarise,
-)
+from strategies.telemetry.metrics import last_attempt, lineage, of_attempt, read_metrics, summarise
 
 
 def _step(step: int, seconds: float, **more: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from strategies.launch.failure_causes import ending_of
 from strategies.launch.report import Outcome, outcome_of
-from strategies.run_directory.spec import RESULT_FILE, failure_path, log_path, write_json
+from strategies.run_directory.files import RESULT_FILE, failure_path, log_path, write_json
 
 
 def judge(directory: Path, status: int) -> Outcome:

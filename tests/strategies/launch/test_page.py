@@ -12,6 +12,7 @@ from dsplan.render.run_view import RunView, ending_line
 from dsplan.render.show import Table
 from strategies.launch.attempt import AttemptEnded, OutputLine
 from strategies.launch.failure_causes import Ending
+from strategies.launch.options import DEFAULT_SUPERVISION
 from strategies.launch.policy import Decision
 from strategies.launch.report import (
     COMPLETED,
@@ -33,7 +34,7 @@ SAVED = Ending(kind="preempted", rank=0, step=12, reason="stopped at step 12 and
 
 
 def _report(directory: Path, outcome: Outcome, *endings: Ending | None) -> RunReport:
-    spec = LaunchSpec(script="train.py", processes=2, run_directory=str(directory))
+    spec = LaunchSpec(script="train.py", processes=2, run_directory=str(directory), supervision=DEFAULT_SUPERVISION)
     attempts = tuple(
         AttemptReport(
             attempt=number, began=1e9, seconds=5.0, ranks=2, first_step=1, last_step=8, ending=ending,

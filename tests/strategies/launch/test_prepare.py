@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hardware_db.device import Device
-from hardware_db.errors import DsplanError
+from hardware_db.errors import BrokenFile, DsplanError
 from hardware_db.probe import Host, Machine, Software
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.errors import ContradictoryRequest
@@ -20,11 +19,12 @@ from planner.search.search import recommend
 from planner.types.plan import Plan
 from planner.types.plan_io import save_plan
 from strategies.launch import prepare as prepare_module
-from strategies.launch.options import asked_kernels, asked_supervision
+from strategies.launch.options import DEFAULT_SUPERVISION, RequestedSupervision, parse_kernels
 from strategies.launch.prepare import RunRequest, prepare
-from strategies.run_directory.claim import CLAIM_FILE
-from strategies.run_directory.spec import write_json
-from strategies.variables import BACKEND, KERNELS, METHOD, PARALLEL
+from strategies.run_directory.attempt_options import AttemptOptions
+from strategies.run_directory.files import ATTEMPT_OPTIONS_FILE, CLAIM_FILE, write_json
+from strategies.run_directory.request import PlanRequest, RequestedDegrees, RequestedMethod
+from strategies.variables import REQUEST
 
 CPU = Device(name="cpu", vendor="cpu", architecture="x86")
 
@@ -49,10 +49,10 @@ def _plan(gpus: int = 2, **configuration: object) -> Plan:
     return replace(plan, configuration=replace(plan.configuration, **configuration))
 
 
-def _plan_file(tmp_path: Path, plan: Plan) -> Path:
+def _plan_file(tmp_path: Path, plan: Plan) -> PlanRequest:
     path = tmp_path / "plan.yaml"
     save_plan(plan, path)
-    return path
+    return PlanRequest(plan_file=str(path))
 
 
 def _refusal(request: RunRequest) -> str:
@@ -66,68 +66,104 @@ def test_two_processes_on_a_machine_without_a_gpu(script: Path) -> None:
     launch = prepare(RunRequest(script=script, arguments=("--x", "1")))
     assert (launch.spec.processes, launch.spec.arguments, launch.plan) == (2, ("--x", "1"), None)
     assert launch.spec.environment["DSPLAN_RUN_DIR"] == launch.spec.run_directory
-    assert "DSPLAN_PLAN" not in launch.spec.environment
+    assert REQUEST not in launch.spec.environment
 
 
 def test_a_plan_decides_the_number_of_processes(script: Path, tmp_path: Path) -> None:
-    launch = prepare(RunRequest(script=script, plan_file=_plan_file(tmp_path, _plan(gpus=4))))
+    launch = prepare(RunRequest(script=script, plan=_plan_file(tmp_path, _plan(gpus=4))))
     assert launch.spec.processes == 4
-    assert launch.spec.environment["DSPLAN_PLAN"] == str(tmp_path / "plan.yaml")
+    assert PlanRequest.of(launch.spec.environment).plan_file == str(tmp_path / "plan.yaml")
 
 
 def test_a_plan_whose_parts_do_not_go_together(script: Path, tmp_path: Path) -> None:
     plan = _plan_file(tmp_path, _plan(pp_schedule="gpipe"))
-    assert "plan.yaml: schedule gpipe is for a pipeline" in _refusal(RunRequest(script=script, plan_file=plan))
+    assert "plan.yaml: schedule gpipe is for a pipeline" in _refusal(RunRequest(script=script, plan=plan))
+
+
+def _handed(request: RunRequest) -> PlanRequest:
+    """Return what the ranks of a run are handed."""
+    return PlanRequest.of(prepare(request).spec.environment)
 
 
 def test_degrees_go_to_the_ranks_and_with_a_resumed_run(script: Path, tmp_path: Path) -> None:
-    degrees = {"tp": 2, "pp": 2, "pp_schedule": "gpipe"}
-    launch = prepare(RunRequest(script=script, processes=4, parallel=degrees, run_directory=tmp_path / "run"))
+    degrees = RequestedDegrees(tp=2, pp=2, pp_schedule="gpipe")
+    request = RunRequest(script=script, processes=4, plan=PlanRequest(degrees=degrees), run_directory=tmp_path / "run")
+    launch = prepare(request)
     launch.spec.save()
-    assert json.loads(launch.spec.environment[PARALLEL]) == degrees
-    again = prepare(RunRequest(resume=tmp_path / "run"))
-    assert json.loads(again.spec.environment[PARALLEL]) == degrees
-    other = prepare(RunRequest(resume=tmp_path / "run", parallel={"cp": 2}, processes=3))
-    assert json.loads(other.spec.environment[PARALLEL]) == {"cp": 2}
-    assert PARALLEL not in prepare(RunRequest(resume=tmp_path / "run", strategy="ddp")).spec.environment
+    assert PlanRequest.of(launch.spec.environment).degrees == degrees
+    assert _handed(RunRequest(resume=tmp_path / "run")).degrees == degrees
+    others = PlanRequest(degrees=RequestedDegrees(cp=2))
+    assert _handed(RunRequest(resume=tmp_path / "run", plan=others, processes=3)) == others
+    ddp = PlanRequest(strategy="ddp")
+    assert _handed(RunRequest(resume=tmp_path / "run", plan=ddp)) == ddp
+    assert REQUEST not in prepare(RunRequest(script=script)).spec.environment
+
+
+def test_a_run_of_an_earlier_release_keeps_what_it_was_asked(script: Path, tmp_path: Path) -> None:
+    """Its `launch.json` has a variable for each part of the request, and its options a copy of the supervision."""
+    spec = prepare(RunRequest(script=script, run_directory=tmp_path / "run")).spec
+    earlier = {
+        "DSPLAN_STRATEGY": "fsdp",
+        "DSPLAN_BACKEND": "torch",
+        "DSPLAN_PARALLEL": '{"tp": 2, "sequence_parallel": true}',
+        "DSPLAN_METHOD": '{"method": "lora", "lora_rank": 4}',
+        "DSPLAN_KERNELS": '{"all": "auto"}',
+    }
+    replace(spec, environment={**spec.environment, **earlier}).save()
+    assert _handed(RunRequest(resume=tmp_path / "run")) == PlanRequest(
+        strategy="fsdp",
+        backend="torch",
+        degrees=RequestedDegrees(tp=2, sequence_parallel=True),
+        method=RequestedMethod(method="lora", lora_rank=4),
+        kernels={"all": "auto"},
+    )
+    supervision = {"checkpoint_directory": "c", "checkpoint_minutes": None, "checkpoint_steps": 5}
+    options = {"attempt": 2, "reached": 7, **supervision, "hang_seconds": 60.0, "tunes": False, "since": 1}
+    write_json(tmp_path / "run" / ATTEMPT_OPTIONS_FILE, options)
+    read = AttemptOptions.load(tmp_path / "run")
+    assert read == AttemptOptions(attempt=2, reached=7, since=1, supervision=spec.supervision)
+    write_json(tmp_path / "run" / ATTEMPT_OPTIONS_FILE, {**options, "attempts": 1})
+    with pytest.raises(BrokenFile, match=r"orders\.json: not a run of this version of dsplan \(attempts is not a key"):
+        AttemptOptions.load(tmp_path / "run")
 
 
 def test_degrees_that_do_not_divide_the_processes(script: Path, tmp_path: Path) -> None:
-    request = RunRequest(script=script, processes=4, parallel={"tp": 2, "pp": 3})
+    request = RunRequest(script=script, processes=4, plan=PlanRequest(degrees=RequestedDegrees(tp=2, pp=3)))
     assert _refusal(request) == "--tp 2 x --pp 3 = 6 does not divide the 4 processes; use --nproc 6, or another degree"
-    request = RunRequest(script=script, processes=4, parallel={"tp": 3})
+    request = RunRequest(script=script, processes=4, plan=PlanRequest(degrees=RequestedDegrees(tp=3)))
     assert _refusal(request) == "--tp 3 does not divide the 4 processes; use --nproc 6, or another degree"
     plan = _plan_file(tmp_path, _plan())
-    request = RunRequest(script=script, plan_file=plan, parallel={"pp_schedule": "1f1b"})
+    request = RunRequest(script=script, plan=replace(plan, degrees=RequestedDegrees(pp_schedule="1f1b")))
     assert _refusal(request) == "--plan and --pp-schedule cannot both decide; leave one out"
 
 
 def test_what_is_trained_and_whose_kernels_run_are_handed_on_and_kept(script: Path, tmp_path: Path) -> None:
-    method, kernels = {"method": "lora", "lora_rank": 4}, asked_kernels("rms_norm=liger,auto")
-    launch = prepare(RunRequest(script=script, method=method, kernels=kernels, run_directory=tmp_path / "run"))
+    method, kernels = RequestedMethod(method="lora", lora_rank=4), parse_kernels("rms_norm=liger,auto")
+    request = PlanRequest(method=method, kernels=kernels)
+    launch = prepare(RunRequest(script=script, plan=request, run_directory=tmp_path / "run"))
     launch.spec.save()
-    assert json.loads(launch.spec.environment[METHOD]) == method
-    assert json.loads(launch.spec.environment[KERNELS]) == {"rms_norm": "liger", "all": "auto"}
-    again = prepare(RunRequest(resume=tmp_path / "run"))
-    assert again.spec.environment[METHOD] == launch.spec.environment[METHOD]
-    plan = _plan_file(tmp_path, _plan())
-    assert "--plan and --method cannot" in _refusal(RunRequest(script=script, plan_file=plan, method=method))
-    assert "--lora-rank is for --method lora" in _refusal(RunRequest(script=script, method={"lora_rank": 4}))
-    both = {"method": "dora", "train_only": "head"}
-    assert "--train-only says what --method dora says too" in _refusal(RunRequest(script=script, method=both))
+    assert PlanRequest.of(launch.spec.environment) == request
+    assert request.kernels == {"rms_norm": "liger", "all": "auto"}
+    assert _handed(RunRequest(resume=tmp_path / "run")) == request
+    plan = replace(_plan_file(tmp_path, _plan()), method=method)
+    assert "--plan and --method cannot" in _refusal(RunRequest(script=script, plan=plan))
+    alone = PlanRequest(method=RequestedMethod(lora_rank=4))
+    assert "--lora-rank is for --method lora" in _refusal(RunRequest(script=script, plan=alone))
+    both = PlanRequest(method=RequestedMethod(method="dora", train_only="head"))
+    assert "--train-only says what --method dora says too" in _refusal(RunRequest(script=script, plan=both))
     with pytest.raises(ContradictoryRequest, match="--kernels 'liger,auto' is read as NAME, or as KERNEL=NAME"):
-        asked_kernels("liger,auto")
+        parse_kernels("liger,auto")
 
 
 def test_a_plan_for_more_processes_than_asked(script: Path, tmp_path: Path) -> None:
     plan = _plan_file(tmp_path, _plan())
-    assert "--nproc 3 contradicts" in _refusal(RunRequest(script=script, plan_file=plan, processes=3))
+    assert "--nproc 3 contradicts" in _refusal(RunRequest(script=script, plan=plan, processes=3))
 
 
 def test_a_plan_over_several_nodes(script: Path, tmp_path: Path) -> None:
     plan = _plan()
     several = replace(plan, cluster={**plan.cluster, "nodes": 2, "gpus_per_node": 1})
-    assert "spans 2 nodes" in _refusal(RunRequest(script=script, plan_file=_plan_file(tmp_path, several)))
+    assert "spans 2 nodes" in _refusal(RunRequest(script=script, plan=_plan_file(tmp_path, several)))
 
 
 def test_more_processes_than_gpus(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,27 +177,26 @@ def test_a_number_of_processes_that_is_none(processes: int, script: Path) -> Non
 
 
 def test_plan_and_strategy_together(script: Path, tmp_path: Path) -> None:
-    request = RunRequest(script=script, plan_file=_plan_file(tmp_path, _plan()), strategy="ddp")
+    request = RunRequest(script=script, plan=replace(_plan_file(tmp_path, _plan()), strategy="ddp"))
     assert "leave one out" in _refusal(request)
 
 
 def test_an_unknown_strategy_offers_the_known(script: Path) -> None:
-    assert "nearest: zero2" in _refusal(RunRequest(script=script, strategy="zero22"))
+    assert "nearest: zero2" in _refusal(RunRequest(script=script, plan=PlanRequest(strategy="zero22")))
 
 
 def test_a_backend(script: Path, tmp_path: Path) -> None:
-    assert "one of torch, deepspeed, native" in _refusal(RunRequest(script=script, backend="nativ"))
-    contradiction = _refusal(RunRequest(script=script, strategy="zero3", backend="torch"))
+    assert "one of torch, deepspeed, native" in _refusal(RunRequest(script=script, plan=PlanRequest(backend="nativ")))
+    contradiction = _refusal(RunRequest(script=script, plan=PlanRequest(strategy="zero3", backend="torch")))
     assert contradiction == "--backend torch does not run zero3; deepspeed or native does, or leave one of them out"
     plan = _plan_file(tmp_path, _plan())
     assert "--plan and --backend cannot both decide" in _refusal(
-        RunRequest(script=script, plan_file=plan, backend="torch")
+        RunRequest(script=script, plan=replace(plan, backend="torch"))
     )
-    launch = prepare(RunRequest(script=script, backend="native", run_directory=tmp_path / "run"))
+    launch = prepare(RunRequest(script=script, plan=PlanRequest(backend="native"), run_directory=tmp_path / "run"))
     launch.spec.save()
-    assert launch.spec.environment[BACKEND] == "native"
-    again = prepare(RunRequest(resume=tmp_path / "run"))
-    assert again.spec.environment[BACKEND] == "native"
+    assert PlanRequest.of(launch.spec.environment).backend == "native"
+    assert _handed(RunRequest(resume=tmp_path / "run")).backend == "native"
 
 
 @pytest.mark.parametrize(
@@ -202,13 +237,13 @@ def test_a_run_directory_that_cannot_be_made(script: Path, tmp_path: Path) -> No
 
 def test_a_checkpoint_directory_that_cannot_be_made(script: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    asked = asked_supervision(checkpoints=(tmp_path / "file" / "saves", None, None))
-    assert "--checkpoint-dir" in _refusal(RunRequest(script=script, supervision=asked))
+    supervision = RequestedSupervision(checkpoint_dir=tmp_path / "file" / "saves")
+    assert "--checkpoint-dir" in _refusal(RunRequest(script=script, supervision=supervision))
 
 
 def test_times_that_are_no_numbers() -> None:
     with pytest.raises(DsplanError, match="--hang-minutes is nan; give a number"):
-        asked_supervision(hang_minutes=float("nan"))
+        RequestedSupervision(hang_minutes=float("nan")).over(DEFAULT_SUPERVISION)
 
 
 def test_a_run_to_resume_that_is_not_there(tmp_path: Path) -> None:

@@ -29,9 +29,11 @@ from strategies.config import read_config
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
 from strategies.run_directory import state_consensus
-from strategies.run_directory.attempt_options import AttemptOptions, FailedPlan
+from strategies.run_directory.attempt_options import FailedPlan
 from strategies.run_directory.resume_state import Findings, ResumeState, Tried, Tuning, combined, largest_divisor
+from strategies.variables import REQUEST
 from tests.strategies import parallel_bodies
+from tests.strategies.attempts import attempt_options
 
 
 def _request(ranks: int, batch: int = 24) -> Request:
@@ -49,13 +51,13 @@ def _failed(plan: Plan) -> FailedPlan:
     return FailedPlan(configuration=plan_to_dict(plan)["plan"], predicted_bytes=plan.memory.peak_allocated_bytes)
 
 
-def _findings(plan: Plan | None = None, written: float = 1.0, **attempt_options: Any) -> Findings:
-    given = asdict(AttemptOptions(checkpoint_directory="c", **{"attempt": 1, **attempt_options}))
+def _findings(plan: Plan | None = None, written: float = 1.0, **options: Any) -> Findings:
+    given = asdict(attempt_options(checkpoint_directory="c", **{"attempt": 1, **options}))
     return Findings(options=given, is_resumed=True, last=plan and plan_to_dict(plan), written=written)
 
 
 def test_a_first_attempt_has_nothing_to_keep(tmp_path: Path) -> None:
-    AttemptOptions(checkpoint_directory="c", tunes=True, most_ranks=6).save(tmp_path)
+    attempt_options(checkpoint_directory="c", tunes=True, most_ranks=6).save(tmp_path)
     assert combined([Findings.of(tmp_path)], 3) == ResumeState(ranks=3, tunes=True, most_ranks=6)
 
 
@@ -144,7 +146,7 @@ def test_as_many_ranks_train_as_the_batch_can_be_split_over(batch: int, ranks: i
 
 
 def test_metrics_of_ranks_that_trained_say_that_the_run_continues(tmp_path: Path) -> None:
-    AttemptOptions(checkpoint_directory="c").save(tmp_path)
+    attempt_options(checkpoint_directory="c").save(tmp_path)
     (tmp_path / "metrics-rank1.jsonl").touch()
     assert not Findings.of(tmp_path).is_resumed
     (tmp_path / "metrics-rank1.jsonl").write_text("{}\n")
@@ -160,7 +162,7 @@ def test_tuning_says_what_to_follow_and_after_it_what_was_fastest(tmp_path: Path
     tried = (Tried(plan=first, step_seconds=3.0), Tried(plan=second, step_seconds=2.0))
     Tuning(tried=tried, following=third, switches=2).save(tmp_path)
     assert Tuning.load(tmp_path) == Tuning(tried=tried, following=third, switches=2)
-    AttemptOptions(checkpoint_directory="c", attempt=2).save(tmp_path)
+    attempt_options(checkpoint_directory="c", attempt=2).save(tmp_path)
     assert Findings.of(tmp_path).tuned == (third, second, first)
 
 
@@ -171,7 +173,7 @@ def test_the_ranks_of_all_nodes_come_to_one_standing(tmp_path: Path) -> None:
     for number, node in enumerate(nodes):
         node.mkdir()
         failed = (_failed(plan),) if number else ()
-        AttemptOptions(checkpoint_directory="c", attempt=2, failed_plans=failed, global_batch_size=24).save(node)
+        attempt_options(checkpoint_directory="c", attempt=2, failed_plans=failed, global_batch_size=24).save(node)
     found: dict[int, ResumeState] = {}
 
     def rank(number: int) -> None:
@@ -266,7 +268,7 @@ class _Run:
         self._patch, self._gpu = monkeypatch, gpu
         (folder / "train.py").write_text(script)
         monkeypatch.setattr("sys.argv", [str(folder / "train.py")])
-        monkeypatch.delenv("DSPLAN_STRATEGY", raising=False)
+        monkeypatch.delenv(REQUEST, raising=False)
         sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
         self.model: nn.Module = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=32))
         self._batch = {"input_ids": torch.zeros(16, dtype=torch.long), "labels": torch.zeros(16, dtype=torch.long)}

@@ -20,10 +20,11 @@ from planner.search.search import recommend
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan
 from strategies.launch import state as run_state
+from strategies.launch.options import DEFAULT_SUPERVISION
 from strategies.launch.state import RunState
 from strategies.run_directory.attempt_options import AttemptOptions
+from strategies.run_directory.files import PLAN_FILE
 from strategies.run_directory.journal import Journal
-from strategies.run_directory.resume_state import PLAN_FILE
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision import lineage
 
@@ -37,7 +38,7 @@ def _plans() -> tuple[Plan, ...]:
 
 @pytest.fixture
 def spec(tmp_path: Path) -> LaunchSpec:
-    return LaunchSpec(script="train.py", processes=2, run_directory=str(tmp_path))
+    return LaunchSpec(script="train.py", processes=2, run_directory=str(tmp_path), supervision=DEFAULT_SUPERVISION)
 
 
 def test_only_a_plan_that_ran_is_ruled_out(spec: LaunchSpec) -> None:

@@ -15,12 +15,13 @@ import pytest
 
 from hardware_db.errors import BrokenFile
 from strategies.launch import tracking
+from strategies.launch.options import DEFAULT_SUPERVISION
 from strategies.launch.run_lock import RunLock
 from strategies.launch.tracking import Feed, Tracking, read_state, state_path
+from strategies.run_directory.files import metrics_path
 from strategies.run_directory.journal import Journal, append_line
 from strategies.run_directory.spec import LaunchSpec
 from strategies.telemetry import trackers
-from strategies.telemetry.metrics import metrics_path
 from strategies.telemetry.trackers import TrackedRun, Tracker
 from tests.dsplan.cli import Cli
 from tests.strategies.telemetry.rows import step_row
@@ -97,7 +98,12 @@ def run(tmp_path: Path) -> Path:
     directory.mkdir()
     arguments = ("--lr", "0.1", "--hub-token", "hf_secret", "--bf16", "--name=\x1b[31m<b>")
     LaunchSpec(
-        script="/x/train.py", arguments=arguments, processes=2, run_directory=str(directory), run_id="abc"
+        script="/x/train.py",
+        arguments=arguments,
+        processes=2,
+        run_directory=str(directory),
+        supervision=DEFAULT_SUPERVISION,
+        run_id="abc",
     ).save()
     Journal(directory).append("attempt", 0, ranks=2, since=0)
     return directory

@@ -51,6 +51,7 @@ def test_accelerate(reference: list[float], tmp_path: Path) -> None:
         assert run.losses() == reference
 
 
+@pytest.mark.slow  # two nodes on one address meet in tests/planner/emit/test_torchrun.py in the suite
 def test_two_nodes_in_network_namespaces(reference: list[float], tmp_path: Path) -> None:
     if reason := namespaces.missing():
         pytest.skip(reason)

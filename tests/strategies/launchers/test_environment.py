@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from strategies.launch.launchers import process
+from strategies.launch.options import DEFAULT_SUPERVISION
 from strategies.run_directory.spec import LaunchSpec
 
 
@@ -20,5 +21,5 @@ def test_a_users_own_libraries_stay_before_installed_ones(
     own = str(tmp_path / "fork-of-a-library")
     monkeypatch.setenv("PYTHONPATH", own)
     monkeypatch.setattr(process, "__file__", str(root / "strategies" / "launch" / "launchers" / "process.py"))
-    spec = LaunchSpec(script="train.py", processes=1, run_directory=str(tmp_path))
+    spec = LaunchSpec(script="train.py", processes=1, run_directory=str(tmp_path), supervision=DEFAULT_SUPERVISION)
     assert process.launch_environment(spec)["PYTHONPATH"] == path.format(root=root, sep=os.pathsep, own=own)

@@ -20,7 +20,9 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from strategies.distributed import network, rendezvous
 from strategies.distributed.launcher_env import Address
 from strategies.launch.elastic import node_agent, nodes
-from strategies.run_directory.spec import RESULT_FILE, LaunchSpec
+from strategies.launch.options import DEFAULT_SUPERVISION
+from strategies.run_directory.files import RESULT_FILE
+from strategies.run_directory.spec import LaunchSpec
 from strategies.variables import RENDEZVOUS_SECONDS
 
 
@@ -38,7 +40,7 @@ class _Place:
 def test_a_node_that_loses_another_while_they_meet_gives_its_place_up(
     error: Exception, leaves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = LaunchSpec(script="train.py", processes=1, run_directory=str(tmp_path))
+    spec = LaunchSpec(script="train.py", processes=1, run_directory=str(tmp_path), supervision=DEFAULT_SUPERVISION)
     places: list[_Place] = []
 
     class _Agent:
@@ -90,7 +92,7 @@ def _program(answer: bytes | None) -> Iterator[int]:
 
 def _report_line(directory: Path, host: str, port: int) -> dict[str, Any]:
     """What a node that is to meet others at an address writes of it."""
-    spec = LaunchSpec(script="train.py", processes=1, run_directory=str(directory))
+    spec = LaunchSpec(script="train.py", processes=1, run_directory=str(directory), supervision=DEFAULT_SUPERVISION)
     nodes.Node(spec, Address(host=host, port=port)).round()
     told = json.loads((directory / RESULT_FILE).read_text())
     assert isinstance(told, dict)
@@ -150,7 +152,7 @@ def test_a_rendezvous_that_was_never_there_is_not_gone(
 def test_a_rendezvous_that_was_there_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = LaunchSpec(script="train.py", processes=1, run_directory=str(tmp_path))
+    spec = LaunchSpec(script="train.py", processes=1, run_directory=str(tmp_path), supervision=DEFAULT_SUPERVISION)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
     node = nodes.Node(spec, Address(host="127.0.0.1", port=port))

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from hardware_db.errors import DsplanError
-from strategies.launch.failure_causes import AGENT_LOG
 from strategies.launch.launchers.launcher import make_launcher
 from strategies.launch.launchers.mpi import first_words, job_result
 from strategies.launch.launchers.process import ProcessLauncher
 from strategies.launch.launchers.slurm import step_result
+from strategies.launch.options import DEFAULT_SUPERVISION
+from strategies.run_directory.files import AGENT_LOG
 from strategies.run_directory.spec import LAUNCHER_NAMES, LaunchSpec, Placement
 
 BY_SIGNAL = "mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed)."
@@ -32,6 +33,7 @@ def launcher(directory: Path, **placement: Any) -> ProcessLauncher:
         processes=2,
         run_directory=str(directory),
         placement=Placement(**placement),
+        supervision=DEFAULT_SUPERVISION,
     )
     made = make_launcher(spec)
     assert isinstance(made, ProcessLauncher)

@@ -17,6 +17,7 @@ from hardware_db.errors import DsplanError
 from planner.errors import NothingFits
 from strategies.errors import BrokenFile, CannotRun
 from strategies.run_directory.attempt_options import AttemptOptions
+from strategies.run_directory.files import LINEAGE_FILE
 from strategies.supervision import lineage, stopping
 from strategies.supervision.failures import (
     NotFinite,
@@ -125,7 +126,7 @@ def test_a_run_knows_its_checkpoints_and_only_complete_ones_count(tmp_path: Path
         if exists:
             path.mkdir()
         lineage.note(tmp_path, lineage.RunCheckpoint(path=str(path), step=step, is_automatic=step != 5))
-    with (tmp_path / lineage.LINEAGE_FILE).open("a") as file:
+    with (tmp_path / LINEAGE_FILE).open("a") as file:
         file.write('{"path": "cut sho')
     made = lineage.read(tmp_path)
     assert [checkpoint.step for checkpoint in made] == [5, 10, 15]

@@ -12,10 +12,10 @@ import pytest
 
 from strategies.errors import CannotRun
 from strategies.launch.hooks import huggingface as hook
-from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.journal import Journal
 from strategies.supervision import lineage
 from strategies.variables import RUN_DIRECTORY
+from tests.strategies.attempts import attempt_options
 
 
 class _Trainer:
@@ -49,7 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def _asked(run: Path, resume_from_checkpoint: Any = None, **options: Any) -> Any:
     """What the Trainer of the next attempt is asked to resume from."""
     later = {"checkpoint_directory": "c", "attempt": 1, "resumes": True, "reached": 9, "may_begin_anew": False}
-    AttemptOptions(**{**later, **options}).save(run)
+    attempt_options(**{**later, **options}).save(run)
     trainer = _Trainer(run / "out")
     hook.supervise(trainer)
     trainer.train(resume_from_checkpoint)
@@ -96,7 +96,7 @@ def test_only_the_first_training_of_a_process_continues(monkeypatch: pytest.Monk
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(hook, "_trains_again", False)
     monkeypatch.setattr(hook, "_Supervised", lambda *arguments: SimpleNamespace(loss_is=None))
-    AttemptOptions(checkpoint_directory="c", attempt=1).save(tmp_path)
+    attempt_options(checkpoint_directory="c", attempt=1).save(tmp_path)
     saved = tmp_path / "out" / "checkpoint-5"
     saved.mkdir(parents=True)
     (saved / "trainer_state.json").write_text("{}")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
 from strategies.config.values import MonitorSettings
-from strategies.telemetry.detectors import SortedWindow
+from strategies.telemetry.detectors import LOSS_SPIKE_MARGIN, MEMORY_GROWTH, SLOWDOWN_RATIO, SortedWindow
+from strategies.telemetry.machine import SAMPLE_SECONDS
 from tests.strategies.telemetry.rows import alerts_of, curve, step_row
 
 MIB = 2**20
@@ -115,6 +117,20 @@ def test_a_detector_can_be_switched_off() -> None:
     ]
     assert alerts_of(rows, off) == []
     assert {alert.kind for alert in alerts_of(rows)} == {"loss_spike", "slowdown", "memory_creep"}
+
+
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [
+        ("sample_seconds", SAMPLE_SECONDS),
+        ("loss_spike", LOSS_SPIKE_MARGIN),
+        ("slowdown", SLOWDOWN_RATIO),
+        ("memory_growth", MEMORY_GROWTH),
+    ],
+)
+def test_the_page_of_the_config_has_the_defaults(name: str, default: float) -> None:
+    page = Path(__file__).parents[3] / "docs" / "reference" / "config.md"
+    assert f"`{name}` ({default:g})" in page.read_text()
 
 
 def test_a_window_has_the_order_of_its_last_values() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from strategies.run_directory.files import metrics_path
 from strategies.run_directory.journal import append_line
 from strategies.telemetry.alerts import Alert, post
 from strategies.telemetry.follow import AlertFollower
-from strategies.telemetry.metrics import metrics_path
 from tests.strategies.telemetry.rows import step_row
 
 

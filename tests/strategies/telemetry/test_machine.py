@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 from hardware_db.probe import nvml
 from strategies.config.values import MonitorSettings, Threshold
 from strategies.telemetry.detectors import Watch
-from strategies.telemetry.machine import MachineReader
+from strategies.telemetry.machine import MachineReader, Sampler
 
 HOT = pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
 
@@ -72,9 +73,28 @@ def test_what_a_driver_refuses_is_left_out_and_asked_no_more(tmp_path: Path, gpu
     assert gpu.asked.count("nvmlDeviceGetPowerUsage") == 1
 
 
-def test_a_gpu_that_nvml_does_not_know_has_no_figures(tmp_path: Path, gpu: FakeGpu) -> None:
+def test_a_gpu_that_nvml_does_not_know_has_no_figures(
+    tmp_path: Path, gpu: FakeGpu, capsys: pytest.CaptureFixture[str]
+) -> None:
     gpu.refused.add("nvmlDeviceGetHandleByUUID")
     assert _reader(tmp_path, cpu=False).read() == {}
+    assert "no figures of the GPU: " in capsys.readouterr().err
+
+
+def test_a_machine_that_cannot_be_looked_at_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, looks = _reader(tmp_path, gpu=False), threading.Semaphore(0)
+
+    def fail() -> None:
+        looks.release()
+        raise OSError("no such mount")
+
+    monkeypatch.setattr(reader, "read", fail)
+    sampler = Sampler(reader, 0.01, lambda figures: None)
+    assert all(looks.acquire(timeout=30) for _ in range(3)), "it looks again"
+    sampler.close()
+    assert capsys.readouterr().err.count("a look at the machine failed: no such mount") == 1
 
 
 def test_a_gpu_that_stays_too_hot_is_reported_once(tmp_path: Path, gpu: FakeGpu) -> None:

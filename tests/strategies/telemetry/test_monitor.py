@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from planner.types.plan_io import save_plan
-from strategies.run_directory.attempt_options import AttemptOptions
-from strategies.telemetry.metrics import lineage, metrics_path, read_metrics, summarise
+from strategies.run_directory.files import metrics_path
+from strategies.run_directory.request import PlanRequest
+from strategies.telemetry.metrics import lineage, read_metrics, summarise
 from strategies.telemetry.monitor import RunMonitor
+from strategies.variables import REQUEST
 from tests.strategies import training_bodies
+from tests.strategies.attempts import attempt_options
 from tests.strategies.training_bodies import Recipe
 
 STEP_KEYS = {
@@ -37,7 +40,7 @@ def test_a_run_writes_steps_and_a_summary(tmp_path: Path, monkeypatch: pytest.Mo
     recipe = Recipe(accumulation=3)
     save_plan(recipe.plan(), tmp_path / "plan.yaml")
     monkeypatch.setenv("DSPLAN_RUN_DIR", str(tmp_path))
-    monkeypatch.setenv("DSPLAN_PLAN", str(tmp_path / "plan.yaml"))
+    monkeypatch.setenv(REQUEST, PlanRequest(plan_file=str(tmp_path / "plan.yaml")).to_variables()[REQUEST])
     engine = training_bodies.make_engine(recipe)
     losses = [training_bodies.one_step(engine, step) for step in range(5)]
     engine.close()
@@ -69,12 +72,12 @@ def test_evaluation_is_not_a_step(tmp_path: Path) -> None:
 
 
 def test_an_attempt_continues_in_the_file_and_counts_steps_over_all_of_them(tmp_path: Path) -> None:
-    AttemptOptions(checkpoint_directory="checkpoints").save(tmp_path)
+    attempt_options(checkpoint_directory="checkpoints").save(tmp_path)
     _monitored(tmp_path, steps=4)
     # Killed in the middle of a line, and before any later attempt wrote its summary.
     path = metrics_path(tmp_path, 0)
     path.write_text("\n".join(path.read_text().splitlines()[:-1]) + '\n{"event": "st')
-    AttemptOptions(attempt=1, resumes=True, checkpoint_directory="checkpoints").save(tmp_path)
+    attempt_options(attempt=1, resumes=True, checkpoint_directory="checkpoints").save(tmp_path)
     _monitored(tmp_path, steps=3, after=2)
     (rows,) = read_metrics(tmp_path, 1)
     steps = [row for row in rows if row["event"] == "step"]

@@ -14,8 +14,8 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 from hardware_db.errors import DsplanError
-from strategies.launch.options import asked_profile
-from strategies.run_directory.spec import profile_paths, profiles_in
+from strategies.launch.options import parse_profile
+from strategies.run_directory.files import profile_paths, profiles_in
 from strategies.telemetry.metrics import is_slowed, read_metrics, summarise
 from strategies.telemetry.monitor import RunMonitor
 from strategies.variables import PROFILE
@@ -119,7 +119,7 @@ def test_a_run_that_ends_before_says_so_and_leaves_nothing(
 
 
 def test_steps_are_a_number_or_two() -> None:
-    assert (asked_profile("20"), asked_profile(" 20:22 ")) == ("20:20", "20:22")
+    assert (parse_profile("20"), parse_profile(" 20:22 ")) == ("20:20", "20:22")
     for text in ("0", "5:4", "-1", "1:101", "x", "1:2:3", ""):
         with pytest.raises(DsplanError, match="write 20, or 20:22"):
-            asked_profile(text)
+            parse_profile(text)

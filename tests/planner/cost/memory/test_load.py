@@ -20,7 +20,7 @@ from planner.search.request import Request, WorkOptions, make_request
 from planner.types.plan_io import save_plan
 from planner.vocabulary import ZERO_STAGES, Precision, Strategy
 from scripts.measure.gloo import quiet
-from strategies.backends.deepspeed.engine import lacking
+from strategies.backends.deepspeed.engine import why_impossible
 from strategies.distributed.rank_pool import RankPool
 from tests.planner.cost.memory import load_bodies
 
@@ -57,7 +57,7 @@ IN_SUITE = (("ddp", "fp32"), ("fsdp", "bf16"), ("zero2", "bf16"), ("zero3", "fp3
 def test_the_peak_while_a_model_is_placed(
     strategy: Strategy, precision: Precision, pool: RankPool, tmp_path: Path
 ) -> None:
-    if strategy in ZERO_STAGES and (problem := pool.run(lacking, precision)[0]):
+    if strategy in ZERO_STAGES and (problem := pool.run(why_impossible, precision)[0]):
         pytest.skip(problem)
     request, configuration = exact(asked(precision), ExactOptions(strategy=strategy))
     plan = tmp_path / "plan.yaml"

@@ -57,7 +57,15 @@ def _grouped_product(rows: torch.Size, weights: torch.Size, *_: object, **__: ob
     return 2 * rows[0] * rows[1] * weights[-1]
 
 
+IN_SUITE = (
+    *("albert", "baichuan", "bart", "bloom", "clip", "deberta-v2", "deepseek_v2", "deepseek_v3", "dinov2", "falcon"),
+    *("gemma2", "gemma3", "gpt2", "gpt_neo", "gpt_oss", "llama", "modernbert", "mt5", "t5", "whisper"),
+)
+"""One of every kind, with gated and plain MLPs, experts, sliding windows, shared keys and latent attention."""
+
+
 @pytest.mark.parametrize("facts", list(smallest_of_every_type()), ids=lambda facts: facts.model_type)
+@pytest.mark.sweep(suite=lambda facts: facts.model_type in IN_SUITE)
 def test_operations_are_those_that_torch_counts(facts: ModelFacts) -> None:
     if facts.kind in SEES_IMAGES:
         pytest.skip("its text is counted as gemma3_text, its images as vit")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,18 @@ from strategies.autoplan.select import unfit
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.rank_check import require_same_model
 from strategies.errors import CannotRun
-from strategies.launch.hooks import asked
+from strategies.launch.hooks import capabilities
 from strategies.run_directory import claim
+from strategies.run_directory.request import plan_request
 from strategies.run_directory.spec import ScriptKind
 from strategies.run_directory.state_consensus import current
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.example import first_samples, longest_tokens
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_request, work_of
-from strategies.variables import PLAN, RUN_DIRECTORY, STRATEGY
+from strategies.variables import RUN_DIRECTORY
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +78,7 @@ def load_given_plan(kind: ScriptKind) -> Plan | None:
     """
     plan = _settled()
     if plan is not None:
-        asked.require_plan(kind, plan, gpus=torch.cuda.is_available())
+        capabilities.require_plan(kind, plan, gpus=torch.cuda.is_available())
     return plan
 
 
@@ -83,7 +86,7 @@ def _settled() -> Plan | None:
     state = current()
     if state.plan is not None:
         return state.plan
-    path = os.environ.get(PLAN)
+    path = plan_request().plan_file
     if not path:
         return None
     plan = load_plan(path)
@@ -101,23 +104,25 @@ def sequence_length(dataset: Any, collate: Callable[[list[Any]], Any] | None) ->
     samples = first_samples(dataset)
     batch = None
     if collate is not None and samples:
-        # The script's own code, which may raise anything: Trainer drops columns of samples before it collates them.
-        with suppress(Exception):
+        try:
             batch = collate(samples)
+        except Exception:
+            # The script's own code, which may raise anything: Trainer drops columns of samples before it collates them.
+            _LOG.debug("the collator fails on the first samples, whose own lengths count", exc_info=True)
     if batch is None:
         return max(map(longest_tokens, samples), default=0) or None
     return -(-longest_tokens(batch) // _samples_in_a_row(batch, len(samples))) or None
 
 
 def _samples_in_a_row(batch: Any, samples: int) -> int:
-    """1 for a collator that pads; all of them for one that packs, which puts them one behind the other."""
+    """Return 1 for a collator that pads; all samples for one that packs, which puts them behind each other."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return samples if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[0] == 1 else 1
 
 
 @claim.own_work()
 def plan_live(job: LiveJob) -> Plan | None:
-    """The plan for a script's model on this machine, the same on every rank; every rank must call this together.
+    """Plan for a script's model on this machine, the same on every rank; every rank must call this together.
 
     None where there is nothing to plan from and nothing was asked for: the script then runs as it is, and rank 0 says
     why.
@@ -127,14 +132,14 @@ def plan_live(job: LiveJob) -> Plan | None:
             every rank.
     """
     gpus = torch.cuda.is_available()
-    asked.require_possible(job.kind, os.environ.get(STRATEGY), gpus=gpus)
+    capabilities.require_possible(job.kind, plan_request().strategy, gpus=gpus)
     require_same_model(job.module)
     measured = machine_rates(fingerprint(probe()), own_device())
     return on_rank_zero(lambda: _plan_if_possible(job, measured))
 
 
 def _plan_if_possible(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan | None:
-    if asked.asked() or current().is_resumed:
+    if capabilities.requested_flags() or current().is_resumed:
         return _plan(job, measured)
     if job.sequence_length is None and job.example is None:
         say("no plan: the script has shown no data to plan for; it runs as it is, measured")
@@ -161,24 +166,24 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
         optimizer=job.optimizer,
     )
     gpus = torch.cuda.is_available()
-    chosen, possible = os.environ.get(STRATEGY), asked.possible(job.kind, gpus=gpus)
-    zero = asked.zero_backend(job.kind, gpus=gpus)
+    chosen, runnable = plan_request().strategy, capabilities.runnable_strategies(job.kind, gpus=gpus)
+    zero = capabilities.choose_zero_backend(job.kind, gpus=gpus)
     if zero == "deepspeed" and (lacks := why_not_deepspeed(cluster.device, job.precision)):
         if chosen in words.ZERO_STAGES:
             raise CannotRun(f"{lacks}; train in fp32 or bf16, or choose ddp")
-        possible = tuple(name for name in possible if name not in words.ZERO_STAGES)
-    strategies = tuple(name for name in possible if chosen in (None, name))
+        runnable = tuple(name for name in runnable if name not in words.ZERO_STAGES)
+    strategies = tuple(name for name in runnable if chosen in (None, name))
     request = make_request(facts, cluster, options, strategies=strategies, top=1, zero_backend=zero)
     request = traced_request(replace(request, splits=()), job.module, job.example)  # such scripts train whole models
     if job.fixed_batch:
         request = replace(request, micro_batch=job.micro_batch_size)
     if current().chooses_anew and not any(True for _ in enumerate_candidates(request)):
-        request = replace(request, strategies=possible)
+        request = replace(request, strategies=runnable)
     return best_plan(with_measured_rates(request, measured))
 
 
 def _longest(job: LiveJob, facts: ModelFacts) -> int | None:
-    """Tokens of a sample; as many as the model has positions for if the script has shown no data yet, which is said."""
+    """Return the tokens of a sample; where no data is shown yet the model's positions, which is said."""
     if job.sequence_length is not None or job.example is not None or not facts.max_position_embeddings:
         return job.sequence_length
     say(f"no data is shown before the first step: planned for {facts.max_position_embeddings} tokens, the model's most")
@@ -196,8 +201,10 @@ def _global_batch(job: LiveJob, ranks: int) -> int:
 
 
 def watch(plan: Plan | None, *, planned: bool, device: torch.device) -> RunMonitor:
-    """A monitor that writes this rank's metrics, headed by the plan where it was made here; from here on who claimed
-    the run measures it."""
+    """Return a monitor that writes this rank's metrics; from here on who claimed the run measures it.
+
+    It begins with the plan where that was made here.
+    """
     monitor = RunMonitor(
         Path(os.environ[RUN_DIRECTORY]),
         rank=int(os.environ["RANK"]),
@@ -215,7 +222,7 @@ def watch(plan: Plan | None, *, planned: bool, device: torch.device) -> RunMonit
 
 
 def own_device() -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
+    """Return this rank's GPU, or the CPU where there is none."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return torch.device("cpu")

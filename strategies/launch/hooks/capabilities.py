@@ -1,10 +1,7 @@
-"""What was asked of `dsplan run`, `--strategy`, `--backend` or `--plan`, and whether what trains here can do it. No
-torch is imported for it: this is asked before a script has loaded any."""
+"""Strategies and backends that each kind of script can run, and refusals of requests beyond them. No torch."""
 
 from __future__ import annotations
 
-import json
-import os
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -13,9 +10,9 @@ from planner import vocabulary as words
 from planner.types.plan import Plan
 from strategies.errors import CannotRun
 from strategies.run_directory import claim
+from strategies.run_directory.request import named, plan_request
 from strategies.run_directory.spec import ScriptKind
 from strategies.supervision.failures import own_line
-from strategies.variables import BACKEND, KERNELS, METHOD, PARALLEL, PLAN, STRATEGY
 
 _WHO: Mapping[ScriptKind, str] = {
     "huggingface": "HF Trainer",
@@ -24,45 +21,41 @@ _WHO: Mapping[ScriptKind, str] = {
     "lightning": "Lightning",
 }
 _ON_ACCELERATE = ("huggingface", "accelerate")
-_FLAGS = {STRATEGY: "--strategy", BACKEND: "--backend", PLAN: "--plan"}
 LIBRARIES = "dsplan, HF Trainer, accelerate, DeepSpeed, Lightning, DDP and FSDP"
 
 # deepspeed.initialize knows data parallelism (stage 0) and its own ZeRO.
 _DEEPSPEED: tuple[words.Strategy, ...] = ("single", "ddp", "zero1", "zero2", "zero3")
 
 
-def asked() -> str:
-    """What was asked for, as it stood on the command line; empty where everything was left open."""
-    named = [f"{flag} {os.environ[name]}" for name, flag in _FLAGS.items() if os.environ.get(name)]
-    return " ".join([*named, *_spelled(_handed(PARALLEL)), *_changes()])
+def requested_flags() -> str:
+    """Return the flags of the plan as they stood on the command line; empty where everything was left open."""
+    request = plan_request()
+    single = {"strategy": request.strategy, "backend": request.backend, "plan": request.plan_file}
+    flags = {name: value for name, value in single.items() if value}
+    return " ".join([*_spell(flags | named(request.degrees)), *_module_flags()])
 
 
-def _handed(variable: str) -> Mapping[str, Any]:
-    """The flags that a variable holds, as they were asked for: degrees, what is trained, or kernels."""
-    handed = os.environ.get(variable)
-    return json.loads(handed) if handed else {}
-
-
-def _spelled(flags: Mapping[str, Any]) -> list[str]:
+def _spell(flags: Mapping[str, Any]) -> list[str]:
     return [f"--{name.replace('_', '-')} {value}" for name, value in flags.items()]
 
 
-def _changes() -> list[str]:
-    """The flags that change a model's modules."""
-    kernels = [name if kernel == "all" else f"{kernel}={name}" for kernel, name in _handed(KERNELS).items()]
-    return [*_spelled(_handed(METHOD)), *([f"--kernels {','.join(kernels)}"] if kernels else [])]
+def _module_flags() -> list[str]:
+    """Return the flags that change a model's modules."""
+    request = plan_request()
+    kernels = [name if kernel == "all" else f"{kernel}={name}" for kernel, name in request.kernels.items()]
+    return [*_spell(named(request.method)), *([f"--kernels {','.join(kernels)}"] if kernels else [])]
 
 
-def accepted(kind: ScriptKind, *, gpus: bool) -> tuple[words.Strategy, ...]:
-    """The strategies that a kind of script can run, on GPUs or on CPU ranks."""
+def strategies_of(kind: ScriptKind, *, gpus: bool) -> tuple[words.Strategy, ...]:
+    """Return the strategies that a kind of script can run, on GPUs or on CPU ranks."""
     if kind == "huggingface" and gpus:
         # TrainingArguments takes hsdp as an object only, which no file of a plan can hold.
         return tuple(name for name in words.STRATEGIES if name != "hsdp")
     return _DEEPSPEED if kind == "deepspeed" else words.STRATEGIES
 
 
-def backends(kind: ScriptKind, strategy: words.Strategy, *, gpus: bool) -> tuple[words.Backend, ...]:
-    """The backends with which a kind of script can run a strategy, the one to take first."""
+def backends_of(kind: ScriptKind, strategy: words.Strategy, *, gpus: bool) -> tuple[words.Backend, ...]:
+    """Return the backends with which a kind of script can run a strategy, the one to take first."""
     if kind == "deepspeed":
         return ("deepspeed",)
     if kind == "torch":
@@ -73,17 +66,20 @@ def backends(kind: ScriptKind, strategy: words.Strategy, *, gpus: bool) -> tuple
     return words.backends_of(strategy)
 
 
-def possible(kind: ScriptKind, *, gpus: bool) -> tuple[words.Strategy, ...]:
-    """The strategies that a kind of script can run with the backend that was asked for."""
-    backend = os.environ.get(BACKEND)
-    found = accepted(kind, gpus=gpus)
-    return tuple(name for name in found if backend is None or backend in backends(kind, name, gpus=gpus))
+def runnable_strategies(kind: ScriptKind, *, gpus: bool) -> tuple[words.Strategy, ...]:
+    """Return the strategies that a kind of script can run with the requested backend."""
+    backend = plan_request().backend
+    return tuple(
+        name
+        for name in strategies_of(kind, gpus=gpus)
+        if backend is None or backend in backends_of(kind, name, gpus=gpus)
+    )
 
 
-def zero_backend(kind: ScriptKind, *, gpus: bool) -> words.Backend:
-    """The backend with which a kind of script runs ZeRO stages: the one that was asked for, else its first."""
-    able = backends(kind, "zero2", gpus=gpus)
-    return next((name for name in able if name == os.environ.get(BACKEND)), able[0])
+def choose_zero_backend(kind: ScriptKind, *, gpus: bool) -> words.Backend:
+    """Return the backend with which a kind of script runs ZeRO stages: the requested one, else its first."""
+    able = backends_of(kind, "zero2", gpus=gpus)
+    return next((name for name in able if name == plan_request().backend), able[0])
 
 
 def require_plan(kind: ScriptKind, plan: Plan, *, gpus: bool) -> None:
@@ -95,7 +91,7 @@ def require_plan(kind: ScriptKind, plan: Plan, *, gpus: bool) -> None:
     strategy, backend = plan.configuration.strategy, plan.configuration.backend
     require_possible(kind, strategy, gpus=gpus)
     _refuse_splits(kind, {name: getattr(plan.configuration, name) for name in words.DEGREES})
-    if backend not in (able := backends(kind, strategy, gpus=gpus)):
+    if backend not in (able := backends_of(kind, strategy, gpus=gpus)):
         raise CannotRun(
             f"{_WHO.get(kind, 'this script')} runs {strategy} {_where(gpus)} with backend {' or '.join(able)}, and the"
             f" plan names {backend}; make the plan with --backend {able[0]}"
@@ -108,22 +104,22 @@ def require_possible(kind: ScriptKind, strategy: str | None, *, gpus: bool) -> N
     Raises:
         CannotRun: names what it can.
     """
-    _refuse_splits(kind, _handed(PARALLEL))
-    if changes := _changes():
+    _refuse_splits(kind, named(plan_request().degrees))
+    if changes := _module_flags():
         raise CannotRun(
             f"{_WHO.get(kind, 'this script')} trains the modules that the script made, and {' '.join(changes)} changes"
             " them; call dsplan.initialize in the script, or make them so in it and leave the flag out"
         )
-    can, where = possible(kind, gpus=gpus), _where(gpus)
-    every = accepted(kind, gpus=gpus)
+    runnable, where = runnable_strategies(kind, gpus=gpus), _where(gpus)
+    every = strategies_of(kind, gpus=gpus)
     who = _WHO.get(kind, "this script")
     if strategy is not None and strategy not in every:
         raise CannotRun(f"{who} cannot run {strategy} {where}; it can run {', '.join(every)}")
-    if not can or (strategy is not None and strategy not in can):
-        known = sorted({name for each in every for name in backends(kind, each, gpus=gpus)})
+    if not runnable or (strategy is not None and strategy not in runnable):
+        backends = sorted({name for each in every for name in backends_of(kind, each, gpus=gpus)})
         raise CannotRun(
-            f"{who} cannot run {strategy or 'anything'} {where} with backend {os.environ.get(BACKEND)}; its backends"
-            f" there: {', '.join(known)}"
+            f"{who} cannot run {strategy or 'anything'} {where} with backend {plan_request().backend}; its backends"
+            f" there: {', '.join(backends)}"
         )
 
 
@@ -133,8 +129,8 @@ def _refuse_splits(kind: ScriptKind, degrees: Mapping[str, Any]) -> None:
     Raises:
         CannotRun: the library of the script splits no model so.
     """
-    asked = {name: degrees.get(name, 1) for name in words.DEGREES}
-    split = " x ".join(f"{name} {size}" for name, size in asked.items() if size > 1)
+    sizes = {name: degrees.get(name, 1) for name in words.DEGREES}
+    split = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     if split:
         # accelerate's ParallelismConfig wants models that from_pretrained has split, and GPUs (1.15, state.py).
         theirs = kind in _ON_ACCELERATE and degrees.get("pp", 1) * degrees.get("ep", 1) == 1
@@ -155,12 +151,12 @@ def refuse_unplanned_step() -> None:
     Raises:
         CannotRun: names the script's line.
     """
-    if claim.is_planned() or not asked():
+    if claim.is_planned() or not (flags := requested_flags()):
         return
-    changes_model = _handed(PARALLEL) or _changes()
+    changes_model = named(plan_request().degrees) or _module_flags()
     remedy = "call dsplan.initialize in the script" if changes_model else "wrap the model in DDP"
     raise CannotRun(
-        f"{asked()} cannot be applied: {own_line(traceback.extract_stack()) or 'the script'} trains with none of"
+        f"{flags} cannot be applied: {own_line(traceback.extract_stack()) or 'the script'} trains with none of"
         f" {LIBRARIES}; {remedy}, or leave the option out"
     )
 
@@ -171,5 +167,5 @@ def refuse_unapplied() -> None:
     Raises:
         CannotRun: there was none.
     """
-    if not claim.is_planned() and asked():
-        raise CannotRun(f"{asked()} was not applied: the script ended without training anything")
+    if not claim.is_planned() and (flags := requested_flags()):
+        raise CannotRun(f"{flags} was not applied: the script ended without training anything")

@@ -1,0 +1,72 @@
+"""Requests to stop: signals of people and batch systems to `dsplan run`, and the time that they leave. No torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import threading
+import time
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+GRACE_SECONDS = 30.0
+"""Time to save before the ranks are ended: what SLURM's KillWait, Kubernetes' terminationGracePeriodSeconds and most
+spot markets leave at the least."""
+SIGNAL_SECONDS = 1.0
+"""Between requests to ranks to save and stop, which are made until they do."""
+_PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class StopRequests:
+    """Signals are noted instead of acted on, wherever they arrive: also in the code that shows an event.
+
+    Ctrl-C sets `interrupted`, and a second one raises. SIGTERM, SIGUSR1 and the SIGHUP of a closed terminal set
+    `preempted_at`, the time of `time.monotonic` at which the first came; nohup's runs continue. Only a main thread gets
+    signals; elsewhere nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self.preempted_at: float | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def came(self) -> bool:
+        """True if the run is to stop."""
+        return self.interrupted or self.preempted_at is not None
+
+    def __enter__(self) -> StopRequests:
+        if threading.current_thread() is threading.main_thread():
+            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+            for number in _PREEMPTING:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._preempt)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted:
+            signal.default_int_handler(number, frame)
+        self.interrupted = True
+
+    def _preempt(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        if self.preempted_at is None:
+            self.preempted_at = time.monotonic()
+
+
+def _leave_terminal() -> None:
+    """Let what this process still says go nowhere where it went to a terminal, which would refuse it."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        with suppress(OSError):
+            # A terminal that is gone is not one any more: nothing but the number of its device tells.
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(nowhere, descriptor)
+    os.close(nowhere)
