@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 pairs=("$@")
-[ ${#pairs[@]} -gt 0 ] || pairs=("2.6.0:4.57.*" "2.9.*:5.*" "2.13.*:4.57.*" "2.13.*:5.*")
+[ ${#pairs[@]} -gt 0 ] || pairs=("2.9.*:4.57.*" "2.9.*:5.*" "2.13.*:4.57.*" "2.13.*:5.*")
 core=(tests/strategies/torch_compat tests/strategies/backends/test_contract.py
     tests/strategies/checkpoint/test_checkpoint_contents.py tests/strategies/parallel/test_pipeline.py
     tests/strategies/parallel/test_split_layers.py)
@@ -17,7 +17,7 @@ for pair in "${pairs[@]}"; do
         "${PYTHON:-python3}" -m venv --clear "$home"
         "$home/bin/python" -m pip install -q "torch==$torch" "transformers==$transformers" 'numpy>=1.26' 'accelerate>=1.12' \
             'safetensors>=0.5' 'msgspec>=0.20' 'psutil>=6.0' 'pyyaml>=6.0' 'rich>=13.9' 'typer>=0.20,<0.29' \
-            'nvidia-ml-py>=12.560' 'pytest>=8.3' 'pytest-timeout>=2.3' 'pytest-xdist>=3.8' 'hypothesis>=6.120'
+            'nvidia-ml-py>=12.560' 'pytest>=8.3' 'pytest-timeout>=2.3' 'pytest-xdist>=3.8' 'hypothesis>=6.120' 'peft>=0.17'
         touch "$home/complete"
     fi
     echo "versions: torch $torch, transformers $transformers"

@@ -9,20 +9,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from strategies.launch.failure_causes import Ending, ending_of, forget_last_attempt, memory_kills
 from strategies.launch.launchers.launcher import Launcher, make_launcher
+from strategies.launch.policy import Decision
 from strategies.launch.stop_requests import SIGNAL_SECONDS, StopRequests
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.spec import SAVING, STOPS, LaunchSpec
 from strategies.telemetry.alerts import Alert
 from strategies.telemetry.follow import AlertFollower, LineFollower
 from strategies.telemetry.metrics import parse_row
-
-if TYPE_CHECKING:
-    from strategies.launch.failure_causes import Ending
-    from strategies.launch.policy import Decision
 
 # Events of a run, as values that a view can draw.
 

@@ -25,13 +25,15 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 _MESH_CACHES = (
-    "debug:_clear_sharding_prop_cache",
-    "_api:DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear",
-    "_redistribute:clear_redistribute_planner_cache",
-    "_redistribute:_gen_transform_infos.cache_clear",
-    "_collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",
+    "device_mesh:_mesh_resources.child_to_root_mapping.clear",
+    "device_mesh:_mesh_resources.root_to_flatten_mapping.clear",
+    "tensor.debug:_clear_sharding_prop_cache",
+    "tensor._api:DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear",
+    "tensor._redistribute:clear_redistribute_planner_cache",
+    "tensor._redistribute:_gen_transform_infos.cache_clear",
+    "tensor._collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",
 )
-"""How DTensor forgets meshes, whose groups live as long as they do; each where this torch has it."""
+"""How DTensor and meshes forget meshes, whose groups live as long as they do; each where this torch has it."""
 
 
 def forget_meshes() -> None:
@@ -40,7 +42,7 @@ def forget_meshes() -> None:
         return
     for path in _MESH_CACHES:
         module, _, names = path.partition(":")
-        clear: Any = import_module(f"torch.distributed.tensor.{module}")
+        clear: Any = import_module(f"torch.distributed.{module}")
         for name in names.split("."):
             clear = getattr(clear, name, None)
         if clear is not None:

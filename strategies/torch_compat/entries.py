@@ -32,6 +32,8 @@ class Entry:
     """The parameters it is called by, in their order; others have defaults. None: it is not called, or is C++."""
     since: str | None = None
     """The first version of those checked that has it, if not all have."""
+    until: str | None = None
+    """The last version of those checked that has it, if not all have."""
     instances: bool = False
     """True if only instances have it: the class's source assigns it."""
 
@@ -41,12 +43,14 @@ class Entry:
         return f"{self.module}.{self.name}"
 
 
-def _entries(module: str, *names: str, since: str | None = None, instances: bool = False) -> Iterator[Entry]:
+def _entries(
+    module: str, *names: str, since: str | None = None, until: str | None = None, instances: bool = False
+) -> Iterator[Entry]:
     """Yield entries of one module, each as `name` or `name(first, second)`."""
     for text in names:
         name, bracket, parameters = text.rstrip(")").partition("(")
         takes = tuple(parameters.split(", ")) if parameters else () if bracket else None
-        yield Entry(module=module, name=name, takes=takes, since=since, instances=instances)
+        yield Entry(module=module, name=name, takes=takes, since=since, until=until, instances=instances)
 
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
@@ -163,6 +167,12 @@ ENTRIES: tuple[Entry, ...] = (
         since="2.13",
     ),
     *_entries("torch.distributed.tensor.debug", "_clear_sharding_prop_cache()", since="2.13"),
+    *_entries(
+        "torch.distributed.device_mesh",
+        "_mesh_resources.child_to_root_mapping.clear",
+        "_mesh_resources.root_to_flatten_mapping.clear",
+        until="2.9",
+    ),
     *_entries("torch.distributed.tensor._redistribute", "_gen_transform_infos.cache_clear"),
     *_entries("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache()", since="2.13"),
     *_entries("torch.distributed.tensor._collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
@@ -197,6 +207,7 @@ def problems() -> list[str]:
         f"{entry.path}: {problem}"
         for entry in ENTRIES
         if entry.since is None or _numbers(entry.since) <= installed
+        if entry.until is None or installed <= _numbers(entry.until)
         if (problem := _problem(entry)) is not None
     ]
     for name, since in OPERATIONS.items():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import signal
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
-if TYPE_CHECKING:
-    from strategies.run_directory.spec import LauncherName, LaunchSpec
+from strategies.run_directory.spec import LauncherName, LaunchSpec
 
 LAUNCHERS: dict[LauncherName, str] = {
     "local": "strategies.launch.launchers.local:LocalLauncher",

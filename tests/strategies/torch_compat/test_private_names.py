@@ -204,6 +204,8 @@ def test_a_name_that_moved_is_reported(monkeypatch: pytest.MonkeyPatch, entry: E
     assert line.endswith(problem)
 
 
-def test_what_came_later_is_not_asked_for_on_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entries, "ENTRIES", (Entry(module="torch", name="_foreach_gone_", since="99.0"),))
+def test_what_came_later_or_went_before_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = Entry(module="torch", name="_foreach_gone_", since="99.0")
+    earlier = Entry(module="torch", name="_foreach_gone_", until="1.0")
+    monkeypatch.setattr(entries, "ENTRIES", (later, earlier))
     assert entries.problems() == []
