@@ -1,7 +1,7 @@
 """Search the best plan of every strategy and rank them; give a reason for every strategy without a plan.
 
-The search does not know how memory and time are computed; `exploration` finds the best of each strategy. The
-micro-batch is cut from the global batch, so that is always the one asked for.
+The search does not know how memory and time are computed; `planner.search.evaluate` finds the best of each strategy.
+The micro-batch is cut from the global batch, so that is always the one asked for.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ SAVES_AT_MOST = 0.5
 
 
 def best_plan(request: Request) -> Plan:
-    """The first plan of the search. After failures in this run, of those that are predicted to save a good share of
-    their memory; where there is none left, the smallest of all that are predicted to save any.
+    """Return the first plan of the search; after failures in this run, one that is predicted to save a good share.
+
+    Of their memory, that is; where no such plan is left, it is the smallest of all that are predicted to save any.
 
     Raises:
         NothingFits: there is none; the message holds the closest miss and the remedies.
@@ -30,19 +31,17 @@ def best_plan(request: Request) -> Plan:
     """
     failed = current().failed_plans
     share = min(SAVES_AT_LEAST * 2 ** (len(failed) - 1), SAVES_AT_MOST) if failed else 0.0
-    found = recommend(without(request, failed, share))
-    if failed and not found.plans:
-        found = recommend(replace(without(request, failed), objective="memory"))
-    if found.plans:
-        return found.plans[0]
-    raise NothingFits(found.no_plan().sentence)
+    answer = recommend(exclude_failed(request, failed, share))
+    if failed and not answer.plans:
+        answer = recommend(replace(exclude_failed(request, failed), objective="memory"))
+    if answer.plans:
+        return answer.plans[0]
+    raise NothingFits(answer.no_plan().sentence)
 
 
-def without(request: Request, failed: tuple[FailedPlan, ...], share: float = 0.0) -> Request:
-    """The request without the plans that failed, and without those that are predicted to save less than a `share` of
-    their memory."""
-    found = (_oom_record(measurement, request, share) for measurement in failed)
-    oom_records = tuple(record for record in found if record is not None)
+def exclude_failed(request: Request, failed: tuple[FailedPlan, ...], share: float = 0.0) -> Request:
+    """Leave out the plans that failed, and those that are predicted to save less than a `share` of their memory."""
+    oom_records = tuple(filter(None, (_oom_record(plan, request, share) for plan in failed)))
     experience = request.experience
     return replace(request, experience=replace(experience, oom_records=(*oom_records, *experience.oom_records)))
 
@@ -51,5 +50,5 @@ def _oom_record(failed: FailedPlan, request: Request, share: float) -> OomRecord
     configuration = configuration_of(failed)
     if configuration is None:
         return None
-    found = oom_record_of(configuration, failed.predicted_bytes, request)
-    return replace(found, peak_allocated_bytes=round(found.peak_allocated_bytes * (1 - share)))
+    record = oom_record_of(configuration, failed.predicted_bytes, request)
+    return replace(record, peak_allocated_bytes=round(record.peak_allocated_bytes * (1 - share)))

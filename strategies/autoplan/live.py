@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,7 +32,7 @@ from planner.search.space import (
 from planner.types.plan import Configuration, Plan
 from strategies.autoplan.fallback import best_plan
 from strategies.autoplan.rates import machine_rates
-from strategies.autoplan.select import PlanningOptions, to_be_like
+from strategies.autoplan.select import PlanningOptions, find_predecessor
 from strategies.config import limits
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
@@ -43,45 +44,46 @@ from strategies.tracing.example import example_batch
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_request, work_of
 
+_LOG = logging.getLogger(__name__)
 _ATTENTION_NAMES: dict[str, words.Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
 
 
 @claim.own_work()
-def make_plan(model: nn.Module, asked: PlanningOptions, environment: Environment) -> Plan:
-    """A plan for the live module on this machine, made on rank 0 and the same on every rank; every rank must call it.
+def make_plan(model: nn.Module, options: PlanningOptions, environment: Environment) -> Plan:
+    """Make a plan for the live module on this machine, on rank 0 for all; every rank must call it.
 
     Raises:
         NothingFits: no strategy (of those asked for) trains the model in the memory there is.
         UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
     """
     measured = machine_rates(fingerprint(probe()), environment.device)
-    return on_rank_zero(lambda: best_plan(live_request(model, asked, environment, measured)))
+    return on_rank_zero(lambda: best_plan(live_request(model, options, environment, measured)))
 
 
 def live_request(
-    model: nn.Module, asked: PlanningOptions, environment: Environment, measured: Sequence[RateMeasurement]
+    model: nn.Module, options: PlanningOptions, environment: Environment, measured: Sequence[RateMeasurement]
 ) -> Request:
-    """What is planned for: the live module's training on this machine, with what was measured there.
+    """Return the request of the live module's training on this machine, with what was measured there.
 
     A run that continues keeps its global batch, and what a given plan said of the work; as one whose nodes have not all
-    come, it leaves a strategy that needs more ranks than there are now, and degrees that do not divide these
-    (`_splits`). That degrees are left is said.
+    come, it leaves a strategy that needs more ranks than there are now, and degrees that do not divide these, with a
+    notice (`_splits`).
 
     Raises:
         UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
     """
-    strategy, chooses_anew = _wished_strategy(asked, environment), current().chooses_anew
-    asked = replace(asked, backend=_wished_backend(asked))
-    request = _request(model, asked, environment, strategy)
-    if asked.parallel is not None and request.degrees is None:
-        notice(f"{_misfit(asked.parallel, environment)}: others are chosen", stream="stdout")
-    request = replace(request, micro_batch=_micro_batch(asked, environment, request.workload.global_batch_size))
-    if (strategy or asked.backend or request.degrees) and not any(True for _ in enumerate_candidates(request)):
+    strategy, chooses_anew = _requested_strategy(options, environment), current().chooses_anew
+    options = replace(options, backend=_requested_backend(options))
+    request = _request(model, options, environment, strategy)
+    if options.parallel is not None and request.degrees is None:
+        notice(f"{_misfit(options.parallel, environment)}: others are chosen", stream="stdout")
+    request = replace(request, micro_batch=_micro_batch(options, environment, request.workload.global_batch_size))
+    if (strategy or options.backend or request.degrees) and not any(True for _ in enumerate_candidates(request)):
         if chooses_anew:
             return with_measured_rates(replace(request, strategies=None, degrees=None), measured)
         if request.degrees and (why := why_unfit_degrees(request)):
             raise CannotRun(f"parallel ({request.degrees}): {why}")
-        word, value = ("strategy", strategy) if strategy else ("backend", asked.backend)
+        word, value = ("strategy", strategy) if strategy else ("backend", options.backend)
         if strategy and _refuses_compression(request, strategy):
             raise CannotRun(
                 f"config: strategy {strategy!r} cannot compress gradients to {request.gradient_compression} as it runs"
@@ -92,15 +94,16 @@ def live_request(
             "choose fsdp" if strategy == "hsdp" and request.cluster.gpus > 1 else "start more ranks with `dsplan run`"
         )
         raise CannotRun(f"{word} {value!r} {reason}; {remedy}, or leave the {word} out")
-    if asked.backend == "deepspeed":
+    if options.backend == "deepspeed":
         _require_whole(request)
     return with_measured_rates(request, measured)
 
 
 def _require_whole(request: Request) -> None:
-    """
+    """Refuse DeepSpeed, which is handed whole models, where every plan splits the model.
+
     Raises:
-        CannotRun: DeepSpeed was asked for, and every plan splits the model, which it is handed whole.
+        CannotRun: it is so.
     """
     layouts = enumerate_candidates(request)
     first = next(layouts)
@@ -109,29 +112,30 @@ def _require_whole(request: Request) -> None:
         raise CannotRun(why_refused(replace(configuration_of(request, first, micro_batch), backend="deepspeed")))
 
 
-def _micro_batch(asked: PlanningOptions, environment: Environment, global_batch: int) -> int | None:
-    """The micro-batch that the config decides. Where the number of ranks changed it may not divide any more."""
-    readers = _readers(asked, environment)
+def _micro_batch(options: PlanningOptions, environment: Environment, global_batch: int) -> int | None:
+    """Return the micro-batch that the config decides, unless the number of ranks changed and it divides no more."""
+    readers = _count_readers(options, environment)
     if not current().is_resumed:
-        return limits.micro_batch(asked.config, readers)
-    micro = asked.config.micro_batch_size
+        return limits.micro_batch(options.config, readers)
+    micro = options.config.micro_batch_size
     return micro if micro is not None and global_batch % (micro * readers) == 0 else None
 
 
-def _readers(asked: PlanningOptions, environment: Environment) -> int:
-    """Ranks that read different samples: all, or those that the degrees asked for leave."""
-    degrees = _degrees(asked, environment)
+def _count_readers(options: PlanningOptions, environment: Environment) -> int:
+    """Count the ranks that read different samples: all, or those that the degrees asked for leave."""
+    degrees = _degrees(options, environment)
     return environment.world_size if degrees is None else environment.world_size // degrees.sharing
 
 
-def _degrees(asked: PlanningOptions, environment: Environment) -> Degrees | None:
-    """The degrees that were asked for. Where they do not divide the ranks of a run that continues, or whose nodes have
-    not all come, they are left to the search.
+def _degrees(options: PlanningOptions, environment: Environment) -> Degrees | None:
+    """Return the degrees that were asked for, or None if the search has to choose them.
+
+    It has where they do not divide the ranks of a run that continues, or whose nodes have not all come.
 
     Raises:
         CannotRun: they do not divide the ranks.
     """
-    degrees, ranks = asked.parallel, environment.world_size
+    degrees, ranks = options.parallel, environment.world_size
     if degrees is None or ranks % degrees.sharing == 0:
         return degrees
     if current().chooses_anew:
@@ -145,16 +149,16 @@ def _misfit(degrees: Degrees, environment: Environment) -> str:
 
 
 def _splits(
-    request: Request, asked: PlanningOptions, like: Configuration | None, environment: Environment
+    request: Request, options: PlanningOptions, like: Configuration | None, environment: Environment
 ) -> tuple[words.Degree, ...]:
-    """The degrees that the search may choose where none are decided.
+    """Return the degrees that the search may choose where none are decided.
 
     In a run that continues, or whose nodes have not all come, those that it was asked to have or that its plan had. Of
     models whose layers are known: all, a pipeline where the script steps by `train_batch`. Ranks on CPUs, which share
     one memory, split such a model only after a plan of the run has run out of it, and the search does not see which of
     them are on one node.
     """
-    before, facts, state = asked.parallel or like, request.facts, current()
+    before, facts, state = options.parallel or like, request.facts, current()
     had = {name for name in words.DEGREES if state.chooses_anew and before and getattr(before, name) > 1}
     on_cpu = request.cluster.device.is_cpu
     is_known = facts.kind in ("decoder", "encoder") and not facts.recorded_as
@@ -166,11 +170,11 @@ def _splits(
 
 
 def steps_by_train_batch(script: Path) -> bool:
-    """Whether a script hands whole steps to the engine or to a DistributedTrainer, as a pipeline has to have them;
-    False for what cannot be read."""
+    """Return whether a script hands whole steps, which a pipeline needs, to the engine or to a DistributedTrainer."""
     try:
         tree = ast.parse(script.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError) as problem:
+        _LOG.info("no pipeline is considered: %s cannot be read (%s)", script, problem)
         return False
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     names = {getattr(call.func, "attr", getattr(call.func, "id", "")): call for call in calls}
@@ -184,46 +188,44 @@ def _refuses_compression(request: Request, strategy: words.Strategy) -> bool:
 
 
 def with_measured_rates(request: Request, measured: Sequence[RateMeasurement]) -> Request:
-    """The request with the cluster's rates as they were measured here, for the precision it computes in, and with what
-    earlier runs taught.
-    """
+    """Return the request with rates measured here, for its precision, and with what earlier runs taught."""
     rates = rates_from_measurements(measured, ranks=request.cluster.gpus, precision=request.workload.precision)
     return recall(replace(request, cluster=replace(request.cluster, rates=rates)))
 
 
 def _request(
-    model: nn.Module, asked: PlanningOptions, environment: Environment, strategy: words.Strategy | None
+    model: nn.Module, options: PlanningOptions, environment: Environment, strategy: words.Strategy | None
 ) -> Request:
-    facts, config = facts_from_module(model), asked.config
-    like, batch = to_be_like(asked), current().global_batch_size
-    has_optimizer = asked.optimizer is not None or config.optimizer is not None
-    example = example_batch(asked.training_data, asked.collate)
+    facts, config = facts_from_module(model), options.config
+    like, batch = find_predecessor(options), current().global_batch_size
+    optimizer = limits.name_optimizer(options.optimizer, config.optimizer)
+    if like and options.optimizer is None and config.optimizer is None:
+        optimizer = like.optimizer
+    example = example_batch(options.training_data, options.collate)
     task, length = work_of(facts, model, example, like.sequence_length if like else None)
-    options = WorkOptions(
+    work = WorkOptions(
         task=task,
         seq_len=length,
-        global_batch=config.global_batch_size(_readers(asked, environment)) if batch is None else batch,
+        global_batch=config.global_batch_size(_count_readers(options, environment)) if batch is None else batch,
         precision=config.precision or (like.precision if like else None),
-        optimizer=like.optimizer
-        if like and not has_optimizer
-        else limits.name_optimizer(asked.optimizer, config.optimizer),
-        loss=asked.loss,
+        optimizer=optimizer,
+        loss=options.loss,
         attention=_ATTENTION_NAMES.get(getattr(getattr(model, "config", None), "_attn_implementation", ""), "sdpa"),
     )
-    cluster = limits.add_disk(probed_cluster(probe(), ranks=environment.world_size), asked.config.zero)
-    candidates = _candidates(strategy, asked.backend)
-    zero = _zero_backend(asked.backend)
-    request = make_request(facts, cluster, options, strategies=candidates, zero_backend=zero)
-    request = replace(request, degrees=_degrees(asked, environment))
-    request = replace(request, splits=_splits(request, asked, like, environment))
-    request = replace(request, **limits.limit_offload(asked.config.zero, strategy, request.zero_backend))
-    request = replace(request, gradient_compression=asked.config.communication.compression)
-    request = replace(request, **limits.limit_activations(asked.config.activations, model))
+    cluster = limits.add_disk(probed_cluster(probe(), ranks=environment.world_size), options.config.zero)
+    candidates = _candidates(strategy, options.backend)
+    zero = _zero_backend(options.backend)
+    request = make_request(facts, cluster, work, strategies=candidates, zero_backend=zero)
+    request = replace(request, degrees=_degrees(options, environment))
+    request = replace(request, splits=_splits(request, options, like, environment))
+    request = replace(request, **limits.limit_offload(options.config.zero, strategy, request.zero_backend))
+    request = replace(request, gradient_compression=options.config.communication.compression)
+    request = replace(request, **limits.limit_activations(options.config.activations, model))
     return traced_request(request, model, example)
 
 
 def _candidates(strategy: words.Strategy | None, backend: words.Backend | None) -> tuple[words.Strategy, ...]:
-    """What the search may choose from: what was asked for, or all that a backend runs."""
+    """Return the strategies to choose from: what was asked for, or all that a backend runs."""
     zero = _zero_backend(backend) or "deepspeed"
     if strategy is not None:
         if backend not in (None, words.default_backend(strategy, zero=zero)):
@@ -239,34 +241,35 @@ def _zero_backend(backend: words.Backend | None) -> words.Backend | None:
     return None if find_spec("deepspeed") is not None else "native"
 
 
-def _wished_strategy(asked: PlanningOptions, environment: Environment) -> words.Strategy | None:
-    """`dsplan run --strategy`, `strategy=`, or the ZeRO stage of the config, in this order."""
-    _require_one_stage(asked)
-    name = plan_request().strategy or asked.strategy
-    if name is None and asked.config.zero_stage is not None:
+def _requested_strategy(options: PlanningOptions, environment: Environment) -> words.Strategy | None:
+    """Return that of `dsplan run --strategy`, `strategy=`, or the ZeRO stage of the config, in this order."""
+    _require_one_stage(options)
+    name = plan_request().strategy or options.strategy
+    if name is None and options.config.zero_stage is not None:
         unsharded = "ddp" if environment.world_size > 1 else "single"
-        name = {0: unsharded, 1: "zero1", 2: "zero2", 3: "zero3"}[asked.config.zero_stage]
+        name = {0: unsharded, 1: "zero1", 2: "zero2", 3: "zero3"}[options.config.zero_stage]
     if name is not None and name not in words.STRATEGIES:
         raise UnknownName("strategy", name, words.STRATEGIES, hint=f"choose one of {', '.join(words.STRATEGIES)}")
     return name
 
 
-def _wished_backend(asked: PlanningOptions) -> words.Backend | None:
-    """`dsplan run --backend`, or `backend=`."""
+def _requested_backend(options: PlanningOptions) -> words.Backend | None:
+    """Return that of `dsplan run --backend`, or of `backend=`."""
     name = plan_request().backend
     if name is None:
-        return asked.backend
+        return options.backend
     if name not in words.BACKENDS:
         raise UnknownName("backend", name, words.BACKENDS, hint=f"choose one of {', '.join(words.BACKENDS)}")
     return name
 
 
-def _require_one_stage(asked: PlanningOptions) -> None:
-    """
+def _require_one_stage(options: PlanningOptions) -> None:
+    """Check the script's `strategy=` against the ZeRO stage of its config.
+
     Raises:
-        CannotRun: the script's `strategy=` is another than the stage of its config.
+        CannotRun: they differ.
     """
-    stage, strategy = asked.config.zero_stage, asked.strategy
+    stage, strategy = options.config.zero_stage, options.strategy
     if stage is None or strategy is None or strategy not in words.STRATEGIES:
         return
     zeros = ("zero1", "zero2", "zero3")

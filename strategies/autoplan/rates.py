@@ -16,7 +16,7 @@ _Rates = tuple[RateMeasurement, ...]
 
 
 def machine_rates(fingerprint: Fingerprint, device: torch.device) -> _Rates:
-    """What was measured of this machine with as many ranks as run now, newest first, the same on every rank.
+    """Return what was measured of this machine with as many ranks as run now, newest first, the same on every rank.
 
     Every rank must call this together. What rank 0 does not find stored for this machine, these versions and this
     number of ranks, all measure in two to three seconds, and rank 0 stores it. `dsplan bench` stores the same and more.
@@ -32,11 +32,11 @@ def machine_rates(fingerprint: Fingerprint, device: torch.device) -> _Rates:
 
 
 def _read(fingerprint: Fingerprint, wanted: tuple[Point, ...]) -> tuple[_Rates, tuple[Point, ...]]:
-    """The stored rates, and the points among those wanted that none of them measured."""
+    """Return the stored rates, and the points among those wanted that none of them measured."""
     rates: _Rates = ask_store(lambda store: store.rates(fingerprint.key), ())
     stored = tuple(rate for rate in rates if rate.ranks == ranks_at_work())
-    known = {point_of(rate) for rate in stored}
-    return stored, tuple(point for point in wanted if point not in known)
+    measured = {point_of(rate) for rate in stored}
+    return stored, tuple(point for point in wanted if point not in measured)
 
 
 def _store(measured: _Rates, stored: _Rates) -> _Rates:

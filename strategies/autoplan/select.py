@@ -42,15 +42,14 @@ class PlanningOptions:
     loss: words.Loss = "plain"
 
 
-def read_degrees(requested: Mapping[str, Any] | None) -> Degrees | None:
-    """The degrees that `dsplan run --tp ...` or a script asks for, those that are left out being 1; None where none are
-    asked for.
+def read_degrees(parallel: Mapping[str, Any] | None) -> Degrees | None:
+    """Return the degrees that `dsplan run --tp ...` or a script asks for, with 1 for others, or None without any.
 
     Raises:
         UnknownName: a name, or a schedule, is not known.
         CannotRun: a degree is not a whole number of at least 1.
     """
-    degrees = named(plan_request().degrees) or requested
+    degrees = named(plan_request().degrees) or parallel
     if degrees is None:
         return None
     names = tuple(item.name for item in fields(Degrees))
@@ -69,17 +68,15 @@ def read_degrees(requested: Mapping[str, Any] | None) -> Degrees | None:
 
 
 def read_planned_work(options: PlanningOptions) -> tuple[WorkloadSection, words.Precision | None]:
-    """The workload and the precision of the plan that is there before the model is looked at; nothing without one."""
-    state = current()
-    found = state.plan
-    if found is None and (given := _given(options)) is not None:
-        found = given[1]
-    return ({}, None) if found is None else (found.workload, found.configuration.precision)
+    """Return workload and precision of the plan that is there before the model is looked at; nothing without one."""
+    plan = current().plan
+    if plan is None and (given := _load_given(options)) is not None:
+        plan = given[1]
+    return ({}, None) if plan is None else (plan.workload, plan.configuration.precision)
 
 
 def load_given_plan(model: nn.Module, options: PlanningOptions, environment: Environment) -> Plan | None:
-    """Return the plan that a run resumes with, else that of `dsplan run` or of the script (`plan=`), or
-    None if one has to be made.
+    """Return the plan of a resumed run, else of `dsplan run` or the script, or None if none is there.
 
     A run that continues, or waits for nodes, leaves a given plan that failed or is for another number of ranks; rank 0
     says so.
@@ -93,11 +90,11 @@ def load_given_plan(model: nn.Module, options: PlanningOptions, environment: Env
     # A script may train a second model, which the plan of the first says nothing of.
     if state.plan is not None and not state.is_given and not why_another_model(state.plan, model):
         return state.plan
-    found = _given(options)
-    if found is None:
+    given = _load_given(options)
+    if given is None:
         return None
-    where, plan = found
-    if state.chooses_anew and (why := unfit(plan, state)):
+    where, plan = given
+    if state.chooses_anew and (why := why_unfit(plan, state)):
         if environment.is_main:
             notice(f"{where} {why}: another plan is made", stream="stdout")
         return None
@@ -105,22 +102,22 @@ def load_given_plan(model: nn.Module, options: PlanningOptions, environment: Env
     return plan
 
 
-def unfit(plan: Plan, state: ResumeState) -> str:
-    """Why a run cannot train with a plan now; empty where it can."""
+def why_unfit(plan: Plan, state: ResumeState) -> str | None:
+    """Return why a run cannot train with a plan now, or None if it can."""
     ranks = plan.configuration.world_size
     if state.has_failed(plan):
         return "ran out of memory, or would take as much as one that did"
-    return "" if ranks == state.ranks else f"is for {ranks} ranks and {state.ranks} train now"
+    return None if ranks == state.ranks else f"is for {ranks} ranks and {state.ranks} train now"
 
 
-def to_be_like(options: PlanningOptions) -> Configuration | None:
-    """The configuration whose work a new plan takes over: that of the given plan in whose place it comes."""
-    found = _given(options)
-    return None if found is None else found[1].configuration
+def find_predecessor(options: PlanningOptions) -> Configuration | None:
+    """Return the configuration of the given plan in whose place a new one comes, which takes over its work."""
+    given = _load_given(options)
+    return None if given is None else given[1].configuration
 
 
-def _given(options: PlanningOptions) -> tuple[str, Plan] | None:
-    """The plan of the command line or of the script, and what to call it."""
+def _load_given(options: PlanningOptions) -> tuple[str, Plan] | None:
+    """Return the plan of the command line or of the script, after what to call it."""
     source = plan_request().plan_file or options.plan
     if source is None:
         return None
@@ -134,13 +131,13 @@ def _check(where: str, plan: Plan, options: PlanningOptions, environment: Enviro
             f"{where} is for {configuration.world_size} ranks and this job has {environment.world_size}; start"
             f" {configuration.world_size} ranks or plan again for {environment.world_size}"
         )
-    if options.parallel is not None and (other := _other_degree(options.parallel, configuration)):
+    if options.parallel is not None and (other := _differing_degree(options.parallel, configuration)):
         raise CannotRun(f"{where} has {other} was asked for; leave parallel= out or plan again")
-    asked = options.config.global_batch_size(configuration.dims.data_parallel)
-    if asked is not None and asked != configuration.global_batch_size:
+    batch = options.config.global_batch_size(configuration.dims.data_parallel)
+    if batch not in (None, configuration.global_batch_size):
         raise CannotRun(
-            f"{where} has global batch {configuration.global_batch_size} and the script's config asks for {asked};"
-            f" plan again with --global-batch {asked} or change train_batch_size"
+            f"{where} has global batch {configuration.global_batch_size} and the script's config asks for {batch};"
+            f" plan again with --global-batch {batch} or change train_batch_size"
         )
     policy = options.config.activations.effective_policy
     if policy not in (None, configuration.activation_checkpointing):
@@ -150,29 +147,31 @@ def _check(where: str, plan: Plan, options: PlanningOptions, environment: Enviro
         )
 
 
-def _other_degree(asked: Degrees, plan: Configuration) -> str:
-    """In what a plan is another than was asked for: `tp 1 and tp 2`; empty where it is the same."""
-    values = ((item.name, getattr(plan, item.name), getattr(asked, item.name)) for item in fields(Degrees))
-    other = ((name, has, wanted) for name, has, wanted in values if wanted not in (None, has))
-    return next((f"{name} {has} and {name} {wanted}" for name, has, wanted in other), "")
+def _differing_degree(wanted: Degrees, plan: Configuration) -> str | None:
+    """Return in what a plan is another than was asked for, `tp 1 and tp 2`, or None."""
+    for item in fields(Degrees):
+        has, value = getattr(plan, item.name), getattr(wanted, item.name)
+        if value not in (None, has):
+            return f"{item.name} {has} and {item.name} {value}"
+    return None
 
 
-def why_another_model(plan: Plan, model: nn.Module) -> str:
-    """What to say where a given plan was made for a model of another size; empty where it was not."""
+def why_another_model(plan: Plan, model: nn.Module) -> str | None:
+    """Return that a given plan was made for a model of another size, or None."""
     planned, here = plan.model.get("parameters"), sum(parameter.numel() for parameter in model.parameters())
     if not isinstance(planned, int) or abs(here - planned) <= _SAME_MODEL * planned:
-        return ""
+        return None
     return (
         f"the plan is for {plan.model.get('name')} with {planned:,} parameters and this model has {here:,}: its"
         " memory and time do not hold here; plan again for this model"
     )
 
 
-def why_another_device(plan: Plan, device: torch.device) -> str:
-    """What to say where a given plan for GPUs runs on a CPU, or one for CPUs on GPUs; empty where it does not."""
+def why_another_device(plan: Plan, device: torch.device) -> str | None:
+    """Return that a given plan for GPUs runs on a CPU, or one for CPUs on GPUs, or None."""
     vendor = plan.cluster.get("vendor")
     if vendor is None or (vendor == "cpu") == (device.type == "cpu"):
-        return ""
+        return None
     here = "a CPU" if device.type == "cpu" else "GPUs"
     return (
         f"the plan is for {'a CPU' if vendor == 'cpu' else plan.cluster.get('device')} and its ranks are on {here}: its"
@@ -181,7 +180,7 @@ def why_another_device(plan: Plan, device: torch.device) -> str:
 
 
 def describe(plan: Plan) -> str:
-    """The plan in a few plain lines."""
+    """Describe a plan in a few plain lines."""
     chosen, memory = plan.configuration, plan.memory
     ranks = chosen.dims.data_parallel
     extras = chosen.degrees_text + "".join(

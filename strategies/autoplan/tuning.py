@@ -29,7 +29,7 @@ from planner.search.request import Request
 from planner.search.search import describe, recommend
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_from_dict, plan_to_dict
-from strategies.autoplan.fallback import without
+from strategies.autoplan.fallback import exclude_failed
 from strategies.autoplan.live import live_request
 from strategies.autoplan.rates import machine_rates
 from strategies.autoplan.select import PlanningOptions
@@ -49,7 +49,7 @@ SLOWER_BY = 0.03
 PAYS_BACK_SECONDS = 600.0
 MOST_SWITCHES = 3
 SETTLING_STEPS = WARM_UP_STEPS + 1
-"""On a CPU the step after the warm-up is slowed down by what counts its memory."""
+"""On a CPU the step after the warm-up is slower, since its memory is counted."""
 MEASURED_STEPS = 10
 MEASURED_SECONDS = 1.0
 """Shorter measurements than this are repeated over twice as many steps."""
@@ -58,20 +58,22 @@ LONGEST = 160
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What follows a measurement: the state of the tuning from now on, whether the plan changes, and why."""
+    """The consequence of a measurement."""
 
     tuning: Tuning
+    """Its state from now on."""
     switches: bool = False
-    why: str = ""
+    why: str | None = None
+    """The reason for a switch."""
 
 
 def decide(plan: Plan, step_seconds: float, before: Tuning, request: Request, start_seconds: float) -> Decision:
-    """What to do after a plan's step was measured; `start_seconds` is what starting the ranks again takes.
+    """Decide what to do after a plan's step was measured; `start_seconds` is what starting the ranks again takes.
 
     Raises:
         DsplanError: the search refuses the request.
     """
-    tried = _with(before.tried, Tried(plan=plan_to_dict(plan), step_seconds=step_seconds))
+    tried = _add_trial(before.tried, Tried(plan=plan_to_dict(plan), step_seconds=step_seconds))
     stays = Tuning(tried=tried, following=plan_to_dict(plan), is_over=True, switches=before.switches)
     if before.switches >= MOST_SWITCHES:
         return Decision(tuning=stays)
@@ -81,20 +83,19 @@ def decide(plan: Plan, step_seconds: float, before: Tuning, request: Request, st
         if _pays(step_seconds, best.step_seconds, start_seconds):
             return Decision(tuning=back, switches=True, why=_sentence(plan, step_seconds, best))
         return Decision(tuning=stays)
-    found = recommend(_informed(request, tried)).plans
-    first = found[0] if found else plan
+    first = next(iter(recommend(_add_experience(request, tried)).plans), plan)
     if first.configuration == plan.configuration or not _gains(step_seconds, first.time.step_seconds, start_seconds):
         return Decision(tuning=stays)
     # That steps take longer than predicted is no reason to restart: they may on this machine whatever the plan.
-    if _alone(request, first) > (1 - FASTER_BY) * _alone(request, plan):
+    if _predict(request, first) > (1 - FASTER_BY) * _predict(request, plan):
         return Decision(tuning=stays)
     offer = Tried(plan=plan_to_dict(first), step_seconds=first.time.step_seconds)
     follows = replace(stays, following=offer.plan, is_over=False, switches=before.switches + 1)
     return Decision(tuning=follows, switches=True, why=_sentence(plan, step_seconds, offer, measured=False))
 
 
-def _alone(request: Request, plan: Plan) -> float:
-    """Seconds of a step as the model alone predicts it."""
+def _predict(request: Request, plan: Plan) -> float:
+    """Return the seconds of a step as the model alone predicts it."""
     return step_time(job_of(request, plan.configuration)).step_seconds
 
 
@@ -106,40 +107,39 @@ def _pays(now: float, then: float, start_seconds: float) -> bool:
     return (1 - then / now) * PAYS_BACK_SECONDS > start_seconds
 
 
-def _informed(request: Request, tried: Sequence[Tried]) -> Request:
-    """The request with what was measured in this run, and without what failed in it."""
-    known = {
+def _add_experience(request: Request, tried: Sequence[Tried]) -> Request:
+    """Return the request with what was measured in this run, and without what failed in it."""
+    measured = {
         plan_from_dict(trial.plan).configuration: KnownRun(
             step_seconds=trial.step_seconds, each=(trial.step_seconds,), created_at=utc_now()
         )
         for trial in tried
     }
-    experience = replace(request.experience, known_runs={**request.experience.known_runs, **known})
+    experience = replace(request.experience, known_runs={**request.experience.known_runs, **measured})
     fastest = replace(request, experience=experience, simplest_first=False, objective="throughput", top=1)
-    return without(fastest, current().failed_plans)
+    return exclude_failed(fastest, current().failed_plans)
 
 
-def _with(tried: Sequence[Tried], trial: Tried) -> tuple[Tried, ...]:
+def _add_trial(tried: Sequence[Tried], trial: Tried) -> tuple[Tried, ...]:
     return (*(other for other in tried if other.plan["plan"] != trial.plan["plan"]), trial)
 
 
 def _sentence(plan: Plan, step_seconds: float, other: Tried, *, measured: bool = True) -> str:
     then = plan_from_dict(other.plan)
     return (
-        f"a step of {_named(plan)} takes {format_seconds(step_seconds)}; {_named(then)}"
+        f"a step of {_describe(plan)} takes {format_seconds(step_seconds)}; {_describe(then)}"
         f" {'took' if measured else 'is predicted to take'} {format_seconds(other.step_seconds)}: changing to it"
     )
 
 
-def _named(plan: Plan) -> str:
+def _describe(plan: Plan) -> str:
     chosen = plan.configuration
     extra = "" if chosen.activation_checkpointing == "none" else f", {chosen.activation_checkpointing} checkpointing"
     return f"{describe(plan)} at micro-batch {chosen.micro_batch_size}{extra}"
 
 
 class Tuner(Observer):
-    """Measures a supervised engine's steps and changes its plan where that is worth it; every rank has one, and rank 0
-    decides.
+    """Measures a supervised engine's steps and changes its plan where that is worth it; rank 0 of all decides.
 
     It comes behind the supervision of the engine, so that a step at which all stop was counted and written down.
     """
@@ -183,7 +183,7 @@ class Tuner(Observer):
             stop_here(self._engine, "switch")
 
     def _verdict(self) -> str:
-        """`more` steps are to be measured, the plan `stays`, or all ranks `switch`."""
+        """Return whether `more` steps are to be measured, the plan `stays`, or all ranks `switch`."""
         if sum(self._seconds) < MEASURED_SECONDS and self._until < LONGEST:
             return "more"
         seconds, request = statistics.median(self._seconds), self._request
@@ -206,11 +206,13 @@ class Tuner(Observer):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prospect:
-    """What tuning needs of a model before a strategy takes it apart; `request` is rank 0's."""
+    """The tuning of a model, from before a strategy takes it apart."""
 
     run_directory: Path
     before: Tuning
+    """What earlier attempts of the run measured."""
     request: Request | None
+    """The plan was made for it; only rank 0 has it."""
 
     def watch(self, engine: SupervisedEngine) -> None:
         """Let the engine be tuned, where a supervisor starts it again."""
@@ -242,7 +244,7 @@ def prepare_tuning(
 
 
 def _before(run_directory: Path, state: ResumeState) -> Tuning:
-    """What was measured with as many ranks as there are now."""
+    """Return what was measured with as many ranks as there are now."""
     tuning = Tuning.load(run_directory)
     if tuning is None or tuning.following is None:
         return Tuning()

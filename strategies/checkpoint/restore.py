@@ -108,7 +108,7 @@ class Restore:
         self._states.updated()
 
     def _parameters(self) -> Iterator[Place]:
-        return (place for place in self._states.places() if not place.is_absent)
+        return (parameter for parameter in self._states.places() if not parameter.is_absent)
 
     def _state_room(self, parameter: Place, key: str, name: str, saved: TensorStorageMetadata) -> dict[str, Any]:
         dtype = saved.properties.dtype

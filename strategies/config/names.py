@@ -78,7 +78,7 @@ SCHEDULERS: Mapping[str, Named] = {
     **_by_name(
         Named(
             name="OneCycle",
-            path="strategies.optim.schedulers:one_cycle",
+            path="strategies.optim.schedulers:OneCycle",
             accepts="strategies.optim.schedulers:OneCycleSettings",
         ),
         Named(name="linear", path="strategies.optim.schedulers:LinearWarmup"),

@@ -81,35 +81,36 @@ class Engine(ABC):
 
     @property
     def configuration(self) -> Configuration:
+        """The plan's."""
         return self.plan.configuration
 
     @property
     def device(self) -> torch.device:
+        """The device of this rank."""
         return self.environment.device
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes for all."""
+        """True on rank 0, which prints and writes for all."""
         return self.environment.is_main
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of the parts that a global batch is cut into this rank reads; ranks that share the work on one sample
-        (tp, pp, cp) read the same."""
+        """The part of a global batch that this rank reads; ranks that share a sample (tp, pp, cp) read the same."""
         return self.mesh.rank("dp")
 
     @property
     def data_parallel_size(self) -> int:
-        """Into how many parts a global batch is cut."""
+        """The number of parts that a global batch is cut into."""
         return self.mesh.size("dp")
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether every forward pass gathers weights from all ranks, so that none may do one alone."""
+        """True if every forward pass all-gathers weights, so that no rank may do one alone."""
         return self.configuration.strategy in (*FSDP_STRATEGIES, "zero3") and self.environment.world_size > 1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass under the plan's precision.
+        """Run the module's forward pass under the plan's precision.
 
         Raises:
             CannotRun: the module is cut into pipeline stages.
@@ -137,7 +138,7 @@ class Engine(ABC):
             return self._backward(loss)
 
     def train_batch(self, batch: Any) -> torch.Tensor:
-        """A whole optimizer step: its micro-batches forward and backward, and `step`; called on every rank.
+        """Make a whole optimizer step: its micro-batches forward and backward, and `step`; called on every rank.
 
         Under a pipeline the only way to train, under every other strategy the same as the loop of calls.
 
@@ -158,8 +159,11 @@ class Engine(ABC):
         return train_batch(self, batch)
 
     def eval_batch(self, batch: Any) -> torch.Tensor:
-        """The mean loss of a batch over all data-parallel ranks, in evaluation mode and without gradients; called on
-        every rank, with any number of samples, in the forms of `train_batch` (an iterator gives one micro-batch)."""
+        """Return the mean loss of a batch over all data-parallel ranks, in evaluation mode and without gradients.
+
+        Called on every rank, with any number of samples, in the forms of `train_batch` (an iterator gives one
+        micro-batch).
+        """
         from strategies.engine.pipeline_step import eval_batch
 
         return eval_batch(self, batch)
@@ -227,7 +231,7 @@ class Engine(ABC):
         return self.train(False)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of every parameter group."""
+        """Return the learning rate of every parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     @contextmanager
@@ -261,51 +265,47 @@ class Engine(ABC):
     @property
     @abstractmethod
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before backward, 1 but for fp16."""
+        """The factor of the loss before backward, 1 but for fp16."""
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` changes the weights."""
+        """Return whether the next `step` changes the weights."""
         return self._is_boundary_by_count() if self._boundary is None else self._boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say from the next forward pass on whether `step` changes the weights; None: every
-        `gradient_accumulation_steps` calls do again.
+        """Decide from the next forward pass on whether `step` changes the weights, in loops that see by themselves.
 
-        For loops that decide by themselves when a step is over. Each loss is still divided by
-        `gradient_accumulation_steps`.
+        None: every `gradient_accumulation_steps` calls do again. Each loss is divided by that number as ever.
         """
         self._boundary = is_boundary
 
     @abstractmethod
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
-        """This rank's `parameters`, `gradients` and `optimizer` states (masters too), as they lie in memory."""
+        """Return the `parameters`, `gradients` and `optimizer` states (masters too) that lie in this rank's memory."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of the whole model's weights and buffers on the host, by its own names; called on every rank.
+        """Copy the whole model's weights and buffers on the host, by its own names; called on every rank.
 
         Every rank gets all of them, also those of other pipeline stages and experts and the parts of other tp ranks.
         """
         names = self.module.state_dict().keys()  # FSDP2 would shard again what is whole
         with self.whole_parameters():
-            found = {
-                **dict(self.module.named_buffers(remove_duplicate=False)),
-                **dict(self.module.named_parameters(remove_duplicate=False)),
-            }
-            own = {name: found[name] for name in names if name in found}
+            tensors: dict[str, torch.Tensor] = dict(self.module.named_buffers(remove_duplicate=False))
+            tensors |= self.module.named_parameters(remove_duplicate=False)
+            own = {name: tensors[name] for name in names if name in tensors}
             if not self.mesh.is_data_parallel:
                 return whole_tensors({unwrapped(name): own[name] for name in own}, parts_of(self.module), self.mesh)
             return {name: tensor.detach().cpu().clone() for name, tensor in own.items()}
 
     @contextmanager
     def whole_parameters(self, *, keeps_changes: bool = False) -> Iterator[None]:
-        """Inside, `module.parameters()` are whole on every rank, to read, to generate with, or to change.
+        """Make `module.parameters()` whole on every rank inside, to read, to generate with, or to change.
 
         They are in the dtype that they compute in. Every rank must enter and leave together; inside, one may run the
         model alone, but for DeepSpeed's stage 3. Changes may be lost unless `keeps_changes`, which takes over rank 0's.
 
         Under tp too; of a pipeline a rank has the weights of its own stages, and of experts that ep ranks split its
-        own: `state_dict` has the whole model. What changes are kept are then the first's of the ranks that have the
-        same weights.
+        own: `state_dict` has the whole model. Changes are then those of the first of the ranks that have the same
+        weights.
         """
         with ExitStack() as opened:
             with PULSE.meeting("whole_parameters"):
@@ -331,6 +331,7 @@ class Engine(ABC):
         `latest` names it only then.
 
         Args:
+            directory: checkpoints are folders in it.
             client_state: JSON (numbers, texts, lists, dicts); None: `engine.client_state`.
             asynchronous: return when all is copied to host memory and write meanwhile; None: what the config says.
                 The next call waits for it, and raises what went wrong with it.
@@ -344,12 +345,12 @@ class Engine(ABC):
             CannotRun: something in it cannot be saved.
         """
         self._settle()
-        how = self.checkpointing
+        config = self.checkpointing
         options = SaveOptions(
-            keep_last=how.keep_last if keep_last is None else keep_last,
-            asynchronous=how.asynchronous if asynchronous is None else asynchronous,
+            keep_last=config.keep_last if keep_last is None else keep_last,
+            asynchronous=config.asynchronous if asynchronous is None else asynchronous,
             custom=custom_of(save, self),
-            trainable_only=how.trainable_only if trainable_only is None else trainable_only,
+            trainable_only=config.trainable_only if trainable_only is None else trainable_only,
         )
         state = self.client_state if client_state is None else client_state
         with PULSE.meeting("save_checkpoint"):
@@ -405,7 +406,7 @@ class Engine(ABC):
             raise CannotRun(CALL_TRAIN_BATCH)
 
     def meeting(self, kind: str) -> AbstractContextManager[None]:
-        """A part of a step in which every rank takes part as in the forward passes."""
+        """Mark a part of a step in which every rank takes part as in the forward passes."""
         return PULSE.meeting(kind) if self.gathers_weights else nullcontext()
 
     def _settle(self) -> None:
@@ -422,15 +423,15 @@ class Engine(ABC):
 
     @abstractmethod
     def _is_boundary_by_count(self) -> bool:
-        """Whether `step` has been called `gradient_accumulation_steps` times with its next call."""
+        """Return whether `step` has been called `gradient_accumulation_steps` times with its next call."""
 
     @abstractmethod
     def _states(self) -> States:
-        """The module and the optimizer as checkpoints name them."""
+        """Return the module and the optimizer as checkpoints name them."""
 
     @abstractmethod
     def _progress(self) -> dict[str, Any]:
-        """Counters and the loss scale, as JSON that `_resume` of every engine reads."""
+        """Return counters and the loss scale, as JSON that `_resume` of every engine reads."""
 
     @abstractmethod
     def _resume(self, progress: Mapping[str, Any]) -> None:
@@ -461,27 +462,29 @@ class AccumulatingEngine(Engine):
 
     @property
     def global_steps(self) -> int:
+        """Optimizer steps so far, skipped ones too."""
         return self._global_steps
 
     @property
     def loss_scale(self) -> float:
+        """The scale of the next loss."""
         return self._scale.value
 
-    def passed(self, micro_batches: int) -> None:
+    def count_passes(self, micro_batches: int) -> None:
         """Count micro-batches whose passes are over, before the `step` of the last one."""
         self._micro_steps += micro_batches
 
     @abstractmethod
     def forward_stage(self, *args: Any, **kwargs: Any) -> Any:
-        """The running pipeline stage's forward pass under the plan's precision."""
+        """Run the forward pass of the pipeline stage whose turn it is, under the plan's precision."""
 
     @abstractmethod
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """A micro-batch's loss as its backward pass begins with it."""
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a micro-batch's loss as its backward pass begins with it."""
 
     @abstractmethod
     def backward_stage(
-        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
+        self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
     ) -> None:
         """Add the gradients of a pipeline stage's pass, the last one of its stage, or of all stages of this rank."""
 
@@ -491,7 +494,7 @@ class AccumulatingEngine(Engine):
 
     @abstractmethod
     def complete_gradients(self) -> None:
-        """All passes of a pipeline's step are over: reduce what has not been reduced over data-parallel ranks."""
+        """Reduce what has not been reduced over data-parallel ranks when all passes of a pipeline's step are over."""
 
     def _is_boundary_by_count(self) -> bool:
         return (self._micro_steps + 1) % self.configuration.gradient_accumulation_steps == 0
@@ -518,19 +521,19 @@ class AccumulatingEngine(Engine):
             self.gradient_norm = norm
             clip = min(1.0, self.gradient_clipping / (norm + 1e-6)) if self.gradient_clipping > 0 else 1.0
             self._apply(clip / self._scale.value)
-            self._scale.stepped()
+            self._scale.count_step()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         else:
             self.gradient_norm = None
             self.skipped_steps += 1
-            self._scale.overflowed()
+            self._scale.count_overflow()
         self._clear_gradients()
         self._global_steps += 1
 
     @abstractmethod
     def _summed_norm(self) -> float:
-        """The norm over all ranks of the step's gradients, which bear the loss scale and are complete from here on."""
+        """Return the norm over all ranks of the step's gradients, which bear the loss scale and are now complete."""
 
     @abstractmethod
     def _apply(self, factor: float) -> None:

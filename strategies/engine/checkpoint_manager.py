@@ -59,22 +59,14 @@ class CheckpointManager:
         save: Callable[[Engine, Path], object] | None = None,
         **spelled: Any,
     ) -> None:
-        given = _respelled(
-            {
-                "directory": directory,
-                "every_steps": every_steps,
-                "keep_last": keep_last,
-                "asynchronous": asynchronous,
-                "save": save,
-            },
-            spelled,
-        )
+        options: dict[str, Any] = {"directory": directory, "every_steps": every_steps, "keep_last": keep_last}
+        options |= {"asynchronous": asynchronous, "save": save}
+        _respell(options, spelled)
         for word in ("every_steps", "keep_last"):
-            if given[word] is not None and given[word] < 1:
-                raise CannotRun(f"{word}={given[word]} keeps no checkpoint; it must be at least 1")
-        self._given_directory = given["directory"]
-        self._every, self._save = given["every_steps"], given["save"]
-        self._keep_last, self._asynchronous = given["keep_last"], given["asynchronous"]
+            if options[word] is not None and options[word] < 1:
+                raise CannotRun(f"{word}={options[word]} keeps no checkpoint; it must be at least 1")
+        self._directory, self._every = options.pop("directory"), options.pop("every_steps")
+        self._options = options
         self._engine: Engine | None = None
         self._saved_at = 0
         if engine is not None:
@@ -82,9 +74,9 @@ class CheckpointManager:
 
     @property
     def directory(self) -> Path:
-        """Where checkpoints are saved."""
+        """The folder of the checkpoints."""
         of_config = None if self._engine is None else self._engine.checkpointing.directory
-        return Path(self._given_directory or of_config or "checkpoints")
+        return Path(self._directory or of_config or "checkpoints")
 
     @property
     def latest(self) -> Path | None:
@@ -105,8 +97,9 @@ class CheckpointManager:
         optimizer: object = None,
         lr_scheduler: object = None,
     ) -> Path:
-        """Save now: `save()`, `save(client_state)` or `save(engine, step, optimizer, lr_scheduler)`, which notes the
-        script's `step` in the client state. `Engine.save_checkpoint` says what it raises.
+        """Save now: `save()`, `save(client_state)` or `save(engine, step, optimizer, lr_scheduler)`.
+
+        The last notes the script's `step` in the client state. `Engine.save_checkpoint` says what it raises.
 
         Raises:
             CannotRun: the optimizer or scheduler is not the engine's.
@@ -116,13 +109,7 @@ class CheckpointManager:
         if step is not None:
             state = {**(engine.client_state if state is None else state), "step": step}
         self._saved_at = engine.global_steps
-        return engine.save_checkpoint(
-            self.directory,
-            state,
-            asynchronous=self._asynchronous,
-            keep_last=self._keep_last,
-            save=self._save,
-        )
+        return engine.save_checkpoint(self.directory, state, **self._options)
 
     def load(
         self,
@@ -137,14 +124,14 @@ class CheckpointManager:
             CannotRun: the optimizer or scheduler is not the engine's.
         """
         bound = self._bound() if engine is None else self._bind(engine, optimizer, lr_scheduler)
-        found = bound.load_checkpoint(self.directory if path is None else path)
+        path_and_state = bound.load_checkpoint(self.directory if path is None else path)
         self._saved_at = bound.global_steps
-        return found
+        return path_and_state
 
     def _bind(self, engine: Engine, optimizer: object = None, lr_scheduler: object = None) -> Engine:
         if self._engine not in (None, engine):
             raise CannotRun("CheckpointManager: this is another engine than before; make a manager for each")
-        require_parts(engine, optimizer, lr_scheduler, place="CheckpointManager")
+        require_parts(engine, optimizer, lr_scheduler, asker="CheckpointManager")
         if self._engine is None:
             self._engine, self._saved_at = engine, engine.global_steps
         return engine
@@ -173,8 +160,8 @@ class CheckpointManager:
             self.close()
 
 
-def require_parts(engine: Engine, optimizer: object, lr_scheduler: object, *, place: str) -> None:
-    """Stop at an optimizer or a scheduler that the engine does not step; None is not looked at.
+def require_parts(engine: Engine, optimizer: object, lr_scheduler: object, *, asker: str) -> None:
+    """Refuse an optimizer or a scheduler that the engine does not step; None is not looked at.
 
     Raises:
         CannotRun: naming it.
@@ -184,31 +171,25 @@ def require_parts(engine: Engine, optimizer: object, lr_scheduler: object, *, pl
         ("lr_scheduler", lr_scheduler, engine.lr_scheduler),
     ):
         if given is not None and given is not own:
-            raise CannotRun(f"{place}: this {word} is not the engine's; give the one that initialize returned, or none")
+            raise CannotRun(f"{asker}: this {word} is not the engine's; give the one that initialize returned, or none")
 
 
-def _respelled(given: dict[str, Any], spelled: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with those of other names among them."""
+def _respell(options: dict[str, Any], spelled: Mapping[str, Any]) -> None:
+    """Put arguments of other names among the options."""
     for name, value in spelled.items():
-        if name == "save_function":
-            word, value = "save", None if value is None else _in_own_file(value)
-        elif name in _SPELLED:
-            word = _SPELLED[name]
-        else:
+        if name != "save_function" and name not in _SPELLED:
             raise TypeError(f"CheckpointManager() got an unexpected keyword argument {name!r}")
-        if value is not None and given[word] is not None:
+        if value is None:
+            continue
+        word = _SPELLED.get(name, "save")
+        if options[word] is not None:
             raise CannotRun(f"CheckpointManager: {name} and {word} say the same; leave one out")
-        given[word] = given[word] if value is None else value
-    return given
+        options[word] = value if name in _SPELLED else _write_own_file(value)
 
 
-def _in_own_file(save: Callable[[Engine, int, Path], object]) -> Callable[[Engine, Path], object]:
-    """A function that writes one file, as one that writes into a folder."""
-
-    def into(engine: Engine, folder: Path) -> None:
-        save(engine, engine.global_steps, folder / f"rank{engine.environment.rank}.pt")
-
-    return into
+def _write_own_file(save: Callable[[Engine, int, Path], object]) -> Callable[[Engine, Path], object]:
+    """Make of a function that writes one file one that writes into a folder."""
+    return lambda engine, folder: save(engine, engine.global_steps, folder / f"rank{engine.environment.rank}.pt")
 
 
 class SavesByItself(Observer):
@@ -233,9 +214,9 @@ def saves_of_config(engine: Engine) -> Observer | None:
     Raises:
         CannotRun: it does not say where to.
     """
-    how = engine.checkpointing
-    if how.every_steps is None:
+    config = engine.checkpointing
+    if config.every_steps is None:
         return None
-    if how.directory is None:
+    if config.directory is None:
         raise CannotRun("config: checkpoint.every_steps is set and checkpoint.directory is not; name a directory")
-    return SavesByItself(CheckpointManager(engine, how.directory, every_steps=how.every_steps), engine)
+    return SavesByItself(CheckpointManager(engine, config.directory, every_steps=config.every_steps), engine)

@@ -142,9 +142,6 @@ def initialize(
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
 
 
-# Configure: the script's arguments, and the ranks.
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Configured:
     """The script's config, read, and the ranks that it runs on."""
@@ -214,9 +211,6 @@ def _add_stages(parallel: Mapping[str, Any] | None, stages: int | None) -> Mappi
     return {**(parallel or {}), "pp": stages}
 
 
-# Adapt: what of the model is trained, and by which kernels it computes.
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapted:
     """What planning and the optimizer have to know of a model that was changed in place."""
@@ -260,12 +254,9 @@ def adapt(
     return Adapted(method=method, options=replace(options, loss=kernels.loss), model_parameters=parameters)
 
 
-def _say(sentence: str, environment: Environment) -> None:
+def _say(sentence: str | None, environment: Environment) -> None:
     if sentence and environment.is_main:
         notice(sentence, stream="stdout")
-
-
-# Plan: the plan that trains this model on these ranks, checked and announced.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -365,9 +356,6 @@ def _announce(plan: Plan, environment: Environment, settings: MonitorSettings, *
     return None
 
 
-# Split: the ranks of every degree, and each one's part of the model.
-
-
 def split(
     model: nn.Module, plan: Plan, options: PlanningOptions, environment: Environment, tp_plan: Mapping[str, str]
 ) -> Strategy:
@@ -390,9 +378,6 @@ def split(
     )
     split_model(model, strategy.mesh, split_options)
     return strategy
-
-
-# Build: the engine.
 
 
 def build(
@@ -421,9 +406,6 @@ def _drop_other_stages(parts: TrainingParts) -> TrainingParts:
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer = without_elsewhere(parts.model, optimizer)
     return replace(parts, optimizer=optimizer, model_parameters=without_elsewhere(parts.model, parts.model_parameters))
-
-
-# Supervise: what watches the engine's steps.
 
 
 def supervise(engine: Engine, script: ScriptConfig, planned: Planned) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,22 +24,22 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 def train_batch(engine: Engine, batch: Any, loss: Loss | None = None) -> torch.Tensor:
-    """`Engine.train_batch`; `loss(engine, micro_batch)` gives the loss instead of the model."""
+    """Do `Engine.train_batch`; `loss(engine, micro_batch)` gives the loss instead of the model."""
     steps = engine.configuration.gradient_accumulation_steps
     micro_batches = _micro_batches(engine, batch, steps)
     if engine.mesh.size("pp") > 1:
         return _train_stages(engine, micro_batches, loss)
     losses = []
     for micro_batch in micro_batches:
-        found = call_for_loss(engine, micro_batch) if loss is None else loss(engine, micro_batch)
-        losses.append(found.detach())
-        engine.backward(found)
+        value = call_for_loss(engine, micro_batch) if loss is None else loss(engine, micro_batch)
+        losses.append(value.detach())
+        engine.backward(value)
         engine.step()
     return _mean_over_ranks(engine, losses)
 
 
 def eval_batch(engine: Engine, batch: Any, loss: Loss | None = None) -> torch.Tensor:
-    """`Engine.eval_batch`."""
+    """Do `Engine.eval_batch`, with a loss as in `train_batch`."""
     micro_batches = _micro_batches(engine, batch, None)
     with _evaluating(engine), torch.no_grad():
         if engine.mesh.size("pp") > 1:
@@ -49,28 +50,28 @@ def eval_batch(engine: Engine, batch: Any, loss: Loss | None = None) -> torch.Te
                 (call_for_loss(engine, member) if loss is None else loss(engine, member)).detach()
                 for member in micro_batches
             ]
-        return _mean_over_ranks(engine, losses, weights=[_rows(member) for member in micro_batches])
+        return _mean_over_ranks(engine, losses, weights=[_count_rows(member) for member in micro_batches])
 
 
 def call_for_loss(engine: Engine, batch: Any) -> torch.Tensor:
-    """The loss that the model itself computes of a micro-batch.
+    """Return the loss that the model itself computes of a micro-batch.
 
     Raises:
         CannotRun: it returns none.
     """
     positional, named = arguments_of(batch)
-    return loss_in(engine(*positional, **named), engine)
+    return extract_loss(engine(*positional, **named), engine)
 
 
-def loss_in(found: Any, engine: Engine) -> torch.Tensor:
-    """The loss in what a model returns: itself, or something with it.
+def extract_loss(output: Any, engine: Engine) -> torch.Tensor:
+    """Return the loss in what a model returned: itself, or something with it.
 
     Raises:
         CannotRun: there is none.
     """
-    loss = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", found)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        what = f"a tensor {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(found).__name__
+        what = f"a tensor {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
         raise CannotRun(
             f"train: {type(engine.module).__name__} returns {what} and no loss; have it return the loss, or give"
             " loss=lambda engine, batch: ..."
@@ -79,42 +80,34 @@ def loss_in(found: Any, engine: Engine) -> torch.Tensor:
 
 
 def arguments_of(batch: Any) -> Arguments:
-    """How a batch is handed to the model: a dictionary by name, a tuple or list by position, else as it is."""
+    """Return the arguments that a batch is to the model: a dictionary by name, a tuple or list by position."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
 
 
-# Micro-batches.
-
-
 def _micro_batches(engine: Engine, batch: Any, number: int | None) -> list[Any]:
-    """A step's micro-batches, or those of any batch, on the engine's device.
+    """Return a step's micro-batches, or those of any batch, on the engine's device.
 
     Raises:
         CannotRun: the batch is not what the plan's step has.
     """
-    found: list[Any] = []
     if isinstance(batch, Iterator):
-        for member in batch:
-            found.append(member)
-            if len(found) == (number or 1):
-                break
-        else:
-            if not found:
-                raise StopIteration
-            if number is not None:
-                raise CannotRun(
-                    f"train_batch: the iterator ended after {len(found)} micro-batches, and a step of the plan has"
-                    f" {number}; drop what is left over, or repeat the data"
-                )
+        members = list(itertools.islice(batch, number or 1))
+        if not members:
+            raise StopIteration
+        if len(members) < (number or 1):
+            raise CannotRun(
+                f"train_batch: the iterator ended after {len(members)} micro-batches, and a step of the plan has"
+                f" {number}; drop what is left over, or repeat the data"
+            )
     else:
-        found = _rows_apart(engine, batch, number)
-    return [tree_map_only(torch.Tensor, lambda tensor: tensor.to(engine.device), member) for member in found]
+        members = _cut_rows(engine, batch, number)
+    return [tree_map_only(torch.Tensor, lambda tensor: tensor.to(engine.device), member) for member in members]
 
 
-def _rows_apart(engine: Engine, batch: Any, number: int | None) -> list[Any]:
-    size, rows = engine.configuration.micro_batch_size, _rows(batch)
+def _cut_rows(engine: Engine, batch: Any, number: int | None) -> list[Any]:
+    size, rows = engine.configuration.micro_batch_size, _count_rows(batch)
     if number is not None and rows != number * size:
         raise CannotRun(
             f"train_batch: the batch has {rows} samples, and this rank's share of a step is {number} micro-batches of"
@@ -132,19 +125,19 @@ def _rows_apart(engine: Engine, batch: Any, number: int | None) -> list[Any]:
     return [part(first) for first in range(0, rows, size)]
 
 
-def _rows(batch: Any) -> int:
-    """Samples in a batch.
+def _count_rows(batch: Any) -> int:
+    """Count the samples of a batch.
 
     Raises:
         CannotRun: it has no tensor with a row for each.
     """
-    found = next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
-    if found is None:
+    rows = next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
+    if rows is None:
         raise CannotRun(
             f"train_batch: the batch is a {type(batch).__name__} without a tensor; give a mapping of tensors, or an"
             " iterator of micro-batches (iter(dataloader))"
         )
-    return int(found)
+    return int(rows)
 
 
 def _arguments(micro_batches: list[Any]) -> list[Arguments]:
@@ -152,7 +145,7 @@ def _arguments(micro_batches: list[Any]) -> list[Arguments]:
 
 
 def _mean_over_ranks(engine: Engine, losses: list[torch.Tensor], weights: list[int] | None = None) -> torch.Tensor:
-    """The mean of all ranks' losses, those of a pipeline from its last stage; the same on every rank."""
+    """Return the mean of all ranks' losses, those of a pipeline from its last stage; the same on every rank."""
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
     if losses:
         each = torch.stack([loss.detach().double().reshape(()) for loss in losses])
@@ -173,16 +166,13 @@ def _evaluating(engine: Engine) -> Iterator[None]:
         engine.train(was_training)
 
 
-# Stages.
-
-
 def _pipeline_of(engine: Engine, loss: Loss | None) -> Pipeline:
     if loss is not None:
         raise CannotRun("a loss= function needs the whole model, which a pipeline cuts; have the model return the loss")
-    found = vars(engine).get("_pipeline")
-    if found is None:
-        found = vars(engine)["_pipeline"] = Pipeline(engine.module, engine.mesh, engine.configuration)
-    return found
+    if "_pipeline" not in vars(engine):
+        vars(engine)["_pipeline"] = Pipeline(engine.module, engine.mesh, engine.configuration)
+    pipeline: Pipeline = vars(engine)["_pipeline"]
+    return pipeline
 
 
 def _train_stages(engine: Any, micro_batches: list[Any], loss: Loss | None) -> torch.Tensor:
@@ -196,7 +186,7 @@ def _train_stages(engine: Any, micro_batches: list[Any], loss: Loss | None) -> t
         engine.complete_gradients()
     mean = _mean_over_ranks(engine, losses)
     engine.telemetry.loss_is(mean)
-    engine.passed(len(micro_batches) - 1)
+    engine.count_passes(len(micro_batches) - 1)
     engine.step()
     return mean
 
@@ -208,22 +198,25 @@ class _Passes:
         self._engine = engine
 
     def forward(self, arguments: Arguments, *, is_last: bool) -> torch.Tensor:
+        """Run a micro-batch through the stage; the last stage gives its loss."""
         beat()
         with self._engine.profile("forward"):
-            found = self._engine.forward_stage(*arguments[0], **arguments[1])
-        made: torch.Tensor = loss_in(found, self._engine) if is_last else found
-        return made
+            output: torch.Tensor = self._engine.forward_stage(*arguments[0], **arguments[1])
+        return extract_loss(output, self._engine) if is_last else output
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        scaled: torch.Tensor = self._engine.scaled(loss)
+        """Return a loss as its backward pass begins with it."""
+        scaled: torch.Tensor = self._engine.scale_loss(loss)
         return scaled
 
     def backward(
-        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
+        self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
     ) -> None:
+        """Add the gradients of a pass, its last one of the stage or of the step."""
         with self._engine.profile("backward"):
-            self._engine.backward_stage(made, gradient, ends_stage=ends_stage, ends_step=ends_step)
+            self._engine.backward_stage(output, gradient, ends_stage=ends_stage, ends_step=ends_step)
 
     def backward_weights(self, run: Callable[[], None], *, ends_step: bool) -> None:
+        """Add the gradients of weights alone, which `run` computes."""
         with self._engine.profile("backward"):
             self._engine.backward_weights(run, ends_step=ends_step)

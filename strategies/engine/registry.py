@@ -29,7 +29,7 @@ NATIVE: dict[str, str] = {
 
 
 def find_strategy(configuration: Configuration, environment: Environment) -> Strategy:
-    """The strategy that runs a configuration.
+    """Make the strategy that runs a configuration.
 
     Raises:
         UnknownName: no strategy of that name; the message lists them.
@@ -41,7 +41,7 @@ def find_strategy(configuration: Configuration, environment: Environment) -> Str
         raise UnknownName("strategy", name, STRATEGIES, hint=f"choose one of {', '.join(STRATEGIES)}")
     if why := why_refused(configuration):
         raise CannotRun(f"the plan: {why}")
-    places = NATIVE if configuration.backend == "native" else STRATEGIES
-    module, _, attribute = places[name].partition(":")
+    paths = NATIVE if configuration.backend == "native" else STRATEGIES
+    module, _, attribute = paths[name].partition(":")
     kind = cast("type[Strategy]", getattr(import_module(module), attribute))
     return kind(configuration, environment)

@@ -97,9 +97,6 @@ class Telemetry(Observer):
         return engine
 
 
-# What scripts call without an engine.
-
-
 def live_engine() -> TrainingEngine | None:
     """Return the engine that this process made last, as long as the script holds it."""
     return None if _newest is None else _newest()

@@ -19,7 +19,7 @@ from strategies.distributed.gathers import require_alike
 from strategies.engine.base import AccumulatingEngine, Strategy
 from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
-from strategies.modules.precision import LossScale, cast_model, scale_settings, square_of
+from strategies.modules.precision import DTYPES, LossScale, cast_model, read_scale_settings, sum_squares
 from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.pipeline import sum_shared
@@ -29,14 +29,9 @@ from strategies.protocols import Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE
 from strategies.torch_compat.tensors import foreach_mul_, tree_leaves
 
-# Gradients of the torch strategies: their norm over all ranks, their scaling, and their sums over micro-batches.
-
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def total_norm(module: nn.Module, mesh: Mesh | None = None) -> torch.Tensor:
-    """The 2-norm of all gradients of a module in fp64, a scalar on their device; every rank calls it.
+    """Return the 2-norm of all gradients of a module in fp64, a scalar on their device; every rank calls it.
 
     Replicated gradients are the same on every rank already, and sharded ones share one device mesh. Where ranks of a
     `mesh` split the model between them, each of its elements counts once, whoever has it.
@@ -47,7 +42,7 @@ def total_norm(module: nn.Module, mesh: Mesh | None = None) -> torch.Tensor:
     if mesh is not None and not mesh.is_data_parallel:
         return _norm_over(module, mesh)
     parameters = list(module.parameters())
-    square = square_of(_values(parameters))
+    square = sum_squares(_values(parameters))
     sharded = next((parameter for parameter in parameters if isinstance(parameter, DTensor)), None)
     if sharded is not None:
         met = torch.tensor(float(PULSE.number), dtype=torch.float64, device=sharded.device)
@@ -62,8 +57,7 @@ def total_norm(module: nn.Module, mesh: Mesh | None = None) -> torch.Tensor:
 
 
 def _norm_over(module: nn.Module, mesh: Mesh) -> torch.Tensor:
-    """The norm of the gradients of a model that ranks split: the sum over all ranks of what each one's squares count
-    for, so that whatever is not finite on some rank is so on all."""
+    """Sum over all ranks of a split model what each one's squares count; what is not finite on some is so on all."""
     parts, by_share = parts_of(module), dict[float, list[nn.Parameter]]()
     sharded: DTensor | None = None
     for name, parameter in module.named_parameters():
@@ -73,7 +67,7 @@ def _norm_over(module: nn.Module, mesh: Mesh) -> torch.Tensor:
             shards = math.prod(size for placement, size in sizes if placement.is_shard())
         by_share.setdefault(share_of_square(unwrapped(name), parts, mesh, shards), []).append(parameter)
     device = mesh.environment.device
-    squares = [square_of(_values(group), device).to(device) * share for share, group in by_share.items()]
+    squares = [sum_squares(_values(group), device).to(device) * share for share, group in by_share.items()]
     square = torch.stack([*squares, torch.zeros((), dtype=torch.float64, device=device)]).sum()
     dist.all_reduce(square)
     if sharded is not None:
@@ -84,8 +78,7 @@ def _norm_over(module: nn.Module, mesh: Mesh) -> torch.Tensor:
 
 
 def sum_terms(module: nn.Module, parts: ModelParts, mesh: Mesh) -> None:
-    """Add up over tp the gradients of which each rank has a term, in one message, and average those of experts that no
-    wrapper has reduced."""
+    """Add up over tp, in one message, gradients of which ranks have terms; average those of experts left unreduced."""
     if parts.experts and mesh.size("expert_dp") > 1:
         for name, parameter in module.named_parameters():
             gradient = parameter.grad
@@ -136,31 +129,31 @@ class WideSums:
                 self._sums[parameter] = gradient.float()
 
     def give_back(self) -> None:
-        """Rounded once, the sums are the gradients that the step's last backward pass adds to, and reduces."""
+        """Make the sums, rounded once, the gradients that the step's last backward pass adds to, and reduces."""
         for parameter, total in self._sums.items():
             parameter.grad = total.to(parameter.dtype)
         self._sums.clear()
 
 
-def wide_sums(asked: str | None, parameters: Iterable[nn.Parameter]) -> WideSums | None:
-    """Return the dtype that `data_types.grad_accum_dtype` asks for, or None if gradients have it anyway.
+def make_wide_sums(dtype: str | None, parameters: Iterable[nn.Parameter]) -> WideSums | None:
+    """Return sums in the dtype of `data_types.grad_accum_dtype`, or None if gradients have it anyway.
 
     Raises:
         CannotRun: it asks for a narrower dtype than that of the gradients.
     """
     dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
-    if asked is None or dtypes == {_DTYPES[asked]}:
+    if dtype is None or dtypes == {DTYPES[dtype]}:
         return None
-    if asked != "fp32":
+    if dtype != "fp32":
         raise CannotRun(
-            f"config: data_types.grad_accum_dtype is {asked!r} and the gradients of this strategy are"
-            f" {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}; leave it out, or use ZeRO"
+            f"config: data_types.grad_accum_dtype is {dtype!r} and the gradients of this strategy are"
+            f" {', '.join(sorted(str(each).removeprefix('torch.') for each in dtypes))}; leave it out, or use ZeRO"
         )
     return WideSums()
 
 
 def _values(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """What this rank holds of every gradient: the shard, or the values of a sparse one."""
+    """Return what this rank holds of every gradient: the shard, or the values of a sparse one."""
     values: list[torch.Tensor] = []
     for parameter in parameters:
         gradient = parameter.grad
@@ -178,6 +171,7 @@ class TorchStrategy(Strategy):
     """A strategy that wraps the module and leaves loss, optimizer and loop to `TorchEngine`."""
 
     def engine(self, parts: TrainingParts) -> TorchEngine:
+        """Cast, checkpoint and wrap the model, and make its optimizer of what the wrapper trains."""
         parameters = trainable_parameters(parts.model, parts.model_parameters)
         move = ParameterMove(parts.model)
         model = cast_model(parts.model, self.configuration.precision)
@@ -190,18 +184,15 @@ class TorchStrategy(Strategy):
 
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model placed on this rank's device and spread over the ranks.
-
-        The model's own parameter names stay valid on `model`, whatever is put around it.
-        """
+        """Place a model on this rank's device and spread it over the ranks; its parameters keep their names."""
 
     def synchronization(self, module: nn.Module, *, reduces: bool) -> AbstractContextManager[object]:
-        """What surrounds a forward pass: whether its backward pass reduces gradients over the ranks."""
+        """Surround a forward pass, whose backward pass reduces gradients over the ranks or does not."""
         return nullcontext()
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether gradients are reduced before the accumulation boundary too, so that no rank keeps them whole."""
+        """True if gradients are reduced before the accumulation boundary too, so that no rank keeps them whole."""
         return False
 
     def complete(self, module: nn.Module) -> None:
@@ -209,8 +200,7 @@ class TorchStrategy(Strategy):
 
     @contextmanager
     def whole(self, module: nn.Module, *, keeps_changes: bool) -> Iterator[None]:
-        """All weights whole inside; `keeps_changes` takes over what the first of the ranks that have the same part of
-        the model wrote to them."""
+        """Have all weights whole inside; `keeps_changes` takes over what the first rank with each of them wrote."""
         yield
         if keeps_changes and self.environment.world_size > 1:
             experts = parts_of(module).experts
@@ -219,7 +209,7 @@ class TorchStrategy(Strategy):
                 dist.broadcast(parameter.data, dist.get_global_rank(group, 0), group=group)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """What surrounds a forward pass: the casts of the plan's precision, unless the wrapper does them."""
+        """Surround a forward pass with the casts of the plan's precision, unless the wrapper does them."""
         return nullcontext()
 
     def _optimizer(self, parts: TrainingParts, parameters: list[Any]) -> torch.optim.Optimizer:
@@ -235,16 +225,17 @@ class TorchEngine(AccumulatingEngine):
     def __init__(
         self, *, strategy: TorchStrategy, wrapped: nn.Module, optimizer: torch.optim.Optimizer, parts: TrainingParts
     ) -> None:
-        settings = scale_settings(parts.script.fp16) if parts.plan.configuration.precision == "fp16" else None
+        settings = read_scale_settings(parts.script.fp16) if parts.plan.configuration.precision == "fp16" else None
         super().__init__(parts, strategy, LossScale(settings))
         self.strategy = strategy
         self.module = parts.model
         self.wrapped = wrapped
         self.optimizer = optimizer
         self.lr_scheduler = scheduler_of(parts, optimizer)
-        self._wide_sums = wide_sums(parts.script.accumulate_dtype, self.module.parameters())
+        self._wide_sums = make_wide_sums(parts.script.accumulate_dtype, self.module.parameters())
 
     def state_tensors(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        """Return the tensors of module and optimizer."""
         parameters = list(self.module.parameters())
         return {
             "parameters": [*parameters, *self.module.buffers()],
@@ -265,34 +256,33 @@ class TorchEngine(AccumulatingEngine):
             return self.wrapped(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        self._add_gradients(self.scaled(loss), None, ends_step=self.is_gradient_accumulation_boundary())
+        self._add_gradients(self.scale_loss(loss), None, ends_step=self.is_gradient_accumulation_boundary())
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Divide a loss by the accumulation steps, and multiply it by the loss scale."""
         mean = loss / self.configuration.gradient_accumulation_steps
         return mean if self._scale.value == 1 else mean * self._scale.value
 
     def _add_gradients(
-        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_step: bool
+        self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_step: bool
     ) -> None:
-        if self._wide_sums is not None and ends_step:
-            self._wide_sums.give_back()
-        torch.autograd.backward(made, gradient)
-        if self._wide_sums is not None and not ends_step:
-            self._wide_sums.set_aside(self.module.parameters())
+        self.backward_weights(lambda: torch.autograd.backward(output, gradient), ends_step=ends_step)
 
     def forward_stage(self, *args: Any, **kwargs: Any) -> Any:
-        # Other passes run between a pass's forward and its backward, so that its forward cannot say what reduces.
+        """Run a pass that reduces nothing: others run before its backward, which alone knows what to reduce."""
         with self.strategy.synchronization(self.wrapped, reduces=False), self.strategy.autocast():
             return self.wrapped(*args, **kwargs)
 
     def backward_stage(
-        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
+        self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
     ) -> None:
+        """Reduce at the end of a stage, or always where no rank keeps gradients whole."""
         reduces = ends_stage or self.strategy.reduces_each_micro_batch
         with self.strategy.synchronization(self.wrapped, reduces=reduces):
-            self._add_gradients(made, gradient, ends_step=ends_step)
+            self._add_gradients(output, gradient, ends_step=ends_step)
 
     def backward_weights(self, run: Callable[[], None], *, ends_step: bool) -> None:
+        """Add up what `run` leaves in `.grad` with what earlier passes of the step left."""
         if self._wide_sums is not None and ends_step:
             self._wide_sums.give_back()
         run()
@@ -300,6 +290,7 @@ class TorchEngine(AccumulatingEngine):
             self._wide_sums.set_aside(self.module.parameters())
 
     def complete_gradients(self) -> None:
+        """Leave it to the strategy."""
         self.strategy.complete(self.wrapped)
 
     def _summed_norm(self) -> float:
@@ -319,12 +310,12 @@ class TorchEngine(AccumulatingEngine):
 
 
 def tensors_in(state: Mapping[Any, Any]) -> list[torch.Tensor]:
-    """The tensors of an optimizer's state."""
+    """Return the tensors of an optimizer's state."""
     return [leaf for leaf in tree_leaves([*state.values()]) if isinstance(leaf, torch.Tensor)]
 
 
 def scheduler_of(parts: TrainingParts, optimizer: torch.optim.Optimizer) -> Scheduler | None:
-    """The script's scheduler, made from the optimizer where it is a function."""
+    """Return the script's scheduler, made from the optimizer where it is a function."""
     given = parts.lr_scheduler
     if given is None or isinstance(given, torch.optim.lr_scheduler.LRScheduler):
         return given

@@ -27,9 +27,10 @@ from strategies.variables import RUN_DIRECTORY
 if TYPE_CHECKING:
     from strategies.telemetry.training_monitor import TrainingMonitor
 
-_PLACE = "trainer"
-"""Where `client_state` holds the place in a script's own loader."""
-_USUAL_INTERVAL = 500
+_POSITION = "trainer"
+"""The key of `client_state` for the position in a script's own loader."""
+SAVE_EVERY_STEPS = 500
+"""Optimizer steps between the checkpoints of `enable_fault_tolerance` where neither it nor the config says."""
 _START = "start"
 """The folder below a checkpoint directory that holds the state before the first step."""
 
@@ -60,12 +61,11 @@ class DistributedTrainer:
         *,
         loss: Loss | None = None,
     ) -> None:
-        require_parts(engine, optimizer, None, place="DistributedTrainer")
+        require_parts(engine, optimizer, None, asker="DistributedTrainer")
         self.engine = engine
         self._loss_of_script = loss
         self._loss = loss or call_for_loss
-        asked = read_config(config).checkpoint
-        directory = Path(asked.directory or engine.checkpointing.directory or "checkpoints")
+        directory = Path(read_config(config).checkpoint.directory or engine.checkpointing.directory or "checkpoints")
         self._checkpoints = CheckpointManager(engine, directory)
         self._resumes = self._keeps_start = False
         self._attempts = 0
@@ -75,11 +75,11 @@ class DistributedTrainer:
     def enable_fault_tolerance(
         self, auto_resume: bool = True, max_retry_attempts: int = 0, checkpoint_interval: int | None = None
     ) -> None:
-        """Save while training, and go on from what was saved.
+        """Save while training, and resume from what was saved.
 
         Args:
             auto_resume: `train` begins with the newest checkpoint, where the engine has not trained yet.
-            max_retry_attempts: how often `train` goes on from the newest checkpoint after a failure. A process alone
+            max_retry_attempts: how often `train` resumes from the newest checkpoint after a failure. A process alone
                 can do that; of several ranks the others wait for one that failed, so that all are started again, by
                 `dsplan run --retries`.
             checkpoint_interval: optimizer steps between checkpoints; None: what the config says, else 500.
@@ -97,21 +97,19 @@ class DistributedTrainer:
             )
         self._resumes, self._keeps_start, self._attempts = auto_resume, True, max_retry_attempts
         if of_config is None:
-            every = _USUAL_INTERVAL if checkpoint_interval is None else checkpoint_interval
+            every = SAVE_EVERY_STEPS if checkpoint_interval is None else checkpoint_interval
             self._checkpoints = CheckpointManager(self.engine, self._checkpoints.directory, every_steps=every)
-        is_supervised = (
-            RUN_DIRECTORY in os.environ
-        )  # by a command that starts ranks again, under a better plan if need be
+        is_supervised = RUN_DIRECTORY in os.environ  # the command starts ranks again, under a better plan if need be
         if max_retry_attempts and (is_supervised or not self._is_alone):
             self._attempts = 0
             if self.engine.is_main and not is_supervised:
-                _say(
+                notice(
                     f"max_retry_attempts={max_retry_attempts}: a rank cannot try again while others wait for it; start"
                     f" the script with `dsplan run --retries {max_retry_attempts}`"
                 )
 
     def has_checkpoint(self) -> bool:
-        """Whether there is one to go on from."""
+        """Return whether there is one to resume from."""
         return self._checkpoints.latest is not None
 
     def restore_from_checkpoint(self) -> Path:
@@ -121,7 +119,7 @@ class DistributedTrainer:
             CannotRun: there is none.
             BrokenFile: it cannot be loaded.
         """
-        return self._restored(self._checkpoints.directory)
+        return self._restore(self._checkpoints.directory)
 
     def reset(self) -> None:
         """Go back to the weights, optimizer and place in the data from before the first step.
@@ -133,13 +131,13 @@ class DistributedTrainer:
             raise CannotRun(
                 "reset: the state before the first step was not kept; call enable_fault_tolerance before train"
             )
-        self._restored(self._checkpoints.directory / _START)
+        self._restore(self._checkpoints.directory / _START)
 
     def train(self, epochs: int, loader: Iterable[Any] | None = None) -> list[float]:
-        """Train until `epochs` epochs are complete, those before a resume included; the mean loss of each epoch that
-        was trained (or ended) here, over all ranks.
+        """Train until `epochs` epochs are complete; return the mean loss over all ranks of each that ended here.
 
         Args:
+            epochs: in all, those before a resume included.
             loader: gives this rank's micro-batches, and has a length; None: that of the engine's `training_data`.
 
         Raises:
@@ -172,22 +170,22 @@ class DistributedTrainer:
                 if not self._attempts:
                     raise
                 self._attempts -= 1
-                self._after(problem)
+                self._recover(problem)
 
     @property
     def _is_alone(self) -> bool:
         return self.engine.environment.world_size == 1
 
-    def _after(self, problem: Exception) -> None:
+    def _recover(self, problem: Exception) -> None:
         """Go back to what was saved last."""
         if self.has_checkpoint():
             self.restore_from_checkpoint()
         else:
             self.reset()
         reason = (str(problem).strip().splitlines() or [""])[0]
-        _say(f"{type(problem).__name__}: {reason}; training goes on from step {self.engine.global_steps}")
+        notice(f"{type(problem).__name__}: {reason}; training goes on from step {self.engine.global_steps}")
 
-    def _restored(self, directory: Path) -> Path:
+    def _restore(self, directory: Path) -> Path:
         self.engine.module.zero_grad(set_to_none=True)  # of a step that was not finished
         path, state = self.engine.load_checkpoint(directory)
         if path is None:
@@ -202,57 +200,56 @@ class DistributedTrainer:
             while own.epoch < epochs:
                 self._epoch(own, losses)
             return
-        place = self.engine.client_state.get(_PLACE, {"epoch": 0, "batches": 0})
-        for epoch in range(place["epoch"], epochs):
+        start = self.engine.client_state.get(_POSITION, {"epoch": 0, "batches": 0})
+        for epoch in range(start["epoch"], epochs):
             sampler = getattr(loader, "sampler", None)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)  # type: ignore[union-attr]
-            self._epoch(loader, losses, epoch, place["batches"] if epoch == place["epoch"] else 0)
+            self._epoch(loader, losses, epoch, start["batches"] if epoch == start["epoch"] else 0)
 
     def _epoch(self, loader: Iterable[Any], losses: list[float], epoch: int | None = None, trained: int = 0) -> None:
-        """One pass over the data, without the first `trained` batches; `epoch` where the loader keeps no place."""
-        engine = self.engine
-        if engine.mesh.size("pp") > 1:
-            self._epoch_of_steps(loader, losses, epoch, trained)
-            return
-        total, batches = torch.zeros(2, dtype=torch.float64, device=engine.device), 0
+        """Pass over the data once, without the first `trained` batches; `epoch` where the loader keeps no position."""
+        train = self._steps_of_pipeline if self.engine.mesh.size("pp") > 1 else self._micro_batches
+        mean = train(loader, epoch, trained)
+        if mean is not None:
+            losses.append(mean)
+        if epoch is not None:
+            self.engine.client_state[_POSITION] = {"epoch": epoch + 1, "batches": 0}
+
+    def _micro_batches(self, loader: Iterable[Any], epoch: int | None, trained: int) -> float | None:
+        """Train on one batch after the other; return the mean loss over all ranks, or None if there was no batch."""
+        engine, batches = self.engine, 0
+        total = torch.zeros(2, dtype=torch.float64, device=engine.device)
         for number, batch in enumerate(loader, start=1):
             if number <= trained:
                 continue
-            here = tree_map_only(torch.Tensor, lambda tensor: tensor.to(engine.device), batch)
-            loss = self._loss(engine, here)
+            loss = self._loss(engine, tree_map_only(torch.Tensor, lambda tensor: tensor.to(engine.device), batch))
             total[0] += loss.detach()
             batches += 1
             engine.backward(loss)
             if epoch is not None and engine.is_gradient_accumulation_boundary():
                 # Before the step, which may save.
-                engine.client_state[_PLACE] = {"epoch": epoch, "batches": number}
+                engine.client_state[_POSITION] = {"epoch": epoch, "batches": number}
             engine.step()
             self._checkpoints.step()
         total[1] = batches
         if not self._is_alone:
             dist.all_reduce(total)
-        if total[1]:
-            losses.append((total[0] / total[1]).item())
-        if epoch is not None:
-            engine.client_state[_PLACE] = {"epoch": epoch + 1, "batches": 0}
+        return (total[0] / total[1]).item() if total[1] else None
 
-    def _epoch_of_steps(self, loader: Iterable[Any], losses: list[float], epoch: int | None, trained: int) -> None:
-        """The same where a pipeline takes all micro-batches of a step at once; those of no whole step are left out."""
-        engine, found = self.engine, list[torch.Tensor]()
+    def _steps_of_pipeline(self, loader: Iterable[Any], epoch: int | None, trained: int) -> float | None:
+        """Train where a pipeline takes all micro-batches of a step at once; those of no whole step are left out."""
+        engine, losses = self.engine, list[torch.Tensor]()
         steps = engine.configuration.gradient_accumulation_steps
         batches = itertools.islice(loader, trained, None)
         number = trained
         while len(step := list(itertools.islice(batches, steps))) == steps:
             number += steps
             if epoch is not None:
-                engine.client_state[_PLACE] = {"epoch": epoch, "batches": number}
-            found.append(train_batch(engine, iter(step), self._loss_of_script))
+                engine.client_state[_POSITION] = {"epoch": epoch, "batches": number}
+            losses.append(train_batch(engine, iter(step), self._loss_of_script))
             self._checkpoints.step()
-        if found:
-            losses.append(torch.stack(found).double().mean().item())
-        if epoch is not None:
-            engine.client_state[_PLACE] = {"epoch": epoch + 1, "batches": 0}
+        return torch.stack(losses).double().mean().item() if losses else None
 
 
 def setup_distributed_training(
@@ -264,18 +261,18 @@ def setup_distributed_training(
     monitor: TrainingMonitor | None = None,
     **options: Any,
 ) -> DistributedTrainer:
-    """`dsplan.initialize` and a `DistributedTrainer` of its engine.
+    """Call `dsplan.initialize` and return a `DistributedTrainer` of its engine.
 
         training = dsplan.setup_distributed_training(model, {"batch_size": 8, "zero_stage": 2}, training_data=dataset)
         training.train(epochs=10)
 
     Args:
         config: as `initialize` takes it; flat keys (`batch_size`, `learning_rate`, `zero_stage`, `save_dir`, ...) too.
+        model: as `initialize` takes it.
+        training_data: as `initialize` takes it.
+        loss: as `DistributedTrainer` takes it.
+        monitor: follows the engine's steps.
         options: further arguments of `initialize`.
     """
     engine, *_ = initialize(model, config=config, training_data=training_data, **options)
     return DistributedTrainer(engine, monitor=monitor, config=config, loss=loss)
-
-
-def _say(line: str) -> None:
-    notice(line)

@@ -356,11 +356,8 @@ class _BetweenBatches(Observer):
     """Passes on to the supervision what happens in a step, but not its end: the batch is not over."""
 
     def __init__(self, supervision: Supervision) -> None:
-        self.forward_starts = supervision.forward_starts  # type: ignore[method-assign]
-        self.loss_is = supervision.loss_is  # type: ignore[method-assign]
-        self.starts = supervision.starts  # type: ignore[method-assign]
-        self.ends = supervision.ends  # type: ignore[method-assign]
-        self.close = supervision.close  # type: ignore[method-assign]
+        for name in ("forward_starts", "loss_is", "starts", "ends", "close"):
+            setattr(self, name, getattr(supervision, name))
 
 
 @functools.cache

@@ -16,11 +16,12 @@ Predicate = Callable[[nn.Module], bool]
 def checkpoint_activations(
     model: nn.Module, predicate: Predicate, *, policy: str = "full", on_host: bool = False
 ) -> list[nn.Module]:
-    """Let chosen modules compute again in backward what they computed in forward, instead of keeping it.
+    """Let chosen modules of `model` compute again in backward what they computed in forward, instead of keeping it.
 
     Call it before `initialize`, which then plans with what is left and adds no checkpointing of its own.
 
     Args:
+        model: it is changed in place.
         predicate: asked of the model's modules from the outside in; inside a chosen one it is not asked.
         policy: `full` keeps a module's inputs alone, `selective` results of matrix products and attention as well.
         on_host: the inputs wait in host memory (pinned, copied beside the computation).
@@ -35,7 +36,7 @@ def checkpoint_activations(
         raise CannotRun(f"checkpoint_activations: policy {policy!r} is not known; use 'full' or 'selective'")
     if checkpointing.recomputed_modules(model):
         raise CannotRun("checkpoint_activations was called for this model before; call it once, with one predicate")
-    chosen = list(dict.fromkeys(_chosen(model, predicate)))
+    chosen = list(dict.fromkeys(_choose(model, predicate)))
     if not chosen:
         raise CannotRun(
             f"checkpoint_activations: the predicate chose no module of {type(model).__name__}; print model.modules() to"
@@ -64,10 +65,10 @@ def apply_plan(parts: TrainingParts) -> None:
         )
 
 
-def _chosen(module: nn.Module, predicate: Predicate) -> Iterator[nn.Module]:
+def _choose(module: nn.Module, predicate: Predicate) -> Iterator[nn.Module]:
     # Containers without a forward of their own cannot be run, so they cannot be run again.
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) and predicate(module):
         yield module
         return
     for child in module.children():
-        yield from _chosen(child, predicate)
+        yield from _choose(child, predicate)

@@ -10,13 +10,13 @@ A script's function is tried too: its outputs and gradients must be torch's.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,36 +30,22 @@ from strategies.errors import CannotRun
 from strategies.modules.kernel_forms import (
     IGNORED,
     KERNELS,
+    MODULE_FORMS,
     Function,
-    eps_of,
-    is_gated,
-    is_layer_norm,
-    is_rms_norm,
-    layer_norm,
+    ModuleForm,
     require_right,
-    rms_norm,
     rotary,
-    swiglu,
+    without_adapters,
 )
+from strategies.modules.precision import DTYPES
 from strategies.run_directory.request import plan_request
 
+_LOG = logging.getLogger(__name__)
 _DEVICES = ("cuda", "cpu")
 _CHUNK_ROWS = 1024
 _PLAIN_LOSS = (
-    *(
-        "apertus",
-        "arcee",
-        "cwm",
-        "ernie4_5",
-        "exaone4",
-        "gemma",
-        "helium",
-        "llama",
-        "ministral",
-        "ministral3",
-        "mistral",
-    ),
-    *("olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2"),
+    "apertus arcee cwm ernie4_5 exaone4 gemma helium llama ministral ministral3 mistral olmo olmo2 olmo3 phi phi3 qwen2"
+    " qwen3 seed_oss smollm3 starcoder2"
 )
 """Model types of transformers 5.23 whose loss is the mean cross-entropy of `lm_head(hidden)` and nothing else: no
 scale, no soft cap, no router's loss (`models/*/modeling_*.py`, forward of the class with the head)."""
@@ -67,16 +53,18 @@ scale, no soft cap, no router's loss (`models/*/modeling_*.py`, forward of the c
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registered:
-    """A function for a kernel, on a kind of device (empty: every one) and for one dtype (None: every one)."""
+    """A function for a kernel."""
 
     kernel: str
     provider: str
     function: Function
     device: str = ""
+    """The kind of device that it runs on; empty for every one."""
     dtype: torch.dtype | None = None
+    """Of the first tensor; None for every one."""
 
     def answers_to(self, tensor: torch.Tensor) -> bool:
-        """Whether it takes such a tensor."""
+        """Return whether it takes such a tensor."""
         return self.device in ("", tensor.device.type) and self.dtype in (None, tensor.dtype)
 
 
@@ -94,8 +82,8 @@ def register_kernel(
     """Register a function that computes a kernel; a config's `kernels` and `dsplan run --kernels` name its provider.
 
     Args:
-        name: `rms_norm`, `layer_norm`, `swiglu`, `rotary`, `linear_cross_entropy` or `attention`;
-            docs/how-to/training.md has their signatures. It must be differentiable.
+        name: `rms_norm`, `layer_norm`, `swiglu`, `rotary`, `linear_cross_entropy` or `attention`.
+        function: differentiable; docs/how-to/training.md has the signature for each name.
         device: `cuda` or `cpu`; None for every one.
         dtype: of the first tensor, such as `torch.bfloat16` or "bf16"; None for every one.
         provider: what the config calls it; the same provider may have functions for several devices and dtypes.
@@ -109,28 +97,17 @@ def register_kernel(
         raise CannotRun(f"register_kernel: {function!r} is no function; {name} is {KERNELS[name]}")
     if provider in ("auto", "torch", *_LIBRARIES):
         raise CannotRun(f"register_kernel: provider {provider!r} is dsplan's own; name another")
-    if device is not None and str(device) not in _DEVICES:
-        known = " or ".join(map(repr, _DEVICES))
-        raise CannotRun(f"register_kernel: device {str(device)!r} is not known; use {known}, or None for every one")
-    made = Registered(
-        kernel=name,
-        provider=provider,
-        function=function,
-        device="" if device is None else str(device),
-        dtype=_dtype_of(dtype),
-    )
-    same = (made.kernel, made.provider, made.device, made.dtype)
-    _registered[:] = [old for old in _registered if (old.kernel, old.provider, old.device, old.dtype) != same]
-    _registered.append(made)
-
-
-def _dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    known = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    if dtype not in known:
-        raise UnknownName("dtype", dtype, known, hint=f"one of {', '.join(known)}")
-    return known[dtype]
+    kind = "" if device is None else str(device)
+    if kind not in ("", *_DEVICES):
+        devices = " or ".join(map(repr, _DEVICES))
+        raise CannotRun(f"register_kernel: device {kind!r} is not known; use {devices}, or None for every one")
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise UnknownName("dtype", dtype, DTYPES, hint=f"one of {', '.join(DTYPES)}")
+        dtype = DTYPES[dtype]
+    added = Registered(kernel=name, provider=provider, function=function, device=kind, dtype=dtype)
+    _registered[:] = [old for old in _registered if replace(old, function=function) != added]
+    _registered.append(added)
 
 
 def _require_kernel(name: str) -> None:
@@ -138,62 +115,40 @@ def _require_kernel(name: str) -> None:
         raise UnknownName("kernel", name, KERNELS, hint=f"one of {', '.join(KERNELS)}")
 
 
-# Providers that dsplan knows.
-
-
 def _chunked_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The loss of a part of the rows at a time, whose logits are made again in backward."""
+    """Compute the loss of a part of the rows at a time, whose logits are made again in backward."""
 
-    def of_part(rows: torch.Tensor, matrix: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def sum_part(rows: torch.Tensor, matrix: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = functional.linear(rows, matrix).float()
         return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
     parts = zip(hidden.split(_CHUNK_ROWS), labels.split(_CHUNK_ROWS), strict=True)  # type: ignore[no-untyped-call]
-    losses = [checkpoint(of_part, rows, weight, targets, use_reentrant=False) for rows, targets in parts]
+    losses = [checkpoint(sum_part, rows, weight, targets, use_reentrant=False) for rows, targets in parts]
     return torch.stack(losses).sum() / (labels != IGNORED).sum()
 
 
-def _liger_rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    # in_place=True would write the gradient over that of the output, which residuals still need.
-    found: torch.Tensor = _liger().liger_rms_norm(hidden, weight, eps, 0.0, "llama", False)
-    return found
+def _of_liger(name: str, *more: Any, **options: Any) -> Function:
+    """Make a function that calls one of Liger-Kernel's, with what it takes beside our arguments."""
+
+    def call(*tensors: Any) -> Any:
+        return getattr(import_module("liger_kernel.transformers.functional"), name)(*tensors, *more, **options)
+
+    return call
 
 
-def _liger_layer_norm(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor:
-    found: torch.Tensor = _liger().liger_layer_norm(
-        hidden, weight, torch.zeros_like(weight) if bias is None else bias, eps
-    )
-    return found
-
-
-def _liger_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = _liger().liger_swiglu(gate, up)
-    return found
-
-
-def _liger_rotary(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-    return _liger().liger_rope(query, key, cos, sin)
-
-
-def _liger_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = _liger().liger_fused_linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORED)
-    return found
-
-
-def _liger() -> Any:
-    return import_module("liger_kernel.transformers.functional")
+def _liger_layer_norm(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> Any:
+    return _of_liger("liger_layer_norm")(hidden, weight, torch.zeros_like(weight) if bias is None else bias, eps)
 
 
 _FLASH = "flash_attention_2"
 _LIBRARIES: Mapping[str, Mapping[str, Function | str]] = {
     "liger": {
-        "rms_norm": _liger_rms_norm,
+        # in_place=True would write the gradient over that of the output, which residuals still need.
+        "rms_norm": _of_liger("liger_rms_norm", 0.0, "llama", False),
         "layer_norm": _liger_layer_norm,
-        "swiglu": _liger_swiglu,
-        "rotary": _liger_rotary,
-        "linear_cross_entropy": _liger_loss,
+        "swiglu": _of_liger("liger_swiglu"),
+        "rotary": _of_liger("liger_rope"),
+        "linear_cross_entropy": _of_liger("liger_fused_linear_cross_entropy", ignore_index=IGNORED),
     },
     "flash-attn": {"attention": _FLASH},
     "chunked": {"linear_cross_entropy": _chunked_loss},
@@ -205,34 +160,30 @@ _LOSSES: Mapping[str, Loss] = {"liger": "fused", "chunked": "chunked"}
 """The planner's words for how a provider makes logits a loss."""
 
 
-# What a config asks for.
-
-
 def read_kernels(config: Mapping[str, str], planned_loss: object) -> dict[str, str]:
-    """Providers by kernel: those of `dsplan run --kernels`, else the config's, else the loss of a plan.
+    """Return providers by kernel: those of `dsplan run --kernels`, else the config's, else the loss of a plan.
 
     Raises:
         UnknownName: a kernel or a provider is not known; the message has the near one.
         CannotRun: a provider has no such kernel.
     """
     requested = plan_request().kernels or config
-    word, found = requested.get("all"), dict[str, str]()
-    if word is not None:
-        _require_provider(word)
-        found = {name: word for name in KERNELS if word == "auto" or word == "torch" or name in _kernels_of(word)}
+    for_all, providers = requested.get("all"), dict[str, str]()
+    if for_all is not None:
+        _require_provider(for_all)
+        providers = {name: for_all for name in KERNELS if for_all in ("auto", "torch") or name in _kernels_of(for_all)}
     for name, provider in requested.items():
         if name == "all":
             continue
         _require_kernel(name)
         _require_provider(provider)
         if provider not in ("auto", "torch") and name not in _kernels_of(provider):
-            known = ", ".join(_kernels_of(provider))
-            raise CannotRun(f"kernels: {provider} has no {name}; it has {known}")
-        found[name] = provider
-    of_loss: dict[object, str] = {loss: provider for provider, loss in _LOSSES.items()}
-    if "linear_cross_entropy" not in found and planned_loss in of_loss:
-        found["linear_cross_entropy"] = of_loss[planned_loss]
-    return {name: provider for name, provider in found.items() if provider != "torch"}
+            raise CannotRun(f"kernels: {provider} has no {name}; it has {', '.join(_kernels_of(provider))}")
+        providers[name] = provider
+    for provider, loss in _LOSSES.items():
+        if loss == planned_loss:
+            providers.setdefault("linear_cross_entropy", provider)
+    return {name: provider for name, provider in providers.items() if provider != "torch"}
 
 
 def _kernels_of(provider: str) -> list[str]:
@@ -241,23 +192,19 @@ def _kernels_of(provider: str) -> list[str]:
 
 
 def _require_provider(provider: str) -> None:
-    own = dict.fromkeys(registered.provider for registered in _registered)
-    known = ("auto", "torch", *_LIBRARIES, *own)
-    if provider not in known:
-        raise UnknownName("kernel provider", provider, known, hint=f"one of {', '.join(known)}")
-
-
-# Which modules a kernel replaces.
+    providers = ("auto", "torch", *_LIBRARIES, *dict.fromkeys(registered.provider for registered in _registered))
+    if provider not in providers:
+        raise UnknownName("kernel provider", provider, providers, hint=f"one of {', '.join(providers)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Installed:
-    """What was done to a model."""
+    """The kernels of a model."""
 
     kernels: Mapping[str, str]
     """The provider of every kernel that replaces something."""
     notes: tuple[str, ...]
-    """What was asked for and is not there, a line each; what runs there is torch's own."""
+    """A line for each reason why torch's own runs where another was asked for."""
 
     @property
     def loss(self) -> Loss:
@@ -267,44 +214,37 @@ class Installed:
 
     @property
     def sentence(self) -> str:
-        """What runs, in one line; empty where nothing was replaced."""
+        """The kernels in one line; empty where nothing was replaced."""
         named = ", ".join(f"{name} {provider}" for name, provider in self.kernels.items())
         return f"kernels: {named}; the rest is torch's own" if named else ""
 
 
-def install_kernels(model: nn.Module, asked: Mapping[str, str], device: torch.device) -> Installed:
-    """Let kernels of the asked providers compute in a model that trains on `device`, in place.
+def install_kernels(model: nn.Module, providers: Mapping[str, str], device: torch.device) -> Installed:
+    """Let the kernels of providers compute in a model that trains on `device`, in place.
 
     Raises:
         CannotRun: a script's function does not compute what torch's own does.
     """
-    used, stay = dict[str, str](), dict[str, list[str]]()
-    for name, provider in asked.items():
-        chosen = _chosen(name, provider, device)
-        if isinstance(chosen, str):
-            why = chosen
-            if provider != "auto":
-                stay.setdefault(why, []).append(name)
-            continue
-        if chosen[0].provider not in _LIBRARIES:
+    used, left = dict[str, str](), dict[str, list[str]]()
+    for name, provider in providers.items():
+        chosen, why_not = _choose(name, provider, device)
+        if chosen and chosen[0].provider not in _LIBRARIES:
             for registered in chosen:
                 require_right(name, registered.provider, registered.function, registered.dtype, model, device)
-        if _REPLACE[name](model, _Dispatch(chosen)):
+        if chosen and _REPLACE[name](model, _Dispatch(chosen)):
             used[name] = chosen[0].provider
-            continue
-        why = f"{type(model).__name__} has no module that computes it so"
-        if provider != "auto":
-            stay.setdefault(why, []).append(name)
-    notes = (f"kernels: torch's own {', '.join(names)}: {why}" for why, names in stay.items())
+        elif provider != "auto":
+            left.setdefault(why_not or f"{type(model).__name__} has no module that computes it so", []).append(name)
+    notes = (f"kernels: torch's own {', '.join(names)}: {why}" for why, names in left.items())
     return Installed(kernels=used, notes=tuple(notes))
 
 
-def _chosen(name: str, provider: str, device: torch.device) -> list[Registered] | str:
-    """The functions of a provider for a device, or why there are none."""
+def _choose(name: str, provider: str, device: torch.device) -> tuple[list[Registered], str | None]:
+    """Return the functions of a provider for a device, or why there are none."""
     own = [each for each in _registered if each.kernel == name and each.device in ("", device.type)]
-    wanted = [each for each in own if provider in ("auto", each.provider)]
-    if wanted:
-        return [each for each in wanted if each.provider == wanted[0].provider]
+    own = [each for each in own if provider in ("auto", each.provider)]
+    if own:
+        return [each for each in own if each.provider == own[0].provider], None
     reasons = []
     for library, kernels in _LIBRARIES.items():
         if name not in kernels or provider not in (library, "auto") or (provider == "auto" and library == "chunked"):
@@ -315,12 +255,12 @@ def _chosen(name: str, provider: str, device: torch.device) -> list[Registered] 
             reasons.append(f"{library} is not installed (pip install {_MODULES[library].replace('_', '-')})")
         else:
             function: Any = kernels[name]
-            return [Registered(kernel=name, provider=library, function=function)]
-    return reasons[0] if reasons else f"{provider} has none for {device.type}"
+            return [Registered(kernel=name, provider=library, function=function)], None
+    return [], reasons[0] if reasons else f"{provider} has none for {device.type}"
 
 
 class _Dispatch:
-    """The function that answers to a tensor, the most particular one first."""
+    """Finds the function that answers to a tensor, the most particular one first."""
 
     def __init__(self, registered: list[Registered]) -> None:
         self.registered = sorted(registered, key=lambda each: (each.dtype is None, not each.device))
@@ -332,34 +272,33 @@ class _Dispatch:
 class _Forward:
     """A module's forward that lets a kernel compute where one answers to the input."""
 
-    def __init__(self, module: nn.Module, dispatch: _Dispatch, compute: Callable[..., Any]) -> None:
-        self._module, self._dispatch, self._compute = module, dispatch, compute
+    def __init__(self, module: nn.Module, dispatch: _Dispatch, form: ModuleForm) -> None:
+        self._module, self._dispatch, self._form = module, dispatch, form
         self._original = module.forward
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         function = None if args or kwargs else self._dispatch.for_(hidden)
-        return self._original(hidden, *args, **kwargs) if function is None else self._compute(function, hidden)
+        if function is None:
+            return self._original(hidden, *args, **kwargs)
+        return self._form.compute(function, self._module, hidden)
 
 
-def _replace_where(
-    model: nn.Module,
-    dispatch: _Dispatch,
-    found: Iterator[tuple[nn.Module, int, Callable[..., Any], Function]],
-) -> bool:
-    """Replace modules that compute what the reference does: each with the width of its input, what hands a kernel its
-    weights, and torch's form of the kernel. Modules of one class are tried once."""
-    tried: dict[type[nn.Module], bool] = {}
-    for module, width, compute, reference in list(found):
-        kind = type(module)
-        if kind not in tried:
-            tried[kind] = _computes(module, width, partial(compute, reference))
-        if tried[kind]:
-            module.forward = _Forward(module, dispatch, compute)
-    return any(tried.values())
+def _replace_modules(form: ModuleForm, model: nn.Module, dispatch: _Dispatch) -> bool:
+    """Replace modules that compute what a form does; of each class the first is tried."""
+    is_same: dict[type[nn.Module], bool] = {}
+    for module in list(model.modules()):
+        width = form.input_width(module)
+        if width is None:
+            continue
+        if type(module) not in is_same:
+            is_same[type(module)] = _computes(module, width, form)
+        if is_same[type(module)]:
+            module.forward = _Forward(module, dispatch, form)
+    return any(is_same.values())
 
 
-def _computes(module: nn.Module, width: int, reference: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether a module computes what a function does."""
+def _computes(module: nn.Module, width: int, form: ModuleForm) -> bool:
+    """Return whether a module computes what a form does."""
     weight = next(module.parameters(), None)
     if weight is None or weight.is_meta:
         return False
@@ -367,67 +306,14 @@ def _computes(module: nn.Module, width: int, reference: Callable[[torch.Tensor],
     hidden = torch.linspace(-2, 2, 2 * width, device=weight.device).view(1, 2, width).to(dtype)
     try:
         with torch.no_grad():
-            own, other = module(hidden), reference(hidden)
-    except (TypeError, RuntimeError, ValueError, AttributeError):
-        return False  # it takes something else
-    return (
-        isinstance(own, torch.Tensor)
-        and own.shape == other.shape
-        and torch.allclose(
-            own.float(),
-            other.float(),
-            rtol=2e-2 if dtype != torch.float32 else 1e-4,
-            atol=1e-3 * float(own.abs().max()),
-        )
-    )
-
-
-def _replace_rms_norms(model: nn.Module, dispatch: _Dispatch) -> bool:
-    def found() -> Iterator[tuple[nn.Module, int, Callable[..., Any], Function]]:
-        for part in model.modules():
-            module: Any = part
-            if not is_rms_norm(module):
-                continue
-
-            def compute(function: Function, hidden: torch.Tensor, own: Any = module) -> Any:
-                return function(hidden, own.weight, eps_of(own, hidden.dtype))
-
-            yield part, module.weight.numel(), compute, rms_norm
-
-    return _replace_where(model, dispatch, found())
-
-
-def _replace_layer_norms(model: nn.Module, dispatch: _Dispatch) -> bool:
-    def found() -> Iterator[tuple[nn.Module, int, Callable[..., Any], Function]]:
-        for part in model.modules():
-            module: Any = part
-            if not is_layer_norm(module):
-                continue
-
-            def compute(function: Function, hidden: torch.Tensor, own: Any = module) -> Any:
-                return function(hidden, own.weight, own.bias, own.eps)
-
-            yield part, module.normalized_shape[0], compute, layer_norm
-
-    return _replace_where(model, dispatch, found())
-
-
-def _replace_gated_mlps(model: nn.Module, dispatch: _Dispatch) -> bool:
-    def found() -> Iterator[tuple[nn.Module, int, Callable[..., Any], Function]]:
-        for part in model.modules():
-            module: Any = part
-            if not is_gated(module):
-                continue
-            width = getattr(module.gate_proj, "in_features", None)
-            if width is None or "silu" not in type(getattr(module, "act_fn", None)).__name__.lower():
-                continue
-
-            def compute(function: Function, hidden: torch.Tensor, own: Any = module) -> Any:
-                return own.down_proj(function(own.gate_proj(hidden), own.up_proj(hidden)))
-
-            yield part, width, compute, swiglu
-
-    return _replace_where(model, dispatch, found())
+            own, other = module(hidden), form.compute(form.reference, module, hidden)
+    except (TypeError, RuntimeError, ValueError, AttributeError) as problem:
+        _LOG.debug("%s stays: it takes something else (%s)", type(module).__name__, problem)
+        return False
+    if not isinstance(own, torch.Tensor) or own.shape != other.shape:
+        return False
+    rtol, atol = 2e-2 if dtype != torch.float32 else 1e-4, 1e-3 * float(own.abs().max())
+    return torch.allclose(own.float(), other.float(), rtol=rtol, atol=atol)
 
 
 class _RotaryFunction:
@@ -437,17 +323,15 @@ class _RotaryFunction:
         self.original, self.dispatch = original, dispatch
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = not args and not kwargs.pop("position_ids", None) and kwargs.pop("unsqueeze_dim", 1) == 1 and not kwargs
-        function = self.dispatch.for_(q) if plain else None
+        is_usual = kwargs.get("position_ids") is None and kwargs.get("unsqueeze_dim", 1) == 1
+        is_plain = is_usual and not args and kwargs.keys() <= {"position_ids", "unsqueeze_dim"}
+        function = self.dispatch.for_(q) if is_plain else None
         return self.original(q, k, cos, sin, *args, **kwargs) if function is None else function(q, k, cos, sin)
 
 
 def _replace_rotary(model: nn.Module, dispatch: _Dispatch) -> bool:
     name, replaced = "apply_rotary_pos_emb", False
-    homes: dict[str, ModuleType] = {
-        type(part).__module__: sys.modules[type(part).__module__] for part in model.modules()
-    }
-    for home in homes.values():
+    for home in {sys.modules[type(module).__module__] for module in model.modules()}:
         original = getattr(home, name, None)
         if isinstance(original, _RotaryFunction):
             original = original.original
@@ -457,8 +341,9 @@ def _replace_rotary(model: nn.Module, dispatch: _Dispatch) -> bool:
         cos, sin = (torch.cat((side, side), dim=-1) for side in (angle.cos(), angle.sin()))
         try:
             alike = all(map(torch.allclose, original(query, query, cos, sin), rotary(query, query, cos, sin)))
-        except (TypeError, RuntimeError, ValueError):
-            continue  # another signature
+        except (TypeError, RuntimeError, ValueError) as problem:
+            _LOG.debug("%s of %s stays: it has another signature (%s)", name, home.__name__, problem)
+            continue
         if alike:
             setattr(home, name, _RotaryFunction(original, dispatch))
             replaced = True
@@ -496,10 +381,9 @@ class _LossForward:
 
 
 def _replace_loss(model: nn.Module, dispatch: _Dispatch) -> bool:
-    whole: Any = model
-    unwrapped: Any = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
+    unwrapped = without_adapters(model)
     kind = getattr(getattr(unwrapped, "config", None), "model_type", "")
-    if kind not in _PLAIN_LOSS or not type(unwrapped).__name__.endswith("ForCausalLM"):
+    if kind not in _PLAIN_LOSS.split() or not type(unwrapped).__name__.endswith("ForCausalLM"):
         return False
     if type(unwrapped.get_output_embeddings()) is not nn.Linear or unwrapped.get_output_embeddings().bias is not None:
         return False
@@ -508,8 +392,7 @@ def _replace_loss(model: nn.Module, dispatch: _Dispatch) -> bool:
 
 
 def _replace_attention(model: nn.Module, dispatch: _Dispatch) -> bool:
-    whole: Any = model
-    unwrapped: Any = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
+    unwrapped = without_adapters(model)
     if not hasattr(unwrapped, "set_attn_implementation"):
         return False
     first: Any = dispatch.registered[0]
@@ -532,9 +415,7 @@ def _replace_attention(model: nn.Module, dispatch: _Dispatch) -> bool:
 
 
 _REPLACE: Mapping[str, Callable[[nn.Module, _Dispatch], bool]] = {
-    "rms_norm": _replace_rms_norms,
-    "layer_norm": _replace_layer_norms,
-    "swiglu": _replace_gated_mlps,
+    **{name: partial(_replace_modules, form) for name, form in MODULE_FORMS.items()},
     "rotary": _replace_rotary,
     "linear_cross_entropy": _replace_loss,
     "attention": _replace_attention,

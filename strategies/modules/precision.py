@@ -1,4 +1,4 @@
-"""What each precision of a plan means under the torch strategies.
+"""The precisions of a plan under the torch strategies.
 
 `single` and `ddp` compute `bf16` and `fp16` under autocast over fp32 weights, as HF Trainer does. FSDP keeps fp32
 shards, computes in 16 bits and reduces gradients in fp32. `bf16-pure` keeps everything, optimizer states too, in bf16.
@@ -18,32 +18,34 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from strategies.config import Fp16Section
 from strategies.torch_compat.tensors import foreach_norm, tree_map
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The words of configs and calls for dtypes."""
 _COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_DTYPE = {**_COMPUTE_DTYPE, "bf16-pure": torch.bfloat16}
-"""What ZeRO's weights compute in; fp32 is not in it."""
+"""The dtypes that ZeRO's weights compute in; fp32 is not in it."""
 
 
 def cast_model(model: nn.Module, precision: str) -> nn.Module:
-    """The model with its weights in the dtype they are kept in: bf16 for `bf16-pure`, else as they are."""
+    """Cast the weights of a model to bf16 for `bf16-pure`; else they stay as they are."""
     return model.to(torch.bfloat16) if precision == "bf16-pure" else model
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Autocast for `bf16` and `fp16`, nothing for the others."""
+    """Return autocast for `bf16` and `fp16`, and nothing for the others."""
     dtype = _COMPUTE_DTYPE.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def sharding_policy(precision: str, reduce: torch.dtype | None = None) -> MixedPrecisionPolicy:
-    """FSDP2's policy: 16-bit compute over fp32 shards, gradients reduced in `reduce`, fp32 unless it is given."""
+    """Return FSDP2's policy: 16-bit compute over fp32 shards, gradients reduced in `reduce`, else in fp32."""
     dtype = _COMPUTE_DTYPE.get(precision)
     if dtype is None:
         return MixedPrecisionPolicy(reduce_dtype=reduce)
     return MixedPrecisionPolicy(dtype, reduce or torch.float32)
 
 
-def narrowed(inputs: Any, dtype: torch.dtype | None) -> Any:
-    """Inputs of a forward pass with their fp32 tensors in the dtype that weights compute in; as they are for None."""
+def narrow_inputs(inputs: Any, dtype: torch.dtype | None) -> Any:
+    """Cast the fp32 tensors of a forward pass's inputs to the dtype that weights compute in; None leaves them."""
 
     def narrow(value: Any) -> Any:
         is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
@@ -52,25 +54,22 @@ def narrowed(inputs: Any, dtype: torch.dtype | None) -> Any:
     return inputs if dtype is None else tree_map(narrow, inputs)
 
 
-# Norms.
-
-
 _RUN = 16_384
 """Elements that one sum on a CPU takes: torch adds them up in fp32 one after the other, and falls 1 % short at 1e8."""
 
 
-def runs(values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors whose norms are right, views of the given ones: those of a CPU in runs of some elements."""
-    found: list[torch.Tensor] = []
+def split_runs(values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of tensors whose norms are right: those of a CPU in runs of some elements."""
+    views: list[torch.Tensor] = []
     for value in values:
         is_long = value.device.type == "cpu" and value.numel() > _RUN and value.is_contiguous()
-        found += torch.split(value.view(-1), _RUN) if is_long else (value,)
-    return found
+        views += torch.split(value.view(-1), _RUN) if is_long else (value,)
+    return views
 
 
-def square_of(values: Iterable[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
-    """The sum of the squares of all elements, an fp64 scalar on the tensors' device, or else on `device`."""
-    parts = runs(value for value in values if value.numel())
+def sum_squares(values: Iterable[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
+    """Return the sum of the squares of all elements, an fp64 scalar on the tensors' device, or else on `device`."""
+    parts = split_runs(value for value in values if value.numel())
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)
     is_double = any(part.dtype == torch.float64 for part in parts)
@@ -78,25 +77,24 @@ def square_of(values: Iterable[torch.Tensor], device: torch.device | None = None
     return torch.stack(norms).double().square().sum()
 
 
-# Loss scaling keeps small fp16 gradients from being rounded to zero.
-
-
 _FACTOR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaleSettings:
-    """`initial` scale, steps without overflow (`window`) until it grows, overflows (`hysteresis`) until it shrinks."""
+    """The loss scale's start and course; DeepSpeed's defaults."""
 
     initial: float = 2.0**16
     window: int = 1000
+    """Steps without overflow until it grows."""
     hysteresis: int = 2
+    """Overflows until it shrinks."""
     floor: float = 1.0
     is_dynamic: bool = True
 
 
-def scale_settings(section: Fp16Section) -> ScaleSettings:
-    """What a config's `fp16` asks for."""
+def read_scale_settings(section: Fp16Section) -> ScaleSettings:
+    """Read a config's `fp16` section."""
     fixed, power = section.loss_scale, section.initial_scale_power
     settings: dict[str, Any] = {
         "initial": fixed or (None if power is None else 2.0**power),
@@ -108,7 +106,7 @@ def scale_settings(section: Fp16Section) -> ScaleSettings:
 
 
 class LossScale:
-    """The scale and how it changes; without settings it is 1 and stays it."""
+    """The factor that keeps small fp16 gradients from being rounded to zero; without settings it is 1 and stays it."""
 
     def __init__(self, settings: ScaleSettings | None) -> None:
         self._settings = settings
@@ -116,8 +114,8 @@ class LossScale:
         self._good_steps = 0
         self._overflows_left = 0 if settings is None else settings.hysteresis
 
-    def stepped(self) -> None:
-        """A step was taken."""
+    def count_step(self) -> None:
+        """Count a step that was taken."""
         if self._settings is None or not self._settings.is_dynamic:
             return
         self._good_steps += 1
@@ -126,8 +124,8 @@ class LossScale:
             self._overflows_left = self._settings.hysteresis
             self.value *= _FACTOR
 
-    def overflowed(self) -> None:
-        """A step was skipped for gradients that are not finite."""
+    def count_overflow(self) -> None:
+        """Count a step that was skipped for gradients that are not finite."""
         if self._settings is None or not self._settings.is_dynamic:
             return
         self._good_steps = 0
@@ -136,7 +134,7 @@ class LossScale:
             self.value = max(self._settings.floor, self.value / _FACTOR)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON, with the names of torch's GradScaler, so that its strategies resume from it."""
+        """Return JSON with the names of torch's GradScaler, so that its strategies resume from it."""
         if self._settings is None:
             return {}
         return {

@@ -43,7 +43,7 @@ class MuonWithAdamW(Optimizer):
         super().__init__(params, {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """A group, with the settings of its own optimizer where it has none."""
+        """Add a group, with the settings of its own optimizer where it has none."""
         members = param_group["params"]
         members = [members] if isinstance(members, Tensor) else list(members)
         of_muon = param_group.get("use_muon", all(member.ndim == 2 for member in members))
@@ -54,10 +54,7 @@ class MuonWithAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Change every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for inner, wanted in ((self._muon, True), (self._adam, False)):
             inner.param_groups = [group for group in self.param_groups if group["use_muon"] is wanted]
             inner.state = self.state
@@ -66,7 +63,7 @@ class MuonWithAdamW(Optimizer):
 
 
 def muon_groups(model: nn.Module, chosen: Iterable[Any] | None) -> list[Any]:
-    """The parameters of a model, or of the script's own choice, in groups that say which are Muon's.
+    """Return the parameters of a model, or the script's choice of them, in groups that say which are Muon's.
 
     Muon's are matrices that are neither embeddings nor heads, unless the parameter has an attribute `use_muon`.
     """
@@ -82,10 +79,10 @@ def muon_groups(model: nn.Module, chosen: Iterable[Any] | None) -> list[Any]:
 
     given = list(chosen) if chosen is not None else [p for p in model.parameters() if p.requires_grad]
     groups: list[Any] = given if given and isinstance(given[0], Mapping) else [{"params": given}]
-    return [half for group in groups for half in _halves(group, is_matrix)]
+    return [half for group in groups for half in _split_group(group, is_matrix)]
 
 
-def _halves(group: Mapping[str, Any], is_matrix: Callable[[Tensor], bool]) -> list[dict[str, Any]]:
+def _split_group(group: Mapping[str, Any], is_matrix: Callable[[Tensor], bool]) -> list[dict[str, Any]]:
     members = group["params"]
     members = [members] if isinstance(members, Tensor) else list(members)
     halves: dict[bool, list[Any]] = {True: [], False: []}

@@ -19,7 +19,7 @@ from strategies.optim.lion import Lion
 from strategies.protocols import OptimizerFactory, TrainingParts
 
 
-def _of_library(word: str, library: str, name: str) -> OptimizerFactory:
+def _import_maker(word: str, library: str, name: str) -> OptimizerFactory:
     def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         try:
             module = import_module(f"{library}.optim")
@@ -27,8 +27,8 @@ def _of_library(word: str, library: str, name: str) -> OptimizerFactory:
             raise BackendMissing(
                 f"optimizer {word!r} needs {library}; pip install {library}, or choose optimizer 'adamw'"
             ) from None
-        made: torch.optim.Optimizer = getattr(module, name)(parameters)
-        return made
+        optimizer: torch.optim.Optimizer = getattr(module, name)(parameters)
+        return optimizer
 
     return make
 
@@ -37,10 +37,10 @@ OPTIMIZERS: Mapping[str, OptimizerFactory] = {
     "adamw": torch.optim.AdamW,
     "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
     "adamw-forloop": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
-    "adamw-8bit": _of_library("adamw-8bit", "bitsandbytes", "AdamW8bit"),
-    "adamw-8bit-paged": _of_library("adamw-8bit-paged", "bitsandbytes", "PagedAdamW8bit"),
-    "adamw-4bit": _of_library("adamw-4bit", "torchao", "AdamW4bit"),
-    "adamw-fp8": _of_library("adamw-fp8", "torchao", "AdamWFp8"),
+    "adamw-8bit": _import_maker("adamw-8bit", "bitsandbytes", "AdamW8bit"),
+    "adamw-8bit-paged": _import_maker("adamw-8bit-paged", "bitsandbytes", "PagedAdamW8bit"),
+    "adamw-4bit": _import_maker("adamw-4bit", "torchao", "AdamW4bit"),
+    "adamw-fp8": _import_maker("adamw-fp8", "torchao", "AdamWFp8"),
     "sgd": torch.optim.SGD,
     "adafactor": torch.optim.Adafactor,
     "lion": Lion,
@@ -61,8 +61,7 @@ class ZeroOptimizer(optim.Optimizer):
 
         dsplan.register_optimizer("descent", Descent)
 
-    `step` runs without recording gradients. `lr` is the rate of the first group; setting it sets that of every group,
-    which schedulers change.
+    `step` runs without recording gradients.
     """
 
     whole_tensors = False
@@ -77,6 +76,7 @@ class ZeroOptimizer(optim.Optimizer):
 
     @property
     def lr(self) -> float:
+        """The rate of the first group; setting it sets that of every group, which schedulers change."""
         return float(self.param_groups[0]["lr"])
 
     @lr.setter
@@ -85,12 +85,13 @@ class ZeroOptimizer(optim.Optimizer):
             group["lr"] = rate
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """What has a gradient in this step."""
-        return (one for group in self.param_groups for one in group["params"] if one.grad is not None)
+        """Return the parameters that have a gradient in this step."""
+        members = (parameter for group in self.param_groups for parameter in group["params"])
+        return (parameter for parameter in members if parameter.grad is not None)
 
 
 def trainable_parameters(model: nn.Module, chosen: Iterable[Any] | None) -> list[Any]:
-    """The script's own choice of parameters or groups, or every parameter that requires a gradient.
+    """Return the script's own choice of parameters or groups, or every parameter that requires a gradient.
 
     Raises:
         CannotRun: there is nothing to train.
@@ -113,17 +114,16 @@ class ParameterMove:
         }
 
     def parameters(self, wrapped: nn.Module, old: Iterable[Any]) -> list[Any]:
-        """The replacements of parameters, of (name, parameter) pairs, or of groups of either.
+        """Return the replacements of parameters, of (name, parameter) pairs, or of groups of either.
 
         Raises:
             CannotRun: a parameter is not the model's.
         """
         translate = self._translator(wrapped)
-        return [translated(item, translate) for item in old]
+        return [_translate(item, translate) for item in old]
 
     def optimizer(self, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Point an optimizer made from the whole parameters at their replacements, groups and settings unchanged; of
-        the states that it has, each rank keeps its shard.
+        """Point an optimizer at the replacements of its parameters; of its states each rank keeps its shard.
 
         Raises:
             CannotRun: a parameter is not the model's.
@@ -155,22 +155,17 @@ def _as_shard(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def sharded_like(value: torch.Tensor, shard: DTensor) -> DTensor:
-    """This rank's shard of a tensor that every rank has whole."""
+    """Return the shard that this rank has of a tensor that every rank has whole."""
     return distribute_tensor(value.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)
 
 
-def translated(item: Any, translate: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A parameter, a (name, parameter) pair, or a group of either, with every parameter replaced."""
+def _translate(item: Any, translate: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Replace every parameter of a parameter, a (name, parameter) pair, or a group of either."""
     if isinstance(item, Mapping):
         members = item["params"]
         members = [members] if isinstance(members, torch.Tensor) else members
-        return {**item, "params": [translated(member, translate) for member in members]}
-    if isinstance(item, tuple):
-        return item[0], translate(item[1])
-    return translate(item)
-
-
-# Needs of an optimizer that not every strategy meets: whole tensors, sparse gradients, a closure.
+        return {**item, "params": [_translate(member, translate) for member in members]}
+    return (item[0], translate(item[1])) if isinstance(item, tuple) else translate(item)
 
 
 _ELEMENT_BY_ELEMENT = (
@@ -196,31 +191,29 @@ WHOLE_TENSORS = "whole_tensors"
 
 
 def needs_whole_tensors(optimizer: optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether the parameters of a group must be stepped whole.
+    """Return whether the parameters of a group must be stepped whole.
 
     The group's option `whole_tensors` decides, else the optimizer's attribute of that name. An optimizer that says
     nothing steps whole tensors, unless it is one of torch's that work element by element: norms of tensors (LAMB), rows
     and columns (Adafactor), matrices (Muon, Shampoo) and blocks of 256 values (8-bit) all give other results on parts.
     """
-    said = group.get(WHOLE_TENSORS, getattr(optimizer, WHOLE_TENSORS, None))
-    return type(optimizer) not in _ELEMENT_BY_ELEMENT if said is None else bool(said)
+    is_whole = group.get(WHOLE_TENSORS, getattr(optimizer, WHOLE_TENSORS, None))
+    return type(optimizer) not in _ELEMENT_BY_ELEMENT if is_whole is None else bool(is_whole)
 
 
-def undivided(optimizer: optim.Optimizer, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-    """Those of `parameters` that an optimizer must step whole, now or when it is given them."""
+def select_undivided(optimizer: optim.Optimizer, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
+    """Give those of `parameters` that an optimizer must step whole, now or when it is given them."""
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    for parameter in parameters:
-        if needs_whole_tensors(optimizer, group_of.get(parameter, {})):
-            yield parameter
+    return (parameter for parameter in parameters if needs_whole_tensors(optimizer, group_of.get(parameter, {})))
 
 
 def takes_sparse_gradients_only(optimizer: optim.Optimizer) -> bool:
-    """Whether an optimizer steps the rows that a gradient has, and refuses gradients that have them all."""
+    """Return whether an optimizer steps the rows that a gradient has, and refuses gradients that have them all."""
     return isinstance(optimizer, optim.SparseAdam)
 
 
 def guard_optimizer(parts: TrainingParts) -> TrainingParts:
-    """The parts, with an optimizer that is refused as soon as it is made where the plan's strategy cannot step it.
+    """Have an optimizer that the plan's strategy cannot step refused as soon as it is made.
 
     Raises:
         CannotRun: it exists and cannot be stepped, or the model makes gradients that the strategy cannot reduce.
@@ -232,12 +225,12 @@ def guard_optimizer(parts: TrainingParts) -> TrainingParts:
     if given is None or isinstance(given, optim.Optimizer):
         return parts
 
-    def made(parameters: Iterable[Any]) -> optim.Optimizer:
+    def make(parameters: Iterable[Any]) -> optim.Optimizer:
         optimizer = given(parameters)
         refuse_optimizer(optimizer, configuration)
         return optimizer
 
-    return replace(parts, optimizer=made)
+    return replace(parts, optimizer=make)
 
 
 def refuse_optimizer(optimizer: optim.Optimizer, configuration: Configuration) -> None:

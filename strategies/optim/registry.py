@@ -20,9 +20,6 @@ from strategies.errors import BackendMissing, CannotRun
 from strategies.optim.muon import muon_groups
 from strategies.protocols import OptimizerFactory, SchedulerFactory, TrainingParts
 
-# Names that a script gives its own optimizers and schedulers, so that a config can name them.
-
-
 Factory = Callable[..., Any]
 _INSTEAD = {"max_grad_norm": "use the config's gradient_clipping"}
 
@@ -41,7 +38,7 @@ class Registry:
         return sorted(self._spelled.values(), key=str.lower)
 
     def nearest(self, name: str) -> str | None:
-        """The known name that looks most like another, as it is spelled."""
+        """Return the known name that looks most like another, as it is spelled."""
         near = get_close_matches(plain(name), self._spelled, n=1)
         return self._spelled[near[0]] if near else None
 
@@ -51,7 +48,7 @@ class Registry:
         self._spelled[plain(name)] = name
 
     def own(self, name: str) -> Factory | None:
-        """What the script registered under a name."""
+        """Return what the script registered under a name."""
         return self._own.get(plain(name))
 
 
@@ -79,12 +76,12 @@ def register_scheduler(name: str, factory: Factory) -> None:
     OF_SCHEDULERS.add(name, factory)
 
 
-def check_params(word: str, asked: NamedParts, factories: Sequence[Factory], more: Iterable[str] = ()) -> None:
+def check_params(word: str, named: NamedParts, factories: Sequence[Factory], more: Iterable[str] = ()) -> None:
     """Check the arguments that a config gives a factory against its signature.
 
     Args:
         word: `optimizer` or `scheduler`.
-        asked: the name and the arguments.
+        named: the name and the arguments.
         factories: whose signatures together say what may be given; the last one's say what must.
         more: further names that are accepted.
 
@@ -93,33 +90,32 @@ def check_params(word: str, asked: NamedParts, factories: Sequence[Factory], mor
     """
     signatures = [_arguments(factory) for factory in factories]
     every = [argument for signature in signatures for argument in signature]
-    known = {a.name for a in every if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)} | set(more)
+    names = {a.name for a in every if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)} | set(more)
     takes_any = any(a.kind is a.VAR_KEYWORD for a in signatures[-1])
-    for key in asked.params:
-        if key not in known and not takes_any:
-            near = get_close_matches(key, known, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(known))}"
-            remedy = _INSTEAD.get(key, remedy)
-            raise CannotRun(f"config: {word}.params.{key} is not known to {asked.name}; {remedy}")
+    for key in named.params:
+        if key not in names and not takes_any:
+            near = get_close_matches(key, names, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(names))}"
+            raise CannotRun(f"config: {word}.params.{key} is not known to {named.name}; {_INSTEAD.get(key, remedy)}")
     for a in signatures[-1]:
-        if a.default is a.empty and a.kind in (a.POSITIONAL_OR_KEYWORD, a.KEYWORD_ONLY) and a.name not in asked.params:
-            raise CannotRun(f"config: {word}.params.{a.name} is missing; {asked.name} needs it")
+        if a.default is a.empty and a.kind in (a.POSITIONAL_OR_KEYWORD, a.KEYWORD_ONLY) and a.name not in named.params:
+            raise CannotRun(f"config: {word}.params.{a.name} is missing; {named.name} needs it")
 
 
-def require_numbers(word: str, asked: NamedParts) -> None:
+def require_numbers(word: str, named: NamedParts) -> None:
     """Stop at a number in quotes, alone or in a list; YAML reads `1e-3`, without a point, as a text too.
 
     Raises:
         CannotRun: naming the argument and what to write.
     """
-    for key, value in asked.params.items():
+    for key, value in named.params.items():
         for item in value if isinstance(value, (list, tuple)) else (value,):
-            number = _number_of(item) if isinstance(item, str) else None
+            number = _read_number(item) if isinstance(item, str) else None
             if number is not None:
                 raise CannotRun(f"config: {word}.params.{key} is {value!r}, a text; write the number {number:g}")
 
 
-def _number_of(text: str) -> float | None:
+def _read_number(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
@@ -127,25 +123,25 @@ def _number_of(text: str) -> float | None:
 
 
 def _arguments(factory: Factory) -> list[inspect.Parameter]:
-    """What a factory takes beside the parameters or the optimizer, which come first."""
+    """Return what a factory takes beside the parameters or the optimizer, which come first."""
     is_settings = is_dataclass(factory)
     return list(inspect.signature(factory).parameters.values())[0 if is_settings else 1 :]
 
 
-Made = TypeVar("Made")
+Part = TypeVar("Part")
 
 
 def resolve_names(parts: TrainingParts) -> TrainingParts:
-    """The parts with the optimizer and scheduler that the config names, where the script brings none itself.
+    """Resolve the names of a config's optimizer and scheduler, where the script brings none itself.
 
     Raises:
         CannotRun: a name or an argument is not known, or a number is written as a text.
         BackendMissing: the optimizer's library is not installed.
     """
     optimizer, scheduler = parts.script.optimizer, parts.script.scheduler
-    for registry, asked in ((OF_OPTIMIZERS, optimizer), (OF_SCHEDULERS, scheduler)):
-        if asked is not None and registry.own(asked.name) is None:
-            require_numbers(registry.word, asked)
+    for registry, named in ((OF_OPTIMIZERS, optimizer), (OF_SCHEDULERS, scheduler)):
+        if named is not None and registry.own(named.name) is None:
+            require_numbers(registry.word, named)
     if scheduler is not None and parts.lr_scheduler is None:
         parts = replace(parts, lr_scheduler=scheduler_by_name(scheduler))
     if optimizer is None and parts.optimizer is None and parts.plan.configuration.optimizer == "muon":
@@ -157,15 +153,16 @@ def resolve_names(parts: TrainingParts) -> TrainingParts:
     return replace(parts, optimizer=optimizer_by_name(optimizer))
 
 
-def made_by_deepspeed(asked: NamedParts, plan: Plan) -> bool:
-    """Whether DeepSpeed makes an optimizer from the config, as it must its own classes and, for states that left a
-    GPU, those for the CPU. On CPU ranks these are torch's, as the plan counted them: DeepSpeed's would be compiled
-    before the first step, for minutes.
+def made_by_deepspeed(named: NamedParts, plan: Plan) -> bool:
+    """Return whether DeepSpeed makes an optimizer: its own classes and, for states that left a GPU, those for the CPU.
+
+    On CPU ranks these are torch's, as the plan counted them: DeepSpeed's would be compiled before the first step, for
+    minutes.
 
     Raises:
         CannotRun: the optimizer is in DeepSpeed alone and another engine runs.
     """
-    name, configuration = plain(asked.name), plan.configuration
+    name, configuration = plain(named.name), plan.configuration
     if OF_OPTIMIZERS.own(name) is not None:
         return False
     only_there = name in map(plain, DEEPSPEEDS_OWN)
@@ -174,84 +171,82 @@ def made_by_deepspeed(asked: NamedParts, plan: Plan) -> bool:
         return only_there or name == "muon" or (leaves_gpu and name in MADE_BY_DEEPSPEED_ON_CPU)
     if only_there:
         raise CannotRun(
-            f"config: optimizer {asked.name} is in DeepSpeed alone; use AdamW (with communication.compression int8"
+            f"config: optimizer {named.name} is in DeepSpeed alone; use AdamW (with communication.compression int8"
             " for gradients in 8 bits), or zero1, zero2 or zero3 with backend 'deepspeed'"
         )
     return False
 
 
-def optimizer_by_name(asked: NamedParts) -> OptimizerFactory:
-    """A function parameters -> the optimizer that a config asks for.
+def optimizer_by_name(named: NamedParts) -> OptimizerFactory:
+    """Return a function parameters -> the optimizer that a config asks for.
 
     Raises:
         CannotRun: the name or an argument is not known.
         BackendMissing: its library is not installed.
     """
-    make = _maker(OF_OPTIMIZERS, asked, Optimizer)
-    return lambda parameters: make(parameters)
+    return _prepare(OF_OPTIMIZERS, named, Optimizer)
 
 
-def scheduler_by_name(asked: NamedParts) -> SchedulerFactory:
-    """A function optimizer -> the scheduler that a config asks for.
+def scheduler_by_name(named: NamedParts) -> SchedulerFactory:
+    """Return a function optimizer -> the scheduler that a config asks for.
 
     Raises:
         CannotRun: the name or an argument is not known.
     """
-    make = _maker(OF_SCHEDULERS, asked, LRScheduler)
-    return lambda optimizer: make(optimizer)
+    return _prepare(OF_SCHEDULERS, named, LRScheduler)
 
 
 def adam(params: Iterable[Any], adam_w_mode: bool = True, **options: Any) -> Optimizer:
-    """DeepSpeed's `Adam`, which decays weights as AdamW does unless `adam_w_mode` is false."""
+    """Make DeepSpeed's `Adam`, which decays weights as AdamW does unless `adam_w_mode` is false."""
     return (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(params, **options)
 
 
-def _maker(registry: Registry, asked: NamedParts, kind: type[Made]) -> Callable[[Any], Made]:
-    """What makes the thing from the parameters, or from the optimizer."""
-    own = registry.own(asked.name)
+def _prepare(registry: Registry, named: NamedParts, kind: type[Part]) -> Callable[[Any], Part]:
+    """Return a function that makes the part from the parameters, or from the optimizer."""
+    own = registry.own(named.name)
     if own is not None:
-        check_params(registry.word, asked, (own,))
-        factory, params = own, dict(asked.params)
+        check_params(registry.word, named, (own,))
+        factory, params = own, dict(named.params)
     else:
-        factory, params = _built_in(registry, asked)
+        factory, params = _find_built_in(registry, named)
     if "betas" in params:
         params["betas"] = tuple(params["betas"])  # JSON has lists
 
-    def made(first: Any) -> Made:
+    def make(first: Any) -> Part:
         try:
-            found = factory(first, **params)
+            part = factory(first, **params)
         except (TypeError, ValueError) as problem:
             reason = " ".join(str(problem).split())
-            raise CannotRun(f"config: {registry.word} {asked.name} refuses its params: {reason}") from problem
-        if not isinstance(found, kind):
-            raise CannotRun(f"config: {registry.word} {asked.name} is a {type(found).__name__}, not a {kind.__name__}")
-        return found
+            raise CannotRun(f"config: {registry.word} {named.name} refuses its params: {reason}") from problem
+        if not isinstance(part, kind):
+            raise CannotRun(f"config: {registry.word} {named.name} is a {type(part).__name__}, not a {kind.__name__}")
+        return part
 
-    return made
+    return make
 
 
-def _built_in(registry: Registry, asked: NamedParts) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The class or function, and the arguments to call it with."""
-    word, named = registry.word, registry.built_in.get(plain(asked.name))
-    if named is None:
-        near = registry.nearest(asked.name)
+def _find_built_in(registry: Registry, named: NamedParts) -> tuple[Factory, dict[str, Any]]:
+    """Return the class or function, and the arguments to call it with."""
+    word, entry = registry.word, registry.built_in.get(plain(named.name))
+    if entry is None:
+        near = registry.nearest(named.name)
         remedy = f"did you mean {near}?" if near else f"choose one of {', '.join(registry.names)}"
-        raise CannotRun(f"config: {word} {asked.name} is not known; {remedy} (or dsplan.register_{word})")
-    factory = _found(named.path, asked.name)
-    signatures = (factory,) if named.accepts is None else (factory, _found(named.accepts, asked.name))
-    check_params(word, asked, signatures, more=(*named.settled, *named.more))
-    for name, value in named.settled.items():
-        if value is not None and asked.params.get(name, value) != value:
+        raise CannotRun(f"config: {word} {named.name} is not known; {remedy} (or dsplan.register_{word})")
+    factory = _import_factory(entry.path, named.name)
+    signatures = (factory,) if entry.accepts is None else (factory, _import_factory(entry.accepts, named.name))
+    check_params(word, named, signatures, more=(*entry.settled, *entry.more))
+    for name, value in entry.settled.items():
+        if value is not None and named.params.get(name, value) != value:
             raise CannotRun(
-                f"config: {word}.params.{name} is {asked.params[name]!r}, which only DeepSpeed's own {asked.name} can"
+                f"config: {word}.params.{name} is {named.params[name]!r}, which only DeepSpeed's own {named.name} can"
                 " do; leave it out"
             )
-    given = {name: value for name, value in asked.params.items() if name not in named.settled}
-    return factory, {**named.defaults, **given}
+    params = {name: value for name, value in named.params.items() if name not in entry.settled}
+    return factory, {**entry.defaults, **params}
 
 
-def _found(place: str, name: str) -> Callable[..., Any]:
-    module, _, attribute = place.partition(":")
+def _import_factory(path: str, name: str) -> Factory:
+    module, _, attribute = path.partition(":")
     package = module.partition(".")[0]
     try:
         library = import_module(module)
@@ -259,7 +254,7 @@ def _found(place: str, name: str) -> Callable[..., Any]:
         raise BackendMissing(
             f"config: optimizer {name} needs {package}; pip install {package}, or choose AdamW"
         ) from None
-    found: Callable[..., Any] | None = getattr(library, attribute, None)
-    if found is None:
+    factory: Factory | None = getattr(library, attribute, None)
+    if factory is None:
         raise CannotRun(f"config: this {package} has no {name}; update {package}, or choose AdamW")
-    return found
+    return factory

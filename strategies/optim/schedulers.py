@@ -30,19 +30,19 @@ class Schedule(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The rates of the groups in the next step, as torch asks for them."""
-        return [self.rate(group, self.last_epoch) for group in range(len(self.optimizer.param_groups))]
+        """Return the rates of the groups in the next step, as torch asks for them."""
+        return [self._rate(group, self.last_epoch) for group in range(len(self.optimizer.param_groups))]
 
     @abstractmethod
-    def rate(self, group: int, steps: int) -> float:
-        """The rate of a group after so many steps."""
+    def _rate(self, group: int, steps: int) -> float:
+        """Return the rate of a group after so many steps."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later run needs; the settings are the script's to give again."""
+        """Return what a later run needs; the settings are the script's to give again."""
         return {"last_epoch": self.last_epoch, "starting": self.starting, "_last_lr": [float(r) for r in self._last_lr]}
 
     def per_group(self, value: PerGroup, name: str) -> list[float]:
-        """A value for each group.
+        """Return a value for each group.
 
         Raises:
             CannotRun: a list has another length.
@@ -72,12 +72,12 @@ class WarmupLR(Schedule):
         self.high = own if warmup_max_lr is None else self.per_group(warmup_max_lr, "warmup_max_lr")
         super().__init__(optimizer)
 
-    def rate(self, group: int, steps: int) -> float:
+    def _rate(self, group: int, steps: int) -> float:
         low, high = self.low[group], self.high[group]
-        return low + (high - low) * self.part(steps - 1) if steps else low
+        return low + (high - low) * self._part(steps - 1) if steps else low
 
-    def part(self, iteration: int) -> float:
-        """How far the rate is from the lower to the higher, 0 to 1."""
+    def _part(self, iteration: int) -> float:
+        """Return the share of the way from the lower rate to the higher."""
         return self.warmup.part(iteration)
 
 
@@ -93,10 +93,10 @@ class WarmupDecayLR(WarmupLR):
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
     ) -> None:
-        self.total = _steps(total_num_steps, "total_num_steps")
+        self.total = _whole_number(total_num_steps, "total_num_steps")
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
 
-    def part(self, iteration: int) -> float:
+    def _part(self, iteration: int) -> float:
         if iteration < self.warmup.steps:
             return self.warmup.part(iteration)
         return max(0.0, (self.total - iteration) / max(1.0, self.total - self.warmup.steps))
@@ -114,17 +114,17 @@ class WarmupCosineLR(Schedule):
         cos_min_ratio: float = 0.0001,
         warmup_type: str = "log",
     ) -> None:
-        self.total = _steps(total_num_steps, "total_num_steps")
+        self.total = _whole_number(total_num_steps, "total_num_steps")
         self.warmup = Warmup(warmup_num_steps, warmup_type)
         self.low, self.end = warmup_min_ratio, cos_min_ratio
         super().__init__(optimizer)
 
-    def rate(self, group: int, steps: int) -> float:
+    def _rate(self, group: int, steps: int) -> float:
         # DeepSpeed starts at zero, not at `warmup_min_ratio`.
-        return self.starting[group] * self.part(steps - 1) if steps else 0.0
+        return self.starting[group] * self._part(steps - 1) if steps else 0.0
 
-    def part(self, iteration: int) -> float:
-        """The part of the optimizer's own rate, 0 to 1."""
+    def _part(self, iteration: int) -> float:
+        """Return the share of the optimizer's own rate."""
         if iteration < self.warmup.steps:
             return self.low + (1 - self.low) * self.warmup.part(iteration)
         after = iteration - self.warmup.steps + 1
@@ -145,11 +145,11 @@ class LRRangeTest(Schedule):
     ) -> None:
         self.optimizer = optimizer
         self.low = self.per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
-        self.size = _steps(lr_range_test_step_size, "lr_range_test_step_size")
+        self.size = _whole_number(lr_range_test_step_size, "lr_range_test_step_size")
         self.slope, self.in_stairs = lr_range_test_step_rate, lr_range_test_staircase
         super().__init__(optimizer)
 
-    def rate(self, group: int, steps: int) -> float:
+    def _rate(self, group: int, steps: int) -> float:
         intervals = steps // self.size if self.in_stairs else steps / self.size
         return self.low[group] * (1 + self.slope * intervals)
 
@@ -160,11 +160,11 @@ class Warmup:
     def __init__(self, steps: int, kind: str) -> None:
         if kind not in ("log", "linear"):
             raise CannotRun(f"scheduler: warmup_type is {kind!r}; it must be log or linear")
-        self.steps = max(2, _steps(steps, "warmup_num_steps"))
+        self.steps = max(2, _whole_number(steps, "warmup_num_steps"))
         self.kind = kind
 
     def part(self, iteration: int) -> float:
-        """How far up, 0 to 1."""
+        """Return the share of the way up, 0 to 1."""
         if iteration >= self.steps:
             return 1.0
         return math.log(iteration + 1) / math.log(self.steps) if self.kind == "log" else iteration / self.steps
@@ -176,28 +176,26 @@ class LinearWarmup(Schedule):
     def __init__(
         self, optimizer: Optimizer, total_num_steps: int, warmup_num_steps: int = 0, min_ratio: float = 0.0
     ) -> None:
-        self.total, self.up = (
-            _steps(total_num_steps, "total_num_steps"),
-            _steps(warmup_num_steps, "warmup_num_steps", 0),
-        )
+        self.total = _whole_number(total_num_steps, "total_num_steps")
+        self.up = _whole_number(warmup_num_steps, "warmup_num_steps", 0)
         self.end = min_ratio
         super().__init__(optimizer)
 
-    def rate(self, group: int, steps: int) -> float:
+    def _rate(self, group: int, steps: int) -> float:
         if steps < self.up:
             return self.starting[group] * steps / self.up
         progress = min(1.0, (steps - self.up) / max(1, self.total - self.up))
-        return self.starting[group] * (self.end + (1 - self.end) * self.remains(progress))
+        return self.starting[group] * (self.end + (1 - self.end) * self._remains(progress))
 
-    def remains(self, progress: float) -> float:
-        """What is left of the rate after this part of the way down, 1 to 0."""
+    def _remains(self, progress: float) -> float:
+        """Return what is left of the rate after this share of the way down, 1 to 0."""
         return 1 - progress
 
 
 class CosineWarmup(LinearWarmup):
     """`cosine`: as `linear`, down along half a cosine (Loshchilov & Hutter 2017, arXiv:1608.03983)."""
 
-    def remains(self, progress: float) -> float:
+    def _remains(self, progress: float) -> float:
         return (1 + math.cos(math.pi * progress)) / 2
 
 
@@ -205,67 +203,49 @@ class ConstantWarmup(Schedule):
     """`constant`: the optimizer's own rate, reached in a straight line."""
 
     def __init__(self, optimizer: Optimizer, warmup_num_steps: int = 0) -> None:
-        self.up = _steps(warmup_num_steps, "warmup_num_steps", 0)
+        self.up = _whole_number(warmup_num_steps, "warmup_num_steps", 0)
         super().__init__(optimizer)
 
-    def rate(self, group: int, steps: int) -> float:
+    def _rate(self, group: int, steps: int) -> float:
         return self.starting[group] * min(1.0, steps / self.up if self.up else 1.0)
 
 
-def _steps(value: object, name: str, least: int = 1) -> int:
+def _whole_number(value: object, name: str, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < least:
         raise CannotRun(f"scheduler: {name} is {value!r}; it must be a whole number of at least {least}")
     return int(value)
 
 
-# OneCycle: up and down once, with the momentum the other way round, then a slow decay (arXiv:1803.09820).
-
-
 _SECOND_BETA = 0.99
-"""What DeepSpeed sets Adam's second beta to while it cycles the first."""
+"""DeepSpeed sets Adam's second beta to it while it cycles the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cycle:
-    """The shape of the cycle, in optimizer steps; 0 stairs is a smooth line, 0 `decay` steps no decay."""
+    """The shape of the cycle, in optimizer steps."""
 
     up: float
     down: float
     stairs_up: int = 0
+    """0 is a smooth line, here and below."""
     stairs_down: int = 0
     decay: float = 0
+    """Steps of a decay interval; 0 for no decay."""
 
     def height(self, step: int) -> float:
-        """How far up, 0 to 1."""
-        total = self.up + self.down
-        at = step % total
+        """Return the share of the way up, 0 to 1."""
+        at = step % (self.up + self.down)
         rises = at <= self.up
-        part = at / self.up if rises else (total - at) / self.down
+        part = at / self.up if rises else (self.up + self.down - at) / self.down
         stairs = self.stairs_up if rises else self.stairs_down
         return math.floor(part * stairs) / stairs if stairs > 0 else part
 
     def decays(self, step: int) -> float | None:
-        """Decay intervals since the cycle ended; None while it lasts."""
+        """Return the decay intervals since the cycle ended, or None while it lasts."""
         total = self.up + self.down
         if step - 1 < total:
             return None
         return (step - total) / self.decay if self.decay else 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Momentum:
-    """Adam's first beta: high where the rate is low; afterwards it grows by `decay` per interval."""
-
-    low: list[float]
-    high: list[float]
-    decay: float
-
-    def value(self, group: int, cycle: Cycle, step: int) -> float:
-        """The beta of a group."""
-        low, high, intervals = self.low[group], self.high[group], cycle.decays(step)
-        if not step:
-            return low  # DeepSpeed starts here, though the rate is low as well
-        return high - (high - low) * cycle.height(step) if intervals is None else high * (1 + self.decay * intervals)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,7 +266,7 @@ class OneCycleSettings:
     decay_mom_rate: float = 0.0
 
     def cycle(self) -> Cycle:
-        """The shape.
+        """Return the shape of the cycle.
 
         Raises:
             CannotRun: a half is not longer than nothing.
@@ -300,37 +280,43 @@ class OneCycleSettings:
 
 
 class OneCycle(Schedule):
-    """Rates by the cycle, and the betas of optimizers that have them."""
+    """Rates up and down once and then slowly down, the betas the other way round (arXiv:1803.09820).
 
-    def __init__(self, optimizer: Optimizer, settings: OneCycleSettings) -> None:
+    Args:
+        optimizer: its first betas are cycled too, if it has any.
+        params: DeepSpeed's, the fields of `OneCycleSettings`.
+    """
+
+    def __init__(self, optimizer: Optimizer, **params: Any) -> None:
         self.optimizer = optimizer
-        self.cycle, self.decay = settings.cycle(), settings.decay_lr_rate
+        settings = self.settings = OneCycleSettings(**params)
+        self.cycle = settings.cycle()
         self.low = self.per_group(settings.cycle_min_lr, "cycle_min_lr")
         self.high = self.per_group(settings.cycle_max_lr, "cycle_max_lr")
-        self.momentum: Momentum | None = None
-        if settings.cycle_momentum and "betas" in optimizer.defaults:
-            self.momentum = Momentum(
-                low=self.per_group(settings.cycle_min_mom, "cycle_min_mom"),
-                high=self.per_group(settings.cycle_max_mom, "cycle_max_mom"),
-                decay=settings.decay_mom_rate,
-            )
+        self.has_momentum = settings.cycle_momentum and "betas" in optimizer.defaults
+        if self.has_momentum:
+            self.low_momentum = self.per_group(settings.cycle_min_mom, "cycle_min_mom")
+            self.high_momentum = self.per_group(settings.cycle_max_mom, "cycle_max_mom")
         super().__init__(optimizer)
 
-    def rate(self, group: int, steps: int) -> float:
+    def _rate(self, group: int, steps: int) -> float:
         low, intervals = self.low[group], self.cycle.decays(steps)
         if intervals is None:
             return low + (self.high[group] - low) * self.cycle.height(steps)
-        return low / (1 + self.decay * intervals)
+        return low / (1 + self.settings.decay_lr_rate * intervals)
+
+    def _momentum(self, group: int, steps: int) -> float:
+        """Return Adam's first beta: high where the rate is low; after the cycle it grows by `decay_mom_rate`."""
+        low, high, intervals = self.low_momentum[group], self.high_momentum[group], self.cycle.decays(steps)
+        if not steps:
+            return low  # DeepSpeed starts here, though the rate is low as well
+        if intervals is None:
+            return high - (high - low) * self.cycle.height(steps)
+        return high * (1 + self.settings.decay_mom_rate * intervals)
 
     def step(self, epoch: int | None = None) -> None:
-        """The next rates, and the betas with them."""
+        """Set the next rates, and the betas with them."""
         super().step(epoch)
-        if self.momentum is None:
-            return
-        for number, group in enumerate(self.optimizer.param_groups):
-            group["betas"] = (self.momentum.value(number, self.cycle, self.last_epoch), _SECOND_BETA)
-
-
-def one_cycle(optimizer: Optimizer, **params: Any) -> OneCycle:
-    """A OneCycle from DeepSpeed's parameters."""
-    return OneCycle(optimizer, OneCycleSettings(**params))
+        if self.has_momentum:
+            for number, group in enumerate(self.optimizer.param_groups):
+                group["betas"] = (self._momentum(number, self.last_epoch), _SECOND_BETA)

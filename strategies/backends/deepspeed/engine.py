@@ -27,7 +27,7 @@ from strategies.engine.base import Engine, Strategy
 from strategies.errors import BackendMissing, CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.compression import gradient_travel
-from strategies.modules.precision import WEIGHT_DTYPE, narrowed
+from strategies.modules.precision import WEIGHT_DTYPE, narrow_inputs
 from strategies.optim.optimizers import OPTIMIZERS, trainable_parameters
 from strategies.protocols import TrainingParts
 from strategies.torch_compat.autograd import plain_linear
@@ -199,7 +199,7 @@ class DeepSpeedEngine(Engine):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         # DeepSpeed casts inputs of its own accord in fp16 alone.
-        args, kwargs = narrowed((args, kwargs), WEIGHT_DTYPE.get(self.configuration.precision))
+        args, kwargs = narrow_inputs((args, kwargs), WEIGHT_DTYPE.get(self.configuration.precision))
         return self.wrapped(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor) -> None:

@@ -32,8 +32,8 @@ from strategies.engine.base import AccumulatingEngine, Strategy
 from strategies.engine.torch_engine import scheduler_of, tensors_in
 from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
-from strategies.modules.precision import LossScale, narrowed
-from strategies.optim.optimizers import trainable_parameters, undivided
+from strategies.modules.precision import LossScale, narrow_inputs
+from strategies.optim.optimizers import select_undivided, trainable_parameters
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.pipeline import sum_shared
 from strategies.parallel.ranks import TensorRanks
@@ -75,7 +75,7 @@ class Latecomers:
                     f"{name} has a gradient that was not summed over ranks; have it in the optimizer before the first"
                     " backward pass of a step that makes one"
                 )
-        whole = [p for each in self._pieces.optimizers for p in undivided(each, (p for _, p in come))]
+        whole = [p for each in self._pieces.optimizers for p in select_undivided(each, (p for _, p in come))]
         owners = owners_in(self._sharded_model.context, whole)
         buckets = self._sharded_model.admit(come, owners)
         self._reducer.take(buckets)
@@ -181,7 +181,7 @@ class ZeroStrategy(Strategy):
             kinds=kinds,
             experts=experts,
         )
-        context = replace(context, owners=owners_in(context, undivided(optimizer, model.parameters())))
+        context = replace(context, owners=owners_in(context, select_undivided(optimizer, model.parameters())))
         return ZeroEngine(
             strategy=self,
             parts=parts,
@@ -288,21 +288,21 @@ class ZeroEngine(AccumulatingEngine):
         return ZeroStates(self.module, self.optimizer, self._pieces, self._sharded_model)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = narrowed((args, kwargs), self._context.settings.compute)
+        args, kwargs = narrow_inputs((args, kwargs), self._context.settings.compute)
         return self.module(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        self._add_gradients(self.scaled(loss), None, ends_step=self.is_gradient_accumulation_boundary())
+        self._add_gradients(self.scale_loss(loss), None, ends_step=self.is_gradient_accumulation_boundary())
 
     def forward_stage(self, *args: Any, **kwargs: Any) -> Any:
         """Run a pipeline stage's forward pass."""
         return self._forward(*args, **kwargs)
 
     def backward_stage(
-        self, made: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
+        self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_stage: bool, ends_step: bool
     ) -> None:
         """Run a pipeline stage's backward pass, and reduce gradients as the stage does."""
-        self._add_gradients(made, gradient, ends_step=ends_step)
+        self._add_gradients(output, gradient, ends_step=ends_step)
 
     def backward_weights(self, run: Callable[[], None], *, ends_step: bool) -> None:
         """Run the half of a stage's backward pass that makes gradients of weights."""
@@ -315,7 +315,7 @@ class ZeroEngine(AccumulatingEngine):
     def complete_gradients(self) -> None:
         """Do nothing: the step's last backward pass has reduced what was waiting."""
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of which the gradients' sums are means."""
         # Divided here once, gradients are means over ranks and micro-batches when they have been added up.
         parts = self.configuration.gradient_accumulation_steps * self._context.collectives.ranks.world_size

@@ -20,7 +20,7 @@ from strategies.backends.zero.flat_shard import Bucket, Slot
 from strategies.checkpoint.states import SCALARS
 from strategies.distributed.gathers import require_alike
 from strategies.errors import CannotRun
-from strategies.modules.precision import square_of
+from strategies.modules.precision import sum_squares
 from strategies.optim.optimizers import OPTIMIZERS, needs_whole_tensors, takes_sparse_gradients_only
 from strategies.protocols import TrainingParts
 from strategies.run_directory.heartbeat import PULSE
@@ -179,7 +179,7 @@ class Pieces:
         squares: list[torch.Tensor] = []
         for bucket in self.buckets:
             if bucket.gradient is not None:
-                squares.append(square_of([bucket.gradient], device).to(device) * bucket.kind.share)
+                squares.append(sum_squares([bucket.gradient], device).to(device) * bucket.kind.share)
         square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
         flat = torch.tensor([float(PULSE.number), *flags], dtype=torch.float64, device=device)
         sums = self._collectives.all_reduce(torch.cat((square.to(device).reshape(1), flat))).tolist()

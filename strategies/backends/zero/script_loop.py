@@ -35,8 +35,8 @@ from strategies.checkpoint.states import SCALARS
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
 from strategies.modules.compression import GradientTravel
-from strategies.modules.precision import runs
-from strategies.optim.optimizers import undivided
+from strategies.modules.precision import split_runs
+from strategies.optim.optimizers import select_undivided
 from strategies.run_directory.heartbeat import PULSE
 from strategies.torch_compat.autograd import call_after_backward
 from strategies.torch_compat.tensors import own_parameters, tree_leaves
@@ -58,7 +58,7 @@ class ScriptLoop:
     ) -> None:
         self.model = model
         ranks = Ranks(rank=environment.rank, world_size=environment.world_size)
-        whole = [parameter for each in optimizers for parameter in undivided(each, model.parameters())]
+        whole = [parameter for each in optimizers for parameter in select_undivided(each, model.parameters())]
         device = environment.device
         self._context = ShardingContext(
             device=device,
@@ -229,7 +229,7 @@ class ScriptLoop:
 
     def norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the norm of gradients of which every rank has a part; every rank calls this together."""
-        norms = [torch.linalg.vector_norm(run, norm_type).double() for run in runs(gradients)]
+        norms = [torch.linalg.vector_norm(run, norm_type).double() for run in split_runs(gradients)]
         own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=self._context.device)
         several = self._context.collectives.ranks.world_size > 1
         if norm_type in (float("inf"), float("-inf")):

@@ -13,12 +13,11 @@ from planner.types.plan import Configuration
 from planner.vocabulary import Offload
 from strategies.errors import CannotRun
 from strategies.modules.compression import GradientTravel, gradient_travel
-from strategies.modules.precision import ScaleSettings, scale_settings
+from strategies.modules.precision import DTYPES, ScaleSettings, read_scale_settings
 from strategies.protocols import TrainingParts
 from strategies.variables import NVME_PATH
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_COMPUTE = {**_DTYPES, "bf16-pure": torch.bfloat16}
+_COMPUTE = {**DTYPES, "bf16-pure": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,12 +80,12 @@ def read_settings(parts: TrainingParts, device: torch.device) -> ZeroSettings:
     return ZeroSettings(
         compute=compute,
         master=torch.float32 if configuration.precision in ("bf16", "fp16") else None,
-        accumulate=default_accumulation(configuration) if accumulate is None else _DTYPES[accumulate],
+        accumulate=default_accumulation(configuration) if accumulate is None else DTYPES[accumulate],
         travel=travel,
         bucket=buckets.reduce if bucket is None else bucket,
         persistence_threshold=buckets.persistence_threshold if threshold is None else threshold,
         offload=_offload(parts),
-        scale=scale_settings(script.fp16) if configuration.precision == "fp16" else None,
+        scale=read_scale_settings(script.fp16) if configuration.precision == "fp16" else None,
     )
 
 

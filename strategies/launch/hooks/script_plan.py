@@ -27,7 +27,7 @@ from planner.types.plan_io import load_plan, plan_to_dict
 from strategies.autoplan.fallback import best_plan
 from strategies.autoplan.live import with_measured_rates
 from strategies.autoplan.rates import machine_rates
-from strategies.autoplan.select import unfit
+from strategies.autoplan.select import why_unfit
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.rank_check import require_same_model
 from strategies.errors import CannotRun
@@ -90,7 +90,7 @@ def _settled() -> Plan | None:
     if not path:
         return None
     plan = load_plan(path)
-    if state.chooses_anew and (why := unfit(plan, state)):
+    if state.chooses_anew and (why := why_unfit(plan, state)):
         say(f"{path} {why}: another plan is made")
         return None
     return plan

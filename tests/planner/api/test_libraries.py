@@ -33,9 +33,9 @@ def test_transformers_takes_the_training_arguments(tmp_path: Path) -> None:
     from transformers import TrainingArguments
 
     config = first_of("DDP")
-    made = TrainingArguments(**config.to_training_arguments(EmitOptions(cpu=True)), output_dir=str(tmp_path))
-    assert made.per_device_train_batch_size == config["per_gpu_batch_size"]
-    assert made.bf16
+    arguments = TrainingArguments(**config.to_training_arguments(EmitOptions(cpu=True)), output_dir=str(tmp_path))
+    assert arguments.per_device_train_batch_size == config["per_gpu_batch_size"]
+    assert arguments.bf16
 
 
 def test_fully_shard_trains_with_the_fsdp_kwargs(tmp_path: Path) -> None:

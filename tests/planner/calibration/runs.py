@@ -77,12 +77,12 @@ class User:
     def configurations(self) -> Sequence[Configuration]:
         """Strategies by micro-batch by checkpointing."""
         gpus = self.request().cluster.gpus
-        found = []
+        runs = []
         for strategy, backend in (("ddp", "torch"), ("fsdp", "torch"), ("zero1", "deepspeed"), ("zero3", "deepspeed")):
             for micro in (1, 2, 4, 8):
                 for checkpointing in ("none", "full"):
                     replicas = gpus if strategy in ("ddp", "zero1") else 1
-                    found.append(
+                    runs.append(
                         Configuration(
                             strategy=strategy,  # type: ignore[arg-type]
                             backend=backend,  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ class User:
                             activation_checkpointing=checkpointing,  # type: ignore[arg-type]
                         )
                     )
-        return found
+        return runs
 
 
 def predicted(request: Request, configuration: Configuration) -> float:

@@ -30,8 +30,8 @@ def _out(capsys: pytest.CaptureFixture[str], line: str) -> str:
 
 
 def _estimate(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = json.loads(_out(capsys, f"{QUESTION} {CONFIGURATION}"))
-    return found
+    plan: dict[str, dict[str, float]] = json.loads(_out(capsys, f"{QUESTION} {CONFIGURATION}"))
+    return plan
 
 
 def test_with_nothing_stored_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +52,7 @@ def test_runs_change_the_next_estimate_and_its_provenance(capsys: pytest.Capture
     after = _estimate(capsys)
     assert after["time"]["step_seconds"] > 1.15 * before["time"]["step_seconds"]
     assert (before["provenance"]["step"], after["provenance"]["step"]) == ("datasheet", "calibrated")
-    widths = [found["time"]["step_seconds_high"] / found["time"]["step_seconds_low"] for found in (before, after)]
+    widths = [plan["time"]["step_seconds_high"] / plan["time"]["step_seconds_low"] for plan in (before, after)]
     assert widths[1] < widths[0]
 
 

@@ -45,25 +45,25 @@ def _fitted(
 
 
 def test_without_a_run_the_answer_is_the_prior() -> None:
-    found = fit(lambda values: [], PRIORS, Noise(spread=0.7))
-    assert found.values == (0.0, 0.0)
-    assert found.factors == {"compute": 1.0, "link": 1.0}
-    assert [found.covariance[i][i] for i in range(2)] == pytest.approx([0.09, 0.25])
-    assert found.spread == pytest.approx(0.7)
+    fitted = fit(lambda values: [], PRIORS, Noise(spread=0.7))
+    assert fitted.values == (0.0, 0.0)
+    assert fitted.factors == {"compute": 1.0, "link": 1.0}
+    assert [fitted.covariance[i][i] for i in range(2)] == pytest.approx([0.09, 0.25])
+    assert fitted.spread == pytest.approx(0.7)
 
 
 def test_exact_runs_give_the_true_factors() -> None:
-    found = _fitted(_runs(40), (0.8, 1.4))
-    assert found.factors["compute"] == pytest.approx(0.8, rel=0.01)
-    assert found.factors["link"] == pytest.approx(1.4, rel=0.02)
-    assert found.spread < 0.5
+    fitted = _fitted(_runs(40), (0.8, 1.4))
+    assert fitted.factors["compute"] == pytest.approx(0.8, rel=0.01)
+    assert fitted.factors["link"] == pytest.approx(1.4, rel=0.02)
+    assert fitted.spread < 0.5
 
 
 def test_a_factor_that_no_run_needs_stays_where_it_was() -> None:
-    found = _fitted([(compute, 0.0) for compute, _ in _runs(10)], (0.7, 3.0))
-    assert found.factors["compute"] == pytest.approx(0.7, rel=0.02)
-    assert found.factors["link"] == 1.0
-    assert found.covariance[1][1] == pytest.approx(0.25)
+    fitted = _fitted([(compute, 0.0) for compute, _ in _runs(10)], (0.7, 3.0))
+    assert fitted.factors["compute"] == pytest.approx(0.7, rel=0.02)
+    assert fitted.factors["link"] == 1.0
+    assert fitted.covariance[1][1] == pytest.approx(0.25)
 
 
 def test_one_run_moves_the_factors_less_than_ten_do() -> None:
@@ -83,10 +83,10 @@ def test_the_spread_is_that_of_the_errors_and_the_truth_lies_within_the_posterio
     inside = []
     for trial in range(60):
         errors = [chance.gauss(0, 0.1) for _ in range(25)]
-        found = _fitted(_runs(25, trial), (0.85, 1.25), noise=errors, scale=0.1)
-        assert 0.5 < found.spread < 1.5
-        off = [value - math.log(true) for value, true in zip(found.values, (0.85, 1.25), strict=True)]
-        inside += [abs(error) < 1.645 * math.sqrt(found.covariance[i][i]) for i, error in enumerate(off)]
+        fitted = _fitted(_runs(25, trial), (0.85, 1.25), noise=errors, scale=0.1)
+        assert 0.5 < fitted.spread < 1.5
+        off = [value - math.log(true) for value, true in zip(fitted.values, (0.85, 1.25), strict=True)]
+        inside += [abs(error) < 1.645 * math.sqrt(fitted.covariance[i][i]) for i, error in enumerate(off)]
     assert 0.8 < sum(inside) / len(inside) < 0.99
 
 
@@ -98,8 +98,8 @@ def test_the_variance_of_a_prediction_falls_with_runs() -> None:
 
 def test_small_systems_are_solved() -> None:
     matrix = ((4.0, 1.0, 0.5), (1.0, 3.0, 0.2), (0.5, 0.2, 2.0))
-    found = solve(matrix, (1.0, 2.0, 3.0))
-    assert [sum(a * b for a, b in zip(row, found, strict=True)) for row in matrix] == pytest.approx([1, 2, 3])
+    solution = solve(matrix, (1.0, 2.0, 3.0))
+    assert [sum(a * b for a, b in zip(row, solution, strict=True)) for row in matrix] == pytest.approx([1, 2, 3])
     product = [[sum(a * b for a, b in zip(row, column, strict=True)) for column in inverse(matrix)] for row in matrix]
     assert [value for row in product for value in row] == pytest.approx([1, 0, 0, 0, 1, 0, 0, 0, 1], abs=1e-12)
     assert quadratic(matrix, (1.0, 0.0, -1.0)) == pytest.approx(5.0)

@@ -82,13 +82,13 @@ def test_a_plan_like_one_that_was_run_is_as_far_off_as_that() -> None:
 
 def _after(user: User, runs: dict[Strategy, float], *, rates: Rates = NOTHING_MEASURED) -> dict[Strategy, Plan]:
     """Plans of every strategy after a run of each of some, which took so many times the model's time."""
-    store, asked = MemoryStore(), user.request()
+    store, request = MemoryStore(), user.request()
     for strategy, ratio in runs.items():
         run = user.run(_under(strategy), random.Random(1))
         store.add(
             replace(run, measured=replace(run.measured, step_seconds=ratio * (run.predicted.step_seconds or 0.0)))
         )
-    knowing = recall_from(store, asked)
+    knowing = recall_from(store, request)
     knowing = replace(knowing, cluster=replace(knowing.cluster, rates=rates))
     return {strategy: estimate(knowing, _under(strategy)) for strategy in _COMPARED}
 
@@ -145,8 +145,8 @@ def test_zero1_and_zero2_of_one_backend_are_off_alike() -> None:
 
 def test_one_run_predicts_other_strategies_better_by_what_they_share_than_by_all_it_took() -> None:
     for machine, bench in one_run.machines().items():
-        found = [pair.errors for pair in one_run.pairs(bench)]
-        mean = {way: statistics.fmean(errors[way] for errors in found) for way in found[0]}
+        errors_of_pairs = [pair.errors for pair in one_run.pairs(bench)]
+        mean = {way: statistics.fmean(errors[way] for errors in errors_of_pairs) for way in errors_of_pairs[0]}
         assert mean["what is shared"] < mean["whole ratio"], machine
         assert mean["what is shared"] < mean["nothing"], machine
 
@@ -219,8 +219,8 @@ def test_a_measured_time_scales_every_part() -> None:
     user = on_this_machine(noise=0.0)
     store = MemoryStore()
     store.add(user.runs(1)[0])
-    (known,) = _asked(store, user).experience.known_runs.values()
-    answer = replace(known, step_seconds=8.0, each=(8.0,)).answer(time)
+    (run,) = _asked(store, user).experience.known_runs.values()
+    answer = replace(run, step_seconds=8.0, each=(8.0,)).answer(time)
     assert (answer.compute_seconds, answer.communication_seconds, answer.bubble_seconds) == (4.0, 6.0, 1.0)
     assert (answer.step_seconds, answer.predicted_step_seconds) == (8.0, 4.0)
     assert HERE.usable_gpus == ()

@@ -34,11 +34,11 @@ def _store(*runs: Measurement) -> MemoryStore:
 
 
 def _errors(request: Request, runs: list[Measurement]) -> list[float]:
-    found = []
+    rows = []
     for run in runs:
         seconds = predicted(request, configuration_from_dict(run.plan["plan"]))
-        found.append(abs(seconds / (run.measured.step_seconds or math.nan) - 1))
-    return found
+        rows.append(abs(seconds / (run.measured.step_seconds or math.nan) - 1))
+    return rows
 
 
 @pytest.mark.parametrize("user", [User(), User(model="meta-llama/Llama-3.2-1B", noise=0.04), on_this_machine()])

@@ -82,9 +82,9 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(work: dict[str, Any],
 
 
 def test_what_is_taken_for_granted_of_adapters_is_said() -> None:
-    said = " ".join(request_of(method="qlora").defaults)
+    assumed = " ".join(request_of(method="qlora").defaults)
     for flag in ("--lora-rank", "--lora-targets", "nf4 (--load-dtype)"):
-        assert flag in said
+        assert flag in assumed
 
 
 def test_a_frozen_base_has_the_dtype_it_is_loaded_as_and_no_gradients() -> None:
@@ -136,10 +136,10 @@ def test_frozen_blocks_are_those_of_the_code_that_runs() -> None:
     assert traced is not None
     written = code_form(facts, Traits(block=BlockTraits()), "pure", "sdpa", adds_in_place=False, frozen=True)
     fixed = {"": 24.0}  # the fused kernel's random state
-    expected, made = traced.form.blocks["block"], written.blocks["block"]
-    assert subtract(expected.kept, fixed) == made.kept
-    assert subtract(expected.products, fixed) == made.products
-    assert all(not moment.gradients for moment in (*made.backward, *written.loss_backward))
+    expected, written_block = traced.form.blocks["block"], written.blocks["block"]
+    assert subtract(expected.kept, fixed) == written_block.kept
+    assert subtract(expected.products, fixed) == written_block.products
+    assert all(not moment.gradients for moment in (*written_block.backward, *written.loss_backward))
 
 
 @pytest.mark.parametrize(("flags", "least"), [({"loss": "chunked"}, 4.5), ({"loss": "fused"}, 4.5)])

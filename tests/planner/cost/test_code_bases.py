@@ -26,10 +26,8 @@ from scripts.fit.published_memory import predicted_bytes, published_runs
 
 
 def asked(model: str = "llama-3-8b", gpus: int = 8, **options: Any) -> Request:
-    known = {"seq_len": 4096, "precision": "bf16", **options}
-    return make_request(
-        find_model(model), resolve_cluster(HardwareRequest(gpu="H100", gpus=gpus)), WorkOptions(**known)
-    )
+    work = {"seq_len": 4096, "precision": "bf16", **options}
+    return make_request(find_model(model), resolve_cluster(HardwareRequest(gpu="H100", gpus=gpus)), WorkOptions(**work))
 
 
 def planned(request: Request, **exactly: Any) -> Plan:

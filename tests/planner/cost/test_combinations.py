@@ -100,12 +100,12 @@ def test_the_cases_break_every_line() -> None:
 
 def test_what_is_refused_as_a_contradiction_is_said_alike_by_the_estimate_and_the_engine() -> None:
     request, plan = exact(question("gpt2", "a100-40gb", 2), ExactOptions(strategy="fsdp", offload="nvme"))
-    said = why_impossible(request, plan)
-    assert said == why_contradictory(plan)
+    reason = why_impossible(request, plan)
+    assert reason == why_contradictory(plan)
     environment = Environment(rank=0, local_rank=0, world_size=2, local_world_size=2, device=torch.device("cpu"))
     with pytest.raises(CannotRun) as caught:
         find_strategy(plan, environment)
-    assert str(caught.value) == f"the plan: {said}"
+    assert str(caught.value) == f"the plan: {reason}"
 
 
 _PRODUCT: dict[str, tuple[Any, ...]] = {
@@ -144,22 +144,22 @@ def _drawn(count: int) -> Iterator[Configuration]:
 def _engine_says(plan: Configuration) -> str:
     """Why the engine refuses a configuration; empty where it makes its strategy of it."""
     ranks = plan.world_size
-    place = {"rank": 0, "local_rank": 0, "world_size": ranks, "local_world_size": ranks}
+    ranks_of = {"rank": 0, "local_rank": 0, "world_size": ranks, "local_world_size": ranks}
     try:
-        made = find_strategy(plan, Environment(**place, device=torch.device("cpu")))
+        opened = find_strategy(plan, Environment(**ranks_of, device=torch.device("cpu")))
     except CannotRun as problem:
         return str(problem)
-    assert made.configuration is plan
+    assert opened.configuration is plan
     return ""
 
 
 def test_the_engine_opens_what_the_table_lets_through_and_says_its_sentence_of_the_rest() -> None:
     opened = set[str]()
     for plan in _drawn(3000):
-        said = why_refused(plan)
-        if said or plan.backend != "deepspeed":  # which may not be installed
-            assert _engine_says(plan) == (f"the plan: {said}" if said else ""), plan
-        if not said:
+        reason = why_refused(plan)
+        if reason or plan.backend != "deepspeed":  # which may not be installed
+            assert _engine_says(plan) == (f"the plan: {reason}" if reason else ""), plan
+        if not reason:
             opened.add(plan.strategy)
     assert opened == set(words.STRATEGIES)
 
@@ -189,9 +189,9 @@ def test_the_engine_opens_what_the_table_lets_through_and_says_its_sentence_of_t
 def test_adapters_are_refused_where_they_are_not_split(
     adapted: Adapted, changes: dict[str, Any], sentence: str
 ) -> None:
-    said = why_refused(configured(changes), adapted)
-    assert sentence in (said or "")
-    assert bool(said) is bool(sentence)
+    reason = why_refused(configured(changes), adapted)
+    assert sentence in (reason or "")
+    assert bool(reason) is bool(sentence)
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora", "dora"])

@@ -31,12 +31,12 @@ LLAMA = "meta-llama/Meta-Llama-3-8B"
 def job(precision: str, recipe: words.Fp8Recipe | None = None, *, where: Any = H100, **changes: Any) -> Job:
     """Llama-3 8B in torchtitan, compiled, unless `changes` name another code or other fields of Configuration."""
     code, compiled = changes.pop("code", "torchtitan"), changes.pop("compile", True)
-    made = make_job(LLAMA, where, precision=precision, **{"strategy": "fsdp", "sequence_length": 8192, **changes})
-    return replace(made, workload=replace(made.workload, code=code, compile=compiled, fp8_recipe=recipe))
+    built = make_job(LLAMA, where, precision=precision, **{"strategy": "fsdp", "sequence_length": 8192, **changes})
+    return replace(built, workload=replace(built.workload, code=code, compile=compiled, fp8_recipe=recipe))
 
 
-def speed(asked: Job) -> float:
-    return throughput(asked, step_time(asked)).tokens_per_second_per_gpu
+def speed(job_: Job) -> float:
+    return throughput(job_, step_time(job_)).tokens_per_second_per_gpu
 
 
 @pytest.mark.parametrize(
@@ -85,15 +85,15 @@ def test_every_library_has_numbers_for_its_recipes() -> None:
             precision = "fp4" if recipe == "nvfp4" else "fp8"
             if why_not_scaled(B200.device, precision, recipe, code):
                 continue
-            found = scaled_products(job(precision, recipe, where=B200, code=code))
-            assert found is not None
-            assert found.dtype == precision
+            products = scaled_products(job(precision, recipe, where=B200, code=code))
+            assert products is not None
+            assert products.dtype == precision
     assert set(RECIPES_OF["torchao"]) == set(words.FP8_RECIPES)
 
 
 def test_a_recipe_changes_what_is_gathered_and_kept_and_nothing_else() -> None:
     plain, tensorwise, rowwise = (
-        recipe_of(job(*asked)) for asked in (("bf16",), ("fp8", "tensorwise"), ("fp8", "rowwise"))
+        recipe_of(job(*words_of)) for words_of in (("bf16",), ("fp8", "tensorwise"), ("fp8", "rowwise"))
     )
     assert replace(tensorwise, scaled=None, block_gather=None) == plain
     assert (plain.gather_of_blocks, tensorwise.gather_of_blocks, rowwise.gather_of_blocks) == (2, 1, 2)
@@ -106,7 +106,8 @@ def test_a_recipe_changes_what_is_gathered_and_kept_and_nothing_else() -> None:
 
 def test_fp8_all_gathers_take_half_of_the_blocks_bytes() -> None:
     waits = [
-        step_time(job(*asked)).communication_seconds for asked in (("bf16",), ("fp8", "tensorwise"), ("fp8", "rowwise"))
+        step_time(job(*words_of)).communication_seconds
+        for words_of in (("bf16",), ("fp8", "tensorwise"), ("fp8", "rowwise"))
     ]
     assert waits[0] == waits[2]
     gathers = waits[0] - waits[1]
@@ -138,8 +139,8 @@ def test_speeds_are_those_that_torchao_published() -> None:
     """Tokens/s of Llama-3 8B on eight H100 (torchao@36027d82 docs/source/workflows/training.md)."""
     published = {("bf16", None): 6150, ("fp8", "tensorwise"): 7689.5, ("fp8", "rowwise"): 6768}
     for (precision, recipe), measured in published.items():
-        asked = job(precision, recipe, where=_limited(), activation_checkpointing="selective")
-        assert speed(asked) == pytest.approx(measured, rel=0.08), recipe
+        limited = job(precision, recipe, where=_limited(), activation_checkpointing="selective")
+        assert speed(limited) == pytest.approx(measured, rel=0.08), recipe
 
 
 def test_gains_are_those_that_torchtitan_published() -> None:
@@ -155,8 +156,8 @@ def test_gains_are_those_that_torchtitan_published() -> None:
 def test_small_models_and_eager_casts_gain_nothing() -> None:
     small = {"micro_batch_size": 1, "sequence_length": 128}
     assert speed(job("fp8", "rowwise", **small)) <= speed(job("bf16", **small)) * 1.02
-    eager = [speed(job(*asked, compile=False)) for asked in (("bf16",), ("fp8", "tensorwise"))]
-    compiled = [speed(job(*asked)) for asked in (("bf16",), ("fp8", "tensorwise"))]
+    eager = [speed(job(*words_of, compile=False)) for words_of in (("bf16",), ("fp8", "tensorwise"))]
+    compiled = [speed(job(*words_of)) for words_of in (("bf16",), ("fp8", "tensorwise"))]
     assert eager[1] / eager[0] < compiled[1] / compiled[0] - 0.05
 
 
@@ -172,9 +173,9 @@ def test_four_bits_run_at_most_twice_as_fast_as_eight() -> None:
 
 
 def test_mfu_is_of_the_peak_of_the_products() -> None:
-    asked = job("fp8", "tensorwise")
-    found = throughput(asked, step_time(asked))
-    assert found.mfu == pytest.approx(found.tflops_per_gpu / 1979)
+    fp8 = job("fp8", "tensorwise")
+    rates = throughput(fp8, step_time(fp8))
+    assert rates.mfu == pytest.approx(rates.tflops_per_gpu / 1979)
 
 
 def test_nothing_here_runs_such_a_plan() -> None:

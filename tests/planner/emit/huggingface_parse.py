@@ -15,19 +15,21 @@ warnings.filterwarnings("ignore", "`gradient_checkpointing", FutureWarning)
 
 def understood(arguments: dict[str, object]) -> dict[str, object]:
     before = dict(os.environ)
-    made = TrainingArguments(**arguments, output_dir=tempfile.gettempdir())
-    plugin = made.deepspeed_plugin
+    training_arguments = TrainingArguments(**arguments, output_dir=tempfile.gettempdir())
+    plugin = training_arguments.deepspeed_plugin
     answer = {
-        "micro_batch": made.per_device_train_batch_size,
-        "accumulation": made.gradient_accumulation_steps,
-        "precision": "bf16" if made.bf16 else "fp16" if made.fp16 else "no",
-        "optimizer": made.optim.value if hasattr(made.optim, "value") else made.optim,
-        "checkpointing": made.activation_checkpointing,
-        "fsdp": made.fsdp_plugin_args if made.fsdp else None,
+        "micro_batch": training_arguments.per_device_train_batch_size,
+        "accumulation": training_arguments.gradient_accumulation_steps,
+        "precision": "bf16" if training_arguments.bf16 else "fp16" if training_arguments.fp16 else "no",
+        "optimizer": training_arguments.optim.value
+        if hasattr(training_arguments.optim, "value")
+        else training_arguments.optim,
+        "checkpointing": training_arguments.activation_checkpointing,
+        "fsdp": training_arguments.fsdp_plugin_args if training_arguments.fsdp else None,
         "stage": plugin.zero_stage if plugin else 0,
         "devices": [plugin.offload_optimizer_device, plugin.offload_param_device] if plugin else None,
         "mismatches": plugin.hf_ds_config.mismatches if plugin else [],
-        "device": made.device.type,
+        "device": training_arguments.device.type,
     }
     os.environ.clear()
     os.environ.update(before)

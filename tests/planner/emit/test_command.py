@@ -28,35 +28,35 @@ def plan_file(tmp_path: Path) -> Path:
 
 
 def test_the_file_goes_to_stdout_and_the_scripts_duties_to_stderr(plan_file: Path) -> None:
-    done = dsplan_emit(plan_file, "--format", "deepspeed", "--nvme-path", "/scratch")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["zero_optimization"]["offload_param"]["nvme_path"] == "/scratch"
-    assert "loads the model with dtype=torch.bfloat16" in done.stderr
+    completed = dsplan_emit(plan_file, "--format", "deepspeed", "--nvme-path", "/scratch")
+    assert completed.returncode == 0, completed.stderr
+    assert json.loads(completed.stdout)["zero_optimization"]["offload_param"]["nvme_path"] == "/scratch"
+    assert "loads the model with dtype=torch.bfloat16" in completed.stderr
 
 
 def test_out_writes_every_file_of_the_format(plan_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "configs"
-    done = dsplan_emit(plan_file, "--format", "accelerate", "--out", out)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [str(out / "accelerate.yaml"), str(out / "deepspeed.json")]
+    completed = dsplan_emit(plan_file, "--format", "accelerate", "--out", out)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.splitlines() == [str(out / "accelerate.yaml"), str(out / "deepspeed.json")]
     written = {path.name: path.read_text() for path in out.iterdir()}
     assert written == emit(make_plan("zero3", offload="nvme"), "accelerate")
 
 
 def test_json_holds_files_and_duties(plan_file: Path) -> None:
-    done = dsplan_emit(plan_file, "--format", "torchrun", "--json")
-    answer = json.loads(done.stdout)
+    completed = dsplan_emit(plan_file, "--format", "torchrun", "--json")
+    answer = json.loads(completed.stdout)
     assert answer["format"] == "torchrun"
     assert list(answer["files"]) == ["torchrun.sh"]
     assert "uses torch.optim.AdamW" in answer["script"]
 
 
 def refused(*arguments: object) -> str:
-    done = dsplan_emit(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    return done.stderr
+    completed = dsplan_emit(*arguments)
+    assert completed.returncode == 2
+    assert completed.stdout == ""
+    assert len(completed.stderr.strip().splitlines()) == 1, completed.stderr
+    return completed.stderr
 
 
 def test_bad_input_is_one_line_and_status_2(plan_file: Path, tmp_path: Path) -> None:

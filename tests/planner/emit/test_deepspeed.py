@@ -71,8 +71,8 @@ def histories(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     """The losses under each of them, in one process."""
     options = EmitOptions(learning_rate=1e-3)
     configs = [deepspeed_config(make_plan(strategy, **CPU, **words), options) for strategy, words in TRAINED]
-    found: list[list[float]] = ask("deepspeed_train.py", configs, directory=tmp_path_factory.mktemp("trained"))
-    return found
+    losses: list[list[float]] = ask("deepspeed_train.py", configs, directory=tmp_path_factory.mktemp("trained"))
+    return losses
 
 
 @pytest.mark.parametrize("row", range(len(TRAINED)))

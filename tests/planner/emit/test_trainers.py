@@ -69,24 +69,24 @@ GRID = {
 
 
 def every_file(format: str) -> dict[str, tuple[Plan, dict[str, str]]]:
-    found = {}
+    files = {}
     for name, plan in {**GRID, **CANARIES}.items():
         with suppress(ContradictoryRequest):
-            found[name] = plan, emit(plan, format)
-    return found
+            files[name] = plan, emit(plan, format)
+    return files
 
 
 def megatron_words(files: dict[str, str]) -> dict[str, list[str]]:
     """Arguments of Megatron-LM with their values."""
     text = files["megatron.sh"]
     text = text[text.index("--use-mcore-models") :].replace("\\\n", " ")
-    found: dict[str, list[str]] = {}
+    by_format: dict[str, list[str]] = {}
     for word in shlex.split(text.removesuffix('"$@"\n')):
         if word.startswith("--"):
-            found[word] = []
+            by_format[word] = []
         else:
-            found[list(found)[-1]].append(word)
-    return found
+            by_format[list(by_format)[-1]].append(word)
+    return by_format
 
 
 KINDS = {"int": int, "float": float}
@@ -109,8 +109,8 @@ def test_megatron_has_the_plans_sizes_and_degrees() -> None:
     for plan, files in every_file("megatron").values():
         words, configuration = megatron_words(files), plan.configuration
         degrees = ("tensor-model", "pipeline-model", "context")
-        found = [int(words[f"--{name}-parallel-size"][0]) for name in degrees]
-        assert found == [configuration.tp, configuration.pp, configuration.cp]
+        sizes = [int(words[f"--{name}-parallel-size"][0]) for name in degrees]
+        assert sizes == [configuration.tp, configuration.pp, configuration.cp]
         assert int(words["--global-batch-size"][0]) == configuration.global_batch_size
         assert int(words["--hidden-size"][0]) == plan.model["hidden_size"]
         assert int(words["--num-layers"][0]) == plan.model["num_layers"]
@@ -185,9 +185,9 @@ def test_torchtitans_toml_has_the_fields_of_its_job_config() -> None:
 def check_titan_degrees(plan: Plan, section: dict[str, Any]) -> None:
     configuration = plan.configuration
     names = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "pipeline_parallel")
-    found = [section[f"{name}_degree"] for name in (*names, "context_parallel", "expert_parallel")]
+    sizes = [section[f"{name}_degree"] for name in (*names, "context_parallel", "expert_parallel")]
     degrees = [configuration.dp_replicate, configuration.dp_shard, configuration.tp, configuration.pp]
-    assert found == [*degrees, configuration.cp, configuration.ep]
+    assert sizes == [*degrees, configuration.cp, configuration.ep]
 
 
 def test_torchtitans_python_counts_tokens_for_the_whole_step() -> None:

@@ -21,8 +21,8 @@ from tests.planner.emit.trace_format import Complete, Counter, Name, Trace
 
 @pytest.fixture(params=["fsdp", "ddp", "zero2"])
 def job(request: pytest.FixtureRequest) -> tuple[Job, MemoryEstimate]:
-    made = make_job("facebook/opt-1.3b", strategy=request.param, micro_batch_size=2, gradient_accumulation_steps=2)
-    return made, memory_estimate(made)
+    job = make_job("facebook/opt-1.3b", strategy=request.param, micro_batch_size=2, gradient_accumulation_steps=2)
+    return job, memory_estimate(job)
 
 
 def test_a_chrome_trace_is_one_and_ends_with_the_step(job: tuple[Job, MemoryEstimate]) -> None:

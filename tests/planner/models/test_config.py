@@ -65,12 +65,12 @@ def test_defaults_are_those_of_the_config_class(model_type: str) -> None:
     """Among them ties and dropouts. A null stands for a figure that follows from the others."""
     entry, config = find_architecture(model_type), CONFIG_MAPPING[model_type]()
     for fact, keys in entry.read.items():
-        known = [key for key in keys if key in entry.defaults]
+        defaulted = [key for key in keys if key in entry.defaults]
         own = [key for key in keys if hasattr(config, key)]
-        if not known or (model_type, fact) in DERIVED_OTHERWISE:
+        if not defaulted or (model_type, fact) in DERIVED_OTHERWISE:
             continue
-        actual = getattr(config, own[0]) if own else getattr(config, "rope_parameters", {}).get(known[0])
-        default = entry.defaults[known[0]]
+        actual = getattr(config, own[0]) if own else getattr(config, "rope_parameters", {}).get(defaulted[0])
+        default = entry.defaults[defaulted[0]]
         assert default == actual or (default is None and actual in _follows(fact, config)), fact
 
 

@@ -40,10 +40,10 @@ def test_the_count_is_that_of_the_module(facts: ModelFacts) -> None:
 def test_every_precision_has_a_form_of_the_models_own(facts: ModelFacts) -> None:
     names = {work.block for work in facts.work if work.block}
     for mode in ("fp32", "autocast", "pure"):
-        found = find_form(structure_of(facts), [f"cuda {mode} eager"])
-        assert found is not None
-        assert found.differences == 0
-        assert set(found.form.blocks) == names
+        form = find_form(structure_of(facts), [f"cuda {mode} eager"])
+        assert form is not None
+        assert form.differences == 0
+        assert set(form.form.blocks) == names
 
 
 PUBLISHED = {
@@ -108,8 +108,8 @@ def request_of(name: str, gpus: int, samples: int, length: int) -> Request:
     ],
 )
 def test_a_form_holds_for_lengths_and_batches_that_were_never_traced(name: str, samples: int, length: int) -> None:
-    asked = ExactOptions(strategy="single", micro_batch=samples)
-    job = price(*exact(request_of(name, 1, samples, length), asked)).job
+    options = ExactOptions(strategy="single", micro_batch=samples)
+    job = price(*exact(request_of(name, 1, samples, length), options)).job
     traced = trace_step(job)
     for phase in ("loss", "backward", "step"):
         predicted = phases_of(job)[phase].total - library_workspace(job)

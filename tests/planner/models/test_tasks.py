@@ -47,8 +47,8 @@ def test_a_classifier_has_no_logits_of_words(name: str) -> None:
     losses = []
     for task in tasks:
         options = WorkOptions(task=task, seq_len=512, global_batch=8, precision="bf16")
-        asked = make_request(find_model(name), resolve_cluster(HardwareRequest(gpu="h100", gpus=1)), options)
-        memory = price(*exact(asked, ExactOptions(strategy="single", micro_batch=8))).memory
+        request = make_request(find_model(name), resolve_cluster(HardwareRequest(gpu="h100", gpus=1)), options)
+        memory = price(*exact(request, ExactOptions(strategy="single", micro_batch=8))).memory
         losses.append(memory.phases["loss"] - memory.phases["forward"])
     words = 8 * 512 * find_model(name).vocab_size
     assert losses[0] >= 8 * words

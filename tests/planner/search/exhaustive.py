@@ -22,10 +22,10 @@ def everything_that_fits(request: Request) -> Iterator[Timed]:
 
 def best_by_group(requests: Iterable[Request]) -> dict[str, Timed]:
     """The best of every group over requests that differ only in how many devices there are."""
-    found: dict[str, Timed] = {}
+    bests: dict[str, Timed] = {}
     for request in requests:
         for item in everything_that_fits(request):
             name = group_name(item.configuration)
-            if name not in found or order(item, request.objective) < order(found[name], request.objective):
-                found[name] = item
-    return found
+            if name not in bests or order(item, request.objective) < order(bests[name], request.objective):
+                bests[name] = item
+    return bests

@@ -40,8 +40,8 @@ QUESTIONS = (
 
 
 def searched(request: Request) -> dict[str, Timed]:
-    found = {name: best(group, request.objective) for name, group in group_candidates(request).items()}
-    return {name: item for name, item in found.items() if item is not None}
+    bests = {name: best(group, request.objective) for name, group in group_candidates(request).items()}
+    return {name: item for name, item in bests.items() if item is not None}
 
 
 @pytest.mark.parametrize(("model", "gpu", "gpus", "options"), QUESTIONS)
@@ -66,11 +66,11 @@ def test_the_front_is_that_of_every_configuration(objective: str) -> None:
         for item in everything_that_fits(option)
     ]
     unbeaten = {point for point in every if not any(other != point and _no_worse(other, point) for other in every)}
-    found = [_figures(item, request.objective) for item in pareto_front(request)]
-    assert set(found) <= unbeaten
-    alike = [point for point in unbeaten if not any(_no_worse(other, point, 1 + ALIKE) for other in found)]
+    figures = [_figures(item, request.objective) for item in pareto_front(request)]
+    assert set(figures) <= unbeaten
+    alike = [point for point in unbeaten if not any(_no_worse(other, point, 1 + ALIKE) for other in figures)]
     assert alike == []
-    assert found == [_figures(item, request.objective) for item in pareto_front(request, _every_candidate(request))]
+    assert figures == [_figures(item, request.objective) for item in pareto_front(request, _every_candidate(request))]
 
 
 Point = tuple[float, int, int]
@@ -115,12 +115,12 @@ def test_a_small_part_of_the_configurations_is_priced(monkeypatch: pytest.Monkey
 def test_the_closest_miss_is_the_least_pressed() -> None:
     request = question("llama-2-70b", "rtx4090", 8, strategies=("ddp",))
     candidates = [Candidate(request, layout) for layout in enumerate_candidates(request) if layout.tp * layout.pp == 1]
-    found = closest(candidates)
-    assert found is not None
+    nearest = closest(candidates)
+    assert nearest is not None
     every = [
         candidate.priced(index).judgement.pressure for candidate in candidates for index in range(len(candidate.micros))
     ]
-    assert found.judgement.pressure == min(every) > 1
+    assert nearest.judgement.pressure == min(every) > 1
 
 
 def test_a_configuration_that_was_run_counts_with_what_it_took() -> None:
@@ -128,8 +128,8 @@ def test_a_configuration_that_was_run_counts_with_what_it_took() -> None:
     by_name = searched(request)
     first, second = by_name["ddp"], by_name["zero2"]
     run = KnownRun(step_seconds=second.time.step_seconds / 2, each=(second.time.step_seconds / 2,), created_at="")
-    known = replace(request, experience=Experience(known_runs={second.configuration: run}))
-    answer = recommend(known)
+    experienced = replace(request, experience=Experience(known_runs={second.configuration: run}))
+    answer = recommend(experienced)
     assert recommend(request).plans[0].configuration == first.configuration
     assert answer.plans[0].configuration == second.configuration
     assert answer.plans[0].time.step_seconds == run.step_seconds

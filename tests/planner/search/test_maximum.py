@@ -50,7 +50,7 @@ def test_what_is_found_fits_and_the_next_does_not(model: str, gpu: str, gpus: in
 @pytest.mark.parametrize("answer", [0, 1, 2, 7, 63, 64, 99, 100])
 @pytest.mark.parametrize("guess", [1, 7, 64, 100, 5000])
 def test_halving_finds_the_same_from_any_guess(answer: int, guess: int) -> None:
-    asked: list[int] = []
-    assert largest(lambda number: asked.append(number) or number <= answer, guess, 100) == answer  # type: ignore[func-returns-value]
-    assert len(asked) == len(set(asked))
-    assert all(1 <= number <= 100 for number in asked)
+    tried: list[int] = []
+    assert largest(lambda number: tried.append(number) or number <= answer, guess, 100) == answer  # type: ignore[func-returns-value]
+    assert len(tried) == len(set(tried))
+    assert all(1 <= number <= 100 for number in tried)

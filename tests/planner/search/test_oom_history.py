@@ -22,8 +22,8 @@ USER = on_this_machine(noise=0.0)
 
 
 def _run(configuration: Configuration, outcome: Outcome, number: int, day: int = 1, user: User = USER) -> Measurement:
-    made = user.run(configuration, random.Random(1), outcome)
-    return replace(made, id=f"{number:032x}", created_at=f"2026-05-{day:02}T00:00:00.000000Z")
+    measurement = user.run(configuration, random.Random(1), outcome)
+    return replace(measurement, id=f"{number:032x}", created_at=f"2026-05-{day:02}T00:00:00.000000Z")
 
 
 def _asked(*runs: Measurement, **options: Any) -> Request:
@@ -68,9 +68,9 @@ def test_it_is_listed_with_its_reason_its_date_and_how_to_allow_it() -> None:
 
 @pytest.mark.parametrize(("later", "proposed"), [(True, True), (False, False)])
 def test_the_newest_run_of_a_plan_decides(*, later: bool, proposed: bool) -> None:
-    failed, done = _run(FIRST, "out_of_memory", 7, day=2), _run(FIRST, "completed", 8, day=3 if later else 1)
-    assert (FIRST in _proposed(_asked(failed, done))) is proposed
-    assert len(_asked(failed, done).experience.oom_records) == (0 if proposed else 1)
+    failed, completed = _run(FIRST, "out_of_memory", 7, day=2), _run(FIRST, "completed", 8, day=3 if later else 1)
+    assert (FIRST in _proposed(_asked(failed, completed))) is proposed
+    assert len(_asked(failed, completed).experience.oom_records) == (0 if proposed else 1)
 
 
 def test_a_newer_run_that_took_more_and_completed_takes_a_failure_back() -> None:

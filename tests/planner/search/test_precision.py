@@ -30,8 +30,8 @@ LACKS = "DeepSpeed has no fp16 on this processor (EPYC), which lacks AVX512-FP16
 
 
 def host(flags: tuple[str, ...]) -> Host:
-    known: dict[str, Any] = {"cpu_model": "EPYC", "cpu_max_mhz": 3000.0, "physical_cores": 8, "usable_cores": 8}
-    return Host(system="Linux", cpu_flags=frozenset(flags), memory_available_bytes=64 << 30, **known)
+    host: dict[str, Any] = {"cpu_model": "EPYC", "cpu_max_mhz": 3000.0, "physical_cores": 8, "usable_cores": 8}
+    return Host(system="Linux", cpu_flags=frozenset(flags), memory_available_bytes=64 << 30, **host)
 
 
 def request(flags: tuple[str, ...], precision: Any = "fp16", **ranking: Any) -> Request:
@@ -60,11 +60,11 @@ def test_deepspeed_by_name_is_refused_where_it_has_no_fp16() -> None:
 
 
 def test_one_configuration_follows_the_same_rule() -> None:
-    asked, configuration = exact(request(AVX2), ExactOptions(strategy="zero2"))
+    question, configuration = exact(request(AVX2), ExactOptions(strategy="zero2"))
     assert configuration.backend == "native"
-    assert estimate(asked, configuration).configuration == configuration
+    assert estimate(question, configuration).configuration == configuration
     with pytest.raises(ContradictoryRequest, match="use backend native"):
-        estimate(asked, replace(configuration, backend="deepspeed"))
+        estimate(question, replace(configuration, backend="deepspeed"))
 
 
 @pytest.mark.parametrize(("gpu", "backend"), [("P100-PCIE-16GB", "native"), ("V100-SXM2-16GB", "deepspeed")])
@@ -78,16 +78,16 @@ def test_a_plan_is_refused_before_its_ranks_start(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan was made for processors with AVX512-FP16, and this machine has none."""
-    made = recommend(request(WITH_FP16[0], zero_backend=backend, strategies=("zero2",))).plans[0]
-    save_plan(made, tmp_path / "plan.yaml")
+    planned = recommend(request(WITH_FP16[0], zero_backend=backend, strategies=("zero2",))).plans[0]
+    save_plan(planned, tmp_path / "plan.yaml")
     (tmp_path / "train.py").write_text("import dsplan\ndsplan.initialize(None)")
     monkeypatch.setattr(prepare_module, "probe", lambda: Machine(host=host(AVX2), software=Software(python="3.11")))
     requested = PlanRequest(plan_file=str(tmp_path / "plan.yaml"))
-    asked = RunRequest(script=tmp_path / "train.py", plan=requested, run_directory=tmp_path / "run")
+    run_request = RunRequest(script=tmp_path / "train.py", plan=requested, run_directory=tmp_path / "run")
     if backend == "native":
-        assert prepare(asked).plan == made
+        assert prepare(run_request).plan == planned
         return
     with pytest.raises(DsplanError) as caught:
-        prepare(asked)
+        prepare(run_request)
     assert str(caught.value).startswith(f"{tmp_path / 'plan.yaml'}: {LACKS}; plan again: use backend native")
     assert not (tmp_path / "run").exists()

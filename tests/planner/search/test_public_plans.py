@@ -55,8 +55,8 @@ def test_llama_405b_at_128k_tokens() -> None:
 
 
 def test_128k_tokens_of_llama_8b_on_one_node() -> None:
-    found = answer("llama-3-8b", "H100-SXM5-80GB", 8, seq_len=131072, global_batch=8)
-    first = found.plans[0]
+    plan = answer("llama-3-8b", "H100-SXM5-80GB", 8, seq_len=131072, global_batch=8)
+    first = plan.plans[0]
     assert first.configuration.cp == 8
     assert first.configuration.strategy == "fsdp"
     assert first.verdict == "fits"
@@ -65,8 +65,8 @@ def test_128k_tokens_of_llama_8b_on_one_node() -> None:
 
 
 def test_llama_70b_at_32k_tokens_on_eight_nodes() -> None:
-    found = answer("llama-3-70b", "H100-SXM5-80GB", 64, seq_len=32768, global_batch=64)
-    first = found.plans[0]
+    plan = answer("llama-3-70b", "H100-SXM5-80GB", 64, seq_len=32768, global_batch=64)
+    first = plan.plans[0]
     assert first.configuration.cp > 1
     assert first.verdict == "fits"
 
@@ -138,6 +138,6 @@ def test_whole_experts_are_a_note() -> None:
 def test_experts_are_spread_where_it_is_fastest() -> None:
     """Mixtral 8x22B under ZeRO-1 on 64 A100s fits only split, and an expert on each GPU of a node beats all others."""
     request = replace(unlimited("mixtral-8x22b", "A100-SXM4-80GB", 64, seq_len=4096), strategies=("zero1",))
-    found = recommend(request)
-    assert found.plans[0].configuration.ep == 8
-    assert all(plan.configuration.splits_model for plan in found.plans)
+    answered = recommend(request)
+    assert answered.plans[0].configuration.ep == 8
+    assert all(plan.configuration.splits_model for plan in answered.plans)

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture(scope="module")
 def lines() -> dict[str, list[str]]:
     command = [sys.executable, "-m", "scripts.fit.ratio_spread"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return {line[:24].strip(): line[24:].split() for line in done.stdout.splitlines()}
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return {line[:24].strip(): line[24:].split() for line in completed.stdout.splitlines()}
 
 
 def test_split_and_whole_layers(lines: dict[str, list[str]]) -> None:

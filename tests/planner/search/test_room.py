@@ -47,8 +47,8 @@ def test_the_best_with_room_is_that_of_an_exhaustive_search() -> None:
         if item.priced.judgement.verdict == "fits":
             expected[group_name(item.configuration)] = item.configuration
     groups = {name: [candidate.with_room() for candidate in group] for name, group in group_candidates(request).items()}
-    found = {name: best(group, "throughput") for name, group in groups.items()}
-    assert {name: item.configuration for name, item in found.items() if item is not None} == expected
+    bests = {name: best(group, "throughput") for name, group in groups.items()}
+    assert {name: item.configuration for name, item in bests.items() if item is not None} == expected
     tight = {name: best(group, "throughput") for name, group in group_candidates(request).items()}
     assert any(item is not None and not item.has_room for item in tight.values())
 
@@ -64,8 +64,8 @@ def test_the_choice_names_the_plan_without_room() -> None:
 def test_what_ran_here_has_room() -> None:
     request = question("opt-6.7b", "a100-80gb", 8, strategies=("fsdp",))
     full = fastest(request)
-    known = {full.configuration: KnownRun(step_seconds=full.time.step_seconds, each=(1.0,), created_at="2026-01-01")}
-    answer = recommend(replace(request, experience=Experience(known_runs=known)))
+    runs = {full.configuration: KnownRun(step_seconds=full.time.step_seconds, each=(1.0,), created_at="2026-01-01")}
+    answer = recommend(replace(request, experience=Experience(known_runs=runs)))
     assert full.verdict == "tight"
     assert answer.plans[0].configuration == full.configuration
 

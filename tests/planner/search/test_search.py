@@ -257,8 +257,8 @@ def test_one_consumer_gpu_is_offered_adapters_beside_offload() -> None:
     assert all("x as fast as the first plan" in item.plan for item in answer.remedies)
     asked = recommend(make_request(find_model("llama-3-8b"), cluster, WorkOptions(precision="bf16", method="qlora")))
     # 22.0 of 23.6 GiB is tight; weights in host memory would leave room, which no plan is preferred for.
-    found = [(plan.configuration.strategy, plan.verdict) for plan in asked.plans]
-    assert found == [("single", "tight"), ("fsdp", "fits")]
+    verdicts = [(plan.configuration.strategy, plan.verdict) for plan in asked.plans]
+    assert verdicts == [("single", "tight"), ("fsdp", "fits")]
     assert not asked.remedies
 
 

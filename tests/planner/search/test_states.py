@@ -48,8 +48,8 @@ def plan(strategy: str, precision: str = "bf16", **options: object) -> Plan:
 )
 def test_states_follow_the_zero_arithmetic(strategy: str, expected: tuple[float, float, float]) -> None:
     states = plan(strategy).memory.states
-    found = (states["parameters_bytes"], states["gradients_bytes"], states["optimizer_bytes"])
-    assert found == tuple(round(value) for value in expected)
+    states_bytes = (states["parameters_bytes"], states["gradients_bytes"], states["optimizer_bytes"])
+    assert states_bytes == tuple(round(value) for value in expected)
 
 
 @pytest.mark.parametrize(("precision", "total"), [("fp32", 16), ("bf16", 16), ("bf16-pure", 8)])

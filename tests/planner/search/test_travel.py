@@ -65,12 +65,12 @@ def test_the_search_keeps_to_what_was_asked() -> None:
     cluster = resolve_cluster(HardwareRequest(gpus=GPUS, gpu="a100-80gb"))
     ranking = {"gradient_compression": "int8", "activations_on_host": True, "checkpointings": ("full",)}
     request = make_request(find_model("gpt2"), cluster, WorkOptions(), top=50, **ranking)
-    found = [plan.configuration for plan in recommend(request).plans]
-    assert found
-    assert {configuration.strategy for configuration in found} <= {"single", "ddp"}, (
+    configurations = [plan.configuration for plan in recommend(request).plans]
+    assert configurations
+    assert {configuration.strategy for configuration in configurations} <= {"single", "ddp"}, (
         "DeepSpeed and FSDP2 have no 8 bits"
     )
     assert {
         (configuration.gradient_compression, configuration.activation_checkpointing, configuration.activations_on_host)
-        for configuration in found
+        for configuration in configurations
     } == {("int8", "full", True)}

@@ -19,7 +19,7 @@ from strategies.backends.zero.unit_all_gather import members_of
 from strategies.checkpoint.parts import PartOfTensor, boxes
 from strategies.config import read_config
 from strategies.errors import CannotRun
-from strategies.modules.precision import LossScale, ScaleSettings, square_of
+from strategies.modules.precision import LossScale, ScaleSettings, sum_squares
 from strategies.protocols import TrainingParts
 from tests.strategies.training_bodies import Recipe
 
@@ -81,19 +81,19 @@ def test_the_scale_follows_its_four_settings() -> None:
     scale = LossScale(ScaleSettings(initial=16.0, window=3, hysteresis=2, floor=4.0))
     seen = []
     for overflows in (True, True, True, True, False, False, False, True):
-        (scale.overflowed if overflows else scale.stepped)()
+        (scale.count_overflow if overflows else scale.count_step)()
         seen.append(scale.value)
     assert seen == [16.0, 8.0, 4.0, 4.0, 4.0, 4.0, 8.0, 8.0]
     again = LossScale(ScaleSettings(initial=1.0, window=3, hysteresis=2))
     again.load_state_dict(scale.state_dict())
-    again.overflowed()
-    scale.overflowed()
+    again.count_overflow()
+    scale.count_overflow()
     assert again.value == scale.value == 4.0
 
 
 def test_a_fixed_scale_and_none() -> None:
     fixed = LossScale(ScaleSettings(initial=128.0, is_dynamic=False))
-    fixed.overflowed()
+    fixed.count_overflow()
     assert fixed.value == 128.0
     assert LossScale(None).value == 1.0
     assert LossScale(None).state_dict() == {}
@@ -109,10 +109,10 @@ def test_norms_of_long_runs_are_right_on_a_cpu() -> None:
     values = torch.randn(4_000_000, generator=torch.Generator().manual_seed(0))
     small = torch.full((3,), 2.0, dtype=torch.bfloat16)
     exact = values.double().square().sum().item() + 12
-    assert abs(square_of([values, small, values[:0]]).item() - exact) < 1e-6 * exact
-    assert square_of([values.view(1000, 4000).T]).dtype == torch.float64
-    assert square_of([torch.tensor([torch.inf]), small]).item() == torch.inf
-    assert square_of([]).item() == 0
+    assert abs(sum_squares([values, small, values[:0]]).item() - exact) < 1e-6 * exact
+    assert sum_squares([values.view(1000, 4000).T]).dtype == torch.float64
+    assert sum_squares([torch.tensor([torch.inf]), small]).item() == torch.inf
+    assert sum_squares([]).item() == 0
 
 
 def test_settings_come_from_the_plan_and_from_deepspeeds_keys() -> None:

@@ -31,7 +31,7 @@ from strategies.config.known import TOP, Keys
 from strategies.config.limits import refuse_deepspeed_keys
 from strategies.config.names import DEEPSPEEDS_OWN, OPTIMIZERS, SCHEDULERS, plain
 from strategies.modules.adapters import read_method
-from strategies.modules.precision import ScaleSettings, scale_settings
+from strategies.modules.precision import ScaleSettings, read_scale_settings
 from strategies.optim.registry import OF_OPTIMIZERS, OF_SCHEDULERS
 from tests.strategies.training_bodies import Recipe
 
@@ -474,7 +474,7 @@ def test_the_examples_of_the_page_work(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_config_without_a_word_leaves_defaults_to_the_algorithms() -> None:
     """Nothing of the config repeats a number of loss scaling, adapters or offload; the page has those that run."""
     config = read_config({"lora": {"method": "lora"}})
-    assert scale_settings(config.fp16) == ScaleSettings()
+    assert read_scale_settings(config.fp16) == ScaleSettings()
     assert read_method(config, {}, None).rank == LORA_RANK
     assert (config.zero.pin_memory, config.zero.buffer_count) == (None, None)
     scale = ScaleSettings()

@@ -196,3 +196,19 @@ def test_training_with_kernels_is_the_same(recipe: Recipe, ranks: RankPool, one_
     assert losses == pytest.approx(expected, abs=1e-5)
     for name, weight in weights.items():
         torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=0)
+
+
+def test_a_rotary_embedding_called_in_another_way_is_the_familys_own() -> None:
+    calls: list[dict[str, Any]] = []
+
+    def original(*tensors: torch.Tensor, **options: Any) -> str:
+        calls.append(options)
+        return "original"
+
+    dispatch = kernels._Dispatch([kernels.Registered(kernel="rotary", provider="mine", function=lambda *_: "mine")])
+    rotary, tensors = kernels._RotaryFunction(original, dispatch), [torch.zeros(1, 2, 2, 4)] * 4
+    positions = torch.arange(2)
+    assert rotary(*tensors) == rotary(*tensors, unsqueeze_dim=1) == rotary(*tensors, position_ids=None) == "mine"
+    for options in ({"unsqueeze_dim": 2}, {"position_ids": positions}, {"scale": 2}):
+        assert rotary(*tensors, **options) == "original"
+    assert calls == [{"unsqueeze_dim": 2}, {"position_ids": positions}, {"scale": 2}]

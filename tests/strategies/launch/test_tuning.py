@@ -53,7 +53,7 @@ def test_the_fastest_plan_stays_however_long_its_steps_took() -> None:
     fastest = _plans()[0]
     for factor in (0.5, 1.0, 3.0):
         decision = _decided(fastest, factor * fastest.time.step_seconds)
-        assert (decision.switches, decision.tuning.is_over, decision.why) == (False, True, "")
+        assert (decision.switches, decision.tuning.is_over, decision.why) == (False, True, None)
         assert _following(decision).configuration == fastest.configuration
 
 

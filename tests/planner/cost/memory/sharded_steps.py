@@ -71,13 +71,13 @@ def true_peaks(sizes: Sizes, configuration: Configuration, optimizer: OptimizerO
     with _group(configuration) as mesh:
         model = cast_model(Stack(sizes), configuration.precision)
         model = _wrapped(model, configuration, mesh)
-        made = optimizer(model.parameters())
+        stepper = optimizer(model.parameters())
         tokens = torch.zeros(1, dtype=torch.long)
         # The first step makes optimizer states, and DTensor works out its shardings on fake tensors.
-        _step(model, made, tokens, (configuration, StorageTracker()))
-        states = [value for state in made.state.values() for value in state.values()]
+        _step(model, stepper, tokens, (configuration, StorageTracker()))
+        states = [value for state in stepper.state.values() for value in state.values()]
         with StorageTracker([tokens, *_local(model.parameters()), *_local(states)]) as tracker:
-            return _step(model, made, tokens, (configuration, tracker))
+            return _step(model, stepper, tokens, (configuration, tracker))
 
 
 def _step(

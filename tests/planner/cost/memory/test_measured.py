@@ -53,10 +53,10 @@ def test_the_rows_cover_what_users_run() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_peaks_are_as_predicted(strategy: str, rows: ModuleType) -> None:
     """Over all of a strategy's runs: the median within 2 %, none off by more than 6 %."""
-    found = [rows.compared(run) for run in RUNS if run.strategy == strategy and run.outcome == "completed"]
+    compared = [rows.compared(run) for run in RUNS if run.strategy == strategy and run.outcome == "completed"]
     errors = {
         f"{comparison.run.model} {comparison.run.precision} x{comparison.run.world_size}": comparison.error()
-        for comparison in found
+        for comparison in compared
     }
     worst = max(errors, key=lambda name: abs(errors[name]))
     assert statistics.median(map(abs, errors.values())) <= MEDIAN
@@ -65,8 +65,8 @@ def test_peaks_are_as_predicted(strategy: str, rows: ModuleType) -> None:
 
 def test_what_lives_between_steps_and_what_a_step_makes_is_exact_under_zero(rows: ModuleType) -> None:
     """Neither has activations in it: partitions, master weights, moments, buckets, and the step's copies alone."""
-    found = [rows.compared(run) for run in RUNS if run.strategy.startswith("zero") and run.outcome == "completed"]
-    assert max(abs(comparison.error("step")) for comparison in found) <= 0.01
+    compared = [rows.compared(run) for run in RUNS if run.strategy.startswith("zero") and run.outcome == "completed"]
+    assert max(abs(comparison.error("step")) for comparison in compared) <= 0.01
 
 
 def test_runs_survive_a_file(tmp_path: Path) -> None:

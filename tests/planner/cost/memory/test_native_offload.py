@@ -49,8 +49,8 @@ def priced(strategy: str, offload: str = "none", ratio: float = 1.0) -> Priced:
     return price(*exact(asked(), options))
 
 
-def on_device(found: Priced) -> int:
-    return found.memory.states["parameters_bytes"] + found.memory.states["optimizer_bytes"]
+def on_device(priced: Priced) -> int:
+    return priced.memory.states["parameters_bytes"] + priced.memory.states["optimizer_bytes"]
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
@@ -98,9 +98,9 @@ def test_the_slowest_of_what_runs_at_once_counts() -> None:
 
 
 def test_the_search_offloads_no_more_than_it_must() -> None:
-    found = recommend(asked("a100-40gb", 2)).plans[0].configuration
-    assert found.offload == "optimizer"
-    assert found.offload_ratio in (0.25, 0.5, 0.75)
+    best = recommend(asked("a100-40gb", 2)).plans[0].configuration
+    assert best.offload == "optimizer"
+    assert best.offload_ratio in (0.25, 0.5, 0.75)
     plans = recommend(asked("a100-40gb", 2, offload="nvme")).plans
     assert {plan.configuration.offload for plan in plans} == {"nvme"}
     (plan, *_) = recommend(asked("a100-40gb", 2, offload="optimizer", offload_ratio=0.9)).plans

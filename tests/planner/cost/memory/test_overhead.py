@@ -35,8 +35,8 @@ GB = 10**9
 
 def job_of(strategy: Strategy, gpus: int = 8) -> Job:
     cluster = resolve_cluster(HardwareRequest(gpu="h100", gpus=gpus))
-    asked = make_request(find_model("llama-3.2-1b"), cluster, WorkOptions(seq_len=512, precision="bf16"))
-    return price(*exact(asked, ExactOptions(strategy=strategy))).job
+    request = make_request(find_model("llama-3.2-1b"), cluster, WorkOptions(seq_len=512, precision="bf16"))
+    return price(*exact(request, ExactOptions(strategy=strategy))).job
 
 
 @pytest.mark.parametrize(("strategy", "cache"), [("ddp", "replica"), ("zero2", "zero"), ("fsdp", "fsdp")])
@@ -64,8 +64,8 @@ def test_one_process_has_no_communicator() -> None:
 
 def test_on_a_cpu_used_is_allocated_and_the_process() -> None:
     cluster = probed_cluster(probe_hardware(), ranks=2)
-    asked = make_request(find_model("gpt2"), cluster, WorkOptions(seq_len=128, precision="fp32"))
-    memory = price(*exact(asked, ExactOptions(strategy="ddp"))).memory
+    request = make_request(find_model("gpt2"), cluster, WorkOptions(seq_len=128, precision="fp32"))
+    memory = price(*exact(request, ExactOptions(strategy="ddp"))).memory
     assert memory.peak_reserved_bytes == memory.peak_allocated_bytes
     assert memory.device_used_bytes == memory.peak_allocated_bytes + CPU_PROCESS_BYTES
     assert memory.host_bytes_per_node == 2 * memory.device_used_bytes
@@ -76,22 +76,22 @@ def test_a_module_that_nothing_is_known_of_has_its_activations_once_more() -> No
     peak = Ledger(parameters=6 * GB, activations=4 * GB)
     traced = {"fp32": TracedActivations(kept=1, forward=1, backward=1, block=1, boundary=1, products=1)}
     unknown = replace(job, facts=replace(job.facts, kind="custom"))
-    known = replace(job, facts=replace(job.facts, kind="custom", traced=traced))
-    assert closed_form_margin(job, peak) == closed_form_margin(known, peak) == FRAGMENTATION_UPPER
+    traced_job = replace(job, facts=replace(job.facts, kind="custom", traced=traced))
+    assert closed_form_margin(job, peak) == closed_form_margin(traced_job, peak) == FRAGMENTATION_UPPER
     assert closed_form_margin(unknown, peak) == pytest.approx(FRAGMENTATION_UPPER + 0.4)
 
 
 def test_a_structure_that_was_never_traced_has_a_note() -> None:
     usual = job_of("single", gpus=1)
-    known = replace(usual, facts=find_model("gpt2"))
-    strange = replace(known, facts=replace(known.facts, parallel_residual=True, qk_norm=True))
+    traced_job = replace(usual, facts=find_model("gpt2"))
+    strange = replace(traced_job, facts=replace(traced_job.facts, parallel_residual=True, qk_norm=True))
     said = []
-    for job in (known, strange):
+    for job in (traced_job, strange):
         request = make_request(job.facts, job.cluster, WorkOptions(seq_len=128))
         notes = estimate(*exact(request, ExactOptions(strategy="single"))).notes
         said.append(any("no gpt2 of this structure was ever traced" in note for note in notes))
     assert said == [False, True]
-    assert (has_other_form(known), has_other_form(strange)) == (False, True)
+    assert (has_other_form(traced_job), has_other_form(strange)) == (False, True)
 
 
 def test_only_autocast_copies_the_weights_of_a_traced_module() -> None:

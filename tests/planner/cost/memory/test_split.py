@@ -176,7 +176,7 @@ def test_around_a_ring_fewer_keys_lie_beside_a_block_than_all_gathered() -> None
     """Llama 3 8B's keys and values, 2 x 8 x 128 elements a token: of 8 ranks and the part that is sent with them, or of
     two under way around a ring."""
     facts, keys = find_model("llama-3-8b"), 2 * 8 * 128
-    gathered, ring = (exchange_elements(facts, way, 1, 8) for way in ("all-gather", "ring"))
+    gathered, ring = (exchange_elements(facts, exchange, 1, 8) for exchange in ("all-gather", "ring"))
     assert [more - less for more, less in zip(gathered, ring, strict=True)] == [keys * 7 / 8] * 2
     assert exchange_elements(facts, "all-gather", 1, 1) == (0, 0)
     split = job("llama-3-8b", cp=8, sequence_length=8 * 2048, activation_checkpointing="full")

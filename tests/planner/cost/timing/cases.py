@@ -29,12 +29,12 @@ def cluster(
     intra: str | None = "nvlink3-a100",
     inter: str | None = "ib-hdr",
 ) -> Cluster:
-    found = find_device(device)
+    named = find_device(device)
     return Cluster(
-        device=found,
+        device=named,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
-        capacity_bytes=found.capacity_bytes or 16 << 30,
+        capacity_bytes=named.capacity_bytes or 16 << 30,
         intra_link=find_link(intra) if intra else None,
         inter_link=find_link(inter) if inter else None,
         nics_per_node=4,

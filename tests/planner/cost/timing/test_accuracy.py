@@ -43,23 +43,23 @@ def test_kept_predictions_are_of_the_model_as_it_is() -> None:
 
 
 def test_left_out_publications_are_predicted_within_a_tenth() -> None:
-    found = errors(STATED)
-    assert found.median <= 0.10
-    assert found.p90 <= 0.25
+    shares = errors(STATED)
+    assert shares.median <= 0.10
+    assert shares.p90 <= 0.25
 
 
 def test_the_other_half_of_shapes_is_predicted() -> None:
-    found = errors(SHAPES)
-    assert found.median <= 0.08
-    assert found.p90 <= 0.20
+    shares = errors(SHAPES)
+    assert shares.median <= 0.08
+    assert shares.p90 <= 0.20
     ranked = [choice.correlation for choice in choices(SHAPES) if choice.correlation is not None]
     assert statistics.median(ranked) >= 0.9
 
 
 def test_plans_are_chosen_well() -> None:
-    found = choices(STATED)
-    assert statistics.median(choice.correlation for choice in found if choice.correlation is not None) >= 0.8
-    losses = [choice.loss for choice in found]
+    chosen = choices(STATED)
+    assert statistics.median(choice.correlation for choice in chosen if choice.correlation is not None) >= 0.8
+    losses = [choice.loss for choice in chosen]
     assert statistics.median(losses) <= 0.05
     assert percentile(losses, 0.9) <= 0.15
 
@@ -107,8 +107,8 @@ def test_a_publication_takes_no_part_in_its_own_prediction(monkeypatch: pytest.M
         return Fit(names=(), values=(), covariance=(), spread=0.1)
 
     monkeypatch.setattr(time_accuracy, "fitted", record)
-    found = time_accuracy.left_out(RUNS)
-    stated = list(dict.fromkeys(row.run.document for row in found if row.run.reading == "stated"))
+    scores = time_accuracy.left_out(RUNS)
+    stated = list(dict.fromkeys(row.run.document for row in scores if row.run.reading == "stated"))
     absent = [set(stated) - {run.document for run in model.runs} for model in seen]
     assert [documents for documents in absent if documents] == [{document} for document in stated]
     assert len(absent) == len(stated) + 1
@@ -123,10 +123,10 @@ def test_no_half_predicts_its_own_shapes(monkeypatch: pytest.MonkeyPatch) -> Non
         return Fit(names=(), values=(), covariance=(), spread=0.1)
 
     monkeypatch.setattr(time_accuracy, "fitted", record)
-    found = time_accuracy.halves(RUNS)
-    assert len(found) == len(seen[0] | seen[1]) == 761
+    scores = time_accuracy.halves(RUNS)
+    assert len(scores) == len(seen[0] | seen[1]) == 761
     assert not seen[0] & seen[1]
-    assert not {row.run.name for row in found[: len(found) - len(seen[0])]} & seen[0]
+    assert not {row.run.name for row in scores[: len(scores) - len(seen[0])]} & seen[0]
 
 
 def test_what_is_shipped_does_not_leak_into_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +144,9 @@ def test_a_fit_finds_what_made_the_runs() -> None:
     runs = of("fms_fsdp") + of("internevo")
     model = Model(runs)
     truth = [0.1 if constant.kind == "compute" else 0.0 for constant in model.constants]
-    made = [replace(run, measured_seconds=s) for run, s in zip(runs, model.seconds(truth), strict=True)]
-    found = fitted(Model(made))
-    values = dict(zip(found.names, found.values, strict=True))
+    synthetic = [replace(run, measured_seconds=s) for run, s in zip(runs, model.seconds(truth), strict=True)]
+    constants = fitted(Model(synthetic))
+    values = dict(zip(constants.names, constants.values, strict=True))
     assert values["compute ampere SXM4"] == pytest.approx(0.1, abs=0.04)
 
 
@@ -154,10 +154,10 @@ def test_widths_come_from_publications_and_from_runs_around_them() -> None:
     runs = of("fms_fsdp") + of("internevo")[:8]
     off = {"fms_fsdp": 0.1, "internevo": -0.1}
     rows = [Scored(run=run, predicted_seconds=run.measured_seconds * math.exp(-off[run.document])) for run in runs]
-    found = scatter(rows)
-    assert found.between == pytest.approx(1.4826 * 0.1)
-    assert max(found.within.values()) == pytest.approx(0, abs=1e-9)
-    assert found.half_width("nodes") == pytest.approx(6.31 * found.between)
+    scattered = scatter(rows)
+    assert scattered.between == pytest.approx(1.4826 * 0.1)
+    assert max(scattered.within.values()) == pytest.approx(0, abs=1e-9)
+    assert scattered.half_width("nodes") == pytest.approx(6.31 * scattered.between)
 
 
 def test_the_section_names_every_source_and_what_was_left_out() -> None:

@@ -96,8 +96,8 @@ def test_product_constants_are_the_fitted_ones(fits: ModuleType) -> None:
 
 
 def test_attention_constants_are_the_fitted_ones(fits: ModuleType) -> None:
-    found = fits.attention_ceilings()
-    forward, backward = found["A100-PCIE-80GB"]
+    ceilings = fits.attention_ceilings()
+    forward, backward = ceilings["A100-PCIE-80GB"]
     assert efficiency.ATTENTION_CEILING["ampere"] == pytest.approx(forward, abs=0.01)
     assert pytest.approx(backward, rel=0.05) == ATTENTION_BACKWARD
-    assert efficiency.ATTENTION_CEILING["blackwell"] == pytest.approx(found["B200-SXM-180GB"][0], abs=0.02)
+    assert efficiency.ATTENTION_CEILING["blackwell"] == pytest.approx(ceilings["B200-SXM-180GB"][0], abs=0.02)

@@ -51,35 +51,35 @@ def test_the_newest_row_counts() -> None:
 
 def test_attention_counts_the_forward_operations_of_both_passes() -> None:
     shape = (1, 2, 10, 4)
-    found = rates(
+    measured = rates(
         row("attention", 3.2e6, shape=shape, dtype="fp32", ranks=2),
         row("attention_backward", 3.2e6, shape=shape, dtype="fp32", ranks=2),
     )
-    assert found.attention == Curve(points=((3200.0, 1e-3),))
-    assert found.attention_backward == Curve(points=((3200.0, 2.5e-3),))
+    assert measured.attention == Curve(points=((3200.0, 1e-3),))
+    assert measured.attention_backward == Curve(points=((3200.0, 2.5e-3),))
 
 
 def test_collectives_become_seconds_of_the_whole_tensor() -> None:
-    found = rates(
+    measured = rates(
         row("all_reduce", 1e9, size=1_000_000, ranks=4),
         row("all_reduce_latency", 5e-5, size=4, ranks=4),
         row("all_gather", 1e9, size=1_000_000, ranks=4),
     ).collectives
-    assert found["all_reduce", 4] == Curve(points=((4.0, 5e-5), (1e6, pytest.approx(1.5e-3))))
-    assert found["all_gather", 4] == Curve(points=((1e6, pytest.approx(0.75e-3)),))
+    assert measured["all_reduce", 4] == Curve(points=((4.0, 5e-5), (1e6, pytest.approx(1.5e-3))))
+    assert measured["all_gather", 4] == Curve(points=((1e6, pytest.approx(0.75e-3)),))
 
 
 def test_bytes_and_parameters() -> None:
-    found = rates(
+    measured = rates(
         row("memory", 1e9, size=500, ranks=2),
         row("cpu_adamw", 1e6, size=400, ranks=2),
         row("disk_read", 1e8, size=1000, ranks=2),
         row("launch", 3e-6, ranks=2),
     )
-    assert found.memory == Curve(points=((1e3, 1e-6),))
-    assert found.cpu_optimizer == Curve(points=((100.0, 1e-4),))
-    assert found.disk_read == Curve(points=((1000.0, 1e-5),))
-    assert found.launch_seconds == 3e-6
+    assert measured.memory == Curve(points=((1e3, 1e-6),))
+    assert measured.cpu_optimizer == Curve(points=((100.0, 1e-4),))
+    assert measured.disk_read == Curve(points=((1000.0, 1e-5),))
+    assert measured.launch_seconds == 3e-6
 
 
 def test_ranks_share_a_cpu_but_not_a_gpu() -> None:
@@ -122,8 +122,8 @@ def test_a_database_that_cannot_be_used_stops_no_training(
     from strategies.autoplan import rates as machine_rates
 
     monkeypatch.setattr(machine_rates, "quick_rates", lambda points, device: quick_rates(points[:1], device))
-    found = machine_rates.machine_rates(LAPTOP, torch.device("cpu"))
-    assert found
-    assert all(rate.value > 0 for rate in found)
+    measured = machine_rates.machine_rates(LAPTOP, torch.device("cpu"))
+    assert measured
+    assert all(rate.value > 0 for rate in measured)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"dsplan: continuing without the database: {tmp_path / 'dsplan.db'}: is not a SQLite")

@@ -51,10 +51,10 @@ def test_step_times_are_as_predicted_after_a_benchmark(calibrated: bool, real_ti
 
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_the_fastest_strategy_is_named(calibrated: bool, real_times: ModuleType) -> None:
-    found = real_times.contests(RUNS, real_times.shipped_bench(calibrated=calibrated))
-    assert all(len(contest.entries) == len(STRATEGIES) for contest in found)
-    assert sum(contest.named_rightly for contest in found) >= NAMED_RIGHTLY * len(found)
-    assert statistics.median(contest.order for contest in found) >= 0.7
+    contests = real_times.contests(RUNS, real_times.shipped_bench(calibrated=calibrated))
+    assert all(len(contest.entries) == len(STRATEGIES) for contest in contests)
+    assert sum(contest.named_rightly for contest in contests) >= NAMED_RIGHTLY * len(contests)
+    assert statistics.median(contest.order for contest in contests) >= 0.7
 
 
 def test_ten_runs_of_a_model_halve_the_error_on_the_next_ten(real_times: ModuleType) -> None:

@@ -17,7 +17,7 @@ def by_operation(forwards: Sequence[float], backwards: Sequence[float], micro_ba
     """Every stage does its list of operations in order, each when its input is there."""
     stages = len(forwards)
     lists = [_operations(min(micro_batches, stages - stage), micro_batches) for stage in range(stages)]
-    done: dict[tuple[str, int, int], float] = {}
+    ended: dict[tuple[str, int, int], float] = {}
     free, left = [0.0] * stages, sum(map(len, lists))
     while left:
         for stage, todo in enumerate(lists):
@@ -26,11 +26,11 @@ def by_operation(forwards: Sequence[float], backwards: Sequence[float], micro_ba
                 ends = (kind, stage) in (("F", 0), ("B", stages - 1))
                 neighbour = stage - 1 if kind == "F" else stage + 1
                 source = ("F", stage, index) if kind == "B" and ends else (kind, neighbour, index)
-                if source not in done and (kind, stage) != ("F", 0):
+                if source not in ended and (kind, stage) != ("F", 0):
                     break
-                arrival = done.get(source, 0.0) + (0.0 if ends else hop)
+                arrival = ended.get(source, 0.0) + (0.0 if ends else hop)
                 free[stage] = max(free[stage], arrival) + (forwards if kind == "F" else backwards)[stage]
-                done[kind, stage, index] = free[stage]
+                ended[kind, stage, index] = free[stage]
                 todo.pop(0)
                 left -= 1
     return max(free)
@@ -57,8 +57,8 @@ def test_a_single_micro_batch_passes_every_stage_twice() -> None:
 @given(times=TIMES, micro_batches=st.integers(1, 24), hop=st.sampled_from([0.0, 0.1, 0.5]))
 def test_the_waves_are_the_schedule(times: list[tuple[float, float]], micro_batches: int, hop: float) -> None:
     forwards, backwards = zip(*times, strict=True)
-    found = one_forward_one_backward(forwards, backwards, micro_batches, hop)
-    assert found == pytest.approx(by_operation(forwards, backwards, micro_batches, hop))
+    schedule = one_forward_one_backward(forwards, backwards, micro_batches, hop)
+    assert schedule == pytest.approx(by_operation(forwards, backwards, micro_batches, hop))
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,9 +67,9 @@ def test_many_micro_batches_take_the_period_each(
     times: list[tuple[float, float]], micro_batches: int, hop: float
 ) -> None:
     forwards, backwards = zip(*times, strict=True)
-    found = one_forward_one_backward(forwards, backwards, micro_batches, hop)
+    schedule = one_forward_one_backward(forwards, backwards, micro_batches, hop)
     # 1.1 % was the most in 6000 random schedules.
-    assert found == pytest.approx(by_operation(forwards, backwards, micro_batches, hop), rel=0.02)
+    assert schedule == pytest.approx(by_operation(forwards, backwards, micro_batches, hop), rel=0.02)
 
 
 @pytest.mark.parametrize("stages", [10, 16, 32])
@@ -81,6 +81,6 @@ def test_a_long_pipeline_takes_its_longest_path(stages: int, micro_batches: int,
     forwards, backwards = [1.0 * count for count in layers], [2.5 * count for count in layers]
     forwards[-1] += head
     backwards[-1] += 2 * head
-    found = one_forward_one_backward(forwards, backwards, micro_batches, hop=0.02)
+    schedule = one_forward_one_backward(forwards, backwards, micro_batches, hop=0.02)
     exact = by_operation(forwards, backwards, micro_batches, 0.02)
-    assert 0.95 * exact <= found <= exact * (1 + 1e-9)
+    assert 0.95 * exact <= schedule <= exact * (1 + 1e-9)

@@ -27,9 +27,9 @@ def test_published_runs_are_predicted_as_documented(source: str, largest_median:
 
 
 def test_plans_that_share_everything_else_are_put_in_order() -> None:
-    found = [choice.correlation for choice in choices(rows_of("vtrain")) if choice.correlation is not None]
-    assert len(found) == 62
-    assert sum(found) / len(found) > 0.95
+    correlations = [choice.correlation for choice in choices(rows_of("vtrain")) if choice.correlation is not None]
+    assert len(correlations) == 62
+    assert sum(correlations) / len(correlations) > 0.95
 
 
 def test_every_row_that_is_not_stated_says_why() -> None:

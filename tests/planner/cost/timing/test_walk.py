@@ -42,38 +42,38 @@ def test_side_by_side_the_longer_one_counts() -> None:
 
 def test_ddp_shows_the_embedding_alone_behind_a_fast_link() -> None:
     job = on(make_job("gpt2", micro_batch_size=8), rates=rates_of(1e11))
-    found, where, _ = walk(job)
-    assert found.total == pytest.approx(where.parameters * 4 / 1e11)
+    communication, where, _ = walk(job)
+    assert communication.total == pytest.approx(where.parameters * 4 / 1e11)
     embedding = job.counts.embedding * 4 / 1e11
-    assert found.exposed == pytest.approx(embedding + (SLOWDOWN - 1) * (found.total - embedding))
+    assert communication.exposed == pytest.approx(embedding + (SLOWDOWN - 1) * (communication.total - embedding))
 
 
 def test_fsdp_waits_for_every_gather_that_a_block_cannot_hide() -> None:
     job = on(make_job("facebook/opt-6.7b", strategy="fsdp"), rates=rates_of(1e8))
-    found, where, stage = walk(job)
+    communication, where, stage = walk(job)
     gather, root = where.block * 2 / 1e8, where.root * 2 / 1e8
     reduce, reduce_root = where.block * 4 / 1e8, where.root * 4 / 1e8
-    assert found.total == pytest.approx(where.layers * (2 * gather + reduce) + root + reduce_root)
+    assert communication.total == pytest.approx(where.layers * (2 * gather + reduce) + root + reduce_root)
     # Behind a link this slow every block's compute is hidden, the last block's and the head's forward are not.
     hidden = (where.layers - 1) * stage.block.forward + where.layers * stage.block.backward + stage.head.backward
-    assert found.exposed == pytest.approx(found.total - hidden * (2 - SLOWDOWN))
+    assert communication.exposed == pytest.approx(communication.total - hidden * (2 - SLOWDOWN))
 
 
 def test_fsdp_shows_the_first_gathers_and_the_last_reductions_of_a_fast_link() -> None:
     job = on(make_job("facebook/opt-6.7b", strategy="fsdp", micro_batch_size=8), rates=rates_of(1e12))
-    found, where, _ = walk(job)
+    communication, where, _ = walk(job)
     visible = ((where.block + where.root) * 2 + (where.block + where.root) * 4) / 1e12
-    assert found.exposed == pytest.approx(visible + (SLOWDOWN - 1) * (found.total - visible))
+    assert communication.exposed == pytest.approx(visible + (SLOWDOWN - 1) * (communication.total - visible))
 
 
 def test_zero_hides_nothing_of_a_model_that_fits_one_bucket() -> None:
     small = on(make_job("gpt2", strategy="zero2", micro_batch_size=8), rates=rates_of(1e10))
-    found, _, _ = walk(small)
-    assert found.exposed == found.total
+    communication, _, _ = walk(small)
+    assert communication.exposed == communication.total
     large = on(make_job("facebook/opt-6.7b", strategy="zero2", micro_batch_size=8), rates=rates_of(1e11))
-    found, where, _ = walk(large)
+    communication, where, _ = walk(large)
     bucket, gathered = where.parameters / 14 * 2 / 1e11, where.parameters * 2 / 1e11
-    assert found.exposed == pytest.approx(bucket + gathered + (SLOWDOWN - 1) * 13 * bucket)
+    assert communication.exposed == pytest.approx(bucket + gathered + (SLOWDOWN - 1) * 13 * bucket)
 
 
 def test_partitions_broadcast_in_turn_pay_a_latency_each() -> None:
@@ -85,27 +85,27 @@ def test_partitions_broadcast_in_turn_pay_a_latency_each() -> None:
 
 def test_zero3_gathers_a_small_model_once() -> None:
     small = on(make_job("gpt2", strategy="zero3"), rates=rates_of(1e10))
-    found, where, _ = walk(small)
+    communication, where, _ = walk(small)
     gathered = where.parameters * 2 / 1e10
-    reduced = found.total - gathered
+    reduced = communication.total - gathered
     assert reduced == pytest.approx(gathered, rel=0.01)
 
 
 def test_replicas_reduce_what_the_shards_have_left() -> None:
     nodes = cluster(nodes=4)
-    found, where, _ = walk(make_job("facebook/opt-6.7b", nodes, strategy="hsdp", dp_replicate=4))
+    communication, where, _ = walk(make_job("facebook/opt-6.7b", nodes, strategy="hsdp", dp_replicate=4))
     twice, once = where.parameters + where.layers * where.block, where.parameters
     inside = 7 / 8 * (2 * twice / 234.9e9 + 4 * once / 234.9e9)
     # Eight groups of four replicas, each with an eighth of the gradients, share four NICs.
     between = 2 * 3 / 4 * 4 * once / (4 * 22.08e9)
-    assert found.total == pytest.approx(inside + between, rel=0.05)
+    assert communication.total == pytest.approx(inside + between, rel=0.05)
 
 
 def test_on_a_cpu_ranks_compute_or_talk() -> None:
     processor = Device(name="CPU", vendor="cpu", architecture="x86")
     job = on(make_job("gpt2", cluster(8), strategy="fsdp"), device=processor, rates=rates_of(1e9))
-    found, _, _ = walk(job)
-    assert found.exposed == pytest.approx(found.total)
+    communication, _, _ = walk(job)
+    assert communication.exposed == pytest.approx(communication.total)
 
 
 def test_offloaded_gradients_leave_behind_the_backward() -> None:
