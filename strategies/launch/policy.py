@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from strategies.launch.failure_causes import Ending
+if TYPE_CHECKING:
+    from strategies.launch.failure_causes import Ending
 
 Action = Literal["restart", "next_plan", "switch", "stop", "give_up"]
 

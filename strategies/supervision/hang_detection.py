@@ -22,8 +22,6 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, NoReturn
 
-import psutil
-
 from hardware_db.notices import notice
 from hardware_db.units import format_seconds
 from strategies.run_directory import claim
@@ -95,6 +93,8 @@ class Activity:
 
 
 def _seconds_of_children() -> float:
+    import psutil  # `dsplan --help` reads this module's default
+
     total = 0.0
     for child in psutil.Process(os.getpid()).children(recursive=True):
         try:
