@@ -1,1 +1,1 @@
-"""How dsplan acts: one engine over DDP, FSDP2 and DeepSpeed, its data, and the launching of ranks."""
+"""Acts: one engine over DDP, FSDP2 and DeepSpeed, its data, and the launching of ranks."""

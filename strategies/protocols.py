@@ -21,7 +21,7 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], Scheduler]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingParts:
-    """What the script brought to `initialize`, plus the plan that was settled on.
+    """Parts that the script brought to `initialize`, plus the plan that was settled on.
 
     `model_parameters` are what the optimizer may change (parameters or parameter groups), None for all that require
     gradients. `script` is what the script's config says.

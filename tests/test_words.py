@@ -15,8 +15,12 @@ QUESTIONS = {"What", "Whether", "How", "Where", "Why", "Which", "When", "Who", "
 
 
 def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and name of every variable, argument and loop variable."""
+    """Yield line and name of every variable, argument and loop variable, but for fields of classes."""
+    classes = (node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    fields = {id(line.target) for body in classes for line in body if isinstance(line, ast.AnnAssign)}
     for node in ast.walk(tree):
+        if id(node) in fields:
+            continue
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id
         elif isinstance(node, ast.arg):
@@ -33,9 +37,9 @@ def first_words(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_both_are_seen() -> None:
-    source = ("def f(way):", '    """How."""', "    with x as (found, _):", "        for place in y:", "            (done := 1)")
-    tree = ast.parse("\n".join(source))
-    assert {name for _, name in bound_names(tree)} >= {"way", "found", "place", "done"}
+    body = ('    """How."""', "    with x as (found, _):", "        for place in y:", "            (done := 1)")
+    tree = ast.parse("\n".join(("def f(way):", *body, "class C:", "    known: int = 0")))
+    assert {name for _, name in bound_names(tree)} == {"way", "found", "_", "place", "done"}
     assert list(first_words(tree)) == [(1, "How.")]
 
 

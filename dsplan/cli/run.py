@@ -33,7 +33,7 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanningFlags:
-    """What runs."""
+    """Plan, strategy and method of a run."""
 
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Run this plan instead of making one.")] = None
     nproc: Annotated[
@@ -97,7 +97,7 @@ class PlanningFlags:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementFlags:
-    """Who starts the ranks, and on which nodes."""
+    """Launcher of the ranks, and their nodes."""
 
     launcher: Annotated[
         LauncherName | None, typer.Option(help="Who starts the ranks; local by default, on this machine.")
@@ -127,7 +127,7 @@ class PlacementFlags:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisionFlags:
-    """What survives, and how a run is stopped and resumed."""
+    """Checkpoints, restarts and stops of a run."""
 
     resume: Annotated[
         Path | None,

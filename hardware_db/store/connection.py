@@ -119,8 +119,7 @@ def open_untrusting(database: str | Path, *, uri: bool = False) -> sqlite3.Conne
 
 
 def is_read_only(path: Path) -> bool:
-    """Return whether the database is there and can only be read: a change needs its directory too, where the logs lie.
-    """
+    """Return whether the database can only be read: a change needs its directory too, where the logs lie."""
     return path.exists() and not all(os.access(target, os.W_OK) for target in (path, path.resolve().parent))
 
 

@@ -1,1 +1,1 @@
-"""Which plan an engine runs: given, made on the spot, after running out of memory, or tuned."""
+"""Choice of an engine's plan: given, made on the spot, after running out of memory, or tuned."""

@@ -27,7 +27,7 @@ _LONGEST = {"cpu": 256, "gpu": 2048}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchPlan:
-    """What to measure on `device` (a catalogue's name, or cpu), in this order; `model` is empty for the usual sizes."""
+    """Measurements to make on `device` (a catalogue's name, or cpu), in order; no `model`: the usual sizes."""
 
     device: str
     model: str = ""

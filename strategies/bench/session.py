@@ -34,7 +34,7 @@ Work: TypeAlias = Point | TrainingCase
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begun:
-    """How many pieces of work are wanted."""
+    """Counts of the work that is wanted."""
 
     total: int
     stored: int

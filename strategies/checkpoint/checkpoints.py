@@ -36,7 +36,7 @@ class CheckpointedEngine(TrainingEngine, Protocol):
 
     @property
     def mesh(self) -> Mesh:
-        """How ranks split the model."""
+        """Mesh of the ranks that split the model."""
         ...
 
     def _states(self) -> States: ...
@@ -150,7 +150,7 @@ class Checkpoints(Saver):
 
 
 class _OwnState:
-    """What objects of the script's take over by themselves, and may refuse: the scheduler's and the modules' states."""
+    """State of the script's own objects, which may refuse it: the scheduler's and the modules'."""
 
     def __init__(self, engine: CheckpointedEngine, extra: Mapping[str, Any]) -> None:
         self._engine, self._scheduler = engine, engine.lr_scheduler

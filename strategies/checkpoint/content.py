@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside tensors: `state.json`, for people and programs, and the list `tensors.json`."""
+"""Content of a checkpoint beside tensors: `state.json`, for people and programs, and `tensors.json`."""
 
 from __future__ import annotations
 

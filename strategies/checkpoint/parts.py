@@ -79,7 +79,7 @@ class Piece:
 
 
 class PartOfTensor:
-    """What this rank has of a tensor of `shape`, in the terms of `torch.distributed.checkpoint`; maybe nothing.
+    """Part that this rank has of a tensor of `shape`, in the terms of `torch.distributed.checkpoint`; maybe nothing.
 
     `tensor` is what has it: a run of elements, a part that ranks split, or a DTensor of one. Where `writes` is false
     another rank writes the same values, in boxes that may be cut elsewhere, and this one only reads.

@@ -36,7 +36,7 @@ Write = Callable[[Path], Mapping[str, FileSum]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """Where a checkpoint goes: `directory/name` when it is complete; how many of the newest stay (None: all)."""
+    """Target of a checkpoint: `directory/name` when it is complete; how many of the newest stay (None: all)."""
 
     directory: Path
     name: str
@@ -193,7 +193,7 @@ def unwritable(path: Path, problem: OSError) -> BrokenFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOptions:
-    """How to save."""
+    """Options of a save."""
 
     keep_last: int | None = None
     """How many checkpoints stay; None: all."""
@@ -207,7 +207,7 @@ class SaveOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """What is saved: the step, a function that makes the named tensors, and one that makes the text of `state.json`."""
+    """Content of a save: the step, a function that makes the tensors, and one for the text of `state.json`."""
 
     step: int
     tensors: Callable[[], dict[str, Any]]

@@ -1,4 +1,4 @@
-"""What of an engine is saved, and under which names: `model/<name>` and `optimizer/<state>/<parameter>`.
+"""Saved states of an engine and their names: `model/<name>` and `optimizer/<state>/<parameter>`.
 
 An engine describes itself by a subclass of `States`: which tensor on this rank stands for which parameter, and where it
 begins in it. Whatever the strategy, what is saved is the same: fp32 masters where there are any, optimizer states in
@@ -26,7 +26,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleNames:
-    """What a module's state dict holds, each tensor once.
+    """Tensors of a module's state dict, each once.
 
     Attributes:
         tensors: every parameter and persistent buffer under its first name.
@@ -110,7 +110,7 @@ def _canonical(names: ModuleNames, shared: Mapping[str, str]) -> ModuleNames:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """What a rank's module and optimizer are made of, in JSON; of several ranks, what all of them have.
+    """Inventory of a rank's module and optimizer, in JSON; of several ranks, what all of them have.
 
     Attributes:
         names: of parameters and persistent buffers, in the order of the model.

@@ -52,7 +52,7 @@ def is_ranks_file(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFile:
-    """What one rank writes: the entries of its file and, by key, where their values are to be had."""
+    """File of one rank: its entries and, by key, where their values are to be had."""
 
     name: str
     entries: Sequence[Entry] = ()

@@ -28,7 +28,7 @@ class Threshold:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonitorSettings:
-    """What is watched, and the numbers of `strategies/telemetry/detectors.py`, of which 0 switches one off."""
+    """Monitoring, with the numbers of `strategies/telemetry/detectors.py`, of which 0 switches one off."""
 
     enabled: bool | None = None
     """None: under `dsplan run` only."""
@@ -54,7 +54,7 @@ Partition = Literal["uniform", "parameters", "seconds"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSection:
-    """How a model is cut into pipeline stages."""
+    """Pipeline stages of a model."""
 
     stages: int | None = field(default=None, metadata=AT_LEAST_1)
     """The pipeline's degree, where a plan is made now."""
@@ -102,7 +102,7 @@ class ZeroSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommunicationSection:
-    """How gradients travel."""
+    """Communication of gradients."""
 
     data_type: CommunicationDtype | None = None
     """Of the reduction; None: as gradients are made."""
@@ -180,7 +180,7 @@ class LoraSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSection:
-    """How checkpoints are kept; None keeps all, and saves only where the script calls for it."""
+    """Retention of checkpoints; None keeps all, and saves only where the script calls for it."""
 
     directory: str | None = None
     keep_last: int | None = field(default=None, metadata=AT_LEAST_1)
@@ -192,7 +192,7 @@ class CheckpointSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSection:
-    """How `training_data` is read."""
+    """Reading of `training_data`."""
 
     num_workers: int = 0
     """Processes that read."""

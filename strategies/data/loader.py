@@ -68,7 +68,7 @@ class BadSamples:
 
     @property
     def count(self) -> int:
-        """How many there were so far."""
+        """Number of samples that could not be read so far."""
         return len(self._seen)
 
     def note(self, batch_and_met: tuple[Any, list[tuple[int, str]]]) -> Any:
@@ -93,7 +93,7 @@ class BadSamples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderSettings:
-    """How samples are read and put together."""
+    """Settings of reading samples and putting them together."""
 
     section: DataSection = field(default_factory=DataSection)
     """Of the script's config."""
@@ -151,7 +151,7 @@ class ShardedLoader:
 
     @property
     def bad_samples(self) -> int:
-        """How many samples of this rank could not be read so far."""
+        """Number of samples of this rank that could not be read so far."""
         return self._bad.count
 
     def __len__(self) -> int:

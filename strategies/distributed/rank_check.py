@@ -68,7 +68,7 @@ class Presence:
 
 
 class Patience:
-    """How long ranks wait: `usual_seconds`, or the limit that the environment names where it is above `least`.
+    """Seconds that ranks wait: `usual_seconds`, or the limit that the environment names where it is above `least`.
 
     Raises:
         CannotMeet: the environment names none that can be waited.

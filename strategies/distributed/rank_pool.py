@@ -98,7 +98,7 @@ class RankPool:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the pool has."""
+        """Number of ranks of the pool."""
         return self._settings.world_size
 
     @property

@@ -1,1 +1,1 @@
-"""What `dsplan doctor` looks at: this machine alone, and the machines of a job together."""
+"""Checks of `dsplan doctor`: this machine alone, and the machines of a job together."""

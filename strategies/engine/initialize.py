@@ -213,7 +213,7 @@ def _add_stages(parallel: Mapping[str, Any] | None, stages: int | None) -> Mappi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapted:
-    """What planning and the optimizer have to know of a model that was changed in place."""
+    """Facts that planning and the optimizer need of a model that was changed in place."""
 
     method: TrainingMethod
     """Which weights are trained."""

@@ -27,7 +27,7 @@ _newest: weakref.ref[TrainingEngine] | None = None
 
 
 class Telemetry(Observer):
-    """What an engine's observers, and calls like `memory_report`, tell of its training; it passes on each event to all.
+    """Reports of an engine's training: its observers, to all of which each event goes, and calls like `memory_report`.
 
     The engine holds it and it must not hold the engine: in a cycle, the weights of an engine that the script gave up
     would stay until Python collects them.
@@ -109,7 +109,7 @@ def profile(name: str) -> AbstractContextManager[None]:
 
 
 class MemoryProfiler:
-    """Where the memory of this rank goes while an engine trains.
+    """Memory of this rank by category while an engine trains.
 
     Args:
         engine: None is the newest of this process.

@@ -1,4 +1,4 @@
-"""What takes the place of `torch.nn.parallel.DistributedDataParallel` in a script that wraps its model in it.
+"""Stand-in for `torch.nn.parallel.DistributedDataParallel` in a script that wraps its model in it.
 
 The script's loop stays as it is: forward, `loss.backward()`, `clip_grad_norm_`, `optimizer.step()`, `zero_grad`. Under
 FSDP2 the model is sharded in place, and optimizers made before are pointed at the shards. Our own ZeRO waits for the

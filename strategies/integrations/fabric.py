@@ -204,7 +204,7 @@ class _FabricStrategy(EngineStrategy):
 
 
 class _EngineForward(nn.Module):
-    """What Fabric calls for a forward pass; the parameters are those of the script's module beside it."""
+    """Forward pass that Fabric calls; the parameters are those of the script's module beside it."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()

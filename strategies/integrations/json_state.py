@@ -1,4 +1,4 @@
-"""What another library keeps beside the weights, as JSON: the `client_state` of a checkpoint holds no pickles."""
+"""State of other libraries beside the weights, as JSON: a checkpoint's `client_state` holds no pickles."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is changed inside a module or its gradients, whichever strategy runs."""
+"""Changes inside a module or its gradients, whichever strategy runs."""

@@ -44,7 +44,7 @@ def members(stack: nn.Module) -> list[nn.Module]:
 
 
 def is_row(module: nn.Module) -> bool:
-    """Whether a container numbers its members, as blocks that follow each other are kept."""
+    """Return whether a container numbers its members, as blocks that follow each other are kept."""
     if isinstance(module, nn.ModuleDict):
         return len(module) > 0 and all(key.isdecimal() for key in module)
     return isinstance(module, nn.ModuleList | nn.Sequential)

@@ -1,4 +1,4 @@
-"""What a model calls its blocks with, so that one of them can be run by itself."""
+"""Calls of a model's blocks, captured so that one of them can be run by itself."""
 
 from __future__ import annotations
 

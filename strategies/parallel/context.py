@@ -272,7 +272,7 @@ def earlier_tokens(queries: int, keys: int, device: torch.device) -> torch.Tenso
 
 
 def _is_causal(mask: torch.Tensor) -> bool:
-    """Whether a mask lets tokens see themselves and all earlier ones, and adds nothing to their scores."""
+    """Return whether a mask lets tokens see themselves and all earlier ones, and adds nothing to their scores."""
     if mask.is_meta or isinstance(mask, FakeTensor):
         return True
     earlier = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()

@@ -65,7 +65,7 @@ def split_experts(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: Mo
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Whether a module is the routed experts of a mixture."""
+    """Return whether a module is the routed experts of a mixture."""
     weights = [getattr(module, name, None) for name in _WEIGHTS]
     # Llama-4's take tokens that are sorted already, and no choice.
     return (

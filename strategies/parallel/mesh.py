@@ -85,12 +85,12 @@ class Mesh:
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether data parallelism is all there is: no rank shares the work on one sample with another."""
+        """True if data parallelism is all there is: no rank shares the work on one sample with another."""
         dims = self.dims
         return dims.tp * dims.pp * dims.cp * dims.ep == 1
 
     def size(self, name: Group) -> int:
-        """How many ranks a group has."""
+        """Return how many ranks a group has."""
         total = 1
         for part in _JOINED.get(name, (name,)):
             total *= self._sizes[part]

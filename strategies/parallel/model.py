@@ -36,7 +36,7 @@ CALL_TRAIN_BATCH = "this model is cut into pipeline stages; call engine.train_ba
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitOptions:
-    """How a model is to be split."""
+    """Options of splitting a model."""
 
     configuration: Configuration
     """The plan's: degrees, schedule, whether tp ranks split the sequence."""

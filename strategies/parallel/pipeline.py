@@ -40,7 +40,7 @@ _PARTNER: dict[Kind, Kind] = {"send_forward": "receive_forward", "send_backward"
 
 
 class Action(NamedTuple):
-    """What a rank does for one of its stages and a micro-batch."""
+    """Action of a rank for one of its stages and a micro-batch."""
 
     kind: Kind
     stage: int
@@ -240,7 +240,7 @@ do too, which is what a schedule is simulated with."""
 
 
 class Passes(Protocol):
-    """How an engine runs a stage's forward and backward pass."""
+    """Calls by which an engine runs a stage's forward and backward pass."""
 
     def forward(self, arguments: Arguments, *, is_last: bool) -> torch.Tensor:
         """Return the running stage's hidden states, or the last stage's loss."""
@@ -282,7 +282,7 @@ class _Made:
 
 @dataclass(kw_only=True, slots=True)
 class _State:
-    """What is on its way through this rank's stages."""
+    """Tensors on their way through this rank's stages."""
 
     trains: bool
     given: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Which part of which whole parameter a rank's module holds, where ranks split a model between them.
+"""Parts of whole parameters that a rank's module holds, where ranks split a model between them.
 
 Modules hold plain parameters of their own part; what is here says where it lies in the whole. Checkpoints, clipping and
 gradients read it.
@@ -28,7 +28,7 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """How a rank's part lies in a whole parameter."""
+    """Layout of a rank's part in a whole parameter."""
 
     shape: tuple[int, ...]
     """Of the whole parameter."""
@@ -55,7 +55,7 @@ class Split:
         return torch.cat(parts, dim=self.dim)
 
     def regions(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Region]:
-        """Where a box of the part lies in the whole: one region for each piece that it meets."""
+        """Return where a box of the part lies in the whole: one region for each piece that it meets."""
         begin, stop, passed = offsets[self.dim], offsets[self.dim] + sizes[self.dim], 0
         for first, end in self.pieces:
             low, high = max(begin, passed), min(stop, passed + end - first)
@@ -86,7 +86,7 @@ def even_split(shape: Sequence[int], dim: int, *, rank: int, ranks: int, fused: 
 
 @dataclass(kw_only=True, slots=True)
 class ModelParts:
-    """What a rank's module is of the whole model; names are those of the whole model's state dict."""
+    """Parts of the whole model that a rank's module is; names are those of the whole model's state dict."""
 
     splits: dict[str, Split] = field(default_factory=dict)
     """Parameters (and buffers) of which this rank has a part."""
@@ -105,19 +105,19 @@ class ModelParts:
     """Which of how many tp ranks this one is: they all have the same of what is not split."""
 
     def copy_of(self, name: str) -> tuple[int, int]:
-        """Which of how many tp ranks that have the same of a parameter this one is."""
+        """Return which of how many tp ranks that have the same of a parameter this one is."""
         split = self.splits.get(name)
         if name in self.experts or (split is not None and split.over == "ep"):
             return 0, 1
         return self.tp if split is None else (self.tp[0] % split.copies, split.copies)
 
     def is_counted(self, name: str) -> bool:
-        """Whether this stage is the one that counts a parameter, and writes it where stages have parts of their own."""
+        """Return whether this stage counts a parameter, and writes it where stages have parts of their own."""
         return self.shared.get(name, name) == name
 
     @property
     def is_whole(self) -> bool:
-        """Whether the module is the whole model after all."""
+        """True if the module is the whole model after all."""
         return not (self.splits or self.summed or self.experts or self.shared) and self.blocks is None
 
 

@@ -40,7 +40,7 @@ _READS = frozenset({"__get__", "size", "dim", "numel", "element_size", "stride",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Travel:
-    """What goes from one stage to the next: hidden states of a micro-batch."""
+    """Message from one stage to the next: hidden states of a micro-batch."""
 
     sizes: tuple[int | tuple[str | int, int], ...]
     """Of each dimension: a number, or the argument of the model (by name or place) and its dimension that it is."""
@@ -76,12 +76,12 @@ class Stages:
 
     @property
     def has_first(self) -> bool:
-        """Whether the first stage is on this rank."""
+        """True if the first stage is on this rank."""
         return 0 in self.own
 
     @property
     def has_last(self) -> bool:
-        """Whether the last stage, which makes the loss, is on this rank."""
+        """True if the last stage, which makes the loss, is on this rank."""
         return self.number - 1 in self.own
 
     def require(self, arguments: Arguments) -> None:
@@ -203,7 +203,7 @@ def cut_stages(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cut:
-    """Which blocks each stage has, and which stages this rank."""
+    """Assignment of blocks to stages, and of stages to this rank."""
 
     number: int
     own: Sequence[int]
@@ -234,7 +234,7 @@ def _stack_of(model: nn.Module, number: int) -> nn.Module:
 
 @dataclass(kw_only=True, slots=True)
 class _Record:
-    """What the forward pass of the whole model does with its weights and its blocks."""
+    """Uses that the forward pass of the whole model makes of its weights and its blocks."""
 
     before: set[nn.Parameter]
     """Weights used before the blocks, and those that are not used at all."""
@@ -475,7 +475,7 @@ _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bf
 
 
 def _is_cast(plan: Configuration) -> bool:
-    """Whether autocast makes the precision, and weights keep their dtype."""
+    """Return whether autocast makes the precision, and weights keep their dtype."""
     return plan.strategy in ("single", "ddp") and plan.precision in ("bf16", "fp16")
 
 
@@ -520,7 +520,7 @@ def _maker(name: str, output: Any, hidden: torch.Tensor) -> Callable[[torch.Tens
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Costs:
-    """What balances stages: of what comes before the blocks, of each block, and of what comes after them."""
+    """Weights that balance stages: before the blocks, of each block, and after them."""
 
     before: float
     blocks: Sequence[float]

@@ -1,4 +1,4 @@
-"""What becomes of a module under each style of tensor parallelism: in place, under the names that it has."""
+"""Styles of tensor parallelism, which change a module in place under the names that it has."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OTHERS = ("replicated_with_grad_allreduce", "moe_tp_experts", "moe_identity_expe
 
 
 def is_columns(style: str) -> bool:
-    """Whether a style splits the outputs of a linear layer."""
+    """Return whether a style splits the outputs of a linear layer."""
     return style in COLUMNS or style.startswith("packed:")
 
 
@@ -55,7 +55,7 @@ class Change:
 
 @dataclass(kw_only=True, slots=True)
 class Applied:
-    """What styles made of a module; names are relative to it."""
+    """Result of styles for a module; names are relative to it."""
 
     splits: dict[str, Split] = field(default_factory=dict)
     summed: set[str] = field(default_factory=set)
@@ -141,7 +141,7 @@ def split_unit(
 
 
 def can_share(unit: nn.Module, styles: Mapping[str, str]) -> bool:
-    """Whether everything in a unit is split, so that one sum serves the gradients of its input."""
+    """Return whether everything in a unit is split, so that one sum serves the gradients of its input."""
     sharing = ("colwise", "packed_colwise", "rowwise", "replicated_with_grad_allreduce")
     if any(style not in sharing and not style.startswith("packed:") for style in styles.values()):
         return False
@@ -288,12 +288,12 @@ def _require_plain(module: nn.Module, kind: str) -> None:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, whose weight is [in, out]."""
+    """Return whether it is transformers' Conv1D, whose weight is [in, out]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a plain linear layer, which a style can split."""
+    """Return whether a module is a plain linear layer, which a style can split."""
     return type(module).forward is nn.Linear.forward or _is_transposed(module)
 
 
@@ -390,7 +390,7 @@ def _counts(module: nn.Module) -> dict[str, int]:
 
 
 def has_heads(module: nn.Module) -> bool:
-    """Whether a module says how many heads it has, or how wide they are."""
+    """Return whether a module says how many heads it has, or how wide they are."""
     return "head_dim" in module.__dict__ or bool(_counts(module))
 
 
@@ -525,7 +525,7 @@ class UnitInput(_Hook):
 
 
 class UnitOutput(_Hook):
-    """What every rank has computed whole is split along the sequence again."""
+    """Split along the sequence again of what every rank has computed whole."""
 
     def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
         """Return the output with hidden states split along the sequence."""
@@ -602,7 +602,7 @@ class RotaryCopy(_Hook):
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether a module drops something out while it trains."""
+    """Return whether a module drops something out while it trains."""
     return any(
         (isinstance(part, nn.Dropout) and part.p > 0)
         or any("dropout" in name and isinstance(value, float) and value > 0 for name, value in part.__dict__.items())
@@ -628,7 +628,7 @@ class Randomness:
 
     @property
     def depth(self) -> int:
-        """How many places are entered."""
+        """Number of places that are entered."""
         return len(self._left)
 
     def enter(self, device: torch.device, *, is_own: bool = True) -> None:

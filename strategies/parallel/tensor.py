@@ -58,7 +58,7 @@ from strategies.torch_compat.tensors import own_parameters
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """How blocks of one kind are split."""
+    """Plan of splitting blocks of one kind."""
 
     choices: tuple[Choice, ...]
     summed: frozenset[str] | None

@@ -151,7 +151,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outcome:
-    """What a block computed."""
+    """Results of a block."""
 
     output: torch.Tensor
     input: torch.Tensor

@@ -20,7 +20,7 @@ Styles = dict[str, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """How one unit of a block is split."""
+    """Choice of splitting one unit of a block."""
 
     unit: str
     """The name of the module in the block that it is, "" for the block itself."""

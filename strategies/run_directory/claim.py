@@ -1,4 +1,4 @@
-"""Who trains in this process: the outermost user of a training library claims the run. No torch.
+"""Claims on a run: the outermost user of a training library in this process trains. No torch.
 
 A hook, or an entry of dsplan's own, puts its work into `use`:
 

@@ -1,4 +1,4 @@
-"""How far this process has come, counted where work is done and read by the watchdog. No torch.
+"""Progress of this process, counted where work is done and read by the watchdog. No torch.
 
 One object for the process, because what is counted are the process's own doings, whichever engine does them.
 """

@@ -57,7 +57,7 @@ LAUNCHER_NAMES: tuple[LauncherName, ...] = get_args(LauncherName)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Who starts the ranks and on how many nodes.
+    """Launcher of the ranks and number of nodes.
 
     Between `least_nodes` and `most_nodes` take part; they differ only where nodes may come and go. `rendezvous` is the
     HOST:PORT where the nodes of a local launch meet, `hostfile` DeepSpeed's or Open MPI's, `node_rank` this node's

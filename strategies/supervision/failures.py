@@ -1,4 +1,4 @@
-"""Why a rank ends, recognised in the rank itself and left as `rank{N}.failure.json` for the command. No torch."""
+"""Reasons why a rank ends, recognised in the rank and left as `rank{N}.failure.json`. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints a run has made, wherever they are: one line each in `checkpoints.jsonl` of the run directory.
+"""Checkpoints that a run has made, wherever they are: one line each in `checkpoints.jsonl` of the run directory.
 
 A line is written when saving begins. A checkpoint has its path only when it is complete, so the lines whose path is
 there are the complete ones. The journal lists every complete one a second time (`saved`), and an engine's checkpoint

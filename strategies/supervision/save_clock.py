@@ -1,4 +1,4 @@
-"""When ranks save by themselves: a pure function of steps and times. No torch."""
+"""Clock by which ranks save by themselves: a pure function of steps and times. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RETRY_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """How often to save: every so many seconds, and at every multiple of so many optimizer steps; None: not by that."""
+    """Interval of saves: so many seconds, and every multiple of so many steps; None: not by that."""
 
     seconds: float | None = None
     steps: int | None = None

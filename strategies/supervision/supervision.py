@@ -262,7 +262,7 @@ class Supervision(Observer):
 
     @property
     def unsaveable(self) -> str | None:
-        """Why no checkpoint can be made now from which the run could resume; None where one can."""
+        """Reason why no checkpoint can be made now from which the run could resume; None where one can."""
         return self._why_unsaveable(0.0, self._finite.is_clean)
 
     def _why_unsaveable(self, seconds_left: float, is_clean: bool) -> str | None:

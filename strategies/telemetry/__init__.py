@@ -1,1 +1,1 @@
-"""What a run looks like while it goes: figures of steps and of the machine, and alerts where they look wrong."""
+"""Figures of steps and of the machine while a run goes, and alerts where they look wrong."""

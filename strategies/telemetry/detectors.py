@@ -1,4 +1,4 @@
-"""What a healthy run does not do, each found in rows of metrics. No torch, no clock: time is the sum of `seconds`.
+"""Detectors of what a healthy run does not do, in rows of metrics. No torch, no clock: time is the sum of `seconds`.
 
 Real runs are noisy: losses of small batches have long tails, and machines pause. Every detector therefore holds what
 it sees against what the same run did before, asks for it several times in a row, and reports it once until it is over.

@@ -1,4 +1,4 @@
-"""What ranks append to their metrics while they train: their last rows, and the alerts of this node. No torch."""
+"""Readers of what ranks append to their metrics: last rows, and the alerts of this node. No torch."""
 
 from __future__ import annotations
 

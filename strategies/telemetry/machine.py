@@ -1,4 +1,4 @@
-"""What the machine does while a rank trains: its GPU, its processors, its network and its disks. No torch."""
+"""Samples of the machine while a rank trains: its GPU, processors, network and disks. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a live engine's tensors take, category by category, beside what its plan predicted."""
+"""Bytes of a live engine's tensors by category, beside what its plan predicted."""
 
 from __future__ import annotations
 

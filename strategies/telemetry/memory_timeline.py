@@ -53,7 +53,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """What a picture shows; there is at least one sample."""
+    """Content of a picture; there is at least one sample."""
 
     title: str
     samples: Sequence[Sample]

@@ -52,7 +52,7 @@ STORAGE_TRACKER = "storage-tracker"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRun:
-    """What the `ranks` of a run measured; None if the run gave no such figure.
+    """Measurements of the `ranks` of a run; None if the run gave no such figure.
 
     `steps` and losses are those of the final lineage, each step once, however often it was run; a loss is the mean over
     the ranks. The other figures are those of the last attempt that has steps after warm-up, because attempts may follow

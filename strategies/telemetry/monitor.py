@@ -1,4 +1,4 @@
-"""What a run measures about itself: one line of JSON per rank and optimizer step, look at the machine, and alert.
+"""Measurements of a run by itself: a line of JSON per rank and optimizer step, looks at the machine, alerts.
 
 `strategies/telemetry/metrics.py` has the lines.
 """

@@ -120,7 +120,7 @@ class StepRows:
 
 
 class _HostReady:
-    """When the step's first loss was there, by the host's clock."""
+    """Time at which the step's first loss was there, by the host's clock."""
 
     def __init__(self) -> None:
         self._at: float | None = None
@@ -137,7 +137,7 @@ class _HostReady:
 
 
 class _CudaReady:
-    """When the step's first loss was there, by events on the GPU's stream."""
+    """Time at which the step's first loss was there, by events on the GPU's stream."""
 
     def __init__(self) -> None:
         event: Any = torch.cuda.Event

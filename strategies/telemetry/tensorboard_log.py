@@ -1,4 +1,4 @@
-"""What an engine's steps were like, for TensorBoard, CSV files and the terminal, written every few steps.
+"""Scalars of an engine's steps for TensorBoard, CSV files and the terminal, written every few steps.
 
 They have loss, learning rate, norms, seconds and bytes.
 Figures stay where they are made until then, so that a GPU is waited for once per interval.
@@ -32,7 +32,7 @@ WHOLE = "whole_step"
 
 
 class Writer(ABC):
-    """Where rows go."""
+    """Writer of rows."""
 
     @abstractmethod
     def write(self, rows: Sequence[Row]) -> None:

@@ -54,7 +54,7 @@ def check_installed(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedRun:
-    """What a tracker calls a run."""
+    """Names of a run in a tracker."""
 
     directory: Path
     """The run directory."""

@@ -60,7 +60,7 @@ class Example:
 
     @property
     def positions(self) -> int:
-        """What a rule of thumb multiplies by: tokens, or the rows of a matrix of features, 1 for any other sample."""
+        """Multiplier of a rule of thumb: tokens, or rows of a matrix of features, 1 for any other sample."""
         leaves = tree_leaves((self.positional, dict(self.named)))
         first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()), None)
         return self.tokens or (first.shape[1] if first is not None and first.dim() == 3 else 1)

@@ -18,7 +18,7 @@ from planner.models.resolve import is_factory, resolve_model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """What a factory returned: a module, a config or a dict, and beside a module maybe a batch of its inputs."""
+    """Return of a factory: a module, a config or a dict, and beside a module maybe a batch of its inputs."""
 
     model: Any
     batch: Any = None

@@ -493,7 +493,7 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _makes_nothing(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
-    """Whether an operation is a view of what it was given, or a question about it (its device), and no kernel."""
+    """Return whether an operation is a view of its input, or a question about it (its device), and no kernel."""
     if schema_of(func).is_mutable:
         return False
     given = {storage_number(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}

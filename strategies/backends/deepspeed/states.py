@@ -1,4 +1,4 @@
-"""What a checkpoint of DeepSpeed's ZeRO holds, in the same names as everyone's: each rank its runs of the fp32 masters.
+"""Checkpoints of DeepSpeed's ZeRO, in the same names as everyone's: each rank its runs of the fp32 masters.
 
 Stages 1 and 2 lay parameters end to end and cut the whole; each parameter's `_hp_mapping` says which of its elements
 lie in this rank's flat partition. Stage 3 cuts every parameter by itself; the pieces lie in flat sub-groups, at the
@@ -141,17 +141,17 @@ class DeepSpeedStates(States):
                 start=run.start,
             )
 
-    def states_of(self, place: Place) -> Mapping[str, Any]:
+    def states_of(self, parameter: Place) -> Mapping[str, Any]:
         """Return the optimizer's states of a parameter's run."""
-        run = self._run(place)
+        run = self._run(parameter)
         if not run.numel:
             return {}
         states = self.optimizer.state.get(run.flat, {})
         return {key: run.of(value) if _is_like(value, run.flat) else value for key, value in states.items()}
 
-    def room_for(self, place: Place, key: str, dtype: torch.dtype) -> torch.Tensor:
+    def room_for(self, parameter: Place, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the run of a state to read into, made where there is none."""
-        run = self._run(place)
+        run = self._run(parameter)
         if not run.numel:
             return torch.empty(0, dtype=dtype)
         states = self.optimizer.state[run.flat]
@@ -159,9 +159,9 @@ class DeepSpeedStates(States):
             states[key] = torch.zeros_like(run.flat, requires_grad=False)
         return run.of(states[key])
 
-    def keep(self, place: Place, states: dict[str, Any]) -> None:
+    def keep(self, parameter: Place, states: dict[str, Any]) -> None:
         """Keep numbers, one for all parameters of a flat tensor: the most stepped. Tensors were read in place."""
-        run = self._run(place)
+        run = self._run(parameter)
         if not run.numel:
             return
         flat_states = self.optimizer.state[run.flat]
@@ -186,8 +186,8 @@ class DeepSpeedStates(States):
             zero.persistent_parameters[0].partition(zero.persistent_parameters)
         zero.checkpoint_event_epilogue()
 
-    def _run(self, place: Place) -> Run:
-        return self._by_name[place.name]
+    def _run(self, parameter: Place) -> Run:
+        return self._by_name[parameter.name]
 
 
 def _cut_runs(zero: Any) -> Iterator[tuple[torch.Tensor, Run]]:

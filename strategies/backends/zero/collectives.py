@@ -36,7 +36,7 @@ class Arrival(Protocol):
 
 
 class Arrived:
-    """What is there already."""
+    """Work that is complete already."""
 
     def wait(self) -> None:
         """Return at once."""

@@ -34,7 +34,7 @@ def collectives_factory(
 
 
 class Memory:
-    """What rounding left out of one bucket, run by run; `unit` is the loss scale of the moment, in which errors are."""
+    """Rounding errors of one bucket, run by run; `unit` is the loss scale of the moment, in which they are."""
 
     def __init__(self, codec: Codec, unit: Callable[[], float]) -> None:
         self._keeps, self._unit = codec.error_feedback, unit

@@ -91,7 +91,7 @@ class Latecomers:
 
 
 class Renewing(Protocol):
-    """Who brings weights up to date."""
+    """Updater of weights."""
 
     def renew(self, bucket: Bucket) -> None:
         """Begin to bring a bucket's weights up to date on every rank with its master, which has changed."""
@@ -212,7 +212,7 @@ def kinds_of(model: nn.Module, parts: ModelParts, mesh: Mesh) -> dict[nn.Paramet
 
 
 def owners_in(context: ShardingContext, undivided: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
-    """Which of the ranks that share its states owns each parameter that must not be divided."""
+    """Return which of the ranks that share its states owns each parameter that must not be divided."""
     whole = list(undivided)
     return {
         parameter: owner

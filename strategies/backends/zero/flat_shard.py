@@ -32,7 +32,7 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Slot:
-    """Where a parameter lies in its bucket, in elements."""
+    """Range of a parameter in its bucket, in elements."""
 
     name: str
     parameter: nn.Parameter
@@ -46,7 +46,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How many elements there are, and where each rank's run begins and ends.
+    """Number of elements, and where each rank's run begins and ends.
 
     `borders`, [world_size + 1], are where the runs of undivided parameters begin and the last one ends; None for runs
     of equal length.
@@ -89,7 +89,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """What the parameters of a bucket have in common, where ranks split the model between them."""
+    """Traits that a bucket's parameters share where ranks split the model between them."""
 
     share: float = 1.0
     """What the square of a rank's gradient counts for in the sum over all ranks."""
@@ -104,7 +104,7 @@ class Kind:
 
 
 class Place(Enum):
-    """Where a bucket's master and optimizer states live, and are stepped."""
+    """Home of a bucket's master and optimizer states, where they are stepped."""
 
     DEVICE = "device"
     HOST = "host"

@@ -155,7 +155,7 @@ _UNDER_WAY = 4
 
 
 class Offload:
-    """Which states leave the device, and the way there and back.
+    """States that leave the device, and the way there and back.
 
     `copies` is None if the device's memory is the host's, `disk` where no state goes further than that. `weights`:
     a rank's part of stage 3's weights goes to the host too.

@@ -22,7 +22,7 @@ _COMPUTE = {**DTYPES, "bf16-pure": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadSettings:
-    """What leaves the device: `ratio` of what the plan's word `kind` names.
+    """Offload: `ratio` of what the plan's word `kind` names.
 
     With `nvme` it goes to a file below `nvme_path`, of which `buffers` buckets may be in memory at once. `pins`: host
     memory that a GPU copies from and to is page-locked.
@@ -37,7 +37,7 @@ class OffloadSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroSettings:
-    """What the stages need to know.
+    """Settings of the stages.
 
     `compute` is the dtype of weights, or None if they keep their own; `master` that of the optimizer's copy, None for
     no copy; `accumulate` that in which gradients wait for the step; `travel` says how they are summed over ranks.

@@ -22,7 +22,7 @@ from strategies.torch_compat.tensors import transient_buffers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingContext:
-    """Where states are and how ranks meet."""
+    """Devices of states and groups of ranks."""
 
     device: torch.device
     """Where weights and gradients are."""

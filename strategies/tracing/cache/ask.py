@@ -81,7 +81,7 @@ class _Curve:
 
 
 def _are_close(one: Phases, other: Phases) -> bool:
-    """Whether two sets of phases are the same but for rounding; phases that only one has are not compared."""
+    """Return whether two sets of phases are the same but for rounding; phases that only one has are not compared."""
     return all(
         abs(ledger.total - other[name].total) <= AGREEMENT * other[name].total
         for name, ledger in one.items()
@@ -99,7 +99,7 @@ def silent(_: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tracing:
-    """How questions are answered: with which earlier answers, and who is notified of progress."""
+    """Means of answering: earlier answers, and who is notified of progress."""
 
     cache: TraceCache
     report: Report = silent

@@ -14,7 +14,7 @@ from strategies.tracing.cache.source import ModelSource
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Sizes:
-    """What traces of one series differ in: samples of a micro-batch, and positions of its sequences."""
+    """Sizes in which traces of one series differ: samples of a micro-batch, and positions of its sequences."""
 
     micro_batch: int
     sequence: int

@@ -46,7 +46,7 @@ def source_files(modules: Collection[str]) -> dict[str, str]:
 
 
 def unchanged(files: Mapping[str, str]) -> bool:
-    """Whether every file still has its contents."""
+    """Return whether every file still has its contents."""
     return all(_digest(path) == digest for path, digest in files.items())
 
 

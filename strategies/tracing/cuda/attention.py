@@ -1,4 +1,4 @@
-"""Which kernel CUDA's scaled_dot_product_attention takes, and a call of it that makes the same tensors.
+"""Kernels that CUDA's scaled_dot_product_attention takes, and calls of them that make the same tensors.
 
 The rules are torch's `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`. Flash and cuDNN keep the same tensors
 (queries, keys, values, output and one fp32 log-sum-exp per row), so that cuDNN is not told apart.

@@ -76,7 +76,7 @@ GROUPED_PRODUCT = "aten._grouped_mm."
 
 @dataclass(frozen=True, slots=True)
 class _Alive:
-    """What is alive at one moment: activations, cast copies of weights (bytes), gradients of weights (elements)."""
+    """Memory at one moment: activations, cast copies of weights (bytes), gradients of weights (elements)."""
 
     activations: Polynomial
     cast: Polynomial
@@ -223,7 +223,7 @@ class Derivation:
         return add(scale(elements, storage.item_bytes) for storage, elements in kept)
 
     def _last_needed(self, enter: int, leave: int, index: int) -> int:
-        """When a block that is run again has made the last tensor that its backward needs; torch stops it there."""
+        """Return when a block that runs again has made the last tensor its backward needs; torch stops it there."""
         output = self._timeline.outputs[index]
         moments = [
             storage.made
@@ -259,7 +259,7 @@ class Derivation:
         return [moment for moment, later in pairwise([*moments, end + 1]) if later > end or self._frees(moment, later)]
 
     def _frees(self, start: int, end: int) -> bool:
-        """Whether anything is freed after `start` up to `end`."""
+        """Return whether anything is freed after `start` up to `end`."""
         return bisect_right(self._freed, start) < bisect_right(self._freed, end)
 
     def _moments(self, start: int, end: int, base: _Alive) -> list[Moment]:

@@ -43,7 +43,7 @@ class Storage:
         return self.made <= moment and (self.freed is None or self.freed > moment)
 
     def outlives(self, moment: int) -> bool:
-        """Whether it still lives when the next operation begins."""
+        """Return whether it still lives when the next operation begins."""
         return self.made <= moment and (self.freed is None or self.freed > moment + 1)
 
 
@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.timeline.storages.append(storage)
 
     def _is_weight(self, tensor: Any) -> bool:
-        """Whether it is a weight as its module holds it; autocast keeps no copy of a transposed one."""
+        """Return whether it is a weight as its module holds it; autocast keeps no copy of a transposed one."""
         if not isinstance(tensor, torch.Tensor):
             return False
         return self._weights.get(weakref.ref(tensor.untyped_storage())) == tensor.stride()

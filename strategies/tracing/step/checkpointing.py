@@ -175,7 +175,7 @@ def recomputed_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def keeps_products(model: nn.Module) -> bool:
-    """Whether a module of the model recomputes all but its products."""
+    """Return whether a module of the model recomputes all but its products."""
     recomputations = (module.__dict__["forward"] for module in recomputed_modules(model))
     return any(recomputation.kind == "selective" for recomputation in recomputations)
 

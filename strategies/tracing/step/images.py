@@ -45,7 +45,7 @@ def images_of(config: Any, samples: int, length: int) -> dict[str, Any]:
 
 
 def is_known(value: object) -> bool:
-    """Whether a tensor of a trace has values: whole numbers that are no fake tensor."""
+    """Return whether a tensor of a trace has values: whole numbers that are no fake tensor."""
     return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and not value.is_floating_point()
 
 

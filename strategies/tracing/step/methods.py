@@ -212,7 +212,7 @@ def host_states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """What bitsandbytes' 8-bit Adam keeps (`optim/optimizer.py`); its kernel needs no temporaries.
+    """States that bitsandbytes' 8-bit Adam keeps (`optim/optimizer.py`); its kernel needs no temporaries.
 
     Two moments of one byte with an fp32 scale per 256 values, fp32 moments for small tensors.
     """

@@ -113,7 +113,7 @@ def shard(
 
 
 def synchronize(module: nn.Module, configuration: Configuration, *, reduces: bool) -> None:
-    """Whether the next backward reduces gradients over the ranks."""
+    """Return whether the next backward reduces gradients over the ranks."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(reduces or configuration.sync_each_micro_batch)
 

@@ -1,4 +1,4 @@
-"""Why the tracer cannot follow a module, in one line that names the operation and the part of the module."""
+"""Refusals of the tracer, in one line that names the operation and the part of the module."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from strategies.tracing.step.refusal import TraceFailed
 
 
 def splits_sequences(configuration: Configuration) -> bool:
-    """Whether the tp ranks split the sequence between their products."""
+    """Return whether the tp ranks split the sequence between their products."""
     return configuration.tp > 1 and configuration.sequence_parallel
 
 

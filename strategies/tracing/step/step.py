@@ -266,7 +266,7 @@ class _Run:
 
     @property
     def _takes_whole_samples(self) -> bool:
-        """Whether the model is given all tokens and splits them itself, at its first block."""
+        """True if the model is given all tokens and splits them itself, at its first block."""
         return self._configuration.cp > 1 and self._job.facts.kind == "custom"
 
     @property

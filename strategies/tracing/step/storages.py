@@ -118,7 +118,7 @@ def _kind(func: Any) -> _Kind:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether an empty tensor of this shape and stride would have a storage of the same size."""
+    """Return whether an empty tensor of this shape and stride would have a storage of the same size."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     elements = reach if tensor.numel() else 0
     return tensor.untyped_storage().nbytes() == elements * tensor.element_size()
