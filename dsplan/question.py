@@ -17,6 +17,7 @@ from planner import limits
 from planner import vocabulary as words
 from planner.cluster.budget import Budget
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
+from planner.defaults import PLANS_SHOWN
 from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts
 from planner.models.resolve import is_factory, resolve_model
@@ -139,7 +140,7 @@ class Goal:
     """
 
     objective: words.Objective = "throughput"
-    top: int = limits.PLANS_SHOWN
+    top: int = PLANS_SHOWN
     fastest: bool = False
     price: float | None = None
     tokens: str | float | None = None

@@ -55,17 +55,12 @@ NODE_RANK = Limit(least=0, most=100_000)
 PROCESSES = Limit(least=1, most=1024)
 """On one node."""
 PLANS = Limit(least=1, most=1000)
-PLANS_SHOWN = 5
-"""Plans that an answer has at the most where no number is asked for (`--top`)."""
 GIGABYTES = Limit(least=0.001, most=1_000_000, fraction=True)
 """Of 1e9 bytes: from a megabyte to a petabyte."""
 USD_PER_HOUR = Limit(least=0.0001, most=1_000_000, fraction=True)
 SHARE = Limit(least=0.0001, most=1, fraction=True)
 IMBALANCE = Limit(least=1, most=1000, fraction=True)
 """Of the busiest over the mean."""
-EXPERT_IMBALANCE = 1.25
-"""Tokens that come to the busiest rank's experts over the mean: the capacity factor that Switch Transformers train
-with, beyond which tokens are dropped (Fedus et al. 2021, arXiv 2101.03961, section 2.2; recalled)."""
 TRAINING_TOKENS = Limit(least=1, most=10**18, fraction=True)
 DAYS = Limit(least=0.0001, most=1_000_000, fraction=True)
 MINUTES = Limit(least=0, most=100_000, fraction=True)

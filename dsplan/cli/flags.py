@@ -24,6 +24,7 @@ from hardware_db.records import dataclass
 from hardware_db.units import parse_length
 from planner import limits
 from planner import vocabulary as words
+from planner.defaults import EXPERT_IMBALANCE, PLANS_SHOWN
 
 WITH_SUFFIX = "N[k|M]"
 """How help names a number that may be written as 8k or 4M, and how reading a flag knows that it may."""
@@ -176,7 +177,7 @@ class WorkFlags:
         float | None,
         number(
             limits.IMBALANCE,
-            f"Tokens of the busiest rank's experts over the mean; {limits.EXPERT_IMBALANCE:g} if left open.",
+            f"Tokens of the busiest rank's experts over the mean; {EXPERT_IMBALANCE:g} if left open.",
             "R",
         ),
     ] = None
@@ -252,7 +253,7 @@ class GoalFlags:
     """Limits on the plans that count, and their order."""
 
     objective: Annotated[words.Objective, typer.Option(help="What the first plan is best at.")] = "throughput"
-    top: Annotated[int, number(limits.PLANS, "How many plans to show.")] = limits.PLANS_SHOWN
+    top: Annotated[int, number(limits.PLANS, "How many plans to show.")] = PLANS_SHOWN
     fastest: Annotated[
         bool, typer.Option("--fastest", help="By predicted figures alone, without putting simpler plans first.")
     ] = False

@@ -15,12 +15,12 @@ from hardware_db.notices import notice
 from hardware_db.records import dataclass
 from planner import limits
 from planner import vocabulary as words
-from planner.models.counting.adapters import LORA_RANK
+from planner.defaults import LORA_RANK
+from strategies.launch.grace_period import GRACE_SECONDS
 from strategies.launch.policy import RETRIES
-from strategies.launch.stop_requests import GRACE_SECONDS
 from strategies.run_directory.spec import LauncherName
+from strategies.supervision.autosave_interval import CHECKPOINT_MINUTES
 from strategies.supervision.hang_detection import HANG_SECONDS
-from strategies.supervision.save_clock import CHECKPOINT_MINUTES
 
 if TYPE_CHECKING:
     from strategies.launch.prepare import RunRequest

@@ -16,8 +16,8 @@ from planner.cluster.budget import NO_BUDGET, Budget
 from planner.cluster.resolve import cluster_of_plan
 from planner.cost.code_bases import code_base, facts_for_code
 from planner.cost.precision import usual_recipe, why_not_scaled
+from planner.defaults import EXPERT_IMBALANCE, LORA_RANK, LORA_TARGETS, PLANS_SHOWN
 from planner.errors import ContradictoryRequest, DsplanError
-from planner.models.counting.adapters import LORA_RANK, LORA_TARGETS
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.facts_document import facts_of_plan
 from planner.models.tasks import default_sequence_length, default_task, facts_for_task, possible_tasks
@@ -104,7 +104,7 @@ class Request:
     cluster: Cluster
     defaults: tuple[str, ...] = ()
     objective: words.Objective = "throughput"
-    top: int = limits.PLANS_SHOWN
+    top: int = PLANS_SHOWN
     allow_unrunnable: bool = False
     simplest_first: bool = True
     budget: Budget = NO_BUDGET
@@ -268,7 +268,7 @@ def _adapters(options: WorkOptions, defaults: list[str]) -> dict[str, Any]:
 def _imbalance(facts: ModelFacts, options: WorkOptions) -> float:
     """Return how uneven the experts' tokens are: as asked, else what is taken for usual."""
     if options.expert_imbalance is None:
-        return limits.EXPERT_IMBALANCE
+        return EXPERT_IMBALANCE
     limits.IMBALANCE.check("--expert-imbalance", options.expert_imbalance)
     if not facts.is_moe:
         raise ContradictoryRequest(f"--expert-imbalance is for models with experts, which {facts.name} has not")

@@ -38,7 +38,7 @@ from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
 
 if TYPE_CHECKING:
-    from planner.search.remedies import NoPlan, Remedy
+    from planner.search.no_plan import NoPlan, Remedy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class Recommendation:
 
     def no_plan(self) -> NoPlan:
         """Compose what is said of an answer without plans, or whose plans the caller cannot take."""
-        from planner.search.remedies import compose_no_plan  # takes milliseconds, and most answers have plans
+        from planner.search.no_plan import compose_no_plan  # takes milliseconds, and most answers have plans
 
         return compose_no_plan(self.request, self.closest or next(iter(self.plans), None), self.remedies)
 
@@ -136,7 +136,7 @@ def _adapters(request: Request, instead: Plan | None) -> tuple[Remedy, ...]:
     """Adapters beside a plan that does not keep the training of all weights on the devices, or where there is none."""
     if instead is not None and instead.configuration.offload == "none" and not is_last_resort(instead):
         return ()
-    from planner.search.remedies import adapter_remedies
+    from planner.search.no_plan import adapter_remedies
 
     return adapter_remedies(request, _first, instead)
 
@@ -207,7 +207,7 @@ def _first(request: Request) -> Plan | None:
 
 def _late(request: Request, late: Sequence[Timed], rejected: tuple[Rejection, ...]) -> Recommendation:
     """Plans fit, and none ends in time: the best of them, and the numbers of devices on which one would."""
-    from planner.search.remedies import in_time_remedies
+    from planner.search.no_plan import in_time_remedies
 
     on_devices = on_other_device_counts(request, _first)
     return Recommendation(
@@ -224,7 +224,7 @@ def _nothing(request: Request, missing: Sequence[Priced], rejected: tuple[Reject
     if not missing:
         batch, gpus = request.workload.global_batch_size, request.cluster.gpus
         raise ContradictoryRequest(_why_uneven(request) or f"global batch {batch} cannot be split over {gpus} GPUs")
-    from planner.search.remedies import remedies
+    from planner.search.no_plan import remedies
 
     nearest = min(missing, key=lambda priced: priced.judgement.pressure)
     return Recommendation(

@@ -7,10 +7,10 @@ from dataclasses import fields
 from typing import Any, Protocol, TypedDict
 
 from hardware_db.records import dataclass
-from planner import limits
 from planner import vocabulary as words
+from planner.defaults import EXPERT_IMBALANCE, LORA_RANK, LORA_TARGETS
 from planner.errors import ContradictoryRequest
-from planner.models.counting.adapters import LORA_RANK, LORA_TARGETS, freeze_but, with_adapters
+from planner.models.counting.adapters import freeze_but, with_adapters
 from planner.models.counting.count import count_parameters
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.facts_document import facts_document
@@ -63,7 +63,7 @@ class Workload:
     load_dtype: words.LoadDtype | None = None
     fp8_recipe: words.Fp8Recipe | None = None
     ema: bool = False
-    expert_imbalance: float = limits.EXPERT_IMBALANCE
+    expert_imbalance: float = EXPERT_IMBALANCE
 
     @property
     def freezes(self) -> bool:

@@ -21,7 +21,7 @@ from strategies.checkpoint.saving import SaveOptions
 from strategies.checkpoint.states import States, unwrapped
 from strategies.config.values import CheckpointSection
 from strategies.distributed.environment import Environment
-from strategies.engine.telemetry import EVERY, Telemetry
+from strategies.engine.telemetry import Telemetry
 from strategies.errors import CannotRun
 from strategies.modules.precision import LossScale
 from strategies.parallel.mesh import Mesh
@@ -30,6 +30,7 @@ from strategies.parallel.split import parts_of
 from strategies.parallel.whole import whole_layers, whole_tensors
 from strategies.protocols import Observer, Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE, beat
+from strategies.telemetry.tensorboard_log import EVERY_STEPS
 
 if TYPE_CHECKING:
     from strategies.data.loader import ShardedLoader
@@ -213,7 +214,7 @@ class Engine(ABC):
         """Draw this rank's memory over the steps that are made inside, as an SVG picture; they take longer."""
         return self.telemetry.memory_timeline(path)
 
-    def set_tensorboard_writer(self, writer: Any, *, every: int = EVERY) -> None:
+    def set_tensorboard_writer(self, writer: Any, *, every: int = EVERY_STEPS) -> None:
         """Write loss, rates, norms, memory and seconds of sections to rank 0's writer, which the script closes.
 
         Raises:

@@ -9,10 +9,17 @@ from pathlib import Path
 from strategies.config import ScriptConfig
 from strategies.engine.base import Engine
 from strategies.engine.checkpoint_manager import saves_of_config
-from strategies.engine.telemetry import EVERY
 from strategies.telemetry.memory_report import MemoryPrinter
 from strategies.telemetry.monitor import RunMonitor
-from strategies.telemetry.tensorboard_log import Console, CsvWriter, MetricsWriter, StepLog, TensorboardWriter, Writer
+from strategies.telemetry.tensorboard_log import (
+    EVERY_STEPS,
+    Console,
+    CsvWriter,
+    MetricsWriter,
+    StepLog,
+    TensorboardWriter,
+    Writer,
+)
 from strategies.telemetry.traces import Traces
 from strategies.telemetry.training_monitor import TrainingMonitor
 
@@ -23,7 +30,7 @@ def watch(engine: Engine, script: ScriptConfig, monitor: RunMonitor | None) -> N
     Raises:
         BackendMissing: TensorBoard is not installed.
     """
-    rank, every = engine.environment.rank, script.steps_per_print or EVERY
+    rank, every = engine.environment.rank, script.steps_per_print or EVERY_STEPS
     before = list(engine.observers)
     writers = _writers(engine, script, monitor)
     if writers:

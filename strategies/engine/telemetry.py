@@ -19,9 +19,6 @@ from strategies.telemetry.memory_timeline import memory_timeline
 from strategies.telemetry.tensorboard_log import scalar_log
 from strategies.telemetry.timers import Section
 
-EVERY = 10
-"""Steps between lines of logs where a script or its config (`steps_per_print`) does not say; DeepSpeed's default."""
-
 _newest: weakref.ref[TrainingEngine] | None = None
 """For `profile` and `MemoryProfiler`, which scripts call without an engine; everything else is handed one."""
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from strategies.launch.failure_causes import Ending, ending_of, forget_last_attempt, memory_kills
+from strategies.launch.grace_period import SIGNAL_SECONDS, StopRequests
 from strategies.launch.launchers.launcher import Launcher, make_launcher
 from strategies.launch.policy import Decision
-from strategies.launch.stop_requests import SIGNAL_SECONDS, StopRequests
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.spec import SAVING, STOPS, LaunchSpec
 from strategies.telemetry.alerts import Alert

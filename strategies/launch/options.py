@@ -12,11 +12,11 @@ from hardware_db.errors import DsplanError
 from hardware_db.handed_in import quote
 from planner import limits
 from planner.errors import ContradictoryRequest
-from strategies.launch.stop_requests import GRACE_SECONDS
+from strategies.launch.grace_period import GRACE_SECONDS
 from strategies.run_directory.request import named
 from strategies.run_directory.spec import LauncherName, Placement, SupervisionOptions
+from strategies.supervision.autosave_interval import CHECKPOINT_MINUTES
 from strategies.supervision.hang_detection import HANG_SECONDS
-from strategies.supervision.save_clock import CHECKPOINT_MINUTES
 
 DEFAULT_SUPERVISION = SupervisionOptions(
     checkpoint_minutes=CHECKPOINT_MINUTES, hang_seconds=HANG_SECONDS, grace_seconds=GRACE_SECONDS

@@ -14,6 +14,7 @@ from planner.types.plan import Plan
 from planner.types.plan_io import plan_from_dict, plan_to_dict
 from strategies.launch.attempt import Attempt, AttemptEnded, Event, OutputLine, PlanMade, RunFiles, RunIsBack, StepDone
 from strategies.launch.failure_causes import Ending, with_stacks_kept
+from strategies.launch.grace_period import StopRequests
 from strategies.launch.policy import Decision, Policy, RunContext
 from strategies.launch.record import record_attempt
 from strategies.launch.report import (
@@ -28,7 +29,6 @@ from strategies.launch.report import (
 )
 from strategies.launch.run_lock import RunLock, launcher_lock
 from strategies.launch.state import RunState
-from strategies.launch.stop_requests import StopRequests
 from strategies.launch.tracking import Tracking
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.files import REPORT_FILE

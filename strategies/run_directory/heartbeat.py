@@ -16,6 +16,9 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
+BEAT_SECONDS = 1.0
+"""Between heartbeats that the watchdog publishes, or an eighth of a shorter time to hang."""
+
 # Whose code a frame of the stack runs.
 
 

@@ -18,7 +18,7 @@ from strategies.checkpoint import content
 from strategies.checkpoint.checkpoints import CheckpointedEngine, Checkpoints
 from strategies.checkpoint.saving import SaveOptions
 from strategies.supervision import lineage
-from strategies.supervision.save_clock import Interval, SaveClock
+from strategies.supervision.autosave_interval import Interval, SaveClock
 from strategies.telemetry.alerts import Alert, post
 
 KEPT = 2

@@ -26,7 +26,7 @@ from hardware_db.notices import notice
 from hardware_db.units import format_seconds
 from strategies.run_directory import claim
 from strategies.run_directory.files import heartbeat_path, stacks_path
-from strategies.run_directory.heartbeat import PULSE, Pulse, main_frame, script_line
+from strategies.run_directory.heartbeat import BEAT_SECONDS, PULSE, Pulse, main_frame, script_line
 from strategies.supervision.failures import Failure, describe_failure, exit_status, write_failure
 from strategies.supervision.verdicts import (
     Heartbeat,
@@ -109,7 +109,6 @@ HANG_SECONDS = 900.0
 """Without progress for so long, a run that names no time of its own is restarted: a step of the largest models, and a
 checkpoint of them over a slow network, take minutes."""
 _POLL_SECONDS = 0.25
-_BEAT_SECONDS = 1.0
 _LOCK_SECONDS = 30.0
 """How much later than the thread faulthandler's timer ends a rank, so that other ranks can name it before."""
 _PATIENT = 3.0
@@ -157,7 +156,7 @@ class Watchdog(threading.Thread):
         self._stopping: Stopping | None = None
         self._must_end: tuple[float, int] | None = None
         self._ended = threading.Event()
-        self._beat_seconds = min(_BEAT_SECONDS, hang_seconds / 8) if hang_seconds else _BEAT_SECONDS
+        self._beat_seconds = min(BEAT_SECONDS, hang_seconds / 8) if hang_seconds else BEAT_SECONDS
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
 
     @property

@@ -22,6 +22,7 @@ from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE
 from strategies.run_directory.spec import EndingKind
 from strategies.supervision.autosave import AutomaticSaves, SaveTarget, SupervisedEngine
+from strategies.supervision.autosave_interval import Interval
 from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.not_finite import FiniteWatch
 from strategies.supervision.process import describe_stop, leave
@@ -33,7 +34,6 @@ from strategies.supervision.resume import (
     resume,
     step_of,
 )
-from strategies.supervision.save_clock import Interval
 from strategies.supervision.stopping import Stopping, open_board
 from strategies.variables import RUN_DIRECTORY
 

@@ -26,6 +26,9 @@ from strategies.telemetry.timers import Timers
 from strategies.telemetry.traces import StepProfile
 from strategies.telemetry.trackers import group
 
+EVERY_STEPS = 10
+"""Steps between rows where a script or its config (`steps_per_print`) does not say; DeepSpeed's default."""
+
 Row = Mapping[str, float]
 """A step's figures by name; `step` is its number, counted from 1."""
 WHOLE = "whole_step"

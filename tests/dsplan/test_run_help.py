@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dsplan.cli.app import load_command
-from planner.models.counting.adapters import LORA_RANK
+from planner.defaults import LORA_RANK
+from strategies.launch.grace_period import GRACE_SECONDS
 from strategies.launch.policy import RETRIES
-from strategies.launch.stop_requests import GRACE_SECONDS
+from strategies.supervision.autosave_interval import CHECKPOINT_MINUTES
 from strategies.supervision.hang_detection import HANG_SECONDS
-from strategies.supervision.save_clock import CHECKPOINT_MINUTES
 
 
 def test_help_of_run_names_the_defaults_of_the_modules_that_use_them() -> None:

@@ -16,11 +16,6 @@ from itertools import groupby
 from planner.errors import ContradictoryRequest
 from planner.models.facts import Adapter, BlockCount, ModelFacts, ParameterCounts, Shape
 
-LORA_RANK = 8
-"""Rank of adapters where none is asked for: PEFT's own default (`LoraConfig.r`)."""
-LORA_TARGETS = "all-linear"
-"""Layers that adapters go beside where none are named."""
-
 # How model types spell the parts that `planner.models.counting.weights` names; what a table lacks is Llama's.
 
 

@@ -24,8 +24,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from hardware_db.notices import notice
 from strategies.launch.failure_causes import FIRST, Ending, ending_of, memory_kills
+from strategies.launch.grace_period import SIGNAL_SECONDS
 from strategies.launch.launchers.process import signal_ranks
-from strategies.launch.stop_requests import SIGNAL_SECONDS
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.files import RESULT_FILE, write_json
 from strategies.run_directory.spec import SAVING, EndingKind, LaunchSpec

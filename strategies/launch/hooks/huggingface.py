@@ -48,11 +48,11 @@ from strategies.run_directory.files import LINEAGE_FILE, LOCK_FILE
 from strategies.run_directory.heartbeat import PULSE
 from strategies.supervision import lineage
 from strategies.supervision.autosave import KEPT
+from strategies.supervision.autosave_interval import Interval, SaveClock
 from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.not_finite import FiniteWatch
 from strategies.supervision.process import describe_stop, leave
 from strategies.supervision.resume import nothing_left
-from strategies.supervision.save_clock import Interval, SaveClock
 from strategies.supervision.stopping import Request, Stopping, open_board
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.example import example_batch

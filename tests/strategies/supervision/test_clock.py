@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from strategies.supervision.save_clock import Interval, SaveClock
+from strategies.supervision.autosave_interval import Interval, SaveClock
 
 
 def saves_of(interval: Interval, *, step_seconds: float, steps: int) -> tuple[list[int], int]:

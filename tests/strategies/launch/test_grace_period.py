@@ -15,7 +15,7 @@ import os, sys, time
 terminal = os.open(sys.argv[1], os.O_RDWR)  # becomes the terminal of this session
 if "nohup" not in sys.argv:
     [os.dup2(terminal, descriptor) for descriptor in (0, 1, 2)]
-from strategies.launch.stop_requests import StopRequests
+from strategies.launch.grace_period import StopRequests
 with StopRequests() as requests:
     os.write(terminal, b"ready\\n")
     until = time.monotonic() + (1.0 if "nohup" in sys.argv else 30.0)
