@@ -17,10 +17,10 @@ from planner import limits
 from planner import vocabulary as words
 from planner.cluster.budget import Budget
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
-from planner.defaults import PLANS_SHOWN
 from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts
 from planner.models.resolve import is_factory, resolve_model
+from planner.question_defaults import PLANS_SHOWN
 from planner.search.recall import recall
 from planner.search.request import Request, WorkOptions, make_request
 from planner.types.plan import Plan

@@ -24,7 +24,7 @@ from hardware_db.records import dataclass
 from hardware_db.units import parse_length
 from planner import limits
 from planner import vocabulary as words
-from planner.defaults import EXPERT_IMBALANCE, PLANS_SHOWN
+from planner.question_defaults import EXPERT_IMBALANCE, PLANS_SHOWN
 
 WITH_SUFFIX = "N[k|M]"
 """How help names a number that may be written as 8k or 4M, and how reading a flag knows that it may."""

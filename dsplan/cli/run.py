@@ -15,7 +15,7 @@ from hardware_db.notices import notice
 from hardware_db.records import dataclass
 from planner import limits
 from planner import vocabulary as words
-from planner.defaults import LORA_RANK
+from planner.question_defaults import LORA_RANK
 from strategies.launch.grace_period import GRACE_SECONDS
 from strategies.launch.policy import RETRIES
 from strategies.run_directory.spec import LauncherName

@@ -16,11 +16,11 @@ from planner.cluster.budget import NO_BUDGET, Budget
 from planner.cluster.resolve import cluster_of_plan
 from planner.cost.code_bases import code_base, facts_for_code
 from planner.cost.precision import usual_recipe, why_not_scaled
-from planner.defaults import EXPERT_IMBALANCE, LORA_RANK, LORA_TARGETS, PLANS_SHOWN
 from planner.errors import ContradictoryRequest, DsplanError
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.facts_document import facts_of_plan
 from planner.models.tasks import default_sequence_length, default_task, facts_for_task, possible_tasks
+from planner.question_defaults import EXPERT_IMBALANCE, LORA_RANK, LORA_TARGETS, PLANS_SHOWN
 from planner.types.cluster import Cluster
 from planner.types.job import Workload, counts_of, workload_of
 from planner.types.plan import Plan

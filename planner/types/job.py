@@ -8,12 +8,12 @@ from typing import Any, Protocol, TypedDict
 
 from hardware_db.records import dataclass
 from planner import vocabulary as words
-from planner.defaults import EXPERT_IMBALANCE, LORA_RANK, LORA_TARGETS
 from planner.errors import ContradictoryRequest
 from planner.models.counting.adapters import freeze_but, with_adapters
 from planner.models.counting.count import count_parameters
 from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.facts_document import facts_document
+from planner.question_defaults import EXPERT_IMBALANCE, LORA_RANK, LORA_TARGETS
 from planner.types.cluster import SHIPPED, Cluster, Rates
 from planner.types.plan import ClusterSection, Configuration, ModelSection, WorkloadSection
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from planner.cost.precision import INT8_BLOCK
-from planner.defaults import LORA_TARGETS
+from planner.question_defaults import LORA_TARGETS
 from planner.vocabulary import Checkpointing, Offload, Precision
 from strategies.errors import CannotRun
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from planner import vocabulary as words
 from planner.cost.combinations import Adapted, why_refused
-from planner.defaults import LORA_RANK, LORA_TARGETS
+from planner.question_defaults import LORA_RANK, LORA_TARGETS
 from planner.types.plan import Configuration, WorkloadSection
 from strategies.config import ScriptConfig
 from strategies.errors import BackendMissing, CannotRun

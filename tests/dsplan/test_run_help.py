@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsplan.cli.app import load_command
-from planner.defaults import LORA_RANK
+from planner.question_defaults import LORA_RANK
 from strategies.launch.grace_period import GRACE_SECONDS
 from strategies.launch.policy import RETRIES
 from strategies.supervision.autosave_interval import CHECKPOINT_MINUTES

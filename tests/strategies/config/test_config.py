@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hardware_db.errors import DsplanError
-from planner.defaults import LORA_RANK
+from planner.question_defaults import LORA_RANK
 from strategies.config import (
     ActivationSection,
     CheckpointSection,
