@@ -1,11 +1,11 @@
-"""An emulated `cuda` device for builds of torch without CUDA: real numbers, the caching allocator's rules, late streams.
+"""An emulated `cuda` device for builds of torch without CUDA: real numbers, the caching allocator, streams.
 
-It is the test device of every line that only a GPU would reach. Memory is the host's, kernels are the CPU's, the process
-group called nccl computes through gloo; `torch.cuda`, autograd, optimizers, FSDP, DeepSpeed and whatever else stands on top
-are the installed ones. What an order of streams forgets to wait for is an error (`source/streams.h`).
+It is the test device of every line that only a GPU would reach. Memory is the host's, kernels are the CPU's, the
+process group called nccl computes through gloo; `torch.cuda`, autograd, optimizers, FSDP, DeepSpeed and whatever else
+stands on top are the installed ones. What an order of streams forgets to wait for is an error (`source/streams.h`).
 
-A process gets the device through its environment: `environment(machine, folder)` returns the variables. They are read by
-`startup/sitecustomize.py`, so that launchers, agents and ranks need nothing else.
+A process gets the device through its environment: `environment(cards, folder)` returns the variables. They are read
+by `startup/sitecustomize.py`, so that launchers, agents and ranks need nothing else.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def environment(cards: Sequence[Card], folder: Path, *, driver: str = "580.65.06
     shared = folder / "use"
     shared.mkdir(parents=True, exist_ok=True)
     machine = folder / "machine.json"
-    devices = [asdict(card) | {"uuid": card.uuid or f"GPU-{i:08x}-0000-0000-0000-000000000000"} for i, card in enumerate(cards)]
+    devices = [
+        asdict(card) | {"uuid": card.uuid or f"GPU-{i:08x}-0000-0000-0000-000000000000"} for i, card in enumerate(cards)
+    ]
     machine.write_text(json.dumps({"driver": driver, "devices": devices, "shared": str(shared)}))
     before = os.environ.get("PYTHONPATH")
     return {
@@ -105,7 +107,11 @@ def build() -> Path:
 
 
 def _compile(sources: Sequence[Path], torch_root: Path, folder: Path) -> Path:
-    includes = [torch_root / "include", torch_root / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
+    includes = [
+        torch_root / "include",
+        torch_root / "include/torch/csrc/api/include",
+        Path(sysconfig.get_paths()["include"]),
+    ]
     common = ["g++", *_FLAGS, *(part for path in includes for part in ("-isystem", str(path)))]
     waiting = [(path, folder / f"{path.stem}.o") for path in sources]
     objects = [output for _, output in waiting]

@@ -1,4 +1,4 @@
-"""Runs a command with emulated cards: `python -m tests.emulated_cuda [--cards 2] [--memory 200MB] -- command ...`."""
+"""Runs a command with emulated cards: `python -m tests.emulated_cuda [--cards 2] [--memory-mib 200] -- command ...`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from planner.units import parse_bytes
 from tests.emulated_cuda import Card, environment, why_not_here
 
 
@@ -16,13 +15,13 @@ def main() -> None:
     """Replace this process by the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.emulated_cuda")
     parser.add_argument("--cards", type=int, default=2)
-    parser.add_argument("--memory", default="80GiB", help="of each card, such as 200MB")
+    parser.add_argument("--memory-mib", type=int, default=80 << 10, help="of each card")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     reason = why_not_here()
     if reason:
         sys.exit(f"emulated CUDA: {reason}")
-    cards = [Card(total_memory=parse_bytes(options.memory))] * options.cards
+    cards = [Card(total_memory=options.memory_mib << 20)] * options.cards
     variables = environment(cards, Path(tempfile.mkdtemp(prefix="emulated-cuda-")))
     os.execvpe(options.command[0], options.command, {**os.environ, **variables})
 

@@ -1,12 +1,13 @@
 """Puts the emulated device where torch's own Python looks for CUDA.
 
-A build of torch without CUDA has all of `torch.cuda`'s Python, and none of the functions under `torch._C` that it calls.
-They are put there just before `torch.cuda` is imported, so that everything above them is torch's own code.
+A build of torch without CUDA has all of `torch.cuda`'s Python, and none of the functions under `torch._C` that it
+calls. They are put there just before `torch.cuda` is imported, so that everything above them is torch's own code.
 """
 
 from __future__ import annotations
 
 import ctypes
+import datetime
 import importlib.util
 import json
 import os
@@ -16,6 +17,7 @@ import types
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
+
 
 def install() -> None:
     """Have the emulated device put in place when torch is imported."""
@@ -27,11 +29,13 @@ class _Finder:
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         if name == "torch._C":
-            # Its hooks have to be registered before the first question about CUDA, which `torch._C` asks when it is loaded.
+            # Its hooks have to be registered before the first question about CUDA, which comes when this is loaded.
             ctypes.CDLL(os.environ["EMULATED_CUDA_LIBRARY"])
         elif name == "torch.cuda":
             _put_in_place()
-        elif name == "torch.distributed.distributed_c10d" and hasattr(sys.modules["torch"]._C, "_cuda_init"):
+        elif name in ("torch.distributed.constants", "torch.distributed.distributed_c10d") and hasattr(
+            sys.modules["torch"]._C, "_cuda_init"
+        ):
             _put_nccl_in_place()
         return None
 
@@ -67,7 +71,8 @@ _machine: _Machine
 
 def _load() -> Any:
     spec = importlib.util.spec_from_file_location("_emulated_cuda", os.environ["EMULATED_CUDA_LIBRARY"])
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -81,7 +86,10 @@ def _put_in_place() -> None:
     _machine = _Machine()
     _native = native = _load()
     native.configure(
-        [(_machine.device(i)["total_memory"], _machine.device(i).get("used", 0), card) for i, card in enumerate(_machine.cards)],
+        [
+            (_machine.device(i)["total_memory"], _machine.device(i).get("used", 0), card)
+            for i, card in enumerate(_machine.cards)
+        ],
         _machine.description.get("shared", ""),
     )
     native.set_on_race(os.environ.get("EMULATED_CUDA_RACES", "raise"))
@@ -247,7 +255,9 @@ def _classes() -> dict[str, Any]:
         def __new__(
             cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
         ) -> Any:
-            event = super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+            event = super().__new__(
+                cls, device="cuda", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
+            )
             event._is_timed = enable_timing
             return event
 
@@ -284,7 +294,11 @@ def _classes() -> dict[str, Any]:
         cudaGetErrorString=lambda code: "no error",
     )
     nvtx = types.SimpleNamespace(
-        rangePushA=lambda message: 0, rangePop=lambda: 0, markA=lambda message: None, rangeStartA=lambda m: 0, rangeEnd=lambda r: None
+        rangePushA=lambda message: 0,
+        rangePop=lambda: 0,
+        markA=lambda message: None,
+        rangeStartA=lambda m: 0,
+        rangeEnd=lambda r: None,
     )
     return {
         "_CudaStreamBase": _CudaStreamBase,
@@ -311,7 +325,11 @@ def _mend_storages() -> None:
 
     def new(cls: Any, *arguments: Any, device: Any = None, **options: Any) -> Any:
         if device is None or torch.device(device).type != "cuda":
-            return own_new(cls, *arguments, **options) if device is None else own_new(cls, *arguments, device=device, **options)
+            return (
+                own_new(cls, *arguments, **options)
+                if device is None
+                else own_new(cls, *arguments, device=device, **options)
+            )
         if arguments and not isinstance(arguments[0], int):
             data = torch.tensor(list(arguments[0]), dtype=torch.uint8, device=device)
         else:
@@ -325,6 +343,8 @@ def _mend_storages() -> None:
 def _put_nccl_in_place() -> None:
     import torch._C._distributed_c10d as c10d
 
+    if hasattr(c10d, "ProcessGroupNCCL"):
+        return
     _native.bind_nccl()
     c10d.ProcessGroupNCCL = _native.ProcessGroupNCCL  # type: ignore[attr-defined]
-    c10d._hash_tensors = getattr(c10d, "_hash_tensors", None)
+    c10d._DEFAULT_PG_NCCL_TIMEOUT = datetime.timedelta(minutes=10)
