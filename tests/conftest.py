@@ -19,7 +19,7 @@ from strategies.distributed.rank_pool import RankPool
 _GUARDED = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CUDA_VISIBLE", "DSPLAN_", "DS_", "ACCELERATE_", "FSDP_")
 
 # Libraries tell the threads of a pool to end and do not wait for it (transformers, where it loads weights).
-_THREAD_SECONDS = 5.0
+_THREAD_SECONDS = 30.0
 
 # Folders with tests of half a minute each.
 _STARTS_PROCESSES = ("run", "emit", "faults", "launchers", "launch", "bench")
