@@ -47,19 +47,29 @@ class _Machine:
         with open(os.environ["EMULATED_CUDA"], encoding="utf-8") as file:
             self.description: dict[str, Any] = json.load(file)
         devices = self.description["devices"]
+        seen = [i for i, device in enumerate(devices) if "torch" in device.get("seen_by", ("torch",))]
+        if os.environ.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST") == "FASTEST_FIRST":
+            seen.sort(key=lambda i: -devices[i].get("multi_processor_count", 0))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is None:
-            self.cards = list(range(len(devices)))
-            return
-        self.cards = []
-        uuids = [device.get("uuid", "") for device in devices]
-        for token in visible.split(","):
-            token = token.strip()
-            matches = [i for i, uuid in enumerate(uuids) if uuid and uuid.startswith(token)] if token else []
-            card = int(token) if token.isdecimal() else matches[0] if len(matches) == 1 else -1
-            if not 0 <= card < len(devices) or card in self.cards:
-                break  # CUDA stops at the first that it does not know
-            self.cards.append(card)
+        chosen = seen if visible is None else self._chosen(visible, seen)
+        slices = [i for i in chosen if self._is_slice(i)]
+        self.cards = slices[:1] or chosen  # a process sees one MIG slice, and beside it nothing
+
+    def _is_slice(self, card: int) -> bool:
+        return str(self.description["devices"][card].get("uuid", "")).startswith("MIG-")
+
+    def _chosen(self, visible: str, seen: list[int]) -> list[int]:
+        """Return the cards that CUDA_VISIBLE_DEVICES names; CUDA stops at the first that it does not know."""
+        chosen: list[int] = []
+        for token in map(str.strip, visible.split(",")):
+            uuids = {i: self.description["devices"][i].get("uuid", "") for i in seen}
+            matches = [i for i, uuid in uuids.items() if uuid and uuid.startswith(token)] if token else []
+            if token.isdecimal() and int(token) < len(seen):
+                matches = [seen[int(token)]]
+            if len(matches) != 1 or matches[0] in chosen:
+                break
+            chosen += matches
+        return chosen
 
     def device(self, index: int) -> dict[str, Any]:
         return dict(self.description["devices"][self.cards[index]])
