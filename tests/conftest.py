@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from strategies.distributed.rank_pool import RankPool
-from tests.emulated_cuda.fixtures import card, cuda_environment, two_cards  # noqa: F401
+from tests.emulated_cuda.fixtures import card, cuda_environment, emulated, two_cards  # noqa: F401
 
 # Variables through which one test could change what the next one does.
 _GUARDED = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CUDA_VISIBLE", "DSPLAN_", "DS_", "ACCELERATE_", "FSDP_")

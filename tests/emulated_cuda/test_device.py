@@ -1,4 +1,4 @@
-"""The device behaves as a card: the allocator's rules, streams, errors, numbers and collectives."""
+"""The emulated device behaves as a card: the allocator's rules, streams, errors, numbers and collectives."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 from tests.emulated_cuda import device_bodies as bodies
 from tests.emulated_cuda.fixtures import CardPool
+
+pytestmark = pytest.mark.usefixtures("emulated")
 
 MIB = 1 << 20
 
