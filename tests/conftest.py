@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from strategies.distributed.rank_pool import RankPool
+from tests.emulated_cuda.fixtures import card, cuda_environment, emulated, two_cards  # noqa: F401
 
 # Variables through which one test could change what the next one does.
 _GUARDED = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CUDA_VISIBLE", "DSPLAN_", "DS_", "ACCELERATE_", "FSDP_")
 
 # Libraries tell the threads of a pool to end and do not wait for it (transformers, where it loads weights).
-_THREAD_SECONDS = 5.0
+_THREAD_SECONDS = 30.0
 
 # Folders with tests of half a minute each.
 _STARTS_PROCESSES = ("run", "emit", "faults", "launchers", "launch", "bench")

@@ -27,6 +27,7 @@ from planner.search.search import group_candidates
 from tests.planner.search.exhaustive import best_by_group
 from tests.planner.search.questions import question
 
+MEGATRON = {"code": "megatron", "allow_unrunnable": True}
 QUESTIONS: tuple[tuple[str, str, int, Mapping[str, Any]], ...] = (
     ("opt-6.7b", "a100-80gb", 8, {}),
     ("llama-2-70b", "h100", 64, {}),
@@ -34,6 +35,8 @@ QUESTIONS: tuple[tuple[str, str, int, Mapping[str, Any]], ...] = (
     ("llama-3.1-405b", "h100", 1024, {}),
     ("llama-3-8b", "h100", 64, {"objective": "cost"}),
     ("llama-3-8b", "h100", 64, {"objective": "memory"}),
+    ("llama-3.1-405b", "h100", 16384, {**MEGATRON, "seq_len": 131072, "global_batch": 128}),
+    ("mixtral-8x22b", "t4", 64, {}),  # nothing fits
 )
 
 

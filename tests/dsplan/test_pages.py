@@ -406,27 +406,18 @@ def answer_to(server: Server, query: str) -> str:
     raise AssertionError("no answer")
 
 
-SECONDS_ALONE, SECONDS_TOGETHER, CORES = 1.0, 3.0, 2
-
-
-def test_eight_at_once_have_their_own_answers_in_time(server: Server) -> None:
-    """Time on two cores that nothing else uses is at least the processors' time, which other tests do not lengthen."""
-    before = processor_seconds(server)
-    answer_to(server, "model=llama-2-7b&gpus=4&gpu=H100-SXM5-80GB")
-    alone = processor_seconds(server) - before
+def test_eight_at_once_have_their_own_answers_of_the_same_processes(server: Server) -> None:
+    """`scripts/bench/ui.py` has the seconds."""
+    before = processes_of(server)
     questions = {gpus: f"model=llama-2-7b&gpus={gpus}&gpu=H100-SXM5-80GB" for gpus in range(8, 72, 8)}
-    before = processor_seconds(server)
     with ThreadPoolExecutor(8) as users:
         found = dict(zip(questions, users.map(lambda query: answer_to(server, query), questions.values()), strict=True))
-    together = processor_seconds(server) - before
     assert all(f"{gpus} x H100-SXM5-80GB" in text for gpus, text in found.items())
-    assert alone < SECONDS_ALONE
-    assert together < SECONDS_TOGETHER * CORES
+    assert processes_of(server) == before
 
 
-def processor_seconds(server: Server) -> float:
-    times = [process.cpu_times() for process in (server.process, *server.process.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
+def processes_of(server: Server) -> set[int]:
+    return {process.pid for process in (server.process, *server.process.children(recursive=True))}
 
 
 def test_the_server_reached_nobody(server: Server) -> None:

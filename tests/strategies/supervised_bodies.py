@@ -145,7 +145,7 @@ def script_saves_after_a_full_disk(recipe: Recipe, directory: str, own: str) -> 
     if engine.environment.rank == 1:
         storage.write = full  # type: ignore[assignment]
     engine.supervision._saves.save(asynchronous=True)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while engine.environment.rank == 1 and not engine._checkpoints.problem and time.monotonic() < deadline:
         time.sleep(0.01)
     has_failed = bool(engine._checkpoints.problem)

@@ -67,7 +67,7 @@ def make_many(path: Path, number: int) -> None:
 
 def _meet(path: Path, number: int) -> None:
     """Waits until all processes have come to `path`, but not for ever: one of them may have failed."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     (path.parent / f"here-{number}").touch()
     while len(list(path.parent.glob("here-*"))) < PROCESSES:
         if time.monotonic() > deadline:

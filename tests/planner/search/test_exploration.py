@@ -9,9 +9,7 @@ from itertools import chain
 import pytest
 
 from planner.calibration.experience import Experience, KnownRun
-from planner.search import evaluate
 from planner.search.device_counts import device_counts, on_fewer_devices
-from planner.search.estimate import Priced
 from planner.search.evaluate import Candidate, best, closest
 from planner.search.pareto import ALIKE, pareto_front
 from planner.search.ranking import Timed
@@ -22,6 +20,7 @@ from planner.types.plan import Configuration
 from tests.planner.search.exhaustive import best_by_group, everything_that_fits
 from tests.planner.search.questions import question
 
+MEGATRON = {"code": "megatron", "allow_unrunnable": True}
 QUESTIONS = (
     ("opt-6.7b", "a100-80gb", 8, {}),
     ("llama-3-8b", "h100", 64, {"global_batch": 512}),
@@ -98,18 +97,31 @@ def test_the_first_plan_alone_is_the_first_of_all(model: str, gpu: str, gpus: in
     assert replace(first, alternatives=()) == replace(recommend(request).plans[0], alternatives=())
 
 
-def test_a_small_part_of_the_configurations_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
-    priced: list[Configuration] = []
-    real = evaluate.price
-
-    def counted(request: Request, configuration: Configuration) -> Priced:
-        priced.append(configuration)
-        return real(request, configuration)
-
-    monkeypatch.setattr(evaluate, "price", counted)
-    recommend(question("opt-6.7b", "a100-80gb", 8))
-    assert len(priced) == len(set(priced))
-    assert len(priced) < 120  # of some 700
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus", "options", "most", "of"),
+    [
+        ("opt-6.7b", "a100-80gb", 8, {}, 120, 696),
+        ("llama-3.1-405b", "h100", 16384, {**MEGATRON, "seq_len": 131072, "global_batch": 128}, 45, 1950),
+        # Nothing fits, and every layout may be the closest miss; the rest is what remedies ask.
+        ("llama-3.1-405b", "rtx3070", 1, {}, 30, 81),
+        ("mixtral-8x22b", "t4", 64, {}, 400, 2679),
+    ],
+)
+def test_a_small_part_of_the_configurations_is_priced(
+    model: str,
+    gpu: str,
+    gpus: int,
+    options: dict[str, object],
+    most: int,
+    of: int,
+    priced: list[tuple[Request, Configuration]],
+) -> None:
+    """`scripts/bench/search.py` has the seconds, beside those of pricing all of them."""
+    request = question(model, gpu, gpus, **options)
+    recommend(request)
+    own = [configuration for other, configuration in priced if other is request]
+    assert len(own) == len(set(own)) <= len(priced) <= most
+    assert sum(len(candidate.micros) for candidate in _every_candidate(request)) == of
 
 
 def test_the_closest_miss_is_the_least_pressed() -> None:

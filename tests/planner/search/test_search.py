@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -343,11 +342,8 @@ def test_what_only_others_run_is_ranked_where_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("model", "gpu", "gpus"), [("llama-3.1-405b", "rtx3070", 1), ("mixtral-8x22b", "t4", 64)])
-def test_that_nothing_fits_is_known_within_a_second(model: str, gpu: str, gpus: int) -> None:
-    request = question(model, gpu, gpus)
-    began = time.process_time()
-    answer = recommend(request)
-    assert time.process_time() - began < 1.0
+def test_where_nothing_fits_there_is_a_closest_miss(model: str, gpu: str, gpus: int) -> None:
+    answer = recommend(question(model, gpu, gpus))
     assert not answer.plans
     assert answer.closest is not None
 

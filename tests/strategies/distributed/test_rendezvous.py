@@ -40,7 +40,7 @@ def free_port() -> int:
 
 def outcomes(pool: RankPool, *roles: Role | None, seconds: float = 20.0) -> list[str]:
     played = pool.run(meeting_bodies.play, roles, free_port(), seconds)
-    assert all(taken < seconds + 5 for _, taken in played)
+    assert all(taken < seconds + 60 for _, taken in played)  # the usual patience is 600
     lines = [line for line, _ in played]
     assert all("\n" not in line for line in lines)
     return lines
@@ -70,7 +70,7 @@ def test_a_rank_that_ended_before_the_others_met_it_again_is_named_at_once(pool:
     said, seconds = played[1 - first]
     assert f"rank {first} on" in said
     assert "ended with status 0 before the others met it" in said
-    assert seconds < 10  # the patience of ranks that have met is 600
+    assert seconds < 100  # the patience of ranks that have met is 600
 
 
 @pytest.mark.parametrize(("hang_seconds", "waited"), [(5.0, 20.0), (90.0, 90.0), (900.0, 600.0), (0.0, 600.0)])

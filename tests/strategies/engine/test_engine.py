@@ -174,7 +174,7 @@ def test_ranks_that_built_another_model_are_named(strategy: str, how: str, diffe
         assert said.startswith("rank 1 has another model than rank 0: ")
         assert difference in said
         assert "\n" not in said
-        assert seconds < 10
+        assert seconds < 100  # the patience of ranks is 600
     assert found[0][0] == found[1][0]
 
 

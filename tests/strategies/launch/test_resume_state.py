@@ -201,7 +201,7 @@ def test_a_rank_that_does_not_train_waits_until_the_script_of_rank_0_has_ended(m
     time.sleep(0.1)
     assert waiting.is_alive()
     state_consensus.release_waiting_ranks(store)
-    waiting.join(20)
+    waiting.join(100)
     assert not waiting.is_alive()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "scancel")
-_START_SECONDS = 40.0
+_START_SECONDS = 120.0
 _CONFIGURATION = """\
 ClusterName=dsplan
 SlurmctldHost={host}
@@ -103,7 +103,7 @@ def _end(pid_file: Path) -> None:
     with contextlib.suppress(OSError, ValueError):
         process_id = int(pid_file.read_text())
         os.kill(process_id, signal.SIGTERM)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while Path(f"/proc/{process_id}").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         os.kill(process_id, signal.SIGKILL)

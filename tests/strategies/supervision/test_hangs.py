@@ -53,12 +53,6 @@ def test_before_the_ranks_have_met_the_one_that_is_waited_for_is_behind(tmp_path
     watchdog._stacks.close()
 
 
-def _spin(seconds: float) -> None:
-    until = time.process_time() + seconds
-    while time.process_time() < until:
-        sum(range(50))
-
-
 def test_work_outside_the_engine_is_activity_and_sleep_is_none() -> None:
     pulse = Pulse()
     pulse.step = 5
@@ -67,16 +61,23 @@ def test_work_outside_the_engine_is_activity_and_sleep_is_none() -> None:
     import threading
 
     seen: list[bool] = []
-    looker = threading.Thread(target=lambda: (time.sleep(0.3), seen.append(activity.is_there(with_children=False))))
+    looker = threading.Thread(target=lambda: _look_until_there(activity, seen))
     looker.start()
-    _spin(0.4)
-    looker.join()
+    while looker.is_alive():
+        sum(range(50))
     assert seen == [True]
     looker = threading.Thread(target=lambda: _look_twice(activity, seen))
     looker.start()
-    time.sleep(1.0)
     looker.join()
-    assert seen[-1] is False
+    assert seen == [True, False]
+
+
+def _look_until_there(activity: Activity, seen: list[bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not activity.is_there(with_children=False):
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+    seen.append(True)
 
 
 def _look_twice(activity: Activity, seen: list[bool]) -> None:

@@ -1,0 +1,10 @@
+"""Gives torch an emulated `cuda` device in every Python process whose EMULATED_CUDA names a machine's file."""
+
+import os
+import sys
+
+if os.environ.get("EMULATED_CUDA"):
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    import cuda_of_torch
+
+    cuda_of_torch.install()
