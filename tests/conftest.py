@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -54,6 +55,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     empty = [name for name, cases in picked.items() if not cases]
     if empty and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"no case is left in the suite of {', '.join(empty)}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keeps the garbage collector from what test files import: looking through it was a sixth of the suite's time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _guarded_environment() -> dict[str, str]:
