@@ -52,8 +52,8 @@ class _Machine:
             seen.sort(key=lambda i: -devices[i].get("multi_processor_count", 0))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         chosen = seen if visible is None else self._chosen(visible, seen)
-        slices = [i for i in chosen if self._is_slice(i)]
-        self.cards = slices[:1] or chosen  # a process sees one MIG slice, and beside it nothing
+        slices = sorted(i for i in chosen if self._is_slice(i)) if visible is None else chosen[:1]
+        self.cards = slices[:1] if slices and self._is_slice(slices[0]) else chosen  # one slice, and nothing beside it
 
     def _is_slice(self, card: int) -> bool:
         return str(self.description["devices"][card].get("uuid", "")).startswith("MIG-")
@@ -149,7 +149,7 @@ class _CudaDeviceProperties:
         self.major, self.minor = major, minor
         self.total_memory: int = device["total_memory"]
         self.multi_processor_count: int = device.get("multi_processor_count", 132)
-        self.uuid: str = device.get("uuid", "").removeprefix("GPU-")
+        self.uuid: str = device.get("uuid", "").removeprefix("GPU-").removeprefix("MIG-")
         self.is_integrated = self.is_multi_gpu_board = 0
         self.max_threads_per_multi_processor, self.max_threads_per_block, self.warp_size = 2048, 1024, 32
         self.regs_per_multiprocessor = 65536
