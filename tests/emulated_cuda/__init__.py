@@ -91,13 +91,7 @@ def environment(cards: Sequence[Card] | Machine, folder: Path) -> dict[str, str]
         RuntimeError: the device does not compile here.
     """
     here = cards if isinstance(cards, Machine) else Machine(cards=tuple(cards))
-    shared = folder / "use"
-    shared.mkdir(parents=True, exist_ok=True)
-    devices = [
-        asdict(card) | {"uuid": card.uuid or f"GPU-{i:08x}-0000-0000-0000-000000000000"}
-        for i, card in enumerate(here.cards)
-    ]
-    described = {"driver": here.driver, "devices": devices, "shared": str(shared), "nvml": _recording(here, devices)}
+    described = describe(here, folder)
     (folder / "machine.json").write_text(json.dumps(described), encoding="utf-8")
     _describe_torch(folder / "packages")
     own = [str(HERE / "startup"), str(folder / "packages")]
@@ -107,6 +101,17 @@ def environment(cards: Sequence[Card] | Machine, folder: Path) -> dict[str, str]
         "EMULATED_CUDA_LIBRARY": str(build()),
         "PYTHONPATH": os.pathsep.join([*own, *([before] if before else [])]),
     }
+
+
+def describe(here: Machine, folder: Path) -> dict[str, Any]:
+    """Return what a machine's file has; processes share what they hold of its cards under `folder`."""
+    shared = folder / "use"
+    shared.mkdir(parents=True, exist_ok=True)
+    devices = [
+        asdict(card) | {"uuid": card.uuid or f"GPU-{i:08x}-0000-0000-0000-000000000000"}
+        for i, card in enumerate(here.cards)
+    ]
+    return {"driver": here.driver, "devices": devices, "shared": str(shared), "nvml": _recording(here, devices)}
 
 
 def _recording(here: Machine, devices: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -173,7 +173,6 @@ class EmulatedNvml(RecordedNvml):
         super().__init__(machine["nvml"])
         self._cards: list[dict[str, Any]] = machine["devices"]
         self._use = Path(machine["shared"])
-        self._listed = [i for i, card in enumerate(self._cards) if "nvml" in card["seen_by"]]
         self._cpu_seconds: dict[int, tuple[float, float]] = {}
 
     def _answer(self, name: str, handles: list[int], inputs: list[Any]) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from hardware_db.device import Device
 from hardware_db.errors import BrokenFile, DsplanError
-from hardware_db.probe import Host, Machine, Software
+from hardware_db.probe import Gpu, Host, Machine, Software
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
@@ -172,7 +172,7 @@ def test_a_plan_over_several_nodes(script: Path, tmp_path: Path) -> None:
 
 
 def test_more_processes_than_gpus(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Machine, "usable_gpus", (object(),))
+    monkeypatch.setattr(Machine, "usable_gpus", (Gpu(index=0, name="H100", free_bytes=1),))
     assert "this machine has 1; use --nproc 1 or fewer" in _refusal(RunRequest(script=script, processes=2))
 
 
@@ -274,7 +274,7 @@ def test_where_to_resume_from(script: Path, tmp_path: Path) -> None:
     assert prepare(named).resume_from == str(tmp_path / "step-00000004")
     write_json(tmp_path / "run" / CLAIM_FILE, {"kind": "accelerate"})
     assert "dsplan loads no checkpoint for" in _refusal(request)
-    assert "dsplan keeps no checkpoint of it" in prepare(RunRequest(resume=tmp_path / "run")).notice
+    assert "dsplan keeps no checkpoint of it" in prepare(RunRequest(resume=tmp_path / "run")).notices[-1]
 
 
 def test_new_run_directories_differ(script: Path) -> None:
