@@ -15,7 +15,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hardware_db.files import database_path
+from hardware_db.files import HOME
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.errors import NothingFits
 from planner.models.resolve import resolve_model
@@ -294,6 +294,7 @@ def _splits_in(request: Request) -> set[tuple[int, int]]:
 
 
 def test_fewer_ranks_than_the_degrees_divide_choose_among_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(HOME, str(tmp_path / "home"))  # by the datasheet alone, whatever the rates of this machine are
     run, left = _Run(monkeypatch, tmp_path), ResumeState(ranks=2, is_resumed=True, global_batch_size=8)
     request = run.request(left, tp=2, pp=2)
     assert _splits_in(request) == {(1, 1), (2, 1), (1, 2)}
@@ -302,7 +303,6 @@ def test_fewer_ranks_than_the_degrees_divide_choose_among_them(monkeypatch: pyte
     assert _splits_in(run.request(replace(left, ranks=4), tp=2, pp=2)) == {(2, 2)}
     # Of ranks on CPUs of several nodes it is not known which are beside each other.
     assert _splits_in(run.request(left, per_node=1, tp=2, pp=2)) == {(1, 1), (1, 2)}
-    database_path().unlink()  # by the datasheet alone, whatever this machine's rates are
     whole = fallback.best_plan(request)
     assert not whole.configuration.splits_model
     assert whole.configuration.global_batch_size == 8
