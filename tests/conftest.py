@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from strategies.distributed.rank_pool import RankPool
+from tests.emulated_cuda.fixtures import CardRanks, CudaEnvironment, cuda_environment  # noqa: F401: a fixture
 
 # Variables through which one test could change what the next one does.
 _GUARDED = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CUDA_VISIBLE", "DSPLAN_", "DS_", "ACCELERATE_", "FSDP_")
@@ -107,7 +109,20 @@ def dsplan_home(_nothing_leaks: None, tmp_path: Path, monkeypatch: pytest.Monkey
     return home
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let any test of ranks run on cards: `pytest --cards tests/strategies/backends`."""
+    parser.addoption("--cards", action="store_true", help="pools of ranks are on cards, emulated where there are none")
+
+
 @pytest.fixture(scope="session")
-def new_pool() -> Callable[..., RankPool]:
+def new_pool(request: pytest.FixtureRequest) -> Callable[..., RankPool]:
     """RankPool, with ranks that are forked from one process which has imported what all of them need."""
+    if request.config.getoption("--cards"):
+        return cast("Callable[..., RankPool]", request.getfixturevalue("new_card_pool"))
     return partial(RankPool, preload=_PRELOAD)
+
+
+@pytest.fixture(scope="session")
+def new_card_pool(cuda_environment: CudaEnvironment) -> Callable[..., RankPool]:  # noqa: F811
+    """RankPool, whose ranks have a card each."""
+    return lambda world_size, **options: CardRanks(world_size, cuda_environment(world_size), **options)

@@ -310,7 +310,7 @@ def one_step(engine: Any, step: int) -> float:
     own = {name: tensor[rank::size] for name, tensor in batch_of(step).items()}
     if engine.configuration.pp > 1:
         return float(engine.train_batch(own))
-    total = torch.zeros(())
+    total = torch.zeros((), device=engine.environment.device)
     for part in range(accumulation):
         loss = _loss(engine(**{name: tensor.chunk(accumulation)[part] for name, tensor in own.items()}))
         engine.backward(loss)
