@@ -1,45 +1,81 @@
-"""Where tests get their cards from: the machine's own, or emulated ones."""
+"""Fixtures for tests of CUDA's branches: emulated cards, or a machine's own where its torch has CUDA."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from strategies.distributed.rank_pool import RankPool
 from tests.emulated_cuda import Card, environment, why_not_here
 
-CudaEnvironment = Callable[..., dict[str, str]]
+_MEMORY = 2 << 30
+"""Bytes of each of the eight cards that a session's tests share."""
 
 
 @pytest.fixture(scope="session")
-def cuda_environment(tmp_path_factory: pytest.TempPathFactory) -> CudaEnvironment:
-    """Variables that give a process `cards` cards of `memory_mib`: none where the machine has them, else skips."""
+def cuda_environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """Variables with which a process has cards; none where the machine has cards of its own."""
+    import torch
 
-    def variables(cards: int = 2, *, memory_mib: int = 80 << 10) -> dict[str, str]:
+    if torch.version.cuda is not None and torch.cuda.is_available():
+        return {}
+    reason = why_not_here()
+    if reason is not None:
+        pytest.skip(reason)
+    return environment([Card(total_memory=_MEMORY)] * 8, tmp_path_factory.mktemp("emulated-cuda"))
+
+
+@pytest.fixture
+def emulated(cuda_environment: Mapping[str, str]) -> None:
+    """Skips on a real card, where a race may go well and a late copy is rarely late."""
+    if not cuda_environment:
+        pytest.skip("this machine has real cards, which do not report races")
+
+
+@pytest.fixture(scope="session")
+def card(cuda_environment: Mapping[str, str]) -> Iterator[CardPool]:
+    """One process with cards."""
+    with CardPool(1, cuda_environment) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def two_cards(cuda_environment: Mapping[str, str]) -> Iterator[CardPool]:
+    """Two ranks with a card each, over nccl."""
+    with CardPool(2, cuda_environment) as pool:
+        yield pool
+
+
+class CardPool(RankPool):
+    """Ranks that are started with a card each, in the group that the engine makes on GPUs. Skips where there are fewer."""
+
+    def __init__(self, world_size: int, card_variables: Mapping[str, str], **options: Any) -> None:
         import torch
 
-        if torch.version.cuda is not None:
-            if torch.cuda.device_count() < cards:
-                pytest.skip(f"needs {cards} cards, torch sees {torch.cuda.device_count()}")
-            return {}
-        if (reason := why_not_here()) is not None:
-            pytest.skip(reason)
-        return environment([Card(total_memory=memory_mib << 20)] * cards, tmp_path_factory.mktemp("cards"))
-
-    return variables
-
-
-class CardRanks(RankPool):
-    """Ranks of whom each has a card, in the group that the engine makes on a GPU."""
-
-    def __init__(self, world_size: int, variables: dict[str, str], **options: Any) -> None:
-        super().__init__(world_size, backend="cpu:gloo,cuda:nccl", **options)
-        self._before_python = variables
+        if not card_variables and torch.cuda.device_count() < world_size:
+            pytest.skip(f"needs {world_size} GPUs, this machine has {torch.cuda.device_count()}")
+        super().__init__(world_size, **{"backend": "cpu:gloo,cuda:nccl", "timeout_seconds": 300.0, **options})
+        self._card_variables = card_variables
 
     def _start(self) -> None:
-        with mock.patch.dict(os.environ, self._before_python):
+        with variables_set(self._card_variables):  # an interpreter has the device from its start, or not at all
             super()._start()
+
+
+@contextmanager
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
