@@ -11,5 +11,7 @@ if os.environ.get("CUDA_LINES"):
     lines.install(os.environ["CUDA_LINES"])
 if os.environ.get("EMULATED_CUDA"):
     import cuda_of_torch
+    import emulated_nvml
 
+    emulated_nvml.install()
     cuda_of_torch.install()
