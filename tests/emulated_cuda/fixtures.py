@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,7 @@ def two_cards(cuda_environment: Mapping[str, str]) -> Iterator[CardPool]:
 
 
 class CardPool(RankPool):
-    """Ranks that are started with a card each, in the group that the engine makes on GPUs. Skips where there are fewer."""
+    """Ranks that start with a card each, in the group that the engine makes on GPUs. Skips where there are fewer."""
 
     def __init__(self, world_size: int, card_variables: Mapping[str, str], **options: Any) -> None:
         import torch

@@ -1,8 +1,8 @@
 """Which lines only a card reaches, and which of them a process has run.
 
-Statements that name CUDA, streams or pinned memory, and the branches that a card takes. A process whose CUDA_LINES names
-a folder writes there what it runs of them, once each: the statements themselves say so, which tracing would not see in
-autograd's threads.
+Statements that name CUDA, streams or pinned memory, and the branches that a card takes. A process whose CUDA_LINES
+names a folder writes there what it runs of them, once each: the statements themselves say so, which tracing would not
+see in autograd's threads.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def is_for_cards(test: ast.expr) -> bool | None:
         inner = is_for_cards(test.operand)
         return None if inner is None else not inner
     if isinstance(test, ast.BoolOp):
-        inner = next((answer for value in test.values if (answer := is_for_cards(value)) is not None), None)
-        return inner
+        return next((answer for value in test.values if (answer := is_for_cards(value)) is not None), None)
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.comparators[0], ast.Constant):
         kind, value = test.comparators[0].value, ast.unparse(test.left)
         if value.split(".")[-1] in ("type", "kind") and kind in ("cuda", "cpu"):
@@ -61,19 +60,19 @@ class _Lines(ast.NodeVisitor):
                 self.nodes[node.lineno] = node
         super().visit(node)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:  # noqa: N802
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self._within(node.body, is_card=False)
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:  # noqa: N802
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._within(node.body, is_card=any(part in node.name for part in _CARD_CLASSES))
 
-    def visit_If(self, node: ast.If) -> None:  # noqa: N802
+    def visit_If(self, node: ast.If) -> None:
         side = is_for_cards(node.test)
         self.visit(node.test)
         self._within(node.body, is_card=side is True)
         self._within(node.orelse, is_card=side is False)
 
-    def visit_IfExp(self, node: ast.IfExp) -> None:  # noqa: N802
+    def visit_IfExp(self, node: ast.IfExp) -> None:
         side = is_for_cards(node.test)
         if side is not None:
             self.nodes[-node.lineno] = node
