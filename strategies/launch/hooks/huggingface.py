@@ -405,6 +405,8 @@ def _fill_in(settings: Any, plan: Plan) -> None:
         new = old.replace("gradient", "activation")
         if new in names and old in wanted:
             wanted[new] = wanted.pop(old)
+            if getattr(settings, new) is None:
+                setattr(settings, new, getattr(settings, old))
             setattr(settings, old, None)
     chosen = {name: value for name, value in wanted.items() if name not in _MACHINE}
     say_replaced({name: getattr(settings, name) for name in chosen}, chosen)
