@@ -110,7 +110,9 @@ def _sharding(plan: Plan, options: EmitOptions) -> dict[str, object]:
     if is_zero(plan):
         return {"deepspeed": config_without_optimizer(plan, _FORM, options)}
     if plan.configuration.strategy in words.FSDP_STRATEGIES:
-        return {"fsdp": True, "fsdp_config": fsdp_config(plan), **_synchronisation(plan)}
+        # Norms of gradients that are offloaded are reduced on the CPU, for which NCCL alone is no backend.
+        backend = {"ddp_backend": words.GROUP_BACKENDS} if plan.configuration.offload == "all" else {}
+        return {"fsdp": True, "fsdp_config": fsdp_config(plan), **backend, **_synchronisation(plan)}
     return {}
 
 
