@@ -99,7 +99,7 @@ def build() -> Path:
     with open(cache / "lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several test workers come here at once
         if not library.exists():
-            for old in sorted(cache.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-3]:
+            for old in sorted(cache.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-16]:
                 old.unlink()
             with tempfile.TemporaryDirectory(dir=cache) as folder:
                 _compile(sources, root, Path(folder)).replace(library)
@@ -119,32 +119,26 @@ def _cache() -> Path:
 
 
 def _compile(sources: Sequence[Path], torch_root: Path, folder: Path) -> Path:
-    includes = [
+    whole, library = folder / "whole.cpp", folder / "emulated_cuda.so"
+    # One translation unit: torch's headers, which take most of the time, are read once.
+    whole.write_text("".join(f'#include "{path}"\n' for path in sources))
+    includes = (
         torch_root / "include",
         torch_root / "include/torch/csrc/api/include",
         Path(sysconfig.get_paths()["include"]),
+    )
+    command = ["g++", *_FLAGS, *(part for path in includes for part in ("-isystem", str(path)))]
+    command += [
+        "-shared",
+        str(whole),
+        "-o",
+        str(library),
+        f"-L{torch_root / 'lib'}",
+        f"-Wl,-rpath,{torch_root / 'lib'}",
     ]
-    common = ["g++", *_FLAGS, *(part for path in includes for part in ("-isystem", str(path)))]
-    waiting = [(path, folder / f"{path.stem}.o") for path in sources]
-    objects = [output for _, output in waiting]
-    running: list[tuple[Path, subprocess.Popen[str]]] = []
-    while waiting or running:
-        while waiting and len(running) < max(1, min(4, os.cpu_count() or 1)):
-            source, output = waiting.pop()
-            command = [*common, "-c", str(source), "-o", str(output)]
-            running.append((source, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
-        source, process = running.pop(0)
-        _, errors = process.communicate()
-        _raise_for(source.name, process.returncode, errors)
-    library = folder / "emulated_cuda.so"
-    where = str(torch_root / "lib")
-    link = ["g++", "-shared", "-o", str(library), *map(str, objects), f"-L{where}", f"-Wl,-rpath,{where}", *_LIBRARIES]
-    done = subprocess.run(link, stderr=subprocess.PIPE, text=True, check=False)
-    _raise_for("linking", done.returncode, done.stderr)
+    result = subprocess.run([*command, *_LIBRARIES], stderr=subprocess.PIPE, text=True, check=False)
+    if result.returncode != 0:
+        errors = result.stderr.strip()
+        first = next((line for line in errors.splitlines() if "error" in line), errors[:300])
+        raise RuntimeError(f"the emulated CUDA device does not compile: {first}")
     return library
-
-
-def _raise_for(name: str, status: int, errors: str) -> None:
-    if status != 0:
-        first = next((line for line in errors.splitlines() if "error" in line), errors.strip()[:300])
-        raise RuntimeError(f"the emulated CUDA device does not compile: {name}: {first}")
