@@ -97,8 +97,8 @@ def _refuse_what_needs_a_mesh(plan: Plan) -> None:
 def _checkpointing(plan: Plan) -> dict[str, object]:
     """FSDP recomputes inside its own wrapping; elsewhere the model does it, without re-entering autograd.
 
-    Off is said too: TRL's arguments have it on, and Trainer refuses it beside FSDP's own. The name is the one that every
-    transformers 5 takes; 5.23 also has `activation_checkpointing` and warns that the old name goes with version 6.
+    Off is said too: TRL's arguments have it on, and Trainer refuses it beside FSDP's own. The name is the one that
+    every transformers 5 takes; 5.23 also has `activation_checkpointing` and warns that the old one goes with version 6.
     """
     wanted = plan.configuration.activation_checkpointing != "none"
     if not wanted or plan.configuration.strategy in words.FSDP_STRATEGIES:

@@ -25,7 +25,7 @@ _SILENT = "6"
 
 
 def profile_of(device: torch.device, **options: Any) -> torch.profiler.profile:
-    """Make a profile of what a device does, and have kineto write nothing about it unless its user has asked for that."""
+    """Make a profile of what a device does, and have kineto write nothing of it unless its user has asked for that."""
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)  # read when the first profile of a process begins
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     return torch.profiler.profile(activities=activities, **options)
