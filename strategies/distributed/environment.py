@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from planner.vocabulary import GROUP_BACKENDS
 from strategies.distributed.launcher_env import ProcessVariables, read_own_variables, read_process_variables
 from strategies.distributed.rendezvous import meet
 from strategies.errors import CannotRun
@@ -113,7 +114,7 @@ def ensure_group(environment: Environment) -> None:
     if dist.is_initialized():
         return
     # Objects and metadata of checkpoints travel over gloo also where tensors travel over NCCL.
-    backend = "cpu:gloo,cuda:nccl" if environment.device.type == "cuda" else "gloo"
+    backend = GROUP_BACKENDS if environment.device.type == "cuda" else "gloo"
     rank, world_size = environment.rank, environment.world_size
     store = HashStore() if world_size == 1 else meet(read_own_variables(), str(environment.device))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
