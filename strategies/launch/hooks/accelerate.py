@@ -103,7 +103,7 @@ def prepare(original: Callable[..., Any], accelerator: Any, *objects: Any, **nam
         accelerator._dsplan_monitor = watch(plan_in_use, planned=plan is None, device=accelerator.device)
         result = original(accelerator, *batched, **named)
         accelerator._dsplan_monitor.training_starts()
-        _watch(accelerator, result if isinstance(result, tuple) else (result,), accelerator._dsplan_monitor)
+        _watch(accelerator, result if isinstance(result, (tuple, list)) else (result,), accelerator._dsplan_monitor)
         return result
 
 
