@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -222,7 +222,7 @@ def _batched(item: Any, plan: Plan, *, accumulates: bool) -> Any:
     return cut
 
 
-def _watch(accelerator: Any, prepared: tuple[Any, ...], monitor: RunMonitor) -> None:
+def _watch(accelerator: Any, prepared: Sequence[Any], monitor: RunMonitor) -> None:
     """Notify the monitor of forward passes, losses and optimizer steps."""
     backward = accelerator.backward
 
