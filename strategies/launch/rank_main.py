@@ -6,6 +6,7 @@ Run as `python -m strategies.launch.rank_main SPEC` by any launcher, whose varia
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import runpy
 import sys
@@ -78,10 +79,13 @@ def _redirect(directory: Path, rank: int) -> None:
 
 
 def _run_script(spec: LaunchSpec) -> None:
+    gc.disable()
     from strategies.distributed.environment import (
         meet_before_script,  # with torch, which must not load before the output is caught
     )
 
+    gc.freeze()  # torch stays: looking through it for garbage makes what the script imports a quarter slower
+    gc.enable()
     store = meet_before_script()
     state = reach_consensus(store, spec.directory)
     if store is not None and state.ranks < int(os.environ["WORLD_SIZE"]):

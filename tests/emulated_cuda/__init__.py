@@ -20,6 +20,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -91,11 +92,10 @@ def build() -> Path:
     digest = hashlib.sha256(f"{torch.__version__} {root} {sys.version} {_FLAGS}".encode())
     for path in sorted(_SOURCES.iterdir()):
         digest.update(path.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache") / "dsplan-emulated-cuda"
+    cache = _cache()
     library = cache / f"{digest.hexdigest()[:20]}.so"
     if library.exists():
         return library
-    cache.mkdir(parents=True, exist_ok=True)
     with open(cache / "lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several test workers come here at once
         if not library.exists():
@@ -104,6 +104,18 @@ def build() -> Path:
             with tempfile.TemporaryDirectory(dir=cache) as folder:
                 _compile(sources, root, Path(folder)).replace(library)
     return library
+
+
+def _cache() -> Path:
+    """Return a folder that lasts, or one for temporary files where the home directory cannot be written."""
+    lasting = Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache") / "dsplan-emulated-cuda"
+    passing = Path(tempfile.gettempdir()) / f"dsplan-emulated-cuda-{os.getuid()}"
+    for folder in (lasting, passing):
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder
+    raise RuntimeError(f"the emulated CUDA device cannot be kept: neither {lasting} nor {passing} can be written")
 
 
 def _compile(sources: Sequence[Path], torch_root: Path, folder: Path) -> Path:

@@ -215,7 +215,7 @@ def _functions(native: Any) -> dict[str, Any]:
         "_cuda_record_memory_history_legacy": nothing,
         "_cuda_isHistoryEnabled": lambda: False,
         "_cuda_attach_out_of_memory_observer": nothing,
-        "_cuda_setAllocatorSettings": set_allocator_settings,
+        "_accelerator_setAllocatorSettings": set_allocator_settings,
         "_cuda_cudaCachingAllocator_set_allocator_settings": set_allocator_settings,
         "_host_emptyCache": lambda: native.host_empty_cache(),
         "_graph_pool_handle": lambda: (0, 1),

@@ -129,7 +129,7 @@ class Fallback {
         write(launch, a_.cards[i]);
       else
         read(launch, a_.cards[i]);
-    const bool random = op_.hasTag(at::Tag::nondeterministic_seeded);
+    const bool random = op_.hasTag(at::Tag::nondeterministic_seeded) && !has_generator_;
     {
       at::AutoDispatchBelowADInplaceOrView below;
       std::optional<BorrowedGenerator> borrowed;
@@ -196,7 +196,10 @@ class Fallback {
       return list;
     }
     if (value.isDevice() && value.toDevice().is_cuda()) return c10::Device(c10::kCPU);
-    if (value.isGenerator() && value.toGenerator().device().is_cuda()) return host_generator(value.toGenerator());
+    if (value.isGenerator() && value.toGenerator().device().is_cuda()) {
+      has_generator_ = true;
+      return host_generator(value.toGenerator());
+    }
     return value;
   }
 
@@ -255,6 +258,7 @@ class Fallback {
   torch::jit::Stack* stack_;
   const c10::FunctionSchema& schema_;
   Arguments a_;
+  bool has_generator_ = false;
 };
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Fallback(op, stack).run(); }
