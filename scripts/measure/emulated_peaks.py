@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
-from hardware_db.measured_rows import SHIPPED, MemoryRun, read_memory_runs, write_memory_runs
+from hardware_db.measured_rows import SHIPPED, EmulatedRun, read_rows, write_rows
 from hardware_db.units import GIB, MIB
 from planner import vocabulary as words
 from planner.search.estimate import estimate
@@ -37,11 +37,21 @@ from tests.emulated_cuda import Card, environment
 ROWS = SHIPPED / "memory_emulated.csv"
 DEVICE = "H100-SXM5-80GB"
 RUN_SECONDS = 300.0
+_LAYERS = {"num_hidden_layers": 3, "num_attention_heads": 8, "max_position_embeddings": 2048}
 MODELS = {
-    **{name: SMALL[name] for name in ("llama", "gpt2", "qwen3")},
-    "llama-wide": {**SMALL["llama"], "hidden_size": 512, "intermediate_size": 1408, "vocab_size": 8192},
-    "gpt2-deep": {**SMALL["gpt2"], "n_layer": 12, "vocab_size": 16384},
+    "llama": {
+        **_LAYERS,
+        "hidden_size": 512,
+        "num_key_value_heads": 4,
+        "intermediate_size": 1536,
+        "vocab_size": 4096,
+        "tie_word_embeddings": False,
+    },
+    "gpt2": {"n_embd": 512, "n_layer": 3, "n_head": 8, "vocab_size": 4096, "n_positions": 1024},
+    "gpt2-deep": {"n_embd": 256, "n_layer": 8, "n_head": 4, "vocab_size": 8192, "n_positions": 1024},
+    "qwen3": SMALL["qwen3"],
 }
+"""Sizes by name, of 10 to 15 million parameters. Qwen's widths are multiples of nothing that the allocator rounds to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +62,7 @@ class Case:
     strategy: words.Strategy
     ranks: int
     tp: int = 1
-    micro_batch: int = 4
+    micro_batch: int = 2
     length: int = 256
     accumulation: int = 1
     precision: words.Precision = "bf16"
@@ -67,23 +77,22 @@ def grid() -> Iterator[Case]:
     strategies: tuple[words.Strategy, ...] = ("ddp", "fsdp", "fsdp-grad-op", "zero1", "zero2", "zero3")
     yield Case(model="llama", strategy="single", ranks=1)
     for strategy in strategies:
-        for ranks in (2, 4) if strategy in ("ddp", "fsdp-grad-op", "zero1") else (2, 4, 8):
+        for ranks in (2, 4, 8) if strategy in ("fsdp", "zero3") else (2, 4):
             yield Case(model="llama", strategy=strategy, ranks=ranks)
     for strategy in ("single", "ddp", "fsdp", "zero2", "zero3"):
         ranks = 1 if strategy == "single" else 2
         yield Case(model="gpt2", strategy=strategy, ranks=ranks, precision="fp32")
-        yield Case(model="gpt2-deep", strategy=strategy, ranks=ranks, checkpointing="full", micro_batch=8)
-        yield Case(model="qwen3", strategy=strategy, ranks=ranks, accumulation=3, micro_batch=2, optimizer="adamw-fused")
-        yield Case(model="llama-wide", strategy=strategy, ranks=ranks, micro_batch=2)
-    yield Case(model="llama", strategy="fsdp", ranks=2, offload="all")
-    for stage in ("zero1", "zero2", "zero3"):
-        yield Case(model="llama", strategy=stage, ranks=2, offload="optimizer")
-    yield Case(model="llama", strategy="zero3", ranks=2, offload="all")
-    for strategy in ("ddp", "fsdp", "zero2", "zero3"):
-        yield Case(model="llama", strategy=strategy, ranks=4 if strategy != "ddp" else 2, tp=2)
+        yield Case(model="gpt2-deep", strategy=strategy, ranks=ranks, checkpointing="full", micro_batch=4)
+        yield Case(model="qwen3", strategy=strategy, ranks=ranks, accumulation=3, optimizer="adamw-fused")
+    for strategy in ("fsdp", "zero3"):
+        yield Case(model="llama", strategy=strategy, ranks=2, offload="all")
+    for strategy in ("zero1", "zero2", "zero3"):
+        yield Case(model="llama", strategy=strategy, ranks=2, offload="optimizer")
+    for strategy in ("ddp", "fsdp", "zero2"):
+        yield Case(model="llama", strategy=strategy, ranks=2 if strategy == "ddp" else 4, tp=2)
 
 
-def question(case: Case) -> tuple[MemoryRun, Plan]:
+def question(case: Case) -> tuple[EmulatedRun, Plan]:
     """Return the row of a case with nothing measured, and the plan that its engine runs."""
     whole = case.strategy in ("single", "ddp")
     spread = case.ranks // case.tp
@@ -113,16 +122,16 @@ def question(case: Case) -> tuple[MemoryRun, Plan]:
         "driver": "emulated",
         **{name: version(name) for name in ("torch", "transformers", "deepspeed")},
     }
-    row = MemoryRun(**columns, **_of_row(configuration), outcome="failed")
+    row = EmulatedRun(**columns, **_of_row(configuration), outcome="failed")
     return row, estimate(*asked(row))
 
 
 def _of_row(configuration: Configuration) -> dict[str, Any]:
-    columns = {item.name for item in fields(MemoryRun)}
+    columns = {item.name for item in fields(EmulatedRun)}
     return {name: value for name, value in asdict(configuration).items() if name in columns}
 
 
-def measure(row: MemoryRun, plan: Plan, ranks: RankPool) -> MemoryRun:
+def measure(row: EmulatedRun, plan: Plan, ranks: RankPool) -> EmulatedRun:
     """Return the row with what the busiest rank allocated and reserved."""
     subject = Subject(config=row.model_config, task=cast("words.Task", row.task), plan=plan_to_dict(plan))
     try:
@@ -136,6 +145,7 @@ def measure(row: MemoryRun, plan: Plan, ranks: RankPool) -> MemoryRun:
         outcome="completed",
         resident_bytes=busiest.resident_bytes,
         peak_allocated_bytes=busiest.peak_bytes,
+        peak_requested_bytes=busiest.requested_bytes,
         peak_reserved_bytes=max(rank.reserved_bytes for rank in steps),
         **{f"{phase}_bytes": size for phase, size in busiest.phases.items()},
     )
@@ -150,7 +160,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure anew what has a row")
     parser.add_argument("--out", type=Path, default=ROWS, help="the CSV file to add to")
     arguments = parser.parse_args()
-    runs = {run.key: run for run in read_memory_runs(arguments.out)}
+    runs = {run.key: run for run in read_rows(EmulatedRun, arguments.out)}
     with tempfile.TemporaryDirectory(prefix="dsplan-emulated-") as folder:
         os.environ.update(environment([Card(total_memory=8 * GIB)] * 8, Path(folder)))
         for ranks, cases in _by_ranks(arguments):
@@ -160,7 +170,7 @@ def main() -> None:
                     if row.key in runs and runs[row.key].outcome == "completed" and not arguments.again:
                         continue
                     runs[row.key] = measured = measure(row, plan, pool)
-                    write_memory_runs(arguments.out, runs.values())
+                    write_rows(EmulatedRun, arguments.out, runs.values())
                     print(line_of(measured), flush=True)
 
 
@@ -172,7 +182,7 @@ def _by_ranks(arguments: argparse.Namespace) -> Iterator[tuple[int, list[Case]]]
             yield ranks, [case for case in cases if case.ranks == ranks]
 
 
-def line_of(run: MemoryRun) -> str:
+def line_of(run: EmulatedRun) -> str:
     """Return a run in a line, with the errors of its peaks."""
     how = [run.precision, run.optimizer, f"b{run.micro_batch_size}x{run.gradient_accumulation_steps}"]
     how += [word for word in (run.activation_checkpointing, run.offload) if word != "none"]
@@ -184,6 +194,7 @@ def line_of(run: MemoryRun) -> str:
     phases = "  ".join(f"{phase} {100 * beside.error(phase):+5.1f}" for phase in run.phases if run.phases[phase])
     return (
         f"{name} {run.peak_allocated_bytes / MIB:7.1f} {100 * beside.error():+5.1f} %"
+        f" requested {100 * beside.requested_error:+5.1f} %"
         f"  reserved {run.peak_reserved_bytes / MIB:7.1f} {100 * beside.reserved_error:+5.1f} %  {phases}"
     )
 

@@ -64,6 +64,7 @@ class NativeZeroBuffers:
         blocks = max((unit.elements for unit in units.blocks), default=0.0)
         is_sharded = not weights_are_whole(job)
         self._unsharded = recipe.gather * (units.root.elements + 2 * blocks) if is_sharded else 0.0
+        self._steps_together = configuration.optimizer == "adamw" and not on_cpu
 
     def at(self, instant: Instant) -> Ledger:
         """Gradients on their way and summed ones, and unsharded weights, at an instant."""
@@ -114,11 +115,14 @@ class NativeZeroBuffers:
         moments = [Ledger()]
         if split.on_device > 0:
             share = split.on_device / split.local
+            widens = width != self._recipe.gradient
             run = max(split.on_device / NATIVE_STEP_RUNS, min(self._bucket / self._ranks, split.on_device))
             # Whole tensors are stepped at once, when each has freed its narrow gradient.
             widened = (width - self._recipe.gradient) * split.on_device if is_whole else width * run
-            gradients = self._recipe.gradient * split.on_device + (widened if width != self._recipe.gradient else 0.0)
-            moments.append(Ledger(gradients=gradients, temporaries=temporaries * share))
+            gradients = self._recipe.gradient * split.on_device + (widened if widens else 0.0)
+            # A run is stepped by itself, so that what is made of all tensors at once is made of the run's.
+            at_once = run / split.on_device if widens and not is_whole and self._steps_together else 1.0
+            moments.append(Ledger(gradients=gradients, temporaries=temporaries * share * at_once))
         if split.on_host and self._staying == 1.0:
             fused = self._job.configuration.optimizer in _FUSED_ON_HOST
             gradients = self._recipe.gradient * sum(split.on_host)
