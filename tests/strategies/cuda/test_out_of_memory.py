@@ -1,0 +1,135 @@
+"""A card that overflows somewhere in a run: the next plan runs, the machine remembers, the message has both sizes.
+
+The driver says that a card has a gibibyte and more; a rank may take 200 MiB of it, which nobody is told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardware_db.store import open_store
+from tests.emulated_cuda.fixtures import variables_set
+from tests.strategies.launch.command import ROOT, Finished
+from tests.strategies.launch.test_next_plan import MODEL
+
+TRAIN = """
+import os, sys
+import dsplan, torch
+from tiny_net import make
+
+CASE, MIB, LENGTH, BATCH = sys.argv[1], 1 << 20, 64, 256
+rank = int(os.environ["RANK"])
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4 * BATCH
+
+    def __getitem__(self, index):
+        ids = torch.randint(512, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"ids": ids, "labels": ids}
+
+model = make()
+engine, optimizer, loader, _ = dsplan.initialize(model=model, training_data=Data(), config={"train_batch_size": BATCH})
+micro = engine.configuration.micro_batch_size
+total = torch.cuda.get_device_properties(engine.device).total_memory
+torch.cuda.empty_cache()
+torch.cuda.set_per_process_memory_fraction(200 * MIB / total, engine.device)
+
+def fill(case):
+    # Once the run is at work: as much as half of the recommended micro-batch leaves room for
+    if case == CASE and (CASE != "one rank" or rank == 1):
+        torch.empty(2 * micro * MIB, dtype=torch.uint8, device=engine.device)
+
+class Fill(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        fill("backward")
+        return gradient
+
+def hook(module, inputs, output):
+    if engine.module.training:
+        fill("forward")
+        return Fill.apply(output)
+
+model.layers[0].register_forward_hook(hook)
+if CASE == "loading":
+    torch.save(torch.zeros(2 * micro * MIB, dtype=torch.uint8), f"weights{rank}.pt")
+    torch.load(f"weights{rank}.pt", map_location=engine.device)
+if CASE == "fragmentation":
+    pieces = [torch.empty(11 * MIB, dtype=torch.uint8, device=engine.device) for _ in range(max(micro // 10, 1))]
+    del pieces[::2]
+    torch.empty(micro * MIB, dtype=torch.uint8, device=engine.device)
+    del pieces
+step = optimizer.step
+for batch in loader:
+    engine.backward(engine(**batch))
+    if engine.global_steps == 1:
+        fill("optimizer")
+    engine.step()
+    fill("one rank")
+    if engine.global_steps == 3:
+        break
+engine.eval()
+with torch.no_grad():
+    engine(**batch)
+    fill("evaluation")
+fill("saving")
+engine.save_checkpoint("saved")
+"""
+CASES = ("forward", "backward", "optimizer", "evaluation", "loading", "saving", "fragmentation", "one rank")
+
+
+@pytest.fixture
+def project(tmp_path: Path, cuda_environment: Mapping[str, str]) -> Iterator[Path]:
+    """A folder with the script and its model, and cards in the environment."""
+    (tmp_path / "tiny_net.py").write_text(MODEL)
+    (tmp_path / "train.py").write_text(TRAIN)
+    paths = [str(ROOT), str(tmp_path), *filter(None, [cuda_environment.get("PYTHONPATH")])]
+    with variables_set({**cuda_environment, "PYTHONPATH": os.pathsep.join(paths)}):
+        yield tmp_path
+
+
+def _dsplan(folder: Path, *arguments: str) -> Finished:
+    command = [sys.executable, "-m", "dsplan", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    return Finished(status=done.returncode, out=done.stdout, err=done.stderr)
+
+
+def _proposed(folder: Path) -> tuple[list[Any], list[str]]:
+    asked = _dsplan(
+        folder, "recommend", "--model", "tiny_net:make", "--gpus", "2", "--seq-len", "64", "--global-batch", "256", "--json"
+    )
+    answer = json.loads(asked.out)
+    return [plan["plan"] for plan in answer["plans"]], [item["reason"] for item in answer["rejected"]]
+
+
+@pytest.mark.sweep(suite=lambda case: case == "backward")
+@pytest.mark.parametrize("case", CASES)
+def test_the_next_plan_runs_where_a_card_overflows(project: Path, case: str) -> None:
+    finished = _dsplan(project, "run", "--json", "--nproc", "2", "--run-dir", "run", "train.py", case)
+    assert finished.status == 0, finished.err
+    assert finished.json["outcome"] == "completed"
+    assert finished.json["measured"]["steps"] == 3
+    with open_store() as store:
+        last, *failed = store.list()
+    assert last.outcome == "completed"
+    assert failed
+    assert {row.outcome for row in failed} == {"out_of_memory"}
+    assert "Tried to allocate" in finished.err
+    assert "200.00 MiB allowed" in finished.err
+    proposed, reasons = _proposed(project)
+    assert proposed
+    assert not [row for row in failed if row.plan["plan"] in proposed]
+    assert sum("ran out of memory here on" in reason for reason in reasons) == len(failed)
