@@ -37,6 +37,8 @@ Objective = Literal["throughput", "memory", "cost"]
 Verdict = Literal["fits", "tight", "does_not_fit"]
 Provenance = Literal["measured", "traced", "calibrated", "datasheet"]
 
+GROUP_BACKENDS = "cpu:gloo,cuda:nccl"
+"""What carries the tensors of a process group of GPUs, where some of them are on the CPU."""
 DEGREES: tuple[Degree, ...] = get_args(Degree)
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)

@@ -212,7 +212,7 @@ def run_script(
     from strategies.launch.supervisor import Supervisor
 
     launch = prepare(_request(script, arguments, planning, placement, supervision))
-    for sentence in filter(None, (launch.notice, _warn_of_strays(launch.script, launch.spec.arguments))):
+    for sentence in filter(None, (*launch.notices, _warn_of_strays(launch.script, launch.spec.arguments))):
         notice(sentence)
     session = Supervisor(launch.spec, launch.plan, resumes=launch.resumes, resume_from=launch.resume_from)
     with RunView(ranks=launch.ranks, out=sys.stderr if json else sys.stdout) as view:

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
         Software,
     )
 
+NO_GPU = "no GPU found here"
+"""The message of a machine without GPUs and without a driver for any."""
+
 __all__ = [
+    "NO_GPU",
     "Disk",
     "Gpu",
     "GpuPair",
@@ -70,7 +74,7 @@ def probe_hardware() -> Machine:
     if not gpus:
         gpus = probe_apple(host)
     software = Software(python=platform.python_version(), driver=answer.driver, driver_cuda=answer.driver_cuda)
-    nothing = () if gpus or answer.messages else ("no GPU found here",)
+    nothing = () if gpus or answer.messages else (NO_GPU,)
     return Machine(
         host=host,
         software=software,

@@ -312,7 +312,7 @@ class NvmlAnswer:
 def probe_nvidia() -> NvmlAnswer:
     """Every NVIDIA GPU here; none, with a sentence about why, where a driver is installed that cannot be asked."""
     if not driver_library_loads():
-        return NvmlAnswer()
+        return NvmlAnswer(messages=(_NO_NVML,) if cuda_library_loads() else ())
     try:
         import pynvml  # 40 ms; only machines with a driver pay for it
     except ImportError:
@@ -330,10 +330,25 @@ def probe_nvidia() -> NvmlAnswer:
         _quietly(pynvml, pynvml.nvmlShutdown)
 
 
+_NO_NVML = (
+    "a CUDA driver is here without its NVML (libnvidia-ml.so.1), which lists the GPUs; in a container set"
+    " NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+)
+
+
 def driver_library_loads() -> bool:
     """Return whether the driver's NVML library is on this machine."""
+    return _loads("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+
+
+def cuda_library_loads() -> bool:
+    """Return whether the driver's CUDA library is on this machine, without which torch sees no NVIDIA GPU."""
+    return _loads("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def _loads(library: str) -> bool:
     try:
-        ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+        ctypes.CDLL(library)
     except OSError:
         return False
     return True

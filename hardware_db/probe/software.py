@@ -67,22 +67,32 @@ _VARIABLES = {"nvidia": ("CUDA_VISIBLE_DEVICES",), "amd": ("HIP_VISIBLE_DEVICES"
 def mark_visibility(gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
     """Return the same GPUs, those hidden by CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES) marked as not visible.
 
-    As the CUDA runtime does, reading stops at the first entry that names no GPU.
+    As the CUDA runtime does, reading stops at the first entry that names no GPU. A GPU of which slices are named has
+    these alone.
     """
-    return tuple(replace(gpu, visible=gpu.index in _visible_indexes(gpu.vendor, gpus, environment)) for gpu in gpus)
+    shown = {vendor: _shown(vendor, gpus, environment) for vendor in {gpu.vendor for gpu in gpus}}
+    return tuple(_marked(gpu, shown[gpu.vendor]) for gpu in gpus)
 
 
-def _visible_indexes(vendor: str, gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> set[int]:
+def _marked(gpu: Gpu, shown: Mapping[int, list[str]] | None) -> Gpu:
+    if shown is None or gpu.index not in shown:
+        return replace(gpu, visible=shown is None)
+    named = tuple(part for part in gpu.mig_devices if any((part.uuid or "").startswith(e) for e in shown[gpu.index]))
+    return replace(gpu, visible=True, mig_devices=named or gpu.mig_devices)
+
+
+def _shown(vendor: str, gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> dict[int, list[str]] | None:
+    """Return the entries that name each GPU, by its index; None where all are shown."""
     mine = [gpu for gpu in gpus if gpu.vendor == vendor]
     setting = next((environment[name] for name in _VARIABLES.get(vendor, ()) if name in environment), None)
     if setting is None:
-        return {gpu.index for gpu in mine}
-    shown: set[int] = set()
-    for entry in setting.split(","):
-        index = _index_of(entry.strip(), mine)
+        return None
+    shown: dict[int, list[str]] = {}
+    for entry in map(str.strip, setting.split(",")):
+        index = _index_of(entry, mine)
         if index is None:
             break
-        shown.add(index)
+        shown.setdefault(index, []).append(entry)
     return shown
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hardware_db.datasheets import find_link, links
 from hardware_db.device import Device, Link
-from hardware_db.probe import Gpu, GpuProcess, Host, Machine
+from hardware_db.probe import Gpu, GpuProcess, Host, Machine, MigDevice
 from hardware_db.probe.as_device import cpu_device, gpu_device, mig_device
 from hardware_db.topology import link_between
 from hardware_db.units import format_bytes
@@ -74,10 +74,10 @@ def gpu_cluster(machine: Machine, gpus: tuple[Gpu, ...], nodes: int = 1) -> Clus
 
 def mig_cluster(machine: Machine) -> Cluster | None:
     """Return the largest MIG slice as one device (collectives do not work between slices), or None without slices."""
-    slices = [(gpu, part) for gpu in machine.gpus if gpu.visible and not gpu.lost for part in gpu.mig_devices]
+    slices = _slices(machine)
     if not slices:
         return None
-    gpu, part = max(slices, key=lambda pair: pair[1].free_bytes or 0)
+    gpu, part = slices[0]
     host = machine.host
     return Cluster(
         device=mig_device(gpu, part),
@@ -90,6 +90,17 @@ def mig_cluster(machine: Machine) -> Cluster | None:
         assumed=f"planned for one of {len(slices)} MIG slices, since collectives do not work between slices",
         probed=True,
     )
+
+
+def largest_slice(machine: Machine) -> MigDevice | None:
+    """Return the MIG slice with the most free memory, which `mig_cluster` plans for, or None without slices."""
+    return next((part for _, part in _slices(machine)), None)
+
+
+def _slices(machine: Machine) -> list[tuple[Gpu, MigDevice]]:
+    """Return the slices of visible GPUs, those with most free memory first."""
+    slices = [(gpu, part) for gpu in machine.gpus if gpu.visible and not gpu.lost for part in gpu.mig_devices]
+    return sorted(slices, key=lambda pair: pair[1].free_bytes or 0, reverse=True)
 
 
 def cpu_cluster(host: Host, ranks: int, nodes: int = 1) -> Cluster:

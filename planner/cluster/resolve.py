@@ -10,7 +10,7 @@ from typing import Any
 from hardware_db.datasheets import find_device, find_link, find_node_type, links
 from hardware_db.device import Device, Link, NodeType
 from hardware_db.handed_in import quote, read_yaml
-from hardware_db.probe import Machine, probe_hardware
+from hardware_db.probe import NO_GPU, Machine, probe_hardware
 from hardware_db.records import dataclass
 from hardware_db.units import GB
 from planner import limits
@@ -198,7 +198,7 @@ def _assume(request: HardwareRequest, machine: Machine) -> Cluster:
     device = find_device(ASSUMED_GPU)
     gpus = request.gpus or ASSUMED_COUNT * (request.nodes or 1)
     cluster = _from_gpu(replace(request, gpus=gpus), device)
-    why = "no GPU found here" if not machine.gpus else "no GPU here can be used"
+    why = "no GPU here can be used" if machine.gpus else next(iter(machine.messages), NO_GPU)
     sentence = f"{why}; assumed {gpus} x {device.name} (name yours with --gpu)"
     return replace(cluster, assumed=f"{sentence}; {cluster.assumed}")
 

@@ -97,12 +97,12 @@ def _refuse_what_needs_a_mesh(plan: Plan) -> None:
 def _checkpointing(plan: Plan) -> dict[str, object]:
     """FSDP recomputes inside its own wrapping; elsewhere the model does it, without re-entering autograd.
 
-    The name is the one that every transformers 5 takes; 5.23 also has `activation_checkpointing` and warns that the old
-    name goes with version 6.
+    Off is said too: TRL's arguments have it on, and Trainer refuses it beside FSDP's own. The name is the one that
+    every transformers 5 takes; 5.23 also has `activation_checkpointing` and warns that the old one goes with version 6.
     """
     wanted = plan.configuration.activation_checkpointing != "none"
     if not wanted or plan.configuration.strategy in words.FSDP_STRATEGIES:
-        return {}
+        return {"gradient_checkpointing": False}
     return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
 
@@ -110,7 +110,9 @@ def _sharding(plan: Plan, options: EmitOptions) -> dict[str, object]:
     if is_zero(plan):
         return {"deepspeed": config_without_optimizer(plan, _FORM, options)}
     if plan.configuration.strategy in words.FSDP_STRATEGIES:
-        return {"fsdp": True, "fsdp_config": fsdp_config(plan), **_synchronisation(plan)}
+        # Norms of gradients that are offloaded are reduced on the CPU, for which NCCL alone is no backend.
+        backend = {"ddp_backend": words.GROUP_BACKENDS} if plan.configuration.offload == "all" else {}
+        return {"fsdp": True, "fsdp_config": fsdp_config(plan), **backend, **_synchronisation(plan)}
     return {}
 
 

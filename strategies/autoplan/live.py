@@ -15,7 +15,6 @@ from torch import nn
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import RateMeasurement
 from hardware_db.notices import notice
-from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.rates import rates_from_measurements
 from planner.cluster.resolve import probed_cluster
@@ -38,6 +37,7 @@ from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun, UnknownName
 from strategies.run_directory import claim
+from strategies.run_directory.machine import own_machine
 from strategies.run_directory.request import plan_request
 from strategies.run_directory.state_consensus import current
 from strategies.tracing.example import example_batch
@@ -56,7 +56,7 @@ def make_plan(model: nn.Module, options: PlanningOptions, environment: Environme
         NothingFits: no strategy (of those asked for) trains the model in the memory there is.
         UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
     """
-    measured = machine_rates(fingerprint(probe()), environment.device)
+    measured = machine_rates(fingerprint(own_machine()), environment.device)
     return on_rank_zero(lambda: best_plan(live_request(model, options, environment, measured)))
 
 
@@ -212,7 +212,7 @@ def _request(
         loss=options.loss,
         attention=_ATTENTION_NAMES.get(getattr(getattr(model, "config", None), "_attn_implementation", ""), "sdpa"),
     )
-    cluster = limits.add_disk(probed_cluster(probe(), ranks=environment.world_size), options.config.zero)
+    cluster = limits.add_disk(probed_cluster(own_machine(), ranks=environment.world_size), options.config.zero)
     candidates = _candidates(strategy, options.backend)
     zero = _zero_backend(options.backend)
     request = make_request(facts, cluster, work, strategies=candidates, zero_backend=zero)

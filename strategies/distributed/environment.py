@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from planner.vocabulary import GROUP_BACKENDS
 from strategies.distributed.launcher_env import ProcessVariables, read_own_variables, read_process_variables
 from strategies.distributed.rendezvous import meet
 from strategies.errors import CannotRun
+from strategies.run_directory.request import ON_CPU, DecidedDevice, plan_request
 from strategies.torch_compat.distributed import HashStore, Store
 
 
@@ -89,9 +92,17 @@ def meet_before_script() -> Store | None:
 
     Raises:
         CannotMeet: they do not come or do not agree, or their launcher's variables do not fit together.
+        CannotRun: a process alone has not the GPU that was decided for it.
     """
     process = read_own_variables()
-    return meet(process, *device_name(process.local_rank)) if process.world_size > 1 else None
+    device, complaint = device_name(process.local_rank)
+    if device == "cpu":
+        os.environ.update({name: value for name, value in ON_CPU.items() if name not in os.environ})
+    if process.world_size > 1:
+        return meet(process, device, complaint)
+    if complaint:
+        raise CannotRun(complaint)
+    return None
 
 
 def ensure_group(environment: Environment) -> None:
@@ -103,7 +114,7 @@ def ensure_group(environment: Environment) -> None:
     if dist.is_initialized():
         return
     # Objects and metadata of checkpoints travel over gloo also where tensors travel over NCCL.
-    backend = "cpu:gloo,cuda:nccl" if environment.device.type == "cuda" else "gloo"
+    backend = GROUP_BACKENDS if environment.device.type == "cuda" else "gloo"
     rank, world_size = environment.rank, environment.world_size
     store = HashStore() if world_size == 1 else meet(read_own_variables(), str(environment.device))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
@@ -123,13 +134,39 @@ def _device(process: ProcessVariables) -> torch.device:
 
 
 def device_name(local_rank: int) -> tuple[str, str]:
-    """Return the device of a local rank, as torch writes it, and what is wrong with it."""
-    if not torch.cuda.is_available():
+    """Return the device of a local rank, as torch writes it, and what is wrong with it.
+
+    It is the one that `dsplan run` has decided on; where nobody has, it is a GPU where torch sees any.
+    """
+    decided = plan_request().device
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if decided is not None and local_rank >= visible and decided.gpus:
+        return f"cuda:{local_rank}", _why_not_decided(decided, local_rank, visible)
+    if not visible or (decided is not None and not decided.gpus):
         return "cpu", ""
     complaint = ""
-    if local_rank >= torch.cuda.device_count():
+    if local_rank >= visible:
         complaint = (
-            f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()};"
-            f" start at most that many ranks per node"
+            f"local rank {local_rank} has no GPU: this machine shows {visible}; start at most that many ranks per node"
         )
     return f"cuda:{local_rank}", complaint
+
+
+def _why_not_decided(decided: DecidedDevice, local_rank: int, visible: int) -> str:
+    """Return what a rank lacks of the GPUs that its command counted, where, and what to do."""
+    where = f"local rank {local_rank} on {socket.gethostname()}"
+    counted = f"the driver lists {decided.gpus} x {decided.name}"
+    if visible:
+        remedy = f"start {visible} with --nproc {visible}, or `dsplan doctor` to see what the others lack"
+        return f"{where} has no GPU: {counted}, and torch sees {visible} of them; {remedy}"
+    remedy = "install torch for this driver (`dsplan doctor`), or train on the CPU: CUDA_VISIBLE_DEVICES= dsplan run"
+    return f"{where} has no GPU: {counted}, and torch {torch.__version__} sees none ({_refusal()}); {remedy}"
+
+
+def _refusal() -> str:
+    """Return torch's own reason for seeing no GPU, in one line."""
+    try:
+        torch.zeros(1, device="cuda")
+    except Exception as problem:  # AssertionError of a build without CUDA, RuntimeError of a driver
+        return (str(problem).strip().splitlines() or [type(problem).__name__])[0].strip().rstrip(".")
+    return "it says not why"

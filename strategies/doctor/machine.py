@@ -17,9 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hardware_db.files import HOME, data_dir, database_path, read_text
+from hardware_db.probe import NO_GPU
 from hardware_db.probe.cgroup import cgroup_limits
 from hardware_db.probe.machine import Gpu, Host, Machine, Software
 from hardware_db.units import GIB, MIB, format_bytes, format_seconds
+from planner.cluster.probed import largest_slice
 from strategies.doctor.finding import Finding
 
 # What the system allows this process.
@@ -252,7 +254,7 @@ def _major(version: str | None) -> int | None:
 def check_gpus(machine: Machine) -> list[Finding]:
     """Check for GPUs that do not answer, are held back, hidden, shared or faulty."""
     if not machine.gpus:
-        return [Finding(check="gpu", message="no GPU found: ranks train on the CPU, over gloo")]
+        return [_explain_absence(machine)]
     findings = [finding for gpu in machine.gpus for finding in _check_gpu(gpu)]
     blocked = [pair for pair in machine.pairs if pair.p2p not in (None, "ok")]
     if blocked:
@@ -264,9 +266,19 @@ def check_gpus(machine: Machine) -> list[Finding]:
                 "look at ACS in the BIOS and at `nvidia-smi topo -p2p r`; NCCL goes through host memory",
             )
         )
-    usable = machine.usable_gpus
+    usable, part = machine.usable_gpus, largest_slice(machine)
     names = ", ".join(dict.fromkeys(gpu.name for gpu in usable))
-    return [*findings, Finding(check="gpu", message=f"{len(usable)} of {len(machine.gpus)} GPUs usable: {names}")]
+    instead = "ranks train on the CPU, over gloo" if part is None else f"one rank trains on the slice {part.name}"
+    message = f"{len(usable)} of {len(machine.gpus)} GPUs usable: {names or instead}"
+    return [*findings, Finding(check="gpu", message=message)]
+
+
+def _explain_absence(machine: Machine) -> Finding:
+    """Report that there is no GPU, or that there is a driver whose library cannot be asked for them."""
+    message, _, remedy = next(iter(machine.messages), NO_GPU).partition("; ")
+    if message == NO_GPU:
+        return Finding(check="gpu", message=f"{NO_GPU}: ranks train on the CPU, over gloo")
+    return Finding.problem("gpu", message, remedy or "look at `nvidia-smi`")
 
 
 def _check_gpu(gpu: Gpu) -> list[Finding]:
@@ -286,7 +298,9 @@ def _check_gpu(gpu: Gpu) -> list[Finding]:
         )
     if gpu.mig_enabled:
         findings.append(
-            Finding.warning("gpu", f"{name} is cut into MIG slices", "a rank needs a whole GPU: `nvidia-smi -mig 0`")
+            Finding.warning(
+                "gpu", f"{name} is cut into MIG slices", "a slice holds one rank; for more `nvidia-smi -mig 0`"
+            )
         )
     if gpu.processes:
         who = ", ".join(str(process.pid) for process in gpu.processes)

@@ -23,7 +23,6 @@ from hardware_db.files import database_path
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import measure_run
 from hardware_db.notices import notice
-from hardware_db.probe import probe
 from hardware_db.store import open_store
 from hardware_db.units import format_bytes, format_seconds
 from planner import vocabulary as words
@@ -39,6 +38,7 @@ from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import join
 from strategies.distributed.gathers import ModelHook
 from strategies.errors import CannotRun
+from strategies.run_directory.machine import own_machine
 from strategies.telemetry.alerts import Alert
 from strategies.telemetry.metrics import MeasuredRun, measured_of, read_metrics, summarise
 from strategies.telemetry.monitor import RunMonitor
@@ -171,7 +171,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
     def _predict(self, facts: ModelFacts, settings: Any, model: torch.nn.Module) -> Plan:
         """Predict what the first step has shown; every rank calls this together."""
-        measured = machine_rates(fingerprint(probe()), settings.device)
+        measured = machine_rates(fingerprint(own_machine()), settings.device)
 
         def predict() -> Plan:
             configuration = configuration_of(settings, model, tokens=self._tokens or 1)
@@ -181,7 +181,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
                 precision=configuration.precision,
                 optimizer=configuration.optimizer,
             )
-            cluster = probed_cluster(probe(), ranks=configuration.world_size)
+            cluster = probed_cluster(own_machine(), ranks=configuration.world_size)
             degrees = (configuration.tp, configuration.cp, configuration.ep, configuration.sequence_parallel)
             request = traced_request(make_request(facts, cluster, work), model, self._example, degrees)
             return estimate(with_measured_rates(request, measured), configuration)
@@ -194,7 +194,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
             return measured, "not stored: " + ("there is no prediction" if self._stores else "store=False")
         try:
             figures = measured_of(measured)
-            row = measure_run(plan_to_dict(self.plan), fingerprint(probe()), outcome="completed", measured=figures)
+            here = fingerprint(own_machine())
+            row = measure_run(plan_to_dict(self.plan), here, outcome="completed", measured=figures)
             with open_store() as store:
                 store.add(row)
         except DsplanError as problem:

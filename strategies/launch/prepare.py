@@ -22,6 +22,7 @@ from planner.errors import ContradictoryRequest, UnknownName
 from planner.search.request import WITHOUT_DEEPSPEED, why_not_deepspeed
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan
+from strategies.launch.device import Decision, decide
 from strategies.launch.options import DEFAULT_SUPERVISION, RequestedPlacement, RequestedSupervision
 from strategies.launch.state import BEGIN_ANEW, check_unfinished
 from strategies.run_directory.claim import claimed_kind
@@ -110,6 +111,7 @@ class Launch:
     spec: LaunchSpec
     script: Path
     plan: Plan | None
+    device_notice: str = ""
     resumes: bool = False
     resume_from: str = ""
 
@@ -119,11 +121,12 @@ class Launch:
         return self.spec.processes * self.spec.placement.most_nodes
 
     @property
-    def notice(self) -> str:
-        """A line for people before the ranks start; empty where nothing needs saying."""
+    def notices(self) -> tuple[str, ...]:
+        """Lines for people before the ranks start."""
+        lines = [self.device_notice] if self.device_notice else []
         if self.resumes and claimed_kind(self.spec.directory) not in (None, *SAVING):
-            return f"{self.script} resumes from what its own code loads: dsplan keeps no checkpoint of it"
-        return ""
+            lines.append(f"{self.script} resumes from what its own code loads: dsplan keeps no checkpoint of it")
+        return tuple(lines)
 
 
 def prepare(request: RunRequest) -> Launch:
@@ -146,15 +149,15 @@ def prepare(request: RunRequest) -> Launch:
         raise DsplanError("torch is not installed here, and a run needs it; pip install 'dsplan[train]'")
     check_installed(request.trackers)
     plan = None if request.plan.plan_file is None else load_plan(request.plan.plan_file)
-    machine = probe()
-    gpus = len(machine.usable_gpus)
     placement = request.placement.over(earlier.placement if earlier else Placement())
+    decision = decide(probe(), placement)
+    gpus = decision.gpus
     supervision = request.supervision.over(earlier.supervision if earlier else DEFAULT_SUPERVISION)
     processes = _processes(request, plan, placement, gpus, earlier)
     _check_degrees(request, processes, placement)
     check_placement(placement, supervision)
     if plan is not None and placement.launcher != "slurm":
-        _check_precision(request, plan, machine)
+        _check_precision(request, plan, decision.machine)
     if placement.launcher == "local" and supervision.checkpoint_directory:
         _check_writable(Path(supervision.checkpoint_directory))
     directory = _lay_out(request, request.script)
@@ -163,7 +166,7 @@ def prepare(request: RunRequest) -> Launch:
         arguments=request.arguments,
         processes=processes,
         run_directory=str(directory),
-        environment=_environment(request, directory, gpus),
+        environment=_environment(request, directory, decision),
         placement=placement,
         supervision=supervision,
         run_id=(earlier and earlier.run_id) or uuid.uuid4().hex,
@@ -173,6 +176,7 @@ def prepare(request: RunRequest) -> Launch:
         spec=spec,
         script=request.script,
         plan=plan,
+        device_notice=decision.notice,
         resumes=request.resume is not None,
         resume_from=_resume_from(request),
     )
@@ -342,13 +346,11 @@ def _lay_out(request: RunRequest, script: Path) -> Path:
     return directory.resolve()
 
 
-def _environment(request: RunRequest, directory: Path, gpus: int) -> dict[str, str]:
+def _environment(request: RunRequest, directory: Path, decision: Decision) -> dict[str, str]:
     """Return the variables that the ranks of a run get."""
     plan_file = request.plan.plan_file and str(Path(request.plan.plan_file).resolve())
-    environment = {RUN_DIRECTORY: str(directory), **replace(request.plan, plan_file=plan_file).to_variables()}
-    if not gpus:
-        # Without these, accelerate leaves every CPU rank alone with its own copy, and DeepSpeed looks for a GPU.
-        environment |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
+    handed = replace(request.plan, plan_file=plan_file, device=decision.device)
+    environment = {RUN_DIRECTORY: str(directory), **handed.to_variables(), **decision.variables}
     if request.profile:
         environment[PROFILE] = request.profile
     return environment

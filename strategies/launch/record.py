@@ -12,7 +12,7 @@ from hardware_db.files import database_path
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import Measurement, Record, RecordError, measure_run
 from hardware_db.measurement import Outcome as StoredOutcome
-from hardware_db.probe import Machine, probe
+from hardware_db.probe import Machine
 from hardware_db.store import open_store
 from hardware_db.store.transfer import from_document, to_document
 from planner.calibration.learn import refresh
@@ -25,7 +25,8 @@ from strategies.launch.report import OutcomeName, RunReport, measured_attempt
 from strategies.run_directory.claim import read_claim
 from strategies.run_directory.files import JOURNAL_FILE
 from strategies.run_directory.journal import Journal, read_journal
-from strategies.run_directory.spec import STOPS
+from strategies.run_directory.machine import own_machine
+from strategies.run_directory.spec import STOPS, LaunchSpec
 from strategies.telemetry.metrics import measured_of
 
 _STORED_AS: Mapping[OutcomeName, StoredOutcome] = {
@@ -56,7 +57,7 @@ def record_run(report: RunReport) -> Stored:
     last = report.attempts[-1]
     if last.decision is not None and last.decision.continues:
         return Stored(measurement_id=None, sentence="stored when the last attempt ended")
-    machine = probe()
+    machine = own_machine(report.spec.environment)
     outcome = _STORED_AS[report.outcome.name]
     try:
         document = unplanned(report, machine) if report.plan is None else plan_to_dict(report.plan)
@@ -69,13 +70,14 @@ def record_run(report: RunReport) -> Stored:
     )
 
 
-def record_attempt(plan: Plan, ending: Ending, directory: Path, attempt: int) -> None:
+def record_attempt(plan: Plan, ending: Ending, spec: LaunchSpec, attempt: int) -> None:
     """Store an attempt that others follow, so that they are planned with what it showed.
 
     A database that cannot be written is reported when the run ends.
     """
     with suppress(DsplanError):
-        _stored(plan_to_dict(plan), probe(), _ended_as(ending), directory, attempt)
+        machine = own_machine(spec.environment)
+        _stored(plan_to_dict(plan), machine, _ended_as(ending), spec.directory, attempt)
 
 
 def recorded_runs(directory: Path) -> tuple[Record, ...]:

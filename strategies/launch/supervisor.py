@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hardware_db.notices import label_lines
-from hardware_db.probe import probe
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_from_dict, plan_to_dict
 from strategies.launch.attempt import Attempt, AttemptEnded, Event, OutputLine, PlanMade, RunFiles, RunIsBack, StepDone
@@ -33,6 +32,7 @@ from strategies.launch.tracking import Tracking
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.files import REPORT_FILE
 from strategies.run_directory.journal import Journal
+from strategies.run_directory.machine import own_machine
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision.lineage import RunCheckpoint
 from strategies.telemetry.alerts import Alert
@@ -222,7 +222,7 @@ class Supervisor:
             has_plan=self._may_have_another_plan(),
             can_resume=self._is_claimed,
             stays=stays,
-            memory_bytes=_largest_memory() if ending.kind == "out_of_memory" else None,
+            memory_bytes=_largest_memory(self._spec) if ending.kind == "out_of_memory" else None,
         )
         decision = self._policy.decide(ending, now)
         self._journal.append(
@@ -230,7 +230,7 @@ class Supervisor:
         )
         plan = self._state.plan
         if decision.continues and plan is not None and (decision.action == "next_plan" or course.progressed):
-            record_attempt(plan, ending, self._spec.directory, self._number)
+            record_attempt(plan, ending, self._spec, self._number)
         if decision.action == "next_plan":
             self._state.reject_plan()
         return decision
@@ -275,9 +275,9 @@ def _with_step(ending: Ending, last: int | None) -> Ending:
     return ending if ending.step is not None else replace(ending, step=last)
 
 
-def _largest_memory() -> int:
+def _largest_memory(spec: LaunchSpec) -> int:
     """Return the bytes of the largest GPU or of the host, whichever is more."""
-    machine = probe()
+    machine = own_machine(spec.environment)
     host = machine.host.memory_limit_bytes or machine.host.memory_total_bytes or 0
     return max([host, *(gpu.total_bytes or 0 for gpu in machine.usable_gpus)])
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any
 
 from hardware_db.from_json import from_json
+from hardware_db.probe.machine import Gpu
 from planner import vocabulary as words
 from strategies.variables import REQUEST
 
@@ -47,6 +48,27 @@ class RequestedMethod:
     train_only: str | None = None
 
 
+ON_CPU = {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
+"""Variables without which accelerate leaves every CPU rank alone with its own copy, and DeepSpeed looks for a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecidedDevice:
+    """The device of the ranks of a node, as `dsplan run` has decided it there."""
+
+    gpus: int
+    """That torch has to see; 0: the ranks train on the CPU."""
+    name: str = ""
+    """Of the first of them."""
+    unlisted: tuple[Gpu, ...] = ()
+    """Those that no driver's library lists here, as torch sees them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that `from_json` reads."""
+        gpus = [{name: value for name, value in asdict(gpu).items() if value is not None} for gpu in self.unlisted]
+        return {"gpus": self.gpus, "name": self.name, **({"unlisted": gpus} if gpus else {})}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
     """The flags of the plan; None, or nothing, is left to the planner, or to the script."""
@@ -59,6 +81,8 @@ class PlanRequest:
     method: RequestedMethod = field(default_factory=RequestedMethod)
     kernels: Mapping[str, str] = field(default_factory=dict)
     """Providers by kernel; `all` is every kernel."""
+    device: DecidedDevice | None = None
+    """What no flag says: the device of this node's ranks. None where they decide, as those of other nodes do."""
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> PlanRequest:
@@ -74,6 +98,7 @@ class PlanRequest:
         """Return the variables that `of` reads; none where everything is left open."""
         flat = {name: getattr(self, name) for name in (*_TEXTS, "kernels")}
         parts = {**flat, "degrees": named(self.degrees), "method": named(self.method)}
+        parts["device"] = self.device and self.device.to_json()
         requested = {name: value for name, value in parts.items() if value}
         return {REQUEST: json.dumps(requested)} if requested else {}
 

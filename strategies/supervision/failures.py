@@ -112,7 +112,7 @@ def kind_of(error: BaseException) -> EndingKind:
 
 def failure_of(error: BaseException, directory: Path) -> Failure:
     """Describe an exception as a rank's last word."""
-    if sentence := _why_it_needs_a_gpu(error):
+    if not isinstance(error, DsplanError) and (sentence := _why_it_needs_a_gpu(error)):
         return replace(describe_failure("refused", error, directory), message=sentence, expected=True)
     return describe_failure(kind_of(error), error, directory)
 

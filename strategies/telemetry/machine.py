@@ -130,7 +130,7 @@ class GpuReader:
         self._refusal = pynvml.NVMLError
         try:
             pynvml.nvmlInit()
-            self._questions = _questions(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
+            self._questions = _questions(pynvml, _handle(pynvml, uuid))
         except pynvml.NVMLError as problem:
             notice(f"no figures of the GPU: {problem}")
 
@@ -143,6 +143,14 @@ class GpuReader:
             except self._refusal:
                 del self._questions[name]
         return figures
+
+
+def _handle(nvml: Any, uuid: str) -> Any:
+    """Return NVML's handle of a GPU, or of a MIG slice, whose UUIDs torch writes without what tells them apart."""
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except nvml.NVMLError:
+        return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
 
 
 def _questions(nvml: Any, handle: Any) -> dict[str, Callable[[], float]]:

@@ -187,11 +187,11 @@ class RunMonitor(Recorder, Observer):
 
 
 def gpu_uuid(device: torch.device) -> str | None:
-    """Return the name that NVML knows a GPU by; None for a CPU."""
+    """Return the UUID of a GPU, or of the MIG slice that this process has of it; None for a CPU."""
     if device.type != "cuda":
         return None
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    return None if uuid is None else f"GPU-{uuid}"
+    return None if uuid is None else str(uuid)
 
 
 def is_first_here() -> bool:

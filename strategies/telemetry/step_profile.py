@@ -27,7 +27,7 @@ from hardware_db.notices import notice
 from planner.emit.viewers import snapshot_block, snapshot_event, snapshot_of, snapshot_segment
 from strategies.run_directory.files import profile_paths
 from strategies.telemetry.memory_report import on_disk, reachable_tensors
-from strategies.telemetry.traces import StepProfile, activities_on
+from strategies.telemetry.traces import StepProfile, profile_of
 from strategies.torch_compat.profiling import dump_memory_history, record_memory_history
 from strategies.torch_compat.tensors import live_objects
 from strategies.tracing.storage_tracker import StorageTracker, plain_parts
@@ -113,7 +113,7 @@ class RunProfile:
             if self._rank == 0:
                 notice("--profile: the script's own profiler runs in these steps, so that there is no trace of them")
             return
-        self._trace = torch.profiler.profile(activities=activities_on(self._device), record_shapes=True)
+        self._trace = profile_of(self._device, record_shapes=True)
         self._trace.start()
 
     def _end_trace(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,15 @@ from strategies.torch_compat.profiling import DeviceType, profiler_enabled
 Interval = tuple[int, int]
 
 
-def activities_on(device: torch.device) -> list[ProfilerActivity]:
-    """Return what a profile records on a device."""
-    return [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+_SILENT = "6"
+"""Of kineto's levels: above the lines with which it marks where each profile begins and ends, on standard error."""
+
+
+def profile_of(device: torch.device, **options: Any) -> torch.profiler.profile:
+    """Make a profile of what a device does, and have kineto write nothing of it unless its user has asked for that."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)  # read when the first profile of a process begins
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    return torch.profiler.profile(activities=activities, **options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +44,7 @@ class StepProfile:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._profile = torch.profiler.profile(activities=activities_on(device))
+        self._profile = profile_of(device)
 
     @staticmethod
     def is_possible() -> bool:
@@ -108,8 +115,8 @@ class Traces(Observer):
 
     def __init__(self, section: ProfilerSection, device: torch.device, rank: int) -> None:
         self._section, self._rank = section, rank
-        self._profile: torch.profiler.profile | None = torch.profiler.profile(
-            activities=activities_on(device),
+        self._profile: torch.profiler.profile | None = profile_of(
+            device,
             schedule=torch.profiler.schedule(wait=section.wait, warmup=section.warmup, active=section.active, repeat=1),
             on_trace_ready=self._write,
             record_shapes=True,

@@ -229,21 +229,21 @@ def test_help_of_every_command_fits_the_terminal(cli: Cli, monkeypatch: pytest.M
 def test_an_estimate_is_written_for_viewers(cli: Cli, tmp_path: Path) -> None:
     trace, snapshot = tmp_path / "step.json", tmp_path / "memory.pickle"
     line = "estimate --model gpt2 --gpus 2 --gpu A100-SXM4-80GB --strategy fsdp"
-    shown = cli(f"{line} --chrome-trace {trace} --memory-snapshot {snapshot}")
+    shown = cli(f"{line} --chrome-trace '{trace}' --memory-snapshot '{snapshot}'")
     assert f"pytorch.org/memory_viz, is in {snapshot}" in shown.out
     assert json.loads(trace.read_text())["traceEvents"]
     assert pickle.loads(snapshot.read_bytes())["device_traces"][0]
-    refused = cli(f"{line} --chrome-trace {tmp_path}")
+    refused = cli(f"{line} --chrome-trace '{tmp_path}'")
     assert (refused.status, refused.err.count("\n")) == (2, 1)
 
 
 def test_a_plan_of_ones_own_is_written_for_other_commands(cli: Cli, tmp_path: Path) -> None:
     assert "`dsplan estimate` prices a plan of your own" in cli.refuses("recommend --model gpt2 --tp 2")
     file = tmp_path / "plan.yaml"
-    shown = cli(f"estimate --model gpt2 --gpus 4 --gpu A100-SXM4-80GB --strategy fsdp --tp 2 --out {file}")
+    shown = cli(f"estimate --model gpt2 --gpus 4 --gpu A100-SXM4-80GB --strategy fsdp --tp 2 --out '{file}'")
     assert shown.out.splitlines()[-1] == f"the plan is in {file}"
-    assert "parallelism_config_tp_size: 2" in cli(f"emit {file} --format accelerate").out
-    assert "fsdp (torch), dp 2 tp 2" in cli(f"explain {file}").out
+    assert "parallelism_config_tp_size: 2" in cli(f"emit '{file}' --format accelerate").out
+    assert "fsdp (torch), dp 2 tp 2" in cli(f"explain '{file}'").out
 
 
 def test_every_shell_is_shown_its_own_completion(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,7 +341,8 @@ def fetched(url: str) -> tuple[int, bytes]:
 
 
 def test_the_files_are_those_of_the_command_line(server: Server, tmp_path: Path) -> None:
-    assert main(f"recommend --model opt-125m --gpus 2 --gpu A100-SXM4-80GB --out {tmp_path}".split()) == 0
+    line = ["recommend", "--model", "opt-125m", "--gpus", "2", "--gpu", "A100-SXM4-80GB", "--out", str(tmp_path)]
+    assert main(line) == 0
     _, packed = fetched(f"{server.url}files?{SMALL}&plan=2")
     with zipfile.ZipFile(io.BytesIO(packed)) as archive:
         found = {name: archive.read(name).decode() for name in archive.namelist()}

@@ -17,6 +17,7 @@ RECOMMEND = ("recommend", "--model", "opt-6.7b", "--gpus", "8")
 # What an environment with the base dependencies alone would do: these packages are not there.
 WITHOUT = """
 import importlib.abc, sys
+there = set(sys.modules) - {{"__main__"}}  # of the interpreter's start, which is not dsplan's doing
 class Blocker(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {blocked}:
@@ -24,7 +25,7 @@ class Blocker(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Blocker())
 from dsplan.__main__ import main
 status = main({arguments})
-print(sorted(sys.modules), file=sys.stderr)
+print(sorted(set(sys.modules) - there), file=sys.stderr)
 sys.exit(status)
 """
 TRAINING = {"torch", "numpy", "transformers", "accelerate", "deepspeed", "psutil", "safetensors"}

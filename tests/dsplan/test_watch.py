@@ -56,19 +56,19 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_what_ranks_have_written_is_shown(cli: Cli, run: Path) -> None:
-    found = cli(f"watch {run} --steps 100 --json").json
+    found = cli(f"watch '{run}' --steps 100 --json").json
     assert (found["step"], found["steps"], found["step_seconds"], found["loss"]) == (4, 100, 0.5, 1.5)
     assert found["seconds_left"] is None  # nobody runs
     assert [rank["peak_bytes"] for rank in found["ranks"]] == [3 << 20, 3 << 20]
     assert [rank["gpu_utilization_percent"] for rank in found["ranks"]] == [93, 93]
-    shown = cli(f"watch {run}").out
+    shown = cli(f"watch '{run}'").out
     assert "loss      #=-_ 1.5000 (1.5000 to 4.5000)" in shown
     assert "3.0 MiB" in shown
     assert "93%" in shown
 
 
 def test_a_directory_without_a_run_is_refused_in_one_line(cli: Cli, tmp_path: Path) -> None:
-    assert "is no run directory" in cli.refuses(f"watch {tmp_path}")
+    assert "is no run directory" in cli.refuses(f"watch '{tmp_path}'")
 
 
 ALERTED = 7
@@ -80,7 +80,7 @@ def test_memory_is_the_highest_of_the_attempt_wherever_it_was_measured(cli: Cli,
         rows += [{"event": "step", "step": step, "global_step": 5 + step, "seconds": 0.5} for step in range(300)]
         rows[1]["peak_bytes"] = 1 << 20
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    assert [rank["peak_bytes"] for rank in cli(f"watch {run} --json").json["ranks"]] == [1 << 20, 3 << 20]
+    assert [rank["peak_bytes"] for rank in cli(f"watch '{run}' --json").json["ranks"]] == [1 << 20, 3 << 20]
 
 
 def test_a_new_attempt_is_where_it_is_and_not_where_the_last_one_was(cli: Cli, run: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_new_attempt_is_where_it_is_and_not_where_the_last_one_was(cli: Cli, r
         with (run / f"metrics-rank{rank}.jsonl").open("a") as file:
             file.write(json.dumps({"event": "attempt", "attempt": 1}) + "\n")
             file.write(json.dumps({"event": "step", "step": 0, "global_step": 2, "seconds": 0.5}) + "\n")
-    assert cli(f"watch {run} --steps 100 --json").json["step"] == 2
+    assert cli(f"watch '{run}' --steps 100 --json").json["step"] == 2
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_run_that_has_not_stepped_yet_lasts_since_it_began(cli: Cli, tmp_path:
     row = {"event": "attempt", "attempt": 0, "time": time.time() - 900, "ranks": 2}
     (tmp_path / "run.jsonl").write_text(json.dumps(row) + "\n")
     with RunLock(tmp_path):
-        shown, found = cli(f"watch {tmp_path}").out, cli(f"watch {tmp_path} --json").json
+        shown, found = cli(f"watch '{tmp_path}'").out, cli(f"watch '{tmp_path}' --json").json
     assert "running, step 0, 15" in shown
     assert "min so far" in shown
     assert found["seconds"] == pytest.approx(900, abs=30)

@@ -47,19 +47,29 @@ class _Machine:
         with open(os.environ["EMULATED_CUDA"], encoding="utf-8") as file:
             self.description: dict[str, Any] = json.load(file)
         devices = self.description["devices"]
+        seen = [i for i, device in enumerate(devices) if "torch" in device.get("seen_by", ("torch",))]
+        if os.environ.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST") == "FASTEST_FIRST":
+            seen.sort(key=lambda i: -devices[i].get("multi_processor_count", 0))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is None:
-            self.cards = list(range(len(devices)))
-            return
-        self.cards = []
-        uuids = [device.get("uuid", "") for device in devices]
-        for token in visible.split(","):
-            token = token.strip()
-            matches = [i for i, uuid in enumerate(uuids) if uuid and uuid.startswith(token)] if token else []
-            card = int(token) if token.isdecimal() else matches[0] if len(matches) == 1 else -1
-            if not 0 <= card < len(devices) or card in self.cards:
-                break  # CUDA stops at the first that it does not know
-            self.cards.append(card)
+        chosen = seen if visible is None else self._chosen(visible, seen)
+        slices = sorted(i for i in chosen if self._is_slice(i)) if visible is None else chosen[:1]
+        self.cards = slices[:1] if slices and self._is_slice(slices[0]) else chosen  # one slice, and nothing beside it
+
+    def _is_slice(self, card: int) -> bool:
+        return str(self.description["devices"][card].get("uuid", "")).startswith("MIG-")
+
+    def _chosen(self, visible: str, seen: list[int]) -> list[int]:
+        """Return the cards that CUDA_VISIBLE_DEVICES names; CUDA stops at the first that it does not know."""
+        chosen: list[int] = []
+        for token in map(str.strip, visible.split(",")):
+            uuids = {i: self.description["devices"][i].get("uuid", "") for i in seen}
+            matches = [i for i, uuid in uuids.items() if uuid and uuid.startswith(token)] if token else []
+            if token.isdecimal() and int(token) < len(seen):
+                matches = [seen[int(token)]]
+            if len(matches) != 1 or matches[0] in chosen:
+                break
+            chosen += matches
+        return chosen
 
     def device(self, index: int) -> dict[str, Any]:
         return dict(self.description["devices"][self.cards[index]])
@@ -139,7 +149,7 @@ class _CudaDeviceProperties:
         self.major, self.minor = major, minor
         self.total_memory: int = device["total_memory"]
         self.multi_processor_count: int = device.get("multi_processor_count", 132)
-        self.uuid: str = device.get("uuid", "").removeprefix("GPU-")
+        self.uuid: str = device.get("uuid", "").removeprefix("GPU-").removeprefix("MIG-")
         self.is_integrated = self.is_multi_gpu_board = 0
         self.max_threads_per_multi_processor, self.max_threads_per_block, self.warp_size = 2048, 1024, 32
         self.regs_per_multiprocessor = 65536

@@ -105,7 +105,7 @@ def planned_on_avx2(config: Mapping[str, Any], backend: Any) -> str:
     """The backend of the plan that is made for a processor with AVX2 at most, or why there is none."""
     machine = probe()
     machine = replace(machine, host=replace(machine.host, cpu_flags=frozenset({"avx", "avx2", "fma"})))
-    with mock.patch.object(live, "probe", return_value=machine):
+    with mock.patch.object(live, "own_machine", return_value=machine):
         try:
             engine, *_ = initialize(model=TinyModel(), config=config, backend=backend)
         except dsplan.DsplanError as problem:

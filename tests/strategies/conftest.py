@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hardware_db.files import DATABASE_NAME, HOME
+from hardware_db.fingerprint import fingerprint
+from hardware_db.microbench.grid import CPU, Rate, as_measurement, quick_points
+from hardware_db.probe import probe
+from hardware_db.store import open_store
 from planner.vocabulary import ZERO_STAGES
 from strategies.backends.deepspeed.engine import why_impossible
 from strategies.distributed.rank_pool import RankPool
@@ -15,6 +22,43 @@ from tests.strategies.training_bodies import Recipe
 
 PoolOf = Callable[..., RankPool]
 NewPool = Callable[..., RankPool]
+RATES = {
+    "matmul": (4e10, "FLOP/s"),
+    "memory": (1e10, "bytes/s"),
+    "cpu_adamw": (1.5e8, "parameters/s"),
+    "all_reduce_latency": (4e-4, "s"),
+    "all_reduce": (1e9, "bytes/s"),
+    "all_gather": (5e8, "bytes/s"),
+    "reduce_scatter": (2.5e8, "bytes/s"),
+    "clone": (1.7e9, "bytes/s"),
+}
+"""Of a machine with two cores: what ranks there measure before a first plan, which takes each of them a second."""
+
+
+@pytest.fixture(scope="session")
+def database_with_rates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database in which this machine's ranks find rates, and need not measure them."""
+    path, machine = tmp_path_factory.mktemp("rates") / DATABASE_NAME, fingerprint(probe())
+    points = [point for ranks in (1, 2, 3, 4) for point in quick_points(CPU, ranks)]
+    rates = (Rate(point=point, value=RATES[point.operation][0], unit=RATES[point.operation][1]) for point in points)
+    with open_store(path) as store:
+        store.add(*(as_measurement(rate, machine, "run") for rate in rates))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def dsplan_home(
+    _nothing_leaks: None, tmp_path: Path, database_with_rates: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A user data directory beside the test's own, on a machine that was measured.
+
+    `launch/test_examples.py` shows a run on one that was not.
+    """
+    home = tmp_path.with_name(f"{tmp_path.name}-home")
+    home.mkdir()
+    shutil.copy(database_with_rates, home / DATABASE_NAME)
+    monkeypatch.setenv(HOME, str(home))
+    return home
 
 
 @pytest.fixture(scope="session")

@@ -61,9 +61,11 @@ def test_a_failed_pool_is_replaced(ranks: RankPool) -> None:
     assert not set(before) & set(ranks.process_ids)
 
 
-def test_a_death_and_a_hang_are_reported_and_leave_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_death_and_a_hang_are_reported_and_leave_nothing(
+    new_pool: Callable[..., RankPool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with RankPool(2, timeout_seconds=1.0, variables={"DSPLAN_TEST_WORD": "here"}) as pool:
+    with new_pool(2, timeout_seconds=1.0, variables={"DSPLAN_TEST_WORD": "here"}) as pool:
         assert pool.run(rank_bodies.environment_of, "DSPLAN_TEST_WORD") == ["here", "here"]
         with pytest.raises(RankError, match=r"rank 1 of 2 did not answer in 1 s") as late:
             pool.run(rank_bodies.hang_on, 1)

@@ -18,6 +18,7 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import InitProcessGroupKwargs
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from torch.utils.data import DataLoader
 
@@ -70,9 +71,18 @@ def init(original: Callable[..., None], accelerator: Any, *positional: Any, **na
     setattr(accelerator, _GIVEN, given)
     setattr(accelerator, _START, original)
     if plan is None:
-        original(accelerator, **given)
+        original(accelerator, **_with_both_backends(given))
     else:
         _start_under(plan, accelerator)
+
+
+def _with_both_backends(given: dict[str, Any]) -> dict[str, Any]:
+    """Have the process group reduce tensors on the CPU too: the plan is made later, and it may offload."""
+    handlers = given.get("kwargs_handlers") or []
+    has_own = any(isinstance(handler, InitProcessGroupKwargs) for handler in handlers)
+    if has_own or given.get("cpu") or not torch.cuda.is_available():
+        return given
+    return {**given, "kwargs_handlers": [*handlers, InitProcessGroupKwargs(backend=words.GROUP_BACKENDS)]}
 
 
 def prepare(original: Callable[..., Any], accelerator: Any, *objects: Any, **named: Any) -> Any:

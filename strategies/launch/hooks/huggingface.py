@@ -23,6 +23,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainingArguments
 
 from hardware_db.notices import notice
+from planner import vocabulary as words
 from planner.emit.common import EmitOptions
 from planner.emit.huggingface import training_arguments
 from planner.types.plan import Plan
@@ -299,6 +300,9 @@ def settle(original: Callable[..., None], settings: Any) -> None:
     if not torch.cuda.is_available():
         # As ACCELERATE_USE_CPU, which `dsplan run` sets. TRL asks for bf16 everywhere: without this that is refused.
         settings.use_cpu = True
+    elif settings.ddp_backend is None:
+        # The group is made here, and the plan may be made later and offload: then tensors on the CPU are reduced too.
+        settings.ddp_backend = words.GROUP_BACKENDS
     setattr(settings, _WRITTEN, _written(settings))
     if plan is not None:
         _fill_in(settings, plan)
@@ -405,6 +409,8 @@ def _fill_in(settings: Any, plan: Plan) -> None:
         new = old.replace("gradient", "activation")
         if new in names and old in wanted:
             wanted[new] = wanted.pop(old)
+            if getattr(settings, new) is None:
+                setattr(settings, new, getattr(settings, old))
             setattr(settings, old, None)
     chosen = {name: value for name, value in wanted.items() if name not in _MACHINE}
     say_replaced({name: getattr(settings, name) for name in chosen}, chosen)

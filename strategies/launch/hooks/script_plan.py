@@ -15,7 +15,6 @@ from torch import nn
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import RateMeasurement
 from hardware_db.notices import notice
-from hardware_db.probe import probe
 from planner import vocabulary as words
 from planner.cluster.resolve import probed_cluster
 from planner.errors import DsplanError, NothingFits
@@ -33,6 +32,7 @@ from strategies.distributed.rank_check import require_same_model
 from strategies.errors import CannotRun
 from strategies.launch.hooks import capabilities
 from strategies.run_directory import claim
+from strategies.run_directory.machine import own_machine
 from strategies.run_directory.request import plan_request
 from strategies.run_directory.spec import ScriptKind
 from strategies.run_directory.state_consensus import current
@@ -134,7 +134,7 @@ def plan_live(job: LiveJob) -> Plan | None:
     gpus = torch.cuda.is_available()
     capabilities.require_possible(job.kind, plan_request().strategy, gpus=gpus)
     require_same_model(job.module)
-    measured = machine_rates(fingerprint(probe()), own_device())
+    measured = machine_rates(fingerprint(own_machine()), own_device())
     return on_rank_zero(lambda: _plan_if_possible(job, measured))
 
 
@@ -155,7 +155,7 @@ def _plan_if_possible(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan
 
 def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     ranks = int(os.environ["WORLD_SIZE"])
-    cluster = probed_cluster(probe(), ranks=ranks)
+    cluster = probed_cluster(own_machine(), ranks=ranks)
     facts = facts_from_module(job.module)
     task, length = work_of(facts, job.module, job.example, _longest(job, facts))
     options = WorkOptions(

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hardware_db.errors import DsplanError
 from hardware_db.fingerprint import fingerprint
-from hardware_db.probe import probe
 from hardware_db.units import format_bytes
 from planner import vocabulary as words
 from planner.cluster.resolve import probed_cluster
@@ -42,6 +41,7 @@ from strategies.protocols import Observer
 from strategies.run_directory import claim
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE, script_line
+from strategies.run_directory.machine import own_machine
 from strategies.run_directory.request import plan_request
 from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.stopping import Stopping, open_board
@@ -188,7 +188,7 @@ class FirstStep(Observer):
         """Return the plan of what the script does, the same on every rank; every rank calls this together."""
         if not self._seen.micro_batch:
             raise CannotRun("its model was given no tensors")
-        measured = machine_rates(fingerprint(probe()), next(self._module.parameters()).device)
+        measured = machine_rates(fingerprint(own_machine()), next(self._module.parameters()).device)
         plan, remedy = on_rank_zero(lambda: self._plan(measured))
         if remedy:
             say(remedy)
@@ -199,7 +199,7 @@ class FirstStep(Observer):
         total = seen.micro_batch * seen.accumulation * ranks
         work = WorkOptions(seq_len=seen.sequence_length, global_batch=total, precision=seen.precision)
         request = with_measured_rates(
-            make_request(self._facts, probed_cluster(probe(), ranks=ranks), work, zero_backend="native"), measured
+            make_request(self._facts, probed_cluster(own_machine(), ranks=ranks), work, zero_backend="native"), measured
         )
         chosen = replace(
             self._configuration,

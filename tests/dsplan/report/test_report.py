@@ -96,7 +96,7 @@ def test_a_hostile_name_is_text(cli: Cli, tmp_path: Path, page: Path) -> None:
 
 
 def test_one_line_says_what_cannot_be_reported(cli: Cli, tmp_path: Path) -> None:
-    out = f"--out {tmp_path / 'page.html'}"
+    out = f"--out '{tmp_path}/page.html'"
     assert "holds neither a plan nor a run" in cli.refuses(f"report {out}", tmp_path)
     assert "cannot be read" in cli.refuses(f"report {out}", tmp_path / "none.yaml")
     assert "--gpus ask a question of their own" in cli.refuses(f"report --gpus 4 {out}", tmp_path)

@@ -94,6 +94,17 @@ void run_all(std::vector<std::function<void()>>& due) {
   }
 }
 
+// What the host has waited for is over when a stream is asked for something after that.
+Clock& clock_after_host(int slot) {
+  auto& s = state();
+  auto& clock = clock_of(slot);
+  if (s.seen_host[slot] != s.host_version) {
+    join(clock, s.host);
+    s.seen_host[slot] = s.host_version;
+  }
+  return clock;
+}
+
 // The host has seen all that `clock` covers: late copies of it arrive.
 void host_joins(const Clock& clock) {
   auto& s = state();
@@ -197,11 +208,7 @@ Launch::Launch(c10::Stream stream, const char* name) : slot_(slot_of(stream)), n
   std::vector<std::function<void()>> ended; // destroyed after the lock is let go
   Lock lock;
   ended.swap(s.ended);
-  auto& clock = clock_of(slot_);
-  if (s.seen_host[slot_] != s.host_version) {
-    join(clock, s.host);
-    s.seen_host[slot_] = s.host_version;
-  }
+  auto& clock = clock_after_host(slot_);
   number_ = at(clock, slot_) + 1;
   raise_to(clock, slot_, number_);
   ++s.launched;
@@ -224,7 +231,7 @@ void Launch::read(const void* pointer, size_t bytes) {
   if (!s.pending.empty()) finish_overlapping(s.pending, range);
   cut(s.memory, range.begin);
   cut(s.memory, range.end);
-  auto& clock = s.clocks[slot_];
+  auto& clock = clock_after_host(slot_); // a kernel is launched after its outputs were allocated, which may wait
   int racing = -1;
   for (auto it = s.memory.lower_bound(range.begin); it != s.memory.end() && it->first < range.end; ++it) {
     auto& uses = it->second;
@@ -247,7 +254,7 @@ void Launch::write(const void* pointer, size_t bytes) {
   if (!s.pending.empty()) finish_overlapping(s.pending, range);
   cut(s.memory, range.begin);
   cut(s.memory, range.end);
-  auto& clock = s.clocks[slot_];
+  auto& clock = clock_after_host(slot_); // a kernel is launched after its outputs were allocated, which may wait
   int racing = -1;
   const char* verb = "writes";
   auto it = s.memory.lower_bound(range.begin);

@@ -6,5 +6,7 @@ import sys
 if os.environ.get("EMULATED_CUDA"):
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import cuda_of_torch
+    import emulated_nvml
 
+    emulated_nvml.install()
     cuda_of_torch.install()

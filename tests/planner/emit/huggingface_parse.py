@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 import warnings
+from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
@@ -13,9 +14,16 @@ warnings.simplefilter("error", FutureWarning)
 warnings.filterwarnings("ignore", "`gradient_checkpointing", FutureWarning)
 
 
+@dataclass
+class RecomputingArguments(TrainingArguments):  # type: ignore[misc]
+    """Recomputes unless it is told not to, as TRL's do."""
+
+    gradient_checkpointing: bool = field(default=True)
+
+
 def understood(arguments: dict[str, object]) -> dict[str, object]:
     before = dict(os.environ)
-    training_arguments = TrainingArguments(**arguments, output_dir=tempfile.gettempdir())
+    training_arguments = RecomputingArguments(**arguments, output_dir=tempfile.gettempdir())
     plugin = training_arguments.deepspeed_plugin
     answer = {
         "micro_batch": training_arguments.per_device_train_batch_size,

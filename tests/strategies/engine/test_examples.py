@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from hardware_db.files import HOME
 from strategies.distributed.rank_pool import RankPool
 from tests.strategies.example_bodies import losses_of, run_example
 
@@ -16,8 +18,7 @@ SHORT = ["--steps", "4", "--sequence-length", "32", "--global-batch", "8"]
 def train(ranks: RankPool, name: str, strategy: str, folder: Path, *options: str) -> list[float]:
     backend, _, stage = strategy.rpartition(" ")
     arguments = [*SHORT, *options, *(["--backend", backend] if backend else [])]
-    home = folder.parents[1] / "home"  # of all tests, so that the machine's rates are measured once
-    environment = {"DSPLAN_STRATEGY": stage, "DSPLAN_RUN_DIR": str(folder), "DSPLAN_HOME": str(home)}
+    environment = {"DSPLAN_STRATEGY": stage, "DSPLAN_RUN_DIR": str(folder), HOME: os.environ[HOME]}
     ranks.run(run_example, name, environment, arguments)
     return losses_of(folder)
 

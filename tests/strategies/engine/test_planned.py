@@ -31,11 +31,6 @@ STRATEGIES = ("ddp", "fsdp", "fsdp-grad-op", "zero1", "zero2", "zero3")
 PoolOf = Callable[[str], RankPool]
 
 
-@pytest.fixture(autouse=True)
-def _own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSPLAN_HOME", str(tmp_path / "home"))
-
-
 def test_a_module_is_planned_printed_and_trained(capsys: pytest.CaptureFixture[str]) -> None:
     engine, _, loader, _ = initialize(
         model=TinyModel(), training_data=training_bodies.Samples(), config={"train_batch_size": 12}
@@ -193,9 +188,9 @@ def example_losses() -> dict[str, list[float]]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.sweep(suite=lambda strategy: strategy in ("fsdp", "zero2"))
 def test_the_example_has_the_same_losses_under_every_strategy(
-    strategy: str, pool_of: PoolOf, tmp_path: Path, example_losses: dict[str, list[float]]
+    strategy: str, pool_of: PoolOf, tmp_path: Path, dsplan_home: Path, example_losses: dict[str, list[float]]
 ) -> None:
-    environment = {"DSPLAN_STRATEGY": strategy, "DSPLAN_RUN_DIR": str(tmp_path), "DSPLAN_HOME": str(tmp_path)}
+    environment = {"DSPLAN_STRATEGY": strategy, "DSPLAN_RUN_DIR": str(tmp_path), "DSPLAN_HOME": str(dsplan_home)}
     pool_of(strategy).run(run_example, "train_gpt", environment, ARGUMENTS)
     plan = read_metrics(tmp_path, 1)[0][0]
     assert plan.pop("event") == "plan"

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import runpy
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +19,18 @@ from typing import Any
 
 import pytest
 
+from strategies.distributed.rank_pool import RankPool
 from tests.strategies.faults import moments
-from tests.strategies.faults.faulty_run import FaultyRun
-from tests.strategies.faults.ledger import Start, Step, lineage, misused_samples, progress, worst_difference
+from tests.strategies.faults.faulty_run import SCRIPT, FaultyRun
+from tests.strategies.faults.ledger import (
+    Start,
+    Step,
+    lineage,
+    misused_samples,
+    progress,
+    read_starts,
+    worst_difference,
+)
 from tests.strategies.faults.moments import Inflict, Moment, When
 
 Reference = Callable[[Mapping[str, Any]], list[Step]]
@@ -190,13 +200,25 @@ class Figures:
                 file.write(json.dumps({**asdict(self), "late": self.late}) + "\n")
 
 
-def uninterrupted(directory: Path, settings: Mapping[str, Any]) -> list[Step]:
-    """The steps of a run to which nothing happens."""
+def uninterrupted(directory: Path, settings: Mapping[str, Any], ranks: RankPool) -> list[Step]:
+    """The steps of a run to which nothing happens; by ranks that are up where they train alike without `dsplan run`."""
+    if settings["backend"] in ("torch", "native"):
+        ranks.run(train_alone, str(directory), settings)
+        return lineage(read_starts(directory))
     with FaultyRun(directory, settings, options=OPTIONS) as run:
         run.start()
         assert run.wait() == 0, run.out
         (start,) = run.starts()
         return lineage([start])
+
+
+def train_alone(directory: str, settings: Mapping[str, Any]) -> None:
+    """The script on a rank, with its ledger in a directory."""
+    variables = {"LEDGER": directory, "CHECKPOINTS": directory, "SETTINGS": json.dumps(settings), "FAULTS": "[]"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

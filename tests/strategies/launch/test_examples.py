@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hardware_db.files import database_path
 from hardware_db.store import open_store
 from planner.types.plan_io import load_plan, save_plan
 from tests.strategies.launch.command import EXAMPLES, run
@@ -42,14 +43,18 @@ def _check_memory(found: dict[str, Any]) -> None:
 
 
 def test_live_plan(tmp_path: Path) -> None:
+    database_path().unlink()
     found = _train("hf_trainer", tmp_path)
     _check_training(found)
     _check_memory(found)
+    with open_store() as store:
+        assert {rate.ranks for rate in store.rates()} == {2}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hf_trainer", "accelerate_loop", "deepspeed_loop"])
 def test_live_plan_then_plan_file(name: str, tmp_path: Path) -> None:
+    database_path().unlink()
     found = _train(name, tmp_path)
     _check_training(found)
     _check_memory(found)

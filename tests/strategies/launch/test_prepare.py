@@ -10,7 +10,7 @@ import pytest
 
 from hardware_db.device import Device
 from hardware_db.errors import BrokenFile, DsplanError
-from hardware_db.probe import Host, Machine, Software
+from hardware_db.probe import Gpu, Host, Machine, Software
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
@@ -20,10 +20,10 @@ from planner.types.plan import Plan
 from planner.types.plan_io import save_plan
 from strategies.launch import prepare as prepare_module
 from strategies.launch.options import DEFAULT_SUPERVISION, RequestedSupervision, parse_kernels
-from strategies.launch.prepare import RunRequest, prepare
+from strategies.launch.prepare import Launch, RunRequest, prepare
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.files import ATTEMPT_OPTIONS_FILE, CLAIM_FILE, write_json
-from strategies.run_directory.request import PlanRequest, RequestedDegrees, RequestedMethod
+from strategies.run_directory.request import DecidedDevice, PlanRequest, RequestedDegrees, RequestedMethod
 from strategies.variables import REQUEST
 
 CPU = Device(name="cpu", vendor="cpu", architecture="x86")
@@ -66,7 +66,7 @@ def test_two_processes_on_a_machine_without_a_gpu(script: Path) -> None:
     launch = prepare(RunRequest(script=script, arguments=("--x", "1")))
     assert (launch.spec.processes, launch.spec.arguments, launch.plan) == (2, ("--x", "1"), None)
     assert launch.spec.environment["DSPLAN_RUN_DIR"] == launch.spec.run_directory
-    assert REQUEST not in launch.spec.environment
+    assert PlanRequest.of(launch.spec.environment) == PlanRequest(device=DecidedDevice(gpus=0))
 
 
 def test_a_plan_decides_the_number_of_processes(script: Path, tmp_path: Path) -> None:
@@ -81,8 +81,12 @@ def test_a_plan_whose_parts_do_not_go_together(script: Path, tmp_path: Path) -> 
 
 
 def _handed(request: RunRequest) -> PlanRequest:
-    """Return what the ranks of a run are handed."""
-    return PlanRequest.of(prepare(request).spec.environment)
+    """Return what the ranks of a run are handed of its flags."""
+    return _flags(prepare(request))
+
+
+def _flags(launch: Launch) -> PlanRequest:
+    return replace(PlanRequest.of(launch.spec.environment), device=None)
 
 
 def test_degrees_go_to_the_ranks_and_with_a_resumed_run(script: Path, tmp_path: Path) -> None:
@@ -96,12 +100,13 @@ def test_degrees_go_to_the_ranks_and_with_a_resumed_run(script: Path, tmp_path: 
     assert _handed(RunRequest(resume=tmp_path / "run", plan=others, processes=3)) == others
     ddp = PlanRequest(strategy="ddp")
     assert _handed(RunRequest(resume=tmp_path / "run", plan=ddp)) == ddp
-    assert REQUEST not in prepare(RunRequest(script=script)).spec.environment
+    assert _handed(RunRequest(script=script)) == PlanRequest()
 
 
 def test_a_run_of_an_earlier_release_keeps_what_it_was_asked(script: Path, tmp_path: Path) -> None:
     """Its `launch.json` has a variable for each part of the request, and its options a copy of the supervision."""
     spec = prepare(RunRequest(script=script, run_directory=tmp_path / "run")).spec
+    own = {name: value for name, value in spec.environment.items() if name != REQUEST}
     earlier = {
         "DSPLAN_STRATEGY": "fsdp",
         "DSPLAN_BACKEND": "torch",
@@ -109,7 +114,7 @@ def test_a_run_of_an_earlier_release_keeps_what_it_was_asked(script: Path, tmp_p
         "DSPLAN_METHOD": '{"method": "lora", "lora_rank": 4}',
         "DSPLAN_KERNELS": '{"all": "auto"}',
     }
-    replace(spec, environment={**spec.environment, **earlier}).save()
+    replace(spec, environment={**own, **earlier}).save()
     assert _handed(RunRequest(resume=tmp_path / "run")) == PlanRequest(
         strategy="fsdp",
         backend="torch",
@@ -142,7 +147,7 @@ def test_what_is_trained_and_whose_kernels_run_are_handed_on_and_kept(script: Pa
     request = PlanRequest(method=method, kernels=kernels)
     launch = prepare(RunRequest(script=script, plan=request, run_directory=tmp_path / "run"))
     launch.spec.save()
-    assert PlanRequest.of(launch.spec.environment) == request
+    assert _flags(launch) == request
     assert request.kernels == {"rms_norm": "liger", "all": "auto"}
     assert _handed(RunRequest(resume=tmp_path / "run")) == request
     plan = replace(_plan_file(tmp_path, _plan()), method=method)
@@ -167,7 +172,7 @@ def test_a_plan_over_several_nodes(script: Path, tmp_path: Path) -> None:
 
 
 def test_more_processes_than_gpus(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Machine, "usable_gpus", (object(),))
+    monkeypatch.setattr(Machine, "usable_gpus", (Gpu(index=0, name="H100", free_bytes=1),))
     assert "this machine has 1; use --nproc 1 or fewer" in _refusal(RunRequest(script=script, processes=2))
 
 
@@ -269,7 +274,7 @@ def test_where_to_resume_from(script: Path, tmp_path: Path) -> None:
     assert prepare(named).resume_from == str(tmp_path / "step-00000004")
     write_json(tmp_path / "run" / CLAIM_FILE, {"kind": "accelerate"})
     assert "dsplan loads no checkpoint for" in _refusal(request)
-    assert "dsplan keeps no checkpoint of it" in prepare(RunRequest(resume=tmp_path / "run")).notice
+    assert "dsplan keeps no checkpoint of it" in prepare(RunRequest(resume=tmp_path / "run")).notices[-1]
 
 
 def test_new_run_directories_differ(script: Path) -> None:

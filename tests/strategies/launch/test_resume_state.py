@@ -15,6 +15,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hardware_db.files import HOME
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.errors import NothingFits
 from planner.models.resolve import resolve_model
@@ -293,6 +294,7 @@ def _splits_in(request: Request) -> set[tuple[int, int]]:
 
 
 def test_fewer_ranks_than_the_degrees_divide_choose_among_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(HOME, str(tmp_path / "home"))  # by the datasheet alone, whatever the rates of this machine are
     run, left = _Run(monkeypatch, tmp_path), ResumeState(ranks=2, is_resumed=True, global_batch_size=8)
     request = run.request(left, tp=2, pp=2)
     assert _splits_in(request) == {(1, 1), (2, 1), (1, 2)}

@@ -23,6 +23,7 @@ CP = Composition(strategy="fsdp", cp=2)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "gpt"])
+@pytest.mark.sweep(suite=lambda kind: kind in ("llama", "mixtral"))  # the others are in the stages of a pipeline below
 def test_two_ranks_train_as_one_process(ranks: RankPool, kind: Kind) -> None:
     composition = replace(CP, clipping=0.5, checkpointing="full", accumulation=2)
     for found in ranks.run(parallel_bodies.train, kind, composition):
@@ -33,6 +34,11 @@ def test_two_ranks_train_as_one_process(ranks: RankPool, kind: Kind) -> None:
 @pytest.mark.parametrize(
     ("checkpointing", "is_chosen_by_script", "passes"),
     [("none", False, 1), ("full", False, 2), ("selective", False, 2), ("none", True, 2)],
+)
+@pytest.mark.sweep(
+    suite=lambda strategy, checkpointing, is_chosen_by_script: (
+        (strategy == "fsdp") == (checkpointing == "full" or is_chosen_by_script)
+    )
 )
 def test_attention_over_all_tokens_is_computed_again(
     ranks: RankPool, strategy: str, checkpointing: str, is_chosen_by_script: bool, passes: int

@@ -28,6 +28,7 @@ def check(runs: list[SplitRun], composition: Composition) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.sweep(suite=lambda model, sequence_parallel: sequence_parallel == (model in ("llama", "gpt2")))
 def test_two_ranks_share_a_model(ranks: RankPool, model: str, sequence_parallel: bool) -> None:
     composition = Composition(model=model, sequence_parallel=sequence_parallel)
     runs = ranks.run(bodies.train_split, composition)
@@ -114,6 +115,7 @@ def test_ranks_that_share_samples_count_their_share(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.sweep(suite=lambda sequence_parallel: sequence_parallel)
 def test_adapters_are_split_with_their_layers(ranks: RankPool, sequence_parallel: bool) -> None:
     for found in ranks.run(bodies.adapters_trained, sequence_parallel):
         assert max(found["loss"], found["weights"]) < 1e-5

@@ -52,6 +52,7 @@ def test_layers_split_over_other_ranks_than_the_plans_are_refused(four_ranks: Ra
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.sweep(suite=lambda kind, strategy: (kind, strategy) in (("llama", "fsdp"), ("mixtral", "ddp")))
 def test_split_sequences_train_as_one_process(ranks: RankPool, kind: Kind, strategy: str) -> None:
     split = replace(TP, strategy=strategy, sequence_parallel=True, accumulation=2, checkpointing="full", clipping=0.5)
     worst = _worst(ranks.run(parallel_bodies.train, kind, split))
