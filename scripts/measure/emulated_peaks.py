@@ -3,10 +3,10 @@
     python -m scripts.measure.emulated_peaks                      # hardware_db/measurements/memory_emulated.csv
     python -m scripts.measure.emulated_peaks --only fsdp --again  # some strategies, measured anew
 
-The cards are those of `tests/emulated_cuda`: torch's Python and autograd, the rules of the caching allocator, numbers by
-the CPU's kernels. So the figures say what the allocator makes of a training step, and not what a card needs: there is
-no context, no library's workspace and no communicator. Every run becomes a row as soon as it is done; runs that have a
-row are skipped.
+The cards are those of `tests/emulated_cuda`: torch's Python and autograd, the rules of the caching allocator, numbers
+by the CPU's kernels. So the figures say what the allocator makes of a training step, and not what a card needs: there
+is no context, no library's workspace and no communicator. Every run becomes a row as soon as it is done; runs that
+have a row are skipped.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MODELS = {
     "gpt2-deep": {"n_embd": 256, "n_layer": 8, "n_head": 4, "vocab_size": 8192, "n_positions": 1024},
     "qwen3": SMALL["qwen3"],
 }
-"""Sizes by name, of 10 to 15 million parameters. Qwen's widths are multiples of nothing that the allocator rounds to."""
+"""Sizes by name, of 10 to 15 million parameters. Qwen's widths are no multiples of what the allocator rounds to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -172,8 +172,9 @@ class StepMemory:
     """Bytes on this rank in the steady state: alive before the step, and the peak of each phase.
 
     `states_bytes` are alive when the last backward pass has ended: weights, gradients and optimizer states.
-    `reserved_bytes` is the allocator's reservation, `requested_bytes` the peak of what tensors asked it for, and `device_used_bytes` what all processes use of the device
-    afterwards, all 0 on a CPU; `host_bytes` is this process's resident set.
+    `reserved_bytes` is the allocator's reservation, `requested_bytes` the peak of what tensors asked it for, and
+    `device_used_bytes` what all processes use of the device afterwards, all 0 on a CPU; `host_bytes` is this process's
+    resident set.
     """
 
     resident_bytes: int
