@@ -8,14 +8,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from strategies.distributed.rank_pool import RankPool
-from tests.emulated_cuda.fixtures import card, cuda_environment, emulated, two_cards  # noqa: F401
+from tests.emulated_cuda.fixtures import CardPool, card, cuda_environment, emulated, two_cards  # noqa: F401
 
 # Variables through which one test could change what the next one does.
 _GUARDED = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CUDA_VISIBLE", "DSPLAN_", "DS_", "ACCELERATE_", "FSDP_")
@@ -120,7 +121,20 @@ def dsplan_home(_nothing_leaks: None, tmp_path: Path, monkeypatch: pytest.Monkey
     return home
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let any test of ranks run on cards: `pytest --cards tests/strategies/backends`."""
+    parser.addoption("--cards", action="store_true", help="pools of ranks are on cards, emulated where there are none")
+
+
 @pytest.fixture(scope="session")
-def new_pool() -> Callable[..., RankPool]:
+def new_pool(request: pytest.FixtureRequest) -> Callable[..., RankPool]:
     """RankPool, with ranks that are forked from one process which has imported what all of them need."""
+    if request.config.getoption("--cards"):
+        return cast("Callable[..., RankPool]", request.getfixturevalue("new_card_pool"))
     return partial(RankPool, preload=_PRELOAD)
+
+
+@pytest.fixture(scope="session")
+def new_card_pool(cuda_environment: Mapping[str, str]) -> Callable[..., RankPool]:  # noqa: F811
+    """RankPool, whose ranks have a card each."""
+    return lambda world_size, **options: CardPool(world_size, cuda_environment, **options)

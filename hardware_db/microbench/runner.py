@@ -10,7 +10,7 @@ import torch
 
 from hardware_db.errors import DsplanError
 from hardware_db.microbench.grid import CPU, GPU, Point, Rate, Refusal, quick_points
-from hardware_db.microbench.timer import Budget, ranks_at_work
+from hardware_db.microbench.timer import Budget, least, ranks_at_work
 
 _COLLECTIVE = "hardware_db.microbench.collectives:bus_bandwidth"
 _LATENCY = "hardware_db.microbench.collectives:latency"
@@ -81,6 +81,25 @@ def wanted_points(device: torch.device) -> tuple[Point, ...]:
 def quick_rates(points: Iterable[Point], device: torch.device) -> tuple[Rate, ...]:
     """Measure the points.
 
-    All ranks call this at the same time, so that what they share (cores, memory bus) is shared as in training.
+    All ranks call this at the same time, so that what they share (cores, memory bus) is shared as in training. Points
+    for which a rank's GPU has no room are left out: what trains next may need nearly all of it. The GPU keeps nothing.
     """
-    return tuple(measure(point, device, Budget()) for point in points)
+    if device.type != "cuda":
+        return tuple(measure(point, device, Budget()) for point in points)
+    rates = tuple(measure(point, device, Budget()) for point in points if _has_room(point, device))
+    torch.cuda.empty_cache()
+    return rates
+
+
+def _has_room(point: Point, device: torch.device) -> bool:
+    """Return whether every rank's GPU has the memory that a point takes."""
+    torch.cuda.empty_cache()  # of the points before, which the GPU counts as taken
+    free, _ = torch.cuda.mem_get_info(device)
+    rows, inner, columns = point.shape or (0, 0, 0)
+    operands = rows * inner + inner * columns + rows * columns
+    return least(free, device) >= _TENSORS * point.size + _BYTES_PER_OPERAND * operands + _SPARE
+
+
+_TENSORS = 3  # of the point's size, which a collective holds
+_BYTES_PER_OPERAND = 6  # drawn in fp32, and a copy in 16 bits
+_SPARE = 64 << 20  # the workspace of cuBLAS and the ends of segments

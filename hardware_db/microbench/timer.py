@@ -97,6 +97,11 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def least(value: float, device: torch.device) -> float:
+    """Return the least of what the ranks of the live process group have."""
+    return _over_ranks([value], device, dist.ReduceOp.MIN)[0] if ranks_at_work() > 1 else value
+
+
 def _slowest(values: list[float], device: torch.device) -> list[float]:
     return _over_ranks(values, device, dist.ReduceOp.MAX) if ranks_at_work() > 1 else values
 

@@ -222,6 +222,8 @@ def _more_host_memory(request: Request, fits: Fits) -> Remedy | None:
 def _more_gpus(request: Request, fits: Fits) -> Remedy | None:
     """Doubling the GPUs, node by node, until something fits; the batch per GPU stays at one sample or more."""
     cluster = request.cluster
+    if cluster.is_mig_slice:
+        return None
     while cluster.gpus * 2 <= MOST_GPUS_TRIED:
         cluster = doubled(cluster)
         batch = max(request.workload.global_batch_size, cluster.gpus)

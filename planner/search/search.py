@@ -200,7 +200,7 @@ def _why_uneven(request: Request) -> str | None:
 
 def _first(request: Request) -> Plan | None:
     try:
-        return next(iter(recommend(request).plans), None)
+        return first_plan(request)
     except ContradictoryRequest:  # the batch cannot be split over so many devices
         return None
 

@@ -154,3 +154,9 @@ class Cluster:
     def gpus(self) -> int:
         """Devices of all nodes."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def is_mig_slice(self) -> bool:
+        """True for a part of a GPU of this machine, which no other joins: collectives do not work between slices."""
+        gpus = () if self.machine is None else self.machine.gpus
+        return any(part.name == self.device.name for gpu in gpus for part in gpu.mig_devices)

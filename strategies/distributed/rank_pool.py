@@ -308,7 +308,7 @@ def _join_group(rank: int, settings: PoolSettings, folder: str) -> None:
     from strategies.torch_compat.distributed import FileStore
 
     _use_one_thread()
-    if settings.backend == "nccl":
+    if "nccl" in settings.backend:
         torch.cuda.set_device(rank)
     dist.init_process_group(
         settings.backend,

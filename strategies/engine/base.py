@@ -31,6 +31,7 @@ from strategies.parallel.whole import whole_layers, whole_tensors
 from strategies.protocols import Observer, Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE, beat
 from strategies.telemetry.tensorboard_log import EVERY_STEPS
+from strategies.torch_compat.tensors import tree_to
 
 if TYPE_CHECKING:
     from strategies.data.loader import ShardedLoader
@@ -111,12 +112,14 @@ class Engine(ABC):
         return self.configuration.strategy in (*FSDP_STRATEGIES, "zero3") and self.environment.world_size > 1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward pass under the plan's precision.
+        """Run the module's forward pass under the plan's precision, on a GPU with what is in host memory moved there.
 
         Raises:
             CannotRun: the module is cut into pipeline stages.
         """
         self._require_whole()
+        if self.device.type != "cpu":  # DDP and FSDP would do so themselves
+            args, kwargs = tree_to(self.device, (args, kwargs))
         if not self.observers or not self.module.training:
             beat()
             return self._forward(*args, **kwargs)

@@ -15,7 +15,7 @@ from strategies.errors import CannotRun
 from strategies.parallel.model import Arguments
 from strategies.parallel.pipeline import Pipeline
 from strategies.run_directory.heartbeat import beat
-from strategies.torch_compat.tensors import tree_leaves, tree_map_only
+from strategies.torch_compat.tensors import tree_leaves, tree_map_only, tree_to
 
 if TYPE_CHECKING:
     from strategies.engine.base import AccumulatingEngine, Engine
@@ -103,7 +103,7 @@ def _micro_batches(engine: Engine, batch: Any, number: int | None) -> list[Any]:
             )
     else:
         members = _cut_rows(engine, batch, number)
-    return [tree_map_only(torch.Tensor, lambda tensor: tensor.to(engine.device), member) for member in members]
+    return [tree_to(engine.device, member) for member in members]
 
 
 def _cut_rows(engine: Engine, batch: Any, number: int | None) -> list[Any]:

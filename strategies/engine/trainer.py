@@ -21,7 +21,7 @@ from strategies.engine.checkpoint_manager import CheckpointManager, require_part
 from strategies.engine.initialize import initialize
 from strategies.engine.pipeline_step import Loss, call_for_loss, train_batch
 from strategies.errors import CannotRun
-from strategies.torch_compat.tensors import tree_map_only
+from strategies.torch_compat.tensors import tree_to
 from strategies.variables import RUN_DIRECTORY
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class DistributedTrainer:
         for number, batch in enumerate(loader, start=1):
             if number <= trained:
                 continue
-            loss = self._loss(engine, tree_map_only(torch.Tensor, lambda tensor: tensor.to(engine.device), batch))
+            loss = self._loss(engine, tree_to(engine.device, batch))
             total[0] += loss.detach()
             batches += 1
             engine.backward(loss)

@@ -28,6 +28,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "tree_to",
     "tree_unflatten",
     "version_of",
 ]
@@ -36,6 +37,11 @@ Kind = TypeVar("Kind")
 
 foreach_add_, foreach_mul_, foreach_sign_ = torch._foreach_add_, torch._foreach_mul_, torch._foreach_sign_
 foreach_lerp, foreach_lerp_, foreach_norm = torch._foreach_lerp, torch._foreach_lerp_, torch._foreach_norm
+
+
+def tree_to(device: torch.device, tree: Any) -> Any:
+    """Return a tree of values with its tensors on a device; those in page-locked memory are copied beside the host."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), tree)
 
 
 def live_objects(kind: type[Kind]) -> list[Kind]:

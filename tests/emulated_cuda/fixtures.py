@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,27 +50,20 @@ def two_cards(cuda_environment: Mapping[str, str]) -> Iterator[CardPool]:
         yield pool
 
 
-class CardPool:
-    """A `RankPool` over nccl whose ranks are started with cards. Skips where the machine has fewer."""
+class CardPool(RankPool):
+    """Ranks that start with a card each, in the group that the engine makes on GPUs. Skips where there are fewer."""
 
-    def __init__(self, world_size: int, variables: Mapping[str, str]) -> None:
+    def __init__(self, world_size: int, card_variables: Mapping[str, str], **options: Any) -> None:
         import torch
 
-        if not variables and torch.cuda.device_count() < world_size:
+        if not card_variables and torch.cuda.device_count() < world_size:
             pytest.skip(f"needs {world_size} GPUs, this machine has {torch.cuda.device_count()}")
-        self._variables = variables
-        self._pool = RankPool(world_size, backend="nccl", timeout_seconds=300.0)
+        super().__init__(world_size, **{"backend": "cpu:gloo,cuda:nccl", "timeout_seconds": 300.0, **options})
+        self._card_variables = card_variables
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call the function on every rank, as `RankPool.run` does."""
-        with variables_set(self._variables):  # an interpreter has the device from its start, or not at all
-            return self._pool.run(function, *arguments)
-
-    def __enter__(self) -> CardPool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._pool.close()
+    def _start(self) -> None:
+        with variables_set(self._card_variables):  # an interpreter has the device from its start, or not at all
+            super()._start()
 
 
 @contextmanager

@@ -11,6 +11,9 @@ import pytest
 from hardware_db.probe import GpuProcess, Machine, probe_hardware
 from hardware_db.units import GIB, MIB
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
+from planner.models.catalogue import find_model
+from planner.search.request import WorkOptions, make_request
+from planner.search.search import recommend
 from strategies.doctor.finding import Finding
 from strategies.doctor.machine import check_gpus
 from strategies.telemetry.machine import GpuReader
@@ -42,6 +45,10 @@ def test_a_card_in_slices_is_planned_as_its_largest(tmp_path: Path, monkeypatch:
         (60, 40428),
     ]
     assert resolve_cluster(HardwareRequest(), machine).device.name == "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
+    request = make_request(find_model("llama-3-8b"), resolve_cluster(HardwareRequest(), machine), WorkOptions())
+    changes = [remedy.change for remedy in recommend(request).remedies]
+    assert changes
+    assert not [change for change in changes if "GPUs instead of" in change]  # slices do not work together
     assert check_gpus(machine)[-1].message == (
         "0 of 1 GPUs usable: one rank trains on the slice NVIDIA H100 80GB HBM3 MIG 3g.40gb"
     )

@@ -97,15 +97,15 @@ def eight_ranks(new_pool: NewPool) -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def deepspeed_ranks(new_pool: NewPool) -> Iterator[DeepSpeedRanks]:
+def deepspeed_ranks(request: pytest.FixtureRequest, new_pool: NewPool) -> Iterator[DeepSpeedRanks]:
     """Two ranks for DeepSpeed, whose engine leaves state behind in its process."""
-    yield from _deepspeed(new_pool, 2)
+    yield from _deepspeed(request, new_pool, 2)
 
 
 @pytest.fixture(scope="session")
-def deepspeed_three_ranks(new_pool: NewPool) -> Iterator[DeepSpeedRanks]:
+def deepspeed_three_ranks(request: pytest.FixtureRequest, new_pool: NewPool) -> Iterator[DeepSpeedRanks]:
     """Three ranks for DeepSpeed."""
-    yield from _deepspeed(new_pool, 3)
+    yield from _deepspeed(request, new_pool, 3)
 
 
 class DeepSpeedRanks:
@@ -124,10 +124,11 @@ class DeepSpeedRanks:
         return self._pool.run(function, *arguments)
 
 
-def _deepspeed(new_pool: NewPool, world_size: int) -> Iterator[DeepSpeedRanks]:
+def _deepspeed(request: pytest.FixtureRequest, new_pool: NewPool, world_size: int) -> Iterator[DeepSpeedRanks]:
     if find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    with new_pool(world_size, variables={"DS_ACCELERATOR": "cpu"}) as pool:
+    variables = {} if request.config.getoption("--cards") else {"DS_ACCELERATOR": "cpu"}
+    with new_pool(world_size, variables=variables) as pool:
         yield DeepSpeedRanks(pool)
 
 

@@ -1,6 +1,6 @@
 """What the tests of offload run on ranks.
 
-A CPU's memory is the host's, so `apart` keeps device and host copies apart as a GPU does, with copies that run in
+A CPU's memory is the host's, so `apart` keeps device and host copies apart there as a GPU does, with copies that run in
 threads.
 """
 
@@ -51,7 +51,7 @@ class How:
         self, model: nn.Module | None = None, make: Any = None, copies: type[ThreadCopies] = ThreadCopies
     ) -> Any:
         torch.manual_seed(3)
-        with _apart(copies) if self.apart else nullcontext():
+        with _apart(copies) if self.apart and not torch.cuda.is_available() else nullcontext():
             engine, *_ = initialize(
                 model=training_bodies.TinyModel() if model is None else model,
                 optimizer=make or (lambda parameters: torch.optim.AdamW(parameters, lr=2e-3)),
@@ -253,7 +253,7 @@ def evaluated_and_changed(how: How) -> tuple[float, float, list[float]]:
     """A loss in evaluation and inside `whole_parameters`, and values written there, after another step at rate 0."""
     engine = how.engine()
     training_bodies.one_step(engine, 0)
-    batch = training_bodies.batch_of(1)
+    batch = [tensor.to(engine.device) for tensor in training_bodies.batch_of(1)]
     engine.eval()
     with torch.no_grad():
         evaluated = engine(*batch).item()

@@ -260,13 +260,12 @@ def reference(
     return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def train(
+def make_engine(
     kind: Kind,
     composition: Composition,
     tp_plan: Mapping[str, str] | None = None,
     kernels: Mapping[str, str] | None = None,
-) -> Difference:
-    """Train on this rank with the others and compare with one process."""
+) -> Any:
     config: dict[str, Any] = {"gradient_clipping": composition.clipping} if composition.clipping else {}
     engine, *_ = initialize(
         build(kind),
@@ -275,6 +274,17 @@ def train(
         config=config | ({"kernels": kernels} if kernels else {}) or None,
         tp_plan=tp_plan,
     )
+    return engine
+
+
+def train(
+    kind: Kind,
+    composition: Composition,
+    tp_plan: Mapping[str, str] | None = None,
+    kernels: Mapping[str, str] | None = None,
+) -> Difference:
+    """Train on this rank with the others and compare with one process."""
+    engine = make_engine(kind, composition, tp_plan, kernels)
     losses, norms = [], []
     for step in range(composition.steps):
         losses.append(one_step(engine, step))
@@ -289,7 +299,7 @@ def train(
         split = parts.splits.get(name)
         part = whole if split is None else split.take(whole)
         own += part.numel()
-        difference = (here.detach().float() - part).abs().max().item() if part.numel() else 0.0
+        difference = (here.detach().float().cpu() - part).abs().max().item() if part.numel() else 0.0
         if difference > worst:
             worst, where = difference, name
     return Difference(
@@ -310,7 +320,7 @@ def one_step(engine: Any, step: int) -> float:
     own = {name: tensor[rank::size] for name, tensor in batch_of(step).items()}
     if engine.configuration.pp > 1:
         return float(engine.train_batch(own))
-    total = torch.zeros(())
+    total = torch.zeros((), device=engine.environment.device)
     for part in range(accumulation):
         loss = _loss(engine(**{name: tensor.chunk(accumulation)[part] for name, tensor in own.items()}))
         engine.backward(loss)

@@ -165,7 +165,7 @@ def one_step(engine: Any, step: int, *, poisons: bool = False) -> float:
     accumulation = engine.configuration.gradient_accumulation_steps
     batch = batch_of(step, engine.configuration.global_batch_size)
     ids, targets = (tensor[rank::world].chunk(accumulation) for tensor in batch)
-    total = torch.zeros(())
+    total = torch.zeros((), device=engine.environment.device)
     for part in range(accumulation):
         loss = engine(ids[part], targets[part], **({"poison": True} if poisons and part == 0 else {}))
         engine.backward(loss)
@@ -179,7 +179,7 @@ def one_step(engine: Any, step: int, *, poisons: bool = False) -> float:
 def whole_parameters(engine: Any) -> dict[str, torch.Tensor]:
     """Every parameter by its name in the model, whole, on this rank."""
     with engine.whole_parameters():
-        return {name: value.detach().float().clone() for name, value in engine.module.named_parameters()}
+        return {name: value.detach().float().to("cpu", copy=True) for name, value in engine.module.named_parameters()}
 
 
 def reference(recipe: Recipe) -> Trained:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -103,7 +103,7 @@ def prepare(original: Callable[..., Any], accelerator: Any, *objects: Any, **nam
         accelerator._dsplan_monitor = watch(plan_in_use, planned=plan is None, device=accelerator.device)
         result = original(accelerator, *batched, **named)
         accelerator._dsplan_monitor.training_starts()
-        _watch(accelerator, result if isinstance(result, tuple) else (result,), accelerator._dsplan_monitor)
+        _watch(accelerator, result if isinstance(result, (tuple, list)) else (result,), accelerator._dsplan_monitor)
         return result
 
 
@@ -222,7 +222,7 @@ def _batched(item: Any, plan: Plan, *, accumulates: bool) -> Any:
     return cut
 
 
-def _watch(accelerator: Any, prepared: tuple[Any, ...], monitor: RunMonitor) -> None:
+def _watch(accelerator: Any, prepared: Sequence[Any], monitor: RunMonitor) -> None:
     """Notify the monitor of forward passes, losses and optimizer steps."""
     backward = accelerator.backward
 

@@ -443,6 +443,17 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   return at::_local_scalar_dense(host_view(self));
 }
 
+// CUDA counts integers too, the CPU does not.
+at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  Launch launch(current_stream(self.get_device()), "aten::histc");
+  read(launch, self);
+  auto host = host_view(self);
+  const bool counts_integers = at::isIntegralType(self.scalar_type(), false);
+  auto counts = at::histc(counts_integers ? host.to(at::kDouble) : host, bins, min, max).to(self.scalar_type());
+  if (min.toDouble() == max.toDouble()) synchronize_stream(current_stream(self.get_device())); // its range is the data's
+  return to_card(counts, self.get_device(), launch);
+}
+
 void record_stream(at::Tensor& self, c10::Stream stream) { device_allocator()->recordStream(self.storage().data_ptr(), stream); }
 
 // -- attention: the fused kernels' outputs, by the CPU's flash attention --
@@ -658,6 +669,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("copy_", copy_);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("record_stream", record_stream);
+  m.impl("histc", histc);
   m.impl("_scaled_dot_product_flash_attention", flash);
   m.impl("_scaled_dot_product_flash_attention_backward", flash_backward);
   m.impl("_scaled_dot_product_efficient_attention", efficient);

@@ -6,6 +6,7 @@ import itertools
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,12 +33,18 @@ def grid() -> list[Plan]:
     return [*plans, make_plan("zero3", offload="all"), make_plan("zero3", offload="nvme")]
 
 
-def test_transformers_takes_the_arguments_of_every_plan(tmp_path: Path) -> None:
-    plans = grid()
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What one process of transformers' took the arguments of the grid for, and last those of a CPU plan."""
     # use_cpu, because transformers refuses bf16 where it sees no GPU.
-    question = [{**training_arguments(plan), "use_cpu": True} for plan in plans]
-    answers = ask("huggingface_parse.py", question, directory=tmp_path)
-    for plan, answer in zip(plans, answers, strict=True):
+    question = [{**training_arguments(plan), "use_cpu": True} for plan in grid()]
+    question.append(training_arguments(make_plan("ddp", gpus=2), EmitOptions(cpu=True)))
+    answers: list[dict[str, Any]] = ask("huggingface_parse.py", question, directory=tmp_path_factory.mktemp("parsed"))
+    return answers
+
+
+def test_transformers_takes_the_arguments_of_every_plan(answers: list[dict[str, Any]]) -> None:
+    for plan, answer in zip(grid(), answers[:-1], strict=True):
         configuration = plan.configuration
         sharded = configuration.strategy.startswith("fsdp")
         recomputes = configuration.activation_checkpointing != "none"
@@ -57,13 +64,13 @@ def test_transformers_takes_the_arguments_of_every_plan(tmp_path: Path) -> None:
             assert fsdp["transformer_cls_names_to_wrap"] == "OPTDecoderLayer"
 
 
-def test_a_cpu_plan_says_use_cpu(tmp_path: Path) -> None:
+def test_a_cpu_plan_says_use_cpu(answers: list[dict[str, Any]]) -> None:
     plan = make_plan("ddp", gpus=2)
     assert "use_cpu" not in training_arguments(plan)
     arguments = training_arguments(plan, EmitOptions(cpu=True))
     assert arguments["use_cpu"] is True
     assert arguments == training_arguments(make_plan("ddp", gpus=2, vendor="cpu"))
-    assert ask("huggingface_parse.py", [arguments], directory=tmp_path)[0]["device"] == "cpu"
+    assert answers[-1]["device"] == "cpu"
 
 
 @pytest.mark.parametrize(

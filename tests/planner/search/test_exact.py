@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
@@ -27,6 +27,7 @@ def configuration(options: ExactOptions, **of_request: int) -> Configuration:
     return exact(request(**of_request, global_batch=options.global_batch), options)[1]
 
 
+@settings(deadline=None)
 @given(tp=DIVISORS, pp=DIVISORS, micro=st.integers(1, 64), accumulation=st.integers(1, 64))
 def test_the_degrees_use_every_gpu_and_the_batch_is_their_product(
     tp: int, pp: int, micro: int, accumulation: int
@@ -82,6 +83,7 @@ def test_contradictions_name_the_numbers(options: ExactOptions, message: str) ->
         configuration(options)
 
 
+@settings(deadline=None)
 @given(strategy=st.sampled_from(["ddp", "fsdp", "zero2", "zero3"]), micro=st.integers(1, 64))
 def test_the_memory_figures_add_up_to_the_byte(strategy: Strategy, micro: int) -> None:
     memory = estimate(*exact(request(), ExactOptions(strategy=strategy, micro_batch=micro))).memory

@@ -13,21 +13,23 @@ from typing import Any
 import pytest
 
 from hardware_db.files import provide_torch_extensions
+from tests.emulated_cuda import Card, environment
 from tests.emulated_cuda.fixtures import CardPool
 from tests.strategies.cuda import profile_bodies
+from tests.strategies.launch.command import ROOT, run
 
 Cases = dict[str, tuple[str, str, dict[str, Any]]]
 SCRIPT = Path(__file__).with_name("framework_ranks.py")
 _TOLERANCES = {"bf16": 1e-2, "bf16-pure": 1e-2, "fp16": 5e-4}
 
 
-def _train(world_size: int, cases: Cases, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
+def _train(world_size: int, cases: Cases, cards: Mapping[str, str], folder: Path) -> dict[str, Any]:
     """What the ranks of a process each, with a card each, answer."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     answer = folder / "answer.json"
     paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": os.pathsep.join(paths), **environment}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": os.pathsep.join(paths), **cards}
     provide_torch_extensions(variables)
     command = [str(SCRIPT), str(answer), json.dumps(cases)]
     if world_size == 1:
@@ -51,12 +53,9 @@ def _check(cases: Cases, answers: Mapping[str, Any]) -> None:
 
 
 def test_trainer_takes_what_is_emitted_for_cards(cuda_environment: Mapping[str, str], tmp_path: Path) -> None:
-    cases: Cases = {
-        # Beside FSDP's own recomputation Trainer refuses its own, which these arguments ask for by default.
-        "full": ("trainer", "fsdp", {"activation_checkpointing": "full"}),
-        # Its gradients' norm is reduced over ranks on the CPU.
-        "offload": ("trainer", "fsdp", {"offload": "all"}),
-    }
+    # Beside FSDP's own recomputation Trainer refuses its own, which these arguments ask for by default. The norm of
+    # gradients that are offloaded is reduced over ranks on the CPU.
+    cases: Cases = {"fsdp": ("trainer", "fsdp", {"activation_checkpointing": "full", "offload": "all"})}
     _check(cases, _train(1, cases, cuda_environment, tmp_path))
 
 
@@ -98,6 +97,43 @@ def test_two_cards_train_alike_under_every_strategy(
         if framework != "deepspeed" or not case[0].startswith("fsdp")
     }
     _check(cases, _train(2, cases, cuda_environment, tmp_path))
+
+
+ACCELERATE = """
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+accelerator = Accelerator()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(torch.randn(64, 3, 8, 8), torch.randint(0, 10, (64,)))
+model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=8))
+for images, labels in loader:
+    loss = torch.nn.functional.cross_entropy(model(images), labels)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+ranks = torch.ones(1)
+dist.all_reduce(ranks)
+print("WRAPPED", type(model).__name__, ranks.item())
+"""
+
+
+@pytest.mark.slow
+def test_accelerate_on_cards_is_watched_and_reduces_on_the_cpu(
+    cuda_environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    cards = [Card(total_memory=16 << 30)] * 2
+    for name, value in (environment(cards, tmp_path) if cuda_environment else {}).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "images.py").write_text(ACCELERATE)
+    subprocess.run([sys.executable, "-m", "tests.strategies.cuda.store_rates"], check=True, cwd=ROOT)
+    finished = run("--nproc", "2", "--strategy", "fsdp", "--json", tmp_path / "images.py", cwd=tmp_path)
+    assert finished.status == 0, finished.err
+    assert (finished.json["trained_with"], finished.json["measured"]["steps"]) == ("accelerate", 4)
+    assert "WRAPPED FSDPSequential 2.0" in finished.err
 
 
 def test_a_profile_on_a_card_writes_nothing_to_standard_error(card: CardPool, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Finished:
 def start_run(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
     """`dsplan run ...`, running."""
     command = [sys.executable, "-m", "dsplan", "run", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # tests/conftest.py puts this tree on the path
     return subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hardware_db.errors import DsplanError
-from hardware_db.probe import Gpu, Host, Machine, MigDevice, Software
+from hardware_db.probe import Gpu, GpuProcess, Host, Machine, MigDevice, Software
 from hardware_db.probe.software import mark_visibility
 from planner.cluster.probed import mig_cluster
 from strategies.distributed import environment
@@ -22,7 +22,7 @@ from strategies.run_directory.machine import own_machine
 from strategies.run_directory.request import ON_CPU, DecidedDevice, PlanRequest
 from strategies.run_directory.spec import Placement
 from strategies.supervision.failures import failure_of
-from strategies.variables import REQUEST
+from strategies.variables import REQUEST, RUN_DIRECTORY
 
 LOCAL = Placement()
 MIG = MigDevice(name="H100 MIG 1g.10gb", uuid="MIG-1", total_bytes=10, free_bytes=9)
@@ -139,6 +139,19 @@ def test_a_torch_that_does_not_answer_sees_nothing(answer: str, monkeypatch: pyt
     done = subprocess.CompletedProcess([], 0, stdout=answer)
     monkeypatch.setattr(device_module.subprocess, "run", lambda *arguments, **options: done)
     assert ask_torch() == ()
+
+
+def test_what_the_ranks_of_a_run_hold_is_free_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A script puts its model on the GPU before dsplan plans, and a plan counts the model's bytes itself."""
+    shared = (GpuProcess(pid=11, used_bytes=30), GpuProcess(pid=12, used_bytes=8))
+    gpu = _gpu(0, free_bytes=40, used_bytes=40, processes=shared)
+    monkeypatch.setattr(machine_module, "probe", lambda: _machine(gpu, _gpu(1, used_bytes=1)))
+    (tmp_path / "rank0.pid").write_text("11")
+    (tmp_path / "rank1.pid").write_text("")
+    first, second = own_machine({RUN_DIRECTORY: str(tmp_path)}).gpus
+    assert (first.free_bytes, first.used_bytes, first.processes) == (70, 10, shared[1:])
+    assert (second.free_bytes, second.used_bytes) == (79, 1)
+    assert own_machine({}).gpus[0] == gpu
 
 
 # The rank's side.

@@ -1,0 +1,85 @@
+"""Every strategy trains on cards to the CPU's losses; `pytest --cards` runs all other tests of ranks there too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strategies.distributed.rank_pool import RankPool
+from tests.emulated_cuda.fixtures import CardPool
+from tests.strategies.cuda import strategy_bodies
+from tests.strategies.parallel_bodies import Composition
+from tests.strategies.training_bodies import Recipe
+
+_TORCH = ("ddp", "fsdp", "fsdp-grad-op")
+_NATIVE = ("zero1", "zero2", "zero3")
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"accumulation": 3, "clipping": 0.5},
+    "reduced once": {"accumulation": 3, "sync_each": False},
+    "own groups and frozen weights": {"own_optimizer": True, "frozen": True},
+    "full checkpointing": {"checkpointing": "full"},
+    "selective checkpointing": {"checkpointing": "selective"},
+    "optimizer on the host": {"offload": "optimizer", "accumulation": 3, "clipping": 0.5},
+    "all on the host": {"offload": "all", "accumulation": 3},
+    "states on a disk": {"offload": "nvme", "accumulation": 3},
+}
+_HAVE: dict[str, tuple[str, ...]] = {"optimizer": _NATIVE, "all": ("fsdp", "fsdp-grad-op", "zero3"), "nvme": _NATIVE}
+_CASES = [
+    (strategy, variant)
+    for strategy, (variant, how) in product((*_TORCH, *_NATIVE), _VARIANTS.items())
+    if strategy in _HAVE.get(how.get("offload", ""), (*_TORCH, *_NATIVE))
+]
+_IN_SUITE = {
+    ("ddp", "accumulation"),
+    ("fsdp", "all on the host"),
+    ("zero2", "optimizer on the host"),
+    ("zero3", "all on the host"),
+    ("zero3", "states on a disk"),
+}
+
+
+@pytest.mark.parametrize(("strategy", "variant"), _CASES)
+@pytest.mark.sweep(suite=lambda strategy, variant: (strategy, variant) in _IN_SUITE)
+def test_losses_are_those_of_the_cpu(
+    strategy: str, variant: str, two_cards: CardPool, ranks: RankPool, tmp_path: Path
+) -> None:
+    backend = "native" if strategy in _NATIVE else "torch"
+    recipe = Recipe(strategy=strategy, backend=backend, world_size=2, **_VARIANTS[variant])
+    arguments = (recipe, str(tmp_path))
+    _assert_same(two_cards.run(strategy_bodies.losses, *arguments), ranks.run(strategy_bodies.losses, *arguments))
+
+
+_SPLITS = {
+    "tp": Composition(tp=2),
+    "tp and sequence parallelism": Composition(tp=2, sequence_parallel=True, checkpointing="selective"),
+    "pp": Composition(pp=2, accumulation=2),
+    "pp gpipe": Composition(pp=2, accumulation=4, schedule="gpipe"),
+    "pp interleaved": Composition(pp=2, accumulation=4, schedule="interleaved", virtual_stages=2),
+    "pp zero-bubble": Composition(pp=2, accumulation=4, schedule="zero-bubble"),
+    "cp": Composition(strategy="fsdp", cp=2),
+    "ep": Composition(strategy="fsdp", dp_shard=2, ep=2),
+    "zero1 pp": Composition(strategy="zero1", pp=2, accumulation=2, clipping=0.5),
+    "zero2 tp": Composition(strategy="zero2", tp=2),
+    "fsdp tp": Composition(strategy="fsdp", tp=2, accumulation=2, clipping=0.5),
+}
+
+
+@pytest.mark.parametrize("split", _SPLITS)
+@pytest.mark.sweep(suite=lambda split: split in ("tp and sequence parallelism", "pp"))
+def test_split_models_have_the_losses_of_the_cpu(split: str, two_cards: CardPool, ranks: RankPool) -> None:
+    composition = replace(_SPLITS[split], steps=3)
+    arguments = ("mixtral" if composition.ep > 1 else "gpt", composition)
+    on_cards = two_cards.run(strategy_bodies.losses_of_split_model, *arguments)
+    _assert_same(on_cards, ranks.run(strategy_bodies.losses_of_split_model, *arguments))
+
+
+def _assert_same(on_cards: list[tuple[str, list[float]]], on_cpu: list[tuple[str, list[float]]]) -> None:
+    for (device, losses), (usual, expected) in zip(on_cards, on_cpu, strict=True):
+        assert (device, usual) == ("cuda", "cpu")
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert len({*losses}) == len(losses), "nothing is learned"
