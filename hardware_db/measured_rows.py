@@ -156,6 +156,16 @@ class MemoryRun(RunRow):
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmulatedRun(MemoryRun):
+    """A run on emulated cards; `peak_requested_bytes` is the most that its tensors asked the allocator for."""
+
+    KIND: ClassVar[str] = "emulated run"
+    MEASURED: ClassVar[tuple[str, ...]] = (*MemoryRun.MEASURED, "peak_requested_bytes")
+
+    peak_requested_bytes: int = 0
+
+
 def read_memory_runs(path: Path) -> list[MemoryRun]:
     """Return the runs of a file, in its order; none where there is no file.
 

@@ -172,14 +172,16 @@ class StepMemory:
     """Bytes on this rank in the steady state: alive before the step, and the peak of each phase.
 
     `states_bytes` are alive when the last backward pass has ended: weights, gradients and optimizer states.
-    `reserved_bytes` is the allocator's reservation and `device_used_bytes` what all processes use of the device
-    afterwards, both 0 on a CPU; `host_bytes` is this process's resident set.
+    `reserved_bytes` is the allocator's reservation, `requested_bytes` the peak of what tensors asked it for, and
+    `device_used_bytes` what all processes use of the device afterwards, all 0 on a CPU; `host_bytes` is this process's
+    resident set.
     """
 
     resident_bytes: int
     phases: Mapping[str, int]
     states_bytes: int = 0
     reserved_bytes: int = 0
+    requested_bytes: int = 0
     device_used_bytes: int = 0
     host_bytes: int = 0
 
@@ -209,6 +211,12 @@ class CudaMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._requested: int | None = None
+
+    @property
+    def requested_bytes(self) -> int:
+        """The most that tensors asked for since the first `restart_peak`."""
+        return max(self._requested or 0, int(torch.cuda.memory_stats(self._device)["requested_bytes.all.peak"]))
 
     @property
     def live_bytes(self) -> int:
@@ -222,6 +230,7 @@ class CudaMeter:
 
     def restart_peak(self) -> None:
         """Begin the allocator's peak anew."""
+        self._requested = 0 if self._requested is None else self.requested_bytes
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
@@ -241,10 +250,12 @@ def measure_step(
     if engine.device.type != "cuda":
         tracker = StorageTracker(tensor for tensor in reachable_tensors() if not others(tensor))
         return _measured(engine, batch, tracker, tracker)
-    measured = _measured(engine, batch, CudaMeter(engine.device), nullcontext())
+    meter = CudaMeter(engine.device)
+    measured = _measured(engine, batch, meter, nullcontext())
     free, total = torch.cuda.mem_get_info(engine.device)
     reserved = torch.cuda.max_memory_reserved(engine.device)
-    return replace(measured, reserved_bytes=reserved, device_used_bytes=total - free)
+    requested = meter.requested_bytes
+    return replace(measured, reserved_bytes=reserved, requested_bytes=requested, device_used_bytes=total - free)
 
 
 def _measured(

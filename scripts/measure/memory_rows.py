@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hardware_db.measured_rows import MemoryRun, RunRow
+from hardware_db.measured_rows import EmulatedRun, MemoryRun, RunRow
+from planner.cost.memory.overhead import library_workspace
 from planner.cost.memory.states import states_of
 from planner.cost.precision import recipe_of
 from planner.models.from_hf.config import facts_from_config
@@ -46,6 +47,47 @@ def compared(run: MemoryRun) -> Compared:
     """Ask today's planner about a run."""
     priced = price(*asked(run))
     return Compared(run=run, memory=priced.memory, host_bytes=_host_tensors(priced.job))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedToEmulated(Compared):
+    """A run on emulated cards with its prediction, without the workspace of cuBLAS, which they have none of."""
+
+    workspace_bytes: float
+    requested_bytes: int
+
+    def predicted_bytes(self, phase: str = "") -> float:
+        """Return the peak of a phase, of the whole step without one: loading is not among what was measured."""
+        phases = self.memory.phases
+        size = phases[phase] if phase else max(phases[name] for name in self.run.phases if name in phases)
+        return size - self.workspace_bytes
+
+    @property
+    def predicted_reserved_bytes(self) -> float:
+        """Bytes that the allocator reserves."""
+        return self.memory.peak_reserved_bytes - self.workspace_bytes
+
+    @property
+    def requested_error(self) -> float:
+        """The same of what tensors asked for: without what the allocator did not split off a block."""
+        return self.predicted_bytes() / self.requested_bytes - 1
+
+    @property
+    def reserved_error(self) -> float:
+        """Signed: above 0 where the planner says more than was measured."""
+        return self.predicted_reserved_bytes / self.run.peak_reserved_bytes - 1
+
+
+def compared_to_emulated(run: EmulatedRun) -> ComparedToEmulated:
+    """Ask today's planner about a run on emulated cards."""
+    priced = price(*asked(run))
+    return ComparedToEmulated(
+        run=run,
+        memory=priced.memory,
+        host_bytes=0.0,
+        workspace_bytes=library_workspace(priced.job),
+        requested_bytes=run.peak_requested_bytes,
+    )
 
 
 def planned(run: MemoryRun) -> Plan:

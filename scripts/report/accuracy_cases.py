@@ -23,7 +23,10 @@ from scripts.measure.machines import measured_cluster
 from scripts.measure.memory_rows import compared
 
 Truth = Literal["traced", "cpu", "gpu", "published"]
-NOT_GPUS = ("memory_traced.csv", "memory_terms.csv", "memory_cpu.csv", "memory_peers.csv", "compositions_cpu.csv")
+NOT_GPUS = (
+    *("memory_traced.csv", "memory_terms.csv", "memory_cpu.csv", "memory_peers.csv", "compositions_cpu.csv"),
+    "memory_emulated.csv",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

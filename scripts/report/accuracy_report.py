@@ -17,6 +17,7 @@ from scripts.fit import memory_bound
 from scripts.generate.generated import REFERENCE, write_or_check
 from scripts.report.accuracy_asked import asked_section
 from scripts.report.accuracy_cases import Case, Truth, all_cases
+from scripts.report.accuracy_emulated import emulated
 from scripts.report.accuracy_peer_tables import peers
 from scripts.report.accuracy_published import published
 from scripts.report.accuracy_ranks import ranks
@@ -122,6 +123,7 @@ def report(cases: Sequence[Case]) -> Iterator[str]:
     yield from section(CPU, [case for case in cases if case.truth == "cpu" and case.measured])
     yield from modules()
     yield from gpus([case for case in cases if case.truth == "gpu" and case.measured])
+    yield from emulated()
     yield from published([case for case in cases if case.truth == "published"])
     yield from asked_section()
     yield from times()

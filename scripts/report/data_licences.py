@@ -84,6 +84,7 @@ _OWN_FILES = {
     "hardware_db/measurements/compositions_cpu.csv": "measured by `scripts.measure.compositions`",
     "hardware_db/measurements/machines.csv": "probed by the scripts that measure",
     "hardware_db/measurements/memory_cpu.csv": "measured by `scripts.measure.memory`",
+    "hardware_db/measurements/memory_emulated.csv": "measured by `scripts.measure.emulated_peaks` on emulated cards",
     "hardware_db/measurements/memory_peers.csv": "answers of other tools, asked by `scripts.peers.peers`",
     "hardware_db/measurements/memory_terms.csv": "by `scripts.measure.trace_terms` and `scripts.measure.rank_terms`",
     "hardware_db/measurements/memory_traced.csv": "traced by `scripts.measure.traces`",

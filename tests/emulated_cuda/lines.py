@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
@@ -22,12 +23,16 @@ ROOMS = ("strategies", "planner", "hardware_db", "dsplan")
 _NAMES = {"cuda", "is_cuda", "pin_memory", "record_stream", "wait_stream", "wait_event", "record_event", "non_blocking"}
 _CARD_CLASSES = ("Cuda", "Stream", "_OnHost", "_OnDevice")
 _HIT = "__cuda_line__"
+_MAY_NAME = re.compile(
+    r"cuda|nccl|device\S*\.type|pin_memory|non_blocking|on_gpu|on_device|_stream|_event", re.IGNORECASE
+)
 
 
 def lines_of(source: str) -> dict[int, ast.AST]:
     """Return the nodes of a module that only a card reaches, or that ask whether there is one, by line."""
     finder = _Lines()
-    finder.visit(ast.parse(source))
+    if _MAY_NAME.search(source):
+        finder.visit(ast.parse(source))
     return finder.nodes
 
 
@@ -136,8 +141,10 @@ class _Marked(ast.NodeTransformer):
 
 
 class _Loader(SourceFileLoader):
-    def get_code(self, fullname: str) -> CodeType:
+    def get_code(self, fullname: str) -> CodeType | None:
         source = Path(self.path).read_text(encoding="utf-8")
+        if not _MAY_NAME.search(source):
+            return super().get_code(fullname)
         tree = ast.parse(source)
         finder = _Lines()
         finder.visit(tree)

@@ -17,6 +17,7 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <cstring>
 #include <unordered_set>
 
@@ -458,11 +459,11 @@ void record_stream(at::Tensor& self, c10::Stream stream) { device_allocator()->r
 // -- attention: the fused kernels' outputs, by the CPU's flash attention --
 
 int64_t choose_attention(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask, double dropout,
-    bool, std::optional<double>, bool) {
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask, double, bool,
+    std::optional<double>, bool) {
   const auto& context = at::globalContext();
   const bool shaped = query.dim() == 4 && query.size(3) == value.size(3) && query.size(3) <= 256 && query.size(2) > 0;
-  if (!shaped || dropout > 0.0 || query.scalar_type() == at::kDouble) return 0;
+  if (!shaped || query.scalar_type() == at::kDouble) return 0;
   const bool half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
   if (half && !mask.has_value() && context.userEnabledFlashSDP()) return 1;
   const bool heads = key.size(1) == query.size(1) && value.size(1) == query.size(1);
@@ -479,85 +480,173 @@ at::Tensor summed(const at::Tensor& grad, int64_t times) {
   return grad.view({grad.size(0), grad.size(1) / times, times, grad.size(2), grad.size(3)}).sum(2);
 }
 
-std::tuple<at::Tensor, at::Tensor> attend(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, const std::optional<at::Tensor>& bias,
-    std::optional<double> scale, int64_t padding, Launch& launch) {
-  read(launch, q);
-  read(launch, k);
-  read(launch, v);
+int64_t up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
+
+// One call of attention, by views of the host.
+struct Attention {
+  at::Tensor q, k, v;
   std::optional<at::Tensor> mask;
-  if (bias.has_value() && bias->defined()) {
-    read(launch, *bias);
-    mask = host_view(*bias);
+  bool causal;
+  std::optional<double> scale;
+  double dropout;
+  uint64_t seed;
+
+  Attention(
+      const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& bias, bool is_causal,
+      std::optional<double> by, double share, Launch& launch)
+      : causal(is_causal), scale(by), dropout(share), seed(0), times_(query.size(1) / key.size(1)) {
+    for (const auto& tensor : {query, key, value}) read(launch, tensor);
+    q = host_view(query);
+    k = repeated(host_view(key), times_);
+    v = repeated(host_view(value), times_);
+    if (bias.has_value() && bias->defined()) {
+      read(launch, *bias);
+      mask = host_view(*bias);
+    }
   }
-  const int64_t times = q.size(1) / k.size(1);
-  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
-      host_view(q), repeated(host_view(k), times), repeated(host_view(v), times), 0.0, causal, mask, scale);
-  const int device = q.get_device();
-  auto made = to_card(out, device, launch);
-  const int64_t length = (q.size(2) + padding - 1) / padding * padding;
-  auto sums = at::empty({q.size(0), q.size(1), length}, q.options().dtype(at::kFloat));
+
+  std::tuple<at::Tensor, at::Tensor> forward() const {
+    if (dropout == 0.0) return at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, mask, scale);
+    auto [weights, lse] = softmax();
+    auto out = at::matmul(weights * kept(), v.to(at::kFloat)).to(q.scalar_type());
+    return {out.transpose(1, 2).contiguous().transpose(1, 2), lse};
+  }
+
+  std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad, const at::Tensor& out, const at::Tensor& lse) const {
+    if (dropout == 0.0) {
+      auto [dq, dk, dv] =
+          at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, mask, scale);
+      return {dq, summed(dk, times_), summed(dv, times_)};
+    }
+    auto weights = std::get<0>(softmax());
+    auto drops = kept();
+    auto wide = grad.to(at::kFloat);
+    auto dv = at::matmul((weights * drops).transpose(2, 3), wide);
+    auto dweights = at::matmul(wide, v.to(at::kFloat).transpose(2, 3)) * drops;
+    auto dscores = weights * (dweights - (dweights * weights).sum(-1, true)) * factor();
+    auto dq = at::matmul(dscores, k.to(at::kFloat)), dk = at::matmul(dscores.transpose(2, 3), q.to(at::kFloat));
+    auto narrow = [&](const at::Tensor& wider) { return wider.to(q.scalar_type()).transpose(1, 2).contiguous().transpose(1, 2); };
+    return {narrow(dq), narrow(summed(dk, times_)), narrow(summed(dv, times_))};
+  }
+
+  int64_t times() const { return times_; }
+
+ private:
+  double factor() const { return scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(3)))); }
+
+  std::tuple<at::Tensor, at::Tensor> softmax() const {
+    auto scores = at::matmul(q.to(at::kFloat), k.to(at::kFloat).transpose(2, 3)) * factor();
+    if (mask.has_value()) scores = scores + *mask;
+    if (causal) {
+      auto ahead = at::ones({q.size(2), k.size(2)}, at::TensorOptions().dtype(at::kBool)).triu(1);
+      scores = scores.masked_fill(ahead, -std::numeric_limits<float>::infinity());
+    }
+    return {scores.softmax(-1), scores.logsumexp(-1)};
+  }
+
+  // 1 / (1 - dropout) where a weight is kept: the same again for the same seed, as Philox draws it.
+  at::Tensor kept() const {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+    return at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, at::kFloat).bernoulli_(1 - dropout, generator).div_(1 - dropout);
+  }
+
+  int64_t times_;
+};
+
+using Stored = std::tuple<at::Tensor, at::Tensor>;
+
+Stored attend(Attention& attention, const at::Tensor& q, int64_t padding, Launch& launch) {
+  if (attention.dropout > 0.0) attention.seed = host_generator(default_generator(q.get_device())).current_seed();
+  auto [out, lse] = attention.forward();
+  auto made = to_card(out, q.get_device(), launch);
+  auto sums = at::empty({q.size(0), q.size(1), up(q.size(2), padding)}, q.options().dtype(at::kFloat));
   write(launch, sums);
   host_view(sums).narrow(2, 0, q.size(2)).copy_(lse);
   return {made, sums};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_backward(
-    const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
-    const at::Tensor& sums, bool causal, const std::optional<at::Tensor>& bias, std::optional<double> scale, Launch& launch) {
-  for (const auto& tensor : {grad, q, k, v, out, sums}) read(launch, tensor);
-  std::optional<at::Tensor> mask;
-  if (bias.has_value() && bias->defined()) {
-    read(launch, *bias);
-    mask = host_view(*bias);
-  }
-  const int64_t times = q.size(1) / k.size(1);
-  auto lse = host_view(sums).narrow(2, 0, q.size(2)).transpose(1, 2).contiguous().transpose(1, 2);
-  auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      host_view(grad), host_view(q), repeated(host_view(k), times), repeated(host_view(v), times), host_view(out), lse, 0.0, causal,
-      mask, scale);
-  const int device = q.get_device();
-  return {to_card(dq, device, launch), to_card(summed(dk, times), device, launch), to_card(summed(dv, times), device, launch)};
+    const Attention& attention, const at::Tensor& grad, const at::Tensor& out, const at::Tensor& sums, Launch& launch) {
+  for (const auto& tensor : {grad, out, sums}) read(launch, tensor);
+  auto lse = host_view(sums).narrow(2, 0, attention.q.size(2)).transpose(1, 2).contiguous().transpose(1, 2);
+  auto [dq, dk, dv] = attention.backward(host_view(grad), host_view(out), lse);
+  const int device = grad.get_device();
+  return {to_card(dq, device, launch), to_card(dk, device, launch), to_card(dv, device, launch)};
+}
+
+// What says which weights were dropped: memory of the card that the backward pass reads.
+at::Tensor seed_of(const Attention& attention, const at::Tensor& q, at::IntArrayRef size, at::ScalarType dtype, Launch& launch) {
+  auto state = at::empty(size, q.options().dtype(dtype));
+  write(launch, state);
+  std::memcpy(state.mutable_data_ptr(), &attention.seed, sizeof attention.seed);
+  return state;
+}
+
+uint64_t read_seed(const at::Tensor& state, Launch& launch) {
+  if (!state.defined() || state.numel() == 0) return 0;
+  uint64_t seed = 0;
+  if (state.is_cuda()) read(launch, state);
+  std::memcpy(&seed, state.const_data_ptr(), sizeof seed);
+  return seed;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor> flash(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout, bool causal, bool, std::optional<double> scale) {
   c10::DeviceGuard guard(q.device());
-  TORCH_CHECK(dropout == 0.0, "emulated CUDA: flash attention has no dropout");
   Launch launch(current_stream(q.get_device()), "aten::_scaled_dot_product_flash_attention");
-  auto [out, sums] = attend(q, k, v, causal, std::nullopt, scale, 1, launch);
-  auto state = at::empty({2}, q.options().dtype(at::kUInt64));
+  Attention attention(q, k, v, std::nullopt, causal, scale, dropout, launch);
+  auto [out, sums] = attend(attention, q, 1, launch);
+  auto state = seed_of(attention, q, {2}, at::kUInt64, launch);
   auto unused = at::empty({}, q.options().dtype(at::kUInt64));
   return {out, sums, at::Tensor(), at::Tensor(), q.sym_size(2), k.sym_size(2), state, unused, at::empty({0}, q.options())};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
     const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
-    const at::Tensor& sums, const at::Tensor&, const at::Tensor&, c10::SymInt, c10::SymInt, double, bool causal,
-    const at::Tensor&, const at::Tensor&, std::optional<double> scale) {
+    const at::Tensor& sums, const at::Tensor&, const at::Tensor&, c10::SymInt, c10::SymInt, double dropout, bool causal,
+    const at::Tensor& state, const at::Tensor&, std::optional<double> scale) {
   c10::DeviceGuard guard(q.device());
   Launch launch(current_stream(q.get_device()), "aten::_scaled_dot_product_flash_attention_backward");
-  return attend_backward(grad, q, k, v, out, sums, causal, std::nullopt, scale, launch);
+  Attention attention(q, k, v, std::nullopt, causal, scale, dropout, launch);
+  attention.seed = read_seed(state, launch);
+  auto results = attend_backward(attention, grad, out, sums, launch);
+  // What mha_bwd allocates beside its results (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp).
+  const int64_t width = q.size(3), rows = up(q.size(2), 128);
+  std::vector<at::Tensor> copies;
+  for (const auto& tensor : {grad, out})
+    if (!tensor.transpose(1, 2).is_contiguous()) copies.push_back(at::empty(tensor.sizes(), tensor.options()));
+  auto wide = q.options().dtype(at::kFloat);
+  std::vector<at::Tensor> scratch{at::empty({q.size(0), q.size(1), rows}, wide), at::empty({q.size(0), q.size(1), rows, up(width, width <= 128 ? 32 : 64)}, wide)};
+  if (attention.times() > 1)
+    for (int i = 0; i < 2; ++i) scratch.push_back(at::empty({q.size(0), q.size(1), k.size(2), width}, q.options()));
+  return results;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& bias, bool, double dropout,
     bool causal, std::optional<double> scale) {
   c10::DeviceGuard guard(q.device());
-  TORCH_CHECK(dropout == 0.0, "emulated CUDA: efficient attention has no dropout");
   Launch launch(current_stream(q.get_device()), "aten::_scaled_dot_product_efficient_attention");
-  auto [out, sums] = attend(q, k, v, causal, bias, scale, 32, launch);
-  auto host = at::TensorOptions().dtype(at::kLong).device(q.device());
-  return {out, sums, at::empty({}, host), at::empty({}, host)};
+  Attention attention(q, k, v, bias, causal, scale, dropout, launch);
+  auto [out, sums] = attend(attention, q, 32, launch);
+  auto seed = seed_of(attention, q, {}, at::kLong, launch);
+  return {out, sums, seed, at::empty({}, q.options().dtype(at::kLong))};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_backward(
     const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& bias,
-    const at::Tensor& out, const at::Tensor& sums, const at::Tensor&, const at::Tensor&, double, std::array<bool, 4>, bool causal,
-    std::optional<double> scale) {
+    const at::Tensor& out, const at::Tensor& sums, const at::Tensor& seed, const at::Tensor&, double dropout, std::array<bool, 4>,
+    bool causal, std::optional<double> scale) {
   c10::DeviceGuard guard(q.device());
   Launch launch(current_stream(q.get_device()), "aten::_scaled_dot_product_efficient_attention_backward");
-  auto [dq, dk, dv] = attend_backward(grad, q, k, v, out, sums, causal, bias, scale, launch);
+  Attention attention(q, k, v, bias, causal, scale, dropout, launch);
+  attention.seed = read_seed(seed, launch);
+  auto [dq, dk, dv] = attend_backward(attention, grad, out, sums, launch);
+  // What _efficient_attention_backward allocates beside its results: of fp32 inputs a product whose rows it sums, then
+  // a sum of the queries' gradient (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
+  auto wide = q.options().dtype(at::kFloat);
+  if (q.scalar_type() == at::kFloat) at::empty(out.sizes(), wide);
+  at::empty({q.size(0), q.size(1), up(q.size(2), 64), up(q.size(3), 32)}, wide);
   return {dq, dk, dv, at::Tensor()};
 }
 

@@ -73,7 +73,7 @@ _SPLITS = {
 @pytest.mark.sweep(suite=lambda split: split in ("tp and sequence parallelism", "pp"))
 def test_split_models_have_the_losses_of_the_cpu(split: str, two_cards: CardPool, ranks: RankPool) -> None:
     composition = replace(_SPLITS[split], steps=3)
-    arguments = ("mixtral" if composition.ep > 1 else "llama", composition)
+    arguments = ("mixtral" if composition.ep > 1 else "gpt", composition)
     on_cards = two_cards.run(strategy_bodies.losses_of_split_model, *arguments)
     _assert_same(on_cards, ranks.run(strategy_bodies.losses_of_split_model, *arguments))
 

@@ -63,17 +63,22 @@ class NativeZeroBuffers:
         self._going = 0.0 if on_cpu else recipe.gather * min(sum(split.on_host), _GOING_DOWN * split.largest)
         blocks = max((unit.elements for unit in units.blocks), default=0.0)
         is_sharded = not weights_are_whole(job)
-        self._unsharded = recipe.gather * (units.root.elements + 2 * blocks) if is_sharded else 0.0
+        # Stage 3 has buckets of every unit's own: the root's is begun by the head and full when the table's is there.
+        unit = configuration.zero_stage == 3 and is_sharded
+        self._shared = min(float(buckets.reduce), blocks) if unit else float(buckets.reduce)
+        self._root = min(float(buckets.reduce), units.root.elements) if unit else 0.0
+        self._block = recipe.gather * blocks if is_sharded else 0.0
+        self._unsharded = recipe.gather * units.root.elements if is_sharded else 0.0
+        self._largest_bucket = max(self._shared, self._root, trained.largest) if unit else self._bucket
+        self._steps_together = configuration.optimizer == "adamw" and not on_cpu
 
     def at(self, instant: Instant) -> Ledger:
         """Gradients on their way and summed ones, and unsharded weights, at an instant."""
         with_gradients = instant.done_gradients + instant.unit_gradients
         going = min(self._going, self._recipe.gather * with_gradients / self._ranks)
-        always = Ledger(buffers=self._unsharded + self._errors)
-        moving = max(
-            instant.unit_gradients, min(with_gradients, self._in_buckets)
-        )  # small units share buckets with those before
-        last = Ledger(gradients=going + self._waiting(with_gradients)) + self._moving(moving)
+        blocks = 1 if instant.unit == "head" else 2  # the last one beside it, and otherwise one ahead
+        always = Ledger(buffers=self._unsharded + blocks * self._block + self._errors)
+        last = Ledger(gradients=going + self._waiting(with_gradients)) + self._moving(instant, with_gradients)
         if not self._keeps_whole:
             return always + last
         return always + max(
@@ -91,10 +96,22 @@ class NativeZeroBuffers:
         transient = self._recipe.gather * min(newest, self._largest) if added else 0.0
         return Ledger(gradients=self._recipe.gradient * before + transient)
 
-    def _moving(self, with_gradients: float) -> Ledger:
-        """Buckets that fill, and that are on their way."""
-        width, on_the_way = self._recipe.gather, min(with_gradients, _ON_THE_WAY * self._bucket)
-        filling = min(with_gradients, (_ON_THE_WAY + 1) * self._bucket) - on_the_way
+    def _moving(self, instant: Instant, with_gradients: float) -> Ledger:
+        """Buckets that fill, and that are on their way.
+
+        A shared one is made whole for its first gradient, which is copied into it; small units share buckets with those
+        before, a tensor of half a bucket or more travels as it is.
+        """
+        width, largest = self._recipe.gather, min(instant.unit_gradients, self._largest)
+        moving, newest = max(instant.unit_gradients, min(with_gradients, self._in_buckets)), 0.0
+        on_the_way = min(moving, _ON_THE_WAY * self._bucket)
+        if 2 * self._largest < self._shared and with_gradients:
+            full = with_gradients // self._shared * self._shared if with_gradients < self._whole else self._whole
+            begun = min(self._whole, full + self._shared) + (0.0 if full >= self._root else self._root)
+            on_the_way = min(full, _ON_THE_WAY * self._shared)
+            moving, newest = min(begun, self._whole, max(on_the_way + self._shared, self._root)), largest
+        filling = max(moving - on_the_way, 0.0)
+        with_gradients = moving
         if self._in_8_bits:
             own = _WIDE / self._ranks
             return Ledger(
@@ -103,7 +120,7 @@ class NativeZeroBuffers:
                 temporaries=2 * own * min(with_gradients, self._bucket),
             )
         received = self._received * on_the_way if self._ranks > 1 else 0.0
-        return Ledger(gradients=width * (filling + on_the_way), buffers=width * received)
+        return Ledger(gradients=width * (filling + on_the_way + newest), buffers=width * received)
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
         """Return the step, with gradients in the masters' dtype; the host's is the device's where that is a CPU."""
@@ -114,10 +131,17 @@ class NativeZeroBuffers:
         moments = [Ledger()]
         if split.on_device > 0:
             share = split.on_device / split.local
-            run = max(split.on_device / NATIVE_STEP_RUNS, min(self._bucket / self._ranks, split.on_device))
+            widens = width != self._recipe.gradient
+            run = max(split.on_device / NATIVE_STEP_RUNS, min(self._largest_bucket / self._ranks, split.on_device))
             # Whole tensors are stepped at once, when each has freed its narrow gradient.
             widened = (width - self._recipe.gradient) * split.on_device if is_whole else width * run
-            gradients = self._recipe.gradient * split.on_device + (widened if width != self._recipe.gradient else 0.0)
+            gradients = self._recipe.gradient * split.on_device + (widened if widens else 0.0)
+            if widens and not is_whole:
+                # A run is stepped by itself, when its narrow gradients are gone: what is made of all tensors at once is
+                # made of the run's.
+                moments.append(Ledger(gradients=gradients))
+                gradients -= self._recipe.gradient * run
+                share *= run / split.on_device if self._steps_together else 1.0
             moments.append(Ledger(gradients=gradients, temporaries=temporaries * share))
         if split.on_host and self._staying == 1.0:
             fused = self._job.configuration.optimizer in _FUSED_ON_HOST
