@@ -331,3 +331,20 @@ def own_use() -> tuple[int, int]:
     del kept
     torch.cuda.empty_cache()
     return free, after
+
+
+def wide_products() -> list[tuple[str, float]]:
+    """Types and errors of products whose sums are wider than what is multiplied."""
+    generator = torch.Generator().manual_seed(4)
+    a, b = (torch.randn(2, 8, 8, generator=generator, dtype=torch.bfloat16).cuda() for _ in range(2))
+    added = torch.ones(2, 8, 8, device="cuda")
+    into = torch.empty(8, 8, device="cuda")
+    right = torch.bmm(a.float(), b.float())
+    torch.addmm(added[0], a[0], b[0], torch.float32, out=into)
+    products = [
+        (torch.mm(a[0], b[0], out_dtype=torch.float32), right[0]),
+        (torch.bmm(a, b, out_dtype=torch.float32), right),
+        (torch.addmm(added[0], a[0], b[0], out_dtype=torch.float32), right[0] + 1),
+        (torch.baddbmm(added, a, b, out_dtype=torch.float32), right + 1),
+    ]
+    return [(str(value.dtype), (value - expected).abs().max().item()) for value, expected in products]

@@ -141,6 +141,12 @@ def test_attention_takes_the_fused_kernels_with_the_cpus_numbers(
         numpy.testing.assert_allclose(one, other, rtol=2e-2 if dtype == "bfloat16" else 1e-6, atol=2e-2)
 
 
+def test_sums_of_products_are_given_out_wider(card: CardPool) -> None:
+    for dtype, error in card.run(bodies.wide_products)[0]:
+        assert dtype == "torch.float32"
+        assert error < 1e-5
+
+
 def _expected(rank: int) -> list[Any]:
     own = [10.0 * rank + i for i in range(4)]
     both = [2 * i + 10.0 for i in range(4)]
