@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,12 @@ def test_a_process_that_hangs_or_dies_is_replaced() -> None:
 
 
 def worker(process: psutil.Process) -> psutil.Process:
-    return next(child for child in process.children() if "dsplan.ui.answers" in child.cmdline())
+    while True:  # a process that has just been forked still has its parent's command line
+        for child in process.children():
+            with suppress(psutil.NoSuchProcess):
+                if "dsplan.ui.answers" in child.cmdline():
+                    return child
+        time.sleep(0.01)
 
 
 class Counted:

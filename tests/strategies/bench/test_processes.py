@@ -112,7 +112,7 @@ def test_eight_benchmarks_that_measure_everything_anew_lose_nothing(tmp_path: Pa
 def test_a_database_that_cannot_be_used_is_reported_before_anything_is_measured(
     tmp_path: Path, dsplan_home: Path
 ) -> None:
-    dsplan_home.mkdir()
+    dsplan_home.mkdir(exist_ok=True)
     (dsplan_home / "dsplan.db").write_text("no database")
     with pytest.raises(DsplanError):
         open_store()
