@@ -36,6 +36,9 @@ for name in ('CPUAdamBuilder', 'FusedAdamBuilder', 'ShareMemCommBuilder'):
         echo "setup: they were not compiled here (is there a C++ compiler?)" >&2
 }
 
+# A run that was killed while torch compiled an extension leaves a lock behind, for which all later runs wait.
+find "${TORCH_EXTENSIONS_DIR:-${HOME:-/}/.cache/torch_extensions}" -name lock -mmin +10 -delete 2>/dev/null || true
+
 python=$(find_python)
 stamp=$( { "$python" -V; cat pyproject.toml constraints.txt scripts/setup.sh; } | cksum )
 if [ "$(cat .venv/stamp 2>/dev/null)" != "$stamp" ]; then
@@ -46,5 +49,3 @@ if [ "$(cat .venv/stamp 2>/dev/null)" != "$stamp" ]; then
     echo "$stamp" > .venv/stamp
 fi
 export PATH="$PWD/.venv/bin:$PATH"
-# A run that was killed while torch compiled an extension leaves a lock behind, for which all later runs wait.
-find "${TORCH_EXTENSIONS_DIR:-${HOME:-/}/.cache/torch_extensions}" -name lock -mmin +10 -delete 2>/dev/null || true
