@@ -23,17 +23,21 @@ install() {
     $pip install -qq -c constraints.txt -e '.[train,dev]'
     # DeepSpeed looks for torch while it is built, and must not compile its CUDA extensions here.
     DS_BUILD_OPS=0 $pip install -qq -c constraints.txt --no-build-isolation -e '.[train,deepspeed,dev]'
-    compile_cpu_operators
+    compile_extensions
 }
 
-# What DeepSpeed would otherwise compile at its first use, inside a test.
-compile_cpu_operators() {
+# What DeepSpeed and the tests would otherwise compile at their first use, inside a test.
+compile_extensions() {
     echo "setup: compiling DeepSpeed's CPU operators (some minutes the first time)" >&2
     DS_ACCELERATOR=cpu PATH="$PWD/.venv/bin:$PATH" .venv/bin/python -c "
 from deepspeed.accelerator import get_accelerator
 for name in ('CPUAdamBuilder', 'FusedAdamBuilder', 'ShareMemCommBuilder'):
     get_accelerator().create_op_builder(name).load(verbose=False)" >/dev/null 2>&1 ||
         echo "setup: they were not compiled here (is there a C++ compiler?)" >&2
+    echo "setup: compiling the emulated device of the tests" >&2
+    .venv/bin/python -c "
+from tests.emulated_cuda import build, why_not_here
+why_not_here() or build()" || echo "setup: it was not compiled here" >&2
 }
 
 # A run that was killed while torch compiled an extension leaves a lock behind, for which all later runs wait.
