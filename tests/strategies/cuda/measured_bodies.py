@@ -25,7 +25,7 @@ def measured_beside(left_mib: int) -> dict[str, Any]:
     before = torch.cuda.memory_reserved(device)
     points = [Point(operation="memory", size=size * MIB, ranks=2) for size in (64, 2)]
     rates = quick_rates(points, device)
-    kept = torch.cuda.memory_reserved(device) - before
+    kept = max(0, torch.cuda.memory_reserved(device) - before)  # garbage of earlier calls may go meanwhile
     del taken
     torch.cuda.empty_cache()
     return {"sizes": [rate.point.size // MIB for rate in rates], "kept": kept}
