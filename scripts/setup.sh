@@ -2,6 +2,7 @@
 # A second run finds the stamp of the first and returns at once. PYTHON names another interpreter than python3.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export TORCH_EXTENSIONS_DIR=$PWD/.venv/torch_extensions
 
 die() { echo "setup: $*" >&2; exit 2; }
 
@@ -26,7 +27,8 @@ install() {
     compile_extensions
 }
 
-# What DeepSpeed and the tests would otherwise compile at their first use, inside a test.
+# What DeepSpeed and the tests would otherwise compile at their first use, inside a test. It lies in .venv: a compile that
+# was killed leaves a lock, for which every later one would wait, and goes with the environment that it was for.
 compile_extensions() {
     echo "setup: compiling DeepSpeed's CPU operators (some minutes the first time)" >&2
     DS_ACCELERATOR=cpu PATH="$PWD/.venv/bin:$PATH" .venv/bin/python -c "
@@ -39,9 +41,6 @@ for name in ('CPUAdamBuilder', 'FusedAdamBuilder', 'ShareMemCommBuilder'):
 from tests.emulated_cuda import build, why_not_here
 why_not_here() or build()" || echo "setup: it was not compiled here" >&2
 }
-
-# A run that was killed while torch compiled an extension leaves a lock behind, for which all later runs wait.
-find "${TORCH_EXTENSIONS_DIR:-${HOME:-/}/.cache/torch_extensions}" -name lock -mmin +10 -delete 2>/dev/null || true
 
 python=$(find_python)
 stamp=$( { "$python" -V; cat pyproject.toml constraints.txt scripts/setup.sh; } | cksum )

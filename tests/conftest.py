@@ -94,6 +94,11 @@ _ROOT = str(Path(__file__).parents[1])
 if _ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
 
+# Where set-up compiled DeepSpeed's operators.
+_compiled = Path(sys.prefix, "torch_extensions")
+if _compiled.is_dir():
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_compiled))
+
 # What was started in the background of a shell, or with nohup, ignores these, and so would every process of a test.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:

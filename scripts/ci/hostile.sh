@@ -38,7 +38,7 @@ mkdir "$place" "$place.tmp" "$place.home"
 tar --exclude=./.git --exclude=./.venv --exclude=__pycache__ --exclude='./.*_cache' -C "$root" -cf - . | tar -C "$place" -xf -
 
 inside=() # what pytest is started through, outermost first
-variables=("$mark" TMPDIR="$place.tmp" OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1)
+variables=("$mark" TMPDIR="$place.tmp" OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 -u TORCH_EXTENSIONS_DIR)
 
 why=; [ "$(id -u)" -eq 0 ] && unshare -n true 2> /dev/null || why="this user may not make network namespaces"
 if simulates network "$why" "no network but loopback"; then

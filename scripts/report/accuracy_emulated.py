@@ -18,8 +18,8 @@ Steps trained on emulated cards (`tests/emulated_cuda`), measured with `torch.cu
 emulation of the rules of CUDA's caching allocator, and not a card**: numbers come from the CPU's kernels, collectives
 travel by gloo, and there is no context, no workspace of cuBLAS (the predictions are without it) and no communicator.
 *Requested* is what tensors asked for. *Allocated* adds what the allocator did not split off a block, up to 1 MiB each,
-which no prediction knows: with tensors of a few MiB it is some per cent, with those of a 7B model nothing. *Reserved*
-is what it took for both; the prediction is a margin by strategy, made for models a hundred times larger than these.
+which no prediction knows: the tensors of these models are of a few MiB. *Reserved* is what it took for both; the
+prediction is a margin by strategy, from runs of larger models.
 
 Written by `python -m scripts.measure.emulated_peaks`.
 """

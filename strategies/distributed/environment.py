@@ -169,4 +169,4 @@ def _refusal() -> str:
         torch.zeros(1, device="cuda")
     except Exception as problem:  # AssertionError of a build without CUDA, RuntimeError of a driver
         return (str(problem).strip().splitlines() or [type(problem).__name__])[0].strip().rstrip(".")
-    return "it says not why"
+    return "it does not say why"

@@ -185,7 +185,7 @@ def _functions(native: Any) -> dict[str, Any]:
 
     return {
         "_cuda_init": _begin,
-        "_cuda_isInBadFork": False,  # replaced below: torch reads it as a function
+        "_cuda_isInBadFork": lambda: _is_in_bad_fork,
         "_cuda_getDeviceCount": lambda: native.device_count(),
         "_cuda_getDevice": lambda: native.get_device(),
         "_cuda_setDevice": lambda device: native.set_device(device),
@@ -317,7 +317,6 @@ def _classes() -> dict[str, Any]:
         "_CUDAGraph": _CUDAGraph,
         "_cudart": cudart,
         "_nvtx": nvtx,
-        "_cuda_isInBadFork": lambda: _is_in_bad_fork,
     }
 
 

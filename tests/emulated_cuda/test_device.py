@@ -148,13 +148,11 @@ def test_sums_of_products_are_given_out_wider(card: CardPool) -> None:
 
 
 def _expected(rank: int) -> list[Any]:
-    own = [10.0 * rank + i for i in range(4)]
     both = [2 * i + 10.0 for i in range(4)]
     first, second = [0.0, 1.0, 2.0], [10.0, 11.0, 12.0]
     part = [2.0 * (2 * rank + i) + 10.0 for i in range(2)]
     exchanged = [2.0 * rank, 2.0 * rank + 1, 10.0 + 2 * rank, 11.0 + 2 * rank]
     received = [10.0 * (1 - rank), 10.0 * (1 - rank) + 1]
-    assert len(own) == 4
     return [
         *(both, [value / 2 for value in both], first, first + second, first, second, part, exchanged, received, both),
         *([True], [{"rank": 0}, {"rank": 1}]),

@@ -223,14 +223,26 @@ void Launch::race(const char* verb, const char* other_verb, int other) {
   TORCH_CHECK(manner().on_race != OnRace::Raise, "emulated CUDA: ", text);
 }
 
+namespace {
+
+// What is late of a range arrives, and its nodes end where the range does.
+Range settle(const void* pointer, size_t bytes) {
+  auto& s = state();
+  const auto begin = reinterpret_cast<uintptr_t>(pointer);
+  const Range range{begin, begin + bytes};
+  if (!s.pending.empty()) finish_overlapping(s.pending, range);
+  cut(s.memory, range.begin);
+  cut(s.memory, range.end);
+  return range;
+}
+
+} // namespace
+
 void Launch::read(const void* pointer, size_t bytes) {
   if (bytes == 0 || pointer == nullptr) return;
   auto& s = state();
   Lock lock;
-  Range range{reinterpret_cast<uintptr_t>(pointer), reinterpret_cast<uintptr_t>(pointer) + bytes};
-  if (!s.pending.empty()) finish_overlapping(s.pending, range);
-  cut(s.memory, range.begin);
-  cut(s.memory, range.end);
+  const Range range = settle(pointer, bytes);
   auto& clock = clock_after_host(slot_); // a kernel is launched after its outputs were allocated, which may wait
   int racing = -1;
   for (auto it = s.memory.lower_bound(range.begin); it != s.memory.end() && it->first < range.end; ++it) {
@@ -250,10 +262,7 @@ void Launch::write(const void* pointer, size_t bytes) {
   if (bytes == 0 || pointer == nullptr) return;
   auto& s = state();
   Lock lock;
-  Range range{reinterpret_cast<uintptr_t>(pointer), reinterpret_cast<uintptr_t>(pointer) + bytes};
-  if (!s.pending.empty()) finish_overlapping(s.pending, range);
-  cut(s.memory, range.begin);
-  cut(s.memory, range.end);
+  const Range range = settle(pointer, bytes);
   auto& clock = clock_after_host(slot_); // a kernel is launched after its outputs were allocated, which may wait
   int racing = -1;
   const char* verb = "writes";

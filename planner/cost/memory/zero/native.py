@@ -64,12 +64,12 @@ class NativeZeroBuffers:
         blocks = max((unit.elements for unit in units.blocks), default=0.0)
         is_sharded = not weights_are_whole(job)
         # Stage 3 has buckets of every unit's own: the root's is begun by the head and full when the table's is there.
-        unit = configuration.zero_stage == 3 and is_sharded
-        self._shared = min(float(buckets.reduce), blocks) if unit else float(buckets.reduce)
-        self._root = min(float(buckets.reduce), units.root.elements) if unit else 0.0
+        by_unit = configuration.zero_stage == 3 and is_sharded
+        self._shared = min(float(buckets.reduce), blocks) if by_unit else float(buckets.reduce)
+        self._root = min(float(buckets.reduce), units.root.elements) if by_unit else 0.0
         self._block = recipe.gather * blocks if is_sharded else 0.0
         self._unsharded = recipe.gather * units.root.elements if is_sharded else 0.0
-        self._largest_bucket = max(self._shared, self._root, trained.largest) if unit else self._bucket
+        self._largest_bucket = max(self._shared, self._root, trained.largest) if by_unit else self._bucket
         self._steps_together = configuration.optimizer == "adamw" and not on_cpu
 
     def at(self, instant: Instant) -> Ledger:
