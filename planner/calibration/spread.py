@@ -14,7 +14,7 @@ from hardware_db.records import dataclass
 from planner.calibration.calibration import Calibration
 from planner.cost.code_bases import of_any_year
 from planner.cost.timing import step_time
-from planner.types.cluster import Factors
+from planner.types.cluster import Cluster, Factors
 from planner.types.job import Job
 
 Kind = Literal["node", "nodes", "model parallel", "offload", "cpu", "unmeasured cpu", "unmeasured"]
@@ -110,6 +110,18 @@ def spread_of(job: Job) -> Spread:
     factors = OF_CODE_ELSEWHERE if kind == "unmeasured" else OF_CODE
     outside = spread.outside * factors.get(of_any_year(job.workload.code), 1.0)
     return replace(spread, outside=max(outside, spread.inside))
+
+
+def widest_spreads(cluster: Cluster, code: str) -> tuple[float, float]:
+    """Return how far a whole model on the devices is off at the most, and one that is split or offloads."""
+    if cluster.device.is_cpu:
+        return (SPREADS["unmeasured cpu"].outside,) * 2
+    is_measured = cluster.device.architecture in MEASURED_ARCHITECTURES
+    factor = (OF_CODE if is_measured else OF_CODE_ELSEWHERE).get(of_any_year(code), 1.0)
+    whole: tuple[Kind, ...] = ("node", "nodes") if is_measured else ("unmeasured",)
+    other: tuple[Kind, ...] = ("model parallel", "offload") if is_measured else ("unmeasured",)
+    outside = (max(max(SPREADS[kind].outside * factor, SPREADS[kind].inside) for kind in kinds) for kinds in (whole, other))
+    return next(outside), next(outside)
 
 
 def interval(job: Job, seconds: float, calibration: Calibration | None) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -219,8 +220,18 @@ def _host_cores(node: NodeType, layout: Layout) -> int:
 
 
 def _carriers(device: Device) -> list[NodeType]:
-    """Node types with this device, the best provider first."""
-    return sorted((node for node in node_types() if node.gpu == device.name), key=_rank)
+    """Node types with this device, the best provider first; else with the same one of another memory."""
+    own = [node for node in node_types() if node.gpu == device.name]
+    return sorted(own or (node for node in node_types() if _is_same_but_memory(node.gpu, device.name)), key=_rank)
+
+
+_MEMORY = re.compile(r"-\d+GB")
+
+
+def _is_same_but_memory(name: str, other: str) -> bool:
+    """Return whether two names differ in the memory at their end: `H100-SXM5-80GB` and `H100-SXM5-96GB`."""
+    stems = [_MEMORY.split(text) for text in (name, other)]
+    return all(len(parts) > 1 and not parts[-1] for parts in stems) and stems[0] == stems[1]
 
 
 def _rank(node: NodeType) -> int:

@@ -37,7 +37,8 @@ def host_limit(workload: Workload, cluster: Cluster) -> int:
 def judge(job: Job, memory: MemoryEstimate, nvme_bytes: float = 0) -> Judgement:
     """Return what is needed on the device against its capacity, then host memory, then NVMe.
 
-    It is tight where one real run in twenty would go beyond the capacity, or where hardly anything is left.
+    It is tight where one real run in twenty would go beyond the capacity, or where hardly anything is left, there or on
+    a host that keeps states.
     """
     workload, cluster = job.workload, job.cluster
     device = device_limit(workload, cluster)
@@ -58,6 +59,8 @@ def judge(job: Job, memory: MemoryEstimate, nvme_bytes: float = 0) -> Judgement:
         reason = f"needs up to {needed} {what}, {who} has {has}"
         return Judgement(verdict="does_not_fit", pressure=pressure, reason=reason.replace("the limit has", "limit"))
     tight = memory.device_used_upper_bytes > device or memory.device_needed_bytes > TIGHT_ABOVE * device
+    on_host = host_limit(workload, cluster)
+    tight = tight or 0 < TIGHT_ABOVE * on_host < memory.host_bytes_per_node
     return Judgement(verdict="tight" if tight else "fits", pressure=pressure)
 
 

@@ -2,7 +2,7 @@
 
 Plans whose predicted times are closer than such predictions err against each other are equally fast as far as can be
 told. Of those that cannot be told from the fastest one with room in memory goes first, and of these the simplest
-(`preference`); then the same again among the rest.
+(`preference`); the rest follow by what the objective counts.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Protocol
 from hardware_db.records import dataclass
 from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
 from planner import vocabulary as words
-from planner.calibration.spread import AGAIN, NINE_OF_TEN
+from planner.calibration.spread import AGAIN, NINE_OF_TEN, spread_of, widest_spreads
 from planner.cluster.budget import bill_of
 from planner.cost.combinations import why_refused
 from planner.cost.memory.overhead import beyond_need
 from planner.cost.timing import step_time
-from planner.cost.verdict import device_limit, limited_by
+from planner.cost.verdict import TIGHT_ABOVE, device_limit, host_limit, limited_by
 from planner.search.estimate import Priced, adapted_of, plan_of, waits_mostly
 from planner.search.request import Request
 from planner.search.space import why_inapplicable
@@ -41,8 +41,10 @@ NEVER_COMPARED = 0.2
 keeps its states with one that offloads them. Then nothing is known to cancel, and two predictions, each off by 14 % at
 the 90th percentile (docs/reference/accuracy.md), are off against each other by the root of two of it."""
 
-WIDEST = max(NEVER_COMPARED, SPLIT_OR_WHOLE, ONE_STRATEGY, math.exp(NINE_OF_TEN * math.sqrt(2) * AGAIN) - 1)
-"""The largest of all such shares: `worse_threshold` gives none above it."""
+BYTES_PER_PARAMETER = 16
+"""Of weights, gradients and Adam's states in mixed precision (ZeRO, arXiv 1910.02054, section 3.1)."""
+TWO_RUNS = math.exp(NINE_OF_TEN * math.sqrt(2) * AGAIN) - 1
+"""By how much two runs of one plan differ at the 90th percentile."""
 
 
 class Named(Protocol):
@@ -72,23 +74,39 @@ class Named(Protocol):
     def ep(self) -> int:
         """Ranks that experts are spread over."""
 
+    @property
+    def virtual_stages(self) -> int:
+        """Stages of the pipeline on each of its ranks."""
+
 
 def simplicity(plan: Named) -> tuple[int, ...]:
     """Return the simplicity of a plan, smaller is simpler.
 
-    Whole layers go before split ones, all on the device before offload, a replica before torch's shards, and those
-    before ZeRO, which asks for one more library.
+    Fewer degrees that layers, sequences and experts are split by go first, and of those the plan without a pipeline and
+    with whole stages; then all on the device before offload. Of whole models a replica goes before torch's shards, and
+    those before ZeRO, which asks for one more library; what splits a model has one of its own for all of them.
     """
-    sharded = 2 if plan.strategy in words.ZERO_STAGES else int(plan.strategy in words.FSDP_STRATEGIES)
-    return plan.tp * plan.pp * plan.cp * plan.ep > 1, words.OFFLOADS.index(plan.offload), sharded
+    splits = sum(degree > 1 for degree in (plan.tp, plan.pp, plan.cp, plan.ep))
+    pipeline = (plan.pp > 1) + (plan.virtual_stages > 1)
+    return splits + pipeline, words.OFFLOADS.index(plan.offload), 0 if splits else _sharding(plan)
+
+
+def _sharding(plan: Named) -> int:
+    return 2 if plan.strategy in words.ZERO_STAGES else int(plan.strategy in words.FSDP_STRATEGIES)
 
 
 def slower_threshold(one: Named, other: Named) -> float:
     """Return the share of a step time from which on one plan counts as slower than another."""
     if simplicity(one) == simplicity(other):
         return ONE_STRATEGY if one.strategy == other.strategy else NEVER_COMPARED
-    only_split = simplicity(one)[1:] == simplicity(other)[1:]
+    only_split = (one.offload, _sharding(one)) == (other.offload, _sharding(other))
     return SPLIT_OR_WHOLE if only_split else NEVER_COMPARED
+
+
+def widest_threshold(request: Request) -> float:
+    """Return a share that `worse_threshold` never goes beyond for the request's plans."""
+    widest = NINE_OF_TEN * sum(widest_spreads(request.cluster, request.workload.code))
+    return max(NEVER_COMPARED, SPLIT_OR_WHOLE, ONE_STRATEGY, TWO_RUNS, math.exp(widest) - 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,11 +153,11 @@ class Timed:
 def preference(item: Timed) -> tuple[int, ...]:
     """Return what goes before where times cannot be told apart, smaller first.
 
-    Room in memory comes first, unless an offload makes it, then simplicity. Plans that are equal in both are ranked by
-    their times alone.
+    Room in memory comes first, unless an offload or splitting the model makes it, then simplicity. Plans that are equal
+    in both are ranked by their times alone.
     """
-    offloads = item.configuration.offload != "none"
-    return (not item.has_room) + offloads, *simplicity(item.configuration)
+    chosen = item.configuration
+    return (not item.has_room) + (chosen.offload != "none") + chosen.splits_model, *simplicity(chosen)
 
 
 def worth(item: Timed, objective: words.Objective) -> float:
@@ -170,31 +188,47 @@ def order(item: Timed, objective: words.Objective) -> tuple[float, ...]:
 
 def rank(request: Request, items: Sequence[Timed]) -> list[Timed]:
     """Best first, one of each group."""
-    # What was passed over inside its group is what others are compared with as well: thresholds must not add up.
-    items = [*items, *(item.passed_over for item in items if item.passed_over is not None)]
-    return _in_order(request, items)
-
-
-def _in_order(request: Request, items: Sequence[Timed]) -> list[Timed]:
-    left = sorted(items, key=lambda item: order(item, request.objective))
-    resorts = [item for item in left if waits_mostly(item.priced.job, item.time)]
-    if resorts and len(resorts) < len(left):
+    by_worth = sorted(items, key=lambda item: order(item, request.objective))
+    resorts = [item for item in by_worth if waits_mostly(item.priced.job, item.time)]
+    if resorts and len(resorts) < len(by_worth):
         # Last resorts come after all that computes, whatever the objective.
-        others = [item for item in items if item not in resorts]
-        return [*_in_order(request, others), *_in_order(request, resorts)]
-    if not request.simplest_first:
-        return left
-    ranked = []
-    while left:
-        first = _preferred(left, request.objective)
-        left = _without_group(left, first)
-        ranked.append(first)
-    return ranked
-
-
-def _without_group(items: Sequence[Timed], first: Timed) -> list[Timed]:
+        return [*rank(request, [item for item in by_worth if item not in resorts]), *resorts]
+    if not request.simplest_first or not by_worth:
+        return by_worth
+    # What was passed over inside its group is what others are compared with as well: thresholds must not add up.
+    every = [*by_worth, *(item.passed_over for item in by_worth if item.passed_over is not None)]
+    first = _preferred(sorted(every, key=lambda item: order(item, request.objective)), request.objective)
     name = group_name(first.configuration)
-    return [item for item in items if group_name(item.configuration) != name]
+    return [first, *(item for item in by_worth if group_name(item.configuration) != name)]
+
+
+SAFE_BELOW = 0.9
+"""Share of the memory of a device from which on a plan is shown beside one that takes less."""
+
+
+def is_safe(item: Timed) -> bool:
+    """Return whether a plan has room and takes no more than SAFE_BELOW of a device."""
+    job, need = item.priced.job, item.priced.memory.device_needed_bytes
+    return item.has_room and need <= SAFE_BELOW * device_limit(job.workload, job.cluster)
+
+
+def apart_from_doubles(ranked: Sequence[Timed]) -> tuple[list[Timed], tuple[Rejection, ...]]:
+    """Return the plans, and those that are a better one under another name.
+
+    Where no two ranks have samples of their own, there is nothing that ddp, zero1 and fsdp would do in different ways.
+    """
+    firsts: dict[tuple[int, ...], Timed] = {}
+    doubles = []
+    for item in ranked:
+        chosen = item.configuration
+        degrees = (chosen.world_size, chosen.tp, chosen.pp, chosen.cp, chosen.ep)
+        is_alone = chosen.splits_model and chosen.offload == "none" and chosen.dims.data_parallel * chosen.cp == 1
+        if is_alone and firsts.setdefault(degrees, item) is not item:
+            same = group_name(firsts[degrees].configuration)
+            reason = f"the same as {same}: one data-parallel rank shards nothing"
+            doubles.append(Rejection(strategy=group_name(chosen), reason=reason, plan=item.plan))
+    names = {item.strategy for item in doubles}
+    return [item for item in ranked if group_name(item.configuration) not in names], tuple(doubles)
 
 
 def _preferred(items: Sequence[Timed], objective: words.Objective) -> Timed:
@@ -216,13 +250,31 @@ def worse_threshold(item: Timed, best: Timed, objective: words.Objective) -> flo
     """Return by how much a plan must be worse than another to count as worse.
 
     Memory is predicted well enough to be compared as it is, and who asks for cost gets the cheapest; two plans that
-    this machine has run differ by what a run does when it is made again.
+    this machine has run differ by what a run does when it is made again. A pipeline or an offload that a whole model on
+    the devices can do without has to win by more than the interval of the ratio; where the model is small, by so much
+    that the ranges of nine of ten steps are apart.
     """
     if objective in ("memory", "cost") or preference(item) == preference(best):
         return 0.0
     if item.was_run and best.was_run:
-        return math.exp(NINE_OF_TEN * math.sqrt(2) * AGAIN) - 1
-    return slower_threshold(item.configuration, best.configuration)
+        return TWO_RUNS
+    usual = slower_threshold(item.configuration, best.configuration)
+    plain, other = item.configuration, best.configuration
+    if plain.splits_model or plain.offload != "none" or (other.pp == 1 and other.offload == "none"):
+        return usual
+    spreads = _spread(item), _spread(best)
+    return max(usual, math.exp(NINE_OF_TEN * (sum(spreads) if _is_small(item) else math.hypot(*spreads))) - 1)
+
+
+def _is_small(item: Timed) -> bool:
+    """Return whether whole copies of the model, with all that is trained of it, leave half of each device."""
+    job = item.priced.job
+    return 2 * BYTES_PER_PARAMETER * job.counts.total <= device_limit(job.workload, job.cluster)
+
+
+def _spread(item: Timed) -> float:
+    spread = spread_of(item.priced.job)
+    return spread.outside if item.priced.experience.calibration is None else spread.inside
 
 
 def group_name(plan: Named) -> str:
@@ -233,12 +285,14 @@ def group_name(plan: Named) -> str:
 
 def strategy_name(plan: Named) -> str:
     """Return the strategy, and whether layers, sequences or experts are split as well."""
-    splits = {"tp/pp": plan.tp * plan.pp, "cp": plan.cp, "ep": plan.ep}
+    splits = {"tp/pp" if plan.pp > 1 else "tp": plan.tp * plan.pp, "cp": plan.cp, "ep": plan.ep}
     split = "/".join(name for name, degree in splits.items() if degree > 1)
     return f"{plan.strategy} + {split}" if split else plan.strategy
 
 
-def rejections(request: Request, ranked: Sequence[Timed], missing: Sequence[Priced]) -> tuple[Rejection, ...]:
+def rejections(
+    request: Request, ranked: Sequence[Timed], missing: Sequence[Priced], doubles: Sequence[Rejection] = ()
+) -> tuple[Rejection, ...]:
     """Return why each strategy beyond the shown ones is not among them: slower, too large, or senseless here."""
     rejected = []
     for item in ranked[request.top :]:
@@ -247,7 +301,7 @@ def rejections(request: Request, ranked: Sequence[Timed], missing: Sequence[Pric
     for priced in missing:
         name, plan = strategy_name(priced.job.configuration), plan_of(priced, step_time(priced.job))
         rejected.append(Rejection(strategy=name, reason=_why_missing(priced), plan=plan))
-    named = {item.strategy for item in rejected} | {strategy_name(item.configuration) for item in ranked}
+    named = {item.strategy for item in (*rejected, *doubles)} | {strategy_name(item.configuration) for item in ranked}
     for strategy in words.STRATEGIES:
         senseless = why_inapplicable(request, strategy)
         if senseless and strategy not in named:
@@ -289,8 +343,8 @@ def compare(request: Request, item: Timed, first: Timed) -> str:
     return f"fits, {ratio:.2f}x the step time, limited by {limited_by(item.time)}{aside}"
 
 
-def why_first(request: Request, ranked: Sequence[Timed]) -> str:
-    """Return why the first plan is first, in one line."""
+def why_first(request: Request, ranked: Sequence[Timed], safe: Timed | None = None) -> str:
+    """Return why the first plan is first, in one line; and that the second is safe where the first is not."""
     first, objective = ranked[0], request.objective
     best = min(ranked, key=lambda item: order(item, objective))
     reason = f"{group_name(first.configuration)} {_IS_BEST[objective]}"
@@ -306,6 +360,9 @@ def why_first(request: Request, ranked: Sequence[Timed]) -> str:
         reason += f"; {_without_room(first, first.passed_over, objective)}"
     if not first.has_room:
         reason += f"; it {_tight(first)}"
+    if safe is not None:
+        used = safe.priced.memory.device_needed_bytes / device_limit(safe.priced.job.workload, safe.priced.job.cluster)
+        reason += f"; the second plan has room, at {used:.0%} of the memory"
     return reason
 
 
@@ -313,6 +370,9 @@ def _tight(item: Timed) -> str:
     """Return that a plan fits without room: `needs 77.0 GiB of 79.1 GiB, where one run in twenty takes 21% more`."""
     job, need = item.priced.job, item.priced.memory.device_needed_bytes
     limit = device_limit(job.workload, job.cluster)
+    on_host, host = item.priced.memory.host_bytes_per_node, host_limit(job.workload, job.cluster)
+    if host and on_host > TIGHT_ABOVE * host:
+        return f"needs {format_bytes(on_host)} of the {format_bytes(host)} of host memory"
     more = f"{beyond_need(job):.0%} more"
     return f"needs {format_bytes(need)} of {format_bytes(limit)}, where one run in twenty takes {more}"
 

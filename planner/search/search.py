@@ -21,17 +21,20 @@ from planner.search.estimate import Priced, is_last_resort, plan_of, waits_mostl
 from planner.search.evaluate import Candidate, any_that_fits, best, bound, closest, preferred
 from planner.search.ranking import (
     ONE_STRATEGY,
-    WIDEST,
     Rejection,
     Timed,
+    apart_from_doubles,
     compare,
     group_name,
+    is_safe,
+    order,
     ran_out,
     rank,
     rejections,
     strategy_name,
     too_late,
     why_first,
+    widest_threshold,
 )
 from planner.search.request import Request
 from planner.search.space import enumerate_candidates
@@ -83,9 +86,14 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
             chosen.append(item)
         elif limit < math.inf and (too_slow := best(group, "throughput")) is not None:
             late.append(too_slow)
-    ranked, late = rank(request, chosen), rank(request, late)
-    missing = _misses(groups.values(), [*ranked, *late])
-    rejected = (*rejections(request, ranked, missing), *too_late(request, late), *_undivided(groups), *ran_out(request))
+    every, late = rank(request, chosen), rank(request, late)
+    missing = _misses(groups.values(), [*every, *late])
+    ranked, doubles = apart_from_doubles(every)
+    safe = _safe_one(request, ranked, groups, limit)
+    if safe is not None:
+        ranked = [ranked[0], safe, *(item for item in ranked[1:] if item is not safe)]
+    others = (*doubles, *too_late(request, late), *_undivided(groups), *ran_out(request))
+    rejected = (*rejections(request, ranked, missing, doubles), *others)
     if not ranked:
         return _late(request, late, rejected) if late else _nothing(request, missing, rejected)
     plans = _with_alternatives(request, ranked, rejected)
@@ -94,7 +102,7 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
         plans=plans,
         remedies=_adapters(request, plans[0]),
         rejected=rejected,
-        choice="; ".join(filter(None, (why_first(request, ranked), _why_uneven(request)))),
+        choice="; ".join(filter(None, (why_first(request, ranked, safe), _why_uneven(request)))),
         on_devices=on_other_device_counts(request, _first) if limit < math.inf else (),
         front=_front(request, groups) if with_front else (),
     )
@@ -117,15 +125,31 @@ def _near_the_fastest(request: Request) -> list[Timed]:
         every = (choose(group, request.objective, math.inf) for group in groups)
         return [item for item in every if item is not None]
     chosen: list[Timed] = []
-    fastest = math.inf
+    fastest, widest = math.inf, widest_threshold(request)
     for least, group in sorted(((bound(group), group) for group in groups), key=lambda pair: pair[0]):
-        limit = fastest * (1 + WIDEST) * (1 + ONE_STRATEGY)  # the one with room that goes before a group's best
+        limit = fastest * (1 + widest) * (1 + ONE_STRATEGY)  # the one with room that goes before a group's best
         item = choose(group, request.objective, limit) if least <= limit else None
         if item is not None:
             chosen.append(item)
             if not waits_mostly(item.priced.job, item.time):  # all others go before such a plan, however slow
                 fastest = min(fastest, (item.passed_over or item).time.step_seconds)
     return chosen
+
+
+def _safe_one(
+    request: Request, ranked: Sequence[Timed], groups: Mapping[str, Sequence[Candidate]], limit: float
+) -> Timed | None:
+    """Return the best safe plan where the first is none: of its own group or another, on the devices if there is one."""
+    if not ranked or is_safe(ranked[0]) or request.objective == "memory":
+        return None
+    own = groups[group_name(ranked[0].configuration)]
+    roomy = best([candidate.with_room() for candidate in own], request.objective, limit)
+    safe = [item for item in (roomy, *ranked[1:]) if item is not None and is_safe(item)]
+    return min(
+        safe,
+        key=lambda item: (item.configuration.offload != "none", *order(item, request.objective)),
+        default=None,
+    )
 
 
 def _choice(request: Request) -> Callable[[Sequence[Candidate], words.Objective, float], Timed | None]:
