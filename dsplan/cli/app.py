@@ -251,7 +251,7 @@ def complaint(error: Any) -> str:
 def _problem(error: Any) -> str:
     parameter = getattr(error, "param", None)
     if parameter is None:
-        return _model_without_flag(error) or _flag_of_estimate(error) or str(error.format_message()).rstrip(".")
+        return _model_without_flag(error) or _flag_of_estimate(error) or _unknown_flag(error)
     flag = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.human_readable_name
     if not error.message:
         return f"{flag} is missing; give it a value"
@@ -270,6 +270,18 @@ def _model_without_flag(error: Any) -> str:
     if not takes_model or "unexpected extra argument" not in message or not extra:
         return ""
     return f"{extra[0]} stands alone; name the model with --model {extra[0]}"
+
+
+def _unknown_flag(error: Any) -> str:
+    """Return the complaint in typer's words; of a flag that there is not, with the nearest that there is."""
+    flag = getattr(error, "option_name", None)
+    if flag is None or error.ctx is None or not hasattr(error, "possibilities"):
+        return str(error.format_message()).rstrip(".")
+    import difflib
+
+    flags = [option for parameter in error.ctx.command.params for option in parameter.opts]
+    near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.6)
+    return f"no option {flag}" + (f"; did you mean {near[0]}" if near else "")
 
 
 def _flag_of_estimate(error: Any) -> str:

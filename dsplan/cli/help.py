@@ -92,10 +92,20 @@ def _sections(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
         if record is not None:
             plain = "Arguments" if parameter.param_type_name == "argument" else "Options"
             panel = getattr(parameter, "rich_help_panel", None) or plain
-            sections.setdefault(panel, []).append(_add_choices(parameter, *record))
+            flag, text = _add_choices(parameter, *record)
+            sections.setdefault(panel, []).append((_without_range(flag), _without_range(text)))
     if isinstance(command, CommandGroup):
         sections["Commands"] = [*command.summaries().items()]
     return sections
+
+
+_RANGE = re.compile(r"(?:; )?-?[0-9.]+<=?x(?:<=?[0-9.e+]+)?|(?:; )?x[<>]=?-?[0-9.e+]+")
+"""Limits that keep nonsense out, which an error names where they are passed."""
+
+
+def _without_range(text: str) -> str:
+    """Return a help text without the range of numbers that the parser adds: `[default: 8; 1<=x<=1000000]`."""
+    return _RANGE.sub("", text).replace("  []", "").replace("[; ", "[").replace(" []", "").rstrip()
 
 
 def _add_choices(parameter: Any, flag: str, text: str) -> tuple[str, str]:

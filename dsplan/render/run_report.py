@@ -113,7 +113,7 @@ def _after_interruption(report: RunReport) -> str:
 
     saved = newest_first(read(report.spec.directory))
     if not saved:
-        return "every rank was stopped"
+        return f"every rank was stopped, and nothing was saved; again with dsplan run --resume {report.spec.directory}"
     return f"resume from step {saved[0].step} with dsplan run --resume {report.spec.directory}"
 
 

@@ -137,7 +137,7 @@ def _fsdp(plan: Plan) -> dict[str, object]:
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         **({"fsdp_transformer_layer_cls_to_wrap": block} if block else {}),
         "fsdp_offload_params": configuration.offload == "all",
-        "fsdp_activation_checkpointing": configuration.activation_checkpointing != "none",
+        "fsdp_activation_checkpointing": configuration.activation_checkpointing == "full",
         # accelerate 1.15 refuses it beside torchao's layers.
         "fsdp_cpu_ram_efficient_loading": not converts_products(plan, "accelerate"),
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",

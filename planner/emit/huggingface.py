@@ -97,10 +97,12 @@ def _refuse_what_needs_a_mesh(plan: Plan) -> None:
 def _checkpointing(plan: Plan) -> dict[str, object]:
     """FSDP recomputes inside its own wrapping; elsewhere the model does it, without re-entering autograd.
 
+    Both recompute whole blocks, which selective recomputation is not: that is left to the script.
+
     Off is said too: TRL's arguments have it on, and Trainer refuses it beside FSDP's own. The name is the one that
     every transformers 5 takes; 5.23 also has `activation_checkpointing` and warns that the old one goes with version 6.
     """
-    wanted = plan.configuration.activation_checkpointing != "none"
+    wanted = plan.configuration.activation_checkpointing == "full"
     if not wanted or plan.configuration.strategy in words.FSDP_STRATEGIES:
         return {"gradient_checkpointing": False}
     return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
@@ -134,7 +136,7 @@ def fsdp_config(plan: Plan) -> dict[str, object]:
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         **({"transformer_layer_cls_to_wrap": block.split(",")} if block else {}),
         "cpu_offload": configuration.offload == "all",
-        "activation_checkpointing": configuration.activation_checkpointing != "none",
+        "activation_checkpointing": configuration.activation_checkpointing == "full",
         "cpu_ram_efficient_loading": True,
         "state_dict_type": "SHARDED_STATE_DICT",
     }

@@ -90,7 +90,7 @@ def _from_file(path: Path) -> ModelFacts:
     if not _exists(path):
         raise BrokenFile(path, "does not exist", "name the config.json of a model, or a directory that holds one")
     if path.is_file() and path.suffix != ".json":
-        raise BrokenFile(path, "is no config.json", f"--model takes {WAYS}")
+        raise BrokenFile(path, "this is no config.json", f"--model takes {WAYS}")
     return read_config(path)
 
 

@@ -64,7 +64,7 @@ def plan_from_dict(raw: object, where: object = "plan") -> Plan:
         BrokenFile: a key is missing, unknown or of the wrong type, or the schema is newer; `where` is named.
     """
     if not isinstance(raw, Mapping):
-        raise BrokenFile(where, "is not a plan", _REMEDY)
+        raise BrokenFile(where, "this is not a plan", _REMEDY)
     version = raw.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise BrokenFile(where, f"has plan schema {version}, this dsplan reads up to {SCHEMA_VERSION}", "update dsplan")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hardware_db.notices import label_lines
 from strategies.launch.failure_causes import Ending, ending_of, forget_last_attempt, memory_kills
 from strategies.launch.grace_period import SIGNAL_SECONDS, StopRequests
 from strategies.launch.launchers.launcher import Launcher, make_launcher
@@ -182,6 +183,7 @@ class Attempt:
         self._spec, self._files, self._alerts, self._requests = spec, files, alerts, requests
         self._remarks = remarks
         self._signalled = float("-inf")
+        self._was_told = False
         self.completed = False
         self.ending: Ending | None = None
 
@@ -194,7 +196,7 @@ class Attempt:
         with make_launcher(self._spec) as launcher:
             while (status := launcher.poll()) is None and not self._is_over(launcher):
                 yield from self._news(final=False)
-                for text in (*launcher.remarks(), *self._remarks()):
+                for text in (*launcher.remarks(), *self._remarks(), *self._words_of_interrupt()):
                     yield OutputLine(rank=0, stream="stderr", text=text)
                 time.sleep(_POLL_SECONDS)
         yield from self._news(final=True)
@@ -202,19 +204,22 @@ class Attempt:
 
     def _is_over(self, launcher: Launcher) -> bool:
         """Return whether to end the ranks now; asks them to save and stop where there is time for it."""
-        preempted_at = self._requests.preempted_at
-        if self._requests.interrupted or preempted_at is None:
-            return self._requests.interrupted
-        now = time.monotonic()
-        if (
-            claimed_kind(self._spec.directory) not in SAVING
-            or now - preempted_at > self._spec.supervision.grace_seconds
-        ):
+        since, now = self._requests.since, time.monotonic()
+        if since is None:
+            return False
+        is_late = self._requests.at_once or now - since > self._spec.supervision.grace_seconds
+        if is_late or claimed_kind(self._spec.directory) not in SAVING:
             return True
         if now - self._signalled >= SIGNAL_SECONDS:
             launcher.signal(signal.SIGUSR1)
             self._signalled = now
         return False
+
+    def _words_of_interrupt(self) -> Iterator[str]:
+        """Yield once what Ctrl-C has the ranks do."""
+        if self._requests.interrupted and not self._was_told:
+            self._was_told = True
+            yield label_lines("saving and stopping; Ctrl-C again ends the run at once")
 
     def _conclude(self, status: int | None, *, memory_killed: bool) -> None:
         self.completed = status == 0

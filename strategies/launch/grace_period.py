@@ -22,20 +22,31 @@ _PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 class StopRequests:
     """Signals are noted instead of acted on, wherever they arrive: also in the code that shows an event.
 
-    Ctrl-C sets `interrupted`, and a second one raises. SIGTERM, SIGUSR1 and the SIGHUP of a closed terminal set
-    `preempted_at`, the time of `time.monotonic` at which the first came; nohup's runs continue. Only a main thread gets
-    signals; elsewhere nothing is changed.
+    Ctrl-C sets `interrupted_at`, SIGTERM, SIGUSR1 and the SIGHUP of a closed terminal set `preempted_at`, the times of
+    `time.monotonic` at which the first came; nohup's runs continue. A second Ctrl-C asks for an end without saving.
+    Only a main thread gets signals; elsewhere nothing is changed.
     """
 
     def __init__(self) -> None:
-        self.interrupted = False
+        self.interrupted_at: float | None = None
+        self.at_once = False
         self.preempted_at: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
     def came(self) -> bool:
         """True if the run is to stop."""
-        return self.interrupted or self.preempted_at is not None
+        return self.since is not None
+
+    @property
+    def interrupted(self) -> bool:
+        """True if Ctrl-C asked for it."""
+        return self.interrupted_at is not None
+
+    @property
+    def since(self) -> float | None:
+        """Time of `time.monotonic` since which the run is to stop."""
+        return min((at for at in (self.interrupted_at, self.preempted_at) if at is not None), default=None)
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
@@ -50,9 +61,9 @@ class StopRequests:
             signal.signal(number, handler)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.interrupted:
-            signal.default_int_handler(number, frame)
-        self.interrupted = True
+        self.at_once = self.interrupted
+        if self.interrupted_at is None:
+            self.interrupted_at = time.monotonic()
 
     def _preempt(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:

@@ -150,6 +150,26 @@ def test_a_run_is_gone_on_with_after_a_kill_and_after_a_stop(tmp_path: Path) -> 
     assert "the run completed" in again.err
 
 
+@pytest.mark.slow
+def test_an_interrupted_run_saves_and_says_how_to_resume(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    begun = start_run(
+        "--strategy", "ddp", "--checkpoint-steps", "50", "--run-dir", directory, _script(tmp_path), cwd=tmp_path
+    )  # fmt: skip
+    try:
+        _at_step(begun, directory, 4)
+        begun.send_signal(signal.SIGINT)
+        out, err = begun.communicate(timeout=60)
+    finally:
+        begun.kill()
+    assert begun.returncode == 130, err
+    assert "saving and stopping; Ctrl-C again ends the run at once" in err
+    assert f"with dsplan run --resume {directory}" in out
+    last = run("--resume", directory, cwd=tmp_path)
+    assert last.status == 0, last.err
+    assert _steps(directory) == list(range(1, STEPS + 1))
+
+
 LEAVES = """if engine.global_steps == 7 and os.environ["RANK"] == "1" and not pathlib.Path("mended").exists():
         raise SystemExit(0)
 """
