@@ -18,8 +18,9 @@ from planner import vocabulary as words
 from planner.cluster.budget import Budget
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.errors import ContradictoryRequest
+from planner.models.catalogue import taken_for
 from planner.models.facts import ModelFacts
-from planner.models.resolve import is_factory, resolve_model
+from planner.models.resolve import config_file, is_factory, resolve_model
 from planner.question_defaults import PLANS_SHOWN
 from planner.search.recall import recall
 from planner.search.request import Request, WorkOptions, make_request
@@ -76,13 +77,20 @@ class Question(WorkOptions):
         )
         cluster = resolve_cluster(hardware)
         if own_model is None or own_model.batch is None:
-            return recall(make_request(facts, cluster, self, **ranking))
+            request = make_request(facts, cluster, self, **ranking)
+            return recall(replace(request, defaults=(*self._remarks_on_name(), *request.defaults)))
         from strategies.tracing.module_trace import traced_request, work_of
 
         task, length = work_of(facts, own_model.model, own_model.batch, self.seq_len)
         work = replace(self, task=self.task or task, seq_len=length)
         request = make_request(facts, cluster, work, **ranking)
         return recall(traced_request(request, own_model.model, own_model.batch, degrees))
+
+    def _remarks_on_name(self) -> list[str]:
+        """Return which model a name is taken for that only resembles its own."""
+        if self.model is None or config_file(self.model) is not None or (other := taken_for(self.model)) is None:
+            return []
+        return [f"{self.model} is taken for {other}, whose name it has behind another organisation (--model)"]
 
 
 # From a question about one configuration to its plan, by closed forms or by a trace.

@@ -119,7 +119,10 @@ def memory_table(plan: Plan) -> Table:
     parts += [("overhead", memory.device_overhead_bytes), ("used", memory.device_used_bytes)]
     parts += [("needed", memory.device_needed_bytes), ("used at most", memory.device_used_upper_bytes)]
     rows = [_row(name, size / capacity, format_bytes(size)) for name, size in parts]
-    title = f"memory of the busiest GPU at its peak ({memory.peak_phase}); a full bar is {format_bytes(capacity)}"
+    title = (
+        f"memory of the busiest GPU at its peak ({memory.peak_phase}); a full bar is {format_bytes(capacity)}\n"
+        "needed decides; allocated is what torch.cuda.max_memory_allocated() shows, used what nvidia-smi shows"
+    )
     return Table(title=title, columns=columns("category", "share", ">size"), rows=rows)
 
 
@@ -174,11 +177,34 @@ def verdict_line(plan: Plan) -> str:
     if reason is not None:
         return f"verdict: does not fit: {reason}"
     memory, have = plan.memory, format_bytes(limit_bytes(plan))
-    # Plans of earlier releases have the upper bound alone, which was what is needed.
-    need = format_bytes(memory.device_needed_bytes or memory.device_used_upper_bytes)
+    need = format_bytes(needed_bytes(plan))
     most = format_bytes(memory.device_used_upper_bytes)
     beyond = f"; nineteen of twenty such runs use less than {most}" if most != need else ""
     return f"verdict: {plan.verdict}: needs {need} of {have} per device{beyond}; limited by {plan.limited_by}"
+
+
+def needed_bytes(plan: Plan) -> int:
+    """Return what a device needs, which decides whether a plan fits."""
+    # Plans of earlier releases have the upper bound alone, which was what is needed.
+    return plan.memory.device_needed_bytes or plan.memory.device_used_upper_bytes
+
+
+def shown_unit(plan: Plan) -> str:
+    """Return what a rate counts: images or samples where tokens mean nothing to a person."""
+    kind = plan.model.get("kind")
+    if kind == "vision":
+        return "images"
+    return "samples" if plan.configuration.counts_samples or kind in _IN_SAMPLES else "tokens"
+
+
+_IN_SAMPLES = ("vision-text", "speech-encoder-decoder")
+
+
+def shown_rate(plan: Plan) -> float:
+    """Return how many of them a GPU does in a second."""
+    if shown_unit(plan) == "tokens":
+        return plan.throughput.tokens_per_second_per_gpu
+    return plan.throughput.samples_per_second / plan.configuration.world_size
 
 
 def limit_bytes(plan: Plan) -> int:
@@ -195,10 +221,12 @@ def _row(name: str, share: float, figure: str) -> list[Cell]:
 def _rates(plan: Plan) -> str:
     rates = plan.throughput
     share = "" if rates.mfu is None else f", {rates.mfu:.1%} of the dense peak"
-    tokens = f"{rates.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, "
+    unit = shown_unit(plan)
+    tokens = f"{rates.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, " if unit == "tokens" else ""
+    of_all = "samples" if unit == "tokens" else unit
     return (
-        f"throughput: {'' if plan.configuration.counts_samples else tokens}"
-        f"{rates.samples_per_second:.3g} samples/s, {rates.tflops_per_gpu:.3g} TFLOP/s per GPU{share}"
+        f"throughput: {tokens}{rates.samples_per_second:.3g} {of_all}/s,"
+        f" {rates.tflops_per_gpu:.3g} TFLOP/s per GPU{share}"
     )
 
 

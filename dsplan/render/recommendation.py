@@ -6,8 +6,19 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from dsplan.render.plan_view import describe, dims_text, header, interval_text, limit_bytes, offload_text, verdict_line
-from dsplan.render.show import Bar, Block, Cell, Table, Text, columns
+from dsplan.render.plan_view import (
+    describe,
+    dims_text,
+    header,
+    interval_text,
+    limit_bytes,
+    needed_bytes,
+    offload_text,
+    shown_rate,
+    shown_unit,
+    verdict_line,
+)
+from dsplan.render.show import Bar, Block, Cell, Table, Text, columns, explain_columns
 from hardware_db.units import DAY_SECONDS, format_count, format_seconds, gib, three_digits
 from planner.cluster.budget import Bill, bill_of
 from planner.search.device_counts import OnDevices
@@ -203,7 +214,7 @@ def alternatives_table(plan: Plan) -> list[Block]:
 
 
 def _row(rank: int, plan: Plan) -> dict[str, Cell]:
-    configuration, memory, rates = plan.configuration, plan.memory, plan.throughput
+    configuration, rates = plan.configuration, plan.throughput
     return {
         "#": f"{rank}{'' if plan.runnable else '*'}",
         "strategy": configuration.strategy,
@@ -211,11 +222,11 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
         "?batch": f"{configuration.micro_batch_size}x{configuration.gradient_accumulation_steps}",
         "??recompute": configuration.activation_checkpointing,
         "?offload": offload_text(configuration),
-        ">GiB": f"{gib(memory.device_used_bytes):.1f}",
-        "???memory": Bar(share=memory.device_used_upper_bytes / limit_bytes(plan), width=6),
+        ">GiB": f"{gib(needed_bytes(plan)):.1f}",
+        "???memory": Bar(share=needed_bytes(plan) / limit_bytes(plan), width=6),
         ">step": format_seconds(plan.time.step_seconds),
         "????>9 of 10": interval_text(plan.time),
-        f"?>{_unit_of_work(plan)}/s": f"{rates.tokens_per_second_per_gpu:,.0f}",
+        f"?>{shown_unit(plan)}/s": f"{shown_rate(plan):,.{0 if shown_rate(plan) >= 10 else 2}f}",
         "????>MFU": "-" if rates.mfu is None else f"{rates.mfu:.0%}",
         "??limit": plan.limited_by,
     }
@@ -225,16 +236,24 @@ def _unit_of_work(plan: Plan) -> str:
     return "samples" if plan.configuration.counts_samples else "tokens"
 
 
+_ORDERED_BY = {"throughput": "step time", "memory": "memory", "cost": "cost"}
+
+
 def _footnotes(answer: Recommendation) -> list[Block]:
     plans = answer.plans
     capacity = gib(limit_bytes(plans[0]))
     runners = sorted({plan.configuration.backend for plan in plans})
-    note = (
-        f"batch: micro-batch x accumulation; memory: upper bound of {capacity:.1f} GiB; 9 of 10: where nine of ten"
-        f" steps should lie; {_unit_of_work(plans[0])}/s: per GPU; limit: the largest part of a step;"
-        f" run by {' and '.join(runners)}"
+    unit = f"{shown_unit(plans[0])}/s"
+    parts = (
+        ("batch", "batch: micro-batch x accumulation"),
+        ("GiB", f"GiB: what a device needs of its {capacity:.1f}, which decides; caches of torch may show more"),
+        ("9 of 10", "9 of 10: where nine of ten steps should lie"),
+        (unit, f"{unit}: per GPU"),
+        ("limit", "limit: the largest part of a step"),
+        ("", f"after the first by {_ORDERED_BY[answer.request.objective]}"),
+        ("", f"run by {' and '.join(runners)}"),
     )
-    notes: list[Block] = [Text(text=f"first: {answer.choice}"), Text(text=note, style="faint")]
+    notes: list[Block] = [Text(text=f"first: {answer.choice}"), explain_columns(parts)]
     notes += price_note(answer.request)
     measured = [describe(plan.configuration) for plan in plans if plan.time.predicted_step_seconds is not None]
     notes += [Text(text=f"step measured here before: {name}", style="faint") for name in measured]

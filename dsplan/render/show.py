@@ -51,10 +51,15 @@ Cell: TypeAlias = "str | Bar"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """A paragraph."""
+    """A paragraph.
+
+    One of `parts`, each with the column of the table above it that it explains, is without those of columns that a
+    terminal leaves out; `text` is all of them.
+    """
 
     text: str
     style: Style = ""
+    parts: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,11 @@ class Column:
     name: str
     right: bool = False
     rank: int = 0
+
+
+def explain_columns(parts: Sequence[tuple[str, str]]) -> Text:
+    """Return what columns of the table above mean, each as its name and words that begin with it."""
+    return Text(text="; ".join(words for _, words in parts), style="faint", parts=tuple(parts))
 
 
 def columns(*names: str) -> tuple[Column, ...]:
@@ -255,9 +265,11 @@ def renderables(
     """
     from rich.text import Text as RichText
 
+    left_out: list[str] = []
     for block in blocks:
         if not isinstance(block, Table):
-            yield RichText(printable(block.text), style=_STYLES[block.style])
+            parts = [words for column, words in block.parts if column not in left_out]
+            yield RichText(printable("; ".join(parts) or block.text), style=_STYLES[block.style])
             continue
         if block.title:
             yield RichText("")

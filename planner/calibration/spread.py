@@ -120,8 +120,11 @@ def widest_spreads(cluster: Cluster, code: str) -> tuple[float, float]:
     factor = (OF_CODE if is_measured else OF_CODE_ELSEWHERE).get(of_any_year(code), 1.0)
     whole: tuple[Kind, ...] = ("node", "nodes") if is_measured else ("unmeasured",)
     other: tuple[Kind, ...] = ("model parallel", "offload") if is_measured else ("unmeasured",)
-    outside = (max(max(SPREADS[kind].outside * factor, SPREADS[kind].inside) for kind in kinds) for kinds in (whole, other))
-    return next(outside), next(outside)
+
+    def widest(kinds: tuple[Kind, ...]) -> float:
+        return max(max(SPREADS[kind].outside * factor, SPREADS[kind].inside) for kind in kinds)
+
+    return widest(whole), widest(other)
 
 
 def interval(job: Job, seconds: float, calibration: Calibration | None) -> tuple[float, float]:

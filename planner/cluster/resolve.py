@@ -174,10 +174,25 @@ def _from_gpu(request: HardwareRequest, device: Device) -> Cluster:
     remarks = [cluster.assumed] if cluster.assumed else []
     if node is not None:
         enlarged = f", enlarged to {layout.gpus_per_node} GPUs" if layout.gpus_per_node > node.gpus_per_node else ""
-        remarks.append(f"host and links are taken from {node.name}{enlarged}")
+        remarks.append(f"host and links are taken from {node.name}{enlarged}{_link_rates(cluster)}")
     if layout.gpus_per_node > max(per_node, node.gpus_per_node if node else 0):
         remarks.append(f"{layout.gpus_per_node} of these GPUs in one node is more than any known machine has")
     return replace(cluster, assumed="; ".join(remarks))
+
+
+def _link_rates(cluster: Cluster) -> str:
+    """Return the links that several GPUs use and what they carry one way, in brackets; empty for one GPU."""
+    inside, between = cluster.intra_link, cluster.inter_link
+    rates = [_rate(inside, 1)] if inside is not None and cluster.gpus_per_node > 1 else []
+    if between is not None and cluster.nodes > 1:
+        rates.append(f"{_rate(between, cluster.nics_per_node)} between nodes")
+    return f" ({', '.join(rates)})" if rates else ""
+
+
+def _rate(link: Link, count: int) -> str:
+    several, each = (f"{count} x ", " each") if count > 1 else ("", "")
+    rate = link.theoretical_gbs_per_direction
+    return f"{several}{link.name}" + (f" of {rate:.3g} GB/s{each}" if rate else "")
 
 
 def _from_machine(request: HardwareRequest, machine: Machine) -> Cluster:

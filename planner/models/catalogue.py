@@ -47,6 +47,16 @@ def knows_model(name: str) -> bool:
     return _row(name) is not None
 
 
+def taken_for(name: str) -> str | None:
+    """Return the Hub id of the model that a name is taken for, where it names another organisation's; else None."""
+    row = _row(name)
+    organisation, slash, _ = name.strip().rpartition("/")
+    if row is None or not slash:
+        return None
+    own = {spelling.rpartition("/")[0].lower() for spelling in (row["name"], *row["aliases"])}
+    return None if organisation.lower() in own else str(row["name"])
+
+
 def find_model(name: str) -> ModelFacts:
     """Return the model with this Hub id or alias.
 
@@ -63,6 +73,8 @@ def find_model(name: str) -> ModelFacts:
 
 
 def _row(name: str) -> Mapping[str, Any] | None:
+    if not name.isascii():  # no model's name has other letters, which spellings that are compared would lose
+        return None
     for spelling in (normalise(name), normalise(name.rpartition("/")[2])):
         for table in (_table(), _recorded()):
             if spelling in table["names"]:
@@ -130,7 +142,7 @@ def _unknown(name: str) -> DsplanError:
 def _family(name: str) -> list[str]:
     """Return the shortest names of the models whose names have all the words of this one, smallest model first."""
     wanted = [word for word in _words(name) if word not in _SAME_SHAPES]
-    if not any(word.isalpha() and len(word) > 1 for word in wanted):
+    if not name.isascii() or not any(word.isalpha() and len(word) > 1 for word in wanted):
         return []
     sized = []
     for row in _rows():

@@ -21,6 +21,7 @@ from planner.cost.timing import step_time, throughput
 from planner.cost.verdict import Judgement, judge, limited_by
 from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts
+from planner.search.device_counts import MOST_DEVICES
 from planner.search.request import WITHOUT_DEEPSPEED, Request, why_not_deepspeed
 from planner.types.job import Job, Workload, provenance, sections_of
 from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime
@@ -332,6 +333,7 @@ def _remarks(priced: Priced) -> list[str]:
             "selective checkpointing keeps more here than none does: products that backward does not need; use"
             " --checkpointing none or full"
         )
+    remarks += _remarks_on_what_nobody_ran(job)
     remarks += _remarks_on_whole_experts(job) or _remarks_on_uneven_shards(job)
     if loads_once(job):
         copies = f"{job.cluster.gpus_per_node} copies of the model, {format_bytes(made_bytes(job))} each"
@@ -341,6 +343,21 @@ def _remarks(priced: Priced) -> list[str]:
     if requested is not None and requested > capacity:
         usable = f"the {format_bytes(capacity)} usable on one {device.name}, which stay the limit"
         remarks.append(f"--max-memory-gb {requested / GB:g} is more than {usable}")
+    return remarks
+
+
+def _remarks_on_what_nobody_ran(job: Job) -> list[str]:
+    """Return where a question goes beyond what a model was trained at, or any public training went."""
+    facts, length, gpus = job.facts, job.workload.sequence_length, job.cluster.gpus
+    remarks = []
+    positions = facts.max_position_embeddings
+    if facts.position_type == "rope" and facts.family != "generic" and 0 < positions < length:
+        remarks.append(f"{facts.name} was made for {positions:,} positions; those of {length:,} beyond are untrained")
+    if gpus > MOST_DEVICES:
+        remarks.append(
+            f"no public training that is known of used more than {MOST_DEVICES:,} GPUs: what stragglers, failures and"
+            f" congestion cost on {gpus:,} is not counted"
+        )
     return remarks
 
 

@@ -82,6 +82,8 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
     )
     # A default that the configuration overrides was not taken for granted after all.
     defaults = tuple(text for text in request.defaults if options.global_batch or "--global-batch" not in text)
+    if options.micro_batch is None and not options.grad_accum:
+        defaults = (*defaults, f"micro-batch {micro} (--micro-batch; recommend looks for the best)")
     return replace(request, workload=workload, defaults=defaults), configuration
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from hardware_db.records import dataclass
-from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
+from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds, three_digits
 from planner.cluster.budget import NO_BUDGET, bill_of
 from planner.cost.combinations import other_trainer
 from planner.cost.precision import LOADED_BYTES, load_dtype_of
@@ -130,9 +130,11 @@ def _with_speed(plan: Plan, instead: Plan | None) -> str:
     chosen = plan.configuration
     speed = f"{plan.throughput.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
     if instead is not None:
-        speed += f", {instead.time.step_seconds / plan.time.step_seconds:.0f}x as fast as the first plan"
+        speed += f", {three_digits(instead.time.step_seconds / plan.time.step_seconds)}x as fast as the first plan"
     used = format_bytes(plan.memory.device_needed_bytes)
-    return f"{chosen.strategy}, {chosen.activation_checkpointing} checkpointing: up to {used}, {speed}"
+    kept = "nothing recomputed in the room that is left" if chosen.activation_checkpointing == "none" else ""
+    recomputed = kept or f"{chosen.activation_checkpointing} checkpointing"
+    return f"{chosen.strategy}, {recomputed}: up to {used}, {speed}"
 
 
 def in_time_remedies(request: Request, on_devices: Iterable[OnDevices]) -> tuple[Remedy, ...]:

@@ -139,7 +139,7 @@ def _near_the_fastest(request: Request) -> list[Timed]:
 def _safe_one(
     request: Request, ranked: Sequence[Timed], groups: Mapping[str, Sequence[Candidate]], limit: float
 ) -> Timed | None:
-    """Return the best safe plan where the first is none: of its own group or another, on the devices if there is one."""
+    """Return the best safe plan where the first is none: on the devices alone if any is."""
     if not ranked or is_safe(ranked[0]) or request.objective == "memory":
         return None
     own = groups[group_name(ranked[0].configuration)]

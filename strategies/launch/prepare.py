@@ -268,7 +268,8 @@ def _resume_from(request: RunRequest) -> str:
     possible = states.get(kind, ("state.json",))
     if not any((path / state).is_file() for state in possible):
         state = " or ".join(possible)
-        raise DsplanError(f"--resume-from {named}: this is no checkpoint ({state} is not there); name one, or {BEGIN_ANEW}")
+        lacks = f"this is no checkpoint ({state} is not there)"
+        raise DsplanError(f"--resume-from {named}: {lacks}; name one, or {BEGIN_ANEW}")
     return str(path)
 
 

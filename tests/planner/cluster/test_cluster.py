@@ -97,7 +97,7 @@ def test_a_part_of_a_node_gets_its_share_of_the_host() -> None:
     assert part.node_type == whole.node_type == "dgx-a100-80gb"
     assert part.host_memory_bytes_per_node * 4 == whole.host_memory_bytes_per_node
     assert part.host_cores_per_node * 4 == whole.host_cores_per_node
-    assert part.assumed == "host and links are taken from dgx-a100-80gb"
+    assert part.assumed == "host and links are taken from dgx-a100-80gb (nvlink3-a100 of 300 GB/s)"
 
 
 def test_machines_one_owns_come_before_clouds() -> None:

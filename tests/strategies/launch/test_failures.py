@@ -125,7 +125,9 @@ def test_killing_the_command_stops_every_rank(tmp_path: Path, monkeypatch: pytes
         process.kill()
 
 
-def test_a_second_interrupt_stops_every_rank_at_once_and_the_run_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_interrupt_stops_every_rank_at_once_and_the_run_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "pids"
     folder.mkdir()
     monkeypatch.setenv("PIDS", str(folder))
