@@ -251,8 +251,8 @@ def worse_threshold(item: Timed, best: Timed, objective: words.Objective) -> flo
 
     Memory is predicted well enough to be compared as it is, and who asks for cost gets the cheapest; two plans that
     this machine has run differ by what a run does when it is made again. A pipeline or an offload that a whole model on
-    the devices can do without has to win by more than the interval of the ratio; where the model is small, these and
-    shards in place of replicas by so much that the ranges of nine of ten steps are apart.
+    the devices can do without has to win by more than the interval of the ratio; where the model is small, by so much
+    that the ranges of nine of ten steps are apart.
     """
     if objective in ("memory", "cost") or preference(item) == preference(best):
         return 0.0
@@ -260,12 +260,10 @@ def worse_threshold(item: Timed, best: Timed, objective: words.Objective) -> flo
         return TWO_RUNS
     usual = slower_threshold(item.configuration, best.configuration)
     plain, other = item.configuration, best.configuration
-    is_small, spreads = _is_small(item), (_spread(item), _spread(best))
-    if plain.splits_model or plain.offload != "none":
+    if plain.splits_model or plain.offload != "none" or (other.pp == 1 and other.offload == "none"):
         return usual
-    if other.pp == 1 and other.offload == "none" and not (is_small and _sharding(plain) == 0 < _sharding(other)):
-        return usual
-    return max(usual, math.exp(NINE_OF_TEN * (sum(spreads) if is_small else math.hypot(*spreads))) - 1)
+    spreads = _spread(item), _spread(best)
+    return max(usual, math.exp(NINE_OF_TEN * (sum(spreads) if _is_small(item) else math.hypot(*spreads))) - 1)
 
 
 def _is_small(item: Timed) -> bool:

@@ -65,7 +65,7 @@ def check_fsdp(plan: Plan, answer: dict[str, object]) -> None:
         "version": 2,
         "reshard": configuration.strategy != "fsdp-grad-op",
         "offload": "CPUOffloadPolicy" if configuration.offload == "all" else "OffloadPolicy",
-        "checkpointing": configuration.activation_checkpointing != "none",
+        "checkpointing": configuration.activation_checkpointing == "full",
         "blocks": ["OPTDecoderLayer"],
         "state_dict": "SHARDED_STATE_DICT",
         "mesh": [getattr(configuration, name) for name in ("dp_replicate", "dp_shard", "tp", "cp")] if meshed else None,

@@ -107,7 +107,7 @@ def test_a_size_stands_for_a_generic_decoder() -> None:
 
 BAD_NAMES = [
     ("empty", "holds no config.json"),
-    ("notes.txt", "notes.txt: is no config.json"),
+    ("notes.txt", "notes.txt: this is no config.json"),
     ("missing/config.json", "does not exist"),
     ("opt-6.8b", "nearest: opt-6.7b"),
     ("./no-such-thing", "unknown model 'no-such-thing'"),
