@@ -62,12 +62,15 @@ class TrainingConfig(Answer):
     def to_training_arguments(self, options: EmitOptions = DEFAULTS) -> dict[str, Any]:
         """Keyword arguments of transformers' `TrainingArguments`, sharding included.
 
+        They recompute whole blocks where the plan recomputes a part of them.
+
         Raises:
             ContradictoryRequest: TrainingArguments has no form of this plan (HSDP).
         """
+        from planner.emit.common import recomputing_whole_blocks
         from planner.emit.huggingface import training_arguments
 
-        return training_arguments(self.plan, options)
+        return training_arguments(recomputing_whole_blocks(self.plan), options)
 
     def to_deepspeed_config(self, options: EmitOptions = DEFAULTS) -> dict[str, Any]:
         """Return what `deepspeed.initialize(config=...)` takes.

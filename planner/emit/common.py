@@ -326,6 +326,16 @@ def _what_runs(plan: Plan) -> tuple[str, ...]:
 _LOSS_WAYS = {"chunked": "logits of a part of the tokens at a time", "fused": "Liger's, without logits"}
 
 
+def recomputing_whole_blocks(plan: Plan) -> Plan:
+    """Return a plan with full recomputation where it has selective: settings of libraries know no other.
+
+    A run then takes less memory than the plan and more time, and never more memory.
+    """
+    if plan.configuration.activation_checkpointing != "selective":
+        return plan
+    return replace(plan, configuration=replace(plan.configuration, activation_checkpointing="full"))
+
+
 def _checkpointing(plan: Plan, format: str) -> tuple[str, ...]:
     level = plan.configuration.activation_checkpointing
     in_file = format == "huggingface" or (format == "accelerate" and _is_fsdp(plan))

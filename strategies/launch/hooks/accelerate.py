@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from planner import vocabulary as words
 from planner.emit.accelerate import emit
+from planner.emit.common import recomputing_whole_blocks
 from planner.emit.common import EmitOptions
 from planner.types.plan import Plan
 from strategies.launch.hooks.patch import patch, with_batch_size
@@ -111,7 +112,7 @@ def launch_environment(plan: Plan, directory: Path) -> dict[str, str]:
     """Return what `accelerate launch` sets for this plan, by accelerate's own functions from the emitted config."""
     options = EmitOptions(cpu=not torch.cuda.is_available())
     directory.mkdir(parents=True, exist_ok=True)
-    for name, text in emit(library_plan(plan), options).items():
+    for name, text in emit(recomputing_whole_blocks(library_plan(plan)), options).items():
         (directory / name).write_text(text)
     command = ["--config_file", str(directory / "accelerate.yaml"), "script.py"]
     arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(command))

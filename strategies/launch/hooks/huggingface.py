@@ -25,6 +25,7 @@ from transformers import TrainerCallback, TrainingArguments
 from hardware_db.notices import notice
 from planner import vocabulary as words
 from planner.emit.common import EmitOptions
+from planner.emit.common import recomputing_whole_blocks
 from planner.emit.huggingface import training_arguments
 from planner.types.plan import Plan
 from strategies.distributed.consensus import on_rank_zero
@@ -403,7 +404,7 @@ def _fill_in(settings: Any, plan: Plan) -> None:
     )
     names = {item.name for item in fields(settings)}
     wanted: dict[str, Any] = {"deepspeed": None, "fsdp": None, "fsdp_config": None, "auto_find_batch_size": False}
-    planned = training_arguments(library_plan(plan), options)
+    planned = training_arguments(recomputing_whole_blocks(library_plan(plan)), options)
     wanted |= {name: value for name, value in planned.items() if name not in _LEFT_TO_SCRIPT}
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         new = old.replace("gradient", "activation")
