@@ -12,6 +12,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "scripts" / "examples"
+IMAGES = Path(__file__).with_name("images_script.py")
+"""A loop of accelerate's over images, which prints the model's class when it ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
