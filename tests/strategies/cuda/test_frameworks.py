@@ -15,8 +15,8 @@ import pytest
 from hardware_db.files import provide_torch_extensions
 from tests.emulated_cuda import Card, environment
 from tests.emulated_cuda.fixtures import CardPool
-from tests.strategies.cuda import profile_bodies
-from tests.strategies.launch.command import ROOT, run
+from tests.strategies import profile_bodies
+from tests.strategies.launch.command import IMAGES, ROOT, run
 
 Cases = dict[str, tuple[str, str, dict[str, Any]]]
 SCRIPT = Path(__file__).with_name("framework_ranks.py")
@@ -99,27 +99,6 @@ def test_two_cards_train_alike_under_every_strategy(
     _check(cases, _train(2, cases, cuda_environment, tmp_path))
 
 
-ACCELERATE = """
-import torch
-import torch.distributed as dist
-from accelerate import Accelerator
-accelerator = Accelerator()
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 10))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-data = torch.utils.data.TensorDataset(torch.randn(64, 3, 8, 8), torch.randint(0, 10, (64,)))
-model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=8))
-for images, labels in loader:
-    loss = torch.nn.functional.cross_entropy(model(images), labels)
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-ranks = torch.ones(1)
-dist.all_reduce(ranks)
-print("WRAPPED", type(model).__name__, ranks.item())
-"""
-
-
 @pytest.mark.slow
 def test_accelerate_on_cards_is_watched_and_reduces_on_the_cpu(
     cuda_environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -128,15 +107,14 @@ def test_accelerate_on_cards_is_watched_and_reduces_on_the_cpu(
     cards = [Card(total_memory=16 << 30)] * 2
     for name, value in (environment(cards, tmp_path) if cuda_environment else {}).items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "images.py").write_text(ACCELERATE)
     subprocess.run([sys.executable, "-m", "tests.strategies.cuda.store_rates"], check=True, cwd=ROOT)
-    finished = run("--nproc", "2", "--strategy", "fsdp", "--json", tmp_path / "images.py", cwd=tmp_path)
+    finished = run("--nproc", "2", "--strategy", "fsdp", "--json", IMAGES, cwd=tmp_path)
     assert finished.status == 0, finished.err
     assert (finished.json["trained_with"], finished.json["measured"]["steps"]) == ("accelerate", 4)
     assert "WRAPPED FSDPSequential 2.0" in finished.err
 
 
 def test_a_profile_on_a_card_writes_nothing_to_standard_error(card: CardPool, tmp_path: Path) -> None:
-    [(files, stderr)] = card.run(profile_bodies.profiled, tmp_path)
+    [(files, stderr)] = card.run(profile_bodies.profile_on_card, tmp_path)
     assert sorted(files) == ["profile-rank0.memory.pickle", "profile-rank0.trace.json"]
     assert stderr == ""

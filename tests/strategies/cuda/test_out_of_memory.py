@@ -5,7 +5,6 @@ The driver says that a card has gibibytes; a rank may take 200 MiB of it, which 
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from hardware_db.store import open_store
 from tests.emulated_cuda import Card, environment
 from tests.emulated_cuda.fixtures import variables_set
-from tests.strategies.launch.command import ROOT, Finished
+from tests.strategies.launch.command import ROOT, Finished, check_next_plan
 from tests.strategies.launch.test_next_plan import MODEL
 
 TRAIN = """
@@ -122,28 +120,15 @@ def _dsplan(folder: Path, *arguments: str) -> Finished:
     return Finished(status=done.returncode, out=done.stdout, err=done.stderr)
 
 
-def _proposed(folder: Path) -> tuple[list[Any], list[str]]:
+def _recommended(folder: Path) -> dict[str, Any]:
     question = "recommend --model tiny_net:make --gpus 2 --seq-len 64 --global-batch 256 --json"
-    asked = _dsplan(folder, *question.split())
-    answer = json.loads(asked.out)
-    return [plan["plan"] for plan in answer["plans"]], [item["reason"] for item in answer["rejected"]]
+    return _dsplan(folder, *question.split()).json
 
 
 @pytest.mark.slow  # each starts ranks two or three times; in the suite test_failures.py runs out of memory once
 @pytest.mark.parametrize("case", CASES)
 def test_the_next_plan_runs_where_a_card_overflows(project: Path, case: str) -> None:
     finished = _dsplan(project, "run", "--json", "--nproc", "2", "--run-dir", "run", "train.py", case)
-    assert finished.status == 0, finished.err
-    assert finished.json["outcome"] == "completed"
-    assert finished.json["measured"]["steps"] == 3
-    with open_store() as store:
-        last, *failed = store.list()
-    assert last.outcome == "completed"
-    assert failed
-    assert {row.outcome for row in failed} == {"out_of_memory"}
+    check_next_plan(finished, _recommended(project))
     assert "Tried to allocate" in finished.err
     assert "200.00 MiB allowed" in finished.err
-    proposed, reasons = _proposed(project)
-    assert proposed
-    assert not [row for row in failed if row.plan["plan"] in proposed]
-    assert sum("ran out of memory here on" in reason for reason in reasons) == len(failed)

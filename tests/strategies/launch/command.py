@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hardware_db.store import open_store
+
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "scripts" / "examples"
+IMAGES = Path(__file__).with_name("images_script.py")
+"""A loop of accelerate's over images, which prints the model's class when it ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,3 +60,20 @@ def is_alive(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def check_next_plan(finished: Finished, answer: dict[str, Any]) -> None:
+    """Plans that ran out of memory are stored and gave way to one that trained three steps; `answer` proposes none."""
+    assert finished.status == 0, finished.err
+    assert finished.json["outcome"] == "completed"
+    assert finished.json["measured"]["steps"] == 3
+    with open_store() as store:
+        last, *failed = store.list()
+    assert last.outcome == "completed"
+    assert failed
+    assert {row.outcome for row in failed} == {"out_of_memory"}
+    proposed = [plan["plan"] for plan in answer["plans"]]
+    assert proposed
+    assert not [row for row in failed if row.plan["plan"] in proposed]
+    reasons = [item["reason"] for item in answer["rejected"]]
+    assert sum("ran out of memory here on" in reason for reason in reasons) == len(failed)

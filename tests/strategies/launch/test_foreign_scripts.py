@@ -8,7 +8,7 @@ import pytest
 
 from hardware_db.store import open_store
 from strategies.run_directory.claim import Claim, read_claim
-from tests.strategies.launch.command import run
+from tests.strategies.launch.command import IMAGES, run
 
 # A loop that nobody plans for, which marks its first step.
 LOOP = """
@@ -117,29 +117,10 @@ def test_a_subclass_of_trainer_behind_two_lines_trains_under_a_plan(tmp_path: Pa
     assert 0.85 < found["measured"]["peak_allocated_bytes"] / found["plan"]["memory"]["peak_allocated_bytes"] < 1.15
 
 
-# accelerate wraps the model in DDP, which is used inside it and claims nothing; images show no tokens.
-ACCELERATE = """
-import torch
-from accelerate import Accelerator
-accelerator = Accelerator()
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 10))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-data = torch.utils.data.TensorDataset(torch.randn(64, 3, 8, 8), torch.randint(0, 10, (64,)))
-model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=8))
-for images, labels in loader:
-    loss = torch.nn.functional.cross_entropy(model(images), labels)
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-print("WRAPPED", type(model).__name__)
-"""
-
-
 @pytest.mark.slow
 def test_a_library_inside_a_library_claims_nothing(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    finished = run("--strategy", "ddp", "--json", _script(tmp_path, {"images.py": ACCELERATE}), cwd=tmp_path)
+    finished = run("--strategy", "ddp", "--json", IMAGES, cwd=tmp_path)
     assert finished.status == 0, finished.err
     assert (finished.json["trained_with"], finished.json["measured"]["steps"]) == ("accelerate", 4)
     assert finished.json["plan"]["plan"]["strategy"] == "ddp"

@@ -10,37 +10,15 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch import nn
 from torch.cuda import _memory_viz
 
 from hardware_db.errors import DsplanError
 from strategies.launch.options import parse_profile
 from strategies.run_directory.files import profile_paths, profiles_in
 from strategies.telemetry.metrics import is_slowed, read_metrics, summarise
-from strategies.telemetry.monitor import RunMonitor
 from strategies.variables import PROFILE
 from tests.planner.emit.trace_format import Complete, Trace
-
-WIDTH = 64
-
-
-def trained(directory: Path, steps: int) -> None:
-    """A run of one rank, watched as `dsplan run` watches it."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
-    optimizer = torch.optim.AdamW(model.parameters())
-    monitor = RunMonitor(directory, rank=0, device=torch.device("cpu"), sequence_length=0)
-    monitor.training_starts()
-    for _ in range(steps):
-        batch = torch.randn(8, WIDTH)
-        monitor.forward_starts(model, ((batch,), {}))
-        loss = model(batch).square().mean()
-        monitor.loss_is(loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        monitor.step_ended()
-    monitor.close()
+from tests.strategies.profile_bodies import WIDTH, train
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +26,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PROFILE, "4:5")
-        trained(directory, 8)
+        train(directory, 8, torch.device("cpu"))
     return directory
 
 
@@ -89,7 +67,7 @@ def test_torchs_viewer_takes_the_memory_of_a_step(profiled: Path) -> None:
     assert standing["weights"] >= weights
     assert standing["optimizer states"] >= 2 * weights
     made = {frame["name"] for event in trace for frame in event["frames"]}
-    assert {"aten.addmm.default", "trained"} <= made
+    assert {"aten.addmm.default", "train"} <= made
     # At its peak a step has all gradients beside weights and states.
     assert peak >= standing["weights"] + standing["optimizer states"] + weights
 
@@ -106,14 +84,14 @@ def test_a_run_that_ends_before_says_so_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(PROFILE, "5:5")
-    trained(tmp_path, 3)
+    train(tmp_path, 3, torch.device("cpu"))
     assert "dsplan: --profile 5: these ranks ran no step 5\n" in capfd.readouterr().err
     assert profiles_in(tmp_path) == {}
-    trained(tmp_path, 5)
+    train(tmp_path, 5, torch.device("cpu"))
     assert "no step after 5 to count memory in" in capfd.readouterr().err
     assert [path.name for paths in profiles_in(tmp_path).values() for path in paths] == ["profile-rank0.trace.json"]
     monkeypatch.delenv(PROFILE)
-    trained(tmp_path / "unasked", 3)
+    train(tmp_path / "unasked", 3, torch.device("cpu"))
     assert profiles_in(tmp_path / "unasked") == {}
     assert "profiled" not in json.dumps(read_metrics(tmp_path / "unasked", 1))
 
