@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.errors import ContradictoryRequest

@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader
 
 from planner import vocabulary as words
 from planner.emit.accelerate import emit
-from planner.emit.common import recomputing_whole_blocks
-from planner.emit.common import EmitOptions
+from planner.emit.common import EmitOptions, recomputing_whole_blocks
 from planner.types.plan import Plan
 from strategies.launch.hooks.patch import patch, with_batch_size
 from strategies.launch.hooks.script_plan import (

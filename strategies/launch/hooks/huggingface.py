@@ -24,8 +24,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from hardware_db.notices import notice
 from planner import vocabulary as words
-from planner.emit.common import EmitOptions
-from planner.emit.common import recomputing_whole_blocks
+from planner.emit.common import EmitOptions, recomputing_whole_blocks
 from planner.emit.huggingface import training_arguments
 from planner.types.plan import Plan
 from strategies.distributed.consensus import on_rank_zero
