@@ -16,7 +16,7 @@ QUICK = (
     "megatron-70b-64-h100",
     "nemo-mixtral-8x7b-64",
 )
-"""One of each kind of mistake that was made before: pipelines and shards of small models, offload, no experts' ranks."""
+"""One of each kind of mistake that was made before: pipelines and shards of small models, offload."""
 
 
 def test_there_are_sixty_of_ten_projects() -> None:
