@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -16,8 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsplan.mpi.arrays import own_memory, write_into
+from hardware_db.fingerprint import fingerprint
 from hardware_db.microbench.grid import Point, Rate
 from hardware_db.microbench.runner import measure_on_rank
+from hardware_db.probe import probe
+from strategies.autoplan.rates import machine_rates
 from strategies.data.loader import DistributedDataLoader
 from strategies.errors import CannotRun
 from strategies.modules.kernels import install_kernels
@@ -50,6 +54,16 @@ def measured(folder: Path) -> tuple[str, str]:
     """The answer of a rank of `dsplan bench` to a copy that only a card makes."""
     rate = cast("Rate", measure_on_rank(Point(operation="host_to_device", size=1 << 20), 1))
     return type(rate).__name__, rate.unit
+
+
+def random_numbers_beside_measuring(folder: Path) -> tuple[list[str], bool]:
+    """What is measured of a card before a first plan, and whether the script's numbers go on as they were."""
+    torch.cuda.manual_seed(3)
+    expected = torch.rand(4, device=CARD)
+    torch.cuda.manual_seed(3)
+    with mock.patch("strategies.autoplan.rates.wanted_points", return_value=(Point(operation="memory", size=4096),)):
+        rates = machine_rates(fingerprint(probe()), torch.device(CARD, 0))
+    return [rate.operation for rate in rates], torch.equal(torch.rand(4, device=CARD), expected)
 
 
 def monitored(folder: Path) -> tuple[bool, bool]:
@@ -131,6 +145,13 @@ class _Products(TorchDispatchMode):
         if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             self.dtypes.append(args[-1].dtype)
         return function(*args, **(kwargs or {}))
+
+
+def resumed_fused(folder: Path) -> tuple[list[float], list[float]]:
+    """Losses of an unbroken run and of one that resumes, with an optimizer that counts its steps on the card."""
+    with mock.patch("torch.optim.AdamW", partial(torch.optim.AdamW, fused=True)):
+        unbroken, resumed, _ = training_bodies.save_and_resume(Recipe(), str(folder))
+    return unbroken, resumed
 
 
 def reported(folder: Path) -> dict[str, Any]:

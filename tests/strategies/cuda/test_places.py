@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from tests.emulated_cuda.fixtures import CardPool
-from tests.strategies import checkpoint_bodies
 from tests.strategies.cuda import place_bodies as bodies
-from tests.strategies.training_bodies import Recipe
 
 
 def test_mpi_does_not_receive_into_memory_of_a_card(card: CardPool, tmp_path: Path) -> None:
@@ -23,6 +21,10 @@ def test_an_error_of_the_driver_is_no_refusal_where_there_is_a_card(card: CardPo
 
 def test_a_rank_of_a_benchmark_measures_its_card(card: CardPool, tmp_path: Path) -> None:
     assert card.run(bodies.measured, tmp_path) == [("Rate", "bytes/s")]
+
+
+def test_measuring_leaves_the_random_numbers_of_a_card_alone(card: CardPool, tmp_path: Path) -> None:
+    assert card.run(bodies.random_numbers_beside_measuring, tmp_path) == [(["memory"], True)]
 
 
 def test_a_monitor_without_an_engine_looks_at_the_card_of_its_process(card: CardPool, tmp_path: Path) -> None:
@@ -44,8 +46,8 @@ def test_the_time_to_the_first_loss_is_a_part_of_the_step(card: CardPool, tmp_pa
 @pytest.mark.slow  # imports Trainer
 def test_a_trainer_may_split_its_model_on_cards(card: CardPool, tmp_path: Path) -> None:
     [(said, refused)] = card.run(bodies.split_by_the_script, tmp_path)
-    assert said == "dsplan: no plan: the script splits its model by from_pretrained(tp_plan=...) (tp 2); it runs as it" + (
-        " is, measured\n"
+    assert said.startswith(
+        "dsplan: no plan: the script splits its model by from_pretrained(tp_plan=...) (tp 2); it runs"
     )
     assert refused.startswith("--strategy zero3 cannot be applied: the script splits its model by from_pretrained(")
 
@@ -67,8 +69,6 @@ def test_memory_is_what_torchs_allocator_counts(card: CardPool, tmp_path: Path) 
     assert 0.75 < found["counted"] / found["peak"] <= 1, "each tensor is rounded up to 512 bytes"
 
 
-def test_counters_of_a_fused_optimizer_come_back_to_the_card(two_cards: CardPool, tmp_path: Path) -> None:
-    recipe = Recipe(strategy="ddp", world_size=2, optimizer="adamw-fused")
-    unbroken = two_cards.run(checkpoint_bodies.save_after, recipe, str(tmp_path), 2)
-    resumed = two_cards.run(checkpoint_bodies.resume_each, recipe, [str(tmp_path)], 2)
-    assert [losses for (losses,) in resumed] == [pytest.approx(losses, rel=1e-6) for losses in unbroken]
+def test_counters_of_a_fused_optimizer_come_back_to_the_card(card: CardPool, tmp_path: Path) -> None:
+    [(unbroken, resumed)] = card.run(bodies.resumed_fused, tmp_path)
+    assert resumed == pytest.approx(unbroken, rel=1e-6)
