@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import gc
 import io
+import json
+import math
 import os
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsplan.mpi.arrays import own_memory, write_into
 from hardware_db.fingerprint import fingerprint
@@ -23,13 +26,17 @@ from hardware_db.microbench.runner import measure_on_rank
 from hardware_db.probe import probe
 from strategies.autoplan.rates import machine_rates
 from strategies.data.loader import DistributedDataLoader
+from strategies.engine.initialize import initialize
+from strategies.engine.telemetry import MemoryProfiler
 from strategies.errors import CannotRun
 from strategies.modules.kernels import install_kernels
-from strategies.supervision.failures import failure_of
+from strategies.supervision.failures import NotFinite, failure_of
+from strategies.supervision.not_finite import FiniteWatch
 from strategies.telemetry.step_rows import StepRows
 from strategies.telemetry.training_monitor import TrainingMonitor
+from strategies.torch_compat.dispatch import TorchDispatchMode
 from strategies.variables import REQUEST
-from tests.strategies import adapter_bodies, training_bodies
+from tests.strategies import adapter_bodies, checkpoint_bodies, engine_bodies, training_bodies
 from tests.strategies.training_bodies import Recipe
 
 CARD = "cuda"
@@ -72,7 +79,44 @@ def monitored(folder: Path) -> tuple[bool, bool]:
     monitor = TrainingMonitor(log_dir=folder, save_logs=False, quiet=True, sample_seconds=60)
     stats = monitor.get_system_stats()
     monitor.close()
-    return stats["gpu_memory"] >= held.nbytes, "gpu_temperature_celsius" in stats
+    return (stats["gpu_memory"] or 0) >= held.nbytes, "gpu_temperature_celsius" in stats
+
+
+def ended_by_its_losses(folder: Path) -> tuple[list[bool], str]:
+    """Whether a run is clean after each step of losses that lie on the card, and the line that ends it."""
+    engine = SimpleNamespace(configuration=SimpleNamespace(backend="torch"), global_steps=7)
+    watch, clean = FiniteWatch(engine, limit=3, sees_gradients=False), list[bool]()
+    for value in (math.nan, 1.0, math.inf, math.nan, math.nan):
+        watch.loss_is(torch.tensor(value, device=CARD))
+        try:
+            watch.step_ended()
+        except NotFinite as ending:
+            return clean, str(ending)
+        clean.append(watch.is_clean)
+    return clean, ""
+
+
+def saved_in_the_background(folder: Path) -> tuple[bool, bool]:
+    """Whether a checkpoint has the weights of when it was asked for, and whether those of the card changed since."""
+    engine = training_bodies.make_engine(Recipe())
+    training_bodies.one_step(engine, 0)
+    expected = training_bodies.whole_parameters(engine)
+    path = engine.save_checkpoint(folder, asynchronous=True)
+    training_bodies.one_step(engine, 1)
+    later = training_bodies.whole_parameters(engine)
+    engine.wait_for_checkpoint()
+    engine.load_checkpoint(path)
+    saved = training_bodies.whole_parameters(engine)
+    first, second = (all(torch.equal(saved[name], other[name]) for name in saved) for other in (expected, later))
+    return first, second
+
+
+def pinned_by_the_engine(folder: Path) -> bool:
+    """Whether batches of an engine's own loader are in pinned memory, which nobody asked for."""
+    plan, data = Recipe().plan(), checkpoint_bodies.Numbers()
+    _, _, loader, _ = initialize(model=torch.nn.Linear(1, 1), plan=plan, training_data=data)
+    assert loader is not None
+    return bool(next(iter(loader)).is_pinned())
 
 
 def pinned(folder: Path) -> list[bool]:
@@ -134,11 +178,11 @@ def losses_in_16_bits(folder: Path) -> tuple[float, float, list[torch.dtype]]:
     return usual.item(), loss.item(), products.dtypes
 
 
-class _Products(TorchDispatchMode):
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the dtypes of matrix products."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dtypes: list[torch.dtype] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,13 +198,27 @@ def resumed_fused(folder: Path) -> tuple[list[float], list[float]]:
     return unbroken, resumed
 
 
+def logged(folder: Path) -> tuple[dict[str, float], list[str]]:
+    """The figures of a step log's last interval, and the names of what was traced of a step."""
+    losses = engine_bodies.logged(Recipe(), str(folder))
+    assert losses[-1] < losses[0]
+    figures = {}
+    for table in (folder / "tables").rglob("*.csv"):
+        with open(table, newline="") as file:
+            figures[table.stem] = float([*csv.DictReader(file)][-1][table.stem])
+    [trace] = (folder / "traces").glob("*.json")
+    return figures, [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
+
+
 def reported(folder: Path) -> dict[str, Any]:
     """A report and a timeline of memory beside what torch's allocator says."""
     gc.collect()
     others = torch.cuda.memory_allocated()
     engine = training_bodies.make_engine(Recipe())
+    profiler = MemoryProfiler(engine)
+    profiler.profile_training(steps=1)  # the allocator counts already
     training_bodies.one_step(engine, 0)
-    report = engine.memory_report()
+    report = profiler.get_memory_report()
     allocated = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     with engine.memory_timeline(folder / "step.svg"):
