@@ -25,7 +25,7 @@ _BEFORE = f"python -m pytest -n 2 --dist loadfile -p no:cacheprovider {_TESTS} -
 _AFTER = "scripts/ci/cuda.sh; scripts/ci/cuda.sh -m slow -k 'commands or places or deepspeed_steps or split_models'"
 _LEAST = 0.95
 _REASONS = {
-    "strategies/modules/adapters.py:device = ": "bitsandbytes, whose kernels are compiled for a real card, is not there",
+    "strategies/modules/adapters.py:device = ": "bitsandbytes is not there: its kernels are compiled for real cards",
 }
 
 

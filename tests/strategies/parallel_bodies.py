@@ -424,7 +424,8 @@ def refused_in_stages(composition: Composition) -> str:
 
 def _with_positions(block: Any, x: torch.Tensor) -> torch.Tensor:
     """Rows are turned by their number in what the block sees, as rotary embeddings are inside attention."""
-    made: torch.Tensor = type(block).forward(block, x.roll(1, -1) * torch.arange(x.shape[1], device=x.device).cos().unsqueeze(-1) + x)
+    turns = torch.arange(x.shape[1], device=x.device).cos().unsqueeze(-1)
+    made: torch.Tensor = type(block).forward(block, x.roll(1, -1) * turns + x)
     return made
 
 

@@ -84,13 +84,14 @@ def test_steps_restarts_and_alerts_are_on_one_axis_of_time(tmp_path: Path) -> No
     assert any("starts again" in str(row[-1]) for row in picture.table.rows)
 
 
-@pytest.mark.parametrize("gpu", ["RTX-4090", None])
-def test_the_memory_of_a_card_is_its_limit(gpu: str | None, tmp_path: Path) -> None:
-    plan = recommend(Question(model="openai-community/gpt2", gpus=1, gpu=gpu).request()).plans[0]
+@pytest.mark.parametrize("device", ["RTX-4090", "cpu"])
+def test_the_memory_of_a_card_is_its_limit(device: str, tmp_path: Path) -> None:
+    plan = recommend(Question(model="openai-community/gpt2", gpus=1, gpu="RTX-4090").request()).plans[0]
+    plan = replace(plan, cluster={**plan.cluster, "device": device})
     run = read_run(run_directory(tmp_path / "run"))
     picture = course(replace(run, report=replace(run.report, plan=plan)))
     assert picture is not None
-    assert ("the card has" in json.dumps(picture.figure)) == (gpu is not None)
+    assert ("the card has" in json.dumps(picture.figure)) == (device != "cpu")
 
 
 def test_steps_that_a_restart_undid_are_not_compared(tmp_path: Path) -> None:
