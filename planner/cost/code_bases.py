@@ -36,16 +36,18 @@ class Implementation:
     """Counts of time that belong to code rather than to devices; docs/explanation/cost-model-time.md derives each one.
 
     Passes are elements read or written per element of the tensor, in the compute dtype, by one forward.
-    `score_bytes` is the traffic of one attention score that is not fused away, `loss_bytes` of one logit from cast to
-    gradient, `attention_share` the rate of its fused attention over that of the kernels that were measured,
-    `hopper_attention_share` that on Hopper besides (FlashAttention-3 and cuDNN's kernels over FlashAttention-2),
+    `score_bytes` is the traffic of one attention score that is not fused away in the forward, `score_backward_bytes` in
+    the backward, `loss_bytes` of one logit from cast to gradient, `attention_share` the rate of its fused attention
+    over that of the kernels that were measured, `hopper_attention_share` that on Hopper besides (FlashAttention-3 and
+    cuDNN's kernels over FlashAttention-2),
     `tuned_product_share` the rate of its products on Hopper and Blackwell over those that the ceilings are of,
     `hidden_tensor_parallel` which share of tensor parallelism's collectives runs beside the products that need them.
     `skips_masked` says whether fused attention leaves out the masked half of a causal product, `hides_reductions`
     whether gradients are reduced behind the backward, `reduces_whole` whether ZeRO-1 and 2 all-reduce gradients rather
     than reduce-scatter them, `broadcasts_partitions` whether they send updated parameters rank by rank,
     `selective_products` which share of the weight products selective checkpointing runs again, `stops_early` whether
-    recomputing a block stops at the last tensor that its backward needs (torch's non-reentrant checkpoint since 2.0).
+    recomputing a block stops at the last tensor that its backward needs (torch's non-reentrant checkpoint since 2.0),
+    `pads_vocabulary` whether tensor cores get a head of aligned width whatever the vocabulary is.
     """
 
     layer_norm_passes: float = 2.0
@@ -59,6 +61,7 @@ class Implementation:
     dispatch_passes: float = 7.0
     dispatch_kernels: int = 14
     score_bytes: float = 24.0
+    score_backward_bytes: float = 28.0
     loss_bytes: float = 30.0
     attention_share: float = 1.0
     hopper_attention_share: float = 1.0
@@ -70,6 +73,7 @@ class Implementation:
     broadcasts_partitions: bool = False
     selective_products: float = 0.0
     stops_early: bool = True
+    pads_vocabulary: bool = False
     block_host_seconds: float = 0.85e-3
     kernel_host_seconds: float = 10e-6
 

@@ -28,17 +28,17 @@ from planner.types.plan import Configuration, Plan, StepTime
 # Room in memory and simplicity of plans, and the difference from which on two predictions count as different.
 
 
-ONE_STRATEGY = 0.17
+ONE_STRATEGY = 0.15
 """How far the ratio of two predicted step times is from the measured one, at the 90th percentile, where two plans of
 one strategy differ in micro-batch or recomputation: 905 published pairs in 88 groups (`scripts/fit/ratio_spread.py`).
 It counts where one of the two has room in memory and the other has not."""
-SPLIT_OR_WHOLE = 0.15
+SPLIT_OR_WHOLE = 0.125
 """How far the ratio of two predicted step times is from the measured one, at the 90th percentile, where one plan splits
 layers and the other does not: 943 published pairs in 46 groups, each publication left out of the fit
 (`scripts/fit/ratio_spread.py`). Most of what is wrong with the one prediction is wrong with the other too."""
-NEVER_COMPARED = 0.2
+NEVER_COMPARED = 0.15
 """The same where nothing published compares such pairs: a replica with shards, torch with DeepSpeed, a device that
-keeps its states with one that offloads them. Then nothing is known to cancel, and two predictions, each off by 14 % at
+keeps its states with one that offloads them. Then nothing is known to cancel, and two predictions, each off by 11 % at
 the 90th percentile (docs/reference/accuracy.md), are off against each other by the root of two of it."""
 
 WIDEST = max(NEVER_COMPARED, SPLIT_OR_WHOLE, ONE_STRATEGY, math.exp(NINE_OF_TEN * math.sqrt(2) * AGAIN) - 1)

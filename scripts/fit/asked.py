@@ -28,7 +28,8 @@ from hardware_db.files import replace_text
 from hardware_db.units import GIB
 from planner.search.exact import ExactOptions
 from planner.types.plan import Plan
-from scripts.fit.published_rows import MEASUREMENTS
+from scripts.fit.published_code import UNPADDED
+from scripts.fit.published_rows import MEASUREMENTS, RECOMPUTED_FROM
 
 ROWS = MEASUREMENTS / "published_asked.csv"
 ANSWERS = MEASUREMENTS / "asked_answers.csv"
@@ -152,7 +153,7 @@ def published() -> Iterator[Asked]:
 
 
 def grid() -> Iterator[Asked]:
-    """vTrain's grid: GPT under Megatron-DeepSpeed, full recomputation, fp16, vocabulary 50,257."""
+    """vTrain's grid: GPT under Megatron-DeepSpeed, fp16, vocabulary 50,257."""
     with GRID.open(newline="", encoding="utf-8") as lines:
         for place, row in enumerate(csv.DictReader(lines), start=1):
             yield _of_grid(row, place)
@@ -180,7 +181,7 @@ def _of_grid(row: Mapping[str, str], place: int) -> Asked:
         source="vtrain_a100",
         publication="vtrain_a100",
         reading="stated",
-        code="megatron-deepspeed",
+        code=str(UNPADDED) if row["tp"] == "1" else "megatron-deepspeed",
         model=f"gpt {hidden}x{layers}",
         config=config,
         cluster=cluster,
@@ -195,7 +196,7 @@ def _of_grid(row: Mapping[str, str], place: int) -> Asked:
             "precision": "fp16",
             "optimizer": "adamw-fused",
             "attention": "eager",
-            "checkpointing": "full",
+            "checkpointing": "full" if gpus >= RECOMPUTED_FROM else "none",
         },
         tokens_per_s_per_gpu=tokens / float(row["iteration_ms"]) * 1e3 / gpus,
         memory_bytes=0.0,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+
+UNPADDED = Path(__file__).with_name("vtrain.yaml")
+"""vTrain's code on one tensor-parallel rank, whose vocabulary no multiple of anything was asked for."""
 
 # Runs that name transformers are of 2021.
 NAMED: Mapping[str, str] = {"transformers": "transformers-2021", "megatron": "megatron-deepspeed"}
@@ -21,6 +25,8 @@ BY_SOURCE: Mapping[str, str] = {
 
 def code_of(row: Mapping[str, str]) -> str:
     """The code base that a row names, or that its source is known for."""
+    if row["source"].startswith("vtrain") and row["tp"] == "1":
+        return str(UNPADDED)
     if row["code"]:
         return NAMED[row["code"]]
     return next((code for name, code in BY_SOURCE.items() if row["source"].startswith(name)), "transformers")

@@ -2,7 +2,7 @@
 
 A case may name the GPU and the share of its peak that llm-analysis is to take; the answer has bytes and seconds.
 
-    echo '[{"model": {...}, "dtype": {...}, "parallelism": {...}, "training": {...}}]' | python peer_llm_analysis.py
+    echo '[{"model": {...}, "dtype": {...}, "parallelism": {...}, "training": {...}}]' | python -I llm_analysis.py
 
 llm-analysis needs a transformers older than dsplan's, so `peers.py` runs this file with another interpreter.
 """

@@ -49,7 +49,9 @@ def _ask(runs: Sequence[PublishedRun], peer: str, share: float | None, interpret
         except NoAnswer as error:
             refused.append((run, str(error)))
     questions = json.dumps([question for _, question in questions_of_runs])
-    process = subprocess.run([interpreter, LLM_ANALYSIS], input=questions, capture_output=True, text=True, check=True)
+    process = subprocess.run(
+        [interpreter, "-I", LLM_ANALYSIS], input=questions, capture_output=True, text=True, check=True
+    )
     reply = json.loads(process.stdout)
     times = [
         PeerTime(

@@ -136,7 +136,7 @@ def _llm_analysis(cases: Sequence[Case], interpreter: str) -> Iterable[PeerAnswe
         except NoAnswer as error:
             refused.append((case, str(error)))
     process = subprocess.run(
-        [interpreter, LLM_ANALYSIS],
+        [interpreter, "-I", LLM_ANALYSIS],
         input=json.dumps([question for _, question in answerable]),
         capture_output=True,
         text=True,

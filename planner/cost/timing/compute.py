@@ -11,7 +11,7 @@ from dataclasses import replace
 from hardware_db.records import dataclass
 from planner.cost.memory.activations.adapters import DEQUANTISED_BYTES
 from planner.cost.precision import ScaledProducts, recipe_of
-from planner.cost.timing.efficiency import ATTENTION_BACKWARD, BACKWARD, DeviceRates, Waste, block_waste
+from planner.cost.timing.efficiency import BACKWARD, DeviceRates, Waste, block_waste
 from planner.cost.timing.flops import (
     ALL_TRAINED,
     Geometry,
@@ -81,8 +81,30 @@ masked whole 5 + 1 + 13, dropout 12, copies 5, product 4; 3.2 nanoseconds a scor
 FP32_SCORE_BYTES = 32.0
 """Of a score of eager attention in fp32: product 4, scale 8, mask 8, softmax 8, product 4."""
 
+FP32_SCORE_BACKWARD_BYTES = 36.0
+"""Of the same in the backward: products around the probabilities 8, softmax 12, scale 8, products of the scores 8."""
+
+WRITTEN_OUT_BACKWARD_BYTES = 40.0
+"""Of the same in the backward: products 8, dropout 12, softmax 12, products 8."""
+
 ALIGNED_ELEMENTS = 8
 """Tensor cores take 16-bit products whose inner width is a multiple of this (16 bytes); others run without them."""
+
+MISALIGNED_SHARE = 0.35
+"""Rate of products with a vocabulary that is no multiple of ALIGNED_ELEMENTS, over that of an aligned one: 84 of 240
+TFLOP/s in vTrain's runs of GPT on one tensor-parallel rank (50,257 tokens, A100). GPT-2 is said to gain 30 % where its
+vocabulary is made 50,304 (zzhhjjj/LLaMA notes/README.md)."""
+
+
+BLOCK_COLLECTIVES = 2
+"""Of tensor parallelism in a block's forward (arXiv 1909.08053), and as many in its backward."""
+
+COLLECTIVE_KERNELS = 5
+"""What a collective costs its host, in kernels: torch's process group records events and waits on streams around it."""
+
+BLOCK_KERNELS, HEAD_KERNELS = 25, 16
+"""Launched by the forward of a block, and of what is around the blocks: embeddings and dropout 4, mask and positions 3,
+norm and projection 2, cast, shift and loss 7."""
 
 
 def _elementwise_seconds(stack: Stack, tokens: float, rates: DeviceRates, tp: int, is_split: bool) -> float:
@@ -129,13 +151,16 @@ def _attention_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRate
         products = rates.products(full, 0.0, ATTENTION_PRODUCTS)
     scores = full / (4.0 * stack.attention_width) * stack.heads
     kernel = 2 * rates.element_bytes * scores
-    moved = (
-        WRITTEN_OUT_BYTES if written_out else FP32_SCORE_BYTES if rates.element_bytes > 2 else rates.code.score_bytes
-    )
+    moved, moved_back = rates.code.score_bytes, rates.code.score_backward_bytes
+    if rates.element_bytes > 2:
+        moved, moved_back = FP32_SCORE_BYTES, FP32_SCORE_BACKWARD_BYTES
+    if written_out:
+        moved, moved_back = WRITTEN_OUT_BYTES, WRITTEN_OUT_BACKWARD_BYTES
     forward = products + rates.elementwise((moved - SOFTMAX_BYTES) * scores, kernel)
     forward += rates.exponentials(SOFTMAX_BYTES * scores, kernel)
     drawn = rates.random(scores) if written_out else 0.0
-    return Passes(forward=forward + drawn, backward=ATTENTION_BACKWARD * forward)
+    backward = BACKWARD * products + rates.elementwise(moved_back * scores, kernel)
+    return Passes(forward=forward + drawn, backward=backward)
 
 
 def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
@@ -150,7 +175,7 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     products, products_backward = _product_passes(stack, tokens=tokens, tp=tp, work=work, waste=waste, rates=rates)
     elementwise = _elementwise_seconds(stack, tokens, rates, tp, job.configuration.sequence_parallel)
     attention = _attention_passes(stack, job, shape, rates)
-    host = _host_seconds(stack, rates)
+    host = _host_seconds(stack, rates, tp)
     drawn = 2 * rates.random(tokens * stack.hidden) if stack.dropout else 0.0
     forward = _with_host(products + elementwise + attention.forward + drawn, host, rates)
     device = products_backward + BACKWARD * elementwise + attention.backward
@@ -282,14 +307,15 @@ def _with_host(device: float, host: float, rates: DeviceRates) -> float:
     return device + host if rates.serial else max(device, host)
 
 
-def _host_seconds(stack: Stack, rates: DeviceRates) -> float:
+def _host_seconds(stack: Stack, rates: DeviceRates, tp: int) -> float:
     """Return the seconds of launching the forward of one block."""
     if stack.launches:
         return stack.launches * rates.code.kernel_host_seconds
     if not stack.norms:
         return stack.matmuls.kernels * rates.code.kernel_host_seconds
     experts = max(0, stack.matmuls.kernels - USUAL_MATMULS) + (rates.code.dispatch_kernels if stack.dispatched else 0)
-    return rates.code.block_host_seconds + experts * rates.code.kernel_host_seconds
+    collectives = BLOCK_COLLECTIVES * COLLECTIVE_KERNELS if tp > 1 else 0
+    return rates.code.block_host_seconds + (experts + collectives) * rates.code.kernel_host_seconds
 
 
 def head_passes(job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
@@ -300,11 +326,14 @@ def head_passes(job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
         return NOTHING
     weights, share = head_weights(job), trained_share(job.counts)
     moved = (weights + tokens * width) / tp + tokens * hidden
-    work = 2.0 * tokens * weights / tp, moved, 1
+    misaligned = rates.element_bytes == 2 and not rates.code.pads_vocabulary and -(-width // tp) % ALIGNED_ELEMENTS
+    waste = 1 / MISALIGNED_SHARE if misaligned and not rates.serial else 1.0
+    work = 2.0 * tokens * weights / tp, moved, 1, waste
     logits = tokens * width / tp
     kernel = 2 * rates.element_bytes * logits
     loss = rates.elementwise((rates.code.loss_bytes - LOG_SOFTMAX_BYTES) * logits, kernel)
     loss += rates.exponentials(LOG_SOFTMAX_BYTES * logits, kernel)
     backward = rates.products_backward(*work) * (1 if share is ALL_TRAINED else (1 + share.head) / 2)
-    forward = (1 + job.has_reference) * (rates.products(*work) + loss / 2)
-    return Passes(forward=forward, backward=backward + loss / 2)
+    host = HEAD_KERNELS / BLOCK_KERNELS * rates.code.block_host_seconds if not rates.serial else 0.0
+    forward = (1 + job.has_reference) * _with_host(rates.products(*work) + loss / 2, host, rates)
+    return Passes(forward=forward, backward=_with_host(backward + loss / 2, BACKWARD * host, rates))

@@ -75,7 +75,6 @@ def block_waste(stack: Stack, tokens: float, tp: int, cores: int) -> Waste:
 
 GEMM_CEILING = {
     "volta": 0.78,
-    "volta SXM2": 0.92,
     "turing": 0.72,
     "ampere": 0.77,
     "ada": 0.78,

@@ -17,7 +17,7 @@ DATA = Path("hardware_db/datasheets")
 
 
 def test_every_row_is_there() -> None:
-    assert (len(devices()), len(links()), len(node_types())) == (86, 52, 144)
+    assert (len(devices()), len(links()), len(node_types())) == (86, 53, 144)
 
 
 def test_compiled_catalogues_are_fresh() -> None:

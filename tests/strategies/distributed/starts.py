@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -28,7 +28,7 @@ class Starter:
     """Starts many processes at once, each forked from one that has imported torch."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._numbers = folder, count()
         self._process = subprocess.Popen(
             [sys.executable, Path(__file__).with_name("starter.py")],
             stdin=subprocess.PIPE,
@@ -52,7 +52,7 @@ class Starter:
         """As `run`, each process with arguments of its own."""
         assert self._process.stdin
         assert self._process.stdout
-        outputs = [str(self._folder / f"{random.randrange(1 << 40):x}") for _ in processes]
+        outputs = [str(self._folder / f"output-{next(self._numbers)}") for _ in processes]
         for output, (variables, arguments) in zip(outputs, processes, strict=True):
             job = {"program": str(program), "arguments": arguments, "output": output}
             everything = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}

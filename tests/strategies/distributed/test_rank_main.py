@@ -83,6 +83,7 @@ def test_ranks_that_do_not_fit_end_before_the_script(
     ]
     assert not [run for run in runs if (run.directory / "ran").exists()]
 
+    assert len(nameless.lines) == 1, nameless.lines
     (line,) = nameless.lines
     assert line.startswith("error: ")
     assert f"has not set {size} for this process; start" in line

@@ -65,7 +65,7 @@ def test_plans_are_chosen_well() -> None:
 
 
 def test_intervals_hold_nine_of_ten() -> None:
-    assert 0.85 <= coverage(covered(STATED))["all"].inside <= 0.97
+    assert 0.85 <= coverage(covered(STATED))["all"].inside <= 0.98  # eight publications: Student's t widens
 
 
 def test_other_tools_are_further_off() -> None:
