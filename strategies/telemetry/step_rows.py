@@ -52,7 +52,8 @@ class StepRows:
 
     def begin(self, global_steps: Callable[[], int] | None) -> None:
         """Begin the first step; `global_steps` gives its number when it is over."""
-        self._global_steps, self._started = global_steps, time.perf_counter()
+        self._global_steps = global_steps
+        self.restart_clock()
 
     def forward_starts(self, module: torch.nn.Module, inputs: tuple[Any, Mapping[str, Any]]) -> None:
         """Count the micro-batch and, at the start of a step, begin to measure its memory."""
@@ -94,12 +95,12 @@ class StepRows:
         self._steps += 1
         self._losses, self._load = [], None
         self._samples = self._tokens = 0
-        self._ready.step_ended()
-        self._started = time.perf_counter()
+        self.restart_clock()
         return row
 
     def restart_clock(self) -> None:
         """Begin the next step only now: what was done since the last one ended was no part of it."""
+        self._ready.step_starts()
         self._started = time.perf_counter()
 
     def _share(self, count: int) -> float:
@@ -132,7 +133,7 @@ class _HostReady:
         """Return seconds from `started` to the loss; the step is over."""
         return None if self._at is None else self._at - started
 
-    def step_ended(self) -> None:
+    def step_starts(self) -> None:
         self._at = None
 
 
@@ -142,20 +143,19 @@ class _CudaReady:
     def __init__(self) -> None:
         event: Any = torch.cuda.Event
         self._began, self._loss = event(enable_timing=True), event(enable_timing=True)
-        self._has_loss = False
-        self._began.record()
+        self.step_starts()
 
     def loss_is(self) -> None:
         self._loss.record()
         self._has_loss = True
 
     def seconds(self, started: float) -> float | None:
-        """Return seconds from the end of the step before to the loss; the device has been waited for."""
+        """Return seconds from the start of the step to the loss; the device has been waited for."""
         if not self._has_loss or not self._loss.query():
             return None
         return float(self._began.elapsed_time(self._loss)) / 1000
 
-    def step_ended(self) -> None:
+    def step_starts(self) -> None:
         self._has_loss = False
         self._began.record()
 

@@ -424,7 +424,8 @@ def refused_in_stages(composition: Composition) -> str:
 
 def _with_positions(block: Any, x: torch.Tensor) -> torch.Tensor:
     """Rows are turned by their number in what the block sees, as rotary embeddings are inside attention."""
-    made: torch.Tensor = type(block).forward(block, x.roll(1, -1) * torch.arange(x.shape[1]).cos().unsqueeze(-1) + x)
+    turns = torch.arange(x.shape[1], device=x.device).cos().unsqueeze(-1)
+    made: torch.Tensor = type(block).forward(block, x.roll(1, -1) * turns + x)
     return made
 
 
@@ -449,7 +450,7 @@ class OwnLoss:
 def own_loss(kind: Kind) -> OwnLoss:
     """Logits of cp 2 in training, a loss of the script's own, and dropout in the blocks."""
     engine, *_ = initialize(build(kind), optimizer=_optimizer, plan=Composition(cp=2).plan())
-    alone, ids = build(kind), batch_of(0)["input_ids"]
+    alone, ids = build(kind).to(engine.device), batch_of(0)["input_ids"].to(engine.device)
     losses = []
     for model in (engine, alone):
         logits = model(input_ids=ids).logits
@@ -470,7 +471,7 @@ def _dropped() -> dict[str, Any]:
     engine, *_ = initialize(model, optimizer=_optimizer, plan=Composition(cp=2).plan())
     torch.manual_seed(3)
     engine(**batch_of(0))
-    return {"dropped": seen[-1].flatten().tolist(), "later": torch.rand(()).item()}
+    return {"dropped": seen[-1].flatten().tolist(), "later": torch.rand((), device=engine.device).item()}
 
 
 def _refused(call: Callable[[], object]) -> str:

@@ -74,8 +74,9 @@ def refusal(config: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
 def messages_before_the_engine(folder: str) -> None:
     dsplan.init_distributed()
-    with pytest.raises(DsplanError, match="dist_backend is 'nccl' and ranks on cpu use gloo"):
-        dsplan.init_distributed("nccl")
+    device, usual, other = ("cuda", "nccl", "gloo") if torch.cuda.is_available() else ("cpu", "gloo", "nccl")
+    with pytest.raises(DsplanError, match=f"dist_backend is '{other}' and ranks on {device} use {usual}"):
+        dsplan.init_distributed(other)
     tensor = torch.zeros(1)
     if dist.get_rank() == 0:
         tensor += 1

@@ -424,7 +424,7 @@ def dropped_out() -> dict[str, list[float]]:
     seen: dict[str, list[float]] = {"own": [], "shared": []}
 
     def note(name: str) -> Any:
-        return lambda module, args, output=None: seen[name].append(float(torch.rand(())))
+        return lambda module, args, output=None: seen[name].append(float(torch.rand((), device=engine.device)))
 
     attention = engine.module.transformer.h[0].attn
     attention.c_proj.register_forward_pre_hook(note("own"), prepend=True)

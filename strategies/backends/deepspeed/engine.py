@@ -220,9 +220,11 @@ def engine_config(parts: TrainingParts, *, on_cpu: bool) -> dict[str, Any]:
     The plan decides stage, batch and precision; details of these and every other key are the script's where it has any.
     """
     script = parts.script.values
-    # The script's clipping, and 1e-3, torch's default for AdamW, for the optimizers that DeepSpeed makes.
-    options = EmitOptions(cpu=on_cpu, gradient_clipping=parts.gradient_clipping, learning_rate=1e-3)
-    config = deepspeed_config(parts.plan, options)
+    config = deepspeed_config(parts.plan, EmitOptions(cpu=on_cpu, gradient_clipping=parts.gradient_clipping))
+    if planned := _section(config, "optimizer"):  # steps as the one that is made where DeepSpeed makes none
+        usual = OPTIMIZERS[parts.plan.configuration.optimizer]([torch.zeros(1)]).defaults
+        rates = {name: usual[name] for name in ("lr", "weight_decay")}
+        config["optimizer"] = {**planned, "params": {**_section(planned, "params"), **rates}}
     zero = {**_section(config, "zero_optimization"), **_section(script, "zero_optimization")}
     zero["stage"] = parts.plan.configuration.zero_stage
     bucket = parts.script.communication.bucket_elements(4 if parts.plan.configuration.precision == "fp32" else 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 pytest.importorskip("plotly", reason="needs plotly (extra report)")
 
+from dsplan.question import Question
 from dsplan.render.show import Text
 from dsplan.report.calibration import calibration_pictures
 from dsplan.report.run_data import MOST_POINTS, read_run
@@ -18,6 +20,7 @@ from dsplan.report.runs import compare_runs, course, predicted_and_measured, run
 from hardware_db.errors import BrokenFile
 from hardware_db.store import MemoryStore
 from planner.calibration.learn import checks, refresh
+from planner.search.search import recommend
 from tests.planner.calibration.runs import HERE, User
 
 BEGAN = 1.7e9
@@ -79,6 +82,16 @@ def test_steps_restarts_and_alerts_are_on_one_axis_of_time(tmp_path: Path) -> No
     assert "1 restart, 1 checkpoint, 1 alert" in picture.caption
     assert "<script>" not in json.dumps(picture.figure)
     assert any("starts again" in str(row[-1]) for row in picture.table.rows)
+
+
+@pytest.mark.parametrize("device", ["RTX-4090", "cpu"])
+def test_the_memory_of_a_card_is_its_limit(device: str, tmp_path: Path) -> None:
+    plan = recommend(Question(model="openai-community/gpt2", gpus=1, gpu="RTX-4090").request()).plans[0]
+    plan = replace(plan, cluster={**plan.cluster, "device": device})
+    run = read_run(run_directory(tmp_path / "run"))
+    picture = course(replace(run, report=replace(run.report, plan=plan)))
+    assert picture is not None
+    assert ("the card has" in json.dumps(picture.figure)) == (device != "cpu")
 
 
 def test_steps_that_a_restart_undid_are_not_compared(tmp_path: Path) -> None:

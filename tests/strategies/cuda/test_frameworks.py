@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from hardware_db.files import provide_torch_extensions
-from tests.emulated_cuda import Card, environment
 from tests.emulated_cuda.fixtures import CardPool
 from tests.strategies import profile_bodies
-from tests.strategies.launch.command import IMAGES, ROOT, run
 
 Cases = dict[str, tuple[str, str, dict[str, Any]]]
 SCRIPT = Path(__file__).with_name("framework_ranks.py")
@@ -97,21 +95,6 @@ def test_two_cards_train_alike_under_every_strategy(
         if framework != "deepspeed" or not case[0].startswith("fsdp")
     }
     _check(cases, _train(2, cases, cuda_environment, tmp_path))
-
-
-@pytest.mark.slow
-def test_accelerate_on_cards_is_watched_and_reduces_on_the_cpu(
-    cuda_environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("accelerate")
-    cards = [Card(total_memory=16 << 30)] * 2
-    for name, value in (environment(cards, tmp_path) if cuda_environment else {}).items():
-        monkeypatch.setenv(name, value)
-    subprocess.run([sys.executable, "-m", "tests.strategies.cuda.store_rates"], check=True, cwd=ROOT)
-    finished = run("--nproc", "2", "--strategy", "fsdp", "--json", IMAGES, cwd=tmp_path)
-    assert finished.status == 0, finished.err
-    assert (finished.json["trained_with"], finished.json["measured"]["steps"]) == ("accelerate", 4)
-    assert "WRAPPED FSDPSequential 2.0" in finished.err
 
 
 def test_a_profile_on_a_card_writes_nothing_to_standard_error(card: CardPool, tmp_path: Path) -> None:

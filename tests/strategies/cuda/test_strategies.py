@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from strategies.distributed.rank_pool import RankPool
 from tests.emulated_cuda.fixtures import CardPool
+from tests.strategies import training_bodies
 from tests.strategies.cuda import strategy_bodies
 from tests.strategies.parallel_bodies import Composition
 from tests.strategies.training_bodies import Recipe
@@ -52,6 +54,19 @@ def test_losses_are_those_of_the_cpu(
     recipe = Recipe(strategy=strategy, backend=backend, world_size=2, **_VARIANTS[variant])
     arguments = (recipe, str(tmp_path))
     _assert_same(two_cards.run(strategy_bodies.losses, *arguments), ranks.run(strategy_bodies.losses, *arguments))
+
+
+@pytest.mark.slow  # DeepSpeed's optimizer for the host is compiled, once
+def test_deepspeed_steps_on_the_host_with_an_optimizer_of_its_own(
+    cuda_environment: Mapping[str, str], one_rank: RankPool
+) -> None:
+    pytest.importorskip("deepspeed")
+    recipe = Recipe(strategy="zero2", backend="deepspeed", world_size=2, offload="optimizer")
+    alone = one_rank.run(training_bodies.train_with_planned_optimizer, Recipe())[0]
+    with CardPool(2, cuda_environment) as pool:  # DeepSpeed leaves state behind
+        for optimizer, losses in pool.run(training_bodies.train_with_planned_optimizer, recipe):
+            assert optimizer == "DeepSpeedZeroOptimizer", "it has made the one for the CPU"
+            assert losses == pytest.approx(alone[1], rel=1e-6)
 
 
 _SPLITS = {
