@@ -22,6 +22,7 @@ from planner.models.catalogue import taken_for
 from planner.models.facts import ModelFacts
 from planner.models.resolve import config_file, is_factory, resolve_model
 from planner.question_defaults import PLANS_SHOWN
+from planner.search.post_training import training_cluster
 from planner.search.recall import recall
 from planner.search.request import Request, WorkOptions, make_request
 from planner.types.plan import Plan
@@ -75,7 +76,7 @@ class Question(WorkOptions):
             cluster_file=None if self.cluster is None else str(self.cluster),
             memory_gb=self.max_memory_gb,
         )
-        cluster = resolve_cluster(hardware)
+        cluster = training_cluster(resolve_cluster(hardware), self)
         if own_model is None or own_model.batch is None:
             request = make_request(facts, cluster, self, **ranking)
             return recall(replace(request, defaults=(*self._remarks_on_name(), *request.defaults)))
