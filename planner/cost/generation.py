@@ -136,3 +136,13 @@ def engine_bytes(job: Job, phase: str) -> float:
     if phase == "sync":  # weights are woken first, keys and values once they are there
         return min(reserved, ENGINE_BYTES + value_bytes(job) * job.counts.total / post.rollout_tp)
     return ASLEEP_BYTES
+
+
+def scores_again(job: Job) -> bool:
+    """Return whether a round takes the log-probabilities of its samples again before it trains on them.
+
+    It does for what an engine sampled, whose arithmetic is another, and where several optimizer steps train on one
+    round (TRL 1.16 `grpo_trainer.py`, _generate_and_score_completions).
+    """
+    post = post_of(job)
+    return post.rollout != "hf" or post.updates(job.configuration.global_batch_size) > 1

@@ -22,7 +22,7 @@ COMPLETION_LENGTH = 256
 GENERATIONS = 8
 """TRL's `num_generations`."""
 ROLLOUT_MEMORY: dict[words.Rollout, float] = {"hf": 0.3, "colocate": 0.3, "server": 0.9}
-"""Share of a GPU that an engine takes: TRL's `vllm_gpu_memory_utilization` beside training, vLLM's own apart from it."""
+"""Share of a GPU that an engine takes: TRL's `vllm_gpu_memory_utilization` beside training, vLLM's own elsewhere."""
 BETA: dict[words.Task, float] = {"grpo": 0.0, "ppo": 0.05}
 """Weight of the reference model: TRL's GRPO has none by default, and its PPO 0.05 (`kl_coef`)."""
 
@@ -99,7 +99,8 @@ def lengths_of(
         defaults.append(f"prompts of {prompt} tokens (--prompt-len)")
     if total not in (None, prompt + longest):
         raise ContradictoryRequest(
-            f"--seq-len {total} is not the prompt's {prompt} and the longest completion's {longest} tokens; leave it out"
+            f"--seq-len {total} is not the prompt's {prompt} and the longest completion's {longest} tokens; leave it"
+            " out"
         )
     return prompt, mean or longest, longest
 

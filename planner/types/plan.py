@@ -210,8 +210,9 @@ class MemoryEstimate:
     """Bytes on the busiest rank. The first six figures are those alive at the peak and add up to it.
 
     `phases` maps load, forward, loss, backward and step, and eval and save where they were asked for, to their
-    allocated peaks, and where completions are generated generate, reward, reference, logprob, update and sync too; `states` holds the resident parameters_bytes, gradients_bytes and optimizer_bytes of the ZeRO
-    arithmetic, whatever the peak's phase; those of the busiest rank where FSDP2 cannot spread them evenly.
+    allocated peaks, and where completions are generated generate, reward, reference, logprob, update and sync too;
+    `states` holds the resident parameters_bytes, gradients_bytes and optimizer_bytes of the ZeRO arithmetic, whatever
+    the peak's phase; those of the busiest rank where FSDP2 cannot spread them evenly.
     `host_bytes_per_node` is what training takes, `host_load_bytes_per_node` what loading the model takes.
     `device_used_bytes` is what NVML shows for the process where there is room, `device_used_upper_bytes` what nineteen
     of twenty real runs stay below: a plan has room where that fits. `device_needed_bytes` is what it cannot do without,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import lru_cache
 from math import exp
 from typing import Any
 
@@ -128,6 +129,7 @@ _POINTS = 64
 _STEEPEST = 200.0
 
 
+@lru_cache(maxsize=64)
 def _rate(mean: float) -> float | None:
     """Return the exponent of the density on [0, 1] with this mean, found by halving; None where all are as long."""
     if mean >= 1 - 1 / _STEEPEST:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.cost.code_bases import code_base
-from planner.cost.generation import engine_bytes, engines_of, post_of
+from planner.cost.generation import engine_bytes, engines_of, post_of, scores_again
 from planner.cost.memory.activations.figures import figures_of
 from planner.cost.memory.ledger import Ledger, States, bytes_at
 from planner.cost.memory.units import units_of, weight_bytes
@@ -71,16 +71,6 @@ def _happens(job: Job, phase: str) -> bool:
     if phase == "logprob":
         return scores_again(job)
     return phase != "sync" or post.rollout != "hf"
-
-
-def scores_again(job: Job) -> bool:
-    """Return whether a round takes the log-probabilities of its samples again before it trains on them.
-
-    It does for what an engine sampled, whose arithmetic is another, and where several optimizer steps train on one
-    round (TRL 1.16 `grpo_trainer.py`, _generate_and_score_completions).
-    """
-    post = post_of(job)
-    return post.rollout != "hf" or post.updates(job.configuration.global_batch_size) > 1
 
 
 def _is_cut(job: Job) -> bool:

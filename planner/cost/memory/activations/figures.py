@@ -242,9 +242,7 @@ def _catalogued_figures(facts: ModelFacts, question: _Question) -> Figures:
     return _with_exchanges(parts, _exchanges(facts, question))
 
 
-def _of_form(
-    facts: ModelFacts, question: _Question, form: Form, differences: int, frozen: str = ""
-) -> Figures:
+def _of_form(facts: ModelFacts, question: _Question, form: Form, differences: int, frozen: str = "") -> Figures:
     sizes = _sizes(facts, question)
     if question.fuses_heads:
         form = with_heads_apart(form, 4 if question.mode == "fp32" else 2)
