@@ -109,7 +109,13 @@ def recommend(
 
     question = Question(**asdict(model), **asdict(hardware), **asdict(work))
     goal = Goal(**{name: value for name, value in asdict(ranking).items() if name not in ("out", "plot")})
-    answer = search(question.request(**goal.ranking()), with_front=goal.pareto)
+    requests = question.requests(**goal.ranking())
+    if len(requests) == 1:
+        answer = search(requests[0], with_front=goal.pareto)
+    else:
+        from planner.search.rollouts import recommend_ways
+
+        answer = recommend_ways(requests, with_front=goal.pareto)
     if ranking.out is not None:
         write_plans(answer.plans, ranking.out)
     rates = _scaling(answer) if ranking.plot else ()

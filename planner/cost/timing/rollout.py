@@ -130,7 +130,7 @@ def forward_seconds(job: Job, rates: DeviceRates) -> float:
 
 
 class _Generation:
-    """A job as far as its generation depends on it: not on how training is spread, which a search tries in every way."""
+    """A job as far as its generation depends on it, which is not on how training is spread."""
 
     def __init__(self, job: Job, rates: DeviceRates) -> None:
         self.job, self.rates = job, rates
