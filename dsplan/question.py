@@ -93,9 +93,9 @@ class Question(WorkOptions):
         if not is_open(self, self.task, cluster):
             return (self.request(facts, **ranking),)
         possible, problem = [], None
-        for way in ways(self, cluster, facts.parameters):
+        for options in ways(self, cluster, facts.parameters):
             try:
-                possible.append(way.request(facts, **ranking))
+                possible.append(options.request(facts, **ranking))
             except ContradictoryRequest as error:  # of GPUs that are left to train
                 problem = error
         if problem is not None and not possible:

@@ -195,14 +195,14 @@ def round_blocks(plan: Plan) -> list[Block]:
 
 def rollout_text(work: WorkloadSection) -> str:
     """Return where a plan generates: `colocate 50%, tp 2, asleep in between`, `8 GPUs, tp 2`, `hf`, or nothing."""
-    place = work.get("rollout")
-    if place is None or work.get("task") not in GENERATING:
+    site = work.get("rollout")
+    if site is None or work.get("task") not in GENERATING:
         return ""
     tp = f", tp {work['rollout_tp']}" if work["rollout_tp"] > 1 else ""
-    if place == "server":
+    if site == "server":
         count, off = work["rollout_gpus"], f", {work['steps_off']} off" if work["steps_off"] else ""
         return f"{count} GPU{'s' * (count > 1)}{tp}{off}"
-    if place == "hf":
+    if site == "hf":
         return "hf"
     return f"colocate {work['rollout_memory']:.0%}{tp}{', sleeps' if work['rollout_sleep'] else ''}"
 

@@ -29,7 +29,7 @@ BETA: dict[words.Task, float] = {"grpo": 0.0, "ppo": 0.05}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PostTrainingOptions:
-    """What a person said of post-training; a field is named as its flag, and None if they did not say."""
+    """A person's words on post-training; a field is named as its flag, and None if they did not say."""
 
     prompt_len: int | None = None
     completion_len: str | None = None
@@ -246,6 +246,6 @@ def with_rounds(
         values["prompts_per_step"] = samples // post.generations
     elif not is_given:
         values["prompts_per_step"] = max(batch // post.generations, 1)
-    made = replace(post, **values)
-    require_whole_round(made, batch)
-    return made
+    rounds = replace(post, **values)
+    require_whole_round(rounds, batch)
+    return rounds

@@ -328,18 +328,18 @@ def _steps_kept(options: WorkOptions) -> int:
 
 def _sequence_length(facts: ModelFacts, options: WorkOptions, defaults: list[str], parts: int | None) -> int:
     """Return the tokens of a sample: those of its `parts`, prompt and completion, where they are given."""
-    asked = options.seq_len if parts is None else parts
-    if asked is None:
+    given = options.seq_len if parts is None else parts
+    if given is None:
         length = default_sequence_length(facts)
         defaults.append(f"sequence length {length} (--seq-len)")
         return length
     longest = facts.max_position_embeddings
-    if facts.learned_positions and longest and asked > longest:
+    if facts.learned_positions and longest and given > longest:
         flag = "--seq-len" if parts is None else "--prompt-len and --completion-len make"
         raise ContradictoryRequest(
-            f"{flag} {asked} is more than the {longest} learned positions of {facts.name}; use at most {longest}"
+            f"{flag} {given} is more than the {longest} learned positions of {facts.name}; use at most {longest}"
         )
-    return asked
+    return given
 
 
 def _global_batch(cluster: Cluster, options: WorkOptions, task: words.Task, defaults: list[str]) -> int:

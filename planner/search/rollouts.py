@@ -1,4 +1,4 @@
-"""Where a round's completions are generated: on GPUs that train as well or on others, by how many, with which share.
+"""Generation in a recommendation: on GPUs that train as well or on others, by how many, with which share of memory.
 
 Every way that makes sense is a request of its own, whose plans the search ranks as ever; the best plan of each way is
 then compared with the others by the seconds of a step.
@@ -157,30 +157,30 @@ def _first(request: Request) -> Plan | None:
 
 
 def _one_of_each(firsts: Sequence[tuple[Plan, Request]], best: Plan) -> list[Plan]:
-    """Return the best plan of every other place to generate, `best`'s own place aside."""
-    places: dict[object, Plan] = {}
+    """Return the best plan of every other place to generate, `best`'s own site aside."""
+    sites: dict[object, Plan] = {}
     for plan, _ in firsts:
-        place = plan.workload["rollout"]
-        if place != best.workload["rollout"]:
-            places.setdefault(place, plan)
-    return list(places.values())
+        site = plan.workload["rollout"]
+        if site != best.workload["rollout"]:
+            sites.setdefault(site, plan)
+    return list(sites.values())
 
 
 def _without_plan(requests: Sequence[Request], firsts: Sequence[tuple[Plan, Request]]) -> Iterator[Rejection]:
-    """Yield the places of which no way fits."""
+    """Yield the sites of which no way fits."""
     fitting = {request.workload.post.rollout for _, request in firsts if request.workload.post is not None}
     missing = dict.fromkeys(request.workload.post.rollout for request in requests if request.workload.post is not None)
-    for place in missing:
-        if place not in fitting:
-            yield Rejection(strategy=f"rollout {place}", reason="no plan fits beside it")
+    for site in missing:
+        if site not in fitting:
+            yield Rejection(strategy=f"rollout {site}", reason="no plan fits beside it")
 
 
 def _way(plan: Plan) -> str:
     """Return where a plan generates, in a few words."""
     work = plan.workload
-    place, tp = work["rollout"], f", tp {work['rollout_tp']}"
-    if place == "server":
+    site, tp = work["rollout"], f", tp {work['rollout_tp']}"
+    if site == "server":
         return f"on {work['rollout_gpus']} GPUs of their own{tp}"
-    if place == "hf":
+    if site == "hf":
         return "by the model itself"
     return f"beside training with {work['rollout_memory']:.0%} of a GPU{tp}{', asleep' * work['rollout_sleep']}"

@@ -127,7 +127,7 @@ def _total(ledger: Ledger) -> float:
 def _phases_of(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
     phases = {"load": load_ledger(job, recipe, states), **_phases_of_step(job, recipe, states)}
     if job.workload.generates:
-        phases = with_round(job, recipe, states, phases, _resting(job, recipe, states))
+        phases = with_round(job, recipe, phases, _resting(job, recipe, states))
     if job.workload.evaluation_batch_size:
         phases["eval"] = evaluation_ledger(job, recipe, phases["forward"])
     if job.workload.save != "none":

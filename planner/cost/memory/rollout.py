@@ -25,21 +25,19 @@ SAMPLING_BYTES = 12
 """Per sample and word of HF's `generate`: logits in fp32, their softmax and a copy (`generation/utils.py`, _sample)."""
 
 
-def with_round(
-    job: Job, recipe: Recipe, states: States, phases: dict[str, Ledger], resting: Ledger
-) -> dict[str, Ledger]:
+def with_round(job: Job, recipe: Recipe, phases: dict[str, Ledger], resting: Ledger) -> dict[str, Ledger]:
     """Return the phases of a step with those of its round, engines beside them; `resting` is there through all.
 
     Raises:
         ContradictoryRequest: as `engines_of`.
     """
     own = {
-        "generate": _generate(job, recipe, states, resting),
-        "reward": _reward(job, recipe, states, resting),
+        "generate": _generate(job, recipe, resting),
+        "reward": _reward(job, recipe, resting),
         "reference": _forward(job, recipe, phases["forward"]),
         "logprob": _forward(job, recipe, phases["forward"]),
         "update": max((phases[name] for name in TRAINING if name in phases), key=_total),
-        "sync": resting + Ledger(buffers=_gathered(job, recipe, states)),
+        "sync": resting + Ledger(buffers=_gathered(job, recipe)),
     }
     shown = [name for name in ROUND if _happens(job, name)]
     both = {**{name: phases[name] for name in phases}, **{name: own[name] for name in shown}}
@@ -77,7 +75,7 @@ def _is_cut(job: Job) -> bool:
     return job.configuration.strategy in FSDP_STRATEGIES or job.configuration.zero_stage == 3
 
 
-def _generate(job: Job, recipe: Recipe, states: States, resting: Ledger) -> Ledger:
+def _generate(job: Job, recipe: Recipe, resting: Ledger) -> Ledger:
     """Return what HF's `generate` holds: whole weights, the cache of all samples, the last logits and their copies.
 
     The cache of a layer is copied as it grows by a token (`DynamicCache.update` concatenates). An engine's memory is
@@ -88,14 +86,14 @@ def _generate(job: Job, recipe: Recipe, states: States, resting: Ledger) -> Ledg
         return resting
     engines = engines_of(job)
     layers = max(job.facts.num_layers, 1)
-    cache = engines.samples * engines.token_bytes * post.longest * (1 + 1 / layers)
+    token = engines.samples * engines.token_bytes
     logits = engines.samples * job.facts.vocab_size * (recipe.compute + SAMPLING_BYTES)
     prompt = _block_bytes(job, recipe, tokens=engines.samples * post.prompt_length)
-    ledger = Ledger(activations=cache + max(logits, prompt), buffers=_whole(job, recipe, states))
-    return resting + ledger
+    at_first, at_last = token * post.prompt_length + prompt, token * post.longest * (1 + 1 / layers) + logits
+    return resting + Ledger(activations=max(at_first, at_last), buffers=_whole(job, recipe))
 
 
-def _whole(job: Job, recipe: Recipe, states: States) -> float:
+def _whole(job: Job, recipe: Recipe) -> float:
     """Return what whole weights take beside shards while the sharded model generates.
 
     ZeRO-3 gathers all of them (TRL's `ds3_gather_for_generation`), FSDP a block at a time beside the root.
@@ -108,13 +106,13 @@ def _whole(job: Job, recipe: Recipe, states: States) -> float:
     return recipe.gather * (units.root.elements + 2 * units.largest_block)
 
 
-def _gathered(job: Job, recipe: Recipe, states: States) -> float:
+def _gathered(job: Job, recipe: Recipe) -> float:
     """Return what is whole of sharded weights while they are pushed, one unit after the other."""
     units = units_of(job)
     return recipe.gather * max(units.largest_block, units.root.elements) if _is_cut(job) else 0.0
 
 
-def _reward(job: Job, recipe: Recipe, states: States, resting: Ledger) -> Ledger:
+def _reward(job: Job, recipe: Recipe, resting: Ledger) -> Ledger:
     """Return the reward model of PPO, as large as the trained one and whole on each rank in 16 bits."""
     if job.workload.task != "ppo":
         return resting
