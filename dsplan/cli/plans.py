@@ -55,8 +55,9 @@ def estimate(
     from planner.types.plan_io import plan_to_dict, save_plan
 
     question = Question(**asdict(model), **asdict(hardware), **asdict(work))
-    given = {"global_batch": work.global_batch, "prompts_per_step": work.prompts_per_step}
-    options = ExactOptions(**asdict(configuration), **given)
+    options = ExactOptions(
+        **asdict(configuration), global_batch=work.global_batch, prompts_per_step=work.prompts_per_step
+    )
     with progress() as report:
         request, plan = estimate_question(question, options, report if exact else None)
     written = _write_views(request, plan, chrome_trace, memory_snapshot)

@@ -143,8 +143,9 @@ class _Generation:
         return hash((self._key, self._compiled, id(self.job.facts), id(self.job.cluster)))
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, _Generation) and (self._key, self._compiled) == (other._key, other._compiled)
-        return same and self.job.facts is other.job.facts and self.job.cluster is other.job.cluster
+        if not isinstance(other, _Generation) or (self._key, self._compiled) != (other._key, other._compiled):
+            return False
+        return self.job.facts is other.job.facts and self.job.cluster is other.job.cluster
 
 
 def generation_seconds(job: Job, rates: DeviceRates) -> float:
