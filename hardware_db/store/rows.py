@@ -1,4 +1,4 @@
-"""Measurements, rates, traces and calibrations as rows of the database and back."""
+"""Measurements, rates, traces and calibrations as rows and back, in SQL that SQLite and PostgreSQL share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _RATE = (
 
 
 def _insert(table: str, columns: tuple[str, ...]) -> str:
-    return f"INSERT OR IGNORE INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+    places = ", ".join("?" * len(columns))
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({places}) ON CONFLICT DO NOTHING"
 
 
 def _select(table: str, columns: tuple[str, ...]) -> str:
@@ -47,7 +48,7 @@ UNKNOWN = "{}"
 # The next run of that machine says again what it is.
 INSERT_FINGERPRINT = (
     "INSERT INTO fingerprints (key, machine, versions) VALUES (?, ?, ?) ON CONFLICT (key) DO UPDATE"
-    f" SET machine = excluded.machine, versions = excluded.versions WHERE machine = '{UNKNOWN}'"
+    f" SET machine = excluded.machine, versions = excluded.versions WHERE fingerprints.machine = '{UNKNOWN}'"
 )
 INSERT_MEASUREMENT = _insert("measurements", (*_IDENTITY, *_DERIVED, *_FIGURES))
 INSERT_RATE = _insert("rates", (*_RATE, "fingerprint"))
