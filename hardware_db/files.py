@@ -51,7 +51,8 @@ def database_address() -> str | None:
         return named
     if "://" in named:
         scheme = named.partition("://")[0]
-        raise DsplanError(f"{DATABASE}: {scheme}:// is no database that dsplan knows; use postgresql:// or a file's path")
+        remedy = "use postgresql:// or a file's path"
+        raise DsplanError(f"{DATABASE}: {scheme}:// is no database that dsplan knows; {remedy}")
     return None
 
 

@@ -55,7 +55,11 @@ _ORIGIN = ("origin_user", "origin_host")
 def p001_tables(cursor: psycopg.Cursor[Any]) -> None:
     """Create all tables. Text is compared byte by byte, as SQLite does, whatever the server's locale."""
     cursor.execute(
-        """CREATE TABLE fingerprints (key TEXT COLLATE "C" PRIMARY KEY, machine TEXT NOT NULL, versions TEXT NOT NULL)"""
+        """CREATE TABLE fingerprints (
+            key TEXT COLLATE "C" PRIMARY KEY,
+            machine TEXT NOT NULL,
+            versions TEXT NOT NULL
+        )"""
     )
     cursor.execute(
         """CREATE TABLE measurements (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields
+from functools import lru_cache
 from typing import Any
 
 from hardware_db.files import canonical_json
@@ -136,5 +137,6 @@ def calibration(row: tuple[str, ...]) -> CalibrationRecord:
     return CalibrationRecord(id=id, created_at=created_at, hardware=hardware, document_json=document)
 
 
+@lru_cache(maxsize=256)
 def _fingerprint(machine: str, versions: str) -> Fingerprint:
     return Fingerprint(machine=MachineIdentity(**json.loads(machine)), versions=Versions(**json.loads(versions)))

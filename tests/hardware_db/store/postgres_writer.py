@@ -1,6 +1,6 @@
 """Adds runs through several connections and writes down each that was acknowledged.
 
-    python postgres_writer.py ADDRESS CONNECTIONS SECONDS FOLDER NUMBER
+python postgres_writer.py ADDRESS CONNECTIONS SECONDS FOLDER NUMBER
 """
 
 from __future__ import annotations

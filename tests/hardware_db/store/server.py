@@ -36,9 +36,10 @@ class Server:
 
     def start(self) -> None:
         """Start the server and wait until it answers."""
-        settings = ["-c", f"unix_socket_directories={self.folder}", "-c", "listen_addresses=", "-c", "max_connections=200"]
-        settings += [] if self.durable else ["-c", "fsync=off"]
-        command = [str(self.programs / "postgres"), "-D", str(self.folder / "data"), *settings]
+        settings = [f"unix_socket_directories={self.folder}", "listen_addresses=", "max_connections=200"]
+        settings += [] if self.durable else ["fsync=off"]
+        options = [word for setting in settings for word in ("-c", setting)]
+        command = [str(self.programs / "postgres"), "-D", str(self.folder / "data"), *options]
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, **_as_user())
         deadline = time.monotonic() + _START_SECONDS

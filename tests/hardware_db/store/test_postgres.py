@@ -42,9 +42,7 @@ def unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("shared")
-def test_commands_use_the_shared_database_and_leave_no_file(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_commands_use_the_shared_database_and_leave_no_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with open_store() as store:
         store.add(*FROZEN)
         run = store.list()[0]
