@@ -27,7 +27,7 @@ from tests.hardware_db.store.server import Server, running_server
 from tests.planner.search.questions import question
 
 _QUESTION = ("--model", "gpt2", "--gpu", "a100-80gb", "--gpus", "8")
-_ESTIMATE = (sys.executable, "-m", "dsplan", "estimate", *_QUESTION, "--strategy", "ddp", "--micro-batch", "8", "--json")
+_ESTIMATE = (sys.executable, "-m", "dsplan", "estimate", *_QUESTION, "--strategy", "ddp", "--micro-batch=8", "--json")
 _FEW = 10
 
 
