@@ -1,4 +1,4 @@
-"""Names and docstrings of the four rooms say what things hold and do, as far as a machine can tell."""
+"""Names and docstrings of the five rooms say what things hold and do, as far as a machine can tell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("hardware_db", "planner", "strategies", "dsplan")
+ROOMS = ("hardware_db", "planner", "strategies", "diagnostics", "dsplan")
 VAGUE = {"found", "place", "made", "known", "asked", "way", "said", "done"}
 QUESTIONS = {"What", "Whether", "How", "Where", "Why", "Which", "When", "Who", "Whose"}
 
