@@ -12,6 +12,7 @@ from typing import IO, Any, TypeAlias
 
 from diagnostics.bench.cases import Trainee, TrainingCase, request_of
 from diagnostics.bench.plan import BenchPlan
+from diagnostics.bench.rank_pool import RankError, RankPool
 from hardware_db.errors import BrokenFile
 from hardware_db.files import HOME, data_dir
 from hardware_db.fingerprint import fingerprint
@@ -25,7 +26,6 @@ from planner.cluster.resolve import probed_cluster
 from planner.search.estimate import estimate
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
-from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.telemetry.metrics import measured_of, read_metrics, summarise
 from strategies.variables import QUIET
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from diagnostics.bench.rank_pool import RankError, RankPool
 from diagnostics.bench.training import build_model
 from hardware_db.files import replace_text
 from planner.errors import DsplanError
@@ -33,7 +34,6 @@ from planner.types.plan import Configuration, Plan
 from scripts.generate.generated import REFERENCE
 from scripts.measure.parity import LENGTH, MODELS, question
 from strategies.checkpoint.export import export_checkpoint
-from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.engine.initialize import initialize
 
 PAGE = REFERENCE / "checkpoint-matrix.md"

@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
+from diagnostics.bench.rank_pool import RankError, RankPool
 from diagnostics.bench.training import build_model
 from hardware_db.files import replace_text
 from hardware_db.measured_rows import SHIPPED, RunRow, read_rows, write_rows
@@ -46,7 +47,6 @@ from planner.search.space import CandidateLayout, configuration_of, enumerate_ca
 from planner.types.plan import Configuration, Plan
 from scripts.generate.generated import REFERENCE
 from scripts.measure.machines import columns_of, measured_cluster
-from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.engine.initialize import initialize
 
 ROOT = Path(__file__).resolve().parents[2]

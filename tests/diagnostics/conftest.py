@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.strategies.conftest import database_with_rates, dsplan_home
+from tests.strategies.conftest import database_with_rates, dsplan_home, ranks
 
-__all__ = ["database_with_rates", "dsplan_home"]
+__all__ = ["database_with_rates", "dsplan_home", "ranks"]

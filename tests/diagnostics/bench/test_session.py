@@ -11,13 +11,13 @@ import pytest
 
 from diagnostics.bench import session
 from diagnostics.bench.plan import BenchPlan, Wanted, make_bench_plan
+from diagnostics.bench.rank_pool import RankError
 from diagnostics.bench.session import Begun, BenchSession, Event, Found, Limits, Measured, Refused, Started, TimeIsUp
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import Measurement
 from hardware_db.microbench.grid import Point, Rate, Refusal, as_measurement
 from hardware_db.store import MemoryStore
 from planner.cluster.resolve import probed_cluster
-from strategies.distributed.rank_pool import RankError
 from tests.diagnostics.bench.samples import LAPTOP, launches
 
 
