@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError
 
-from diagnostics.doctor.finding import Finding, LinkTime
+from dsplan.diagnostics.doctor.finding import Finding, LinkTime
 from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
 from hardware_db.units import format_seconds

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 
-from diagnostics.doctor.finding import Finding
+from dsplan.diagnostics.doctor.finding import Finding
 from hardware_db.files import read_text
 from strategies.distributed.network import Interface, list_interfaces, look_up
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from diagnostics.doctor.finding import (
+from dsplan.diagnostics.doctor.finding import (
     Diagnosis,
     Finding,
     Level,
@@ -25,7 +25,7 @@ from diagnostics.doctor.finding import (
     sorted_findings,
     write_tokens,
 )
-from diagnostics.doctor.links import Room, link_findings, time_links
+from dsplan.diagnostics.doctor.links import Room, link_findings, time_links
 from hardware_db.probe.machine import Machine
 from hardware_db.units import format_seconds
 from strategies.distributed.environment import device_name, meet_before_script

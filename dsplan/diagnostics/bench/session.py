@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-from diagnostics.bench.cases import Trainee, TrainingCase, request_of
-from diagnostics.bench.plan import BenchPlan
-from diagnostics.bench.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.cases import Trainee, TrainingCase, request_of
+from dsplan.diagnostics.bench.plan import BenchPlan
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from hardware_db.errors import BrokenFile
 from hardware_db.files import HOME, data_dir
 from hardware_db.fingerprint import fingerprint
@@ -331,7 +331,7 @@ def measure_point(point: Point, threads: int) -> Rate | Refusal:
 
 
 def train_trainee(trainee: Trainee) -> None:
-    """Train on every rank of the group; see `diagnostics.bench.training`."""
-    from diagnostics.bench.training import train
+    """Train on every rank of the group; see `dsplan.diagnostics.bench.training`."""
+    from dsplan.diagnostics.bench.training import train
 
     train(trainee)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from diagnostics.doctor.examine import examine
-from diagnostics.doctor.finding import Finding, merge_findings, sorted_findings
-from diagnostics.doctor.machine import (
+from dsplan.diagnostics.doctor.examine import examine
+from dsplan.diagnostics.doctor.finding import Finding, merge_findings, sorted_findings
+from dsplan.diagnostics.doctor.machine import (
     check_disk,
     check_gpus,
     check_locked_memory,
@@ -21,7 +21,7 @@ from diagnostics.doctor.machine import (
     limit_findings,
     read_filesystem,
 )
-from diagnostics.doctor.network import gloo_choice, nccl_choice, network_findings
+from dsplan.diagnostics.doctor.network import gloo_choice, nccl_choice, network_findings
 from hardware_db.probe.machine import Gpu, GpuPair, GpuProcess, Host, Machine, Nic, Software
 from hardware_db.units import GIB
 from strategies.distributed.network import Interface, list_interfaces

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from diagnostics.bench.plan import BenchPlan, save_bench_plan
+from dsplan.diagnostics.bench.plan import BenchPlan, save_bench_plan
 from hardware_db.microbench.grid import Point
 
 ROOT = Path(__file__).resolve().parents[3]

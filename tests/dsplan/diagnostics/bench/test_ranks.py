@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from diagnostics.bench.plan import BenchPlan, Wanted, make_bench_plan
-from diagnostics.bench.rank_pool import RankPool
-from diagnostics.bench.session import Begun, BenchSession, Limits, Measured, Refused, measure_point
+from dsplan.diagnostics.bench.plan import BenchPlan, Wanted, make_bench_plan
+from dsplan.diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.session import Begun, BenchSession, Limits, Measured, Refused, measure_point
 from hardware_db.microbench.grid import COLLECTIVES, Point, Rate, Refusal
 from hardware_db.probe import probe
 from hardware_db.store import open_store

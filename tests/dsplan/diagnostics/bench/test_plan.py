@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diagnostics.bench.plan import (
+from dsplan.diagnostics.bench.plan import (
     BenchPlan,
     Wanted,
     default_ranks,
@@ -22,7 +22,7 @@ from planner.cluster.resolve import HardwareRequest, probed_cluster, resolve_clu
 from planner.models.resolve import resolve_model
 from planner.types.cluster import Cluster
 from strategies.engine.registry import STRATEGIES
-from tests.diagnostics.bench.samples import LAPTOP
+from tests.dsplan.diagnostics.bench.samples import LAPTOP
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from diagnostics.bench.cases import Trainee
+from dsplan.diagnostics.bench.cases import Trainee
 from planner.types.plan_io import plan_from_dict
 from planner.vocabulary import Attention, Task
 from strategies.distributed.environment import join

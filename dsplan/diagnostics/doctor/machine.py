@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from diagnostics.doctor.finding import Finding
+from dsplan.diagnostics.doctor.finding import Finding
 from hardware_db.files import HOME, data_dir, database_path, read_text
 from hardware_db.probe import NO_GPU
 from hardware_db.probe.cgroup import cgroup_limits

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diagnostics.bench.cases import TrainingCase, training_cases
+from dsplan.diagnostics.bench.cases import TrainingCase, training_cases
 from hardware_db.errors import BrokenFile, DsplanError, UnknownName
 from hardware_db.files import replace_text
 from hardware_db.from_json import WrongValue, from_json

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from diagnostics.doctor import cluster
-from diagnostics.doctor import links as room
-from diagnostics.doctor.cluster import Greeter, greet
-from diagnostics.doctor.finding import LinkTime, find_unseen, write_tokens
-from diagnostics.doctor.links import Room, link_findings, rounds, schedule
+from dsplan.diagnostics.doctor import cluster
+from dsplan.diagnostics.doctor import links as room
+from dsplan.diagnostics.doctor.cluster import Greeter, greet
+from dsplan.diagnostics.doctor.finding import LinkTime, find_unseen, write_tokens
+from dsplan.diagnostics.doctor.links import Room, link_findings, rounds, schedule
 from hardware_db.errors import DsplanError
 
 
