@@ -328,10 +328,13 @@ class PostgresStore(Store):
 
     def _connect(self) -> psycopg.Connection[Any]:
         try:
-            return self._psycopg.connect(self._address, autocommit=True, application_name="dsplan", **_PATIENCE)
+            connection: psycopg.Connection[Any] = self._psycopg.connect(
+                self._address, autocommit=True, application_name="dsplan", **_PATIENCE
+            )
         except (self._psycopg.Error, UnicodeError) as error:
             remedy = f"start the server, correct {DATABASE}, or unset it to use your own database"
             raise _UnreachableError(f"{self._name}: {_first_line(error)}; {remedy}") from error
+        return connection
 
     def _migrate(self, cursor: psycopg.Cursor[Any]) -> None:
         """Bring the database to the newest schema; other processes that do so wait for each other."""
