@@ -121,7 +121,7 @@ def memory_table(plan: Plan) -> Table:
     rows = [_row(name, size / capacity, format_bytes(size)) for name, size in parts]
     title = (
         f"memory of the busiest GPU at its peak ({memory.peak_phase}); a full bar is {format_bytes(capacity)}\n"
-        "needed decides; allocated is what torch.cuda.max_memory_allocated() shows, used what nvidia-smi shows"
+        "needed decides what is proposed; allocated is what torch.cuda.max_memory_allocated() shows, used what nvidia-smi shows"
     )
     return Table(title=title, columns=columns("category", "share", ">size"), rows=rows)
 
@@ -179,6 +179,8 @@ def verdict_line(plan: Plan) -> str:
     memory, have = plan.memory, format_bytes(limit_bytes(plan))
     need = format_bytes(needed_bytes(plan))
     most = format_bytes(memory.device_used_upper_bytes)
+    if needed_bytes(plan) > limit_bytes(plan):
+        need = f"{format_bytes(memory.device_least_bytes)} without any margin, {need} with all,"
     beyond = f"; nineteen of twenty such runs use less than {most}" if most != need else ""
     return f"verdict: {plan.verdict}: needs {need} of {have} per device{beyond}; limited by {plan.limited_by}"
 

@@ -95,7 +95,8 @@ class Request:
     `offload` and `offload_ratio` are what a script or a person decided, and `checkpointings` what they left to choose
     from; None leaves them to the search. `gradient_compression` and `activations_on_host` hold for every plan, the
     latter where it checkpoints. `degrees` are those that every plan must have; None leaves them to the search.
-    `splits` are then the degrees that a live script can be run with, on CPUs too; None: all, on GPUs.
+    `splits` are then the degrees that a live script can be run with, on CPUs too; None: all, on GPUs. `to_the_limit`
+    lets plans in that fit without every margin, where none fits with them.
     """
 
     facts: ModelFacts
@@ -119,6 +120,7 @@ class Request:
     activations_on_host: bool = False
     degrees: Degrees | None = None
     splits: tuple[words.Degree, ...] | None = None
+    to_the_limit: bool = False
 
     @property
     def usd_per_gpu_hour(self) -> float | None:

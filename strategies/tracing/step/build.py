@@ -98,6 +98,9 @@ def subject_of(
     with torch.device("meta"), import_module("transformers.initialization").no_init_weights():
         module: Any = build(copy.deepcopy(config))
     module.tie_weights()
+    if attention == "flash" and facts.fused_by_flash:
+        # The tensors of FlashAttention are those of torch's own fused attention, without caps and sinks.
+        module.config._attn_implementation = "sdpa"
     if facts.model_type in ("t5", "mt5") and not facts.tie_word_embeddings:
         module.lm_head.weight = nn.Parameter(torch.empty_like(module.lm_head.weight))
     module.train()
