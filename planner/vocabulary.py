@@ -29,7 +29,7 @@ Attention = Literal["sdpa", "eager", "flash"]
 Checkpointing = Literal["none", "full", "selective"]
 Compression = Literal["none", "fp16", "bf16", "int8"]
 Offload = Literal["none", "optimizer", "all", "nvme"]
-Task = Literal["causal-lm", "masked-lm", "seq-cls", "seq2seq", "image-cls", "custom", "dpo", "reward"]
+Task = Literal["causal-lm", "masked-lm", "seq-cls", "seq2seq", "image-cls", "diffusion", "custom", "dpo", "reward"]
 Save = Literal["none", "sharded", "full"]
 Degree = Literal["tp", "pp", "cp", "ep"]
 """Over how many ranks the work on one sample is split: layers, the stack of layers, the sequence, routed experts."""

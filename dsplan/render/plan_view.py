@@ -121,7 +121,7 @@ def memory_table(plan: Plan) -> Table:
     rows = [_row(name, size / capacity, format_bytes(size)) for name, size in parts]
     title = (
         f"memory of the busiest GPU at its peak ({memory.peak_phase}); a full bar is {format_bytes(capacity)}\n"
-        "needed decides what is proposed; allocated is what torch.cuda.max_memory_allocated() shows, used what nvidia-smi shows"
+        "needed decides; allocated is what torch.cuda.max_memory_allocated() shows, used what nvidia-smi shows"
     )
     return Table(title=title, columns=columns("category", "share", ">size"), rows=rows)
 
@@ -194,7 +194,7 @@ def needed_bytes(plan: Plan) -> int:
 def shown_unit(plan: Plan) -> str:
     """Return what a rate counts: images or samples where tokens mean nothing to a person."""
     kind = plan.model.get("kind")
-    if kind == "vision":
+    if kind in ("vision", "diffusion"):
         return "images"
     return "samples" if plan.configuration.counts_samples or kind in _IN_SAMPLES else "tokens"
 

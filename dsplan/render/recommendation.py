@@ -286,7 +286,9 @@ _TASK_WORDS = {"custom": "the module's own task"}
 
 def work_text(workload: Workload) -> str:
     """Return what is trained how, in one line."""
-    length = [] if workload.sequence_length == 1 else [f"sequence {workload.sequence_length}"]
+    unit = "patches an image" if workload.task == "diffusion" else ""
+    length = [f"{workload.sequence_length} {unit}" if unit else f"sequence {workload.sequence_length}"]
+    length = [] if workload.sequence_length == 1 else length
     words = [_TASK_WORDS.get(workload.task, workload.task), *length, f"global batch {workload.global_batch_size}"]
     return ", ".join([*words, workload.precision, workload.optimizer, f"{workload.attention} attention"])
 

@@ -434,6 +434,8 @@ class ModelFacts:
 
     def runs_eager(self, attention: str) -> bool:
         """Return whether attention of this name runs unfused: as it says, or because the model has no other."""
+        if self.kind == "diffusion":
+            return False  # diffusers calls torch's attention function, whatever is asked for
         return attention == "eager" or (self.eager_only and not (attention == "flash" and self.fused_by_flash))
 
     @property

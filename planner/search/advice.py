@@ -1,8 +1,8 @@
 """Advice: changes of a question that help more than another plan would, each tried before it is offered.
 
 A trial keeps the first plan's strategy and degrees and searches what is left, so that it costs a fraction of a search
-and promises no more than that plan keeps; only beside a plan that offloads it looks for any that does not. What is offered changes the code, the numerics or the training: it stays the
-user's to decide.
+and promises no more than that plan keeps; only beside a plan that offloads it looks for any that does not. What is
+offered changes the code, the numerics or the training: it stays the user's to decide.
 """
 
 from __future__ import annotations
@@ -68,7 +68,11 @@ def _changes(request: Request, plan: Plan) -> Iterator[tuple[str, str, dict[str,
     """Yield what may be changed of the work: in words, as a flag, and the fields of the workload."""
     work, facts = request.workload, request.facts
     batch = BATCH_TIMES * work.global_batch_size
-    yield f"take a global batch of {batch}, if the training allows it", f"--global-batch {batch}", {"global_batch_size": batch}
+    yield (
+        f"take a global batch of {batch}, if the training allows it",
+        f"--global-batch {batch}",
+        {"global_batch_size": batch},
+    )
     if not code_base(work.code).runs_here:
         return
     if facts.fused_by_flash and work.attention != "flash":

@@ -318,6 +318,8 @@ def _remarks(priced: Priced) -> list[str]:
     if priced.memory_source == "datasheet" and facts.kind != "custom" and has_other_form(job):
         near = f"the nearest one's memory counts, of which one in twenty is {NEAREST_FORM_ERROR:.0%} under or more"
         remarks.append(f"no {facts.model_type} of this structure was ever traced: {near}; --exact traces it")
+    if facts.kind == "diffusion":
+        remarks.append("the denoiser alone is counted: latents and text embeddings are made before the step")
     remarks += _remarks_on_copies(job)
     if configuration.attention != "eager" and job.eager_attention and job.workload.code == "transformers":
         other = ", or with --attention flash" if facts.fused_by_flash else " only"

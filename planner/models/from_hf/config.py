@@ -107,7 +107,7 @@ def _derived(reader: ConfigReader, derived: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotary_base(reader: ConfigReader) -> dict[str, int]:
-    """Read the base of rotary positions, which transformers 5 moved into `rope_parameters`; none where there is none."""
+    """Read the base of rotary positions, which transformers 5 moved into `rope_parameters`."""
     inside = reader.config.get("rope_parameters")
     base = reader.config.get("rope_theta") or (inside.get("rope_theta") if isinstance(inside, Mapping) else None)
     return {"rotary_base": int(base)} if isinstance(base, int | float) and base > 0 else {}
