@@ -59,7 +59,7 @@ def denoiser(architecture: str, arguments: Mapping[str, Any], length: int) -> De
     except ImportError as missing:
         raise DsplanError(f"{architecture} is a class of diffusers; pip install diffusers") from missing
     with torch.device("meta"):
-        return Denoiser(build(**changed)).train()  # type: ignore[return-value]
+        return Denoiser(build(**changed)).train()
 
 
 def batch_of(module: Denoiser, samples: int, length: int) -> Batch:

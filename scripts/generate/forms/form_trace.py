@@ -222,7 +222,7 @@ def record_step(
     inside = {id(buffer) for block in subject.blocks for buffer in block.buffers()}
     outside = [buffer for buffer in module.buffers() if id(buffer) not in inside]
     recorder.timeline.outside = [(tuple(buffer.shape), buffer.element_size()) for buffer in outside]
-    Marks(recorder, subject.blocks, widest=subject.facts.kind == "diffusion")
+    Marks(recorder, subject.blocks, last=subject.facts.kind == "diffusion")
     with recorder:
         with autocast:
             loss = module(**batch).loss

@@ -121,7 +121,8 @@ class _DenoiserSubject(Subject):
 
     def batch_of(self, samples: int, length: int, source_length: int | None = None) -> dict[str, Any]:
         """Return latents of `length` patches and what goes with them."""
-        return denoiser_batch(self.module, samples, length)
+        own: Any = self.module
+        return denoiser_batch(own, samples, length)
 
 
 def _denoiser_subject(facts: ModelFacts, length: int | None) -> Subject:
