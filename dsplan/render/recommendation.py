@@ -172,7 +172,7 @@ def ranked_blocks(answer: Recommendation) -> list[Block]:
     """Return the ranked plans and what their figures mean, or the closest miss with remedies."""
     if answer.plans:
         table = plans_table(answer.request, answer.plans)
-        blocks = [*_advice(answer), table, *_footnotes(answer), *_instead(answer)]
+        blocks = [*_advice(answer), table, *_footnotes(answer)]
     else:
         blocks = _nothing_fits(answer)
     return [*blocks, *devices_table(answer), *_front(answer)]
@@ -294,13 +294,10 @@ def work_text(workload: Workload) -> str:
 
 
 def _advice(answer: Recommendation) -> list[Block]:
-    """Return what would help more than another plan, with what it was tried to gain."""
-    return [Text(text=f"advice: {item.change} ({item.flag}): {item.gain}", style="good") for item in answer.advice()]
-
-
-def _instead(answer: Recommendation) -> list[Block]:
-    """Return what trains on the devices alone, where the plans offload."""
-    return [Text(text=f"or {item.change} ({item.flag}): {item.plan}") for item in answer.remedies]
+    """Return what would help more than another plan, and what trains on the devices alone where the plans offload."""
+    lines = [f"{item.change} ({item.flag}): {item.gain}" for item in answer.advice()]
+    lines += [f"{item.change} ({item.flag}): {item.plan}" for item in answer.remedies]
+    return [Text(text=f"advice: {line}", style="good") for line in lines]
 
 
 def _nothing_fits(answer: Recommendation) -> list[Block]:
