@@ -166,7 +166,7 @@ def test_explain_tells_why_the_others_lost(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_models_and_devices(cli: Cli) -> None:
-    assert len(cli("models --json").json) == 295
+    assert len(cli("models --json").json) == 299
     assert len(cli("devices --json").json) == 86
     assert len(cli("devices --links --json").json) == 52
     assert len(cli("devices --nodes --json").json) == 144
