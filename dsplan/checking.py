@@ -11,6 +11,7 @@ from typing import Any
 from dsplan.question import Question
 from hardware_db.errors import DsplanError
 from hardware_db.records import dataclass
+from planner.models.catalogue import knows_model
 from planner.models.facts import ModelFacts
 from planner.models.resolve import model_of_size, named_model, resolve_model
 from planner.read.form import Finding, Reading
@@ -24,6 +25,8 @@ _WORK = (
 )
 """Fields of a question that a reading may answer."""
 _SIZE = re.compile(r"(?<![0-9.x])([0-9]+(?:\.[0-9]+)?)[ _-]?([bBmM])(?![a-zA-Z0-9])")
+_DATE = re.compile(r"-2[0-9](0[1-9]|1[0-2])\b|-0[1-9][0-3][0-9]\b")
+"""Year and month, or month and day, of a release whose shapes are those of the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +140,11 @@ def _named(name: str, reading: Reading) -> ModelFacts:
     inside = (base / name).resolve()
     if inside.is_relative_to(base) and (inside / "config.json").is_file():
         return resolve_model(str(inside))
-    return named_model(name.rstrip("/"))
+    name = name.rstrip("/")
+    dateless = _DATE.sub("", name)
+    if dateless != name and not knows_model(name) and knows_model(dateless):
+        return named_model(dateless)
+    return named_model(name)
 
 
 _SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".sh", ".slurm", ".sbatch")

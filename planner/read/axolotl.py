@@ -62,6 +62,7 @@ _GAPS: Mapping[str, str] = {
     "llama4_linearized_experts": "experts are counted as transformers' own",
     "fused_attn_kernel": "attention's own kernels are counted as flash attention",
     "flash_attn_fuse_mlp": "fused MLPs are counted as transformers' own",
+    "flash_attn_cross_entropy": "a fused cross-entropy is counted as torch's own",
     "flash_attn_rms_norm": "fused norms are counted as transformers' own",
     "freeze_mm_modules": "of models that see, the language model is counted",
     "low_cpu_mem_usage": "loading is counted as transformers does it",
@@ -133,6 +134,9 @@ def read(book: Notebook, files: Files) -> None:
 def _read_adapter(book: Notebook) -> None:
     adapter = book.word("adapter")
     if not adapter:
+        for key in tuple(book.settings):
+            if key.startswith(("lora_", "peft")):
+                book.leave(key, "there is no adapter", matters=False)
         return
     method: words.Method = "qlora" if adapter == "qlora" else "lora"
     if adapter not in ("lora", "qlora"):

@@ -122,6 +122,8 @@ class Reading:
         return tuple(item for item in self.unread if item.matters)
 
 
+COMMAND = "the command"
+"""The key under which a subcommand or a script's name stands beside its flags."""
 _TRUE, _FALSE = frozenset({"true", "yes", "on", "1"}), frozenset({"false", "no", "off", "0"})
 _REFERENCE = re.compile(r"\$|\{\{|<[a-z_ ]+>|^\?\?\?$")
 MISSING: Any = object()
@@ -298,12 +300,10 @@ class Notebook:
         `names` are the keys that the trainer has; a key that is none of them is told with the nearest.
         """
         spelt = set(names)
+        told = {item.key for item in (*self.understood, *self.unread)} | {COMMAND}
         for key, setting in self.settings.items():
-            if key in self._used and any(item.key == key for item in self.understood):
-                continue
-            if any(item.key == key for item in self.unread):
-                continue
-            self._leave_rest(key, setting, without_effect, gaps, spelt, refuses_unknown)
+            if key not in told:
+                self._leave_rest(key, setting, without_effect, gaps, spelt, refuses_unknown)
 
     def _leave_rest(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.read.documents import Files, parse_json_settings
-from planner.read.form import Notebook, Source
+from planner.read.form import COMMAND, Notebook, Source
 from planner.read.sharding import close_deepspeed, merge_deepspeed, read_deepspeed, read_fsdp, stage_of_name
 from planner.read.trainers import (
     default_of,
@@ -192,7 +192,7 @@ def read_trl(book: Notebook, files: Files, command: str) -> None:
     method = next((word for word in ("sft", "dpo", "grpo", "kto", "rloo", "reward", "orpo", "ppo", "cpo") if word in command), "")
     book.answer("task", "causal-lm")
     if method not in ("", "sft"):
-        set_task(book, "command", method)
+        set_task(book, COMMAND, method)
     _read_model(book)
     length = book.positive("max_length") or book.positive("max_seq_length")
     book.answer("seq_len", length or 1024, "max_length", "max_seq_length")
@@ -208,15 +208,11 @@ def read_trl(book: Notebook, files: Files, command: str) -> None:
     read_training(book, files, loading=loading, recomputes=True, trainer="trl", precision="bf16")
     _read_packing(book)
     book.close(
-        without_effect=_without_effect,
+        without_effect=lambda key: key == "config" or without_effect(key),
         gaps=GAPS,
-        names=keys_of("trl", "huggingface") | {"command", "config", *_LENGTH_KEYS},
+        names=keys_of("trl", "huggingface") | {"config", *_LENGTH_KEYS},
         refuses_unknown=True,
     )
-
-
-def _without_effect(key: str) -> bool:
-    return key in ("command", "config") or without_effect(key)
 
 
 def _read_model(book: Notebook) -> None:

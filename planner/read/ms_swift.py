@@ -60,7 +60,7 @@ _PLAIN = frozenset(
     {
         *("dataset", "val_dataset", "cached_dataset", "cached_val_dataset", "system", "model_author", "model_name", "loss_scale"),
         *("external_plugins", "stream", "agent_template", "use_chat_template", "model_type", "truncation_strategy", "use_hf", "packing"),
-        *("custom_register_path", "custom_dataset_info", "custom_model_info", "rpo_alpha", "beta", "epsilon", "epsilon_high", "command"),
+        *("custom_register_path", "custom_dataset_info", "custom_model_info", "rpo_alpha", "beta", "epsilon", "epsilon_high"),
         *("log_completions", "overlong_filter", "soft_max_length", "soft_cache_length", "reward_weights", "max_resample_times"),
         *("importance_sampling_level", "scale_rewards", "advantage_estimator", "num_labels", "problem_type", "create_checkpoint_symlink"),
         *("add_version", "check_model", "load_data_args", "local_repo_path", "norm_bbox", "strict", "lazy_tokenize", "max_grad_norm"),

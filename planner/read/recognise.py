@@ -12,7 +12,7 @@ from typing import Any
 from hardware_db.errors import BrokenFile, DsplanError, UnknownName
 from hardware_db.records import dataclass
 from planner.read.documents import Files, parse_config, read_source
-from planner.read.form import Notebook, Reading, Setting, Source
+from planner.read.form import COMMAND, Notebook, Reading, Setting, Source
 from planner.read.launchers import (
     Launch,
     argument_settings,
@@ -192,7 +192,7 @@ class _Together:
             given = [*config[1], *given]
         elif form in ("axolotl",) or (form == "llama-factory" and not settings):
             raise NoTraining(f"{launch.source.path}, line {launch.line}: names no config that is there")
-        given.append(Setting(key="command", value=subcommand, source=launch.source, line=launch.line))
+        given.append(Setting(key=COMMAND, value=subcommand, source=launch.source, line=launch.line))
         return (self.format or form), given, subcommand
 
     def _config_of(

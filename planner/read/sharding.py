@@ -37,6 +37,7 @@ _BUCKETS = frozenset(
         *("stage3_param_persistence_threshold", "param_persistence_threshold", "stage3_max_live_parameters"),
         *("stage3_max_reuse_distance", "max_live_parameters", "max_reuse_distance", "sub_group_size", "overlap_comm"),
         *("contiguous_gradients", "reduce_scatter", "allgather_partitions", "load_from_fp32_weights"),
+        *("ignore_unused_parameters", "stage3_max_live_parameters", "elastic_checkpoint", "allgather_size"),
     }
 )
 _PLAIN = frozenset(
@@ -45,7 +46,7 @@ _PLAIN = frozenset(
         *("steps_per_print", "wall_clock_breakdown", "dump_state", "gradient_clipping", "memory_breakdown", "comms_logger"),
         *("flops_profiler", "tensorboard", "csv_monitor", "elasticity", "aio", "scheduler", "checkpoint", "autotuning"),
         *("sparse_gradients", "disable_allgather", "seed", "data_types", "hybrid_engine", "amp", "monitor_config", "compile"),
-        *("fp32_allreduce", "timers", "use_data_before_expert_parallel_", "dataloader_drop_last", "zero_optimization"),
+        *("fp32_allreduce", "timers", "use_data_before_expert_parallel_", "dataloader_drop_last"),
         *("fp16", "bf16", "bfloat16", "optimizer", "activation_checkpointing", "nebula", "local_rank", "checkpoint_tag_validation"),
     }
 )
@@ -83,6 +84,8 @@ def read_deepspeed(book: Notebook) -> None:
         name = key.rpartition(".")[2]
         if name in _BUCKETS:
             book.leave(key, "buckets are counted at the sizes that dsplan emits", matters=False)
+        elif "gather_16bit_weights" in name or "gather_fp16_weights" in name:
+            book.leave(key, "is about saving, which is not counted", matters=False)
 
 
 def _deepspeed_offload(book: Notebook, stage: int) -> None:
@@ -135,9 +138,9 @@ def _deepspeed_precision(book: Notebook) -> None:
 def close_deepspeed(book: Notebook) -> None:
     """Say of the keys of a DeepSpeed config that are left why they became nothing."""
     book.close(
-        without_effect=lambda key: key.partition(".")[0] in _PLAIN and "zero" not in key,
+        without_effect=lambda key: key.partition(".")[0] in _PLAIN,
         gaps=_DEEPSPEED_GAPS,
-        names=keys_of("deepspeed") | _PLAIN,
+        names=keys_of("deepspeed") | _PLAIN | {"zero_optimization"},
     )
 
 

@@ -510,8 +510,14 @@ class _Reader:
                 return [self._unresolved(start)]
             return [_Piece(letters=[(letter, -1) for letter in value], is_quoted=is_quoted)]
         if self.text.startswith("(", self.position):
-            self.position = self._close(")", self.position + 1)
-            return [self._unresolved(start)]
+            end = self._close(")", self.position + 1)
+            inside = self.text[self.position + 1 : end - 1]
+            self.position = end
+            words = re.fullmatch(r"\s*expr\s+(.*)", inside, re.DOTALL)
+            value = self._arithmetic(words[1].replace("\\*", "*")) if words else None
+            if value is None:
+                return [self._unresolved(start)]
+            return [_Piece(letters=[(letter, -1) for letter in value], is_quoted=is_quoted)]
         if self.text.startswith("'", self.position) and not is_quoted:
             self.position += 1
             end = self.text.find("'", self.position)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -185,51 +185,62 @@ def _of_choice(plan: Plan, better: Better | None) -> list[Finding]:
 def _better(request: Request, reading: Reading, plan: Plan) -> Better | None:
     """Return a plan that the same trainer runs, at the same global batch.
 
-    Where the file's own plan fails it is the one that changes least among those about as fast; else one that is faster
-    by more than predictions of two plans of one strategy err.
+    It is one that the files have keys for, where any does; of those about as fast the one that changes least. Where the
+    files' own plan fits it is faster by more than predictions of two plans of one strategy err, and has room.
     """
     fits = plan.verdict != "does_not_fit"
-    options = [item for item in (_nearest(request, reading, plan), _freest(request, reading, plan)) if item is not None]
+    options = [*_nearest(request, reading, plan), *_freest(request, reading, plan)]
     options = [item for item in options if item.configuration != plan.configuration]
+    if any(item.verdict == "fits" for item in options) or fits:
+        options = [item for item in options if item.verdict == "fits"]
+    if fits:
+        options = [item for item in options if _gain(plan, item) > ONE_STRATEGY]
+    written = [(item, texts) for item in options if (texts := _texts(reading, plan, item))]
+    if written:
+        chosen, texts = _least_of(written)
+        return Better(plan=chosen, gain=_gain(plan, chosen) if fits else None, texts=texts)
     if not options:
         return None
-    least, fastest = options[0], min(options, key=lambda item: item.time.step_seconds)
-    chosen = least if least.time.step_seconds <= (1 + ONE_STRATEGY) * fastest.time.step_seconds else fastest
-    gain = plan.time.step_seconds / chosen.time.step_seconds - 1
-    if fits and (gain <= ONE_STRATEGY or chosen.verdict == "tight"):
-        return None
-    changes = changes_to(reading, plan.configuration, chosen.configuration)
-    texts = edited(reading, changes) if changes else None
-    if texts is None and chosen is not least and (not fits or plan.time.step_seconds > (1 + ONE_STRATEGY) * least.time.step_seconds):
-        nearer = changes_to(reading, plan.configuration, least.configuration)
-        if nearer and (written := edited(reading, nearer)) is not None:
-            chosen, texts = least, written
-            gain = plan.time.step_seconds / chosen.time.step_seconds - 1
-    return Better(plan=chosen, gain=gain if fits else None, texts=texts or {})
+    chosen, _ = _least_of([(item, {}) for item in options])
+    return Better(plan=chosen, gain=_gain(plan, chosen) if fits else None, texts={})
 
 
-def _nearest(request: Request, reading: Reading, plan: Plan) -> Plan | None:
-    """Return the best plan of the same strategy, offload and degrees: another micro-batch or recomputation."""
+Texts = Mapping[str, tuple[str, str]]
+
+
+def _gain(now: Plan, then: Plan) -> float:
+    return now.time.step_seconds / then.time.step_seconds - 1
+
+
+def _texts(reading: Reading, now: Plan, then: Plan) -> Texts:
+    """Return the files as they would be for another plan; none where they have no keys for it."""
+    changes = changes_to(reading, now.configuration, then.configuration)
+    return (edited(reading, changes) or {}) if changes else {}
+
+
+def _least_of(options: Sequence[tuple[Plan, Texts]]) -> tuple[Plan, Texts]:
+    """Return the first of those that cannot be told from the fastest; they are in the order of how much they change."""
+    fastest = min(item.time.step_seconds for item, _ in options)
+    return next((item, texts) for item, texts in options if item.time.step_seconds <= (1 + ONE_STRATEGY) * fastest)
+
+
+def _nearest(request: Request, reading: Reading, plan: Plan) -> list[Plan]:
+    """Return plans of the same strategy, offload and degrees: another micro-batch or recomputation."""
     now = plan.configuration
-    return _search(request, reading, strategies=(now.strategy,), offload=now.offload, degrees=_degrees_of(now), now=now)
+    return _search(request, reading, strategies=(now.strategy,), offload=now.offload, now=now)
 
 
-def _freest(request: Request, reading: Reading, plan: Plan) -> Plan | None:
-    """Return the best plan of all that the trainer can run."""
+def _freest(request: Request, reading: Reading, plan: Plan) -> list[Plan]:
+    """Return plans of all strategies that the trainer can run, best first."""
     now, strategies = plan.configuration, TRAINERS[reading.format].strategies
-    degrees = _degrees_of(now)
     if now.precision != "bf16-pure" or "pure_bf16" in reading.settings:
-        return _search(request, reading, strategies=strategies, offload=None, degrees=degrees, now=now)
+        return _search(request, reading, strategies=strategies, offload=None, now=now)
     # Trainers that load weights in bf16 train replicas of them so, and shards in mixed precision.
     whole = tuple(name for name in strategies if name in ("single", "ddp"))
     sharded = tuple(name for name in strategies if name not in whole)
     mixed = replace(request, workload=replace(request.workload, precision="bf16"))
-    plans = (
-        _search(request, reading, strategies=whole, offload=None, degrees=degrees, now=now),
-        _search(mixed, reading, strategies=sharded, offload=None, degrees=degrees, now=now),
-    )
-    every = [item for item in plans if item is not None]
-    return min(every, key=lambda item: (item.verdict != "fits", item.time.step_seconds), default=None)
+    replicas = _search(request, reading, strategies=whole, offload=None, now=now)
+    return [*replicas, *_search(mixed, reading, strategies=sharded, offload=None, now=now)]
 
 
 def _degrees_of(now: Configuration) -> Degrees:
@@ -250,9 +261,8 @@ def _search(
     *,
     strategies: tuple[words.Strategy, ...],
     offload: words.Offload | None,
-    degrees: Degrees,
     now: Configuration,
-) -> Plan | None:
+) -> list[Plan]:
     trainer = TRAINERS[reading.format]
     code = code_base(request.workload.code)
     known_here = tuple(name for name in strategies if name in code.strategies)
@@ -262,7 +272,7 @@ def _search(
         strategies=known_here,
         offload=offload,
         checkpointings=kinds,
-        degrees=degrees,
+        degrees=_degrees_of(now),
         allow_unrunnable=True,
         top=_LOOKED_AT,
         zero_backend="deepspeed" if now.backend != "native" else "native",
@@ -270,10 +280,9 @@ def _search(
     try:
         plans = recommend(narrowed).plans
     except ContradictoryRequest:  # the batch cannot be split over the ranks
-        return None
-    usable = [item for item in plans if item.configuration.offload in trainer.offloads and not is_last_resort(item)]
-    return next((item for item in usable if item.verdict == "fits"), next(iter(usable), None))
+        return []
+    return [item for item in plans if item.configuration.offload in trainer.offloads and not is_last_resort(item)]
 
 
-_LOOKED_AT = 6
-"""Plans of a search among which the first that the trainer can run counts."""
+_LOOKED_AT = 12
+"""Plans of a search, one of each strategy and offload, among which those count that the trainer can run."""
