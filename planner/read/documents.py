@@ -320,7 +320,7 @@ class Files:
     """Files that configs name: those that were given beside them, and those inside of their own folders.
 
     A path that leads out of the folder of the file that names it, and out of the working directory where that holds the
-    file, is not followed, links included.
+    file, is not followed, links included; what a command on the command line names is the person's own.
     """
 
     def __init__(self, given: list[Source], written: dict[str, Source] | None = None) -> None:
@@ -335,12 +335,12 @@ class Files:
         if Path(name).name in self.given:
             return self.given[Path(name).name], ""
         working = Path.cwd().resolve()
-        folder = near.folder.resolve() if near.is_file else working
+        folder = near.folder.resolve()
         roots = [folder, working] if folder.is_relative_to(working) else [folder]
-        for root in roots:
+        for root in roots if near.is_file else [working]:
             try:
                 path = (root / name).resolve()
-                if not path.is_relative_to(root):
+                if near.is_file and not path.is_relative_to(root):
                     return None, "lies outside of its folder; name it on the command line too"
                 if path.is_file():
                     source = read_source(path)

@@ -175,10 +175,7 @@ def _take_flags(words: list[Word], flags: dict[str, Setting], source: Source) ->
         name, equals, value = text.partition("=")
         key = name.replace("-", "_")
         if equals:
-            word = words[0]
-            start = word.end - len(value) if word.start >= 0 else -1
-            given = Word(text=value, line=word.line, start=start, end=word.end, is_resolved=word.is_resolved)
-            flags[key] = setting_of(key, [given], source)
+            flags[key] = setting_of(key, [words[0].tail(len(value))], source)
             words = words[1:]
         elif key in ("m", "module"):
             return words[1:]
@@ -211,9 +208,7 @@ def argument_settings(words: Sequence[Word], source: Source) -> tuple[list[Setti
         name, equals, value = word.text.lstrip("-").partition("=")
         key = name.replace("-", "_")
         if equals:
-            start = word.end - len(value) if word.start >= 0 else -1
-            given = Word(text=value, line=word.line, start=start, end=word.end, is_resolved=word.is_resolved)
-            settings.append(setting_of(key, [given], source))
+            settings.append(setting_of(key, [word.tail(len(value))], source))
             continue
         values = []
         while position < len(words) and not _is_flag(words[position]):
@@ -237,10 +232,10 @@ def override_settings(words: Sequence[Word], source: Source) -> list[Setting]:
         match = re.fullmatch(r"\+{0,2}([A-Za-z_][\w./@-]*)=(.*)", word.text, re.DOTALL)
         if match is None:
             continue
-        start = word.end - len(match[2]) if word.start >= 0 else -1
+        written = word.tail(len(match[2]))
         value = plain_value(match[2]) if word.is_resolved else Unresolved(text=match[2])
         settings.append(
-            Setting(key=match[1], value=value, source=source, line=word.line, start=start, end=word.end)
+            Setting(key=match[1], value=value, source=source, line=word.line, start=written.start, end=written.end)
         )
     return settings
 

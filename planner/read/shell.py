@@ -38,6 +38,22 @@ class Word:
     is_resolved: bool = True
     """False where only running the script would give it."""
     is_quoted: bool = False
+    places: tuple[int, ...] = ()
+    """Place of every character."""
+
+    def tail(self, length: int) -> Word:
+        """Return the last characters of it as a word: the value of `--flag=value`."""
+        places = self.places[len(self.places) - length :]
+        straight = _is_straight(places)
+        return Word(
+            text=self.text[len(self.text) - length :],
+            line=self.line,
+            start=places[0] if straight else -1,
+            end=places[-1] + 1 if straight else -1,
+            is_resolved=self.is_resolved,
+            is_quoted=self.is_quoted,
+            places=places,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,9 +238,8 @@ class _Run:
             return None
         letters = [letter for piece in pieces for letter in piece.letters]
         text = "".join(letter for letter, _ in letters)
-        places = [place for _, place in letters]
-        straight = bool(places) and places[0] >= 0 and places == list(range(places[0], places[0] + len(places)))
-        return text, places[0] if straight else -1
+        places = tuple(offset for _, offset in letters)
+        return text, places[0] if _is_straight(places) else -1
 
     def _loop(self, words: list[list[_Piece]]) -> None:
         """Set a loop's variable to its first value."""
@@ -298,8 +313,8 @@ class _Run:
 
     def _join(self, pieces: Sequence[_Piece]) -> Word:
         letters = [letter for piece in pieces for letter in piece.letters]
-        places = [offset for _, offset in letters]
-        straight = bool(places) and places[0] >= 0 and places == list(range(places[0], places[0] + len(places)))
+        places = tuple(offset for _, offset in letters)
+        straight = _is_straight(places)
         anywhere = next((offset for offset in places if offset >= 0), 0)
         return Word(
             text="".join(letter for letter, _ in letters),
@@ -308,7 +323,13 @@ class _Run:
             end=places[-1] + 1 if straight else -1,
             is_resolved=all(piece.is_resolved for piece in pieces),
             is_quoted=any(piece.is_quoted for piece in pieces),
+            places=places,
         )
+
+
+def _is_straight(places: tuple[int, ...]) -> bool:
+    """Return whether characters stand side by side in the file."""
+    return bool(places) and places[0] >= 0 and places[-1] - places[0] == len(places) - 1 and min(places) >= 0
 
 
 class _Reader:
@@ -348,7 +369,10 @@ class _Reader:
             symbol = next((item for item in _OPERATORS if self.text.startswith(item, self.position)), None)
             if symbol is None:
                 self.is_cut = False
-                return self.word()
+                word = self.word()
+                if _literal(word).isdigit() and self.text[self.position : self.position + 1] in ("<", ">"):
+                    continue  # the number of a stream that is redirected
+                return word
             self.position += len(symbol)
             if symbol in ("<<", "<<-"):
                 self._skip_space()
