@@ -20,7 +20,19 @@ from planner.read.trainers import TRAINERS
 from planner.search.audit import Audit, audit
 
 _WORK = (
-    *("task", "seq_len", "precision", "optimizer", "attention", "eval_batch", "save", "compile", "loss", "method", "lora_rank"),
+    *(
+        "task",
+        "seq_len",
+        "precision",
+        "optimizer",
+        "attention",
+        "eval_batch",
+        "save",
+        "compile",
+        "loss",
+        "method",
+        "lora_rank",
+    ),
     *("lora_targets", "load_dtype", "fp8_recipe", "global_batch"),
 )
 """Fields of a question that a reading may answer."""
@@ -57,8 +69,8 @@ def check_files(
 ) -> Checked:
     """Read files and a command as one training and say what it comes to.
 
-    `hardware` are fields of `Question`: GPUs, nodes and what they are; what is None there comes from the files, else from
-    this machine. `model` and `seq_len` are what the files do not say, or in its place.
+    `hardware` are fields of `Question`: GPUs, nodes and what they are; what is None there comes from the files, else
+    from this machine. `model` and `seq_len` are what the files do not say, or in its place.
 
     Raises:
         DsplanError: a file cannot be read, trains nothing, or a flag is none that can be planned with.
@@ -116,7 +128,9 @@ def _model(answers: Mapping[str, Any], reading: Reading, *, is_flag: bool) -> tu
     if "model_config" in answers and not is_flag:
         from planner.models.from_hf.config import facts_from_config
 
-        return facts_from_config(answers["model_config"], str(answers.get("model") or f"the model of {reading.files[0]}")), []
+        return facts_from_config(
+            answers["model_config"], str(answers.get("model") or f"the model of {reading.files[0]}")
+        ), []
     name = answers.get("model")
     if not name:
         raise DsplanError("no file names the model; give --model NAME")
@@ -161,7 +175,9 @@ def check_folder(folder: Path, hardware: Mapping[str, Any]) -> list[tuple[str, C
     if not paths:
         raise DsplanError(f"{folder}: holds no config or script ({', '.join(_SUFFIXES)}); name one that does")
     if len(paths) > MOST_FILES:
-        raise DsplanError(f"{folder}: holds {len(paths):,} files, and {MOST_FILES:,} are read at the most; name a part of it")
+        raise DsplanError(
+            f"{folder}: holds {len(paths):,} files, and {MOST_FILES:,} are read at the most; name a part of it"
+        )
     rows: list[tuple[str, Checked | str]] = []
     for path in paths:
         try:

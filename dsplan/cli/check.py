@@ -115,7 +115,11 @@ def _write(checked: Checked, out: Path | None, *, prints: bool) -> None:
     better = checked.audit.better
     if better is None or not better.texts:
         fits = checked.status == 0
-        why = "nothing to change: no plan of the trainer is clearly faster" if fits else "no change of the file makes it fit"
+        why = (
+            "nothing to change: no plan of the trainer is clearly faster"
+            if fits
+            else "no change of the file makes it fit"
+        )
         if better is not None:
             why = "the better plan has no keys in this file; `dsplan check` without --fix shows it"
         say(why, stderr=True)

@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from dsplan.render.plan_view import VERDICT_STYLES, describe, figure_blocks, header, shown_rate, shown_unit, verdict_line
+from dsplan.render.plan_view import (
+    VERDICT_STYLES,
+    describe,
+    figure_blocks,
+    header,
+    shown_rate,
+    shown_unit,
+    verdict_line,
+)
 from dsplan.render.show import Block, Style, Table, Text, columns
 from hardware_db.units import format_bytes, format_seconds
 from planner.types.plan import Plan
@@ -92,14 +100,14 @@ def _better_blocks(better: Better | None, now: Plan | None) -> list[Block]:
         return []
     plan = better.plan
     what = "fits" if better.gain is None else f"is predicted {better.gain:.0%} faster"
-    step = format_seconds(plan.time.step_seconds)
+    rate = f"{shown_rate(plan):,.0f} {shown_unit(plan)}/s per GPU"
     used = format_bytes(plan.memory.device_needed_bytes or plan.memory.device_used_upper_bytes)
     blocks: list[Block] = [
         Text(text=""),
         Text(text=f"the same trainer can run this, which {what}", style="heading"),
         Text(text=describe(plan.configuration)),
         Text(
-            text=f"{step} a step, {shown_rate(plan):,.0f} {shown_unit(plan)}/s per GPU, {used} per GPU; {verdict_line(plan)}",
+            text=f"{format_seconds(plan.time.step_seconds)} a step, {rate}, {used} per GPU; {verdict_line(plan)}",
             style=VERDICT_STYLES[plan.verdict],
         ),
     ]

@@ -1,7 +1,7 @@
 """axolotl's YAML.
 
-Keys and defaults: axolotl-ai-cloud/axolotl@067b021c8 `src/axolotl/utils/schemas/`; weights are loaded and trained in the
-precision's own type (`utils/config/__init__.py`, `resolve_dtype`).
+Keys and defaults: axolotl-ai-cloud/axolotl@067b021c8 `src/axolotl/utils/schemas/`; weights are loaded and trained
+in the precision's own type (`utils/config/__init__.py`, `resolve_dtype`).
 """
 
 from __future__ import annotations
@@ -78,14 +78,33 @@ _PLAIN = frozenset(
     {
         *("lora_model_dir", "strict", "processor_type", "type_of_model", "model_type", "is_llama_derived_model"),
         *("chat_template_jinja", "experimental_skip_move_to_device", "gptq_model_v1", "gptq_groupsize", "s2_attention"),
-        *("flash_optimum", "gptq_disable_exllama", "reinit_weights", "resize_token_embeddings_to_32x", "use_tensorboard"),
+        *(
+            "flash_optimum",
+            "gptq_disable_exllama",
+            "reinit_weights",
+            "resize_token_embeddings_to_32x",
+            "use_tensorboard",
+        ),
         *("gradient_checkpointing_kwargs", "pad_to_sequence_len", "eval_sample_packing", "min_sample_len", "unsloth"),
-        *("eval_table_size", "eval_max_new_tokens", "eval_causal_lm_metrics", "save_total_limit", "curriculum_sampling"),
+        *(
+            "eval_table_size",
+            "eval_max_new_tokens",
+            "eval_causal_lm_metrics",
+            "save_total_limit",
+            "curriculum_sampling",
+        ),
         *("sample_packing_sequentially", "sample_packing_eff_est", "total_num_tokens", "num_labels", "is_preprocess"),
         *("rl_beta", "orpo_alpha", "kto_desirable_weight", "device_map", "accelerator_config", "dataset_processes"),
         *("tokens", "special_tokens", "flex_attn_compile_kwargs", "torch_compile_mode", "sdp_attention", "test_value"),
         *("eaft_alpha", "eaft_k", "use_eaft", "center_rewards_coefficient", "shuffle_merged_datasets", "gc_steps"),
-        *("streaming_multipack_buffer_size", "pretrain_multipack_attn", "llmcompressor", "datasets", "rl", "batch_size"),
+        *(
+            "streaming_multipack_buffer_size",
+            "pretrain_multipack_attn",
+            "llmcompressor",
+            "datasets",
+            "rl",
+            "batch_size",
+        ),
         *("pretraining_dataset", "test_datasets", "max_steps", "eval_batch_size", "lora_alpha", "peft", "eot_tokens"),
         *("use_onebitllms", "nvfp4_merge_aware", "dsv4_fp4_grouped_mode", "gemma4_hybrid_attn_impl", "swanlab"),
     }
@@ -94,7 +113,15 @@ _PLAIN = frozenset(
 
 def recognise(keys: frozenset[str]) -> bool:
     """Return whether these are the keys of axolotl's YAML."""
-    own = {"datasets", "sequence_len", "micro_batch_size", "adapter", "sample_packing", "pretraining_dataset", "val_set_size"}
+    own = {
+        "datasets",
+        "sequence_len",
+        "micro_batch_size",
+        "adapter",
+        "sample_packing",
+        "pretraining_dataset",
+        "val_set_size",
+    }
     return "base_model" in keys and any(key.partition(".")[0] in own for key in keys)
 
 
@@ -127,7 +154,9 @@ def read(book: Notebook, files: Files) -> None:
     keep_in_16_bits(book, Loading(in_16_bits=True))
     _read_run(book)
     book.close(
-        without_effect=lambda key: key in _PLAIN or without_effect(key), gaps=_GAPS, names=keys_of("axolotl", "huggingface") | _PLAIN
+        without_effect=lambda key: key in _PLAIN or without_effect(key),
+        gaps=_GAPS,
+        names=keys_of("axolotl", "huggingface") | _PLAIN,
     )
 
 
@@ -146,7 +175,9 @@ def _read_adapter(book: Notebook) -> None:
     in_4, in_8 = book.flag("load_in_4bit"), book.flag("load_in_8bit")
     if adapter == "qlora" and not in_4:
         # schemas/validation.py: "Require cfg.load_in_4bit to be True for qlora"
-        book.find("error", "contradiction", "adapter: qlora needs load_in_4bit: true, without which axolotl stops", "adapter")
+        book.find(
+            "error", "contradiction", "adapter: qlora needs load_in_4bit: true, without which axolotl stops", "adapter"
+        )
     book.answer("method", method, "adapter")
     read_quantisation(book, in_4_bits=in_4 or adapter == "qlora", in_8_bits=in_8, keys=("load_in_4bit", "load_in_8bit"))
     rank = book.positive("lora_r")
@@ -221,14 +252,20 @@ def _read_sharding(book: Notebook, files: Files) -> None:
     if any(book.under("fsdp_config")) or "fsdp" in book:
         if "deepspeed" in book:
             # schemas/validation.py: "deepspeed and fsdp cannot be used together"
-            book.find("error", "contradiction", "deepspeed and fsdp are both there, with which axolotl stops", "deepspeed")
+            book.find(
+                "error", "contradiction", "deepspeed and fsdp are both there, with which axolotl stops", "deepspeed"
+            )
         read_fsdp(book, "fsdp_config", "fsdp")
         version = book.whole("fsdp_version") or book.whole("fsdp_config.fsdp_version")
         if version != 2:
             book.find("info", "deprecated-key", "FSDP1 is deprecated in axolotl; set fsdp_version: 2", "fsdp")
     if "deepspeed" in book:
         read_deepspeed_of(book, "deepspeed", files)
-    for key, field in (("context_parallel_size", "cp"), ("tensor_parallel_size", "tp"), ("sequence_parallel_degree", "cp")):
+    for key, field in (
+        ("context_parallel_size", "cp"),
+        ("tensor_parallel_size", "tp"),
+        ("sequence_parallel_degree", "cp"),
+    ):
         degree = book.positive(key)
         if degree is not None and degree > 1:
             book.answer(field, degree, key)

@@ -1,4 +1,4 @@
-"""Changes of a person's own files: values replaced where they stand, keys added beside their like, the rest untouched."""
+"""Changes of a person's own files: values replaced where they stand, keys added beside their like."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ NAMES: Mapping[str, Names] = {
         deepspeed_files=_AXOLOTL_FILES,
     ),
     "deepspeed": Names(
-        micro=("train_micro_batch_size_per_gpu",), accumulation="gradient_accumulation_steps", global_batch="train_batch_size"
+        micro=("train_micro_batch_size_per_gpu",),
+        accumulation="gradient_accumulation_steps",
+        global_batch="train_batch_size",
     ),
     "torchtune": Names(
         micro=("batch_size",), accumulation="gradient_accumulation_steps", recompute="enable_activation_checkpointing"
@@ -130,7 +132,11 @@ def _spread(reading: Reading, names: Names, now: Configuration, then: Configurat
     if reading.format == "deepspeed":
         return _deepspeed_keys(then)
     own_fsdp = any(key.startswith("fsdp") for key in reading.settings)
-    if names.deepspeed_files is None or own_fsdp or reading.answers.get("backend") == "torch" and "strategy" in reading.answers:
+    if (
+        names.deepspeed_files is None
+        or own_fsdp
+        or (reading.answers.get("backend") == "torch" and "strategy" in reading.answers)
+    ):
         return None
     shipped = names.deepspeed_files.get((then.strategy, then.offload))
     if shipped is None:

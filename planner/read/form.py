@@ -271,9 +271,7 @@ class Notebook:
         if setting is None or any(item.key == key for item in self.unread):
             return
         self._used.add(key)
-        self.unread.append(
-            Unread(key=key, file=setting.source.path, line=setting.line, reason=reason, matters=matters)
-        )
+        self.unread.append(Unread(key=key, file=setting.source.path, line=setting.line, reason=reason, matters=matters))
 
     def find(self, severity: Severity, id: str, message: str, key: str = "") -> None:
         """Write down a finding, at a key's place where one is named."""

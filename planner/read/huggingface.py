@@ -1,4 +1,4 @@
-"""HF's `TrainingArguments`, as JSON, YAML or flags, and the trainers that inherit them: TRL's CLI and scripts like it."""
+"""HF's `TrainingArguments`, as JSON, YAML or flags, and what inherits them: TRL's CLI and scripts like it."""
 
 from __future__ import annotations
 
@@ -65,9 +65,12 @@ def read_training(
 ) -> None:
     """Read the fields of `TrainingArguments`: batch, precision, optimizer, recomputation, DeepSpeed and FSDP.
 
-    Defaults are those of transformers where `trainer` has none of its own; `recomputes` and `precision` are the trainer's.
+    Defaults are those of transformers where `trainer` has none of its own; `recomputes` and `precision`
+    are the trainer's.
     """
-    micro = default_of(trainer, "per_device_train_batch_size") or default_of("huggingface", "per_device_train_batch_size")
+    micro = default_of(trainer, "per_device_train_batch_size") or default_of(
+        "huggingface", "per_device_train_batch_size"
+    )
     book.answer("micro_batch", book.positive("per_device_train_batch_size", micro), "per_device_train_batch_size")
     book.answer("grad_accum", book.positive("gradient_accumulation_steps", 1), "gradient_accumulation_steps")
     read_optimizer(book, "optim", "adamw-fused")
@@ -98,9 +101,7 @@ def _read_precision(book: Notebook, default: words.Precision) -> None:
     precision: words.Precision = "fp32" if "bf16" in book or "fp16" in book else default
     if book.flag("fp16"):
         precision = "fp16"
-    if book.word("bf16") == "auto":
-        precision = "bf16"
-    elif book.flag("bf16"):
+    if book.word("bf16") == "auto" or book.flag("bf16"):
         precision = "bf16"
     book.answer("precision", precision, "bf16", "fp16")
 
@@ -122,10 +123,10 @@ def keep_in_16_bits(book: Notebook, loading: Loading) -> None:
     """Decide what a 16-bit precision means for weights that replicas train as they were loaded."""
     strategy = str(book.answers.get("strategy") or "ddp")
     is_replica = strategy in ("single", "ddp")
-    if loading.in_16_bits and is_replica and book.answers.get("method", "full") == "full":
-        if book.answers.get("precision") == "bf16":
-            book.answers["precision"] = "bf16-pure"
-            book.assume("all weights are trained in the bf16 that they are loaded in, optimizer states too")
+    trains_all = book.answers.get("method", "full") == "full"
+    if loading.in_16_bits and is_replica and trains_all and book.answers.get("precision") == "bf16":
+        book.answers["precision"] = "bf16-pure"
+        book.assume("all weights are trained in the bf16 that they are loaded in, optimizer states too")
 
 
 def read_deepspeed_of(book: Notebook, key: str, files: Files) -> None:
@@ -165,7 +166,9 @@ def _take_stage(book: Notebook, key: str, name: str, reason: str) -> None:
     book.answers.update(backend="torch" if strategy == "ddp" else "deepspeed", offload=offload)
     book.answer("strategy", strategy, key)
     if "/" in name or name.endswith(".json"):
-        message = f"{name} {reason}; its name says {strategy}" + (f" with offload {offload}" if offload != "none" else "")
+        message = f"{name} {reason}; its name says {strategy}" + (
+            f" with offload {offload}" if offload != "none" else ""
+        )
         book.assume(message, key)
 
 
@@ -181,7 +184,15 @@ def read_quantisation(book: Notebook, *, in_4_bits: bool, in_8_bits: bool, keys:
 
 # TRL's CLI, and scripts that take ModelConfig and TrainingArguments as flags.
 
-_LENGTH_KEYS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "cutoff_len", "model_max_length", "seq_length")
+_LENGTH_KEYS = (
+    "max_length",
+    "max_seq_length",
+    "max_seq_len",
+    "block_size",
+    "cutoff_len",
+    "model_max_length",
+    "seq_length",
+)
 
 
 def read_trl(book: Notebook, files: Files, command: str) -> None:
@@ -189,7 +200,9 @@ def read_trl(book: Notebook, files: Files, command: str) -> None:
 
     TRL 1.16: `SFTConfig` and its base turn bf16 and recomputation on; `ModelConfig.dtype` is auto.
     """
-    method = next((word for word in ("sft", "dpo", "grpo", "kto", "rloo", "reward", "orpo", "ppo", "cpo") if word in command), "")
+    method = next(
+        (word for word in ("sft", "dpo", "grpo", "kto", "rloo", "reward", "orpo", "ppo", "cpo") if word in command), ""
+    )
     book.answer("task", "causal-lm")
     if method not in ("", "sft"):
         set_task(book, COMMAND, method)
@@ -216,7 +229,14 @@ def read_trl(book: Notebook, files: Files, command: str) -> None:
 
 
 def _read_model(book: Notebook) -> None:
-    for key in ("model_name_or_path", "model_name", "model", "model_id", "config_name", "pretrained_model_name_or_path"):
+    for key in (
+        "model_name_or_path",
+        "model_name",
+        "model",
+        "model_id",
+        "config_name",
+        "pretrained_model_name_or_path",
+    ):
         if key in book and (name := book.text(key)):
             book.answer("model", name, key)
             break

@@ -10,11 +10,33 @@ from hardware_db.records import dataclass
 from planner.read.form import Setting, Source, Unresolved
 from planner.read.shell import Command, Word
 
-_WRAPPERS = frozenset({"nohup", "exec", "time", "sudo", "uv", "poetry", "pixi", "run", "env", "numactl", "stdbuf", "conda"})
+_WRAPPERS = frozenset(
+    {"nohup", "exec", "time", "sudo", "uv", "poetry", "pixi", "run", "env", "numactl", "stdbuf", "conda"}
+)
 _ALONE = frozenset(
     {
-        *("standalone", "no_python", "run_path", "multi_gpu", "cpu", "tpu", "use_deepspeed", "use_fsdp", "debug", "quiet"),
-        *("same_network", "use_megatron_lm", "use_xpu", "ipex", "use_cpu", "enable_cpu_affinity", "no_ssh", "no_local_rank"),
+        *(
+            "standalone",
+            "no_python",
+            "run_path",
+            "multi_gpu",
+            "cpu",
+            "tpu",
+            "use_deepspeed",
+            "use_fsdp",
+            "debug",
+            "quiet",
+        ),
+        *(
+            "same_network",
+            "use_megatron_lm",
+            "use_xpu",
+            "ipex",
+            "use_cpu",
+            "enable_cpu_affinity",
+            "no_ssh",
+            "no_local_rank",
+        ),
         *("fsdp_offload_params_true", "save_pid", "enable_each_rank_log", "force_multi", "bind_cores_to_rank"),
         *("use_parallelism_config", "module", "m", "exclusive", "label", "l", "overlap", "use_env"),
     }
@@ -25,10 +47,71 @@ TRAINING_PROGRAMS = ("swift", "megatron", "llamafactory-cli", "axolotl", "trl", 
 """Commands of trainers that take a subcommand and start their ranks themselves."""
 _IGNORED_PROGRAMS = frozenset(
     {
-        *("cd", "mkdir", "echo", "export", "set", "source", ".", "pip", "pip3", "wget", "curl", "rm", "cp", "mv", "cat", "ls"),
-        *("git", "ray", "sleep", "kill", "pkill", "wait", "module", "conda", "tee", "huggingface-cli", "hf", "unset", "ulimit"),
-        *("exit", "return", "printf", "test", "[", "[[", "true", "false", "trap", "shift", "read", "tar", "unzip", "nvidia-smi"),
-        *("apt", "apt-get", "yum", "docker", "hostname", "date", "chmod", "ln", "find", "grep", "sed", "awk", "sort", "head"),
+        *(
+            "cd",
+            "mkdir",
+            "echo",
+            "export",
+            "set",
+            "source",
+            ".",
+            "pip",
+            "pip3",
+            "wget",
+            "curl",
+            "rm",
+            "cp",
+            "mv",
+            "cat",
+            "ls",
+        ),
+        *(
+            "git",
+            "ray",
+            "sleep",
+            "kill",
+            "pkill",
+            "wait",
+            "module",
+            "conda",
+            "tee",
+            "huggingface-cli",
+            "hf",
+            "unset",
+            "ulimit",
+        ),
+        *(
+            "exit",
+            "return",
+            "printf",
+            "test",
+            "[",
+            "[[",
+            "true",
+            "false",
+            "trap",
+            "shift",
+            "read",
+            "tar",
+            "unzip",
+            "nvidia-smi",
+        ),
+        *(
+            "apt",
+            "apt-get",
+            "yum",
+            "docker",
+            "hostname",
+            "date",
+            "chmod",
+            "ln",
+            "find",
+            "grep",
+            "sed",
+            "awk",
+            "sort",
+            "head",
+        ),
     }
 )
 
@@ -179,10 +262,16 @@ def _take_flags(words: list[Word], flags: dict[str, Setting], source: Source) ->
             words = words[1:]
         elif key in ("m", "module"):
             return words[1:]
-        elif key in _ALONE or len(words) == 1 or words[1].text.startswith("--"):
-            flags[key] = Setting(key=key, value=True, source=source, line=words[0].line)
-            words = words[1:]
-        elif _is_script(words[1]) and words[1].text.endswith(".py") and key not in ("config_file", "main_training_function"):
+        elif (
+            key in _ALONE
+            or len(words) == 1
+            or words[1].text.startswith("--")
+            or (
+                _is_script(words[1])
+                and words[1].text.endswith(".py")
+                and key not in ("config_file", "main_training_function")
+            )
+        ):
             flags[key] = Setting(key=key, value=True, source=source, line=words[0].line)
             words = words[1:]
         else:
@@ -268,7 +357,12 @@ def sbatch_settings(source: Source) -> dict[str, Setting]:
         name = _SHORT.get(match[1], match[1].lstrip("-").replace("-", "_"))
         key = f"#SBATCH {name}"
         settings[name] = Setting(
-            key=key, value=match[2], source=source, line=source.line_of(match.start()), start=match.start(2), end=match.end(2)
+            key=key,
+            value=match[2],
+            source=source,
+            line=source.line_of(match.start()),
+            start=match.start(2),
+            end=match.end(2),
         )
     return settings
 
@@ -305,7 +399,9 @@ def count_gpus(launch: Launch, sbatch: Mapping[str, Setting]) -> Counted:
     include = launch.setting("include", "i")
     if include is not None and isinstance(include.value, str) and ":" in include.value:
         hosts = [part.rpartition(":")[2] for part in include.value.split("@")]
-        return Counted(count=sum(len([card for card in host.split(",") if card]) for host in hosts), settings=(include,))
+        return Counted(
+            count=sum(len([card for card in host.split(",") if card]) for host in hosts), settings=(include,)
+        )
     for name in ("gpus_per_node", "gres", "gpus_per_task", "ntasks_per_node"):
         setting = launch.flags.get(name) or sbatch.get(name)
         if setting is not None and (count := _whole(str(setting.value).rpartition(":")[2])) is not None:

@@ -1,7 +1,7 @@
 """ms-swift's scripts and YAML: modelscope/ms-swift@3602360a5 `swift/arguments/`.
 
-The model is loaded in the checkpoint's own type and trained so (`base_args/model_args.py`, `_init_torch_dtype`); `megatron
-sft` and its like are in `planner.read.megatron`.
+The model is loaded in the checkpoint's own type and trained so (`base_args/model_args.py`, `_init_torch_dtype`);
+`megatron sft` and its like are in `planner.read.megatron`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,17 @@ from planner.read.trainers import (
 )
 
 TRAINING_COMMANDS = ("sft", "pt", "rlhf")
+_OF_VISION = ("freeze_vit", "freeze_aligner", "freeze_llm", "vit_gradient_checkpointing", "vit_lr", "aligner_lr")
+_OF_GENERATION = (
+    *("vllm_gpu_memory_utilization", "vllm_max_model_len", "vllm_tensor_parallel_size", "vllm_server_host"),
+    *("sleep_level", "offload_optimizer", "offload_model", "move_model_batches", "steps_per_generation", "vllm_mode"),
+    *("num_iterations", "generation_batch_size", "multi_turn_scheduler", "max_turns", "dynamic_sample", "use_vllm"),
+    *("num_generations", "max_completion_length", "reward_model", "reward_funcs", "vllm_server_port", "lmbda"),
+)
 _GAPS: Mapping[str, str] = {
     **GAPS,
-    **{
-        name: "of models that see, the language model is counted"
-        for name in ("freeze_vit", "freeze_aligner", "freeze_llm", "vit_gradient_checkpointing", "vit_lr", "aligner_lr")
-    },
-    **{
-        name: "generation is not counted"
-        for name in (
-            *("vllm_gpu_memory_utilization", "vllm_max_model_len", "vllm_tensor_parallel_size", "vllm_server_host"),
-            *("sleep_level", "offload_optimizer", "offload_model", "move_model_batches", "steps_per_generation", "vllm_mode"),
-            *("num_iterations", "generation_batch_size", "multi_turn_scheduler", "max_turns", "dynamic_sample", "use_vllm"),
-            *("num_generations", "max_completion_length", "reward_model", "reward_funcs", "vllm_server_port", "lmbda"),
-        )
-    },
+    **dict.fromkeys(_OF_VISION, "of models that see, the language model is counted"),
+    **dict.fromkeys(_OF_GENERATION, "generation is not counted"),
     "teacher_model": "a further model is not counted",
     "ref_model": "the frozen copy is counted as of the same model",
     "router_aux_loss_coef": "the router's loss is not counted",
@@ -58,21 +54,102 @@ _GAPS: Mapping[str, str] = {
 }
 _PLAIN = frozenset(
     {
-        *("dataset", "val_dataset", "cached_dataset", "cached_val_dataset", "system", "model_author", "model_name", "loss_scale"),
-        *("external_plugins", "stream", "agent_template", "use_chat_template", "model_type", "truncation_strategy", "use_hf", "packing"),
-        *("custom_register_path", "custom_dataset_info", "custom_model_info", "rpo_alpha", "beta", "epsilon", "epsilon_high"),
-        *("log_completions", "overlong_filter", "soft_max_length", "soft_cache_length", "reward_weights", "max_resample_times"),
-        *("importance_sampling_level", "scale_rewards", "advantage_estimator", "num_labels", "problem_type", "create_checkpoint_symlink"),
-        *("add_version", "check_model", "load_data_args", "local_repo_path", "norm_bbox", "strict", "lazy_tokenize", "max_grad_norm"),
-        *("use_rslora", "init_weights", "modules_to_save_", "kl_in_reward", "delta", "tau", "sapo_tau", "padding_side", "enable_thinking"),
-        *("add_non_thinking_prefix", "response_prefix", "undesirable_weight", "desirable_weight", "cosine_min_len_value_wrong", "config"),
-        *("adapters", "merge_lora", "save_safetensors", "ddp_backend", "ignore_args_error", "use_flash_ckpt", "new_special_tokens"),
+        *(
+            "dataset",
+            "val_dataset",
+            "cached_dataset",
+            "cached_val_dataset",
+            "system",
+            "model_author",
+            "model_name",
+            "loss_scale",
+        ),
+        *(
+            "external_plugins",
+            "stream",
+            "agent_template",
+            "use_chat_template",
+            "model_type",
+            "truncation_strategy",
+            "use_hf",
+            "packing",
+        ),
+        *(
+            "custom_register_path",
+            "custom_dataset_info",
+            "custom_model_info",
+            "rpo_alpha",
+            "beta",
+            "epsilon",
+            "epsilon_high",
+        ),
+        *(
+            "log_completions",
+            "overlong_filter",
+            "soft_max_length",
+            "soft_cache_length",
+            "reward_weights",
+            "max_resample_times",
+        ),
+        *(
+            "importance_sampling_level",
+            "scale_rewards",
+            "advantage_estimator",
+            "num_labels",
+            "problem_type",
+            "create_checkpoint_symlink",
+        ),
+        *(
+            "add_version",
+            "check_model",
+            "load_data_args",
+            "local_repo_path",
+            "norm_bbox",
+            "strict",
+            "lazy_tokenize",
+            "max_grad_norm",
+        ),
+        *(
+            "use_rslora",
+            "init_weights",
+            "modules_to_save_",
+            "kl_in_reward",
+            "delta",
+            "tau",
+            "sapo_tau",
+            "padding_side",
+            "enable_thinking",
+        ),
+        *(
+            "add_non_thinking_prefix",
+            "response_prefix",
+            "undesirable_weight",
+            "desirable_weight",
+            "cosine_min_len_value_wrong",
+            "config",
+        ),
+        *(
+            "adapters",
+            "merge_lora",
+            "save_safetensors",
+            "ddp_backend",
+            "ignore_args_error",
+            "use_flash_ckpt",
+            "new_special_tokens",
+        ),
     }
 )
 _NO_TRAINING = {
-    "infer": "inference", "deploy": "serving", "export": "exporting", "eval": "evaluation", "app": "a page", "web-ui": "a page",
-    "sample": "sampling", "rollout": "generation for other processes", "merge-lora": "merging adapters",
-}  # fmt: skip
+    "infer": "inference",
+    "deploy": "serving",
+    "export": "exporting",
+    "eval": "evaluation",
+    "app": "a page",
+    "web-ui": "a page",
+    "sample": "sampling",
+    "rollout": "generation for others",
+    "merge-lora": "merging adapters",
+}
 
 
 def why_no_training(command: str) -> str:
@@ -91,7 +168,9 @@ def read(book: Notebook, files: Files, command: str) -> None:
     """Read ms-swift's flags; `command` is its subcommand."""
     book.answer("model", book.text("model") or book.text("model_id_or_path"), "model", "model_id_or_path")
     if "model_id_or_path" in book:
-        book.find("error", "renamed-key", "ms-swift 3 and later has no model_id_or_path; write model", "model_id_or_path")
+        book.find(
+            "error", "renamed-key", "ms-swift 3 and later has no model_id_or_path; write model", "model_id_or_path"
+        )
     _read_task(book, command)
     length = book.positive("max_length")
     if length is None:

@@ -171,7 +171,9 @@ class _Together:
             self.outer["nodes"] = nodes.count
         trainings = [item for item in every if _program_form(item)]
         if len(trainings) > 1:
-            book.assume(f"{source.path} starts {len(trainings)} trainings; the first, in line {launch.line}, is checked")
+            book.assume(
+                f"{source.path} starts {len(trainings)} trainings; the first, in line {launch.line}, is checked"
+            )
         if launch.is_cut:
             message = f"a comment ends the command of line {launch.line}; what follows it is not given to the trainer"
             book.find("warning", "command-cut", message)
@@ -207,7 +209,9 @@ class _Together:
         if main is not None:
             return main[0], main[1]
         names = [word.text for word in loose if word.text.endswith((".yaml", ".yml", ".json", ".toml"))]
-        names += [str(item.value) for item in given if item.key in ("config", "config_file") and isinstance(item.value, str)]
+        names += [
+            str(item.value) for item in given if item.key in ("config", "config_file") and isinstance(item.value, str)
+        ]
         for name in names:
             source, reason = files.find(name, launch.source)
             if source is None:
@@ -233,7 +237,9 @@ class _Together:
                 self.books[-1].leave("config_file", f"{named.value} {reason}", matters=True)
         flags = {key: item for key, item in launch.flags.items() if key != "config_file"}
         for key, setting in flags.items():
-            section = "fsdp_config." if key.startswith("fsdp_") else "deepspeed_config." if key in _DEEPSPEED_FLAGS else ""
+            section = (
+                "fsdp_config." if key.startswith("fsdp_") else "deepspeed_config." if key in _DEEPSPEED_FLAGS else ""
+            )
             settings.append(replace(setting, key=f"{section}{key}"))
         before = self.sides.get("accelerate")
         own = list(before.settings.values()) if before is not None else []
@@ -249,7 +255,9 @@ class _Together:
         if form is None:
             shown = ", ".join(sorted({key.partition(".")[0] for key in keys})[:5])
             hint = near_miss(keys)
-            raise BrokenFile(source.path, f"is no config that is read here (keys {shown} …){hint}", "or name its --format")
+            raise BrokenFile(
+                source.path, f"is no config that is read here (keys {shown} …){hint}", "or name its --format"
+            )
         return form
 
     def _finish(self, main: tuple[str, list[Setting], str], files: Files) -> Reading:
@@ -294,7 +302,14 @@ def form_of_keys(keys: frozenset[str]) -> str | None:
     return next((name for name, check in checks if check(keys)), None)
 
 
-_TELLING = ("base_model", "model_name_or_path", "per_device_train_batch_size", "zero_optimization", "distributed_type", "sequence_len")
+_TELLING = (
+    "base_model",
+    "model_name_or_path",
+    "per_device_train_batch_size",
+    "zero_optimization",
+    "distributed_type",
+    "sequence_len",
+)
 
 
 def near_miss(keys: frozenset[str]) -> str:
@@ -346,8 +361,8 @@ def _read_form(form: str, book: Notebook, files: Files, command: str) -> None:
 
 _SHEBANG = re.compile(r"\A#!.*\b(ba|z|k)?sh\b")
 _SHELL_WORDS = re.compile(
-    r"^\s*(export \w+=|#SBATCH|(nohup |srun |exec )?(python3?|torchrun|deepspeed|accelerate launch|swift|megatron|axolotl|"
-    r"llamafactory-cli|trl|tune|bash|srun|sbatch|PYTHONPATH=|CUDA_VISIBLE_DEVICES=|NPROC_PER_NODE=)\b)",
+    r"^\s*(export \w+=|#SBATCH|(nohup |srun |exec )?(python3?|torchrun|deepspeed|accelerate launch|swift|megatron|"
+    r"axolotl|llamafactory-cli|trl|tune|bash|srun|sbatch|PYTHONPATH=|CUDA_VISIBLE_DEVICES=|NPROC_PER_NODE=)\b)",
     re.MULTILINE,
 )
 
@@ -402,12 +417,18 @@ def _program_form(launch: Launch) -> str:
     ):
         if re.search(pattern, program):
             return form
-    flags = {word.text.lstrip("-").partition("=")[0].replace("-", "_") for word in launch.arguments if word.text.startswith("--")}
+    flags = {
+        word.text.lstrip("-").partition("=")[0].replace("-", "_")
+        for word in launch.arguments
+        if word.text.startswith("--")
+    }
     if _TRL_SCRIPTS.search(program) and ("model_name_or_path" in flags or "config" in flags):
         return "trl"
     batch = {"per_device_train_batch_size", "deepspeed_config", "deepspeed", "train_batch_size", "model_name_or_path"}
     is_training = "per_device_train_batch_size" in flags or ("model_name_or_path" in flags and bool(batch & flags))
     if is_training or "deepspeed_config" in flags:
         return "huggingface"
-    configs = [word.text for word in launch.arguments if word.text.endswith((".yaml", ".yml", ".json")) and word.is_resolved]
+    configs = [
+        word.text for word in launch.arguments if word.text.endswith((".yaml", ".yml", ".json")) and word.is_resolved
+    ]
     return "huggingface" if configs and "accelerate" in launch.launchers else ""

@@ -25,8 +25,8 @@ _DEEPSPEED_GAPS: Mapping[str, str] = {
     "progressive_layer_drop": "every layer is counted",
     "tensor_parallel": "DeepSpeed's AutoTP is not counted",
     "pipeline": "DeepSpeed's pipeline module is not counted",
-    "activation_checkpointing.cpu_checkpointing": "the script decides whether DeepSpeed's own checkpointing is used",
-    "activation_checkpointing.partition_activations": "the script decides whether DeepSpeed's own checkpointing is used",
+    "activation_checkpointing.cpu_checkpointing": "the script decides whether DeepSpeed's checkpointing runs",
+    "activation_checkpointing.partition_activations": "the script decides whether DeepSpeed's checkpointing runs",
     "communication_data_type": "gradients are counted in the compute type between ranks",
     "torch_autocast": "autocast of DeepSpeed's own is not counted",
     "quantize_training": "quantised training is not counted",
@@ -42,12 +42,42 @@ _BUCKETS = frozenset(
 )
 _PLAIN = frozenset(
     {
-        *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "prescale_gradients", "gradient_predivide_factor"),
-        *("steps_per_print", "wall_clock_breakdown", "dump_state", "gradient_clipping", "memory_breakdown", "comms_logger"),
+        *(
+            "zero_allow_untested_optimizer",
+            "zero_force_ds_cpu_optimizer",
+            "prescale_gradients",
+            "gradient_predivide_factor",
+        ),
+        *(
+            "steps_per_print",
+            "wall_clock_breakdown",
+            "dump_state",
+            "gradient_clipping",
+            "memory_breakdown",
+            "comms_logger",
+        ),
         *("flops_profiler", "tensorboard", "csv_monitor", "elasticity", "aio", "scheduler", "checkpoint", "autotuning"),
-        *("sparse_gradients", "disable_allgather", "seed", "data_types", "hybrid_engine", "amp", "monitor_config", "compile"),
+        *(
+            "sparse_gradients",
+            "disable_allgather",
+            "seed",
+            "data_types",
+            "hybrid_engine",
+            "amp",
+            "monitor_config",
+            "compile",
+        ),
         *("fp32_allreduce", "timers", "use_data_before_expert_parallel_", "dataloader_drop_last"),
-        *("fp16", "bf16", "bfloat16", "optimizer", "activation_checkpointing", "nebula", "local_rank", "checkpoint_tag_validation"),
+        *(
+            "fp16",
+            "bf16",
+            "bfloat16",
+            "optimizer",
+            "activation_checkpointing",
+            "nebula",
+            "local_rank",
+            "checkpoint_tag_validation",
+        ),
     }
 )
 
@@ -96,7 +126,9 @@ def _deepspeed_offload(book: Notebook, stage: int) -> None:
         optimizer = "cpu"
         book.find("warning", "deprecated-key", "cpu_offload is deprecated; write offload_optimizer: {device: cpu}", old)
     if param not in ("none", "auto") and stage < 3:
-        book.find("warning", "ignored-key", f"offload_param is for stage 3; DeepSpeed's stage {stage} ignores it", param_key)
+        book.find(
+            "warning", "ignored-key", f"offload_param is for stage 3; DeepSpeed's stage {stage} ignores it", param_key
+        )
         param = "none"
     offload: words.Offload = "none"
     if "nvme" in (optimizer, param):
@@ -148,7 +180,10 @@ def stage_of_name(name: str) -> tuple[words.Strategy, words.Offload] | None:
     """Return stage and offload that the name of a DeepSpeed config says, as trainers ship them: `zero3_offload`."""
     lowered = name.lower()
     for stage in ("3", "2", "1"):
-        if any(word in lowered for word in (f"zero{stage}", f"zero_{stage}", f"z{stage}_", f"z{stage}.", f"stage{stage}", f"stage_{stage}")):
+        if any(
+            word in lowered
+            for word in (f"zero{stage}", f"zero_{stage}", f"z{stage}_", f"z{stage}.", f"stage{stage}", f"stage_{stage}")
+        ):
             strategy: words.Strategy = words.STRATEGIES[words.STRATEGIES.index("zero1") + int(stage) - 1]
             offload: words.Offload = "none"
             if "offload" in lowered or "cpu" in lowered:
@@ -213,7 +248,9 @@ def read_fsdp(book: Notebook, prefix: str, options: str = "") -> None:
             book.become("checkpointing", "full" if recomputes else "none", key)
             if recomputes:
                 if book.answers.get("checkpointing") == "full":
-                    message = "gradient_checkpointing beside FSDP's own activation_checkpointing recomputes twice; keep one"
+                    message = (
+                        "gradient_checkpointing beside FSDP's own activation_checkpointing recomputes twice; keep one"
+                    )
                     book.find("warning", "recomputed-twice", message, key)
                 book.answers["checkpointing"] = "full"
     book.answers.update(strategy=strategy, backend="torch", offload="all" if offloads else "none")
@@ -340,11 +377,26 @@ def merge_accelerate(book: Notebook, outer: Mapping[str, Any]) -> None:
     if own is not None and spreads is not None and own.startswith("zero") and spreads.startswith("fsdp"):
         message = f"accelerate's config asks for FSDP and the trainer's for DeepSpeed ({own}); the trainer's counts"
         book.find("error", "contradiction", message)
-    for field in ("strategy", "backend", "offload", "checkpointing", "gpus", "nodes", "tp", "cp", "compile", "grad_accum"):
+    for field in (
+        "strategy",
+        "backend",
+        "offload",
+        "checkpointing",
+        "gpus",
+        "nodes",
+        "tp",
+        "cp",
+        "compile",
+        "grad_accum",
+    ):
         if field not in outer:
             continue
         if field == "checkpointing" and outer[field] == "full" and book.answers.get(field) == "full":
             message = "gradient_checkpointing beside FSDP's own activation_checkpointing recomputes twice; keep one"
             book.find("warning", "recomputed-twice", message)
-        if field in ("gpus", "nodes") or field not in book.answers or (field == "checkpointing" and outer[field] == "full"):
+        if (
+            field in ("gpus", "nodes")
+            or field not in book.answers
+            or (field == "checkpointing" and outer[field] == "full")
+        ):
             book.answers[field] = outer[field]

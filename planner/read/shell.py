@@ -92,7 +92,9 @@ _Value = list[list[_Piece]]
 _OPERATORS = ("&&", "||", ";;", "|&", "<<<", "<<-", "<<", ">>", "&>>", "&>", ">&", "<&", "<", ">", "|", "&", ";")
 _ENDS = frozenset({"&&", "||", ";;", "|&", "|", "&", ";", "\n", "(", ")"})
 _REDIRECTIONS = frozenset({"<<<", ">>", "&>>", "&>", ">&", "<&", "<", ">"})
-_KEYWORDS = frozenset({"then", "do", "else", "elif", "fi", "done", "esac", "{", "}", "!", "time", "if", "while", "until"})
+_KEYWORDS = frozenset(
+    {"then", "do", "else", "elif", "fi", "done", "esac", "{", "}", "!", "time", "if", "while", "until"}
+)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=")
 
@@ -131,7 +133,9 @@ class _Run:
     def read(self, text: str, base: int, depth: int) -> None:
         """Read a text whose first character is at `base` of the file, or nowhere where `base` is negative."""
         if depth > MOST_DEPTH:
-            raise BrokenFile(self.source.path, f"has commands in commands more than {MOST_DEPTH} deep", "write them out")
+            raise BrokenFile(
+                self.source.path, f"has commands in commands more than {MOST_DEPTH} deep", "write them out"
+            )
         reader = _Reader(self, text, base)
         words: list[list[_Piece]] = []
         heredocs: list[str] = []
@@ -295,7 +299,9 @@ class _Run:
                 groups[-1].append(piece)
             else:
                 self._split(piece, groups)
-        return [self._join(group) for group in groups if group and (group[0].is_quoted or any(p.letters for p in group))]
+        return [
+            self._join(group) for group in groups if group and (group[0].is_quoted or any(p.letters for p in group))
+        ]
 
     def _split(self, piece: _Piece, groups: list[list[_Piece]]) -> None:
         current: Letters = []
@@ -597,7 +603,9 @@ class _Reader:
             marks += element if not is_quoted else [self._quote(piece) for piece in element]
             # What stood in quotes where a scalar was set is split where it is used bare.
             if not is_quoted and len(value) == 1:
-                marks = [_Piece(letters=p.letters, is_quoted=not p.is_resolved, is_resolved=p.is_resolved) for p in marks]
+                marks = [
+                    _Piece(letters=p.letters, is_quoted=not p.is_resolved, is_resolved=p.is_resolved) for p in marks
+                ]
         if sum(len(piece.letters) for piece in marks) > MOST_LETTERS:
             raise BrokenFile(self.run.source.path, f"the variable {name} grows without end", "write its value out")
         return marks

@@ -118,39 +118,53 @@ def sources() -> Mapping[str, str]:
 _WITHOUT_EFFECT = re.compile(
     r"""(
     .*(wandb|mlflow|comet|swanlab|trackio|tensorboard|clearml|neptune|dvclive|aim_|otel).*
-    | (env|secrets|name|volumes|workdir|description|notes|tags)(\..*)?
-    | .*(seed|deterministic)$ | .*logging.* | log_.* | .*_log(s|_.*)?$ | .*log_(interval|level|freq|every).* | logger.*
-    | .*(run|project|exp|experiment|entity|group|job|user|work)_?(name|id|entity|group|suffix)$ | entity | project | group
-    | report_to.* | push_to_hub.* | push_.* | hub_.* | .*hf_(token|hub).* | token | .*_token$ | .*trust_remote.* | revision.*
-    | output_dir.* | .*output_(path|folder|directory).* | overwrite_.* | resume.* | auto_resume.* | checkpoint_dir | load
-    | .*checkpoint_(path|files|folder|dir|keep.*|save.*|format).* | save | save_(steps|strategy|total_limit|safetensors|on_each.*|interval|freq
-      |only_model|first_step|every.*|retain.*|last|folder|overwrite|num.*|dir) | saves_per_epoch | .*resume_from.* | .*save_interval$
-    | lr | lr_.* | .*_lr$ | .*learning_rate.* | min_lr.* | .*warmup.* | .*weight_decay.* | .*decay_(style|iters|steps|ratio|epochs|samples)
-    | cosine.* | .*scheduler.* | .*momentum | adam_.*(beta|eps).* | .*(beta1|beta2|betas|epsilon|eps)$ | .*clip_?(grad|ratio).* | max_grad_norm
-    | .*grad(ient)?_clip(ping)?.* | optim_args | jagged.* | alpha | .*(lora_alpha|lora_dropout|lora_bias|lora_fan.*|init_weights|rslora).*
-    | peft_use_rslora | (num_|num_train_)?epochs? | .*num_train_epochs | max_epochs | total_epochs | max_steps_per_epoch | .*max_train_steps
-    | .*(dataset|datasets|corpus|data_path|data_files|data_dir|datafiles|dataprovider)(\..*)?(_.*)?$ | train_data.* | valid_data.*
-    | test_(data|file|size).* | eval_(data|file).* | val_(set_size|size|split|data|file).* | .*split(_dataset_ratio)?$ | data_cache.* | shuffle.*
-    | .*template.* | .*tokenizer.* | .*prompt(_key|_style|_column|_template|_field)?$ | .*system(_prompt)?$ | roles.* | special_tokens.*
-    | tokens | eot_tokens.* | .*(input|output|label|chosen|rejected|query|response|messages|image|text)_(key|column|field|keys).*
-    | .*preprocess.* | .*num_proc$ | .*(dataloader|data_loader|loader)_?.*(worker|prefetch|persistent|pin).* | .*num_workers$
-    | .*max_samples | streaming.* | interleave.* | mix_strategy | train_on_.* | mask_.* | .*cache_dir.* | .*load_from_cache.* | load_args
-    | eval(uation)?_(strategy|steps|on_start|interval|iters|delay|every.*) | evals_per_epoch | do_(train|eval|predict|test) | early_stopping.*
-    | load_best.* | metric.* | greater_is.* | eval_(causal|table|max|sample_packing|num|first|freq) .* | test_freq | val_(before|period|check).*
-    | .*ddp_timeout | ddp_(broadcast|find).* | .*(distributed_)?timeout.* | .*backend_timeout | local_rank | rdzv_.* | master_.* | .*main_process_(ip|port).*
-    | .*(machine|node)_rank | same_network | tpu_.* | debug | .*verbose.* | disable_tqdm | plot_loss | include_.* | ignore_.* | skip_.*
-    | torchdistx_path | strict | version | .*tf32$ | .*profil.* | .*heartbeat.* | callbacks?(\..*)? | loss_watchdog.* | .*print.* | .*progress_bar
-    | .*remove_unused_columns | label_(names|smoothing.*) | group_by_length | length_column.* | dataset_.* | .*packing_(strategy|eff).* | neftune.*
-    | temperature | top_[kp] | .*(infer_backend|max_new_tokens|merge_lora|stop_words|num_beams|do_sample|repetition_penalty) | model_(author|name)
-    | compute_environment | main_training_function | downcast_bf16 | use_cpu | enable_cpu_affinity | gpu_ids | steps_per_print | wall_clock.*
-    | .*fsdp_(version|use_orig_params|sync_module_states|state_dict_type|cpu_ram_efficient_loading|limit_all_gathers|auto_wrap_policy
-      |transformer_layer_cls_to_wrap|backward_prefetch.*|forward_prefetch|min_num_params|final_state_dict_type|cpu_offload_pin_memory)
-    | fsdp_config\.(version|use_orig_params|sync_module_states|state_dict_type|cpu_ram_efficient_loading|limit_all_gathers|auto_wrap_policy
-      |transformer_layer_cls_to_wrap|backward_prefetch.*|forward_prefetch|min_num_params|final_state_dict_type|cpu_offload_pin_memory|xla.*)
-    | gradient_checkpointing_kwargs(\..*)? | .*use_reentrant.* | .*init_method_std | .*(mock|fake|dummy)_data.* | .*job_name
-    | .*distributed_backend | .*exit_.* | .*override_opt.* | use_checkpoint_.* | no_(save|load)_(optim|rng) | finetune | .*ckpt_(format|step|path|dir|folder).*
-    | .*(vocab_file|merge_file|merges_file|tokenizer_.*|tiktoken.*) | (model|base_model)_(revision|path_.*|ignore.*|config_type) | ports? | .*_port
-    | .*dir$ | .*_path$ | .*_file$ | .*(timing|timers?)_.* | .*num_dataset_builder_threads | attention_softmax_in_fp32 | .*accuracy.* | .*nan.*check.*
+    | (env|secrets|name|volumes|workdir|description|notes|tags)(\..*)? | .*(seed|deterministic)$ | .*logging.*
+    | log_.* | .*_log(s|_.*)?$ | .*log_(interval|level|freq|every).* | logger.*
+    | .*(run|project|exp|experiment|entity|group|job|user|work)_?(name|id|entity|group|suffix)$ | entity | project
+    | group | report_to.* | push_to_hub.* | push_.* | hub_.* | .*hf_(token|hub).* | token | .*_token$
+    | .*trust_remote.* | revision.* | output_dir.* | .*output_(path|folder|directory).* | overwrite_.* | resume.*
+    | auto_resume.* | checkpoint_dir | load | .*checkpoint_(path|files|folder|dir|keep.*|save.*|format).* | save
+    | save_(steps|strategy|total_limit|safetensors|on_each.*|interval|freq|only_model|first_step|every.*|retain.*
+      |last|folder|overwrite|num.*|dir) | saves_per_epoch | .*resume_from.* | .*save_interval$ | lr | lr_.* | .*_lr$
+    | .*learning_rate.* | min_lr.* | .*warmup.* | .*weight_decay.*
+    | .*decay_(style|iters|steps|ratio|epochs|samples) | cosine.* | .*scheduler.* | .*momentum | adam_.*(beta|eps).*
+    | .*(beta1|beta2|betas|epsilon|eps)$ | .*clip_?(grad|ratio).* | max_grad_norm | .*grad(ient)?_clip(ping)?.*
+    | optim_args | jagged.* | alpha | .*(lora_alpha|lora_dropout|lora_bias|lora_fan.*|init_weights|rslora).*
+    | peft_use_rslora | (num_|num_train_)?epochs? | .*num_train_epochs | max_epochs | total_epochs
+    | max_steps_per_epoch | .*max_train_steps
+    | .*(dataset|datasets|corpus|data_path|data_files|data_dir|datafiles|dataprovider)(\..*)?(_.*)?$ | train_data.*
+    | valid_data.* | test_(data|file|size).* | eval_(data|file).* | val_(set_size|size|split|data|file).*
+    | .*split(_dataset_ratio)?$ | data_cache.* | shuffle.* | .*template.* | .*tokenizer.*
+    | .*prompt(_key|_style|_column|_template|_field)?$ | .*system(_prompt)?$ | roles.* | special_tokens.* | tokens
+    | eot_tokens.*
+    | .*(input|output|label|chosen|rejected|query|response|messages|image|text)_(key|column|field|keys).*
+    | .*preprocess.* | .*num_proc$ | .*(dataloader|data_loader|loader)_?.*(worker|prefetch|persistent|pin).*
+    | .*num_workers$ | .*max_samples | streaming.* | interleave.* | mix_strategy | train_on_.* | mask_.*
+    | .*cache_dir.* | .*load_from_cache.* | load_args
+    | eval(uation)?_(strategy|steps|on_start|interval|iters|delay|every.*) | evals_per_epoch
+    | do_(train|eval|predict|test) | early_stopping.* | load_best.* | metric.* | greater_is.*
+    | eval_(causal|table|max|sample_packing|num|first|freq) .* | test_freq | val_(before|period|check).*
+    | .*ddp_timeout | ddp_(broadcast|find).* | .*(distributed_)?timeout.* | .*backend_timeout | local_rank | rdzv_.*
+    | master_.* | .*main_process_(ip|port).* | .*(machine|node)_rank | same_network | tpu_.* | debug | .*verbose.*
+    | disable_tqdm | plot_loss | include_.* | ignore_.* | skip_.* | torchdistx_path | strict | version | .*tf32$
+    | .*profil.* | .*heartbeat.* | callbacks?(\..*)? | loss_watchdog.* | .*print.* | .*progress_bar
+    | .*remove_unused_columns | label_(names|smoothing.*) | group_by_length | length_column.* | dataset_.*
+    | .*packing_(strategy|eff).* | neftune.* | temperature | top_[kp]
+    | .*(infer_backend|max_new_tokens|merge_lora|stop_words|num_beams|do_sample|repetition_penalty)
+    | model_(author|name) | compute_environment | main_training_function | downcast_bf16 | use_cpu
+    | enable_cpu_affinity | gpu_ids | steps_per_print | wall_clock.*
+    | .*fsdp_(version|use_orig_params|sync_module_states|state_dict_type|cpu_ram_efficient_loading
+      |limit_all_gathers|auto_wrap_policy|transformer_layer_cls_to_wrap|backward_prefetch.*|forward_prefetch
+      |min_num_params|final_state_dict_type|cpu_offload_pin_memory)
+    | fsdp_config\.(version|use_orig_params|sync_module_states|state_dict_type|cpu_ram_efficient_loading
+      |limit_all_gathers|auto_wrap_policy|transformer_layer_cls_to_wrap|backward_prefetch.*|forward_prefetch
+      |min_num_params|final_state_dict_type|cpu_offload_pin_memory|xla.*) | gradient_checkpointing_kwargs(\..*)?
+    | .*use_reentrant.* | .*init_method_std | .*(mock|fake|dummy)_data.* | .*job_name | .*distributed_backend
+    | .*exit_.* | .*override_opt.* | use_checkpoint_.* | no_(save|load)_(optim|rng) | finetune
+    | .*ckpt_(format|step|path|dir|folder).* | .*(vocab_file|merge_file|merges_file|tokenizer_.*|tiktoken.*)
+    | (model|base_model)_(revision|path_.*|ignore.*|config_type) | ports? | .*_port | .*dir$ | .*_path$ | .*_file$
+    | .*(timing|timers?)_.* | .*num_dataset_builder_threads | attention_softmax_in_fp32 | .*accuracy.*
+    | .*nan.*check.*
     )$""",
     re.VERBOSE,
 )
@@ -239,8 +253,18 @@ def set_task(book: Notebook, key: str, word: str) -> None:
     """Fill in the task of a training method's word; of one that is not planned, count its update as supervised."""
     tasks: Mapping[str, str] = {
         **dict.fromkeys(("sft", "pt", "pretrain", "pretraining", "cpt", "causal_lm", "full"), "causal-lm"),
-        **{"rm": "reward", "reward": "reward", "dpo": "dpo", "ipo": "dpo", "simpo": "dpo", "cpo": "dpo"},
-        **{"seq_cls": "seq-cls", "reranker": "seq-cls", "kto": "kto", "orpo": "orpo", "grpo": "grpo", "ppo": "ppo"},
+        "rm": "reward",
+        "reward": "reward",
+        "dpo": "dpo",
+        "ipo": "dpo",
+        "simpo": "dpo",
+        "cpo": "dpo",
+        "seq_cls": "seq-cls",
+        "reranker": "seq-cls",
+        "kto": "kto",
+        "orpo": "orpo",
+        "grpo": "grpo",
+        "ppo": "ppo",
         **dict.fromkeys(("rloo", "gspo", "reinforce", "dapo"), "grpo"),
     }
     task = tasks.get(word, word)

@@ -1,4 +1,4 @@
-"""What a config that was read comes to: its plan, what is wrong with it, and the best that its trainer can run instead."""
+"""A config that was read, as a plan: what is wrong with it, and the best that its trainer can run instead."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from planner.types.plan import Configuration, Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Better:
-    """A plan that the same trainer can run; `gain` is by how much more it does a second, None where the file's own fails.
+    """A plan that the same trainer can run; `gain` is by how much it is faster, None where the files' own does not fit.
 
     `texts` are the files that it takes, old and new; empty where they have no keys for it.
     """
@@ -103,7 +103,8 @@ def _without_contradiction(request: Request, options: ExactOptions) -> tuple[Exa
         ranks = request.cluster.gpus // max(options.tp * options.pp * options.cp, 1)
         product = options.micro_batch * (options.grad_accum or 1) * ranks
         if options.grad_accum is None:
-            message = f"the global batch {options.global_batch} is no multiple of micro-batch {options.micro_batch} x {ranks} ranks"
+            step = f"micro-batch {options.micro_batch} x {ranks} ranks"
+            message = f"the global batch {options.global_batch} is no multiple of {step}"
         else:
             message = (
                 f"the batch triple does not multiply: micro-batch {options.micro_batch} x accumulation"
@@ -122,24 +123,26 @@ def _of_memory(request: Request, plan: Plan) -> list[Finding]:
     need = memory.device_needed_bytes or memory.device_used_upper_bytes
     have = device_limit(request.workload, request.cluster)
     if need > have:
-        message = (
-            f"does not fit: needs {format_bytes(need)} of {format_bytes(have)} per GPU, {format_bytes(need - have)} too much"
-            f" (peak in {memory.peak_phase})"
-        )
+        beyond = f"{format_bytes(need - have)} too much (peak in {memory.peak_phase})"
+        message = f"does not fit: needs {format_bytes(need)} of {format_bytes(have)} per GPU, {beyond}"
         findings.append(Finding(severity="error", id="does-not-fit", message=message))
         training = max(size for phase, size in memory.phases.items() if phase not in ("eval", "save"))
         if memory.peak_phase in ("eval", "save") and training + need - memory.peak_allocated_bytes <= have:
             message = f"training alone fits: it is {memory.peak_phase} that overflows"
             findings.append(Finding(severity="error", id=f"{memory.peak_phase}-overflows", message=message))
     elif plan.verdict == "tight":
-        message = f"fits without room: {format_bytes(need)} of {format_bytes(have)} per GPU; one run in twenty takes more"
+        message = (
+            f"fits without room: {format_bytes(need)} of {format_bytes(have)} per GPU; one run in twenty takes more"
+        )
         findings.append(Finding(severity="warning", id="tight", message=message))
     host, room = memory.host_bytes_per_node, host_limit(request.workload, request.cluster)
     if room and host > room:
         message = f"does not fit the host: needs {format_bytes(host)} of {format_bytes(room)} per node"
         findings.append(Finding(severity="error", id="host-does-not-fit", message=message))
     if not findings and plan.verdict == "does_not_fit":
-        findings.append(Finding(severity="error", id="does-not-fit", message=plan.notes[0] if plan.notes else "does not fit"))
+        findings.append(
+            Finding(severity="error", id="does-not-fit", message=plan.notes[0] if plan.notes else "does not fit")
+        )
     return findings
 
 
@@ -156,7 +159,9 @@ def _of_hardware(request: Request, plan: Plan) -> list[Finding]:
         message = "eager attention keeps every score; use sdpa or flash_attention_2"
         findings.append(Finding(severity="warning", id="eager-attention", message=message))
     if chosen.attention == "flash" and chosen.precision == "fp32":
-        findings.append(Finding(severity="error", id="flash-in-fp32", message="flash attention takes 16-bit types only"))
+        findings.append(
+            Finding(severity="error", id="flash-in-fp32", message="flash attention takes 16-bit types only")
+        )
     return findings
 
 
@@ -167,7 +172,9 @@ def _of_choice(plan: Plan, better: Better | None) -> list[Finding]:
         return []
     then, share = better.plan.configuration, f"{better.gain:.0%}"
     if now.offload != "none" and then.offload == "none":
-        message = f"offload {now.offload} is not needed: {then.strategy} without it fits and is predicted {share} faster"
+        message = (
+            f"offload {now.offload} is not needed: {then.strategy} without it fits and is predicted {share} faster"
+        )
         return [Finding(severity="warning", id="offload-for-nothing", message=message)]
     if now.strategy != then.strategy:
         message = f"{now.strategy} is slower here than {then.strategy}, which fits and is predicted {share} faster"

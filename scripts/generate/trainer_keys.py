@@ -2,7 +2,7 @@
 
     python -m scripts.generate.trainer_keys MIRRORS
 
-MIRRORS has clones named `owner+name` (or `owner+name/repo`), bare or not; what is read is their HEAD, whose commit is written
+MIRRORS has clones named `owner+name` (or `owner+name/repo`), bare or not; their HEAD is read, whose commit is written
 beside the keys. Nothing is imported: classes and calls of `add_argument` are read with `ast`. A default that is no
 literal is left out.
 """
@@ -65,8 +65,8 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
     "torchtitan": ("pytorch/torchtitan", ("torchtitan/config/configs.py",)),
     "trl": ("huggingface/trl", ("trl/trainer/", "trl/scripts/")),
 }
-"""Each trainer's repository, and the files and folders in it that declare its keys; a name without an owner is that of an
-installed distribution."""
+"""Each trainer's repository, and the files and folders in it that declare its keys; a name without an owner is that of
+an installed distribution."""
 
 
 def git(mirror: Path, *arguments: str) -> str:
@@ -79,7 +79,9 @@ def git(mirror: Path, *arguments: str) -> str:
 def mirror_of(mirrors: Path, name: str) -> Path | None:
     """Return the clone of a repository, None where there is none."""
     base = mirrors / name.replace("/", "+")
-    return next((folder for folder in (base / "repo", base) if (folder / "HEAD").exists() or (folder / ".git").exists()), None)
+    return next(
+        (folder for folder in (base / "repo", base) if (folder / "HEAD").exists() or (folder / ".git").exists()), None
+    )
 
 
 def texts(mirror: Path, paths: tuple[str, ...]) -> Iterator[str]:
@@ -129,7 +131,8 @@ def read_trainer(mirrors: Path, name: str, paths: tuple[str, ...]) -> dict[str, 
     mirror = mirror_of(mirrors, name)
     if "/" not in name:
         spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.origin is not None, name
+        if spec is None or spec.origin is None:
+            raise SystemExit(f"{name} is not installed")
         read = [Path(spec.origin).with_name(path).read_text("utf-8") for path in paths]
         source = f"{name} {importlib.metadata.version(name)}"
     elif mirror is None:
@@ -165,9 +168,7 @@ def main() -> None:
         if row is None:
             raise SystemExit(f"{mirrors} has no clone of {name}")
         table[trainer] = row
-    lines = [
-        f" {json.dumps(trainer)}: {{\n  {_row(row)}\n }}" for trainer, row in table.items()
-    ]
+    lines = [f" {json.dumps(trainer)}: {{\n  {_row(row)}\n }}" for trainer, row in table.items()]
     replace_text(TARGET, "{\n" + ",\n".join(lines) + "\n}\n")
 
 

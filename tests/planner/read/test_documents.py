@@ -60,7 +60,14 @@ def test_json() -> None:
         "e": {},
         "n": 5e8,
     }
-    assert [JSON[item.start : item.end] for item in found.values()] == ["[1, 2]", '"x\\"y"', "true", "null", "{}", "5e8"]
+    assert [JSON[item.start : item.end] for item in found.values()] == [
+        "[1, 2]",
+        '"x\\"y"',
+        "true",
+        "null",
+        "{}",
+        "5e8",
+    ]
     assert found["l.0.k"].line == 2
 
 

@@ -1,4 +1,4 @@
-"""Configs of axolotl, LLaMA-Factory, ms-swift, TRL, HF Trainer, accelerate and DeepSpeed become the flags that say the same."""
+"""Configs of axolotl, LLaMA-Factory, ms-swift, TRL, HF Trainer, accelerate and DeepSpeed become flags."""
 
 from __future__ import annotations
 
@@ -162,7 +162,9 @@ def test_trl_and_accelerate(tmp_path: Path) -> None:
 
 
 def test_huggingface_flags() -> None:
-    command = "torchrun --nproc_per_node=4 run_clm.py --model_name_or_path gpt2 --block_size 256 --bf16 True --max_steps 100"
+    command = (
+        "torchrun --nproc_per_node=4 run_clm.py --model_name_or_path gpt2 --block_size 256 --bf16 True --max_steps 100"
+    )
     more = ["--per_device_train_batch_size", "3", "--gradient_checkpointing", "--fsdp", "full_shard offload"]
     reading = read_files([], [*command.split(), *more])
     assert reading.format == "huggingface"
@@ -191,7 +193,9 @@ def test_recomputed_twice(tmp_path: Path) -> None:
     train, accelerate = write(
         tmp_path,
         train_yaml=FACTORY,
-        accelerate_yaml=ACCELERATE.replace("fsdp_activation_checkpointing: false", "fsdp_activation_checkpointing: true"),
+        accelerate_yaml=ACCELERATE.replace(
+            "fsdp_activation_checkpointing: false", "fsdp_activation_checkpointing: true"
+        ),
     )
     assert "recomputed-twice" in ids(read_files([train, accelerate]))
 
@@ -206,7 +210,11 @@ def test_recomputed_twice(tmp_path: Path) -> None:
         ("train_yaml", "basemodel: x\nsequence_len: 3\n", "did you mean base_model"),
         ("train_yaml", AXOLOTL.replace("micro_batch_size: 2", "micro_batch_size: two"), "line 6"),
         ("train_yaml", AXOLOTL.replace("micro_batch_size: 2", "micro_batch_size: 0"), "at least 1"),
-        ("train_yaml", AXOLOTL.replace("gradient_checkpointing: true", "gradient_checkpointing: maybe"), "true or false"),
+        (
+            "train_yaml",
+            AXOLOTL.replace("gradient_checkpointing: true", "gradient_checkpointing: maybe"),
+            "true or false",
+        ),
         ("train_json", '{"hello": 1}', "no config that is read"),
     ],
 )

@@ -15,7 +15,9 @@ from planner.read.shell import parse_script
 
 def words_of(text: str) -> list[list[str]]:
     script = parse_script(Source(path="x.sh", text=text))
-    return [[word.text if word.is_resolved else f"?{word.text}" for word in command.words] for command in script.commands]
+    return [
+        [word.text if word.is_resolved else f"?{word.text}" for word in command.words] for command in script.commands
+    ]
 
 
 @pytest.mark.parametrize(
@@ -27,7 +29,10 @@ def words_of(text: str) -> list[list[str]]:
         ("B=2\npython $(expr 16 / $B) $(date)", ["python", "8", "?$(date)"]),
         ('ARGS=(--a 1\n # note\n --b "2 3")\npython a.py "${ARGS[@]}"', ["python", "a.py", "--a", "1", "--b", "2 3"]),
         ('ARGS="--a 1"\nARGS+=" --b 2"\npython a.py $ARGS', ["python", "a.py", "--a", "1", "--b", "2"]),
-        ('C="python a.py"\nsrun --nodes=2 bash -c "$C --r \\$SLURM_PROCID"', ["srun", "--nodes=2", "python", "a.py", "--r", "?$SLURM_PROCID"]),
+        (
+            'C="python a.py"\nsrun --nodes=2 bash -c "$C --r \\$SLURM_PROCID"',
+            ["srun", "--nodes=2", "python", "a.py", "--r", "?$SLURM_PROCID"],
+        ),
         ("if [ $X ]; then N=1; else N=2; fi\npython $N", ["python", "1"]),
         ("for M in one two; do python $M; done", ["python", "one"]),
         ("read -r -d '' F <<EOF\n--a 1 \\\n --b 2\nEOF\npython a.py $F", ["python", "a.py", "--a", "1", "--b", "2"]),
