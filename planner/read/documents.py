@@ -9,6 +9,7 @@ import json
 import re
 import stat
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,7 @@ def parse_toml_settings(source: Source) -> list[Setting]:
         BrokenFile: it is no TOML, or this Python has no reader of it.
     """
     try:
-        import tomllib
+        tomllib = import_module("tomllib")
     except ImportError:
         raise BrokenFile(source.path, "is TOML, which Python reads from 3.11 on", "use a newer Python") from None
     try:
@@ -337,12 +338,13 @@ class Files:
         working = Path.cwd().resolve()
         folder = near.folder.resolve()
         roots = [folder, working] if folder.is_relative_to(working) else [folder]
-        for root in roots if near.is_file else [working]:
+        reason = "is not there; name it on the command line too"
+        for base in roots if near.is_file else [working]:
             try:
-                path = (root / name).resolve()
-                if near.is_file and not path.is_relative_to(root):
-                    return None, "lies outside of its folder; name it on the command line too"
-                if path.is_file():
+                path = (base / name).resolve()
+                if near.is_file and not any(path.is_relative_to(root) for root in roots):
+                    reason = "lies outside of its folder; name it on the command line too"
+                elif path.is_file():
                     source = read_source(path)
                     shown = path.relative_to(working) if path.is_relative_to(working) else path
                     source = Source(path=str(shown), text=source.text)
@@ -350,4 +352,4 @@ class Files:
                     return source, ""
             except (OSError, ValueError, RuntimeError):
                 continue
-        return None, "is not there; name it on the command line too"
+        return None, reason

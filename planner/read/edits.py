@@ -89,6 +89,7 @@ NAMES: Mapping[str, Names] = {
         micro=("batch_size",), accumulation="gradient_accumulation_steps", recompute="enable_activation_checkpointing"
     ),
     "megatron": Names(micro=("micro_batch_size",), global_batch="global_batch_size"),
+    "megatron-swift": Names(micro=("micro_batch_size",), global_batch="global_batch_size"),
     "openrlhf": Names(micro=("train.micro_batch_size", "micro_train_batch_size")),
 }
 
@@ -239,6 +240,8 @@ def _added(anchor: Setting, key: str, value: Any) -> tuple[int, int, str]:
         return anchor.end, anchor.end, f',\n{indent[0]}"{name}": {as_text(value, syntax)}'
     if syntax == "shell":
         text = as_text(value, syntax)
+        flags = re.findall(r"--([\w.-]+)", source.text[line_start : anchor.start])
+        name = name.replace("_", "-") if flags and "-" in flags[-1] and "_" not in flags[-1] else name
         if source.text[anchor.end : anchor.end + 1] in "'\"":
             return anchor.end + 1, anchor.end + 1, f" --{name} {text}"
         breaks = "\\\n" in source.text[anchor.end :].split("\n\n")[0][:200] or bool(indent[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,7 +127,23 @@ COMMAND = "the command"
 """The key under which a subcommand or a script's name stands beside its flags."""
 _TRUE, _FALSE = frozenset({"true", "yes", "on", "1"}), frozenset({"false", "no", "off", "0"})
 _REFERENCE = re.compile(r"\$|\{\{|<[a-z_ ]+>|^\?\?\?$")
-MISSING: Any = object()
+_DEFAULTED = re.compile(r"\$\{(?:oc\.env:)?[A-Za-z_]\w*[:,]-?([^{}]*)\}")
+"""A variable of the environment with its default, as Primus and hydra write it; nobody's environment is read."""
+
+
+def plain_value(text: str) -> Any:
+    """Return a word of a command line as the value that YAML would read in it."""
+    stripped = text.strip()
+    lowered = stripped.lower()
+    if lowered in ("null", "none", "~", ""):
+        return None
+    if lowered in ("true", "false"):
+        return lowered == "true"
+    if re.fullmatch(r"[-+]?[0-9]{1,18}", stripped):
+        return int(stripped)
+    if re.fullmatch(r"\[[^\[\]]*\]", stripped):
+        return [plain_value(part.strip(" '\"")) for part in stripped[1:-1].split(",") if part.strip()]
+    return stripped.strip("'\"")
 
 
 class Notebook:
@@ -147,6 +164,8 @@ class Notebook:
     def add(self, setting: Setting) -> None:
         """Take a setting; one that is there already is overridden, as trainers do it."""
         before = self.settings.get(setting.key)
+        if isinstance(setting.value, str) and (default := _DEFAULTED.fullmatch(setting.value)):
+            setting = replace(setting, value=plain_value(default[1]))
         self.settings[setting.key] = setting
         if before is not None and before.source is setting.source and before.value != setting.value:
             message = f"{setting.key} is there twice, in lines {before.line} and {setting.line}; the last one counts"
@@ -276,8 +295,8 @@ class Notebook:
     def find(self, severity: Severity, id: str, message: str, key: str = "") -> None:
         """Write down a finding, at a key's place where one is named."""
         setting = self.settings.get(key)
-        place_of = {} if setting is None else {"file": setting.source.path, "line": setting.line}
-        self.findings.append(Finding(severity=severity, id=id, message=message, key=key, **place_of))
+        file, line = ("", 0) if setting is None else (setting.source.path, setting.line)
+        self.findings.append(Finding(severity=severity, id=id, message=message, key=key, file=file, line=line))
 
     def assume(self, message: str, key: str = "") -> None:
         """Write down what was taken for granted."""
@@ -298,7 +317,7 @@ class Notebook:
         `names` are the keys that the trainer has; a key that is none of them is told with the nearest.
         """
         spelt = set(names)
-        told = {item.key for item in (*self.understood, *self.unread)} | {COMMAND}
+        told = {item.key for item in self.understood} | {item.key for item in self.unread} | {COMMAND}
         for key, setting in self.settings.items():
             if key not in told:
                 self._leave_rest(key, setting, without_effect, gaps, spelt, refuses_unknown)
@@ -313,8 +332,7 @@ class Notebook:
         refuses_unknown: bool,
     ) -> None:
         first = key.partition(".")[0]
-        last = re.sub(r"\.\d+", "", key)
-        reason = gaps.get(last) or gaps.get(first)
+        reason = next(filter(None, (gaps.get(name) for name in _prefixes(key))), None)
         if reason is not None and not _is_off(setting.value):
             self.leave(key, reason, matters=True)
         elif setting.value is None:
@@ -347,6 +365,33 @@ class Notebook:
             settings=self.settings,
             steps=self.steps,
         )
+
+
+_PATH = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+_MOST_STEPS = 10
+
+
+def follow_references(settings: Iterable[Setting]) -> list[Setting]:
+    """Return settings with `${a.b}` replaced by the value of that key, as OmegaConf does; others stay as they are."""
+    listed = list(settings)
+    values = {item.key: item.value for item in listed}
+    followed = []
+    for item in listed:
+        value = item.value
+        for _ in range(_MOST_STEPS):
+            match = _PATH.search(value) if isinstance(value, str) else None
+            if match is None or match[1] not in values:
+                break
+            target = values[match[1]]
+            value = target if match[0] == value else f"{value[: match.start()]}{target}{value[match.end() :]}"
+        followed.append(item if value is item.value else replace(item, value=value, start=-1, end=-1))
+    return followed
+
+
+def _prefixes(key: str) -> Iterator[str]:
+    """Yield a dotted key and the mappings that it is in, without the numbers of list items."""
+    parts = [part for part in key.split(".") if not part.isdigit()]
+    return (".".join(parts[:count]) for count in range(len(parts), 0, -1))
 
 
 def is_reference(value: object) -> bool:

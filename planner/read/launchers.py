@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 
 from hardware_db.records import dataclass
-from planner.read.form import Setting, Source, Unresolved
+from planner.read.form import Setting, Source, Unresolved, plain_value
 from planner.read.shell import Command, Word
 
 _WRAPPERS = frozenset(
@@ -327,21 +327,6 @@ def override_settings(words: Sequence[Word], source: Source) -> list[Setting]:
             Setting(key=match[1], value=value, source=source, line=word.line, start=written.start, end=written.end)
         )
     return settings
-
-
-def plain_value(text: str) -> object:
-    """Return a word of a command line as the value that YAML would read in it."""
-    stripped = text.strip()
-    lowered = stripped.lower()
-    if lowered in ("null", "none", "~"):
-        return None
-    if lowered in ("true", "false"):
-        return lowered == "true"
-    if re.fullmatch(r"[-+]?[0-9]{1,18}", stripped):
-        return int(stripped)
-    if re.fullmatch(r"\[[^\[\]]*\]", stripped):
-        return [plain_value(part.strip(" '\"")) for part in stripped[1:-1].split(",") if part.strip()]
-    return stripped.strip("'\"")
 
 
 # How many GPUs a launch is for.

@@ -160,6 +160,8 @@ def why_no_training(command: str) -> str:
 
 def recognise(keys: frozenset[str]) -> bool:
     """Return whether these are the keys of ms-swift's YAML."""
+    if {"tensor_model_parallel_size", "micro_batch_size", "expert_model_parallel_size"} & keys:
+        return False
     own = {"tuner_type", "train_type", "rlhf_type", "torch_dtype", "max_length", "dataset", "load_from_cache_file"}
     return "model" in keys and len(own & keys) > 1
 

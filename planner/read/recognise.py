@@ -52,9 +52,18 @@ _MODULES: Mapping[str, str] = {
     "axolotl": "planner.read.axolotl",
     "llama-factory": "planner.read.llamafactory",
     "ms-swift": "planner.read.ms_swift",
+    "torchtitan": "planner.read.torchtitan",
+    "megatron": "planner.read.megatron",
+    "torchtune": "planner.read.torchtune",
+    "automodel": "planner.read.automodel",
+    "nemo-rl": "planner.read.nemo_rl",
+    "verl": "planner.read.verl",
+    "openrlhf": "planner.read.openrlhf",
+    "nanotron": "planner.read.pretraining:is_nanotron",
+    "llm-foundry": "planner.read.pretraining:is_foundry",
 }
-"""Readers by format, each imported when files are looked at."""
-FORMATS: tuple[str, ...] = (*_MODULES, "trl", "huggingface", "accelerate", "deepspeed")
+"""Readers by format, each imported when files are looked at; behind a colon what recognises one of two."""
+FORMATS: tuple[str, ...] = (*_MODULES, "megatron-swift", "trl", "huggingface", "accelerate", "deepspeed")
 """Formats that `--format` takes, in the order in which keys are held against them."""
 _TRAINING_ARGUMENTS = {"per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "output_dir"}
 _TRL_KEYS = {"dataset_name", "dataset_mixture", "datasets", "dataset_config", "dataset_train_split"}
@@ -208,7 +217,8 @@ class _Together:
         """Return the config file that a command names, or the one that was given beside it."""
         if main is not None:
             return main[0], main[1]
-        names = [word.text for word in loose if word.text.endswith((".yaml", ".yml", ".json", ".toml"))]
+        plain = [word.text for word in loose if "=" not in word.text]
+        names = [name for name in plain if name.endswith((".yaml", ".yml", ".json", ".toml"))]
         names += [
             str(item.value) for item in given if item.key in ("config", "config_file") and isinstance(item.value, str)
         ]
@@ -269,6 +279,13 @@ class _Together:
             close_accelerate(side)
             self.outer = {**side.answers, **self.outer}
             self.books.append(side)
+        if form.startswith("megatron"):
+            from planner.read.megatron import renamed
+
+            settings = renamed(settings)
+        elif form in _MODULES and hasattr(_reader(form), "prepare"):
+            module = _reader(form)
+            settings = module.prepare(settings, files) if form == "nemo-rl" else module.prepare(settings)
         book = Notebook(settings, trainer.name)
         _read_form(form, book, files, command)
         if "deepspeed" in self.sides:
@@ -288,12 +305,22 @@ class _Together:
 _DEEPSPEED_FLAGS = frozenset({"zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag"})
 
 
+def _reader(form: str) -> Any:
+    """Return the module that reads a format."""
+    return import_module(_MODULES[form].partition(":")[0])
+
+
 def form_of_keys(keys: frozenset[str]) -> str | None:
     """Return the format that keys are of; None where they are of none."""
-    for name, module in _MODULES.items():
-        if import_module(module).recognise(keys):
+    for name, path in _MODULES.items():
+        recognise: Callable[[frozenset[str]], bool] = getattr(_reader(name), path.partition(":")[2] or "recognise")
+        if recognise(keys):
             return name
     checks: tuple[tuple[str, Callable[[frozenset[str]], bool]], ...] = (
+        (
+            "megatron-swift",
+            lambda keys: "model" in keys and bool({"tensor_model_parallel_size", "micro_batch_size"} & keys),
+        ),
         ("accelerate", _is_accelerate),
         ("deepspeed", _is_deepspeed),
         ("trl", _is_trl),
@@ -344,12 +371,16 @@ def _read_form(form: str, book: Notebook, files: Files, command: str) -> None:
         from planner.read.huggingface import read_flags
 
         read_flags(book, files, command)
+    elif form == "megatron-swift":
+        from planner.read import megatron
+
+        megatron.read(book, files, is_swift=True)
     elif form == "ms-swift":
         from planner.read import ms_swift
 
         ms_swift.read(book, files, command or "sft")
     else:
-        module = import_module(_MODULES[form])
+        module = _reader(form)
         why = module.why_no_training(book) if hasattr(module, "why_no_training") else ""
         if why:
             source = next(iter(book.settings.values())).source
@@ -386,7 +417,7 @@ def _training_of(every: Sequence[Launch]) -> Launch | None:
 def _why_idle(launch: Launch) -> str:
     """Return what a trainer's command is for where it trains nothing."""
     name, _, subcommand = launch.program.partition(" ")
-    if name in ("swift", "megatron"):
+    if name in ("swift", "megatron") and subcommand:
         from planner.read.ms_swift import why_no_training
 
         return why_no_training(subcommand)
@@ -402,16 +433,21 @@ def _program_form(launch: Launch) -> str:
     """Return the format of what a launch runs; empty where no reader takes its flags."""
     program = launch.program
     name, _, subcommand = program.partition(" ")
-    if name == "swift":
-        return "ms-swift" if not _why_idle(launch) else ""
+    if name in ("swift", "megatron") and subcommand:
+        form = "ms-swift" if name == "swift" else "megatron-swift"
+        return form if not _why_idle(launch) else ""
     if name == "llamafactory-cli":
         return "llama-factory" if subcommand == "train" else ""
+    if name in ("tune", "torchtune"):
+        return "torchtune" if subcommand == "run" else ""
     if name == "axolotl":
         return "axolotl" if subcommand == "train" else ""
     if name == "trl":
         return "trl" if subcommand not in ("chat", "env", "vllm-serve", "skills") else ""
     for pattern, form in (
         (r"axolotl\.cli\.train|scripts/finetune\.py", "axolotl"),
+        (r"verl\.trainer\.|(^|/)main_ppo\.py$|recipe\.\w+\.main_\w+$", "verl"),
+        (r"openrlhf\.cli\.train_", "openrlhf"),
         (r"(^|/)swift/cli/(sft|pt|rlhf)\.py|swift\.cli\.(sft|pt|rlhf)", "ms-swift"),
         (r"llamafactory[./](cli|launcher)|(^|/)src/train(_bash)?\.py", "llama-factory"),
     ):
@@ -422,6 +458,12 @@ def _program_form(launch: Launch) -> str:
         for word in launch.arguments
         if word.text.startswith("--")
     }
+    if (
+        {"micro_batch_size", "num_layers"} <= flags
+        or (re.search(r"(^|/)pretrain_\w+\.py$", program)
+        and "num_layers" in flags)
+    ):
+        return "megatron"
     if _TRL_SCRIPTS.search(program) and ("model_name_or_path" in flags or "config" in flags):
         return "trl"
     batch = {"per_device_train_batch_size", "deepspeed_config", "deepspeed", "train_batch_size", "model_name_or_path"}

@@ -91,7 +91,7 @@ def read_deepspeed(book: Notebook) -> None:
     stage = book.whole(f"{zero}.stage")
     if stage is None:  # `true` is the form of its first releases
         stage = 1 if zero in book and book.raw(zero) is True else int(default_of("deepspeed", "stage"))
-    strategy: words.Strategy = ("ddp", "zero1", "zero2", "zero3")[min(max(stage, 0), 3)]  # type: ignore[assignment]
+    strategy: words.Strategy = ("ddp", "zero1", "zero2", "zero3")[min(max(stage, 0), 3)]
     book.answer("strategy", strategy, f"{zero}.stage", zero)
     book.answer("backend", "deepspeed" if stage else "torch")
     _deepspeed_offload(book, stage)

@@ -369,7 +369,7 @@ class _Reader:
             if letter in "()":
                 self.position += 1
                 if letter == "(" and self.text.startswith("(", self.position):
-                    self.position = self._close("))", self.position)
+                    self.position = self._close("))", self.position + 1)
                     continue
                 return letter
             symbol = next((item for item in _OPERATORS if self.text.startswith(item, self.position)), None)

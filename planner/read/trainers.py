@@ -37,7 +37,6 @@ class Trainer:
 
 _HUGGING_FACE: dict[str, Any] = {"refuses_unknown": True}
 _MEGATRON_SPLITS: tuple[words.Degree, ...] = ("tp", "pp", "cp", "ep")
-_RL = {"strategies": ("single", "fsdp"), "checkpointings": ("none", "full")}
 TRAINERS: Mapping[str, Trainer] = {
     "deepspeed": Trainer(name="DeepSpeed", strategies=("single", "ddp", "zero1", "zero2", "zero3")),
     "accelerate": Trainer(name="accelerate"),
@@ -58,6 +57,15 @@ TRAINERS: Mapping[str, Trainer] = {
     ),
     "megatron": Trainer(
         name="Megatron-LM",
+        code="megatron",
+        strategies=("single", "ddp", "zero1"),
+        offloads=("none",),
+        checkpointings=("none", "selective", "full"),
+        splits=_MEGATRON_SPLITS,
+        refuses_unknown=True,
+    ),
+    "megatron-swift": Trainer(
+        name="ms-swift's Megatron",
         code="megatron",
         strategies=("single", "ddp", "zero1"),
         offloads=("none",),
@@ -194,6 +202,7 @@ OPTIMIZERS: Mapping[str, words.Optimizer] = {
     "paged_adamw_8bit": "adamw-8bit-paged",
     "pagedadamw8bit": "adamw-8bit-paged",
     "paged_adamw": "adamw",
+    "pagedadamw": "adamw",
     "paged_adamw_32bit": "adamw",
     "adamw8bit": "adamw-8bit",
     "adamw_torch_4bit": "adamw-4bit",

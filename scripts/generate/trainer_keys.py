@@ -57,6 +57,10 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
             "megatron/core/distributed/distributed_data_parallel_config.py",
         ),
     ),
+    "megatron-swift": (
+        "modelscope/ms-swift",
+        ("swift/megatron/arguments/megatron_args.py", "swift/megatron/arguments/", "swift/arguments/"),
+    ),
     "ms-swift": (
         "modelscope/ms-swift",
         ("swift/arguments/", "swift/megatron/arguments/", "swift/rlhf_trainers/", "swift/trainers/arguments.py"),
@@ -85,10 +89,11 @@ def mirror_of(mirrors: Path, name: str) -> Path | None:
 
 
 def texts(mirror: Path, paths: tuple[str, ...]) -> Iterator[str]:
-    """Yield the Python files among these files and folders."""
-    for path in git(mirror, "ls-tree", "-r", "--name-only", "HEAD", "--", *paths).splitlines():
-        if path.endswith(".py"):
-            yield git(mirror, "show", f"HEAD:{path}")
+    """Yield the Python files among these files and folders; of a key in several the first one's default counts."""
+    for listed in paths:
+        for path in git(mirror, "ls-tree", "-r", "--name-only", "HEAD", "--", listed).splitlines():
+            if path.endswith(".py"):
+                yield git(mirror, "show", f"HEAD:{path}")
 
 
 def literal(node: ast.expr | None) -> Any:

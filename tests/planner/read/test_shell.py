@@ -39,6 +39,7 @@ def words_of(text: str) -> list[list[str]]:
         ("CMD='python a.py'\neval $CMD --x 1", ["python", "a.py", "--x", "1"]),
         ("python a.py $1 ${2:-two}", ["python", "a.py", "?$1", "two"]),
         ("run() {\n python a.py\n}\nrun", ["python", "a.py"]),
+        ("for ((i = 1; i < (2 + N); i++)); do\n python a.py\ndone", ["python", "a.py"]),
         ("python a.py > log 2>&1 &", ["python", "a.py"]),
     ],
 )
