@@ -97,25 +97,29 @@ _GAPS: Mapping[str, str] = {
 _PLAIN = re.compile(
     r"""(
     (no_)?(use_)?(mcore_models|persistent_ckpt_worker|checkpoint_(opt|args).*|legacy_.*|tokenizer_model.*|mmap.*)
-    | .*(timers?|timing|tensorboard|throughput|memory_to|one_logger|straggler|inference|prompts|iterations_to_skip).*
-    | async_save | dist_ckpt_.* | ckpt_.* | auto_detect_ckpt.* | no_ckpt.* | .*nvrx.* | non_persistent.* | disable_last_saving
-    | attention_dropout | hidden_dropout | no_(bias|rope|masked|position)_.* | apply_(query|layernorm|residual|rope).*
-    | bias_(gelu|swiglu|dropout|activation)_fusion | (no_)?gradient_accumulation_fusion | no_persist_layer_norm | .*rope_fusion
-    | masked_softmax_fusion | (no_)?create_attention_mask.* | rotary_.* | use_rotary.* | rope_.* | yarn_.* | mscale.*
-    | beta_(fast|slow) | norm_epsilon | layernorm_epsilon | qk_(layernorm|norm.*|clip.*) | softmax_.* | window_(size|attn.*)
-    | moe_(router|aux|z_loss|token|grouped|permute|shared_expert_(overlap|gate)|input|per_layer|enable_deepep|deepep|flex|hybrid
-      |use_fused|apply).* | manual_gc.* | (no_)?(overlap|delay|align|defer)_.* | tp_comm.* | ddp_.* | disable_.* | use_flashinfer.*
-    | rerun_.* | check_.* | no_check.* | empty_unused.* | eod_.* | reset_.* | mock_data | use_(turbo|fla)_.* | turbo_deepep.*
-    | log_avg.* | stderr.* | auto_continue.* | original_max.* | calculate_per_token.* | cross_entropy_(loss|fusion).*
-    | fused_ce.* | te_.* | use_tp_pp_dp.* | untie.* | mup.* | use_mup.* | bert_.* | vocab_extra.* | split | override_.*
-    | decoupled.* | high_priority.* | nccl_.* | use_(cpu_init|dist_ckpt|ring|sharp|tensorboard|nccl).* | eval_.* | train_sync.*
-    | max_tokens_to_oom | return_.* | top | num_tokens.* | incoming.* | output_every.* | tiktoken.* | no_.*fusion
-    | exit.* | kill_switch.* | abort_on.* | data_impl | loss_scale.* | initial_loss.* | min_loss.* | hysteresis | dataset
-    | val_dataset | system | stream | truncation.* | merge_lora | adapters | to_hf | save_safetensors | loss_scale | agent.*
-    | external_plugins | log_completions | create_.* | import_.* | config | rank | group_query_attention | ENV.* | no_data.*
-    | position_embedding.* | add_.*bias.* | model_(author|name|type|provider) | load_data.* | .*mcore.* | bf16 | fp16
-    | TEST_TYPE | LAUNCHER | MODE | .*_SCRIPT | TEST_.* | METRICS.* | SKIP.* | work_group | workspace | verify_integrity | async_.*
-    | accumulate_allreduce.* | attention_softmax.* | sync_tp.* | pp_partition.* | optim_.* | .*moment.* | .*muon.*
+    | .*(timers?|timing|tensorboard|throughput|memory_to|one_logger|straggler|inference|prompts
+      |iterations_to_skip).* | async_save | dist_ckpt_.* | ckpt_.* | auto_detect_ckpt.* | no_ckpt.* | .*nvrx.*
+    | non_persistent.* | disable_last_saving | attention_dropout | hidden_dropout
+    | no_(bias|rope|masked|position)_.* | apply_(query|layernorm|residual|rope).*
+    | bias_(gelu|swiglu|dropout|activation)_fusion | (no_)?gradient_accumulation_fusion | no_persist_layer_norm
+    | .*rope_fusion | masked_softmax_fusion | (no_)?create_attention_mask.* | rotary_.* | use_rotary.* | rope_.*
+    | yarn_.* | mscale.* | beta_(fast|slow) | norm_epsilon | layernorm_epsilon | qk_(layernorm|norm.*|clip.*)
+    | softmax_.* | window_(size|attn.*)
+    | moe_(router|aux|z_loss|token|grouped|permute|shared_expert_(overlap|gate)|input|per_layer|enable_deepep
+      |deepep|flex|hybrid|use_fused|apply).* | manual_gc.* | (no_)?(overlap|delay|align|defer)_.* | tp_comm.*
+    | ddp_.* | disable_.* | use_flashinfer.* | rerun_.* | check_.* | no_check.* | empty_unused.* | eod_.* | reset_.*
+    | mock_data | use_(turbo|fla)_.* | turbo_deepep.* | log_avg.* | stderr.* | auto_continue.* | original_max.*
+    | calculate_per_token.* | cross_entropy_(loss|fusion).* | fused_ce.* | te_.* | use_tp_pp_dp.* | untie.* | mup.*
+    | use_mup.* | bert_.* | vocab_extra.* | split | override_.* | decoupled.* | high_priority.* | nccl_.*
+    | use_(cpu_init|dist_ckpt|ring|sharp|tensorboard|nccl).* | eval_.* | train_sync.* | max_tokens_to_oom
+    | return_.* | top | num_tokens.* | incoming.* | output_every.* | tiktoken.* | no_.*fusion | exit.*
+    | kill_switch.* | abort_on.* | data_impl | loss_scale.* | initial_loss.* | min_loss.* | hysteresis | dataset
+    | val_dataset | system | stream | truncation.* | merge_lora | adapters | to_hf | save_safetensors | loss_scale
+    | agent.* | external_plugins | log_completions | create_.* | import_.* | config | rank | group_query_attention
+    | ENV.* | no_data.* | position_embedding.* | add_.*bias.* | model_(author|name|type|provider) | load_data.*
+    | .*mcore.* | bf16 | fp16 | TEST_TYPE | LAUNCHER | MODE | .*_SCRIPT | TEST_.* | METRICS.* | SKIP.* | work_group
+    | workspace | verify_integrity | async_.* | accumulate_allreduce.* | attention_softmax.* | sync_tp.*
+    | pp_partition.* | optim_.* | .*moment.* | .*muon.*
     )$""",
     re.VERBOSE,
 )

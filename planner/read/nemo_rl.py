@@ -1,4 +1,7 @@
-"""NeMo-RL's YAML, whose `defaults` name another one: NVIDIA-NeMo/RL@7ea279ab `examples/configs/` and `nemo_rl/models/policy/`."""
+"""NeMo-RL's YAML, whose `defaults` name another one.
+
+NVIDIA-NeMo/RL@7ea279ab `examples/configs/` and `nemo_rl/models/policy/`.
+"""
 
 from __future__ import annotations
 

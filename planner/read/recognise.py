@@ -458,10 +458,8 @@ def _program_form(launch: Launch) -> str:
         for word in launch.arguments
         if word.text.startswith("--")
     }
-    if (
-        {"micro_batch_size", "num_layers"} <= flags
-        or (re.search(r"(^|/)pretrain_\w+\.py$", program)
-        and "num_layers" in flags)
+    if {"micro_batch_size", "num_layers"} <= flags or (
+        re.search(r"(^|/)pretrain_\w+\.py$", program) and "num_layers" in flags
     ):
         return "megatron"
     if _TRL_SCRIPTS.search(program) and ("model_name_or_path" in flags or "config" in flags):

@@ -1,6 +1,7 @@
 """torchtune's YAML with command-line overrides: pytorch/torchtune@bd2a0fc7c `recipes/` and `torchtune/models/`.
 
-A recipe holds weights and states in `dtype`; recipes for several GPUs shard by FSDP2 (`recipes/full_finetune_distributed.py`).
+A recipe holds weights and states in `dtype`; recipes for several GPUs shard by FSDP2
+(`recipes/full_finetune_distributed.py`).
 """
 
 from __future__ import annotations

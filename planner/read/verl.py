@@ -1,4 +1,7 @@
-"""verl's hydra overrides over its schema: volcengine/verl@b178a3cd `verl/trainer/config/`. The actor's update is counted."""
+"""verl's hydra overrides over its schema; the actor's update is counted.
+
+volcengine/verl@b178a3cd `verl/trainer/config/`.
+"""
 
 from __future__ import annotations
 
