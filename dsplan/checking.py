@@ -90,9 +90,9 @@ def check_files(
     if work.get("task") == "causal-lm":
         work.pop("task")
     code = TRAINERS[reading.format].code if "code" not in answers else answers["code"]
-    asked = Question(**work, **chosen, model=facts.name, code=code, max_memory_gb=hardware.get("max_memory_gb"))
+    whole = Question(**work, **chosen, model=facts.name, code=code, max_memory_gb=hardware.get("max_memory_gb"))
     try:
-        request = asked.request(facts, allow_unrunnable=True)
+        request = whole.request(facts, allow_unrunnable=True)
     except DsplanError as error:
         if any(word in str(error) for word in ("--gpu ", "--cluster", "--node", "--interconnect", "unknown GPU")):
             raise

@@ -94,7 +94,7 @@ def read(book: Notebook, files: Files) -> None:
     for field, key in (("micro_batch", "train.micro_batch_size"), ("global_batch", "train.batch_size")):
         book.answer(field, book.positive(key, default_of("openrlhf", key)), key)
     stage = book.whole("ds.zero_stage", default_of("openrlhf", "ds.zero_stage")) or 2
-    strategy: words.Strategy = ("ddp", "zero1", "zero2", "zero3")[min(max(stage, 0), 3)]  # type: ignore[assignment]
+    strategy: words.Strategy = ("ddp", "zero1", "zero2", "zero3")[min(max(stage, 0), 3)]
     book.answer("strategy", strategy, "ds.zero_stage")
     book.answer("backend", "deepspeed" if stage else "torch")
     book.answer("offload", "optimizer" if book.flag("ds.adam_offload") else "none", "ds.adam_offload")

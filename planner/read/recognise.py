@@ -410,8 +410,7 @@ def _is_script(source: Source) -> bool:
 
 def _training_of(every: Sequence[Launch]) -> Launch | None:
     """Return the first launch that is a training."""
-    known = [launch for launch in every if _program_form(launch)]
-    return known[0] if known else None
+    return next((launch for launch in every if _program_form(launch)), None)
 
 
 def _why_idle(launch: Launch) -> str:

@@ -1,4 +1,4 @@
-"""How states are spread, as DeepSpeed's JSON, accelerate's YAML and the FSDP sections of other trainers say it."""
+"""The spreading of states, as DeepSpeed's JSON, accelerate's YAML and the FSDP sections of other trainers say it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from planner.read.form import Notebook
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trainer:
-    """What a trainer can run of a plan, for the search of a better one."""
+    """A trainer by what it can run of a plan, for the search of a better one."""
 
     name: str
     """As findings call it."""
