@@ -133,8 +133,8 @@ def cited(file: str) -> set[str]:
         KeyError: nobody has said where the file comes from.
     """
     text = (ROOT / file).read_text(encoding="utf-8")
-    is_table = file.endswith(".csv")
-    data = list(csv.DictReader(text.splitlines())) if is_table else yaml.safe_load(text) if ".yaml" in file else json.loads(text)
+    readers: dict[str, Callable[[str], Any]] = {".yaml": yaml.safe_load, ".json": json.loads}
+    data = readers.get(Path(file).suffix, lambda rows: list(csv.DictReader(rows.splitlines())))(text)
     return {" ".join(source.split()).replace("|", "/") for source in _CITING[file](data)}
 
 
