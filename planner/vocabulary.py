@@ -35,6 +35,7 @@ Task = Literal[
     "seq-cls",
     "seq2seq",
     "image-cls",
+    "diffusion",
     "custom",
     "sft",
     "dpo",
@@ -87,6 +88,8 @@ SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 SAVES: tuple[Save, ...] = get_args(Save)
 ROLLOUTS: tuple[Rollout, ...] = get_args(Rollout)
 
+REPLICAS: frozenset[str] = frozenset({"single", "ddp"})
+"""Strategies whose ranks each have all of the model's states."""
 ZERO_STAGES: dict[str, int] = {"zero1": 1, "zero2": 2, "zero3": 3}
 MIXED_PRECISIONS: frozenset[str] = frozenset({"bf16", "fp16", "fp8", "fp4"})
 """Precisions that compute in narrower types than their master weights; fp8 and fp4 are bf16 but for their products."""
