@@ -336,7 +336,7 @@ def init(original: Callable[..., None], trainer: Any, *positional: Any, **named:
     arguments["args"] = settings = arguments.get("args") or TrainingArguments(output_dir="tmp_trainer")
     own = _own_split(arguments.get("model"), settings)
     if plan is not None:
-        _require_same_micro_batch(trainer, settings, plan)
+        require_same_micro_batch(trainer, settings, plan)
     plan_in_use = plan if own else plan or plan_live(_live_job(trainer, arguments, settings))
     if own:
         _require_own_split(own)
@@ -351,7 +351,7 @@ def init(original: Callable[..., None], trainer: Any, *positional: Any, **named:
     _watch_training_steps(trainer, monitor, supervise(trainer))
 
 
-def _require_same_micro_batch(trainer: Any, settings: Any, plan: Plan) -> None:
+def require_same_micro_batch(trainer: Any, settings: Any, plan: Plan) -> None:
     """Refuse a given plan that cuts the batches of a trainer to which a micro-batch means something.
 
     Raises:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from strategies.errors import CannotRun
 from strategies.launch.hooks.trl import trl_work
 from tests.strategies.launch.command import run
 
@@ -86,6 +87,23 @@ def test_rounds_are_read_with_prompts_in_tokens() -> None:
     server = trl_work(trainer_named("GRPOTrainer"), generating(use_vllm=True, vllm_mode="server"), data, words)
     assert server is not None
     assert server.options["rollout"] == "server"
+
+
+@pytest.mark.parametrize(("micro", "accumulation", "refused"), [(2, 4, False), (8, 1, True)])
+def test_a_given_plan_may_not_cut_generations_anew(micro: int, accumulation: int, refused: bool) -> None:
+    """Micro-batch 2 x accumulation 4 became 8 x 1, and a generation of 16 completions one of 64."""
+    from strategies.launch.hooks.huggingface import require_same_micro_batch
+
+    written = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    settings = generating(_dsplan_written=written)
+    configuration = SimpleNamespace(micro_batch_size=micro, gradient_accumulation_steps=accumulation)
+    plan: Any = SimpleNamespace(configuration=configuration)
+    require_same_micro_batch(trainer_named("SFTTrainer"), settings, plan)
+    if not refused:
+        require_same_micro_batch(trainer_named("GRPOTrainer"), settings, plan)
+        return
+    with pytest.raises(CannotRun, match="micro-batch 8 x accumulation 1 where the script has 2 x 4"):
+        require_same_micro_batch(trainer_named("GRPOTrainer"), settings, plan)
 
 
 GRPO = """
