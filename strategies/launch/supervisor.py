@@ -100,7 +100,7 @@ class Supervisor:
         files, alerts = RunFiles(self._spec.directory), AlertFollower(self._spec.directory)
         decision: Decision | None = None
         while decision is None or decision.continues:
-            attempt = Attempt(self._spec, files, alerts, requests, self._remarks)
+            attempt = Attempt(self._spec, files, alerts, requests, self._companion.remarks)
             yield from self._run(attempt)
             decision = self._conclude(attempt, requests)
             if attempt.ending is not None and decision is not None:
@@ -112,9 +112,6 @@ class Supervisor:
                 self._outcome = INTERRUPTED if requests.interrupted else outcome_of(Ending(kind="preempted"))
                 break
         self._write_end()
-
-    def _remarks(self) -> list[str]:
-        return [label_lines(text) for text in self._companion.remarks()]
 
     def report(self) -> RunReport:
         """Return the finished run.
@@ -205,7 +202,8 @@ class Supervisor:
         course, ending = self._state.course, attempt.ending
         decision = None
         if ending is not None:
-            ending = _with_step(ending, course.last)
+            # A rank that could not say where it was ended behind the last step seen.
+            ending = ending if ending.step is not None else replace(ending, step=course.last)
             if ending.kind == "hung":
                 ending = with_stacks_kept(ending, self._spec.directory, self._number)
             attempt.ending = ending
@@ -283,11 +281,6 @@ class Supervisor:
                 first_step=course.first,
                 last_step=course.last,
             )
-
-
-def _with_step(ending: Ending, last: int | None) -> Ending:
-    """Return the ending with its step: a rank that could not say where it was ended behind the last one seen."""
-    return ending if ending.step is not None else replace(ending, step=last)
 
 
 def _largest_memory(spec: LaunchSpec) -> int:
