@@ -1,6 +1,6 @@
 """The numeric trial: a block of a model, split, has to compute what it computes whole.
 
-It is called as the model calls it. Outputs, gradients of its input and of every parameter are compared, on a copy in fp32.
+It is called as the model calls it. Outputs and gradients of input and parameters are compared, on a copy in fp32.
 """
 
 from __future__ import annotations
