@@ -12,7 +12,6 @@ from pathlib import Path
 
 from torch import nn
 
-from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import RateMeasurement
 from hardware_db.notices import notice
 from planner import vocabulary as words
@@ -56,7 +55,7 @@ def make_plan(model: nn.Module, options: PlanningOptions, environment: Environme
         NothingFits: no strategy (of those asked for) trains the model in the memory there is.
         UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
     """
-    measured = machine_rates(fingerprint(own_machine()), environment.device)
+    measured = machine_rates(environment.device)
     return on_rank_zero(lambda: best_plan(live_request(model, options, environment, measured)))
 
 

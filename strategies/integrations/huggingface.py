@@ -171,7 +171,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
     def _predict(self, facts: ModelFacts, settings: Any, model: torch.nn.Module) -> Plan:
         """Predict what the first step has shown; every rank calls this together."""
-        measured = machine_rates(fingerprint(own_machine()), settings.device)
+        measured = machine_rates(settings.device)
 
         def predict() -> Plan:
             configuration = configuration_of(settings, model, tokens=self._tokens or 1)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import RateMeasurement
 from hardware_db.notices import notice
 from planner import vocabulary as words
@@ -134,7 +133,7 @@ def plan_live(job: LiveJob) -> Plan | None:
     gpus = torch.cuda.is_available()
     capabilities.require_possible(job.kind, plan_request().strategy, gpus=gpus)
     require_same_model(job.module)
-    measured = machine_rates(fingerprint(own_machine()), own_device())
+    measured = machine_rates(own_device())
     return on_rank_zero(lambda: _plan_if_possible(job, measured))
 
 

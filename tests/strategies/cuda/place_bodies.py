@@ -69,7 +69,7 @@ def random_numbers_beside_measuring(folder: Path) -> tuple[list[str], bool]:
     expected = torch.rand(4, device=CARD)
     torch.cuda.manual_seed(3)
     with mock.patch("strategies.autoplan.rates.wanted_points", return_value=(Point(operation="memory", size=4096),)):
-        rates = machine_rates(fingerprint(probe()), torch.device(CARD, 0))
+        rates = machine_rates(torch.device(CARD, 0), fingerprint(probe()))
     return [rate.operation for rate in rates], torch.equal(torch.rand(4, device=CARD), expected)
 
 
