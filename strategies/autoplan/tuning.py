@@ -28,8 +28,7 @@ from planner.search.search import describe, recommend
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_from_dict, plan_to_dict
 from strategies.autoplan.fallback import exclude_failed
-from strategies.autoplan.live import live_request
-from strategies.autoplan.rates import machine_rates
+from strategies.autoplan.live import live_request, machine_rates
 from strategies.autoplan.select import PlanningOptions
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment

@@ -32,8 +32,7 @@ from planner.search.estimate import estimate
 from planner.search.request import WorkOptions, make_request
 from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import plan_to_dict
-from strategies.autoplan.live import with_measured_rates
-from strategies.autoplan.rates import machine_rates
+from strategies.autoplan.live import machine_rates, with_measured_rates
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import join
 from strategies.distributed.gathers import ModelHook

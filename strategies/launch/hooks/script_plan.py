@@ -23,8 +23,7 @@ from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan, plan_to_dict
 from strategies.autoplan.fallback import best_plan
-from strategies.autoplan.live import with_measured_rates
-from strategies.autoplan.rates import machine_rates
+from strategies.autoplan.live import machine_rates, with_measured_rates
 from strategies.autoplan.select import why_unfit
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.rank_check import require_same_model
