@@ -21,7 +21,7 @@ from scripts.generate.bill_of_materials import write_bill
 from scripts.report.data_licences import cited, data_files, own
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("diagnostics", "dsplan", "hardware_db", "planner", "strategies")
+ROOMS = ("dsplan", "hardware_db", "planner", "strategies")
 KINDS = {".py", ".yaml", ".json", ".css", ".js", ".typed"}
 QUESTION = ("recommend", "--model", "opt-6.7b", "--gpus", "8")
 

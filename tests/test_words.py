@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("hardware_db", "planner", "strategies", "diagnostics", "dsplan")
+ROOMS = ("hardware_db", "planner", "strategies", "dsplan")
 VAGUE = {"found", "place", "made", "known", "asked", "way", "said", "done"}
 QUESTIONS = {"What", "Whether", "How", "Where", "Why", "Which", "When", "Who", "Whose"}
 

@@ -204,7 +204,7 @@ def run_script(
     json: JsonFlag = False,
 ) -> None:
     """Train with SCRIPT under a plan: the one given, or one made from the script's own model and this machine."""
-    from diagnostics.tracking.feed import Tracking
+    from dsplan.diagnostics.tracking.feed import Tracking
     from dsplan.render.run_report import report_blocks, report_to_dict
     from dsplan.render.run_view import RunView
     from dsplan.render.show import say, show, show_json

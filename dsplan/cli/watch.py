@@ -53,7 +53,7 @@ def track(
     """Send a run to experiment trackers: all that they have not got, and of a run that goes on what follows."""
     from dataclasses import asdict
 
-    from diagnostics.tracking.feed import Tracking, read_state
+    from dsplan.diagnostics.tracking.feed import Tracking, read_state
     from dsplan.render.show import say, show_json
     from dsplan.report.run_data import is_run_directory
     from hardware_db.errors import BrokenFile

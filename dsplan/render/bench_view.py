@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from diagnostics.bench import session
-from diagnostics.bench.session import Work
+from dsplan.diagnostics.bench import session
+from dsplan.diagnostics.bench.session import Work
 from dsplan.render.show import Block, Table, Text, can_redraw, columns, terminal
 from hardware_db.measurement import Measurement, RateMeasurement
 from hardware_db.microbench.grid import Point
@@ -20,7 +20,7 @@ from hardware_db.units import GB, format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from diagnostics.bench.benchmark import BenchReport
+    from dsplan.diagnostics.bench.benchmark import BenchReport
 
 
 class BenchView:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diagnostics.doctor.finding import Diagnosis, Finding, Level, LinkTime
+from dsplan.diagnostics.doctor.finding import Diagnosis, Finding, Level, LinkTime
 from dsplan.render.show import Block, Style, Table, Text, columns
 from hardware_db.units import format_bytes, format_seconds
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diagnostics.tracking.feed import tracked_by
+from dsplan.diagnostics.tracking.feed import tracked_by
 from dsplan.render.run_view import ending_place, ending_words, is_last_word
 from dsplan.render.show import Bar, Block, Cell, Column, Table, Text, columns
 from hardware_db.files import replace_whole

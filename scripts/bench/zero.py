@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.measured_rows import SHIPPED
 from hardware_db.probe import probe
 from hardware_db.probe.cgroup import usable_cores

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from diagnostics.bench.rank_pool import RankError, RankPool
-from diagnostics.bench.training import build_model
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.training import build_model
 from hardware_db.files import replace_text
 from hardware_db.measured_rows import SHIPPED
 from hardware_db.probe import probe

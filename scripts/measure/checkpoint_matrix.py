@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from diagnostics.bench.rank_pool import RankError, RankPool
-from diagnostics.bench.training import build_model
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.training import build_model
 from hardware_db.files import replace_text
 from planner.errors import DsplanError
 from planner.search.estimate import estimate

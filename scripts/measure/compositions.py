@@ -20,7 +20,7 @@ from functools import cache
 from itertools import product
 from typing import Any, cast
 
-from diagnostics.bench.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from hardware_db.measured_rows import SHIPPED, read_rows, write_rows
 from hardware_db.probe import probe
 from hardware_db.units import MIB

@@ -13,7 +13,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from diagnostics.bench.cases import training_cases
+from dsplan.diagnostics.bench.cases import training_cases
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measured_rows import TimeRun, write_time_runs
 from hardware_db.measurement import Measurement

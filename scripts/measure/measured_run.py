@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from diagnostics.bench.training import batch_for, build_model
+from dsplan.diagnostics.bench.training import batch_for, build_model
 from planner.types.plan_io import plan_from_dict
 from planner.vocabulary import Task
 from strategies.distributed.environment import join

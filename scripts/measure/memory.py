@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from diagnostics.bench.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measured_rows import SHIPPED, MemoryRun, read_memory_runs, write_memory_runs
 from hardware_db.probe import Machine, probe

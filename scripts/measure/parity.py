@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
-from diagnostics.bench.rank_pool import RankError, RankPool
-from diagnostics.bench.training import build_model
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.training import build_model
 from hardware_db.files import replace_text
 from hardware_db.measured_rows import SHIPPED, RunRow, read_rows, write_rows
 from hardware_db.probe import probe
@@ -74,7 +74,7 @@ DRIFT = 1e-3
 parameter that lacks a factor stays below the other bounds. A hundred times as much where gradients are sent in fewer
 bits; 16-bit precisions round parameters by more than they move."""
 CALL_SECONDS = 240.0
-_PRELOAD = ("torch", "transformers", "strategies.engine.initialize", "diagnostics.bench.training")
+_PRELOAD = ("torch", "transformers", "strategies.engine.initialize", "dsplan.diagnostics.bench.training")
 WRITE_SECONDS = 5.0
 
 
@@ -323,9 +323,7 @@ def row_of(model: str, plan: Plan) -> ParityRun:
 def code_digest() -> str:
     """Return 12 hex digits of a digest over the code that decides what is trained and how."""
     digest = sha256(Path(__file__).read_bytes())
-    for path in sorted(
-        path for room in ("planner", "strategies", "diagnostics") for path in (ROOT / room).rglob("*.py")
-    ):
+    for path in sorted(path for room in ("planner", "strategies") for path in (ROOT / room).rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from diagnostics.bench.rank_pool import RankError, RankPool
-from diagnostics.bench.training import build_model
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.training import build_model
 from hardware_db.probe import probe
 from planner.search.estimate import estimate, price
 from planner.types.plan_io import plan_to_dict

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from diagnostics.bench.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from hardware_db.measured_rows import SHIPPED, TimeRun, read_time_runs, write_time_runs
 from hardware_db.probe import probe
 from planner.search.estimate import estimate

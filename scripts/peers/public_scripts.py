@@ -275,7 +275,7 @@ def main() -> None:
     if options.what == "fetch":
         fetch(directory, options.mirrors)
         return
-    for room in ("dsplan", "diagnostics", "planner", "strategies", "hardware_db"):
+    for room in ("dsplan", "planner", "strategies", "hardware_db"):
         leave = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / room, directory / _ROOMS / room, dirs_exist_ok=True, ignore=leave)
     chosen = [recipe for recipe in RECIPES if not options.only or any(word in recipe.name for word in options.only)]

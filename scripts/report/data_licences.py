@@ -18,7 +18,7 @@ from scripts.generate.generated import REFERENCE, ROOT, write_or_check
 from scripts.report.accuracy_tables import table
 
 TARGET = REFERENCE / "data-licences.md"
-ROOMS = ("dsplan", "diagnostics", "strategies", "planner", "hardware_db")
+ROOMS = ("dsplan", "strategies", "planner", "hardware_db")
 
 HEAD = """# Licences and sources of the data
 

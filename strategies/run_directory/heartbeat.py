@@ -24,7 +24,7 @@ BEAT_SECONDS = 1.0
 
 _ROOM = Path(__file__).resolve().parents[1]
 _NOT_OWN = (
-    *(_ROOM.parent / room for room in ("dsplan", "diagnostics", "strategies", "planner", "hardware_db")),
+    *(_ROOM.parent / room for room in ("dsplan", "strategies", "planner", "hardware_db")),
     Path(os.__file__).resolve().parent,
 )
 

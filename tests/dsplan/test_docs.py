@@ -17,7 +17,7 @@ from tests.dsplan.cli import Cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-ROOMS = ("dsplan", "diagnostics", "strategies", "planner", "hardware_db", "scripts", "tests")
+ROOMS = ("dsplan", "strategies", "planner", "hardware_db", "scripts", "tests")
 
 
 GENERATED = {
@@ -62,7 +62,7 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_files_that_pages_name_exist(page: Path) -> None:
     """Every `planner/…`, `docs/…` and the like in backquotes is there."""
     named = re.findall(
-        r"`((?:planner|strategies|diagnostics|hardware_db|dsplan|docs|scripts|tests)/[\w./-]*)`",
+        r"`((?:planner|strategies|hardware_db|dsplan|docs|scripts|tests)/[\w./-]*)`",
         page.read_text("utf-8"),
     )
     assert not [name for name in named if not (ROOT / name).exists()]

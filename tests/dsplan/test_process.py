@@ -66,7 +66,15 @@ def test_planning_works_with_the_base_dependencies_alone(arguments: tuple[str, .
 
 @pytest.mark.parametrize("arguments", [RECOMMEND, ("--help",), ("--version",), ("recommend", "--help")])
 def test_a_plan_imports_nothing_of_pages_trackers_and_training_that_are_installed(arguments: tuple[str, ...]) -> None:
-    slow = {"torch", "numpy", "accelerate", "rich", "dsplan.ui", "dsplan.report", "diagnostics.tracking.trackers"}
+    slow = {"torch", "numpy", "accelerate", "rich", "dsplan.ui", "dsplan.report", "dsplan.diagnostics"}
+        "torch",
+        "numpy",
+        "accelerate",
+        "rich",
+        "dsplan.ui",
+        "dsplan.report",
+        "dsplan.diagnostics.tracking.trackers",
+    }
     assert not (PAGES | TRACKERS | slow) & imported(run(*arguments))
 
 
@@ -92,11 +100,7 @@ def test_a_piped_answer_needs_no_rich() -> None:
 def test_recommend_stays_within_its_import_budget() -> None:
     """Modules, as many on every machine; `scripts/bench/startup.py` has the seconds, beside those of Accelerate."""
     modules = imported(run(*RECOMMEND))
-    own = {
-        name
-        for name in modules
-        if name.partition(".")[0] in ("dsplan", "diagnostics", "planner", "strategies", "hardware_db")
-    }
+    own = {name for name in modules if name.partition(".")[0] in ("dsplan", "planner", "strategies", "hardware_db")}
     foreign = {name for name in modules - own if name.partition(".")[0] not in sys.stdlib_module_names}
     assert len(own) < 140
     assert len(modules) - len(own) - len(foreign) < 220  # of Python's own

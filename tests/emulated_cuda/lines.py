@@ -19,7 +19,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("strategies", "diagnostics", "hardware_db", "dsplan")
+ROOMS = ("strategies", "hardware_db", "dsplan")
 _NAMES = {"cuda", "is_cuda", "pin_memory", "record_stream", "wait_stream", "wait_event", "record_event", "non_blocking"}
 _CARD_CLASSES = ("Cuda", "Stream", "_OnHost", "_OnDevice")
 _HIT = "__cuda_line__"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from diagnostics.doctor.finding import Finding
-from diagnostics.doctor.machine import check_gpus
+from dsplan.diagnostics.doctor.finding import Finding
+from dsplan.diagnostics.doctor.machine import check_gpus
 from hardware_db.probe import GpuProcess, Machine, probe_hardware
 from hardware_db.units import GIB, MIB
 from planner.cluster.resolve import HardwareRequest, resolve_cluster

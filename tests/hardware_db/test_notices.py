@@ -30,7 +30,7 @@ def test_a_notice_of_rank_zero_is_printed_there_alone(
 
 
 def test_nobody_else_writes_the_label() -> None:
-    rooms = ("dsplan", "diagnostics", "strategies", "planner", "hardware_db")
+    rooms = ("dsplan", "strategies", "planner", "hardware_db")
     files = (path for room in rooms for path in (ROOT / room).rglob("*.py"))
     own = [str(path.relative_to(ROOT)) for path in files if re.search(r"[^\"]\"dsplan: ", path.read_text())]
     assert own == ["hardware_db/notices.py"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.files import DATABASE_NAME, HOME
 from hardware_db.fingerprint import fingerprint
 from hardware_db.microbench.grid import CPU, Rate, as_measurement, quick_points

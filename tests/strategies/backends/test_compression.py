@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from planner.cost.precision import ERROR_BYTES, INT8_BLOCK, INT8_BYTES
 from strategies.backends.zero.collectives import SingleRank
 from strategies.backends.zero.compress import EightBits, Memory, collectives_factory

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from planner.vocabulary import STRATEGIES, ZERO_STAGES
 from tests.strategies import contract_bodies, training_bodies
 from tests.strategies.training_bodies import Recipe, Trained

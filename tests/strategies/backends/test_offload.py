@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diagnostics.bench.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from strategies.backends.zero.nvme import Shelf, SwapFile
 from strategies.backends.zero.offload import OffloadRatio
 from strategies.errors import CannotRun

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diagnostics.bench.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from planner.cost.precision import recipe_of
 from planner.search.estimate import job_of
 from tests.planner.search.questions import question

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.checkpoint.saving import size_of
 from strategies.errors import BrokenFile
 from tests.strategies import training_bodies

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import dsplan
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.checkpoint import storage
 from strategies.errors import BrokenFile, CannotRun
 from tests.strategies import checkpoint_bodies, training_bodies

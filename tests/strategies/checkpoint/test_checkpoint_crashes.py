@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.checkpoint import content, loading, safefile, saving
 from strategies.checkpoint.saving import Target, Writing
 from strategies.distributed.environment import Environment

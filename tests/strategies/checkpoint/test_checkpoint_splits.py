@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.checkpoint.parts import PartOfTensor
 from strategies.checkpoint.states import Inventory, together
 from strategies.parallel.split import Split, even_split

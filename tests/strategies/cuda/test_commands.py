@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from diagnostics.bench.plan import Wanted, load_bench_plan, make_bench_plan, save_bench_plan
+from dsplan.diagnostics.bench.plan import Wanted, load_bench_plan, make_bench_plan, save_bench_plan
 from hardware_db.files import provide_torch_extensions
 from hardware_db.microbench.grid import Point
 from planner.cluster.resolve import probed_cluster
-from tests.diagnostics.bench.samples import LAPTOP
+from tests.dsplan.diagnostics.bench.samples import LAPTOP
 from tests.emulated_cuda import Card, environment
 from tests.emulated_cuda.fixtures import variables_set
 from tests.strategies.launch.command import IMAGES, ROOT, run

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.distributed import rendezvous
 from strategies.distributed.launcher_env import ProcessVariables
 from strategies.variables import RENDEZVOUS_SECONDS

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from planner.errors import DsplanError
 from strategies.config import limits
 from strategies.config.read import read_config

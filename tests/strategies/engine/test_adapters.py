@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from diagnostics.bench.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from strategies.checkpoint.export import export_checkpoint
 from strategies.config.read import read_config
 from strategies.errors import BackendMissing, CannotRun, DsplanError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.errors import DsplanError
 from strategies.config.values import NamedParts
 from strategies.engine.initialize import initialize

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.units import format_bytes
 from strategies.errors import CannotRun
 from tests.strategies import engine_bodies, training_bodies

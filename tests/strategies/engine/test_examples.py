@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.files import HOME
 from tests.strategies.example_bodies import losses_of, run_example
 

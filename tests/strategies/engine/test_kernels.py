@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dsplan
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from planner.errors import UnknownName
 from strategies.errors import CannotRun
 from strategies.modules import kernels

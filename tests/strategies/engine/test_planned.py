@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.errors import DsplanError
 from planner import vocabulary as words
 from planner.types.plan_io import plan_from_dict

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dsplan
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.errors import DsplanError
 from tests.strategies import seed_bodies
 from tests.strategies.seed_bodies import Fragile, dataset

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from planner import vocabulary as words
 from planner.cost.combinations import why_refused
 from planner.errors import ContradictoryRequest

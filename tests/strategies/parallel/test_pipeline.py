@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from planner.cost.split import micro_batches_in_flight
 from planner.vocabulary import Schedule
 from strategies.errors import CannotRun

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.checkpoint.safefile import bytes_of
 from strategies.tracing.storage_tracker import StorageTracker
 from tests.strategies import training_bodies

@@ -14,7 +14,7 @@ from tests.strategies.torch_compat import entries
 from tests.strategies.torch_compat.entries import ENTRIES, OPERATIONS, Entry
 
 ROOT = Path(__file__).parents[3]
-ROOMS = ("hardware_db", "planner", "strategies", "diagnostics", "dsplan")
+ROOMS = ("hardware_db", "planner", "strategies", "dsplan")
 COMPAT = "strategies/torch_compat/"
 
 NAMED = {part for entry in ENTRIES for part in entry.path.split(".") if part.startswith("_")}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.measured_rows import SHIPPED, read_memory_runs
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.memory.estimate import phases_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.probe import probe_hardware
 from planner.cluster.resolve import HardwareRequest, probed_cluster, resolve_cluster
 from planner.cost.memory.load import load_ledger

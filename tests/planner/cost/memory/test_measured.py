@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.errors import BrokenFile
 from hardware_db.measured_rows import SHIPPED, MemoryRun, read_memory_runs, write_memory_runs
 from planner.types.plan_io import plan_to_dict

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.memory.load import saving_of
 from planner.cost.memory.states import states_of
