@@ -184,6 +184,8 @@ class CodeBase:
     """Whether kernels of its own fuse attention that transformers runs eagerly: with sinks, soft caps or biases."""
     unties_head: bool = False
     """Whether the head has a matrix of its own even where the model's config ties it to the token table."""
+    adapters_from_peft: bool = False
+    """Whether PEFT makes its adapters: in fp32 whatever the weights beside them are."""
     drops_adapter_inputs: bool = False
     """Whether adapters see their inputs through dropout, of which each keeps the output and a mask."""
     quantised_inputs: int = 0
