@@ -77,6 +77,7 @@ GEMM_CEILING = {
     "volta": 0.78,
     "turing": 0.72,
     "ampere": 0.77,
+    "ampere SXM4": 0.78,
     "ada": 0.78,
     "hopper": 0.65,
     "blackwell": 0.50,
