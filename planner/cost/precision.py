@@ -162,12 +162,13 @@ def load_dtype_of(workload: Workload) -> LoadDtype | None:
 def keeps_adapters_wide(configuration: Configuration, workload: Workload) -> bool:
     """Return whether adapters are fp32 beside weights that all else is computed in, which have 16 bits.
 
-    PEFT makes them so whatever the base (`autocast_adapter_dtype`); where a strategy shards both together they are as
-    narrow as the weights.
+    PEFT makes them so whatever the base (`autocast_adapter_dtype`); where they are sharded or split together with it they
+    are as narrow as the weights.
     """
-    has_adapters = workload.method in ("lora", "qlora", "dora")
-    narrow = configuration.precision == "bf16-pure" and configuration.strategy in UNSHARDED
-    return has_adapters and narrow and code_base(workload.code).adapters_from_peft
+    if configuration.precision != "bf16-pure" or workload.method not in ("lora", "qlora", "dora"):
+        return False
+    is_whole = configuration.strategy in UNSHARDED and configuration.tp == configuration.pp == 1
+    return is_whole and code_base(workload.code).adapters_from_peft
 
 
 def _as_loaded(recipe: Recipe, loaded: LoadDtype, *, trains_all: bool) -> Recipe:

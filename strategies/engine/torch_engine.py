@@ -176,7 +176,7 @@ class TorchStrategy(Strategy):
         parameters = trainable_parameters(parts.model, parts.model_parameters)
         move = ParameterMove(parts.model)
         chosen = self.configuration
-        model = cast_model(parts.model, chosen.precision, wide_adapters(parts.model, chosen.strategy))
+        model = cast_model(parts.model, chosen.precision, wide_adapters(parts.model, chosen))
         apply_plan(parts)
         module = self.wrap(model)
         optimizer = self._optimizer(parts, move.parameters(model, parameters))

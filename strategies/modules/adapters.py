@@ -153,9 +153,9 @@ def has_adapters(model: nn.Module) -> bool:
     return any(hasattr(module, "base_layer") and hasattr(module, "lora_A") for module in model.modules())
 
 
-def wide_adapters(model: nn.Module, strategy: str) -> list[nn.Parameter]:
-    """Return the adapters that stay in fp32 beside 16-bit weights: those that no strategy shards along with them."""
-    if strategy not in words.UNSHARDED or not has_adapters(model):
+def wide_adapters(model: nn.Module, plan: Configuration) -> list[nn.Parameter]:
+    """Return the adapters that stay in fp32 beside 16-bit weights: those that a plan neither shards nor splits."""
+    if plan.strategy not in words.UNSHARDED or plan.tp * plan.pp > 1 or not has_adapters(model):
         return []
     return [weight for weight in model.parameters() if weight.requires_grad and weight.dtype == torch.float32]
 
