@@ -162,8 +162,8 @@ def load_dtype_of(workload: Workload) -> LoadDtype | None:
 def keeps_adapters_wide(configuration: Configuration, workload: Workload) -> bool:
     """Return whether adapters are fp32 beside weights that all else is computed in, which have 16 bits.
 
-    PEFT makes them so whatever the base (`autocast_adapter_dtype`); where they are sharded or split together with it they
-    are as narrow as the weights.
+    PEFT makes them so whatever the base (`autocast_adapter_dtype`); where they are sharded or split together with it
+    they are as narrow as the weights.
     """
     if configuration.precision != "bf16-pure" or workload.method not in ("lora", "qlora", "dora"):
         return False

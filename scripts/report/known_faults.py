@@ -47,8 +47,8 @@ GRID = """
 ## vTrain's grid, half fitted and half asked
 
 The constants of the time model are fitted to half of the shapes of 761 runs and asked about the other half
-(`python -m scripts.fit.grid_halves`): median of the error's size, and of runs of 64 GPUs and more alone, which recompute
-and are wider, where the half has any.
+(`python -m scripts.fit.grid_halves`): median of the error's size, and of runs of 64 GPUs and more alone, which
+recompute and are wider, where the half has any.
 """
 UNASKED = """
 ## Not asked
@@ -69,7 +69,7 @@ Figure = Literal["speed", "memory", "scaling"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A question of a line: the figure that is compared, the run it is compared with (of scaling), and the old answer."""
+    """A question of a line: the figure compared, the run beside it (of scaling), and the old answer."""
 
     line: str
     case: str
@@ -125,7 +125,8 @@ def report(rows: Sequence[Row], halves: Sequence[tuple[Half, Half]]) -> Iterator
     columns = ("line", "cases", "median before", "from, to", "median after", "from, to")
     yield from table(columns, (_summary(line, rows) for line in LINES))
     yield GRID
-    yield from table(("a shape is", "seed", "fitted", "asked", "before", "after", "64 GPUs: before", "after"), grid(halves))
+    columns = ("a shape is", "seed", "fitted", "asked", "before", "after", "64 GPUs: before", "after")
+    yield from table(columns, grid(halves))
     for line, title in LINES.items():
         yield f"\n## {title}\n"
         yield from table(("case", "model", "plan", "figure", "published", "before", "after"), listed(line, rows))

@@ -321,8 +321,8 @@ def _host_seconds(stack: Stack, rates: DeviceRates, tp: int) -> float:
 
 
 HOOK_SECONDS = 0.4e-3
-"""Of the host for one of a block's parameters whenever a module fetches and releases it under DeepSpeed's ZeRO-3, in the
-forward, where it is run again and in the backward (deepspeed/runtime/zero/parameter_offload.py and
+"""Of the host for one of a block's parameters whenever a module fetches and releases it under DeepSpeed's ZeRO-3, in
+the forward, where it is run again and in the backward (deepspeed/runtime/zero/parameter_offload.py and
 partitioned_param_coordinator.py). Steps too short to hide it took 0.3 ms on one A100 and 0.5 on two (QwenLM/Qwen
 README.md, samples of 256 and 512 tokens), and 1.0 on 16 V100 of 2021 (microsoft/DeepSpeedExamples autotuning)."""
 
