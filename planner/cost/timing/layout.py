@@ -33,8 +33,8 @@ def beside(compute: float, communication: float, *, slowdown: float = SLOWDOWN) 
 SPEED_SPREAD = 0.013
 """Standard deviation of the speed of GPUs of one kind at the same work: 8 % lie between the slowest and the fastest of
 a cluster on average (Sinha et al. 2022, "Not All GPUs Are Created Equal", SC22, arXiv 2208.11035), which for hundreds
-of GPUs is six of these. What llm-foundry, torchtitan and dgxc-benchmarking lose from the smallest to the largest of their
-runs beyond communication asks for 0.00 to 0.05 (`python -m scripts.report.known_faults`, scaling)."""
+of GPUs is six of these. What llm-foundry, torchtitan and dgxc-benchmarking lose from the smallest to the largest of
+their runs beyond communication asks for 0.00 to 0.05 (`python -m scripts.report.known_faults`, scaling)."""
 
 USUAL_RANKS = 8
 """GPUs of a node, whose slowest one is in every rate that was fitted to whole steps."""
