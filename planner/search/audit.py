@@ -215,7 +215,7 @@ def _better(request: Request, reading: Reading, plan: Plan) -> Better | None:
 
 
 def _nearer(request: Request, plan: Plan, other: Plan) -> list[Plan]:
-    """Return a fitting plan with the batch and the recomputation of the file's own that it fits with; the nearest first.
+    """Return a plan with as much of the file's own batch and recomputation as it fits with.
 
     It is no slower than predictions of two plans of one strategy err.
     """
@@ -223,9 +223,8 @@ def _nearer(request: Request, plan: Plan, other: Plan) -> list[Plan]:
     batch = {name: getattr(now, name) for name in ("micro_batch_size", "gradient_accumulation_steps")}
     recomputation = {name: getattr(now, name) for name in ("activation_checkpointing", "checkpoint_every")}
     for kept in (batch | recomputation, batch, recomputation):
-        if then.dims.data_parallel != now.dims.data_parallel or all(
-            getattr(then, name) == value for name, value in kept.items()
-        ):
+        is_same = all(getattr(then, name) == value for name, value in kept.items())
+        if is_same or then.dims.data_parallel != now.dims.data_parallel:
             continue
         work = replace(request.workload, precision=then.precision)
         try:

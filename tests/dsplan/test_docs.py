@@ -29,7 +29,7 @@ GENERATED = {
     "report.public_recipes": 64,
     "report.first_plans": None,
     "report.data_licences": 2,
-    "report.config_files": None,
+    "report.config_files": 1,
 }
 """The scripts that write pages, and the cores on which the suite has each write its page (None: it takes too long)."""
 
