@@ -301,7 +301,7 @@ def argument_settings(words: Sequence[Word], source: Source) -> tuple[list[Setti
         if equals:
             settings.append(setting_of(key, [word.tail(len(value))], source))
             continue
-        values = []
+        values: list[Word] = []
         while position < len(words) and not (
             _is_flag(words[position]) or (values and _OVERRIDE.match(words[position].text))
         ):
