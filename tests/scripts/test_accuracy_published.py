@@ -20,7 +20,7 @@ def test_what_ran_out_of_memory_is_never_said_to_fit(run: PublishedRun) -> None:
 
 
 def test_what_ran_out_of_memory_is_seldom_called_tight() -> None:
-    """Tight is where one real run in twenty goes beyond the capacity."""
+    """Tight is where one real run in ten goes beyond the capacity."""
     out = [run for run in RUNS if not run.ran]
     tight = [run.case for run in out if verdict(run) == "tight"]
     assert len(tight) <= 0.05 * len(out), tight
