@@ -75,15 +75,26 @@ class Published:
     gpus: tuple[int, int]
     """Fewest and most devices."""
 
-    def beyond(self, stratum: Stratum) -> tuple[Beyond, ...]:
-        """Return by what a job goes beyond the published runs in size."""
-        reasons: tuple[tuple[Beyond, bool], ...] = (
-            ("larger model", stratum.parameters > self.parameters[1]),
-            ("smaller model", stratum.parameters < self.parameters[0]),
-            ("more GPUs", stratum.gpus > self.gpus[1]),
-            ("fewer GPUs", stratum.gpus < self.gpus[0]),
-        )
-        return tuple(name for name, is_so in reasons if is_so)
+    def beyond(self, stratum: Stratum) -> dict[Beyond, float]:
+        """Return how many times a job goes beyond the published runs in size, where it does."""
+        ratios: dict[Beyond, float] = {
+            "larger model": stratum.parameters / self.parameters[1],
+            "smaller model": self.parameters[0] / max(1, stratum.parameters),
+            "more GPUs": stratum.gpus / self.gpus[1],
+            "fewer GPUs": self.gpus[0] / stratum.gpus,
+        }
+        return {name: ratio for name, ratio in ratios.items() if ratio > 1}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extrapolation:
+    """Widening of what goes beyond the published runs."""
+
+    wider: float
+    """Joined with the width."""
+    ratio: float
+    """How many times larger the sizes were that it was found for; less far beyond, it counts in proportion to the
+    logarithm. 1 for devices, which are seen or not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,26 +108,29 @@ class Widths:
     """Code bases that run the modules of another, whose runs count where they have none of their own."""
     devices: Mapping[str, int]
     """Publications by architecture, of those that enough were published of."""
-    beyond: Mapping[str, float]
-    """What is joined with that where a job goes beyond what was published."""
+    beyond: Mapping[str, Extrapolation]
+    """For where a job goes beyond what was published."""
 
     def of(self, stratum: Stratum) -> float:
         """Return the logarithm of measured over predicted that nine of ten such runs stay within.
 
         Of several ways to go beyond what was published the widest counts.
         """
-        width = self.regime(stratum.regime).width
-        published = self.published(stratum.code)
-        reasons = [*published.beyond(stratum), *(["device"] if stratum.architecture not in self.devices else [])]
-        wider = [self.beyond[reason] for reason in reasons]
+        width, published = self.regime(stratum.regime).width, self.published(stratum.code)
+        ratios = published.beyond(stratum) | ({} if stratum.architecture in self.devices else {"device": math.inf})
+        wider = [self._wider(self.beyond[name], ratio) for name, ratio in ratios.items()]
         if self.joins == "sum":
             return width + published.factor + max([0.0, *wider])
         return width * published.factor * max([1.0, *wider])
 
+    def _wider(self, extrapolation: Extrapolation, ratio: float) -> float:
+        share = 1.0 if ratio >= extrapolation.ratio else math.log(ratio) / math.log(extrapolation.ratio)
+        return extrapolation.wider * share if self.joins == "sum" else extrapolation.wider**share
+
     def widest(self, regimes: Iterable[str], code: str) -> float:
         """Return what `of` never goes beyond for jobs of these regimes."""
         width = max(self.regime(name).width for name in regimes)
-        return width * self.published(code).factor * max(1.0, *self.beyond.values())
+        return width * self.published(code).factor * max(1.0, *(each.wider for each in self.beyond.values()))
 
     def regime(self, name: str) -> Width:
         """Return the width of a regime; of one that too little was published of, that of all together."""
@@ -168,7 +182,7 @@ def read_tables(path: Path) -> Mapping[str, Widths]:
 
 
 def _widths(table: Mapping[str, Mapping[str, object]]) -> Widths:
-    parts = {"regimes": Width, "codes": Published}
+    parts = {"regimes": Width, "codes": Published, "beyond": Extrapolation}
     rows = {
         part: {
             name: kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
@@ -176,7 +190,7 @@ def _widths(table: Mapping[str, Mapping[str, object]]) -> Widths:
         }
         for part, kind in parts.items()
     }
-    return Widths(joins=table["joins"], **rows, like=table["like"], devices=table["devices"], beyond=table["beyond"])
+    return Widths(joins=table["joins"], **rows, like=table["like"], devices=table["devices"])
 
 
 def step_half_width(job: Job) -> float:

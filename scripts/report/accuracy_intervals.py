@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from planner.cost.intervals import TABLE, Published, Widths, read_tables
+from planner.cost.intervals import TABLE, Extrapolation, Published, Widths, read_tables
 from scripts.fit.interval_rows import AXES, Axis
-from scripts.fit.intervals import ALL, FIGURES, JOINS, SHARE, Coverage, Figure, read_coverage
+from scripts.fit.intervals import ALL, FIGURES, JOINS, SHARES, Coverage, Figure, read_coverage
 from scripts.report.accuracy_tables import table
 
 HEAD = """
@@ -25,7 +25,8 @@ over its lower end, of memory the bound over what is said to need.
 
 Memory has two bounds. What a run *shows* holds the allocator's cache, which grows while there is room. What it
 *requires* is that of runs whose figure holds none, or that left less than a quarter of the device free: this decides
-between "fits" and "tight".
+between "fits" and "tight". Of the latter too little was published to tell kinds of work and code bases apart, but for
+code bases without any.
 """
 GROUPS = """
 ### {title}, each {axis} left out
@@ -77,11 +78,11 @@ def _cells(one: Coverage) -> list[str]:
 
 def _widths() -> Iterator[str]:
     tables = read_tables(TABLE)
-    columns = ("", "kind of work", f"{SHARE:.0%} stay within", "runs", "publications")
+    columns = ("", "kind of work", "share", "stays within", "runs", "publications")
     yield from table(
         columns,
         (
-            [TITLES[figure], name, _share(row.width), str(row.runs), str(row.publications)]
+            [TITLES[figure], name, f"{SHARES[figure]:.0%}", _share(row.width), str(row.runs), str(row.publications)]
             for figure in FIGURES
             for name, row in tables[figure].regimes.items()
         ),
@@ -99,12 +100,12 @@ def _widths() -> Iterator[str]:
     yield ""
     yield from table(
         ("", *tables["time"].beyond),
-        ([TITLES[figure], *(_wider(figure, value) for value in tables[figure].beyond.values())] for figure in FIGURES),
+        ([TITLES[figure], *(_wider(figure, each) for each in tables[figure].beyond.values())] for figure in FIGURES),
     )
 
 
 def _code(widths: Widths, code: str, row: Published) -> list[str]:
-    plain = widths.regimes["plain"].width
+    plain = widths.regime("plain").width
     width = plain * row.factor if widths.joins == "product" else plain + row.factor
     smallest, largest = row.parameters
     sizes = f"{smallest / 1e9:.2g} to {largest / 1e9:.3g} billion", f"{row.gpus[0]:,} to {row.gpus[1]:,}"
@@ -115,5 +116,6 @@ def _share(width: float) -> str:
     return f"{math.exp(width) - 1:+.0%}"
 
 
-def _wider(figure: Figure, value: float) -> str:
-    return f"x {value:.2f}" if JOINS[figure] == "product" else _share(value)
+def _wider(figure: Figure, each: Extrapolation) -> str:
+    wider = f"x {each.wider:.2f}" if JOINS[figure] == "product" else _share(each.wider)
+    return wider if each.ratio == 1 else f"{wider} ({each.ratio:.3g} times)"

@@ -12,6 +12,7 @@ from planner.cost.intervals import (
     ANY_OTHER,
     SMALL_BATCH,
     TABLE,
+    Extrapolation,
     Stratum,
     memory_headroom,
     read_tables,
@@ -110,12 +111,17 @@ def test_a_group_that_is_left_out_widens_the_others() -> None:
 
 def test_sizes_beyond_what_was_published_widen() -> None:
     table = read_tables(TABLE)["time"]
-    wider = replace(table, beyond={**table.beyond, "more GPUs": 2.0, "larger model": 3.0, "device": 1.5})
+    far = {"more GPUs": (2.0, 10.0), "larger model": (3.0, 10.0), "device": (1.5, 1.0)}
+    wider = {name: Extrapolation(wider=factor, ratio=ratio) for name, (factor, ratio) in far.items()}
+    table = replace(table, beyond={**table.beyond, **wider})
     usual = Stratum(regime="plain", code="llm-foundry", architecture="ampere", parameters=10**9, gpus=64)
-    base = wider.of(usual)
-    assert wider.of(replace(usual, gpus=10**5)) == pytest.approx(2 * base)
-    assert wider.of(replace(usual, gpus=10**5, parameters=10**13)) == pytest.approx(3 * base)
-    assert wider.of(replace(usual, architecture="unheard of")) == pytest.approx(1.5 * base)
+    base, most = table.of(usual), table.codes["llm-foundry"].gpus[1]
+    assert table.of(replace(usual, gpus=10**5)) == pytest.approx(2 * base)
+    assert table.of(replace(usual, gpus=most)) == pytest.approx(base)
+    # Half as far in logarithms as what the factor was found for counts with its root.
+    assert table.of(replace(usual, gpus=round(most * 10**0.5))) == pytest.approx(2**0.5 * base, rel=1e-3)
+    assert table.of(replace(usual, gpus=10**5, parameters=10**13)) == pytest.approx(3 * base)
+    assert table.of(replace(usual, architecture="unheard of")) == pytest.approx(1.5 * base)
     assert near_and_far([1, 2, 3, 4, 5, 6]) == (3, 4)
 
 
