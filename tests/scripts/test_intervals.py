@@ -82,31 +82,48 @@ def test_no_publication_weighs_more_than_ten_runs() -> None:
     assert quantile([(1.0, 1.0), (2.0, 1.0), (9.0, 0.1)], 0.9) == 2.0
 
 
+def publication(code: str, name: str, off: float, *, under: str = "") -> list[Row]:
+    """Ten runs that are off by as much."""
+    return [row(code, name, off, under=under) for _ in range(10)]
+
+
+def crossed(off: float) -> list[Row]:
+    """Runs of three code bases, predicted as each other."""
+    return [
+        one
+        for code in "xyz"
+        for under in "xyz"
+        if code != under
+        for one in publication(code, code + "1", off, under=under)
+    ]
+
+
 def test_a_code_base_without_runs_is_as_wide_as_code_bases_differ() -> None:
-    own = [row(code, code + place, 0.1) for code in "abc" for place in "12"]
-    crossed = [row(code, code + "1", 0.4, under=under) for code in "abc" for under in "abc" if code != under]
-    table = widths(scores([*own, *crossed], "time"), "time")
-    plain = table.regimes["plain"].width
-    assert plain == 0.1
-    assert table.of(replace(own[0].stratum, code="never published")) == pytest.approx(0.4)
+    two = [*publication("x", "x1", 0.1), *publication("x", "x2", 0.1)]
+    table = widths(scores([*two, *crossed(0.4)], "time"), "time")
+    assert table.regimes["plain"].width == 0.1
+    assert table.of(replace(two[0].stratum, code="never published")) == pytest.approx(0.4)
     # Two publications of its own and one of what code bases differ by: nine tenths of three are more than two.
-    assert table.codes["a"].factor * plain == pytest.approx(0.4)
-    many = [row("a", f"a{place}", 0.1) for place in range(20)]
-    assert widths(scores([*own, *many, *crossed], "time"), "time").of(own[0].stratum) == pytest.approx(0.1)
+    assert table.of(two[0].stratum) == pytest.approx(0.4)
+    many = [one for place in range(20) for one in publication("x", f"more{place}", 0.1)]
+    table = widths(scores([*two, *many, *crossed(0.4)], "time"), "time")
+    assert table.of(two[0].stratum) == pytest.approx(0.1)
+    assert (table.codes["x"].publications, table.codes["x"].runs) == (22, 220)
 
 
 def test_a_group_that_is_left_out_widens_the_others() -> None:
-    near = [row("a", f"near{place}", 0.1) for place in range(4)]
-    far = [row("a", "far", 0.3)]
-    crossed = [row(code, "near1", 0.1, under=under) for code, under in (("a", "b"), ("b", "a"), ("b", "c"))]
-    held = left_out([*near, *far, row("b", "other", 0.1), *crossed], "time", "publication", {})
-    worst = max(held, key=lambda one: one.over)
-    assert (worst.group, worst.over) == ("far", pytest.approx(3.0))
+    near = [one for place in range(4) for one in publication("x", f"near{place}", 0.1)]
+    far = publication("x", "far", 0.3)
+    held = left_out([*near, *far, *crossed(0.1)], "time", "publication", {})
+    over = {one.group: one.over for one in held}
+    assert over["far"] == pytest.approx(3.0)
     assert missing(held, "time") == pytest.approx(3.0)
-    assert missing([one for one in held if one.group != "far"], "time") == 1.0
-    # Against the factor of the others it stays outside: its own is no part of it.
+    others = [one for one in held if one.group != "far"]
+    assert missing(others, "time") == 1.0
+    # Held against the factor of the others, in which it has no part, it stays outside.
     (own,) = (one for one in coverage(held, "time") if one.group == "far")
     assert own.inside == 0.0
+    assert own.width == pytest.approx(math.exp(2 * 0.1))
 
 
 def test_sizes_beyond_what_was_published_widen() -> None:
