@@ -49,6 +49,8 @@ GPUS = Limit(least=1, most=1_000_000)
 """Also nodes, and the degrees of parallelism."""
 TOKENS = Limit(least=1, most=100_000_000)
 """Of one sample."""
+PIXELS = Limit(least=1, most=16_384)
+"""Of an image's side."""
 SAMPLES = Limit(least=1, most=1_000_000_000)
 STEPS = Limit(least=1, most=1_000_000_000)
 NODE_RANK = Limit(least=0, most=100_000)

@@ -29,7 +29,7 @@ Attention = Literal["sdpa", "eager", "flash"]
 Checkpointing = Literal["none", "full", "selective"]
 Compression = Literal["none", "fp16", "bf16", "int8"]
 Offload = Literal["none", "optimizer", "all", "nvme"]
-Task = Literal["causal-lm", "masked-lm", "seq-cls", "seq2seq", "image-cls", "custom", "dpo", "reward"]
+Task = Literal["causal-lm", "masked-lm", "seq-cls", "seq2seq", "image-cls", "diffusion", "custom", "dpo", "reward"]
 Save = Literal["none", "sharded", "full"]
 Degree = Literal["tp", "pp", "cp", "ep"]
 """Over how many ranks the work on one sample is split: layers, the stack of layers, the sequence, routed experts."""
@@ -60,6 +60,8 @@ LOAD_DTYPES: tuple[LoadDtype, ...] = get_args(LoadDtype)
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 SAVES: tuple[Save, ...] = get_args(Save)
 
+REPLICAS: frozenset[str] = frozenset({"single", "ddp"})
+"""Strategies whose ranks each have all of the model's states."""
 ZERO_STAGES: dict[str, int] = {"zero1": 1, "zero2": 2, "zero3": 3}
 MIXED_PRECISIONS: frozenset[str] = frozenset({"bf16", "fp16", "fp8", "fp4"})
 """Precisions that compute in narrower types than their master weights; fp8 and fp4 are bf16 but for their products."""

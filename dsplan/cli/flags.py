@@ -127,6 +127,9 @@ class WorkFlags:
     """The training job, independent of how it is spread over devices."""
 
     seq_len: Annotated[int | None, number(limits.TOKENS, "Tokens per sample.")] = None
+    image_size: Annotated[
+        int | None, number(limits.PIXELS, "Pixels of an image's side, for models that make images.")
+    ] = None
     source_len: Annotated[int | None, number(limits.TOKENS, "Encoder tokens per sample, for encoder-decoders.")] = None
     global_batch: Annotated[int | None, number(limits.SAMPLES, "Samples per optimizer step, over all GPUs.")] = None
     precision: Annotated[words.Precision | None, typer.Option(help="Types of arithmetic and storage.")] = None

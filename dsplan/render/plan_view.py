@@ -179,6 +179,8 @@ def verdict_line(plan: Plan) -> str:
     memory, have = plan.memory, format_bytes(limit_bytes(plan))
     need = format_bytes(needed_bytes(plan))
     most = format_bytes(memory.device_used_upper_bytes)
+    if needed_bytes(plan) > limit_bytes(plan):
+        need = f"{format_bytes(memory.device_least_bytes)} without any margin, {need} with all,"
     beyond = f"; nineteen of twenty such runs use less than {most}" if most != need else ""
     return f"verdict: {plan.verdict}: needs {need} of {have} per device{beyond}; limited by {plan.limited_by}"
 
@@ -192,7 +194,7 @@ def needed_bytes(plan: Plan) -> int:
 def shown_unit(plan: Plan) -> str:
     """Return what a rate counts: images or samples where tokens mean nothing to a person."""
     kind = plan.model.get("kind")
-    if kind == "vision":
+    if kind in ("vision", "diffusion"):
         return "images"
     return "samples" if plan.configuration.counts_samples or kind in _IN_SAMPLES else "tokens"
 

@@ -185,7 +185,8 @@ def trade(plans: Sequence[Plan]) -> Picture:
     return Picture(
         name="trade",
         title="Step time against memory",
-        caption="Further down is faster, further left is smaller. Numbers are those of the plans.",
+        caption="Further down is faster, further left is smaller; the whisker is where nine of ten steps should lie."
+        " Numbers are those of the plans.",
         figure=side_by_side.trade(plans),
         table=Table(columns=columns("plan", ">memory of a GPU", ">step"), rows=rows),
     )

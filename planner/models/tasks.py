@@ -17,6 +17,7 @@ _TASKS: dict[str, Task] = {
     "speech-encoder-decoder": "seq2seq",
     "vision": "image-cls",
     "vision-text": "image-cls",
+    "diffusion": "diffusion",
     "custom": "causal-lm",
 }
 _OTHER_TASKS: dict[str, tuple[Task, ...]] = {
@@ -74,10 +75,12 @@ def facts_for_task(facts: ModelFacts, task: Task) -> ModelFacts:
 def default_sequence_length(facts: ModelFacts) -> int:
     """Tokens per sample: 2048 for decoders, 512 for the rest, never more than the model's positions.
 
-    Images take their patches and the class token, speech models their decoder's positions.
+    Images take their patches and the class token, denoisers their patches, speech models their decoder's positions.
     """
     if facts.kind == "vision":
         return (facts.image_size // facts.patch_size) ** 2 + 1
+    if facts.kind == "diffusion":
+        return (facts.image_size // facts.patch_size) ** 2
     if facts.max_target_positions:
         return facts.max_target_positions
     positions = facts.max_position_embeddings or (facts.text.max_position_embeddings if facts.text else 0)

@@ -186,7 +186,7 @@ def why_indivisible(request: Request, configuration: Configuration) -> str | Non
         return f"pp {pp} x {virtual} is more than the {layers} blocks of {facts.name} and both ends"
     if cp > 1 and facts.kind not in ("decoder", "custom"):
         return f"cp {cp} is for decoders, and {facts.name} is of kind {facts.kind}; use cp 1"
-    if cp > 1 and facts.eager_only:
+    if cp > 1 and facts.runs_eager(configuration.attention):
         return f"cp {cp} needs fused attention, and {facts.name} runs eager; use cp 1"
     if why := why_no_experts(facts, ep):
         return why
@@ -318,9 +318,12 @@ def _remarks(priced: Priced) -> list[str]:
     if priced.memory_source == "datasheet" and facts.kind != "custom" and has_other_form(job):
         near = f"the nearest one's memory counts, of which one in twenty is {NEAREST_FORM_ERROR:.0%} under or more"
         remarks.append(f"no {facts.model_type} of this structure was ever traced: {near}; --exact traces it")
+    if facts.kind == "diffusion":
+        remarks.append("the denoiser alone is counted: latents and text embeddings are made before the step")
     remarks += _remarks_on_copies(job)
-    if configuration.attention != "eager" and facts.eager_only and job.workload.code == "transformers":
-        remarks.append(f"transformers runs {facts.model_type} with eager attention only; counted so")
+    if configuration.attention != "eager" and job.eager_attention and job.workload.code == "transformers":
+        other = ", or with --attention flash" if facts.fused_by_flash else " only"
+        remarks.append(f"transformers runs {facts.model_type} with eager attention{other}; counted eager")
     if configuration.attention == "flash" and configuration.precision == "fp32":
         remarks.append("flash attention takes 16-bit types only; in fp32 the run needs --attention sdpa")
     if configuration.precision.startswith("bf16") and not device.supports_bf16 and not device.is_cpu:

@@ -37,6 +37,7 @@ class WorkOptions:
 
     task: words.Task | None = None
     seq_len: int | None = None
+    image_size: int | None = None
     source_len: int | None = None
     global_batch: int | None = None
     precision: words.Precision | None = None
@@ -95,7 +96,8 @@ class Request:
     `offload` and `offload_ratio` are what a script or a person decided, and `checkpointings` what they left to choose
     from; None leaves them to the search. `gradient_compression` and `activations_on_host` hold for every plan, the
     latter where it checkpoints. `degrees` are those that every plan must have; None leaves them to the search.
-    `splits` are then the degrees that a live script can be run with, on CPUs too; None: all, on GPUs.
+    `splits` are then the degrees that a live script can be run with, on CPUs too; None: all, on GPUs. `to_the_limit`
+    lets plans in that fit without every margin, where none fits with them.
     """
 
     facts: ModelFacts
@@ -119,6 +121,7 @@ class Request:
     activations_on_host: bool = False
     degrees: Degrees | None = None
     splits: tuple[words.Degree, ...] | None = None
+    to_the_limit: bool = False
 
     @property
     def usd_per_gpu_hour(self) -> float | None:
@@ -137,6 +140,7 @@ class Request:
 _LIMITS = {
     "seq_len": limits.TOKENS,
     "source_len": limits.TOKENS,
+    "image_size": limits.PIXELS,
     "global_batch": limits.SAMPLES,
     "eval_batch": limits.SAMPLES,
     "eval_keep": limits.SAMPLES,
@@ -156,6 +160,10 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
     for name, limit in _LIMITS.items():
         limit.check(f"--{name.replace('_', '-')}", getattr(options, name))
     task = _task(facts, options)
+    if facts.kind == "diffusion" and (options.method != "full" or options.train_only):
+        raise ContradictoryRequest(
+            f"what adapters of {facts.name} keep was never traced; use --method full without --train-only"
+        )
     facts = facts_for_code(facts_for_task(facts, task), options.code)
     defaults: list[str] = [cluster.assumed] if cluster.assumed else []
     precision = options.precision or _precision(cluster, defaults)
@@ -316,6 +324,13 @@ def _steps_kept(options: WorkOptions) -> int:
 
 
 def _sequence_length(facts: ModelFacts, options: WorkOptions, defaults: list[str]) -> int:
+    if facts.kind == "diffusion":
+        return _patches(facts, options, defaults)
+    if options.image_size is not None:
+        raise ContradictoryRequest(
+            f"--image-size {options.image_size} is for models that make images, and {facts.name} is of kind"
+            f" {facts.kind}; leave it out"
+        )
     if options.seq_len is None:
         length = default_sequence_length(facts)
         defaults.append(f"sequence length {length} (--seq-len)")
@@ -327,6 +342,24 @@ def _sequence_length(facts: ModelFacts, options: WorkOptions, defaults: list[str
             f" use at most {longest}"
         )
     return options.seq_len
+
+
+def _patches(facts: ModelFacts, options: WorkOptions, defaults: list[str]) -> int:
+    """Return the patches of a square image, which are a denoiser's tokens."""
+    if options.seq_len is not None:
+        raise ContradictoryRequest(
+            f"--seq-len {options.seq_len} is for tokens, and {facts.name} makes images; use --image-size"
+        )
+    if options.image_size is None:
+        defaults.append(f"images of {facts.image_size} x {facts.image_size} pixels (--image-size)")
+    side, rest = divmod(options.image_size or facts.image_size, facts.patch_size)
+    if rest or not side:
+        near = max(side, 1) * facts.patch_size
+        raise ContradictoryRequest(
+            f"--image-size {options.image_size} is no multiple of the {facts.patch_size} pixels of a patch of"
+            f" {facts.name}; use {near} or {near + facts.patch_size}"
+        )
+    return side * side
 
 
 def _global_batch(cluster: Cluster, options: WorkOptions, defaults: list[str]) -> int:

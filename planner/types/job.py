@@ -162,7 +162,7 @@ class Job:
     @property
     def eager_attention(self) -> bool:
         """True if attention runs unfused: asked for, or all that the model has."""
-        return self.configuration.attention == "eager" or self.facts.eager_only
+        return self.facts.runs_eager(self.configuration.attention)
 
     @property
     def source_length(self) -> int:

@@ -214,8 +214,9 @@ class MemoryEstimate:
     arithmetic, whatever the peak's phase; those of the busiest rank where FSDP2 cannot spread them evenly.
     `host_bytes_per_node` is what training takes, `host_load_bytes_per_node` what loading the model takes.
     `device_used_bytes` is what NVML shows for the process where there is room, `device_used_upper_bytes` what nineteen
-    of twenty real runs stay below: a plan has room where that fits. `device_needed_bytes` is what it cannot do without,
-    and decides whether it fits at all; 0 in plans of earlier releases.
+    of twenty real runs stay below: a plan has room where that fits. `device_needed_bytes` is what it needs with every
+    margin, and decides whether it is proposed; `device_least_bytes` what no run could do without, and decides whether
+    it fits at all. Both are 0 in plans of earlier releases.
     """
 
     parameters_bytes: int
@@ -233,6 +234,7 @@ class MemoryEstimate:
     host_bytes_per_node: int
     host_load_bytes_per_node: int = 0
     device_needed_bytes: int = 0
+    device_least_bytes: int = 0
     phases: Mapping[str, int] = field(default_factory=dict)
     states: Mapping[str, int] = field(default_factory=dict)
 

@@ -153,6 +153,7 @@ def _composed(job: Job, states: States, phases: Mapping[str, Ledger], margin: fl
         device_used_bytes=use.used,
         device_used_upper_bytes=use.upper,
         device_needed_bytes=use.needed,
+        device_least_bytes=use.least,
         host_bytes_per_node=round(host_bytes(job, states, use.used)),
         host_load_bytes_per_node=round(host_load_bytes(job)),
         phases={name: round(ledger.total) for name, ledger in phases.items()},

@@ -102,7 +102,7 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
     configuration = job.configuration
     question = _Question(
         mode=precision_mode(recipe),
-        attention="eager" if job.eager_attention else configuration.attention,
+        attention="eager" if job.eager_attention else "flash" if configuration.attention == "flash" else "sdpa",
         on_cpu=job.cluster.device.is_cpu,
         tp=configuration.tp,
         length=configuration.sequence_length,
