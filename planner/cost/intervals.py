@@ -219,4 +219,4 @@ def memory_headroom(job: Job) -> Headroom:
     """Return how far over what it is said to need runs of a job go."""
     stratum, tables = stratum_of(job), _tables()
     crowded, roomy = (math.exp(max(0.0, tables[name].of(stratum))) - 1 for name in ("room", "memory"))
-    return Headroom(crowded=min(crowded, roomy), roomy=roomy)
+    return Headroom(crowded=crowded, roomy=max(crowded, roomy))

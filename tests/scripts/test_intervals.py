@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,8 @@ from planner.cost.intervals import (
     stratum_of,
     widest_half_width,
 )
+from planner.cost.memory.estimate import memory_estimate
+from scripts.fit.asked import Desk, questions
 from scripts.fit.interval_rows import AXES, Row, headroom, near_and_far, needed_bytes, read_rows
 from scripts.fit.intervals import (
     ALL,
@@ -180,7 +183,6 @@ def test_room_for_a_cache_is_not_what_decides() -> None:
 
 
 def test_a_run_below_what_is_said_to_be_used_needs_no_headroom() -> None:
-    from planner.cost.memory.estimate import memory_estimate
     from tests.planner.cost.memory.test_overhead import job_of
 
     memory = memory_estimate(job_of("fsdp"))
@@ -191,3 +193,16 @@ def test_a_run_below_what_is_said_to_be_used_needs_no_headroom() -> None:
     over = math.log(memory.peak_reserved_bytes / needed_bytes(memory, "allocated"))
     assert headroom(memory.peak_reserved_bytes, memory, "allocated") == pytest.approx(over)
     assert over > 0
+
+
+def test_rows_are_of_the_models_as_they_are(tmp_path: Path) -> None:
+    """Where this fails the time or the memory model has changed: run scripts.fit.intervals with --anew."""
+    asked, desk = {one.case: one for one in questions()}, Desk(tmp_path)
+    for kept in [one for one in ROWS if one.is_own][::50]:
+        one = asked[kept.case]
+        _, plan = desk.priced(one)
+        if not math.isnan(kept.shipped):
+            ratio = plan.throughput.tokens_per_second_per_gpu / one.tokens_per_s_per_gpu
+            assert math.log(ratio) == pytest.approx(kept.shipped, abs=0.02), kept.case
+        if not math.isnan(kept.memory):
+            assert headroom(one.memory_bytes, plan.memory, one.kind) == pytest.approx(kept.memory, abs=0.02), kept.case
