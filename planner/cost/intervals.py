@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hardware_db.records import dataclass
 from planner.cost.code_bases import of_any_year
@@ -181,9 +181,9 @@ def read_tables(path: Path) -> Mapping[str, Widths]:
     return {name: _widths(document[name]) for name in ("time", "memory", "room")}
 
 
-def _widths(table: Mapping[str, Mapping[str, object]]) -> Widths:
-    parts = {"regimes": Width, "codes": Published, "beyond": Extrapolation}
-    rows = {
+def _widths(table: Mapping[str, Any]) -> Widths:
+    parts: dict[str, Callable[..., Any]] = {"regimes": Width, "codes": Published, "beyond": Extrapolation}
+    rows: dict[str, Mapping[str, Any]] = {
         part: {
             name: kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
             for name, row in table[part].items()
