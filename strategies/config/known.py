@@ -139,7 +139,7 @@ TOP = Keys(
         " dataloader_drop_last seq_parallel_communication_data_type use_data_before_expert_parallelism"
         " checkpoint_tag_validation elastic_checkpoint vocabulary_size dump_state"
     ),
-    own=_words("train_only kernels"),
+    own=_words("train_only weights kernels"),
     opaque=_words("timers aio"),
     defaults={
         "prescale_gradients": False,

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from strategies.config import Fp16Section
+from strategies.parallel.empty import cast, is_stand_in
 from strategies.torch_compat.tensors import foreach_norm, tree_map
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,7 +28,12 @@ WEIGHT_DTYPE = {**_COMPUTE_DTYPE, "bf16-pure": torch.bfloat16}
 
 def cast_model(model: nn.Module, precision: str) -> nn.Module:
     """Cast the weights of a model to bf16 for `bf16-pure`; else they stay as they are."""
-    return model.to(torch.bfloat16) if precision == "bf16-pure" else model
+    if precision != "bf16-pure":
+        return model
+    for weight in model.parameters():
+        if is_stand_in(weight) and weight.is_floating_point():
+            weight.data = cast(weight, torch.bfloat16)
+    return model.to(torch.bfloat16)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:

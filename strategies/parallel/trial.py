@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from strategies.parallel.capture import arguments_of
+from strategies.parallel.empty import is_stand_in
 from strategies.parallel.ranks import TensorRanks, all_reduce
 from strategies.parallel.styles import Applied, RegionEnd, RegionStart
 from strategies.parallel.units import Choice
@@ -40,6 +42,10 @@ class Trial:
         self._is_fake = is_fake(block)
         positions = getattr(getattr(inner, "config", None), "max_position_embeddings", None) or 4 * ranks.size
         self._arguments = arguments_of(inner, block, ranks.size * max(1, min(4, positions // ranks.size)))
+        if self._arguments is not None and any(map(is_stand_in, inner.parameters())):
+            (states, *rest), named = self._arguments
+            drawn = torch.randn(states.shape, generator=torch.Generator().manual_seed(2))
+            self._arguments = (drawn.to(states), *rest), named  # tables that are still to be read make them zeros
         self._references: dict[nn.Module, tuple[nn.Module, _Outcome] | None] = {}
 
     def runs(self, block: nn.Module) -> bool:
@@ -110,15 +116,18 @@ class Trial:
     def _run_whole(self, block: nn.Module) -> tuple[nn.Module, _Outcome] | None:
         if self._arguments is None:
             return None
+        unread = {name for name, parameter in block.named_parameters() if is_stand_in(parameter)}
         reference = copy.deepcopy(block).eval()
         if not self._is_fake:
             reference.to(self._device).float()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            for parameter in reference.parameters():
+            for name, parameter in reference.named_parameters():
                 if parameter.is_floating_point():
                     parameter.requires_grad_()
-                    if not self._is_fake and not parameter.any():  # zeros hide what they are multiplied with
+                    if name in unread:
+                        parameter.copy_(_drawn(parameter.shape, generator))
+                    elif not self._is_fake and not parameter.any():  # zeros hide what they are multiplied with
                         parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
         try:
             return reference, self._run(reference)
@@ -164,6 +173,15 @@ def _is_close(actual: torch.Tensor, expected: torch.Tensor, floor: float) -> boo
         return False
     scale = max(float(expected.abs().max()), floor) if expected.numel() else 0.0
     return not expected.numel() or float((actual - expected).abs().max()) <= _TOLERANCE * scale
+
+
+def _drawn(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Return values for a weight that is still to be read: products keep the size of what they are of, norms too.
+
+    Smaller ones would hide a wrong split: with equal scores attention does not depend on queries and keys.
+    """
+    values = torch.randn(shape, generator=generator)
+    return values / math.sqrt(shape[-1]) if len(shape) > 1 else 1 + values / 10
 
 
 def is_fake(module: nn.Module) -> bool:

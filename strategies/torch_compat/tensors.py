@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils import swap_tensors
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "replace_modules",
     "sparse_indices",
     "storage_number",
+    "swap_tensors",
     "transient_buffers",
     "tree_flatten",
     "tree_leaves",

@@ -19,6 +19,7 @@ from hardware_db.device import Device
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES, PAIRED
 from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.empty import is_stand_in
 from strategies.parallel.pipeline import order_of
 from strategies.torch_compat.dispatch import FakeTensorMode, without_modes
 from strategies.torch_compat.tensors import tree_leaves, tree_map
@@ -76,6 +77,8 @@ def fake_copy(
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     with mode:
+        if is_stand_in(tensor):
+            return torch.empty(tensor.shape, dtype=wanted, device="cpu")
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
 
 
