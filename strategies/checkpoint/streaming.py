@@ -44,8 +44,8 @@ def prepare_weights(model: nn.Module, path: str | Path | None, environment: Envi
         empty = next((name for name, weight in model.named_parameters() if weight.is_meta), None)
         if empty is not None:
             raise CannotRun(
-                f"{empty} is on the meta device and has no values; say where they are: initialize(weights=DIRECTORY), or"
-                ' "weights" in the config'
+                f"{empty} is on the meta device and has no values; say where they are by initialize(weights=DIRECTORY)"
+                ' or "weights" in the config'
             )
         return None
     files = on_rank_zero(lambda: open_weights(Path(path)))

@@ -41,7 +41,7 @@ class WeightFiles:
     index: Mapping[str, SavedTensor]
     """Where every tensor lies, by its name there, or in the model."""
     files: Mapping[str, Path] = field(default_factory=dict)
-    """Where files lie that are links (a cache of the Hub's is full of them), by their names; others are below `path`."""
+    """Where files lie, links followed (the Hub's cache is full of them), by their names; others are below `path`."""
 
     @property
     def folder(self) -> Path:
@@ -221,8 +221,8 @@ def _joined(files: WeightFiles, name: str, sources: Mapping[str, Sequence[str]],
     steps = {type(step).__name__: step for step in change.operations}
     if not steps.keys() <= _JOINS or getattr(steps.get("MergeModulelist"), "dim", 0) != 0:
         raise CannotRun(
-            f"weights: {files.path} holds {name} in a form that transformers converts ({', '.join(steps)}), which is not"
-            " read in parts; save the model once with save_pretrained(..., save_original_format=False), or load it whole"
+            f"weights: {files.path} holds {name} in a form that transformers converts ({', '.join(steps)}), which is"
+            " not read in parts; save the model once with save_original_format=False, or load it whole"
         )
     lists = [sources[pattern] for pattern in change.source_patterns if pattern in sources]
     parts = [_stacked(files, keys) if "MergeModulelist" in steps else files.index[keys[0]] for keys in lists]
@@ -242,12 +242,10 @@ def _stacked(files: WeightFiles, keys: Sequence[str]) -> SavedTensor:
     shape = parts[0].shape
     uneven = next((key for key, part in zip(keys, parts, strict=True) if part.shape != shape), None)
     if uneven is not None:
-        raise BrokenFile(
-            files.path, f"has {uneven} as {list(files.index[uneven].shape)} beside others", "name others"
-        )
+        raise BrokenFile(files.path, f"has {uneven} as {list(files.index[uneven].shape)} beside others", "name others")
     boxes = [
-        Box(offsets=(place, *box.offsets), sizes=(1, *box.sizes), file=box.file, key=box.key)
-        for place, part in enumerate(parts)
+        Box(offsets=(expert, *box.offsets), sizes=(1, *box.sizes), file=box.file, key=box.key)
+        for expert, part in enumerate(parts)
         for box in part.boxes
     ]
     return SavedTensor(dtype=parts[0].dtype, shape=(len(keys), *shape), boxes=tuple(boxes))
@@ -262,5 +260,5 @@ _ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=
 
 
 def without_adapters(name: str) -> str:
-    """Return the name that a weight had before PEFT put an adapter beside it, or a copy that is trained in its place."""
+    """Return the name that a weight had before PEFT put an adapter beside it, or a trained copy in its place."""
     return _ADAPTED.sub("", name)

@@ -1,7 +1,7 @@
 """`dsplan.initialize`: from a module to an engine that trains it, under whichever plan.
 
-Configure, find weights in files, adapt, plan, split, build, read weights, supervise: each phase hands the next ones a frozen value. Their order, and that of
-what each does, is the same on every rank, since ranks meet in most of them.
+Configure, find weights in files, adapt, plan, split, build, read weights, supervise: each phase hands the next ones a
+frozen value. Their order, and that of what each does, is the same on every rank, since ranks meet in most of them.
 """
 
 from __future__ import annotations

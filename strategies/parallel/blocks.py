@@ -62,7 +62,7 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 QUANTISER = "_dsplan_quantiser"
-"""Attribute of a layer whose weight is still to be read: stores a whole one, [outputs, inputs], in bitsandbytes' form."""
+"""Attribute of a layer whose weight is still to be read: stores a whole one, [outputs, inputs], in 4 bits."""
 
 
 def quantised_weights(model: nn.Module) -> list[str]:

@@ -116,24 +116,33 @@ class Trial:
     def _run_whole(self, block: nn.Module) -> tuple[nn.Module, _Outcome] | None:
         if self._arguments is None:
             return None
-        unread = {name for name, parameter in block.named_parameters() if is_stand_in(parameter)}
-        reference = copy.deepcopy(block).eval()
+        # A deep copy takes what it has already seen from its memo: no weight that is still to be read is made on the host.
+        drawn = {id(weight): self._draw(weight) for weight in block.parameters() if is_stand_in(weight)}
+        reference = copy.deepcopy(block, dict(drawn)).eval()
         if not self._is_fake:
             reference.to(self._device).float()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            for name, parameter in reference.named_parameters():
+            for parameter in reference.parameters():
                 if parameter.is_floating_point():
                     parameter.requires_grad_()
-                    if name in unread:
-                        parameter.copy_(_drawn(parameter.shape, generator))
-                    elif not self._is_fake and not parameter.any():  # zeros hide what they are multiplied with
+                    if not self._is_fake and not parameter.any():  # zeros hide what they are multiplied with
                         parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
         try:
             return reference, self._run(reference)
         except Exception:  # a block that wants other arguments may raise anything
             _log.debug("%s does not run by itself", type(block).__name__, exc_info=True)
             return None
+
+    def _draw(self, weight: torch.Tensor) -> nn.Parameter:
+        """Draw a weight that is still to be read: products keep the size of what they are of, and norms do.
+
+        Smaller ones would hide a wrong split: with equal scores attention does not depend on queries and keys.
+        """
+        generator = torch.Generator(self._device).manual_seed(weight.numel())
+        values = torch.randn(weight.shape, generator=generator, device=self._device)
+        values = values.div_(math.sqrt(weight.shape[-1])) if weight.dim() > 1 else values.div_(10).add_(1)
+        return nn.Parameter(values, requires_grad=weight.requires_grad)
 
     def _run(self, block: nn.Module) -> _Outcome:
         assert self._arguments is not None
@@ -173,15 +182,6 @@ def _is_close(actual: torch.Tensor, expected: torch.Tensor, floor: float) -> boo
         return False
     scale = max(float(expected.abs().max()), floor) if expected.numel() else 0.0
     return not expected.numel() or float((actual - expected).abs().max()) <= _TOLERANCE * scale
-
-
-def _drawn(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Return values for a weight that is still to be read: products keep the size of what they are of, norms too.
-
-    Smaller ones would hide a wrong split: with equal scores attention does not depend on queries and keys.
-    """
-    values = torch.randn(shape, generator=generator)
-    return values / math.sqrt(shape[-1]) if len(shape) > 1 else 1 + values / 10
 
 
 def is_fake(module: nn.Module) -> bool:
