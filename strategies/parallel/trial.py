@@ -116,7 +116,7 @@ class Trial:
     def _run_whole(self, block: nn.Module) -> tuple[nn.Module, _Outcome] | None:
         if self._arguments is None:
             return None
-        # A deep copy takes what it has already seen from its memo: no weight that is still to be read is made on the host.
+        # A deep copy takes what is in its memo: no weight that is still to be read is made on the host.
         drawn = {id(weight): self._draw(weight) for weight in block.parameters() if is_stand_in(weight)}
         reference = copy.deepcopy(block, dict(drawn)).eval()
         if not self._is_fake:
