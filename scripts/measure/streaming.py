@@ -3,11 +3,11 @@
     python -m scripts.measure.streaming --folder DIRECTORY [--blocks 2] [--only stream-fsdp ...]
 
 The files of all 80 blocks are written with their headers and as holes (138 GB of zeros that take no disk), as the Hub
-has them: 15 of them, bf16. A model of `--blocks` of these blocks and the tables, in their true widths, is then made on 8
-ranks over gloo, so that what all of them have fits one machine; a rank of the whole model would have 80 / blocks times
-as much of the blocks, and beside its own parts the same. Memory is what processes have that no file backs (anonymous
-pages; pages of the files are the system's cache), over what they had before, sampled every 5 ms. Beside it stands what
-the planner counts. Loading whole is transformers' `from_pretrained` on rank 0, and torch's broadcast of it into FSDP2
+has them: 15 of them, bf16. A model of `--blocks` of these blocks and the tables, in their true widths, is then made on
+8 ranks over gloo, so that what all of them have fits one machine; a rank of the whole model would have 80 / blocks
+times as much of the blocks, and beside its own parts the same. Memory is what processes have that no file backs
+(anonymous pages; pages of the files are the system's cache), over what they had before, sampled every 5 ms. Beside it
+stands what the planner counts. Loading whole is transformers' `from_pretrained` on rank 0, and torch's broadcast of it into FSDP2
 shards (`set_model_state_dict`, `broadcast_from_rank0`), as accelerate does it.
 """
 
@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import fully_shard
 
 import dsplan
-from hardware_db.units import GIB, MIB
-from planner.cost.memory.host import CPU_PROCESS_BYTES, READ_BYTES
+from hardware_db.units import GIB
+from planner.cost.memory.host import READ_BYTES
 from planner.cost.memory.units import weight_bytes
 from planner.cost.precision import recipe_of
 from planner.models.from_hf.config import facts_from_config
@@ -182,18 +182,16 @@ class Loaded:
 
 def load(case: Case, blocks: int, folder: str) -> Loaded:
     """Load on this rank, with the others."""
-    _free()
+    free_memory()
     dist.barrier()
     before, began, cpu = ProcessMemory().read()["private_bytes"], time.perf_counter(), time.process_time()
-    with _sampled() as peak:
+    with sampled_peak() as peak:
         module = _load_whole(case, blocks, folder) if case.whole else _stream(case, blocks, folder)
     dist.barrier()
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     left = ProcessMemory().read()["private_bytes"] - before
     own = sum(_bytes_of(weight) for weight in module(None))
-    return Loaded(
-        peak_bytes=peak() - before, left_bytes=left, own_bytes=own, seconds=seconds, cpu_seconds=cpu
-    )
+    return Loaded(peak_bytes=peak() - before, left_bytes=left, own_bytes=own, seconds=seconds, cpu_seconds=cpu)
 
 
 def _stream(case: Case, blocks: int, folder: str) -> Callable[[Any], list[torch.Tensor]]:
@@ -230,7 +228,7 @@ def _bytes_of(weight: Any) -> int:
 
 
 @contextmanager
-def _sampled() -> Iterator[Callable[[], int]]:
+def sampled_peak() -> Iterator[Callable[[], int]]:
     """Watch this process's anonymous memory, and give a function that returns the most there was."""
     ended, most = threading.Event(), [0]
 
@@ -249,7 +247,8 @@ def _sampled() -> Iterator[Callable[[], int]]:
         watcher.join()
 
 
-def _free() -> None:
+def free_memory() -> None:
+    """Give what is not in use back to the system, so that a peak begins from there."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 

@@ -51,6 +51,8 @@ def partition_model(library: Any, model: nn.Module, config: Mapping[str, Any], d
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = cast(parameter.data, dtype)
+    if device.type == "cpu":
+        give_memory(model.parameters(), device)  # elsewhere they get it as they go there, one by one
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     library.zero.Init(module=model, config_dict_or_path=dict(config), dtype=dtype)
