@@ -7,8 +7,8 @@ has them: 15 of them, bf16. A model of `--blocks` of these blocks and the tables
 8 ranks over gloo, so that what all of them have fits one machine; a rank of the whole model would have 80 / blocks
 times as much of the blocks, and beside its own parts the same. Memory is what processes have that no file backs
 (anonymous pages; pages of the files are the system's cache), over what they had before, sampled every 5 ms. Beside it
-stands what the planner counts. Loading whole is transformers' `from_pretrained` on rank 0, and torch's broadcast of it into FSDP2
-shards (`set_model_state_dict`, `broadcast_from_rank0`), as accelerate does it.
+stands what the planner counts. Loading whole is transformers' `from_pretrained` on rank 0, and torch's broadcast of it
+into FSDP2 shards (`set_model_state_dict`, `broadcast_from_rank0`), as accelerate does it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import fully_shard
 
 import dsplan
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.units import GIB
 from planner.cost.memory.host import READ_BYTES
 from planner.cost.memory.units import weight_bytes
@@ -42,7 +43,6 @@ from planner.search.request import Request, WorkOptions, make_request
 from planner.types.plan import Configuration, Plan
 from scripts.measure.machines import measured_cluster
 from strategies.checkpoint.safefile import lay_out
-from strategies.distributed.rank_pool import RankPool
 from strategies.engine.initialize import initialize
 from strategies.parallel.blocks import repeated_blocks
 from strategies.telemetry.machine import ProcessMemory
@@ -133,7 +133,7 @@ def write_files(folder: Path, shape: Mapping[str, int]) -> int:
             filled = 0
         groups[-1][name] = weight.shape
         filled, total = filled + size, total + size
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         _write_holes(folder / name, group)

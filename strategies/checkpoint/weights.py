@@ -154,9 +154,9 @@ def fit_to(files: WeightFiles, model: nn.Module, required: Iterable[str]) -> Wei
         holders.setdefault(id(tensor), []).append(name)
     own: dict[str, SavedTensor] = {}
     for names in holders.values():
-        name = next((name for name in names if name in index), None)
-        if name is not None:
-            own.update(dict.fromkeys(names, index[name]))
+        saved_name = next((name for name in names if name in index), None)
+        if saved_name is not None:
+            own.update(dict.fromkeys(names, index[saved_name]))
     for name, saved in own.items():
         if saved.shape != tuple(tensors[name].shape):
             problem = f"has {name} as {list(saved.shape)} and the model as {list(tensors[name].shape)}"

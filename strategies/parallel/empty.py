@@ -38,11 +38,12 @@ def empty_weights() -> Iterator[None]:
             vars(empty).update(vars(held))
             own_parameters(module)[name] = empty
 
-    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+    kind: Any = nn.Module
+    kind.register_parameter = register_empty
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        kind.register_parameter = register
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:

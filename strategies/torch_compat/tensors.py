@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils import swap_tensors
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
@@ -39,6 +38,11 @@ Kind = TypeVar("Kind")
 
 foreach_add_, foreach_mul_, foreach_sign_ = torch._foreach_add_, torch._foreach_mul_, torch._foreach_sign_
 foreach_lerp, foreach_lerp_, foreach_norm = torch._foreach_lerp, torch._foreach_lerp_, torch._foreach_norm
+
+
+def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange what two tensors are, so that whoever holds one of them holds the other from now on."""
+    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
 
 
 def tree_to(device: torch.device, tree: Any) -> Any:

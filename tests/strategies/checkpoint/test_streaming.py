@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dsplan
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.checkpoint.weights import open_weights, without_adapters
-from strategies.distributed.rank_pool import RankPool
 from strategies.engine.initialize import initialize
 from strategies.errors import BrokenFile, CannotRun
 from tests.strategies import stream_bodies, training_bodies
@@ -197,7 +197,8 @@ def test_buffers_that_files_have_are_read(tmp_path: Path) -> None:
             self.register_buffer("table", torch.arange(4.0), persistent=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.norm(self.layer(x)) * self.table).square().mean()  # type: ignore[operator]
+            loss: torch.Tensor = (self.norm(self.layer(x)) * self.get_buffer("table")).square().mean()
+            return loss
 
     whole = WithBuffers()
     whole.norm.running_mean.copy_(torch.arange(4) + 0.5)  # type: ignore[union-attr]
