@@ -87,12 +87,15 @@ def _add_master(bucket: Bucket, context: ShardingContext, original: torch.Tensor
 def _together(bucket: Bucket, context: ShardingContext) -> torch.Tensor:
     """Return rank 0's weights of a bucket side by side on the device, in the parameters' own dtype, [layout.padded].
 
-    Where weights are read from files, ranks have the same of all others already; zeros are in their place.
+    Where weights are read from files, ranks have the same of all others already, and room is in their place, which
+    takes no host memory before it is written.
     """
     parameters = [slot.parameter.detach() for slot in bucket.slots]
     is_read = any(map(is_stand_in, parameters))
     if is_read and all(map(is_stand_in, parameters)):
-        return torch.zeros(bucket.layout.padded, dtype=bucket.dtype, device=context.device)
+        room = torch.empty(bucket.layout.padded, dtype=bucket.dtype, device=context.device)
+        room[bucket.layout.elements :].zero_()
+        return room
     dtype = parameters[0].dtype
     for parameter in parameters[1:]:
         dtype = torch.promote_types(dtype, parameter.dtype)
