@@ -111,7 +111,7 @@ class Case:
 CASES = (
     Case(name="stream-fsdp", strategy="fsdp"),
     Case(name="stream-zero3", strategy="zero3"),
-    Case(name="stream-zero1-pp2", strategy="zero1", pp=2),
+    Case(name="stream-fsdp-pp2", strategy="fsdp", pp=2),
     Case(name="stream-fsdp-tp2", strategy="fsdp", tp=2, narrower=4),
     Case(name="whole-fsdp", strategy="fsdp", whole=True),
 )

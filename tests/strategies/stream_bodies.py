@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,3 +108,19 @@ def host_peak(strategy: str, folder: str) -> int:
         engine, *_ = initialize(model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan, weights=folder)
     assert engine is not None
     return peak() - before
+
+
+def train_adapted(recipe: Recipe, folder: str, method: str) -> tuple[list[float], list[float]]:
+    """Losses of adapters beside weights that are read, and beside the same weights that the model has."""
+    both = []
+    for reads in (True, False):
+        torch.manual_seed(3)
+        with dsplan.empty_weights() if reads else nullcontext():
+            model = training_bodies.TinyModel()
+        torch.manual_seed(4)
+        config = {"lora": {"method": method, "rank": 4}} | ({"weights": folder} if reads else {})
+        engine, *_ = initialize(
+            model, optimizer=lambda p: torch.optim.AdamW(p, lr=2e-2), plan=recipe.plan(), config=config
+        )
+        both.append([training_bodies.one_step(engine, step) for step in range(recipe.steps)])
+    return both[0], both[1]

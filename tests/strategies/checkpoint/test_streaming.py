@@ -68,6 +68,30 @@ def test_deepspeed_is_given_them_too(strategy: str, pool_of: PoolOf, tiny: str) 
     assert losses == pytest.approx(training_bodies.reference(recipe).losses, rel=1e-5)
 
 
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize(
+    ("strategy", "backend"), [("ddp", "torch"), ("fsdp", "torch"), ("zero2", "native"), ("zero3", "native")]
+)
+@pytest.mark.sweep(suite=lambda strategy, backend, method: strategy == "fsdp")
+def test_adapters_lie_beside_weights_that_are_read(
+    strategy: str, backend: str, method: str, ranks: RankPool, tiny: str
+) -> None:
+    """QLoRA's codes are those of the whole weight, of which a rank keeps its part."""
+    pytest.importorskip("peft")
+    if method == "qlora":
+        pytest.importorskip("bitsandbytes")
+    recipe = Recipe(strategy=strategy, backend=backend, world_size=2, steps=3)
+    for read, had in ranks.run(stream_bodies.train_adapted, recipe, tiny, method):
+        assert read == pytest.approx(had, rel=1e-6)
+        assert read[-1] != read[0]
+
+
+def test_dora_needs_the_weights_first(tiny: str) -> None:
+    pytest.importorskip("peft")
+    with pytest.raises(CannotRun, match="method dora begins from the lengths of the weights"):
+        initialize(_empty(), plan=_plan(), config={"weights": tiny, "lora": {"method": "dora"}})
+
+
 KINDS: tuple[Kind, ...] = ("llama", "qwen3", "gpt2", "mixtral", "gpt")
 TWO = (
     Composition(strategy="fsdp", dp_shard=2, steps=2),
