@@ -6,6 +6,7 @@ Sources are read from the files' own fields, so that the page lists what the row
 from __future__ import annotations
 
 import csv
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -61,15 +62,22 @@ def _of_column(column: str) -> Callable[[list[dict[str, str]]], Iterator[str]]:
     return lambda rows: (row[column] for row in rows if row[column])
 
 
+def _of_trainers(data: Any) -> Iterator[str]:
+    """Return where the keys of every trainer were read."""
+    yield from (row["source"] for row in data.values())
+
+
 _CITING: dict[str, Callable[[Any], Iterable[str]]] = {
     "hardware_db/datasheets/devices.yaml": _of_table,
     "hardware_db/datasheets/interconnects.yaml": _of_table,
     "planner/models/catalogue.yaml": _of_models,
     "planner/models/recorded.yaml": _of_models,
     "planner/cost/code_bases.yaml": _of_code_bases,
+    "planner/read/trainers.json": _of_trainers,
     "hardware_db/measurements/published_memory.csv": _of_column("document"),
     "hardware_db/measurements/published_training.csv": _of_column("document"),
     "hardware_db/measurements/published_asked.csv": _of_column("document"),
+    "hardware_db/measurements/known_faults_rows.csv": _of_column("document"),
     "hardware_db/measurements/all_reduce_nvlink.csv": _of_column("source"),
     "hardware_db/measurements/attention_efficiency.csv": _of_column("source"),
     "hardware_db/measurements/gemm_efficiency.csv": _of_column("source"),
@@ -78,12 +86,16 @@ _CITING: dict[str, Callable[[Any], Iterable[str]]] = {
 """Files whose rows cite, and how to read what."""
 _OWN_FILES = {
     "planner/models/from_hf/architectures.yaml": "keys of transformers' config classes, checked against transformers",
+    "strategies/config/known.yaml": "keys of DeepSpeed's documentation and parser, and of dsplan's own",
     "strategies/torch_compat/entries.yaml": "names in torch's own modules, probed on each version",
     "strategies/tracing/to_hf/arguments.yaml": "keys of transformers' config classes, checked against transformers",
     "planner/cost/memory/activations/forms/": "traced by `scripts.generate.memory_forms`",
     "hardware_db/measurements/asked_answers.csv": "dsplan's answers, `scripts.fit.asked`",
     "hardware_db/measurements/asked_answers_before.csv": "dsplan's answers, `scripts.fit.asked`",
     "hardware_db/measurements/compositions_cpu.csv": "measured by `scripts.measure.compositions`",
+    "hardware_db/measurements/grid_halves.csv": "computed by `scripts.fit.grid_halves`",
+    "hardware_db/measurements/grid_halves_before.csv": "computed by `scripts.fit.grid_halves`",
+    "hardware_db/measurements/known_faults.csv": "dsplan's answers, `scripts.report.known_faults`",
     "hardware_db/measurements/machines.csv": "probed by the scripts that measure",
     "hardware_db/measurements/memory_cpu.csv": "measured by `scripts.measure.memory`",
     "hardware_db/measurements/memory_emulated.csv": "measured by `scripts.measure.emulated_peaks` on emulated cards",
@@ -126,7 +138,8 @@ def cited(file: str) -> set[str]:
         KeyError: nobody has said where the file comes from.
     """
     text = (ROOT / file).read_text(encoding="utf-8")
-    data = yaml.safe_load(text) if file.endswith(".yaml") else list(csv.DictReader(text.splitlines()))
+    readers: dict[str, Callable[[str], Any]] = {".yaml": yaml.safe_load, ".json": json.loads}
+    data = readers.get(Path(file).suffix, lambda rows: list(csv.DictReader(rows.splitlines())))(text)
     return {" ".join(source.split()).replace("|", "/") for source in _CITING[file](data)}
 
 

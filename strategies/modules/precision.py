@@ -6,7 +6,8 @@ shards, computes in 16 bits and reduces gradients in fp32. `bf16-pure` keeps eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from strategies.config import Fp16Section
-from strategies.parallel.empty import cast, is_stand_in
+from strategies.config.values import Fp16Section
+from strategies.parallel.empty import cast
 from strategies.torch_compat.tensors import foreach_norm, tree_map
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,14 +27,15 @@ WEIGHT_DTYPE = {**_COMPUTE_DTYPE, "bf16-pure": torch.bfloat16}
 """The dtypes that ZeRO's weights compute in; fp32 is not in it."""
 
 
-def cast_model(model: nn.Module, precision: str) -> nn.Module:
-    """Cast the weights of a model to bf16 for `bf16-pure`; else they stay as they are."""
+def cast_model(model: nn.Module, precision: str, keep: Collection[nn.Parameter] = ()) -> nn.Module:
+    """Cast the weights of a model to bf16 for `bf16-pure`, all but those to `keep`; else they stay as they are."""
     if precision != "bf16-pure":
         return model
-    for weight in model.parameters():
-        if is_stand_in(weight) and weight.is_floating_point():
-            weight.data = cast(weight, torch.bfloat16)
-    return model.to(torch.bfloat16)
+    kept = {id(weight) for weight in keep}
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if id(tensor) not in kept and tensor.is_floating_point():
+            tensor.data = cast(tensor.data, torch.bfloat16)
+    return model
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:

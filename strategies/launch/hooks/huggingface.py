@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from planner.emit.common import EmitOptions, recomputing_whole_blocks
 from planner.emit.huggingface import training_arguments
 from planner.types.plan import Plan
 from strategies.distributed.consensus import on_rank_zero
-from strategies.distributed.environment import Environment
+from strategies.distributed.environment import join
 from strategies.errors import CannotRun
 from strategies.integrations.huggingface import OPTIMIZERS
 from strategies.launch.hooks import capabilities
@@ -125,7 +125,7 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
         self._finite.loss_is(loss)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._environment = environment = _environment(args.device)
+        self._environment = environment = replace(join(), device=args.device)
         board = open_board(self._directory, environment)
         self._stopping = Stopping(board, environment.rank, environment.world_size)
         self._watch = begin_watching(self._directory, environment.rank, self._options.supervision.hang_seconds)
@@ -272,16 +272,6 @@ def _step_of(path: str) -> int:
     """Return the step in the name of a Trainer's checkpoint, -1 where there is none."""
     number = path.rstrip("/").rpartition("checkpoint-")[2]
     return int(number) if number.isdecimal() else -1
-
-
-def _environment(device: Any) -> Environment:
-    return Environment(
-        rank=int(os.environ["RANK"]),
-        local_rank=int(os.environ["LOCAL_RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
-        device=device,
-    )
 
 
 # The script's own: what it optimizes with, and how fast.

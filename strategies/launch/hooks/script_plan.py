@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import RateMeasurement
 from hardware_db.notices import notice
 from planner import vocabulary as words
@@ -24,8 +23,7 @@ from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan, plan_to_dict
 from strategies.autoplan.fallback import best_plan
-from strategies.autoplan.live import with_measured_rates
-from strategies.autoplan.rates import machine_rates
+from strategies.autoplan.live import machine_rates, with_measured_rates
 from strategies.autoplan.select import why_unfit
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.rank_check import require_same_model
@@ -134,7 +132,7 @@ def plan_live(job: LiveJob) -> Plan | None:
     gpus = torch.cuda.is_available()
     capabilities.require_possible(job.kind, plan_request().strategy, gpus=gpus)
     require_same_model(job.module)
-    measured = machine_rates(fingerprint(own_machine()), own_device())
+    measured = machine_rates(own_device())
     return on_rank_zero(lambda: _plan_if_possible(job, measured))
 
 
