@@ -60,6 +60,10 @@ PLANS = Limit(least=1, most=1000)
 GIGABYTES = Limit(least=0.001, most=1_000_000, fraction=True)
 """Of 1e9 bytes: from a megabyte to a petabyte."""
 USD_PER_HOUR = Limit(least=0.0001, most=1_000_000, fraction=True)
+WEIGHT = Limit(least=0, most=1000, fraction=True)
+"""Of a term of a loss."""
+ROUNDS = Limit(least=0, most=1000)
+"""Of generation, ahead of training."""
 SHARE = Limit(least=0.0001, most=1, fraction=True)
 IMBALANCE = Limit(least=1, most=1000, fraction=True)
 """Of the busiest over the mean."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from dsplan.render.show import Bar, Block, Cell, Style, Table, Text, columns
 from hardware_db.units import format_bytes, format_count, format_seconds, three_digits, time_unit
 from planner.cost.verdict import why_it_misses
-from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime
+from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime, WorkloadSection
+from planner.vocabulary import GENERATING
 
 if TYPE_CHECKING:
     from planner.search.maximum import Maximum
@@ -25,6 +26,12 @@ _WHEN = {
     "step": "every optimizer step",
     "eval": "every evaluation",
     "save": "every checkpoint",
+    "generate": "every round",
+    "reward": "every round",
+    "reference": "every round",
+    "logprob": "every round",
+    "update": "the most of forward to step",
+    "sync": "every round",
 }
 _CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporaries")
 
@@ -37,7 +44,8 @@ def plan_blocks(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block
 def figure_blocks(plan: Plan) -> list[Block]:
     """Return the configuration; memory by category and phase; time by part; the verdict."""
     blocks: list[Block] = [Text(text=describe(plan.configuration))]
-    blocks += [memory_table(plan), phase_table(plan), time_table(plan.time), Text(text=_rates(plan))]
+    blocks += [memory_table(plan), phase_table(plan), time_table(plan.time), *round_blocks(plan)]
+    blocks.append(Text(text=_rates(plan)))
     verdict = verdict_line(plan)
     blocks += [Text(text=f"note: {note}", style="warning") for note in plan.notes if note not in verdict]
     blocks.append(Text(text=f"figures: {_provenance(plan)}", style="faint"))
@@ -161,6 +169,42 @@ def time_table(time: StepTime) -> Table:
         took += f", as measured here; predicted {format_seconds(time.predicted_step_seconds)}"
     title = f"{took}; {format_seconds(hidden)} of communication is hidden"
     return Table(title=title, columns=columns("part", "share", ">time"), rows=rows)
+
+
+def round_blocks(plan: Plan) -> list[Block]:
+    """Return the seconds of a round of generation and training by phase; nothing where nothing is generated."""
+    time, work = plan.time, plan.workload
+    if not time.phases or time.round_seconds is None:
+        return []
+    longest = max(time.phases.values())
+    rows: list[list[Cell]] = [
+        [name, Bar(share=seconds / longest, width=_BAR, of_limit=False), format_seconds(seconds)]
+        for name, seconds in time.phases.items()
+    ]
+    samples = work["prompts_per_step"] * work["generations"]
+    steps = max(samples * work["num_iterations"] // plan.configuration.global_batch_size, 1)
+    title = (
+        f"a round of {work['prompts_per_step']:,} prompts x {work['generations']} completions takes"
+        f" {format_seconds(time.round_seconds)}, {steps} optimizer step{'s' * (steps > 1)} of it; generation:"
+        f" {rollout_text(work)}"
+    )
+    if sum(time.phases.values()) > 1.001 * time.round_seconds:
+        title += "; generation and training run side by side"
+    return [Table(title=title, columns=columns("phase", "share", ">time"), rows=rows)]
+
+
+def rollout_text(work: WorkloadSection) -> str:
+    """Return where a plan generates: `colocate 50%, tp 2, asleep in between`, `8 GPUs, tp 2`, `hf`, or nothing."""
+    site = work.get("rollout")
+    if site is None or work.get("task") not in GENERATING:
+        return ""
+    tp = f", tp {work['rollout_tp']}" if work["rollout_tp"] > 1 else ""
+    if site == "server":
+        count, off = work["rollout_gpus"], f", {work['steps_off']} off" if work["steps_off"] else ""
+        return f"{count} GPU{'s' * (count > 1)}{tp}{off}"
+    if site == "hf":
+        return "hf"
+    return f"colocate {work['rollout_memory']:.0%}{tp}{', sleeps' if work['rollout_sleep'] else ''}"
 
 
 def interval_text(time: StepTime) -> str:

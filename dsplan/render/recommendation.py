@@ -14,6 +14,7 @@ from dsplan.render.plan_view import (
     limit_bytes,
     needed_bytes,
     offload_text,
+    rollout_text,
     shown_rate,
     shown_unit,
     verdict_line,
@@ -223,6 +224,7 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
         "?degrees": dims_text(configuration),
         "?batch": f"{configuration.micro_batch_size}x{configuration.gradient_accumulation_steps}",
         "??recompute": configuration.activation_checkpointing,
+        **({"?generation": generation} if (generation := rollout_text(plan.workload)) else {}),
         "?offload": offload_text(configuration),
         ">GiB": f"{gib(needed_bytes(plan)):.1f}",
         "???memory": Bar(share=needed_bytes(plan) / limit_bytes(plan), width=6),
@@ -290,6 +292,10 @@ def work_text(workload: Workload) -> str:
     length = [f"{workload.sequence_length} {unit}" if unit else f"sequence {workload.sequence_length}"]
     length = [] if workload.sequence_length == 1 else length
     words = [_TASK_WORDS.get(workload.task, workload.task), *length, f"global batch {workload.global_batch_size}"]
+    if workload.post is not None and workload.generates:
+        post = workload.post
+        words.append(f"rounds of {post.prompts_per_step} prompts x {post.generations} completions")
+        words.append(f"{post.completion_length} tokens each on average")
     return ", ".join([*words, workload.precision, workload.optimizer, f"{workload.attention} attention"])
 
 

@@ -22,7 +22,10 @@ from planner.search.search import Recommendation
 from planner.types.plan import Plan
 
 _MISSING = "-"
-_PHASES = ("load", "forward", "loss", "backward", "step", "eval", "save")
+_PHASES = (
+    *("load", "forward", "loss", "backward", "step"),
+    *("generate", "reward", "reference", "logprob", "update", "sync", "eval", "save"),
+)
 
 
 def answer_pictures(answer: Recommendation) -> tuple[Picture, ...]:

@@ -81,8 +81,20 @@ def why_it_misses(plan: Plan) -> str | None:
     return plan.notes[0 if plan.runnable else 1]
 
 
+_PHASES = {
+    "generate": "generation",
+    "reward": "rewards",
+    "reference": "the reference model",
+    "logprob": "log-probabilities",
+    "sync": "weight sync",
+}
+
+
 def limited_by(time: StepTime) -> str:
-    """Return the largest part of a step that keeps it from being faster."""
+    """Return the largest part of a step that keeps it from being faster, or of the round that it belongs to."""
+    slowest = max(time.phases, key=lambda name: time.phases[name], default="update")
+    if slowest != "update":
+        return _PHASES[slowest]
     parts = {
         "compute": time.compute_seconds,
         "communication": time.exposed_communication_seconds,

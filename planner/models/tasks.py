@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from planner.models.counting.count import active_parameters, count_parameters
 from planner.models.facts import ModelFacts
-from planner.vocabulary import TASKS, Task
+from planner.vocabulary import POST_TRAINING, TASKS, Task
 
 _TASKS: dict[str, Task] = {
     "decoder": "causal-lm",
@@ -21,7 +21,8 @@ _TASKS: dict[str, Task] = {
     "custom": "causal-lm",
 }
 _OTHER_TASKS: dict[str, tuple[Task, ...]] = {
-    "decoder": ("seq-cls", "dpo", "reward"),
+    "decoder": ("seq-cls", *POST_TRAINING),
+    "vision-language": tuple(task for task in POST_TRAINING if task != "reward"),
     "encoder": ("seq-cls",),
     "encoder-decoder": ("seq-cls",),
 }

@@ -97,8 +97,10 @@ def has_other_form(job: Job) -> bool:
     return bool(figures_of(job, recipe_of(job)).differences)
 
 
-def device_use(job: Job, allocated: float, margin: float) -> DeviceUse:
+def device_use(job: Job, allocated: float, margin: float, engines: float = 0.0) -> DeviceUse:
     """Return what a peak of allocated bytes makes of the device; `margin` is the share of it that is needed besides.
+
+    Of them `engines` are those of engines that generate, which take what they are given and no more.
 
     The cache grows while there is room and gives way to what is asked for; it is counted up to where so little is left
     that the device would be called tight.
@@ -114,12 +116,12 @@ def device_use(job: Job, allocated: float, margin: float) -> DeviceUse:
     beside = round(CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES)
     context = CONTEXT_UPPER_OF.get(job.cluster.device.architecture, CONTEXT_UPPER_BYTES)
     largest = context + first * COMMUNICATOR_UPPER_BYTES + max(communicators - 1, 0) * COMMUNICATOR_BYTES
-    segments = allocated + SEGMENT_BYTES
-    needed = segments + margin * allocated + largest
-    least = segments + (LEFT_WHEN_SHORT + max(margin - FRAGMENTATION_UPPER, 0.0)) * allocated + beside
+    segments, own = allocated + SEGMENT_BYTES, allocated - engines
+    needed = segments + margin * own + largest
+    least = segments + (LEFT_WHEN_SHORT + max(margin - FRAGMENTATION_UPPER, 0.0)) * own + beside
     most = max(needed, TIGHT_ABOVE * device_limit(job.workload, job.cluster)) - SEGMENT_BYTES
-    reserved = round(min(segments + _cache(job) * allocated, most - beside))
-    upper = round(max((1 + beyond_need(job)) * needed, reserved + beside))
+    reserved = round(min(segments + _cache(job) * own, most - beside))
+    upper = round(max((1 + beyond_need(job)) * (needed - engines) + engines, reserved + beside))
     return DeviceUse(
         reserved=reserved, beside=beside, least=round(min(least, needed)), needed=round(needed), upper=upper
     )
