@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hardware_db.device import Device
+from planner.cost.precision import keeps_adapters_wide
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES, PAIRED
 from strategies.parallel.blocks import repeated_blocks
@@ -192,7 +193,7 @@ def _train_as(chosen: Traceable, job: Job) -> Traceable:
     if work.method != "full":
         if not isinstance(chosen, Subject):
             raise TraceFailed("", "", f"--method {work.method} is traced for models of transformers")
-        return with_adapters(chosen, job.counts, work)
+        return with_adapters(chosen, job)
     if work.load_dtype is not None:
         chosen.module.to(getattr(torch, _LOADED[work.load_dtype]))
     if work.train_only:
@@ -227,7 +228,7 @@ class _Run:
         self._job, self._configuration, self._rank = job, job.configuration, rank
         self._on_cpu = job.cluster.device.is_cpu
         self._storages = Storages(mode, None if self._on_cpu else scratch_bytes)
-        dtype = weight_dtype(self._configuration)
+        dtype = None if keeps_adapters_wide(self._configuration, job.workload) else weight_dtype(self._configuration)
         self._batch = _cast_batch(self._batch_of(subject), dtype)
         self._phases: dict[str, Mapping[Category, int]] = {}
         self._in_forward = False
