@@ -86,6 +86,7 @@ _CITING: dict[str, Callable[[Any], Iterable[str]]] = {
 """Files whose rows cite, and how to read what."""
 _OWN_FILES = {
     "planner/models/from_hf/architectures.yaml": "keys of transformers' config classes, checked against transformers",
+    "strategies/config/known.yaml": "keys of DeepSpeed's documentation and parser, and of dsplan's own",
     "strategies/torch_compat/entries.yaml": "names in torch's own modules, probed on each version",
     "strategies/tracing/to_hf/arguments.yaml": "keys of transformers' config classes, checked against transformers",
     "planner/cost/memory/activations/forms/": "traced by `scripts.generate.memory_forms`",

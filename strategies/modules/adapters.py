@@ -22,7 +22,7 @@ from planner import vocabulary as words
 from planner.cost.combinations import Adapted, why_refused
 from planner.question_defaults import LORA_RANK, LORA_TARGETS
 from planner.types.plan import Configuration, WorkloadSection
-from strategies.config import ScriptConfig
+from strategies.config.values import ScriptConfig
 from strategies.errors import BackendMissing, CannotRun
 from strategies.modules.precision import DTYPES
 from strategies.parallel.blocks import quantised_weights, repeated_blocks

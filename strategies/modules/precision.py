@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from strategies.config import Fp16Section
+from strategies.config.values import Fp16Section
 from strategies.torch_compat.tensors import foreach_norm, tree_map
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -65,16 +65,17 @@ def fake_copy(
     """
     stand_ins: dict[int, object] = {}
     for weight in module.parameters():
-        stand_ins[id(weight)] = nn.Parameter(_fake(mode, weight, dtype), requires_grad=weight.requires_grad)
+        stand_ins[id(weight)] = nn.Parameter(fake_tensor(mode, weight, dtype), requires_grad=weight.requires_grad)
     for buffer in module.buffers():
-        stand_ins[id(buffer)] = _fake(mode, buffer, dtype)
+        stand_ins[id(buffer)] = fake_tensor(mode, buffer, dtype)
     # A deep copy takes what it has already seen from its memo.
     copied = copy.deepcopy(module, stand_ins)
     copies = [stand_ins[id(block)] for block in blocks]
     return copied, tuple(block for block in copies if isinstance(block, nn.Module))
 
 
-def _fake(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def fake_tensor(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a stand-in on the CPU, whatever the device of the original."""
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")

@@ -13,7 +13,7 @@ from torch import nn
 
 from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from strategies.checkpoint.export import export_checkpoint
-from strategies.config import read_config
+from strategies.config.read import read_config
 from strategies.errors import BackendMissing, CannotRun, DsplanError
 from strategies.modules.adapters import TrainingMethod, apply_method, read_method, require_trainable, wide_adapters
 from strategies.modules.precision import cast_model
