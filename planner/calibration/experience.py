@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hardware_db.records import dataclass
 from planner.calibration.calibration import Calibration
 from planner.calibration.oom_history import OomRecord
-from planner.calibration.spread import AGAIN, FACTOR_SPREADS, NINE_OF_TEN, SPREADS, interval, kind_of
+from planner.calibration.spread import AGAIN, FACTOR_SPREADS, INSIDE, NINE_OF_TEN, interval, kind_of
 from planner.cost.timing import step_time
 from planner.errors import DsplanError
 from planner.types.job import Job, Sections
@@ -222,7 +222,7 @@ class Experience:
         from planner.calibration.fit import TAILS, Noise, Prior, fit  # seldom needed: most machines have measured rates
 
         beyond, share = min(_beyond(job, one, run) for one, run in runs.items())
-        scale = SPREADS[kind_of(job)].inside
+        scale = INSIDE[kind_of(job)]
 
         def residuals(values: Sequence[float]) -> list[float]:
             return [(beyond - math.log(1 + (math.exp(values[0]) - 1) * share)) / scale]

@@ -20,7 +20,7 @@ from hardware_db.records import dataclass
 from hardware_db.store.contract import Store
 from planner.calibration.calibration import Calibration, calibration_of, hardware_kind
 from planner.calibration.fit import TAILS, Fit, Noise, Prior, fit
-from planner.calibration.spread import FACTOR_SPREADS, SPREADS, interval, kind_of, slopes
+from planner.calibration.spread import FACTOR_SPREADS, INSIDE, interval, kind_of, slopes
 from planner.cluster.rates import rates_from_measurements
 from planner.cluster.resolve import cluster_of_plan
 from planner.cost.timing import step_time
@@ -195,7 +195,7 @@ def fit_factors(rows: Sequence[Row], seconds: Seconds | None = None, near: Fit |
         if any(abs(slopes_of_row[name]) > _FELT for slopes_of_row in felt)
     ]
     names = [prior.name for prior in priors]
-    scales = [math.hypot(SPREADS[kind_of(row.job)].inside, row.doubt) for row in rows]
+    scales = [math.hypot(INSIDE[kind_of(row.job)], row.doubt) for row in rows]
 
     def residuals(values: Sequence[float]) -> list[float]:
         factors = Factors(**{name: math.exp(value) for name, value in zip(names, values, strict=True)})

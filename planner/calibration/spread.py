@@ -1,6 +1,6 @@
-"""Spread of step times around predictions, by kind of plan, and what a calibration takes away from it.
+"""Spread of step times around predictions, and what a calibration takes away from it.
 
-`scripts/fit/time_intervals.py` and `scripts/fit/calibration_spread.py` work the figures out from the published runs.
+`scripts/fit/intervals.py` and `scripts/fit/calibration_spread.py` work the figures out from the published runs.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Literal
 
 from hardware_db.records import dataclass
 from planner.calibration.calibration import Calibration
-from planner.cost.code_bases import of_any_year
+from planner.cost.intervals import step_half_width
 from planner.cost.timing import step_time
-from planner.types.cluster import Cluster, Factors
+from planner.types.cluster import Factors
 from planner.types.job import Job
 
 Kind = Literal["node", "nodes", "model parallel", "offload", "cpu", "unmeasured cpu", "unmeasured"]
@@ -37,36 +37,22 @@ class Spread:
     inside: float
 
 
-SPREADS: Mapping[Kind, Spread] = {
-    "node": Spread(outside=0.096, inside=0.062),
-    "nodes": Spread(outside=0.090, inside=0.053),
-    "model parallel": Spread(outside=0.104, inside=0.074),
-    "offload": Spread(outside=0.29, inside=0.074),
-    "cpu": Spread(outside=0.187, inside=0.14),
-    "unmeasured cpu": Spread(outside=0.70, inside=0.14),
-    "unmeasured": Spread(outside=0.29, inside=0.074),
+INSIDE: Mapping[Kind, float] = {
+    "node": 0.062,
+    "nodes": 0.053,
+    "model parallel": 0.074,
+    "offload": 0.074,
+    "cpu": 0.14,
+    "unmeasured cpu": 0.14,
+    "unmeasured": 0.074,
 }
-"""Of 408 published runs of eight publications, each left out of the fit, when they were further off: 0.078, 0.065 and
-0.064 would do for them now (scripts/fit/time_intervals.py, `half_width` over NINE_OF_TEN). The widths stay, because of
-publications of code that nothing was fitted to fewer lie inside. Nothing published was compared with
-offload and other devices: there a machine may be as far off as publications of any kind are apart in `compute`, and
-the runs of one as far as the widest kind. Processors are those of 60 runs on one machine
-(scripts/measure/real_times.py): with the rates of `dsplan bench` and of a first run together, which hold 95 % and 87 %
-of the runs, and without any rate."""
+"""Spread inside, by kind of plan: of 408 published runs of eight publications, each with the factors that fit it
+(scripts/fit/calibration_spread.py). Offload and devices that nothing was fitted to are taken for the widest."""
 
-_OF_NEMO = 2.31
-OF_CODE: Mapping[str, float] = {
-    **dict.fromkeys(("megatron", "nemo", "automodel"), _OF_NEMO),
-    "megatron-deepspeed": 1.52,
-    "torchtitan": 1.61,
-}
-OF_CODE_ELSEWHERE: Mapping[str, float] = dict.fromkeys(("megatron", "nemo", "automodel"), 1.0)
-"""Times the spread outside of code bases that several publications speak for, the second on devices of no measured
-architecture: the ninth decile of how far each publication was off over what its kinds of plans are, widened until nine
-of ten runs of a publication that is left out stay inside (scripts/fit/code_intervals.py). Of those, 91 % of the runs of
-NeMo and Megatron Bridge lie in the interval, on Blackwell too, and 90 % of Megatron-DeepSpeed's. torchtitan's two
-publications are one of 33 runs and one of 3, too few to widen by: with its own left out 81 % lie within what is usual.
-Megatron-LM and Automodel are taken for NeMo."""
+OUTSIDE_OF_CPUS: Mapping[Kind, float] = {"cpu": 0.187, "unmeasured cpu": 0.70}
+"""Spread outside of processors: those of 60 runs on one machine (scripts/measure/real_times.py), with the rates of
+`dsplan bench` and of a first run together, which hold 95 % and 87 % of the runs, and without any rate. Of GPUs
+`planner.cost.intervals` knows it."""
 
 FACTOR_SPREADS: Mapping[str, float] = {
     "compute": 0.28,
@@ -103,29 +89,11 @@ def kind_of(job: Job) -> Kind:
 
 
 def spread_of(job: Job) -> Spread:
-    """Return how far a job is off: by the kind of plan, wider or narrower where the code base is known for it."""
+    """Return how far a job is off, with and without runs of its own."""
     kind = kind_of(job)
-    spread = SPREADS[kind]
-    if job.cluster.device.is_cpu:
-        return spread
-    factors = OF_CODE_ELSEWHERE if kind == "unmeasured" else OF_CODE
-    outside = spread.outside * factors.get(of_any_year(job.workload.code), 1.0)
-    return replace(spread, outside=max(outside, spread.inside))
-
-
-def widest_spreads(cluster: Cluster, code: str) -> tuple[float, float]:
-    """Return how far a whole model on the devices is off at the most, and one that is split or offloads."""
-    if cluster.device.is_cpu:
-        return (SPREADS["unmeasured cpu"].outside,) * 2
-    is_measured = cluster.device.architecture in MEASURED_ARCHITECTURES
-    factor = (OF_CODE if is_measured else OF_CODE_ELSEWHERE).get(of_any_year(code), 1.0)
-    whole: tuple[Kind, ...] = ("node", "nodes") if is_measured else ("unmeasured",)
-    other: tuple[Kind, ...] = ("model parallel", "offload") if is_measured else ("unmeasured",)
-
-    def widest(kinds: tuple[Kind, ...]) -> float:
-        return max(max(SPREADS[kind].outside * factor, SPREADS[kind].inside) for kind in kinds)
-
-    return widest(whole), widest(other)
+    inside = INSIDE[kind]
+    outside = OUTSIDE_OF_CPUS.get(kind) or step_half_width(job) / NINE_OF_TEN
+    return Spread(outside=max(outside, inside), inside=inside)
 
 
 def interval(job: Job, seconds: float, calibration: Calibration | None) -> tuple[float, float]:
@@ -148,7 +116,7 @@ def _left(job: Job, spread: Spread, calibration: Calibration) -> float:
     seen = job.facts.name in calibration.models
     noise = spread.inside * (calibration.spread if seen else max(1.0, calibration.spread))
     common = min(calibration.variance(gradient) + max(0.0, unfitted), spread.outside**2 - spread.inside**2)
-    unknown = SPREADS["unmeasured cpu" if job.cluster.device.is_cpu else "unmeasured"].outside
+    unknown = OUTSIDE_OF_CPUS["unmeasured cpu"] if job.cluster.device.is_cpu else spread.outside
     return min(math.sqrt(noise**2 + common), unknown)
 
 

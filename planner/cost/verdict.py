@@ -42,7 +42,7 @@ def host_limit(workload: Workload, cluster: Cluster) -> int:
 def judge(job: Job, memory: MemoryEstimate, nvme_bytes: float = 0) -> Judgement:
     """Return what is needed on the device against its capacity, then host memory, then NVMe.
 
-    It is tight where one real run in twenty would go beyond the capacity, or where hardly anything is left, there or on
+    It is tight where one real run in ten would go beyond the capacity, or where hardly anything is left, there or on
     a host that keeps states; and where the device has what the job takes at the least, and no room for every margin.
     """
     workload, cluster = job.workload, job.cluster

@@ -14,10 +14,10 @@ from typing import Protocol
 from hardware_db.records import dataclass
 from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
 from planner import vocabulary as words
-from planner.calibration.spread import AGAIN, NINE_OF_TEN, spread_of, widest_spreads
+from planner.calibration.spread import AGAIN, NINE_OF_TEN, OUTSIDE_OF_CPUS, spread_of
 from planner.cluster.budget import bill_of
 from planner.cost.combinations import why_refused
-from planner.cost.memory.overhead import beyond_need
+from planner.cost.intervals import memory_headroom, widest_half_width
 from planner.cost.timing import step_time
 from planner.cost.verdict import TIGHT_ABOVE, device_limit, host_limit, limited_by
 from planner.search.estimate import Priced, adapted_of, plan_of, waits_mostly
@@ -105,7 +105,8 @@ def slower_threshold(one: Named, other: Named) -> float:
 
 def widest_threshold(request: Request) -> float:
     """Return a share that `worse_threshold` never goes beyond for the request's plans."""
-    widest = NINE_OF_TEN * sum(widest_spreads(request.cluster, request.workload.code))
+    unmeasured = NINE_OF_TEN * max(OUTSIDE_OF_CPUS.values()) if request.cluster.device.is_cpu else 0.0
+    widest = 2 * max(unmeasured, widest_half_width(request.facts, request.workload))
     return max(NEVER_COMPARED, SPLIT_OR_WHOLE, ONE_STRATEGY, TWO_RUNS, math.exp(widest) - 1)
 
 
@@ -390,17 +391,17 @@ def why_first(request: Request, ranked: Sequence[Timed], safe: Timed | None = No
 
 
 def _tight(item: Timed) -> str:
-    """Return that a plan fits without room: `needs 77.0 GiB of 79.1 GiB, where one run in twenty takes 21% more`."""
+    """Return that a plan fits without room: `needs 77.0 GiB of 79.1 GiB, where one run in ten takes 21% more`."""
     job, need = item.priced.job, item.priced.memory.device_needed_bytes
     limit = device_limit(job.workload, job.cluster)
     on_host, host = item.priced.memory.host_bytes_per_node, host_limit(job.workload, job.cluster)
     if host and on_host > TIGHT_ABOVE * host:
         return f"needs {format_bytes(on_host)} of the {format_bytes(host)} of host memory"
-    more = f"{beyond_need(job):.0%} more"
+    more = f"{memory_headroom(job).crowded:.0%} more"
     if need > limit:
         least = format_bytes(item.priced.memory.device_least_bytes)
         return f"needs {format_bytes(need)} with every margin and {least} without any, of {format_bytes(limit)}"
-    return f"needs {format_bytes(need)} of {format_bytes(limit)}, where one run in twenty takes {more}"
+    return f"needs {format_bytes(need)} of {format_bytes(limit)}, where one run in ten takes {more}"
 
 
 def _without_room(first: Timed, fuller: Timed, objective: words.Objective) -> str:

@@ -27,6 +27,7 @@ from hardware_db.errors import DsplanError
 from hardware_db.files import replace_text
 from hardware_db.units import GIB
 from planner.search.exact import ExactOptions
+from planner.search.request import Request
 from planner.types.plan import Plan
 from scripts.fit.published_code import UNPADDED
 from scripts.fit.published_rows import MEASUREMENTS, RECOMPUTED_FROM
@@ -101,7 +102,11 @@ class Desk:
         return [*words, "--json"]
 
     def plan(self, asked: Asked) -> Plan:
-        """The plan of a question.
+        """The plan of a question; raises as `priced`."""
+        return self.priced(asked)[1]
+
+    def priced(self, asked: Asked) -> tuple[Request, Plan]:
+        """The request and the plan of a question.
 
         Raises:
             DsplanError: the command line refuses.
@@ -110,7 +115,7 @@ class Desk:
         known = {item.name for item in fields(Question)}
         question = Question(**{name: value for name, value in flags.items() if name in known})
         options = ExactOptions(**{name: value for name, value in flags.items() if name not in known})
-        return estimate_question(question, options)[1]
+        return estimate_question(question, options)
 
     def answer(self, asked: Asked) -> Answer:
         """What is said of a question."""

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hardware_db.units import MIB
-from scripts.fit import memory_bound
 from scripts.generate.generated import REFERENCE, write_or_check
 from scripts.report.accuracy_asked import asked_section
 from scripts.report.accuracy_cases import Case, Truth, all_cases
 from scripts.report.accuracy_emulated import emulated
+from scripts.report.accuracy_intervals import intervals
 from scripts.report.accuracy_peer_tables import peers
 from scripts.report.accuracy_published import published
 from scripts.report.accuracy_ranks import ranks
@@ -45,10 +45,9 @@ WHAT: dict[Truth, str] = {
 }
 
 BOUND = """
-A plan that *does not fit* needs more than there is. One that *fits* leaves the room that real runs took besides: one
-published run in twenty went {over:.0%} or more over what it is said to need, the allocator's cache included. With each
-publication left out of that figure, {below} of {number} runs ({share:.0%}) stay below the bound of the others
-(`python -m scripts.fit.memory_bound`). What is between the two is *tight*.
+A plan that *does not fit* needs more than there is. One that *fits* leaves the room that nine of ten runs like it took
+besides, of publications that nothing was fitted to (*Intervals and bounds of what nobody looked at*). What is between
+the two is *tight*.
 """
 
 TRACED = """
@@ -127,6 +126,7 @@ def report(cases: Sequence[Case]) -> Iterator[str]:
     yield from published([case for case in cases if case.truth == "published"])
     yield from asked_section()
     yield from times()
+    yield from intervals()
     yield from ranks()
     yield from splits()
     yield METHOD.rstrip()
@@ -163,12 +163,10 @@ def summary_rows(measured: Sequence[Case]) -> Iterator[list[str]]:
 
 
 def verdicts(cases: Sequence[Case]) -> Iterator[str]:
-    """What was called what, of the runs whose outcome is known, and how many stay below the upper bound."""
+    """What was called what, of the runs whose outcome is known."""
     yield "\n## Fits or not\n"
     yield from table(("runs", "number", "fits", "tight", "does not fit"), verdict_rows(cases))
-    runs = memory_bound.measured()
-    below, number = memory_bound.covered(memory_bound.left_out(runs))
-    yield BOUND.format(over=memory_bound.bound(runs) - 1, below=below, number=number, share=below / number)
+    yield BOUND
 
 
 def verdict_rows(cases: Sequence[Case]) -> Iterator[list[str]]:

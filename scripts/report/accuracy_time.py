@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from scripts.fit.published_rows import MEASUREMENTS
 from scripts.fit.time_accuracy import GRID, read_left_out
-from scripts.fit.time_intervals import coverage, covered, scatter
 from scripts.fit.time_scores import Choice, Scored, choices, errors, percentile
 from scripts.peers.peer_times import WITHOUT_TIME, peer_scores
 from scripts.report.accuracy_tables import table
@@ -38,12 +37,6 @@ CHOOSING = """
 Groups of stated runs that share model, sequence, GPUs, precision and global batch and differ only in plan. A group of
 at least four plans has a rank correlation (Spearman) of predicted and measured speed; what the plan that dsplan puts
 first loses to the fastest is of every group.
-"""
-INTERVALS = """
-### Intervals
-
-Nine of ten runs should lie in the interval that a prediction carries. Its width comes from how far the *other*
-publications were off: as a whole, and run by run within each.
 """
 PEERS = """
 ### Other tools on the same runs
@@ -80,8 +73,6 @@ def times() -> Iterator[str]:
         yield from _by(_read_as(public, reading), lambda row: row.run.source)
     yield CHOOSING
     yield from _choosing(choices(stated), choices(grid))
-    yield INTERVALS
-    yield from _intervals(stated)
     yield PEERS
     yield from _peers(stated, grid)
     yield LEFT_OUT
@@ -118,15 +109,6 @@ def _choice_cells(name: str, found: Sequence[Choice]) -> list[str]:
     order = f"{statistics.median(ranked):.2f} of {len(ranked)}" if ranked else "-"
     losses = [choice.loss for choice in found]
     return [name, str(len(found)), order, f"{statistics.median(losses):.1%}", f"{percentile(losses, 0.9):.1%}"]
-
-
-def _intervals(stated: Sequence[Scored]) -> Iterator[str]:
-    widths = scatter(stated)
-    rows = []
-    for kind, found in coverage(covered(stated)).items():
-        spread = next((f"{widths.total(known):.2f}" for known in widths.within if known == kind), "-")
-        rows.append([kind, str(found.runs), f"{found.inside:.1%}", spread])
-    yield from table(("plan", "runs", "inside", "standard deviation of the logarithm"), rows)
 
 
 def _peers(stated: Sequence[Scored], grid: Sequence[Scored]) -> Iterator[str]:

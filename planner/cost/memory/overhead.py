@@ -6,11 +6,9 @@ without a source for its own generation is the A100's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from hardware_db.records import dataclass
 from hardware_db.units import GIB, MIB
-from planner.cost.code_bases import of_any_year
+from planner.cost.intervals import memory_headroom
 from planner.cost.memory.activations.figures import figures_of
 from planner.cost.memory.host import CPU_PROCESS_BYTES
 from planner.cost.memory.ledger import Ledger
@@ -37,12 +35,6 @@ CLOSED_FORM_ERROR = 0.03
 """How far a closed form may lie under a trace of the same job; docs/reference/accuracy.md has the errors measured."""
 FRAGMENTATION_UPPER = FRAGMENTATION + CLOSED_FORM_ERROR
 """What is needed beyond the allocated peak of a known architecture."""
-BEYOND_NEED = 0.20
-"""How far over what is needed, so counted, one published run in twenty went, each of 16 publications counting as much
-as another. Of 174 runs, 95 % stay below a bound fitted to the other publications (`scripts/fit/memory_bound.py`)."""
-BEYOND_NEED_OF: Mapping[str, float] = {"megatron": 0.05, "megatron-deepspeed": 0.22}
-"""The same of code bases that several publications speak for (`scripts/fit/code_intervals.py`): none of 23 runs of
-Megatron-LM's own tests goes 3 % over, one in twenty of 116 of Megatron-DeepSpeed's goes 22 %."""
 UNTRACED_ERROR = 1.0
 """Share of the activations that it adds besides for a module of which only the parameters are known: they follow a rule
 of thumb, and HF models of one width differ twofold in theirs [5]."""
@@ -121,15 +113,12 @@ def device_use(job: Job, allocated: float, margin: float, engines: float = 0.0) 
     least = segments + (LEFT_WHEN_SHORT + max(margin - FRAGMENTATION_UPPER, 0.0)) * own + beside
     most = max(needed, TIGHT_ABOVE * device_limit(job.workload, job.cluster)) - SEGMENT_BYTES
     reserved = round(min(segments + _cache(job) * own, most - beside))
-    upper = round(max((1 + beyond_need(job)) * (needed - engines) + engines, reserved + beside))
+    headroom, varying = memory_headroom(job), needed - engines
+    cached = min((1 + headroom.roomy) * varying + engines, most + SEGMENT_BYTES)
+    upper = round(max((1 + headroom.crowded) * varying + engines, cached, reserved + beside))
     return DeviceUse(
         reserved=reserved, beside=beside, least=round(min(least, needed)), needed=round(needed), upper=upper
     )
-
-
-def beyond_need(job: Job) -> float:
-    """Return how far over what it is said to need one run in twenty of its code base goes."""
-    return BEYOND_NEED_OF.get(of_any_year(job.workload.code), BEYOND_NEED)
 
 
 def _cache(job: Job) -> float:

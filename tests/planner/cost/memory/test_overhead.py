@@ -8,11 +8,11 @@ import pytest
 
 from hardware_db.probe import probe_hardware
 from planner.cluster.resolve import HardwareRequest, probed_cluster, resolve_cluster
+from planner.cost.intervals import memory_headroom
 from planner.cost.memory.estimate import phases_of
 from planner.cost.memory.host import CPU_PROCESS_BYTES
 from planner.cost.memory.ledger import Ledger
 from planner.cost.memory.overhead import (
-    BEYOND_NEED,
     CACHE,
     COMMUNICATOR_UPPER_BYTES,
     CONTEXT_UPPER_BYTES,
@@ -50,9 +50,12 @@ def test_the_bound_goes_beyond_what_is_needed_and_the_cache_makes_nothing_tight(
     """Of 85 GB, 70 are allocated: FSDP's cache would take 14 more, and gives way to what is asked for."""
     job = job_of("fsdp")
     use = device_use(job, 70 * GB, FRAGMENTATION_UPPER)
+    room = memory_headroom(job)
     needed = 70 * GB * (1 + FRAGMENTATION_UPPER) + SEGMENT_BYTES + CONTEXT_UPPER_BYTES + COMMUNICATOR_UPPER_BYTES
     assert use.needed == pytest.approx(needed)
-    assert use.upper == pytest.approx(needed * (1 + BEYOND_NEED))
+    assert use.upper == pytest.approx(needed * (1 + room.crowded))
+    plenty = device_use(job, 20 * GB, FRAGMENTATION_UPPER)
+    assert plenty.upper == pytest.approx(plenty.needed * (1 + room.roomy))
     assert use.used < 70 * GB * (1 + CACHE["fsdp"])
 
 
