@@ -327,7 +327,11 @@ def _what_runs(plan: Plan) -> tuple[str, ...]:
     return tuple(duties)
 
 
-_LOSS_WAYS = {"chunked": "logits of a part of the tokens at a time", "fused": "Liger's, without logits"}
+_LOSS_WAYS = {
+    "chunked": "logits of a part of the tokens at a time",
+    "fused": "Liger's, without logits",
+    "tiled": "TRL's log-probabilities, in tiles of tokens and words",
+}
 
 
 def recomputing_whole_blocks(plan: Plan) -> Plan:

@@ -245,7 +245,7 @@ def with_rounds(
             )
         values["prompts_per_step"] = samples // post.generations
     elif not is_given:
-        values["prompts_per_step"] = max(batch // post.generations, 1)
+        return replace(post, prompts_per_step=-(-batch // post.generations))
     rounds = replace(post, **values)
     require_whole_round(rounds, batch)
     return rounds

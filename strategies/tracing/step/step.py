@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from hardware_db.device import Device
 from planner.cost.precision import keeps_adapters_wide
 from planner.types.job import Job
-from planner.vocabulary import FSDP_STRATEGIES, PAIRED
+from planner.vocabulary import FSDP_STRATEGIES, POST_TRAINING
 from strategies.parallel.blocks import repeated_blocks
 from strategies.parallel.empty import is_stand_in
 from strategies.parallel.pipeline import order_of
@@ -157,8 +157,8 @@ def trace_stages(job: Job, subject: Traceable | None = None) -> list[TracedStep]
     """
     if job.configuration.offload != "none":
         raise TraceFailed("", "", "offload is not traced")
-    if job.workload.ema or job.workload.task in PAIRED:
-        raise TraceFailed("", "", "an average of the weights, a reference model and pairs of samples are not traced")
+    if job.workload.ema or job.workload.task in POST_TRAINING or job.workload.loss == "tiled":
+        raise TraceFailed("", "", "an average of the weights, and trainers of post-training, are not traced")
     if job.workload.compile and (job.configuration.pp > 1 or job.configuration.activation_checkpointing != "none"):
         raise TraceFailed("", "", "compiled blocks are traced without pipelines and checkpointing")
     chosen = _train_as(subject or _described(job), job)
