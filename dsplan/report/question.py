@@ -8,7 +8,7 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
-from dsplan.render.plan_view import dims_text, limit_bytes, verdict_line
+from dsplan.render.plan_view import dims_text, limit_bytes, rollout_text, verdict_line
 from dsplan.render.recommendation import bill, plans_table, scaling_table
 from dsplan.render.show import Table, columns
 from dsplan.report import plans as side_by_side
@@ -22,7 +22,10 @@ from planner.search.search import Recommendation
 from planner.types.plan import Plan
 
 _MISSING = "-"
-_PHASES = ("load", "forward", "loss", "backward", "step", "eval", "save")
+_PHASES = (
+    *("load", "forward", "loss", "backward", "step"),
+    *("generate", "reward", "reference", "logprob", "update", "sync", "eval", "save"),
+)
 
 
 def answer_pictures(answer: Recommendation) -> tuple[Picture, ...]:
@@ -47,7 +50,7 @@ def _misses(plan: Plan) -> Iterable[Picture]:
 
 def plans_pictures(plans: Sequence[Plan]) -> tuple[Picture, ...]:
     """Plans side by side: memory, time, and one against the other. They may be for different models and devices."""
-    pictures = [memory(plans), phases(plans[0]), seconds(plans)]
+    pictures = [memory(plans), phases(plans[0]), seconds(plans), *rounds(plans[0])]
     return (*pictures, trade(plans)) if len(plans) > 1 else tuple(pictures)
 
 
@@ -133,6 +136,42 @@ def phases(plan: Plan) -> Picture:
     )
 
 
+def rounds(plan: Plan) -> tuple[Picture, ...]:
+    """Return the seconds of a round of generation and training by phase; nothing where nothing is generated."""
+    time = plan.time
+    if not time.phases or time.round_seconds is None:
+        return ()
+    slowest = max(time.phases, key=lambda name: time.phases[name])
+    bar = {
+        "type": "bar",
+        "orientation": "h",
+        "y": list(time.phases),
+        "x": list(time.phases.values()),
+        "customdata": [format_seconds(part) for part in time.phases.values()],
+        "hovertemplate": "%{y}: %{customdata}<extra></extra>",
+        "marker": {"color": [side_by_side.ORANGE if name == slowest else side_by_side.BLUE for name in time.phases]},
+    }
+    layout = {
+        **_layout(len(time.phases) * 30 + 70),
+        "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "type": "category"},
+    }
+    rows = [[name, format_seconds(part), f"{part / time.round_seconds:.0%}"] for name, part in time.phases.items()]
+    return (
+        Picture(
+            name="rounds",
+            title=f"A round of generation and training, plan 1: {label(plan.configuration.strategy)}",
+            caption=(
+                f"All phases of a round, which takes {format_seconds(time.round_seconds)}; an optimizer step has"
+                f" {format_seconds(time.step_seconds)} of it. Generation: {label(rollout_text(plan.workload))}."
+            ),
+            figure={"data": [bar], "layout": layout},
+            legend={"the slowest": side_by_side.ORANGE, "other phases": side_by_side.BLUE},
+            table=Table(columns=columns("phase", ">time", ">of the round"), rows=rows),
+        ),
+    )
+
+
 def _limit_line(at: float) -> dict[str, Any]:
     return {
         "type": "line", "x0": at, "x1": at, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": LIMIT, "width": 3},
@@ -185,7 +224,8 @@ def trade(plans: Sequence[Plan]) -> Picture:
     return Picture(
         name="trade",
         title="Step time against memory",
-        caption="Further down is faster, further left is smaller. Numbers are those of the plans.",
+        caption="Further down is faster, further left is smaller; the whisker is where nine of ten steps should lie."
+        " Numbers are those of the plans.",
         figure=side_by_side.trade(plans),
         table=Table(columns=columns("plan", ">memory of a GPU", ">step"), rows=rows),
     )

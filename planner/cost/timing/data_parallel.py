@@ -111,15 +111,28 @@ class StepContext:
 
     def reduce_scatter(self, elements: float) -> float:
         """Gradients reduce-scattered among shards, then all-reduced among replicas."""
-        width, where = self.where.communication_bytes, self.where
-        scattered = self.collective("reduce_scatter", elements, width, where.shard_group)
-        return scattered + self.collective("all_reduce", elements / where.shards, width, where.replica_group)
+        scattered = self.collective("reduce_scatter", elements, self.where.communication_bytes, self.where.shard_group)
+        return scattered + self.all_reduce_shards(elements)
+
+    def all_reduce_shards(self, elements: float) -> float:
+        """Return the seconds of all-reducing the shards of gradients among replicas."""
+        where = self.where
+        return self.collective("all_reduce", elements / where.shards, where.communication_bytes, where.replica_group)
 
     def reduce_scatter_block(self) -> float:
         """Return the seconds of reduce-scattering the gradients of a block."""
         where, experts = self.where, self.spread_experts
         seconds = self.reduce_scatter(where.block - experts)
         return seconds + self.collective("reduce_scatter", experts, where.communication_bytes, where.expert_group)
+
+    @property
+    def replicas_apart(self) -> bool:
+        """True if shards are gathered over links inside a node and replicas reduced over those between nodes.
+
+        FSDP has a stream of its own for either (`all_reduce_stream`, torch/distributed/fsdp/_fully_shard
+        /_fsdp_param_group.py; `_all_reduce_stream` of FSDP1), so that neither waits for the other.
+        """
+        return self.where.shard_group.nodes == 1 < self.where.replica_group.nodes
 
 
 def data_parallel(job: Job, where: Layout, stage: Stage, rates: DeviceRates) -> Communication:
@@ -225,10 +238,11 @@ def _backward(
     compute = stage.block.backward + stage.block.recomputed
     both = "all_gather + reduce_scatter" if gather and reduce else "all_gather" if gather else "reduce_scatter"
     between: tuple[Unit, ...] = ()
+    apart = context.all_reduce_shards(context.where.block) if reduce and context.replicas_apart else 0.0
     if layers > 1:
         between = (
             (1, compute, gather, "all_gather"),
-            (layers - 2, compute, gather + reduce, both),
+            (layers - 2, compute, max(gather + reduce - apart, apart), both),
             (1, compute, reduce, "reduce_scatter"),
         )
     head = (1, stage.head.backward, gather, "all_gather")

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hardware_db.records import dataclass
 from planner.cost.code_bases import code_base
 from planner.cost.precision import scaled_products
 from planner.cost.timing.data_parallel import Communication, data_parallel
 from planner.cost.timing.efficiency import DeviceRates, compute_dtype, device_rates
 from planner.cost.timing.flops import model_flops
-from planner.cost.timing.layout import Layout, layout
+from planner.cost.timing.layout import Layout, layout, slowest_share
 from planner.cost.timing.offload import OffloadCost, offload_cost
 from planner.cost.timing.optimizer import optimizer_seconds
 from planner.cost.timing.parameter_copies import copies_of, copy_seconds
@@ -32,7 +34,7 @@ class Parts:
     """Parts that a step is put together from.
 
     The busiest stage, what its ranks exchange inside a micro-batch, the seconds of copies that `time` counts as
-    compute, and the sums.
+    compute, those of waiting for the slowest GPU that it counts as communication, and the sums.
     """
 
     where: Layout
@@ -40,16 +42,12 @@ class Parts:
     busiest: Stage
     inside: Exchanges
     copies: float
+    waiting: float
     time: StepTime
 
 
-def step_time(job: Job) -> StepTime:
-    """Seconds of one optimizer step in the steady state, on the busiest rank, by the modules that the job runs."""
-    return parts_of(job).time
-
-
 def parts_of(job: Job) -> Parts:
-    """Return the step and what it is put together from."""
+    """Return the optimizer step and what it is put together from, without the rest of a round of post-training."""
     steps = job.configuration.gradient_accumulation_steps
     traits = code_base(job.workload.code).traits(compiled=job.workload.compile)
     rates = device_rates(job.cluster, job.configuration.precision, traits.time, scaled_products(job))
@@ -66,6 +64,8 @@ def parts_of(job: Job) -> Parts:
     offload = offload_cost(job, where, hideout, rates)
     copies = copy_seconds(copies_of(job, where, rates), rates)
     compute = steps * busiest.total + copies
+    waiting = compute * slowest_share(job.configuration.world_size)
+    communication += Communication(total=waiting, exposed=waiting)
     optimizer = _optimizer(job, where, rates, offload)
     bubble = bubble_seconds(job, pipeline, inside, hop)
     time = StepTime(
@@ -77,7 +77,7 @@ def parts_of(job: Job) -> Parts:
         optimizer_seconds=optimizer,
         bubble_seconds=bubble,
     )
-    return Parts(where=where, rates=rates, busiest=busiest, inside=inside, copies=copies, time=time)
+    return Parts(where=where, rates=rates, busiest=busiest, inside=inside, copies=copies, waiting=waiting, time=time)
 
 
 def _optimizer(job: Job, where: Layout, rates: DeviceRates, offload: OffloadCost) -> float:
@@ -89,16 +89,31 @@ def _optimizer(job: Job, where: Layout, rates: DeviceRates, offload: OffloadCost
     return on_device + offload.cpu_optimizer if rates.serial else max(on_device, offload.cpu_optimizer)
 
 
+def _at_mean_length(job: Job) -> Job:
+    """Return the job with samples of the mean length that was stated for them."""
+    post = job.workload.post
+    if post is None or post.completion_length == post.completion_max:
+        return job
+    mean = replace(job.configuration, sequence_length=post.mean_tokens)
+    return replace(job, configuration=mean, workload=replace(job.workload, sequence_length=post.mean_tokens))
+
+
 def throughput(job: Job, time: StepTime) -> Throughput:
-    """Rates of a step. `mfu` counts model operations (see `flops`) against the dense peak of the compute dtype."""
+    """Rates of a step. `mfu` counts model operations (see `flops`) against the dense peak of the compute dtype.
+
+    Of post-training they are rates of tokens that are no padding, over GPUs that generate too.
+    """
+    job, apart = _at_mean_length(job), 0
+    if job.workload.generates and job.workload.post is not None:
+        apart = job.workload.post.rollout_gpus
     configuration = job.configuration
-    samples = configuration.global_batch_size
+    gpus, samples = configuration.world_size + apart, configuration.global_batch_size
     micro_batches = samples / configuration.micro_batch_size
-    flops = model_flops(job) * micro_batches / time.step_seconds / configuration.world_size
+    flops = model_flops(job) * micro_batches / time.step_seconds / gpus
     peak = job.cluster.device.peak_flops(compute_dtype(job.cluster.device, configuration.precision))
     tokens = samples * job.workload.sequences_per_sample * configuration.sequence_length
     return Throughput(
-        tokens_per_second_per_gpu=tokens / time.step_seconds / configuration.world_size,
+        tokens_per_second_per_gpu=tokens / time.step_seconds / gpus,
         samples_per_second=samples / time.step_seconds,
         tflops_per_gpu=flops / 1e12,
         mfu=flops / peak if peak else None,

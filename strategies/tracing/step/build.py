@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.cost.precision import load_dtype_of
+from planner.cost.precision import keeps_adapters_wide, load_dtype_of
 from planner.errors import DsplanError
+from planner.models.catalogue import recorded_config
 from planner.models.counting.adapters import module_of
-from planner.models.facts import Adapter, ModelFacts, ParameterCounts
-from planner.models.tasks import default_task
-from planner.types.job import Workload
+from planner.models.facts import Adapter, ModelFacts
+from planner.models.tasks import default_sequence_length, default_task
+from planner.types.job import Job
 from planner.vocabulary import Attention, Task
 from strategies.parallel.blocks import repeated_blocks
 from strategies.torch_compat.tensors import tree_map
+from strategies.tracing.denoisers import batch_of as denoiser_batch
+from strategies.tracing.denoisers import denoiser
 from strategies.tracing.example import Arguments, arguments_of, examples_for
 from strategies.tracing.step.images import images_of
 from strategies.tracing.to_hf import hf_config, model_class, shortened
@@ -80,8 +83,11 @@ def subject_of(
     layers: int | None = None,
     task: Task | None = None,
     overrides: Mapping[str, object] | None = None,
+    length: int | None = None,
 ) -> Subject:
     """Return the model that `facts` describe, on the meta device, in training, its caches off, dropout as configured.
+
+    A denoiser's table of positions is made for images of `length` patches.
 
     `layers` shortens every stack to at most as many blocks; `overrides` are arguments of the transformers config that
     replace those from `facts`. A row whose class has no loss takes the class with the head of `task`. With `flash`
@@ -90,6 +96,8 @@ def subject_of(
     Raises:
         DsplanError: transformers has no class for such a model.
     """
+    if facts.kind == "diffusion":
+        return _denoiser_subject(facts, length)
     described = facts if layers is None else shortened(facts, layers)
     config = hf_config(described, overrides)
     _prepare(config, attention)
@@ -98,10 +106,30 @@ def subject_of(
     with torch.device("meta"), import_module("transformers.initialization").no_init_weights():
         module: Any = build(copy.deepcopy(config))
     module.tie_weights()
+    if attention == "flash" and facts.fused_by_flash:
+        # The tensors of FlashAttention are those of torch's own fused attention, without caps and sinks.
+        module.config._attn_implementation = "sdpa"
     if facts.model_type in ("t5", "mt5") and not facts.tie_word_embeddings:
         module.lm_head.weight = nn.Parameter(torch.empty_like(module.lm_head.weight))
     module.train()
     return Subject(facts=described, config=module.config, module=module, blocks=tuple(repeated_blocks(module)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DenoiserSubject(Subject):
+    """A denoiser of diffusers, whose samples are images."""
+
+    def batch_of(self, samples: int, length: int, source_length: int | None = None) -> dict[str, Any]:
+        """Return latents of `length` patches and what goes with them."""
+        own: Any = self.module
+        return denoiser_batch(own, samples, length)
+
+
+def _denoiser_subject(facts: ModelFacts, length: int | None) -> Subject:
+    recorded = recorded_config(facts.recorded_as)
+    module = denoiser(facts.architecture, recorded["arguments"], length or default_sequence_length(facts))
+    blocks = tuple(repeated_blocks(module))
+    return _DenoiserSubject(facts=facts, config=module.config, module=module, blocks=blocks)
 
 
 def _prepare(config: Any, attention: Attention) -> None:
@@ -246,7 +274,7 @@ def _first_input(module: nn.Module, samples: int, length: int) -> torch.Tensor:
 # Adapters beside a subject's frozen weights.
 
 
-def with_adapters(subject: Subject, counts: ParameterCounts, workload: Workload) -> Subject:
+def with_adapters(subject: Subject, job: Job) -> Subject:
     """Return the subject with the workload's adapters, its other weights frozen and in the dtype they are loaded as.
 
     PEFT makes the adapters where the weights are not quantised. bitsandbytes has no kernels without a GPU: a quantised
@@ -255,12 +283,14 @@ def with_adapters(subject: Subject, counts: ParameterCounts, workload: Workload)
     Raises:
         DsplanError: PEFT is not installed.
     """
+    counts, workload = job.counts, job.workload
     module, loaded = subject.module, load_dtype_of(workload)
+    narrow = workload.precision == "bf16-pure" and not keeps_adapters_wide(job.configuration, workload)
     adapters = {adapter.name: adapter for block in counts.blocks for adapter in block.adapters}
     modules = {module_of(subject.facts, name): adapter for name, adapter in adapters.items()}
     module.to({"fp32": torch.float32, "fp16": torch.float16}.get(str(loaded), torch.bfloat16)).requires_grad_(False)
     if loaded in ("nf4", "int8"):
-        width = torch.bfloat16 if workload.precision == "bf16-pure" else torch.float32
+        width = torch.bfloat16 if narrow else torch.float32
         for block in subject.blocks:
             for path, layer in [(path, part) for path, part in block.named_modules() if isinstance(part, nn.Linear)]:
                 owner, _, name = path.rpartition(".")
@@ -275,7 +305,6 @@ def with_adapters(subject: Subject, counts: ParameterCounts, workload: Workload)
     dora = workload.method == "dora"
     targets = sorted({path.rpartition(".")[2] for path in modules})
     config = peft.LoraConfig(r=workload.lora_rank, target_modules=targets, use_dora=dora, lora_dropout=0.0)
-    narrow = workload.precision == "bf16-pure"
     with torch.device("meta"):
         peft.inject_adapter_in_model(config, module)
     if not narrow:
@@ -328,5 +357,8 @@ class _QuantisedLinear(nn.Module):
             result = result + self.bias
         if self.down is None or self.up is None:
             return result
-        adapted: torch.Tensor = result.clone() + self.up(self.down(given)) * 2.0
+        if not torch.is_autocast_enabled("cuda"):
+            given = given.to(self.down.weight.dtype)
+        beside = (self.up(self.down(given)) * 2.0).to(result.dtype)
+        adapted: torch.Tensor = result.clone() + beside
         return adapted
