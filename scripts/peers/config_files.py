@@ -52,8 +52,8 @@ PROJECTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 """Each project's commit, the folder that is looked at, and the endings of its configs and scripts."""
 OUTCOMES = ("whole", "gaps", "no training", "other code", "not read", "crashed")
-"""Outcomes of a file: every key counted or without effect, some named as not counted, refused as no training, refused as
-a training by code without a reader, refused otherwise, or an error that is no `DsplanError`."""
+"""Outcomes of a file: every key counted or without effect, some named as not counted, refused as no training, refused
+as a training by code without a reader, refused otherwise, or an error without a line of its own."""
 PRICED_EVERY = 20
 _UNREAD_LAUNCH = "whose flags no reader takes"
 _OTHER_CODE = ("which no reader counts", "whose keys are not read here")
