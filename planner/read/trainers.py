@@ -277,7 +277,7 @@ def set_task(book: Notebook, key: str, word: str) -> None:
         **dict.fromkeys(("rloo", "gspo", "reinforce", "dapo"), "grpo"),
     }
     task = tasks.get(word, word)
-    if task in words.TASKS:
+    if task in words.TASKS and task not in words.GENERATING:
         book.answer("task", task, key)
     else:
         book.answer("task", "causal-lm")

@@ -51,11 +51,13 @@ PROJECTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "mosaicml/llm-foundry": ("8c8dd48f7", "scripts/train/yamls", (".yaml",)),
 }
 """Each project's commit, the folder that is looked at, and the endings of its configs and scripts."""
-OUTCOMES = ("whole", "gaps", "no training", "not read", "crashed")
+OUTCOMES = ("whole", "gaps", "no training", "other code", "not read", "crashed")
 """Outcomes of a file: every key counted or without effect, some named as not counted, refused as no training, refused
-otherwise, or an error that is no `DsplanError`."""
+as a training by code without a reader, refused otherwise, or an error without a line of its own."""
 PRICED_EVERY = 20
 _UNREAD_LAUNCH = "whose flags no reader takes"
+_OTHER_CODE = ("which no reader counts", "whose keys are not read here")
+"""How a refusal says that something is trained, by code that has no reader."""
 
 
 def fetch(directory: Path, mirrors: Path | None) -> None:
@@ -109,7 +111,8 @@ def read_one(path: Path) -> dict[str, Any]:
         row |= {"outcome": "gaps" if reading.gaps else "whole", "format": reading.format}
         row["reasons"] = sorted({item.reason for item in reading.gaps if "known when it runs" not in item.reason})
     except NoTraining as error:
-        row |= {"outcome": "not read" if _UNREAD_LAUNCH in str(error) else "no training"}
+        is_other = any(phrase in str(error) for phrase in _OTHER_CODE)
+        row |= {"outcome": "not read" if _UNREAD_LAUNCH in str(error) else "other code" if is_other else "no training"}
         row["reasons"] = [str(error).rpartition(": ")[2]]
     except DsplanError as error:
         row |= {"outcome": "not read", "reasons": [str(error).removeprefix(str(path))]}
@@ -119,26 +122,31 @@ def read_one(path: Path) -> dict[str, Any]:
     return row
 
 
-def run(directory: Path) -> None:
-    """Read every file, price some, and write the results."""
+def run(directory: Path, only: list[str]) -> None:
+    """Read every file, price some, and write the results; with `only` of these projects, the rest as it was."""
     from dsplan.checking import check_files
 
     base = Path.cwd()
     projects: dict[str, Any] = {}
     priced: list[float] = []
+    before = json.loads(RESULTS.read_text("utf-8")) if only else {"projects": {}}
     for name in PROJECTS:
+        if only and name not in only:
+            projects[name] = before["projects"][name]
+            continue
         os.chdir(directory / name.replace("/", "+"))
         rows = []
         for path in files_of(directory, name):
             rows.append(read_one(path))
-            if rows[-1]["outcome"] in ("whole", "gaps") and len(rows) % PRICED_EVERY == 0:
+            if not only and rows[-1]["outcome"] in ("whole", "gaps") and len(rows) % PRICED_EVERY == 0:
                 start = time.process_time()
                 check_files([path], hardware={"gpus": 8, "gpu": "A100-SXM4-80GB"})
                 priced.append(time.process_time() - start)
         os.chdir(base)
         projects[name] = _summary(name, rows)
     machine = {"cpu": _processor(), "cores": usable_cores(), "python": platform.python_version()}
-    results = {"machine": machine, "priced": _times(priced), "projects": projects}
+    times = before["priced"] if only else _times(priced)
+    results = {"machine": machine, "priced": times, "projects": projects}
     replace_text(RESULTS, json.dumps(results, indent=1, sort_keys=True) + "\n")
     for name, summary in projects.items():
         print(name, summary["counts"])
@@ -178,11 +186,12 @@ def main() -> None:
     parser.add_argument("what", choices=("fetch", "run"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--mirrors", type=Path)
+    parser.add_argument("--only", nargs="+", default=[], metavar="OWNER/NAME")
     arguments = parser.parse_args()
     if arguments.what == "fetch":
         fetch(arguments.directory, arguments.mirrors)
     else:
-        run(arguments.directory.resolve())
+        run(arguments.directory.resolve(), arguments.only)
 
 
 if __name__ == "__main__":
