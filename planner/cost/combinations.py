@@ -195,9 +195,10 @@ _NOT_HERE = (
         sentence="dsplan run hands whole models to DeepSpeed, and {split} splits them; use backend native, fsdp or ddp",
     ),
     Rule(
-        breaks=lambda plan: plan.backend == "native" and plan.dp_replicate > 1,
-        sentence="native {plan.strategy} has one copy of the states, and dp_replicate is {plan.dp_replicate}; use"
-        " dp_shard for these ranks, or strategy hsdp",
+        # MiCS is gone (DeepSpeed 0.19, runtime/config.py: "MiCS ZeRO-3 sharding has been removed").
+        breaks=lambda plan: plan.backend == "deepspeed" and plan.dp_replicate > 1 and plan.zero_stage > 0,
+        sentence="DeepSpeed 0.19 shards {plan.strategy} over all ranks, and shard {plan.state_shards} is for"
+        " {plan.dp_replicate} copies; use backend native, or strategy hsdp",
     ),
     Rule(
         # Its units all-gather what one rank's whole layers are made of; FSDP2 shards the same states per parameter.

@@ -9,6 +9,7 @@ from planner import vocabulary as words
 from planner.cost.code_bases import code_base
 from planner.errors import ContradictoryRequest
 from planner.search.request import Request
+from planner.search.space import default_shards, shard_over
 from planner.types.plan import Configuration
 
 
@@ -29,6 +30,7 @@ class ExactOptions:
     offload_ratio: float = 1.0
     gradient_compression: words.Compression = "none"
     activations_on_host: bool = False
+    shard: int | None = None
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -53,10 +55,11 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
     micro, accumulation = _batch(options, replicate * shard)
     batch = micro * accumulation * replicate * shard
     splits = options.tp * options.pp * options.cp * options.ep > 1
+    needs_native = splits or replicate > 1
     workload = replace(request.workload, global_batch_size=batch)
     configuration = Configuration(
         strategy=strategy,
-        backend=options.backend or request.backend_of(strategy, splits_model=splits),
+        backend=options.backend or request.backend_of(strategy, needs_native=needs_native),
         dp_replicate=replicate,
         dp_shard=shard,
         tp=options.tp,
@@ -104,14 +107,14 @@ def _degrees(request: Request, strategy: words.Strategy, options: ExactOptions) 
             " change one of them"
         )
     ranks = cluster.gpus // split
-    if strategy == "hsdp":
-        if cluster.nodes == 1 or ranks % cluster.nodes:
-            raise ContradictoryRequest(
-                f"hsdp copies the model over nodes, and {ranks} data-parallel ranks do not spread over {cluster.nodes}"
-                f" node{'s' if cluster.nodes > 1 else ''}; use --strategy fsdp or give --nodes"
-            )
-        return cluster.nodes, ranks // cluster.nodes
-    return (ranks, 1) if strategy in ("single", "ddp") else (1, ranks)
+    if options.shard is not None:
+        return shard_over(strategy, ranks, shard=options.shard, cp=options.cp)
+    if strategy == "hsdp" and (cluster.nodes == 1 or ranks % cluster.nodes):
+        raise ContradictoryRequest(
+            f"hsdp copies the model over nodes, and {ranks} data-parallel ranks do not spread over {cluster.nodes}"
+            f" node{'s' if cluster.nodes > 1 else ''}; give --shard, or --nodes, or use --strategy fsdp"
+        )
+    return default_shards(request, strategy, ranks)
 
 
 def _batch(options: ExactOptions, ranks: int) -> tuple[int, int]:

@@ -64,9 +64,11 @@ class WorkOptions:
 class Degrees:
     """Degrees that ranks share the work on one sample by, as a script or a person decided them.
 
-    Data parallelism takes the ranks that are left. The search chooses those that are None.
+    Data parallelism takes the ranks that are left, of which `shard` share one set of states. The search chooses those
+    that are None.
     """
 
+    shard: int | None = None
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -79,6 +81,12 @@ class Degrees:
     def sharing(self) -> int:
         """Ranks that work on the same sample."""
         return self.tp * self.pp * self.cp
+
+    def divide(self, ranks: int) -> bool:
+        """Return whether so many ranks can have these degrees."""
+        if ranks % self.sharing:
+            return False
+        return self.shard is None or (self.shard % self.cp == 0 and ranks // self.sharing * self.cp % self.shard == 0)
 
     def __str__(self) -> str:
         values = ((item.name, getattr(self, item.name)) for item in fields(self))
@@ -125,12 +133,13 @@ class Request:
         """The given price, else that of the cluster's node type, or None if neither is known."""
         return self.cluster.usd_per_gpu_hour if self.budget.usd_per_gpu_hour is None else self.budget.usd_per_gpu_hour
 
-    def backend_of(self, strategy: words.Strategy, *, splits_model: bool) -> words.Backend:
+    def backend_of(self, strategy: words.Strategy, *, needs_native: bool) -> words.Backend:
         """Return what runs a strategy.
 
-        DeepSpeed is handed whole models here; our own ZeRO runs where ranks share the work on one sample.
+        DeepSpeed is handed whole models here and shards states over all ranks; our own ZeRO runs where ranks share the
+        work on one sample or where replicas of the shards are wanted (`needs_native`).
         """
-        zero = "native" if splits_model and code_base(self.workload.code).runs_here else self.zero_backend
+        zero = "native" if needs_native and code_base(self.workload.code).runs_here else self.zero_backend
         return words.default_backend(strategy, zero=zero)
 
 

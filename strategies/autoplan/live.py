@@ -91,7 +91,7 @@ def live_request(
             )
         reason = (strategy and why_inapplicable(request, strategy)) or "needs several ranks, or a GPU to offload from"
         remedy = (
-            "choose fsdp" if strategy == "hsdp" and request.cluster.gpus > 1 else "start more ranks with `dsplan run`"
+            "give shard, or choose fsdp" if strategy == "hsdp" and request.cluster.gpus > 1 else "start more ranks with `dsplan run`"
         )
         raise CannotRun(f"{word} {value!r} {reason}; {remedy}, or leave the {word} out")
     if options.backend == "deepspeed":
@@ -135,8 +135,8 @@ def _degrees(options: PlanningOptions, environment: Environment) -> Degrees | No
     Raises:
         CannotRun: they do not divide the ranks.
     """
-    degrees, ranks = options.parallel, environment.world_size
-    if degrees is None or ranks % degrees.sharing == 0:
+    degrees = options.parallel
+    if degrees is None or degrees.divide(environment.world_size):
         return degrees
     if current().chooses_anew:
         return None
@@ -145,6 +145,8 @@ def _degrees(options: PlanningOptions, environment: Environment) -> Degrees | No
 
 def _misfit(degrees: Degrees, environment: Environment) -> str:
     product = f"tp {degrees.tp} x pp {degrees.pp} x cp {degrees.cp} = {degrees.sharing}"
+    if environment.world_size % degrees.sharing == 0:
+        product = f"shard {degrees.shard} with {product}"
     return f"parallel: {product} does not divide the {environment.world_size} ranks of this job"
 
 
