@@ -127,7 +127,10 @@ def _refuse_what_deepspeed_lacks(plan: Plan) -> None:
         if configuration.offload != "none":
             raise refuse(plan, _FORM, f"with offload {configuration.offload}", "choose ZeRO")
     elif configuration.dp_replicate > 1:
-        raise refuse(plan, _FORM, f"with dp_replicate {configuration.dp_replicate}", "ZeRO shards over all ranks")
+        # MiCS is gone: "MiCS ZeRO-3 sharding has been removed" (DeepSpeed 0.19, runtime/config.py).
+        reason = f"with {configuration.dp_replicate} copies of shards over {configuration.dp_shard} ranks"
+        remedy = "DeepSpeed 0.19 shards over all ranks; use backend native, or plan hsdp and emit it as accelerate"
+        raise refuse(plan, _FORM, reason, remedy)
     elif configuration.offload in ("all", "nvme") and configuration.zero_stage < 3:
         raise refuse(plan, _FORM, f"with offload {configuration.offload}", "only zero3 can offload parameters")
 

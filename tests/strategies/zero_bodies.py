@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -152,6 +154,29 @@ def reductions_of_a_step(recipe: Recipe) -> tuple[int, int]:
     with _sent(engine) as sizes:
         training_bodies.one_step(engine, 0)
     return sum(sizes), sum(parameter.numel() for parameter in engine.module.parameters())
+
+
+def norm_of_a_step(recipe: Recipe) -> float:
+    """The gradients' norm of a first step."""
+    engine = training_bodies.make_engine(recipe)
+    training_bodies.one_step(engine, 0)
+    norm: float = engine.gradient_norm
+    return norm
+
+
+def all_reduced_in_a_step(recipe: Recipe) -> tuple[int, int]:
+    """Elements that one step all-reduces between copies of this rank's shards, and those that are trained."""
+    engine = training_bodies.make_engine(recipe)
+    sent, real, between = list[int](), dist.all_reduce, engine._reducer._replicas
+
+    def count(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        if named.get("group") is between:
+            sent.append(tensor.numel())
+        return real(tensor, *arguments, **named)
+
+    with mock.patch.object(dist, "all_reduce", count):
+        training_bodies.one_step(engine, 0)
+    return sum(sent), sum(parameter.numel() for parameter in engine.module.parameters())
 
 
 def train_without_syncing(recipe: Recipe) -> tuple[int, dict[str, torch.Tensor]]:

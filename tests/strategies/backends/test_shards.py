@@ -1,0 +1,127 @@
+"""States that fewer ranks share than there are, in several copies: two shards on each of two replicas, four ranks.
+
+FSDP2 has it as a mesh of two dimensions (HSDP), our ZeRO reduces inside a copy and then between copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strategies.distributed.rank_pool import RankPool
+from tests.strategies import checkpoint_bodies, parallel_bodies, training_bodies, zero_bodies
+from tests.strategies.parallel_bodies import Composition
+from tests.strategies.training_bodies import Recipe, Trained
+
+ZERO = ("zero1", "zero2", "zero3")
+EVERY = (*ZERO, "fsdp", "fsdp-grad-op", "hsdp")
+
+
+def two_copies(strategy: str, **how: Any) -> Recipe:
+    backend = "native" if strategy in ZERO else ""
+    return Recipe(strategy=strategy, backend=backend, world_size=4, dp_replicate=2, **how)
+
+
+def one_copy(strategy: str, **how: Any) -> Recipe:
+    return Recipe(strategy=strategy, backend="native", world_size=4, **how)
+
+
+@pytest.fixture(scope="module")
+def replicas(four_ranks: RankPool) -> Trained:
+    """Ten steps of DDP on the same ranks, three micro-batches each, with gradients clipped."""
+    recipe = Recipe(strategy="ddp", world_size=4, accumulation=3, clipping=0.5, steps=10)
+    trained: Trained = four_ranks.run(training_bodies.train, recipe)[0]
+    return trained
+
+
+@pytest.mark.parametrize("strategy", EVERY)
+def test_copies_of_shards_train_as_replicas_do(strategy: str, four_ranks: RankPool, replicas: Trained) -> None:
+    """Clipped, so that a norm that counts a copy twice gives other weights."""
+    for trained in four_ranks.run(training_bodies.train, two_copies(strategy, accumulation=3, clipping=0.5, steps=10)):
+        assert trained.losses == pytest.approx(replicas.losses, rel=1e-6)
+        for name, value in replicas.parameters.items():
+            assert (trained.parameters[name] - value).norm() <= 1e-6 * value.norm(), name
+
+
+@pytest.mark.parametrize("strategy", ZERO)
+def test_the_norm_counts_every_gradient_once(strategy: str, four_ranks: RankPool) -> None:
+    norms = {
+        recipe.strategy: four_ranks.run(zero_bodies.norm_of_a_step, recipe)
+        for recipe in (Recipe(strategy="ddp", world_size=4), two_copies(strategy))
+    }
+    assert norms[strategy] == pytest.approx(norms["ddp"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how", "tolerance"),
+    [
+        ("zero1", {"precision": "bf16", "accumulation": 3}, 2**-6),
+        ("zero3", {"precision": "bf16"}, 2**-6),
+        ("zero2", {"offload": "optimizer", "accumulation": 3}, 1e-6),
+        ("zero3", {"offload": "all"}, 1e-6),
+        ("zero2", {"optimizer": "muon"}, 1e-6),
+    ],
+)
+def test_two_copies_train_as_one(strategy: str, how: dict[str, Any], tolerance: float, four_ranks: RankPool) -> None:
+    body = training_bodies.train_with_planned_optimizer if "optimizer" in how else training_bodies.train
+    one, two = (four_ranks.run(body, recipe(strategy, **how))[0] for recipe in (one_copy, two_copies))
+    losses = (one[1], two[1]) if isinstance(one, tuple) else (one.losses, two.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=tolerance)
+
+
+@pytest.mark.parametrize("strategy", ZERO)
+def test_between_copies_a_step_sends_its_shards_once(strategy: str, four_ranks: RankPool) -> None:
+    """However many micro-batches it has: sums of a copy add up first."""
+    for sent, elements in four_ranks.run(zero_bodies.all_reduced_in_a_step, two_copies(strategy, accumulation=3)):
+        assert elements / 2 <= sent <= 0.55 * elements, "half of them, and the padding of odd buckets"
+
+
+def test_checkpoints_go_from_copies_to_every_strategy_and_back(
+    four_ranks: RankPool, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Only one copy writes: a file holds every element once."""
+    pools = {2: ranks, 4: four_ranks}
+    relay = (two_copies("zero2"), Recipe(strategy="fsdp", world_size=2), two_copies("zero3"), two_copies("hsdp"),
+             Recipe(strategy="ddp", world_size=2))  # fmt: skip
+    folders = [str(tmp_path / str(index)) for index in range(len(relay))]
+    expected = four_ranks.run(checkpoint_bodies.save_after, relay[0], folders[0], 3)[0]
+    for recipe, source, goal in zip(relay[1:], folders, folders[1:], strict=False):
+        pools[recipe.world_size].run(checkpoint_bodies.pass_on, recipe, source, goal)
+    first, *others = (checkpoint_bodies.tensors_of(Path(folder)) for folder in folders)
+    for other in others:
+        assert other.keys() == first.keys()
+        assert all(torch.equal(other[name], value) for name, value in first.items())
+    for reader in (two_copies("zero3"), one_copy("zero1")):
+        resumed = four_ranks.run(checkpoint_bodies.resume_each, reader, folders[:1], 3)[0]
+        assert resumed[0] == pytest.approx(expected, rel=1e-6)
+    for folder in folders:
+        assert set(checkpoint_bodies.times_written(Path(folder)).values()) == {1.0}
+
+
+@pytest.mark.parametrize(
+    "composition",
+    [
+        Composition(strategy="zero2", dp_replicate=2, tp=2, accumulation=2, clipping=0.5),
+        Composition(strategy="zero1", dp_replicate=2, pp=2, accumulation=2, clipping=0.5),
+    ],
+)
+def test_copies_of_split_models(composition: Composition, four_ranks: RankPool) -> None:
+    for found in four_ranks.run(parallel_bodies.train, "llama", composition):
+        assert max(found.loss, found.parameter, found.norm) < 1e-5, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "composition"),
+    [
+        ("llama", Composition(strategy="zero2", dp_replicate=2, dp_shard=2, tp=2, clipping=0.5)),
+        ("llama", Composition(strategy="zero3", dp_replicate=2, dp_shard=2, cp=2, clipping=0.5)),
+        ("mixtral", Composition(strategy="zero1", dp_replicate=2, dp_shard=4, ep=2, clipping=0.5)),
+        ("llama", Composition(strategy="zero1", dp_replicate=2, dp_shard=2, pp=2, accumulation=2, clipping=0.5)),
+    ],
+)
+def test_copies_of_shards_of_split_models(kind: Any, composition: Composition, eight_ranks: RankPool) -> None:
+    for found in eight_ranks.run(parallel_bodies.train, kind, composition):
+        assert max(found.loss, found.parameter, found.norm) < 1e-5, found
