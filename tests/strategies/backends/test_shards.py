@@ -4,12 +4,20 @@ FSDP2 has it as a mesh of two dimensions (HSDP), our ZeRO reduces inside a copy 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from planner.models.from_hf.config import facts_from_config
+from planner.search.estimate import estimate
+from planner.search.request import WorkOptions, make_request
+from planner.types.plan_io import plan_to_dict
+from scripts.measure.machines import measured_cluster
+from scripts.measure.measured_run import Subject, measure_subject
+from scripts.measure.memory_grid import SMALL
 from strategies.distributed.rank_pool import RankPool
 from tests.strategies import checkpoint_bodies, parallel_bodies, training_bodies, zero_bodies
 from tests.strategies.parallel_bodies import Composition
@@ -76,6 +84,36 @@ def test_between_copies_a_step_sends_its_shards_once(strategy: str, four_ranks: 
     """However many micro-batches it has: sums of a copy add up first."""
     for sent, elements in four_ranks.run(zero_bodies.all_reduced_in_a_step, two_copies(strategy, accumulation=3)):
         assert elements / 2 <= sent <= 0.55 * elements, "half of them, and the padding of odd buckets"
+
+
+@pytest.mark.parametrize("strategy", ZERO)
+def test_a_rank_of_two_copies_has_what_one_of_half_as_many_ranks_has(
+    strategy: str, four_ranks: RankPool, ranks: RankPool
+) -> None:
+    """Live bytes between steps, and after the backward passes of a first and a last micro-batch."""
+    how = {"precision": "bf16", "accumulation": 3 if strategy == "zero1" else 1}
+    two = Recipe(strategy=strategy, backend="native", world_size=2, **how)  # type: ignore[arg-type]
+    expected = ranks.run(zero_bodies.live_states, two, {})
+    assert four_ranks.run(zero_bodies.live_states, two_copies(strategy, **how), {}) == expected * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [*ZERO, "hsdp"])
+def test_live_bytes_are_as_planned(strategy: str, four_ranks: RankPool) -> None:
+    """Between steps within 1 %; peaks within what the planner is off by without copies."""
+    config = {"model_type": "llama", **SMALL["llama"]}
+    configuration = replace(
+        two_copies(strategy, precision="bf16", accumulation=2, global_batch=8).plan().configuration, sequence_length=64
+    )
+    cluster = measured_cluster("cpu", 4)
+    work = WorkOptions(seq_len=64, global_batch=8, precision="bf16")
+    planned = estimate(make_request(facts_from_config(config, "llama"), cluster, work), configuration)
+    subject = Subject(config=config, task="causal-lm", plan=plan_to_dict(planned))
+    states = planned.memory.states
+    resident = states["parameters_bytes"] + states["optimizer_bytes"]
+    for step in four_ranks.run(measure_subject, subject):
+        assert step.resident_bytes == pytest.approx(resident, rel=0.01)
+        assert step.peak_bytes == pytest.approx(planned.memory.peak_allocated_bytes, rel=0.03)
 
 
 def test_checkpoints_go_from_copies_to_every_strategy_and_back(
