@@ -204,6 +204,13 @@ class ConfigurationFlags:
     activations_on_host: Annotated[
         bool, typer.Option("--activations-on-host", help="Keep in host memory what checkpointing keeps.")
     ] = False
+    hpz: Annotated[int, number(limits.GPUS, "ZeRO++: ranks that share a second copy of ZeRO-3's weights.")] = 1
+    quantized_weights: Annotated[
+        bool, typer.Option("--quantized-weights", help="ZeRO++: ZeRO-3's weights travel in 8 bits.")
+    ] = False
+    quantized_gradients: Annotated[
+        bool, typer.Option("--quantized-gradients", help="ZeRO++: ZeRO-3's gradients travel in 4 bits.")
+    ] = False
     shard: Annotated[
         int | None,
         number(limits.GPUS, "Ranks that share one set of states (zero1-3, fsdp, hsdp); by default what it says."),

@@ -117,6 +117,18 @@ _CONTRADICTIONS = (
         sentence="gradient compression int8 is for ddp, and zero1-3 with backend native; use bf16, which all can",
     ),
     Rule(
+        breaks=lambda plan: (
+            plan.zero_plus_text != "" and (plan.strategy != "zero3" or plan.backend != "deepspeed")
+        ),
+        sentence="ZeRO++ ({plan.zero_plus_text}) is DeepSpeed's, of stage 3; use zero3 with backend deepspeed",
+    ),
+    Rule(
+        # DeepSpeed 0.19, utils/groups.py, _create_zero_param_parallel_group.
+        breaks=lambda plan: plan.state_shards % plan.hpz_partition_size > 0,
+        sentence="hpz {plan.hpz_partition_size} does not divide the {plan.state_shards} ranks that share the weights;"
+        " use the ranks of a node",
+    ),
+    Rule(
         breaks=lambda plan: plan.backend == "native" and plan.precision in words.SCALED_PRECISIONS,
         sentence="backend native has no {plan.precision} products; use backend deepspeed, or precision bf16",
     ),

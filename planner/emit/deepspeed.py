@@ -173,8 +173,20 @@ def _zero_optimization(plan: Plan, options: EmitOptions) -> dict[str, object]:
             "stage3_max_live_parameters": buckets.max_live,
             "stage3_max_reuse_distance": buckets.max_reuse_distance,
             "stage3_gather_16bit_weights_on_model_save": True,
+            **_zero_plus(plan),
         }
     return section | _offload(plan, options)
+
+
+def _zero_plus(plan: Plan) -> dict[str, object]:
+    """Return the keys of ZeRO++ that a plan switches on."""
+    chosen = plan.configuration
+    keys: dict[str, object] = {
+        "zero_hpz_partition_size": chosen.hpz_partition_size if chosen.hpz_partition_size > 1 else None,
+        "zero_quantized_weights": chosen.quantized_weights or None,
+        "zero_quantized_gradients": chosen.quantized_gradients or None,
+    }
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def _offload(plan: Plan, options: EmitOptions) -> dict[str, object]:

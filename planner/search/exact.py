@@ -30,6 +30,9 @@ class ExactOptions:
     offload_ratio: float = 1.0
     gradient_compression: words.Compression = "none"
     activations_on_host: bool = False
+    hpz: int = 1
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
     shard: int | None = None
     tp: int = 1
     pp: int = 1
@@ -82,6 +85,9 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
         offload_ratio=options.offload_ratio,
         gradient_compression=options.gradient_compression,
         activations_on_host=options.activations_on_host,
+        hpz_partition_size=options.hpz,
+        quantized_weights=options.quantized_weights,
+        quantized_gradients=options.quantized_gradients,
     )
     # A default that the configuration overrides was not taken for granted after all.
     defaults = tuple(text for text in request.defaults if options.global_batch or "--global-batch" not in text)

@@ -7,6 +7,7 @@ yields a reason instead.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import lru_cache
 from itertools import product
 
@@ -418,9 +419,11 @@ def micro_batches(request: Request, layout: CandidateLayout) -> tuple[int, ...]:
 def configuration_of(request: Request, layout: CandidateLayout, micro_batch: int) -> Configuration:
     """Return the configuration of a layout with one of its micro-batches."""
     workload = request.workload
+    backend = request.backend_of(layout.strategy, needs_native=layout.splits_model or layout.dp_replicate > 1)
+    has_zero_plus = request.zero_plus is not None and (layout.strategy, backend) == ("zero3", "deepspeed")
     return Configuration(
         strategy=layout.strategy,
-        backend=request.backend_of(layout.strategy, needs_native=layout.splits_model or layout.dp_replicate > 1),
+        backend=backend,
         dp_replicate=layout.dp_replicate,
         dp_shard=layout.dp_shard,
         tp=layout.tp,
@@ -444,6 +447,7 @@ def configuration_of(request: Request, layout: CandidateLayout, micro_batch: int
         gradient_compression=request.gradient_compression,
         activations_on_host=request.activations_on_host and layout.checkpointing != "none",
         sync_each_micro_batch=layout.sync_each_micro_batch,
+        **(asdict(request.zero_plus) if has_zero_plus else {}),
     )
 
 

@@ -82,6 +82,8 @@ _OFFLOAD_PARAM = Keys(
 
 _ZERO = Keys(
     read=_words("stage reduce_bucket_size stage3_param_persistence_threshold"),
+    # DeepSpeed had these until 0.18: its own ZeRO shards over all ranks, ours over as many as they say.
+    own=_words("mics_shard_size mics_hierarchical_params_gather"),
     hints=_words(
         "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions allgather_bucket_size"
         " overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint sub_group_size"
@@ -99,8 +101,6 @@ _ZERO = Keys(
         "zero_quantized_nontrainable_weights": False,
         "zero_quantized_gradients": False,
         "zenflow": None,
-        "mics_shard_size": -1,
-        "mics_hierarchical_params_gather": False,
     },
     sections={"offload_optimizer": _OFFLOAD_OPTIMIZER, "offload_param": _OFFLOAD_PARAM},
 )
