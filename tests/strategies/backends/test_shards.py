@@ -18,8 +18,9 @@ from planner.types.plan_io import plan_to_dict
 from scripts.measure.machines import measured_cluster
 from scripts.measure.measured_run import Subject, measure_subject
 from scripts.measure.memory_grid import SMALL
-from strategies.distributed.rank_pool import RankPool
+from strategies.distributed.rank_pool import RankError, RankPool
 from tests.strategies import checkpoint_bodies, parallel_bodies, training_bodies, zero_bodies
+from tests.strategies.conftest import DeepSpeedRanks
 from tests.strategies.parallel_bodies import Composition
 from tests.strategies.training_bodies import Recipe, Trained
 
@@ -95,6 +96,26 @@ def test_a_rank_of_two_copies_has_what_one_of_half_as_many_ranks_has(
     two = Recipe(strategy=strategy, backend="native", world_size=2, **how)  # type: ignore[arg-type]
     expected = ranks.run(zero_bodies.live_states, two, {})
     assert four_ranks.run(zero_bodies.live_states, two_copies(strategy, **how), {}) == expected * 2
+
+
+def test_mics_of_a_config_is_run_by_our_own_zero(four_ranks: RankPool) -> None:
+    """DeepSpeed 0.19 has MiCS no more."""
+    zero = {"stage": 3, "mics_shard_size": 2, "mics_hierarchical_params_gather": True}
+    for backend, degrees, losses in four_ranks.run(zero_bodies.train_by_config, zero, 4):
+        assert (backend, degrees) == ("native", (2, 2, 1))
+        assert losses == pytest.approx(training_bodies.reference(Recipe(steps=4)).losses, rel=1e-6)
+    with pytest.raises(RankError, match="shard 3 with tp 1 x pp 1 x cp 1 = 1 does not divide the 4 ranks of this job"):
+        four_ranks.run(zero_bodies.train_by_config, {"stage": 3, "mics_shard_size": 3}, 1)
+
+
+def test_hpz_of_a_config_is_planned_and_run_by_deepspeed(deepspeed_ranks: DeepSpeedRanks) -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+    for (backend, degrees, losses), second, whole in deepspeed_ranks.run(zero_bodies.train_with_hpz, zero, 4):
+        assert (backend, degrees) == ("deepspeed", (1, 2, 2))
+        assert losses == pytest.approx(training_bodies.reference(Recipe(steps=4)).losses, rel=1e-6)
+        assert whole / 2 <= second <= 0.55 * whole, "half of the weights, and padding"
+    with pytest.raises(RankError, match="zero_quantized_weights needs a GPU, for DeepSpeed's quantizer"):
+        deepspeed_ranks.run(zero_bodies.train_by_config, {"stage": 3, "zero_quantized_weights": True}, 1)
 
 
 @pytest.mark.slow

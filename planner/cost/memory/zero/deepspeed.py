@@ -62,12 +62,12 @@ class PartitionedZeroBuffers:
         )
 
     def _second_copy(self) -> float:
-        """Return hpZ's partitions of the weights, a hpz-th of each, which stay from the first forward on.
+        """Return hpZ's partitions of the weights, a hpz-th of each, from their forward to the end of the step.
 
-        DeepSpeed 0.19, partition_parameters.py, `ds_secondary_tensor`.
+        DeepSpeed 0.19, partition_parameters.py, `ds_secondary_tensor`, and stage3.py, `invalidate_secondary_tensor`.
         """
         hpz = self._job.configuration.hpz_partition_size
-        return self._weight * self._tensors.whole / hpz if hpz > 1 else 0.0
+        return self._weight * (self._tensors.whole - self._tensors.persisted) / hpz if hpz > 1 else 0.0
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
         """Return the last bucket's copy for the reduce-scatter, and the step."""
