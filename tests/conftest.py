@@ -15,7 +15,7 @@ from typing import cast
 
 import pytest
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.emulated_cuda.fixtures import CardPool, card, cuda_environment, emulated, two_cards  # noqa: F401
 
 # Variables through which one test could change what the next one does.

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = ("hardware_db", "planner", "strategies", "dsplan")
 HEAVY = {"torch", "numpy", "transformers", "accelerate", "deepspeed", "psutil", "safetensors", "hypothesis", "pytest"}
-MAY_BE_HEAVY = ("strategies/", "dsplan/mpi/", "hardware_db/microbench/")
+MAY_BE_HEAVY = ("strategies/", "dsplan/diagnostics/", "dsplan/mpi/", "hardware_db/microbench/")
 
 FILES = sorted(path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 LIGHT = [path for path in FILES if not path.startswith(MAY_BE_HEAVY)]

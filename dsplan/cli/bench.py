@@ -52,10 +52,10 @@ def bench(
 
     Every result is stored at once, so a benchmark that was stopped resumes where it was. Later predictions use it.
     """
-    from dsplan.benchmarking import BenchQuestion, plan_of, run_plan
+    from dsplan.diagnostics.bench.benchmark import BenchQuestion, plan_of, run_plan
+    from dsplan.diagnostics.bench.plan import save_bench_plan
     from dsplan.render.bench_view import BenchView, report_blocks, report_to_dict
     from dsplan.render.show import say, show, show_json
-    from strategies.bench.plan import save_bench_plan
 
     question = BenchQuestion(
         **asdict(hardware),

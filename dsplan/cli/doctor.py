@@ -23,11 +23,11 @@ def doctor(
     Started by srun, mpirun or torchrun on several ranks, it also compares their versions and clocks, looks for shared
     directories, and times an all-reduce on every link. Exit status 1 where something has to be changed.
     """
+    from dsplan.diagnostics.doctor.examine import examine
     from dsplan.render import doctor_view as render
     from dsplan.render.show import show, show_json
     from strategies.distributed.excepthook import report_once
     from strategies.distributed.launcher_env import read_process_variables
-    from strategies.doctor.examine import examine
     from strategies.errors import CannotMeet
 
     try:

@@ -8,19 +8,19 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from dsplan.diagnostics.bench import session
+from dsplan.diagnostics.bench.session import Work
 from dsplan.render.show import Block, Table, Text, can_redraw, columns, terminal
 from hardware_db.measurement import Measurement, RateMeasurement
 from hardware_db.microbench.grid import Point
 from hardware_db.notices import printable
 from hardware_db.store.transfer import to_document
 from hardware_db.units import GB, format_bytes, format_count, format_seconds
-from strategies.bench import session
-from strategies.bench.session import Work
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from dsplan.benchmarking import BenchReport
+    from dsplan.diagnostics.bench.benchmark import BenchReport
 
 
 class BenchView:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from dsplan.diagnostics.doctor.finding import Diagnosis, Finding, Level, LinkTime
 from dsplan.render.show import Block, Style, Table, Text, columns
 from hardware_db.units import format_bytes, format_seconds
-from strategies.doctor.finding import Diagnosis, Finding, Level, LinkTime
 
 _STYLES: dict[Level, Style] = {"ok": "", "warning": "warning", "problem": "bad"}
 _MOST_LINKS = 12

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 import dsplan
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 
 TP, SAMPLES, LENGTH, VOCABULARY, HEADS = 2, 4, 256, 4096, 8
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIPPING = 1e-3, (0.9, 0.95), 0.1, 1.0

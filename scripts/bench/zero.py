@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.measured_rows import SHIPPED
 from hardware_db.probe import probe
 from hardware_db.probe.cgroup import usable_cores
@@ -34,7 +35,6 @@ from scripts.measure.measured_run import Subject, TimedStep, mean_over_ranks, me
 from scripts.measure.memory_grid import Case
 from scripts.measure.memory_rows import question
 from scripts.measure.zero_rows import ENGINES, LENGTH, SIZES, Engine, Row, Setting, write
-from strategies.distributed.rank_pool import RankPool
 
 _ENOUGH_BYTES = 10 * GIB
 """Of free memory, for the largest setting."""

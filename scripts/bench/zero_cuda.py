@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.training import build_model
 from hardware_db.files import replace_text
 from hardware_db.measured_rows import SHIPPED
 from hardware_db.probe import probe
@@ -33,8 +35,6 @@ from scripts.measure.measured_run import Subject, TimedStep, text_batches, time_
 from scripts.measure.memory_grid import FULL, Case
 from scripts.measure.memory_rows import question
 from scripts.measure.time_grid import MODELS
-from strategies.bench.training import build_model
-from strategies.distributed.rank_pool import RankError, RankPool
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = {**FULL, **MODELS}
 Run = tuple[str, str, Mapping[str, Any]]

@@ -20,7 +20,7 @@ from tests.emulated_cuda import HERE
 from tests.emulated_cuda.lines import ROOMS, ROOT, lines_of
 
 Line = tuple[str, int]
-_TESTS = "tests/strategies tests/hardware_db tests/dsplan/report tests/dsplan/mpi"
+_TESTS = "tests/strategies tests/dsplan/diagnostics tests/hardware_db tests/dsplan/report tests/dsplan/mpi"
 _BEFORE = f"python -m pytest -n 2 --dist loadfile -p no:cacheprovider {_TESTS} --ignore=tests/strategies/cuda"
 _AFTER = "scripts/ci/cuda.sh; scripts/ci/cuda.sh -m slow -k 'commands or places or deepspeed_steps or split_models'"
 _LEAST = 0.95

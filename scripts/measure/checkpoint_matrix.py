@@ -25,15 +25,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.training import build_model
 from hardware_db.files import replace_text
 from planner.errors import DsplanError
 from planner.search.estimate import estimate
 from planner.types.plan import Configuration, Plan
 from scripts.generate.generated import REFERENCE
 from scripts.measure.parity import LENGTH, MODELS, question
-from strategies.bench.training import build_model
 from strategies.checkpoint.export import export_checkpoint
-from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.engine.initialize import initialize
 
 PAGE = REFERENCE / "checkpoint-matrix.md"

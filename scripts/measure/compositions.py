@@ -20,6 +20,7 @@ from functools import cache
 from itertools import product
 from typing import Any, cast
 
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from hardware_db.measured_rows import SHIPPED, read_rows, write_rows
 from hardware_db.probe import probe
 from hardware_db.units import MIB
@@ -37,7 +38,6 @@ from scripts.measure.term_rows import Scored, TermRun, key_of
 from scripts.measure.term_rows import question as asked
 from scripts.measure.term_rows import scored as scored_by
 from scripts.measure.trace_terms import case_of
-from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import WHOLE, Degrees, traced_facts
 

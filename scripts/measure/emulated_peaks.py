@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from hardware_db.measured_rows import SHIPPED, EmulatedRun, read_rows, write_rows
 from hardware_db.units import GIB, MIB
 from planner import vocabulary as words
@@ -31,7 +32,6 @@ from planner.types.plan_io import plan_to_dict
 from scripts.measure.measured_run import StepMemory, Subject, measure_subject
 from scripts.measure.memory_grid import SMALL
 from scripts.measure.memory_rows import asked, compared_to_emulated
-from strategies.distributed.rank_pool import RankError, RankPool
 from tests.emulated_cuda import Card, environment
 
 ROWS = SHIPPED / "memory_emulated.csv"

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import distributed as data_parallel
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 
 _TIMEOUT = timedelta(seconds=240)
 _settling = False

@@ -13,6 +13,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from dsplan.diagnostics.bench.cases import training_cases
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measured_rows import TimeRun, write_time_runs
 from hardware_db.measurement import Measurement
@@ -24,7 +25,6 @@ from scripts.measure.memory import place_of
 from scripts.measure.rate_rows import write_rates
 from scripts.measure.real_times import files_of
 from scripts.measure.times import threads_of
-from strategies.bench.cases import training_cases
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsplan.diagnostics.bench.training import batch_for, build_model
 from planner.types.plan_io import plan_from_dict
 from planner.vocabulary import Task
-from strategies.bench.training import batch_for, build_model
 from strategies.distributed.environment import join
 from strategies.engine.base import Engine
 from strategies.engine.initialize import initialize

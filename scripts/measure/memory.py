@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measured_rows import SHIPPED, MemoryRun, read_memory_runs, write_memory_runs
 from hardware_db.probe import Machine, probe
@@ -33,7 +34,6 @@ from scripts.measure.machines import record
 from scripts.measure.measured_run import StepMemory, Subject, device_used_bytes, measure_subject
 from scripts.measure.memory_grid import CPU_GRID, Case, gpu_grid
 from scripts.measure.memory_rows import compared, question
-from strategies.distributed.rank_pool import RankError, RankPool
 
 RUN_SECONDS = 300.0
 

@@ -32,6 +32,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.training import build_model
 from hardware_db.files import replace_text
 from hardware_db.measured_rows import SHIPPED, RunRow, read_rows, write_rows
 from hardware_db.probe import probe
@@ -45,8 +47,6 @@ from planner.search.space import CandidateLayout, configuration_of, enumerate_ca
 from planner.types.plan import Configuration, Plan
 from scripts.generate.generated import REFERENCE
 from scripts.measure.machines import columns_of, measured_cluster
-from strategies.bench.training import build_model
-from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.engine.initialize import initialize
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ DRIFT = 1e-3
 parameter that lacks a factor stays below the other bounds. A hundred times as much where gradients are sent in fewer
 bits; 16-bit precisions round parameters by more than they move."""
 CALL_SECONDS = 240.0
-_PRELOAD = ("torch", "transformers", "strategies.engine.initialize", "strategies.bench.training")
+_PRELOAD = ("torch", "transformers", "strategies.engine.initialize", "dsplan.diagnostics.bench.training")
 WRITE_SECONDS = 5.0
 
 

@@ -21,6 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.training import build_model
 from hardware_db.probe import probe
 from planner.search.estimate import estimate, price
 from planner.types.plan_io import plan_to_dict
@@ -29,9 +31,7 @@ from scripts.measure.machines import record
 from scripts.measure.measured_run import PHASES, StepMemory, Subject, measure_step, measure_subject
 from scripts.measure.term_rows import TERMS, TermRun, key_of, question, read_term_runs, write_term_runs
 from scripts.measure.trace_terms import case_of, line_of
-from strategies.bench.training import build_model
 from strategies.distributed.environment import join
-from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.engine.base import Engine
 from strategies.parallel.blocks import repeated_blocks
 from strategies.tracing.step.build import Subject as Traced

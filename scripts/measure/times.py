@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from hardware_db.measured_rows import SHIPPED, TimeRun, read_time_runs, write_time_runs
 from hardware_db.probe import probe
 from planner.search.estimate import estimate
@@ -32,7 +33,6 @@ from scripts.measure.memory import Place, place_of
 from scripts.measure.memory_grid import Case
 from scripts.measure.memory_rows import question
 from scripts.measure.time_grid import cpu_grid, gpu_grid
-from strategies.distributed.rank_pool import RankError, RankPool
 
 RUN_SECONDS = 300.0
 

@@ -78,6 +78,8 @@ _CITING: dict[str, Callable[[Any], Iterable[str]]] = {
 """Files whose rows cite, and how to read what."""
 _OWN_FILES = {
     "planner/models/from_hf/architectures.yaml": "keys of transformers' config classes, checked against transformers",
+    "strategies/torch_compat/entries.yaml": "names in torch's own modules, probed on each version",
+    "strategies/tracing/to_hf/arguments.yaml": "keys of transformers' config classes, checked against transformers",
     "planner/cost/memory/activations/forms/": "traced by `scripts.generate.memory_forms`",
     "hardware_db/measurements/asked_answers.csv": "dsplan's answers, `scripts.fit.asked`",
     "hardware_db/measurements/asked_answers_before.csv": "dsplan's answers, `scripts.fit.asked`",

@@ -62,7 +62,8 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_files_that_pages_name_exist(page: Path) -> None:
     """Every `planner/…`, `docs/…` and the like in backquotes is there."""
     named = re.findall(
-        r"`((?:planner|strategies|hardware_db|dsplan|docs|scripts|tests)/[\w./-]*)`", page.read_text("utf-8")
+        r"`((?:planner|strategies|hardware_db|dsplan|docs|scripts|tests)/[\w./-]*)`",
+        page.read_text("utf-8"),
     )
     assert not [name for name in named if not (ROOT / name).exists()]
 

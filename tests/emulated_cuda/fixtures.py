@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.emulated_cuda import Card, environment, why_not_here
 
 _MEMORY = 2 << 30

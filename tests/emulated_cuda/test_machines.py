@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from dsplan.diagnostics.doctor.finding import Finding
+from dsplan.diagnostics.doctor.machine import check_gpus
 from hardware_db.probe import GpuProcess, Machine, probe_hardware
 from hardware_db.units import GIB, MIB
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.models.catalogue import find_model
 from planner.search.request import WorkOptions, make_request
 from planner.search.search import recommend
-from strategies.doctor.finding import Finding
-from strategies.doctor.machine import check_gpus
 from strategies.telemetry.machine import GpuReader
 from tests.hardware_db.probe.nvml_player import emulating
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.files import DATABASE_NAME, HOME
 from hardware_db.fingerprint import fingerprint
 from hardware_db.microbench.grid import CPU, Rate, as_measurement, quick_points
@@ -17,7 +18,6 @@ from hardware_db.probe import probe
 from hardware_db.store import open_store
 from planner.vocabulary import ZERO_STAGES
 from strategies.backends.deepspeed.engine import why_impossible
-from strategies.distributed.rank_pool import RankPool
 from tests.strategies.training_bodies import Recipe
 
 PoolOf = Callable[..., RankPool]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.run_directory.files import LINEAGE_FILE
 from strategies.run_directory.journal import Journal
 from strategies.supervision import lineage, resume

@@ -28,7 +28,7 @@ from strategies.tracing.cuda.kernels import cpu_outputs
 from strategies.tracing.forms.derive import Derivation
 from strategies.tracing.forms.timeline import Marks, Recorder, Timeline
 from strategies.tracing.step.build import Subject, subject_of
-from strategies.tracing.to_hf import ARGUMENTS
+from strategies.tracing.to_hf import config_arguments
 
 # Sizes of models and batches at which the moments of a step are compared.
 
@@ -121,7 +121,7 @@ def _image_tower(small: ModelFacts, *, eager: bool) -> Subject:
     Where its images go in the text depends on the tokens, which a trace does not know.
     """
     transformers: Any = import_module("transformers")
-    config = transformers.SiglipConfig(vision_config=ARGUMENTS[small.model_type](small)["vision_config"], num_labels=2)
+    config = transformers.SiglipConfig(vision_config=config_arguments(small)["vision_config"], num_labels=2)
     config.vision_config._attn_implementation = config._attn_implementation = "eager" if eager else "sdpa"
     with torch.device("meta"):
         module = transformers.SiglipForImageClassification(config).train()
@@ -153,7 +153,7 @@ def _small(facts: ModelFacts, variant: Variant) -> tuple[ModelFacts, Sequence[st
     kinds = {"local": "sliding_attention", "global": "full_attention"}
     layers = {"layer_types": [kinds[name] for name in labels], "num_hidden_layers": len(labels)}
     if small.kind == "vision-language":
-        return small, labels, {"text_config": ARGUMENTS[small.model_type](small)["text_config"] | layers}
+        return small, labels, {"text_config": config_arguments(small)["text_config"] | layers}
     return small, labels, layers
 
 

@@ -29,7 +29,7 @@ from typing import Any
 from strategies.launch.hooks.patch import patch
 from strategies.run_directory import claim
 from strategies.run_directory.spec import ScriptKind
-from strategies.torch_compat.entries import FULLY_SHARD_MODULE
+from strategies.torch_compat import FULLY_SHARD_MODULE
 
 _HERE = "strategies.launch.hooks"
 _DDP = "torch.nn.parallel.distributed"

@@ -21,6 +21,7 @@ _TRACER = (
     "strategies/tracing/cuda/*.py",
     "strategies/tracing/storage_tracker.py",
     "strategies/tracing/to_hf/*.py",
+    "strategies/tracing/to_hf/*.yaml",
 )
 """The files that decide what a trace counts."""
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.strategies import awkward_bodies
 from tests.strategies.awkward_models import CASES
 

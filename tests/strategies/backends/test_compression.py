@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from planner.cost.precision import ERROR_BYTES, INT8_BLOCK, INT8_BYTES
 from strategies.backends.zero.collectives import SingleRank
 from strategies.backends.zero.compress import EightBits, Memory, collectives_factory
 from strategies.backends.zero.flat_shard import Ranks
 from strategies.config import read_config
-from strategies.distributed.rank_pool import RankPool
 from strategies.errors import CannotRun
 from strategies.modules.compression import Codec, gradient_travel
 from strategies.protocols import TrainingParts

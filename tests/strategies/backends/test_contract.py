@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from planner.vocabulary import STRATEGIES, ZERO_STAGES
-from strategies.distributed.rank_pool import RankPool
 from tests.strategies import contract_bodies, training_bodies
 from tests.strategies.training_bodies import Recipe, Trained
 

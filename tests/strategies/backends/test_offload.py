@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from strategies.backends.zero.nvme import Shelf, SwapFile
 from strategies.backends.zero.offload import OffloadRatio
-from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.errors import CannotRun
 from strategies.telemetry.memory_report import on_disk
 from tests.strategies import offload_bodies, training_bodies, zero_bodies

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from planner.cost.precision import recipe_of
 from planner.search.estimate import job_of
-from strategies.distributed.rank_pool import RankError, RankPool
 from tests.planner.search.questions import question
 from tests.strategies import training_bodies, zero_bodies
 from tests.strategies.training_bodies import Recipe

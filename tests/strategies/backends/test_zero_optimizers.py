@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.strategies import zero_optimizer_bodies as bodies
 from tests.strategies.zero_optimizer_bodies import OPTIMIZERS, Run
 

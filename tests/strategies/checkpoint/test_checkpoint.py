@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.checkpoint.saving import size_of
-from strategies.distributed.rank_pool import RankPool
 from strategies.errors import BrokenFile
 from tests.strategies import training_bodies
 from tests.strategies.training_bodies import Recipe

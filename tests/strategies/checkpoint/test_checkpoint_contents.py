@@ -15,8 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import dsplan
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.checkpoint import storage
-from strategies.distributed.rank_pool import RankPool
 from strategies.errors import BrokenFile, CannotRun
 from tests.strategies import checkpoint_bodies, training_bodies
 from tests.strategies.training_bodies import Recipe

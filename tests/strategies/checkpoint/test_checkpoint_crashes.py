@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.checkpoint import content, loading, safefile, saving
 from strategies.checkpoint.saving import Target, Writing
 from strategies.distributed.environment import Environment
-from strategies.distributed.rank_pool import RankPool
 from strategies.errors import BrokenFile
 from tests.strategies import checkpoint_bodies, training_bodies
 from tests.strategies.training_bodies import Recipe

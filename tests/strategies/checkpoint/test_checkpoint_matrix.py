@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.strategies import checkpoint_bodies
 from tests.strategies.training_bodies import Recipe
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.checkpoint.parts import PartOfTensor
 from strategies.checkpoint.states import Inventory, together
-from strategies.distributed.rank_pool import RankPool
 from strategies.parallel.split import Split, even_split
 from tests.strategies import split_bodies
 from tests.strategies.checkpoint_bodies import tensors_of

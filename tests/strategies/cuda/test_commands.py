@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from dsplan.diagnostics.bench.plan import Wanted, load_bench_plan, make_bench_plan, save_bench_plan
 from hardware_db.files import provide_torch_extensions
 from hardware_db.microbench.grid import Point
 from planner.cluster.resolve import probed_cluster
-from strategies.bench.plan import Wanted, load_bench_plan, make_bench_plan, save_bench_plan
+from tests.dsplan.diagnostics.bench.samples import LAPTOP
 from tests.emulated_cuda import Card, environment
 from tests.emulated_cuda.fixtures import variables_set
-from tests.strategies.bench.samples import LAPTOP
 from tests.strategies.launch.command import IMAGES, ROOT, run
 
 pytestmark = pytest.mark.slow  # each starts ranks; what they run is in the suite by itself

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.emulated_cuda.fixtures import CardPool
 from tests.strategies import training_bodies
 from tests.strategies.cuda import strategy_bodies

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.distributed import rendezvous
 from strategies.distributed.launcher_env import ProcessVariables
-from strategies.distributed.rank_pool import RankPool
 from strategies.variables import RENDEZVOUS_SECONDS
 from tests.strategies.attempts import attempt_options
 from tests.strategies.distributed import meeting_bodies

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from planner.errors import DsplanError
 from strategies.config import limits, read_config
-from strategies.distributed.rank_pool import RankPool
 from strategies.engine.initialize import initialize
 from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan, checkpoint_activations

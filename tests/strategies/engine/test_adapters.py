@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from strategies.checkpoint.export import export_checkpoint
 from strategies.config import read_config
-from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.errors import BackendMissing, CannotRun, DsplanError
 from strategies.modules.adapters import TrainingMethod, apply_method, read_method, require_trainable
 from strategies.variables import REQUEST

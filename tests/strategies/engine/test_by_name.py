@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.errors import DsplanError
 from strategies.config import NamedParts
-from strategies.distributed.rank_pool import RankPool
 from strategies.engine.initialize import initialize
 from strategies.optim.lion import Lion
 from strategies.optim.muon import MuonWithAdamW, muon_groups

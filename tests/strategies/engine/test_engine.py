@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.units import format_bytes
-from strategies.distributed.rank_pool import RankPool
 from strategies.errors import CannotRun
 from tests.strategies import engine_bodies, training_bodies
 from tests.strategies.training_bodies import Recipe

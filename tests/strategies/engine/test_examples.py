@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.files import HOME
-from strategies.distributed.rank_pool import RankPool
 from tests.strategies.example_bodies import losses_of, run_example
 
 pytest.importorskip("transformers")

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import dsplan
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from planner.errors import UnknownName
-from strategies.distributed.rank_pool import RankPool
 from strategies.errors import CannotRun
 from strategies.modules import kernels
 from strategies.modules.kernels import install_kernels, read_kernels, register_kernel

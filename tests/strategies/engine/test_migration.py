@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.strategies.migration_bodies import run_snippet
 
 PAGE = (Path(__file__).parents[3] / "docs/how-to/migration.md").read_text(encoding="utf-8")

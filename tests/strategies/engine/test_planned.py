@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.errors import DsplanError
 from planner import vocabulary as words
 from planner.types.plan_io import plan_from_dict
-from strategies.distributed.rank_pool import RankPool
 from strategies.engine.initialize import initialize
 from strategies.errors import BackendMissing
 from strategies.optim.optimizers import OPTIMIZERS

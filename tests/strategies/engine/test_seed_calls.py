@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dsplan
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.errors import DsplanError
-from strategies.distributed.rank_pool import RankPool
 from tests.strategies import seed_bodies
 from tests.strategies.seed_bodies import Fragile, dataset
 

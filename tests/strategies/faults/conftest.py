@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.strategies.faults.ledger import Step
 from tests.strategies.faults.suite import Reference, uninterrupted
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.strategies.faults import moments
 from tests.strategies.faults.faulty_run import SCRIPT, FaultyRun
 from tests.strategies.faults.ledger import (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.strategies.integrations import ddp_script_bodies as bodies
 from tests.strategies.integrations.ddp_script_bodies import Loop
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.strategies.integrations import lightning_bodies as bodies
 from tests.strategies.integrations.test_lightning import STRATEGIES, asked, require_same
 

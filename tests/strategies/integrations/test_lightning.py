@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.errors import BackendMissing
 from strategies.integrations import lightning_shared
 from tests.strategies.integrations import lightning_bodies as bodies

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.strategies.launch.command import run
 
 pytest.importorskip("lightning")

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import CausalBias
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.parallel import context
 from strategies.parallel.context import earlier_tokens
 from tests.strategies import parallel_bodies

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.parallel.expert import is_mixture
 from tests.strategies import parallel_bodies
 from tests.strategies.parallel_bodies import Composition, Kind

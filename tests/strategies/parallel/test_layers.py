@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dsplan
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.strategies import tensor_bodies as bodies
 
 

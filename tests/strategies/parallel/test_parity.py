@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from planner import vocabulary as words
 from planner.cost.combinations import why_refused
 from planner.errors import ContradictoryRequest
@@ -39,7 +40,6 @@ from scripts.measure.parity import (
     row_of,
     with_options,
 )
-from strategies.distributed.rank_pool import RankPool
 from tests.strategies import parallel_bodies
 from tests.strategies.parallel_bodies import Composition, Kind
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from planner.cost.split import micro_batches_in_flight
 from planner.vocabulary import Schedule
-from strategies.distributed.rank_pool import RankPool
 from strategies.errors import CannotRun
 from strategies.parallel.model import Partition, SplitOptions
 from strategies.parallel.pipeline import Action, _Made, order_of, require_end, with_messages

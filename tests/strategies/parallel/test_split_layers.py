@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.strategies import parallel_bodies
 from tests.strategies import tensor_bodies as bodies
 from tests.strategies.tensor_bodies import Composition, SplitRun

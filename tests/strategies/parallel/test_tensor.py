@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import _FirstRank
 from strategies.tracing.step.checkpointing import checkpoint_activations

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from strategies.distributed.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from strategies.run_directory.heartbeat import Meeting, Pulse
 from strategies.supervision import hang_detection
 from strategies.supervision.hang_detection import Watchdog

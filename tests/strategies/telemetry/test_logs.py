@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.distributed.rank_pool import RankPool
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.errors import BackendMissing
 from strategies.telemetry import timers as timers_module
 from strategies.telemetry.tensorboard_log import TensorboardWriter

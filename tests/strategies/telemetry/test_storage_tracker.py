@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.checkpoint.safefile import bytes_of
-from strategies.distributed.rank_pool import RankPool
 from strategies.tracing.storage_tracker import StorageTracker
 from tests.strategies import training_bodies
 from tests.strategies.training_bodies import Recipe

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.measured_rows import SHIPPED, read_memory_runs
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.memory.estimate import phases_of
@@ -23,7 +24,6 @@ from planner.types.plan import Configuration
 from scripts.measure.compositions import question, read_compositions
 from scripts.measure.gloo import quiet
 from scripts.measure.modules import language_module, token_batch
-from strategies.distributed.rank_pool import RankPool
 from strategies.tracing.live import facts_from_module
 from strategies.tracing.module_trace import traced_facts
 from strategies.tracing.step.build import Subject, own_subject, subject_of

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.probe import probe_hardware
 from planner.cluster.resolve import HardwareRequest, probed_cluster, resolve_cluster
 from planner.cost.memory.load import load_ledger
@@ -21,7 +22,6 @@ from planner.types.plan_io import save_plan
 from planner.vocabulary import ZERO_STAGES, Precision, Strategy
 from scripts.measure.gloo import quiet
 from strategies.backends.deepspeed.engine import why_impossible
-from strategies.distributed.rank_pool import RankPool
 from tests.planner.cost.memory import load_bodies
 
 RANKS = 2

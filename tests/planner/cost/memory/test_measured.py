@@ -12,12 +12,12 @@ from typing import cast
 
 import pytest
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.errors import BrokenFile
 from hardware_db.measured_rows import SHIPPED, MemoryRun, read_memory_runs, write_memory_runs
 from planner.types.plan_io import plan_to_dict
 from planner.vocabulary import Task
 from scripts.measure.gloo import quiet
-from strategies.distributed.rank_pool import RankPool
 
 RUNS = read_memory_runs(SHIPPED / "memory_cpu.csv")
 STRATEGIES = ("single", "ddp", "fsdp", "fsdp-grad-op", "zero1", "zero2", "zero3")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from dsplan.diagnostics.bench.rank_pool import RankPool
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.memory.load import saving_of
 from planner.cost.memory.states import states_of
@@ -15,7 +16,6 @@ from planner.models.from_hf.config import facts_from_config
 from planner.search.estimate import price
 from planner.search.exact import ExactOptions, exact
 from planner.search.request import WorkOptions, make_request
-from strategies.distributed.rank_pool import RankPool
 from tests.planner.cost.memory import load_bodies, save_bodies
 
 

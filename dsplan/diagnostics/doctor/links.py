@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError
 
+from dsplan.diagnostics.doctor.finding import Finding, LinkTime
 from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
 from hardware_db.units import format_seconds
-from strategies.doctor.finding import Finding, LinkTime
 from strategies.torch_compat.distributed import PrefixStore, Store, nccl_options
 
 # Ranks exchange values through the store of the rendezvous.

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 
+from dsplan.diagnostics.doctor.finding import Finding
 from hardware_db.files import read_text
 from strategies.distributed.network import Interface, list_interfaces, look_up
-from strategies.doctor.finding import Finding
 
 _USUAL_PORT = 29500
 _FEW_PORTS = 1000

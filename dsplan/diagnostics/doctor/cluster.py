@@ -15,11 +15,7 @@ from pathlib import Path
 
 import torch
 
-from hardware_db.probe.machine import Machine
-from hardware_db.units import format_seconds
-from strategies.distributed.environment import device_name, meet_before_script
-from strategies.distributed.launcher_env import ProcessVariables
-from strategies.doctor.finding import (
+from dsplan.diagnostics.doctor.finding import (
     Diagnosis,
     Finding,
     Level,
@@ -29,7 +25,11 @@ from strategies.doctor.finding import (
     sorted_findings,
     write_tokens,
 )
-from strategies.doctor.links import Room, link_findings, time_links
+from dsplan.diagnostics.doctor.links import Room, link_findings, time_links
+from hardware_db.probe.machine import Machine
+from hardware_db.units import format_seconds
+from strategies.distributed.environment import device_name, meet_before_script
+from strategies.distributed.launcher_env import ProcessVariables
 from strategies.launch.elastic.place import address_towards, choose_interface
 
 _EXCHANGES = 7

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+from dsplan.diagnostics.bench.cases import Trainee, TrainingCase, request_of
+from dsplan.diagnostics.bench.plan import BenchPlan
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from hardware_db.errors import BrokenFile
 from hardware_db.files import HOME, data_dir
 from hardware_db.fingerprint import fingerprint
@@ -23,9 +26,6 @@ from planner.cluster.resolve import probed_cluster
 from planner.search.estimate import estimate
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
-from strategies.bench.cases import Trainee, TrainingCase, request_of
-from strategies.bench.plan import BenchPlan
-from strategies.distributed.rank_pool import RankError, RankPool
 from strategies.telemetry.metrics import measured_of, read_metrics, summarise
 from strategies.variables import QUIET
 
@@ -331,7 +331,7 @@ def measure_point(point: Point, threads: int) -> Rate | Refusal:
 
 
 def train_trainee(trainee: Trainee) -> None:
-    """Train on every rank of the group; see `strategies.bench.training`."""
-    from strategies.bench.training import train
+    """Train on every rank of the group; see `dsplan.diagnostics.bench.training`."""
+    from dsplan.diagnostics.bench.training import train
 
     train(trainee)

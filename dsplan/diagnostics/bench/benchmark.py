@@ -10,6 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dsplan.diagnostics.bench.plan import (
+    BenchPlan,
+    Wanted,
+    default_ranks,
+    load_bench_plan,
+    make_bench_plan,
+    parse_ranks,
+)
 from hardware_db.errors import BrokenFile, DsplanError
 from hardware_db.probe import probe
 from hardware_db.records import dataclass
@@ -17,11 +25,10 @@ from planner import limits
 from planner.cluster.resolve import HardwareRequest, probed_cluster, resolve_cluster
 from planner.errors import ContradictoryRequest
 from planner.types.cluster import Cluster
-from strategies.bench.plan import BenchPlan, Wanted, default_ranks, load_bench_plan, make_bench_plan, parse_ranks
 
 if TYPE_CHECKING:
+    from dsplan.diagnostics.bench.session import Event, Measured, Refused
     from hardware_db.probe import Machine
-    from strategies.bench.session import Event, Measured, Refused
 
 _RANKS_PER_CORE = 4
 """More processes than this would measure the scheduler of the operating system."""
@@ -125,10 +132,10 @@ def run_plan(plan: BenchPlan, question: BenchQuestion, show: Callable[[Event], N
     """
     if find_spec("torch") is None:
         raise DsplanError("torch is not installed here, and a benchmark needs it; pip install 'dsplan[train]'")
+    from dsplan.diagnostics.bench.session import BenchSession, Limits
     from hardware_db.files import database_path
     from hardware_db.fingerprint import fingerprint
     from hardware_db.store import open_store
-    from strategies.bench.session import BenchSession, Limits
 
     machine = probe()
     _check_machine(plan, machine, question.plan)
@@ -184,7 +191,7 @@ def _check_machine(plan: BenchPlan, machine: Machine, file: Path | None) -> None
 
 def _learn(report: BenchReport, machine: Machine) -> str:
     """Calibrates with the new training runs, as `dsplan run` does after each; what came of it in a sentence."""
-    from strategies.bench.cases import TrainingCase
+    from dsplan.diagnostics.bench.cases import TrainingCase
     from strategies.launch.record import learnt
 
     trained = any(isinstance(event.work, TrainingCase) for event in report.measured)
@@ -192,7 +199,7 @@ def _learn(report: BenchReport, machine: Machine) -> str:
 
 
 def _note(report: BenchReport, event: Event) -> None:
-    from strategies.bench import session
+    from dsplan.diagnostics.bench import session
 
     if isinstance(event, session.Begun):
         report.stored = event.stored

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hardware_db.probe.machine import Gpu, GpuPair, GpuProcess, Host, Machine, Nic, Software
-from hardware_db.units import GIB
-from strategies.distributed.network import Interface, list_interfaces
-from strategies.doctor.examine import examine
-from strategies.doctor.finding import Finding, merge_findings, sorted_findings
-from strategies.doctor.machine import (
+from dsplan.diagnostics.doctor.examine import examine
+from dsplan.diagnostics.doctor.finding import Finding, merge_findings, sorted_findings
+from dsplan.diagnostics.doctor.machine import (
     check_disk,
     check_gpus,
     check_locked_memory,
@@ -24,7 +21,10 @@ from strategies.doctor.machine import (
     limit_findings,
     read_filesystem,
 )
-from strategies.doctor.network import gloo_choice, nccl_choice, network_findings
+from dsplan.diagnostics.doctor.network import gloo_choice, nccl_choice, network_findings
+from hardware_db.probe.machine import Gpu, GpuPair, GpuProcess, Host, Machine, Nic, Software
+from hardware_db.units import GIB
+from strategies.distributed.network import Interface, list_interfaces
 from strategies.launch.elastic.place import interface_of
 
 LO, DOCKER = Interface(name="lo", address="127.0.0.1"), Interface(name="docker0", address="172.17.0.1")

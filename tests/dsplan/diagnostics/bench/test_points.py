@@ -26,7 +26,7 @@ from hardware_db.microbench.grid import (
 from hardware_db.microbench.runner import MEASURES, measure
 from hardware_db.microbench.timer import Budget, Timing, time_calls
 from hardware_db.units import KIB, MIB
-from tests.strategies.bench.samples import FINGERPRINT
+from tests.dsplan.diagnostics.bench.samples import FINGERPRINT
 
 HOST = torch.device("cpu")
 SHORT = Budget(seconds=0.002, sample_seconds=0.0005)

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from dsplan.diagnostics.bench.plan import BenchPlan, save_bench_plan
 from hardware_db.microbench.grid import Point
-from strategies.bench.plan import BenchPlan, save_bench_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 # A process that a shell started in the background ignores SIGINT, and so would all that it starts, these tests too.

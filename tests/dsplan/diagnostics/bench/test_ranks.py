@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from dsplan.diagnostics.bench.plan import BenchPlan, Wanted, make_bench_plan
+from dsplan.diagnostics.bench.rank_pool import RankPool
+from dsplan.diagnostics.bench.session import Begun, BenchSession, Limits, Measured, Refused, measure_point
 from hardware_db.microbench.grid import COLLECTIVES, Point, Rate, Refusal
 from hardware_db.probe import probe
 from hardware_db.store import open_store
 from planner.cluster.resolve import probed_cluster
-from strategies.bench.plan import BenchPlan, Wanted, make_bench_plan
-from strategies.bench.session import Begun, BenchSession, Limits, Measured, Refused, measure_point
-from strategies.distributed.rank_pool import RankPool
 
 SIZE = 4096
 

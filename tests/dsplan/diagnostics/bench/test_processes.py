@@ -14,8 +14,8 @@ import pytest
 from hardware_db.errors import DsplanError
 from hardware_db.microbench.grid import point_of
 from hardware_db.store import open_store
-from tests.strategies.bench.command import ended, plan_file, start_bench
-from tests.strategies.bench.samples import launches
+from tests.dsplan.diagnostics.bench.command import ended, plan_file, start_bench
+from tests.dsplan.diagnostics.bench.samples import launches
 
 PROCESSES = 8
 

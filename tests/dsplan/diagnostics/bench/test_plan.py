@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hardware_db.errors import DsplanError
-from hardware_db.microbench.grid import KINDS, quick_points
-from planner.cluster.resolve import HardwareRequest, probed_cluster, resolve_cluster
-from planner.models.resolve import resolve_model
-from planner.types.cluster import Cluster
-from strategies.bench.plan import (
+from dsplan.diagnostics.bench.plan import (
     BenchPlan,
     Wanted,
     default_ranks,
@@ -21,8 +16,13 @@ from strategies.bench.plan import (
     parse_ranks,
     save_bench_plan,
 )
+from hardware_db.errors import DsplanError
+from hardware_db.microbench.grid import KINDS, quick_points
+from planner.cluster.resolve import HardwareRequest, probed_cluster, resolve_cluster
+from planner.models.resolve import resolve_model
+from planner.types.cluster import Cluster
 from strategies.engine.registry import STRATEGIES
-from tests.strategies.bench.samples import LAPTOP
+from tests.dsplan.diagnostics.bench.samples import LAPTOP
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from dsplan.__main__ import main
-from dsplan.benchmarking import BenchReport
+from dsplan.diagnostics.bench.benchmark import BenchReport
+from dsplan.diagnostics.bench.cases import TrainingCase, request_of
+from dsplan.diagnostics.bench.plan import BenchPlan, Wanted, load_bench_plan, make_bench_plan
+from dsplan.diagnostics.bench.session import Begun, Event, Found, Measured, Refused, Started, TimeIsUp, Waiting
 from dsplan.render.bench_view import BenchView, rate_words, report_blocks, report_to_dict, result_words, work_words
 from dsplan.render.show import plain_text
 from hardware_db.measurement import Measured as MeasuredFigures
@@ -20,10 +23,7 @@ from hardware_db.microbench.grid import Point, Rate, as_measurement
 from planner.cluster.resolve import probed_cluster
 from planner.search.estimate import estimate
 from planner.types.plan_io import plan_to_dict
-from strategies.bench.cases import TrainingCase, request_of
-from strategies.bench.plan import BenchPlan, Wanted, load_bench_plan, make_bench_plan
-from strategies.bench.session import Begun, Event, Found, Measured, Refused, Started, TimeIsUp, Waiting
-from tests.strategies.bench.samples import FINGERPRINT, LAPTOP, launches
+from tests.dsplan.diagnostics.bench.samples import FINGERPRINT, LAPTOP, launches
 
 PRODUCT = Point(operation="matmul", dtype="fp32", shape=(128, 256, 512), ranks=2)
 Refuses = Callable[..., str]

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsplan.diagnostics.bench.cases import Trainee
 from planner.types.plan_io import plan_from_dict
 from planner.vocabulary import Attention, Task
-from strategies.bench.cases import Trainee
 from strategies.distributed.environment import join
 from strategies.engine.base import Engine
 from strategies.engine.initialize import initialize

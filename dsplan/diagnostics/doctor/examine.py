@@ -7,13 +7,13 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from dsplan.diagnostics.doctor.finding import Diagnosis, Finding, sorted_findings, write_tokens
+from dsplan.diagnostics.doctor.machine import limit_findings, software_findings
+from dsplan.diagnostics.doctor.network import network_findings
 from hardware_db.errors import DsplanError
 from hardware_db.probe import probe
 from hardware_db.probe.machine import Machine
 from strategies.distributed.launcher_env import read_process_variables
-from strategies.doctor.finding import Diagnosis, Finding, sorted_findings, write_tokens
-from strategies.doctor.machine import limit_findings, software_findings
-from strategies.doctor.network import network_findings
 
 
 def examine(directories: Sequence[Path] = ()) -> Diagnosis:
@@ -32,7 +32,7 @@ def examine(directories: Sequence[Path] = ()) -> Diagnosis:
         return Diagnosis(hosts=(socket.gethostname(),), ranks=1, findings=sorted_findings(findings))
     if machine.software.version("torch") is None:
         raise DsplanError("torch is not installed here, and ranks need it to meet; pip install 'dsplan[train]'")
-    from strategies.doctor.cluster import examine_cluster
+    from dsplan.diagnostics.doctor.cluster import examine_cluster
 
     return examine_cluster(process, machine, findings, directories)
 

@@ -9,16 +9,26 @@ from typing import Any
 
 import pytest
 
+from dsplan.diagnostics.bench import session
+from dsplan.diagnostics.bench.plan import BenchPlan, Wanted, make_bench_plan
+from dsplan.diagnostics.bench.rank_pool import RankError
+from dsplan.diagnostics.bench.session import (
+    Begun,
+    BenchSession,
+    Event,
+    Found,
+    Limits,
+    Measured,
+    Refused,
+    Started,
+    TimeIsUp,
+)
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import Measurement
 from hardware_db.microbench.grid import Point, Rate, Refusal, as_measurement
 from hardware_db.store import MemoryStore
 from planner.cluster.resolve import probed_cluster
-from strategies.bench import session
-from strategies.bench.plan import BenchPlan, Wanted, make_bench_plan
-from strategies.bench.session import Begun, BenchSession, Event, Found, Limits, Measured, Refused, Started, TimeIsUp
-from strategies.distributed.rank_pool import RankError
-from tests.strategies.bench.samples import LAPTOP, launches
+from tests.dsplan.diagnostics.bench.samples import LAPTOP, launches
 
 
 class Ranks:
@@ -147,5 +157,6 @@ def test_a_training_run_that_ran_out_of_memory_is_remembered(ranks: Ranks) -> No
 
 
 def test_the_process_that_draws_the_progress_imports_no_torch() -> None:
-    code = "import sys, dsplan.benchmarking, strategies.bench.session; sys.exit('torch' in sys.modules)"
+    modules = "dsplan.diagnostics.bench.benchmark, dsplan.diagnostics.bench.session"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

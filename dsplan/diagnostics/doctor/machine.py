@@ -16,13 +16,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from dsplan.diagnostics.doctor.finding import Finding
 from hardware_db.files import HOME, data_dir, database_path, read_text
 from hardware_db.probe import NO_GPU
 from hardware_db.probe.cgroup import cgroup_limits
 from hardware_db.probe.machine import Gpu, Host, Machine, Software
 from hardware_db.units import GIB, MIB, format_bytes, format_seconds
 from planner.cluster.probed import largest_slice
-from strategies.doctor.finding import Finding
 
 # What the system allows this process.
 _ENOUGH_LOCKED = GIB  # of RDMA's registered buffers; its guides ask for "unlimited"

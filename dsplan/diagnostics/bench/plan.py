@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dsplan.diagnostics.bench.cases import TrainingCase, training_cases
 from hardware_db.errors import BrokenFile, DsplanError, UnknownName
 from hardware_db.files import replace_text
 from hardware_db.from_json import WrongValue, from_json
@@ -19,7 +20,6 @@ from planner.models.facts import ModelFacts
 from planner.models.tasks import default_sequence_length
 from planner.types.cluster import Cluster
 from planner.vocabulary import Backend
-from strategies.bench.cases import TrainingCase, training_cases
 
 TRAINING = "training"
 _LONGEST = {"cpu": 256, "gpu": 2048}

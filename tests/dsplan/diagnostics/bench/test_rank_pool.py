@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from hardware_db.errors import DsplanError
-from strategies.distributed.rank_pool import RankError, RankPool
 from tests.strategies import rank_bodies
 
 
@@ -104,7 +104,7 @@ def test_ranks_end_with_their_parent(preload: tuple[str, ...]) -> None:
         import os, sys
         if __name__ == "__main__":
             from tests.strategies import rank_bodies
-            from strategies.distributed.rank_pool import RankPool
+            from dsplan.diagnostics.bench.rank_pool import RankPool
             pool = RankPool(1, preload=sys.argv[1:])
             pool.run(rank_bodies.environment_of, "RANK")
             print(pool.process_ids[0], flush=True)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from dsplan.diagnostics.doctor import cluster
+from dsplan.diagnostics.doctor import links as room
+from dsplan.diagnostics.doctor.cluster import Greeter, greet
+from dsplan.diagnostics.doctor.finding import LinkTime, find_unseen, write_tokens
+from dsplan.diagnostics.doctor.links import Room, link_findings, rounds, schedule
 from hardware_db.errors import DsplanError
-from strategies.doctor import cluster
-from strategies.doctor import links as room
-from strategies.doctor.cluster import Greeter, greet
-from strategies.doctor.finding import LinkTime, find_unseen, write_tokens
-from strategies.doctor.links import Room, link_findings, rounds, schedule
 
 
 def member(node: str, **versions: str) -> cluster.Member:

@@ -1,0 +1,1 @@
+"""Examining and measuring machines: `dsplan doctor` and `dsplan bench`. Training needs neither."""
