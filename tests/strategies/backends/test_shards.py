@@ -18,7 +18,7 @@ from planner.types.plan_io import plan_to_dict
 from scripts.measure.machines import measured_cluster
 from scripts.measure.measured_run import Subject, measure_subject
 from scripts.measure.memory_grid import SMALL
-from strategies.distributed.rank_pool import RankError, RankPool
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from tests.strategies import checkpoint_bodies, parallel_bodies, training_bodies, zero_bodies
 from tests.strategies.conftest import DeepSpeedRanks
 from tests.strategies.parallel_bodies import Composition
