@@ -10,14 +10,17 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from hardware_db.errors import BrokenFile
+from hardware_db.errors import BrokenFile, DsplanError
 
 # Paths of the database and the caches.
 
 
 HOME = "DSPLAN_HOME"
 """The environment variable that names the directory."""
+DATABASE = "DSPLAN_DATABASE"
+"""The environment variable that names another database: a `postgresql://` address, or the path of a SQLite file."""
 DATABASE_NAME = "dsplan.db"
+_SERVERS = ("postgresql://", "postgres://")
 
 
 def data_dir() -> Path:
@@ -32,15 +35,51 @@ def data_dir() -> Path:
 
 
 def database_path() -> Path:
-    """Return the database that every command uses unless it is told another."""
-    return data_dir() / DATABASE_NAME
+    """Return the SQLite file of this user: the database of every command unless `DSPLAN_DATABASE` names a server."""
+    named = os.environ.get(DATABASE, "")
+    return Path(os.path.expanduser(named)) if named and not database_address() else data_dir() / DATABASE_NAME
+
+
+def database_address() -> str | None:
+    """Return the address of the PostgreSQL database that `DSPLAN_DATABASE` names, or None.
+
+    Raises:
+        DsplanError: it is the address of something else.
+    """
+    named = os.environ.get(DATABASE, "").strip()
+    if named.startswith(_SERVERS):
+        return named
+    if "://" in named:
+        scheme = named.partition("://")[0]
+        remedy = "use postgresql:// or a file's path"
+        raise DsplanError(f"{DATABASE}: {scheme}:// is no database that dsplan knows; {remedy}")
+    return None
+
+
+def database_name() -> str:
+    """Return the database of every command as people are told it, without a password."""
+    address = database_address()
+    return without_password(address) if address else str(database_path())
+
+
+def without_password(address: str) -> str:
+    """Return the address of a database without the secrets in it: the user's password, and those among parameters."""
+    from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+    parts = urlsplit(address)
+    user, at, hosts = parts.netloc.rpartition("@")
+    shown = [(key, value) for key, value in parse_qsl(parts.query) if "password" not in key.lower()]
+    return urlunsplit(parts._replace(netloc=f"{user.partition(':')[0]}{at}{hosts}", query=urlencode(shown)))
 
 
 def database_is_there() -> bool:
     """Return whether anything has the database's name.
 
-    Also where it cannot be looked at, or is a link that leads nowhere, so that opening it says what is wrong.
+    Also where it cannot be looked at, is a link that leads nowhere, or is on a server, so that opening it says what is
+    wrong.
     """
+    if database_address():
+        return True
     try:
         os.lstat(database_path())
     except FileNotFoundError:

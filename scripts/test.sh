@@ -3,12 +3,17 @@
 # processes: that is what two cores can do); how many tests were skipped, and why, stands above pytest's summary, which is
 # the last line.
 # Arguments go to pytest: scripts/test.sh tests/dsplan -k cli
-# Tests of pages need a browser, Debian's chromium or Chrome; where there is none, root with apt gets it.
+# Tests of pages need a browser, Debian's chromium or Chrome, those of a team's database a PostgreSQL server; where there is
+# none, root with apt gets it.
 source "$(dirname "$0")/setup.sh"
 has_browser() { for name in chromium chromium-browser google-chrome; do command -v $name > /dev/null && return; done; return 1; }
-if ! has_browser && [ "$(id -u)" -eq 0 ] && command -v apt-get > /dev/null; then
-    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } > /dev/null ||
-        echo "chromium could not be installed: the tests of pages are skipped" >&2
+has_server() { command -v postgres > /dev/null || compgen -G '/usr/lib/postgresql/*/bin/postgres' > /dev/null; }
+missing=()
+has_browser || missing+=(chromium fonts-dejavu-core)
+has_server || missing+=(postgresql)
+if [ "${#missing[@]}" -gt 0 ] && [ "$(id -u)" -eq 0 ] && command -v apt-get > /dev/null; then
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"; } > /dev/null ||
+        echo "${missing[*]} could not be installed: the tests that need them are skipped" >&2
 fi
 ruff check .
 mypy

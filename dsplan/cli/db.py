@@ -37,7 +37,7 @@ def list_measurements(
     from dsplan.render.db_view import measurement_table
     from dsplan.render.show import Text, show, show_json
     from hardware_db.errors import UnknownName
-    from hardware_db.files import database_path
+    from hardware_db.files import database_address, database_path
     from hardware_db.store import open_store
     from hardware_db.store.repair import set_aside_files
     from hardware_db.store.transfer import SCHEMA_VERSION, to_document
@@ -51,7 +51,7 @@ def list_measurements(
         total = store.count()
         # One more than asked for, to know whether there are older ones.
         measurements = store.list(model=model, strategy=strategy, limit=limit + 1)
-    aside = set_aside_files(database_path())
+    aside = () if database_address() else set_aside_files(database_path())
     shown = measurements[:limit]
     notes = [Text(text=_aside_text(aside), style="faint")] if aside else []
     if json:
@@ -80,16 +80,18 @@ def show_measurement(
 ) -> None:
     """One run: plan, machine, predicted and measured figures."""
     from dsplan.render.db_view import measurement_blocks
-    from dsplan.render.show import show, show_json
+    from dsplan.render.show import Text, show, show_json
     from hardware_db.store import open_store
     from hardware_db.store.transfer import to_document
 
     with open_store(thorough=True) as store:
         measurement = store.get(id)
+        origin = store.origin(measurement.id)
     if json:
         show_json(to_document(measurement))
     else:
-        show(measurement_blocks(measurement))
+        added = [Text(text=f"added by {origin.user or 'somebody'} on {origin.host}", style="faint")] if origin else []
+        show([*measurement_blocks(measurement), *added])
 
 
 @app.command("forget", cls=GroupedCommand)
@@ -144,6 +146,33 @@ def import_database(
         else:
             count = import_file(store, file)
     say(f"{count.added} records imported, {count.skipped} were there already")
+
+
+@app.command("push", cls=GroupedCommand)
+def push() -> None:
+    """Send what this user's own file holds to the team's database that DSPLAN_DATABASE names."""
+    _copy(sends=True)
+
+
+@app.command("pull", cls=GroupedCommand)
+def pull() -> None:
+    """Bring what the team's database holds into this user's own file, for work without a network."""
+    _copy(sends=False)
+
+
+def _copy(*, sends: bool) -> None:
+    from dsplan.render.show import say
+    from hardware_db.errors import DsplanError
+    from hardware_db.files import DATABASE, database_address, database_name, database_path
+    from hardware_db.store import open_own_store, open_store
+    from hardware_db.store.transfer import copy_records
+
+    if database_address() is None:
+        raise DsplanError(f"{DATABASE} names no shared database; set it to postgresql://user@host/name")
+    with open_store() as shared, open_own_store() as own:
+        count = copy_records(own, shared) if sends else copy_records(shared, own)
+    target = database_name() if sends else database_path()
+    say(f"{count.added} records added to {target}, {count.skipped} were there already")
 
 
 @app.command("calibrate", cls=GroupedCommand)

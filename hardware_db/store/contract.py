@@ -15,8 +15,19 @@ from hardware_db.measurement import (
     Record,
     TraceRecord,
 )
+from hardware_db.records import dataclass
 
 Opened = TypeVar("Opened", bound="Store")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Whoever added a record to a database that several people share."""
+
+    user: str
+    """Name of the account, empty where it has none."""
+    host: str
+    """Name of the machine."""
 
 
 class Store(ABC):
@@ -111,6 +122,10 @@ class Store(ABC):
     @abstractmethod
     def count(self) -> int:
         """Return how many measurements there are; nothing else is counted."""
+
+    def origin(self, id: str) -> Origin | None:
+        """Return who added the measurement with this id, where the store keeps it."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

@@ -1,9 +1,10 @@
-"""Measurements, rates, traces and calibrations as rows of the database and back."""
+"""Measurements, rates, traces and calibrations as rows and back, in SQL that SQLite and PostgreSQL share."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields
+from functools import lru_cache
 from typing import Any
 
 from hardware_db.files import canonical_json
@@ -32,7 +33,8 @@ _RATE = (
 
 
 def _insert(table: str, columns: tuple[str, ...]) -> str:
-    return f"INSERT OR IGNORE INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+    places = ", ".join("?" * len(columns))
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({places}) ON CONFLICT DO NOTHING"
 
 
 def _select(table: str, columns: tuple[str, ...]) -> str:
@@ -47,7 +49,7 @@ UNKNOWN = "{}"
 # The next run of that machine says again what it is.
 INSERT_FINGERPRINT = (
     "INSERT INTO fingerprints (key, machine, versions) VALUES (?, ?, ?) ON CONFLICT (key) DO UPDATE"
-    f" SET machine = excluded.machine, versions = excluded.versions WHERE machine = '{UNKNOWN}'"
+    f" SET machine = excluded.machine, versions = excluded.versions WHERE fingerprints.machine = '{UNKNOWN}'"
 )
 INSERT_MEASUREMENT = _insert("measurements", (*_IDENTITY, *_DERIVED, *_FIGURES))
 INSERT_RATE = _insert("rates", (*_RATE, "fingerprint"))
@@ -135,5 +137,6 @@ def calibration(row: tuple[str, ...]) -> CalibrationRecord:
     return CalibrationRecord(id=id, created_at=created_at, hardware=hardware, document_json=document)
 
 
+@lru_cache(maxsize=256)
 def _fingerprint(machine: str, versions: str) -> Fingerprint:
     return Fingerprint(machine=MachineIdentity(**json.loads(machine)), versions=Versions(**json.loads(versions)))

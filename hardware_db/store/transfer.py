@@ -111,6 +111,11 @@ def import_records(store: Store, records: Sequence[Record]) -> ImportCount:
     return ImportCount(added=added, skipped=len(records) - added)
 
 
+def copy_records(source: Store, target: Store) -> ImportCount:
+    """Add to one store what is measured in another, runs and rates; those that it has already are skipped."""
+    return import_records(target, (*reversed(source.list()), *reversed(source.rates())))
+
+
 def read_export(path: Path) -> tuple[Record, ...]:
     """Return the records of an export file; blank lines are skipped.
 

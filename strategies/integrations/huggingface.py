@@ -19,11 +19,10 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 from hardware_db.errors import DsplanError
-from hardware_db.files import database_path
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import measure_run
 from hardware_db.notices import notice
-from hardware_db.store import open_store
+from hardware_db.store import add_or_keep
 from hardware_db.units import format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.cluster.probed import probed_cluster
@@ -196,11 +195,10 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
             figures = measured_of(measured)
             here = fingerprint(own_machine())
             row = measure_run(plan_to_dict(self.plan), here, outcome="completed", measured=figures)
-            with open_store() as store:
-                store.add(row)
+            where = add_or_keep(row)
         except DsplanError as problem:
             return measured, f"not stored in the database: {problem}"
-        return measured, f"stored as {row.id[:8]} (completed) in {database_path()}"
+        return measured, f"stored as {row.id[:8]} (completed) in {where}"
 
     def _comparison(self) -> str:
         measured, plan = self.measured, self.plan

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hardware_db.errors import BrokenFile, DsplanError
-from hardware_db.files import database_path
 from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import Measurement, Record, RecordError, measure_run
 from hardware_db.measurement import Outcome as StoredOutcome
 from hardware_db.probe import Machine
-from hardware_db.store import open_store
+from hardware_db.store import add_or_keep, open_store
 from hardware_db.store.transfer import from_document, to_document
 from planner.calibration.learn import refresh
 from planner.cluster.probed import probed_cluster
@@ -61,12 +60,12 @@ def record_run(report: RunReport) -> Stored:
     outcome = _STORED_AS[report.outcome.name]
     try:
         document = unplanned(report, machine) if report.plan is None else plan_to_dict(report.plan)
-        measurement = _stored(document, machine, outcome, report.spec.directory, last.attempt)
+        measurement, where = _stored(document, machine, outcome, report.spec.directory, last.attempt)
     except DsplanError as error:
         return Stored(measurement_id=None, sentence=f"not stored in the database: {error}")
     return Stored(
         measurement_id=measurement.id,
-        sentence=f"stored as {measurement.id[:8]} ({measurement.outcome}) in {database_path()}{learnt(machine)}",
+        sentence=f"stored as {measurement.id[:8]} ({measurement.outcome}) in {where}{learnt(machine)}",
     )
 
 
@@ -117,14 +116,12 @@ def unplanned(report: RunReport, machine: Machine) -> dict[str, object]:
 
 def _stored(
     plan: Mapping[str, object], machine: Machine, outcome: StoredOutcome, directory: Path, attempt: int
-) -> Measurement:
+) -> tuple[Measurement, str]:
     measured = measured_of(measured_attempt(directory, attempt))
     measurement = measure_run(plan, fingerprint(machine), outcome=outcome, measured=measured)
     # First here: a database that cannot be written, or is lost, gets the row with `dsplan db import`.
     Journal(directory).append("measured", attempt, measurement=to_document(measurement))
-    with open_store() as store:
-        store.add(measurement)
-    return measurement
+    return measurement, add_or_keep(measurement)
 
 
 def _ended_as(ending: Ending) -> StoredOutcome:
