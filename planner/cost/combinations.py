@@ -117,9 +117,7 @@ _CONTRADICTIONS = (
         sentence="gradient compression int8 is for ddp, and zero1-3 with backend native; use bf16, which all can",
     ),
     Rule(
-        breaks=lambda plan: (
-            plan.zero_plus_text != "" and (plan.strategy != "zero3" or plan.backend != "deepspeed")
-        ),
+        breaks=lambda plan: plan.zero_plus_text != "" and (plan.strategy != "zero3" or plan.backend != "deepspeed"),
         sentence="ZeRO++ ({plan.zero_plus_text}) is DeepSpeed's, of stage 3; use zero3 with backend deepspeed",
     ),
     Rule(

@@ -95,7 +95,7 @@ class Degrees:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroPlus:
-    """What a config asks of ZeRO++, by the fields of a configuration."""
+    """Settings of ZeRO++, by the fields of a configuration."""
 
     hpz_partition_size: int = 1
     quantized_weights: bool = False
@@ -111,7 +111,8 @@ class Request:
     one that cannot be told to be faster. `experience` is what was measured before. `zero_backend` runs ZeRO stages.
     `offload` and `offload_ratio` are what a script or a person decided, and `checkpointings` what they left to choose
     from; None leaves them to the search. `gradient_compression` and `activations_on_host` hold for every plan, the
-    latter where it checkpoints; `zero_plus` for those of DeepSpeed's stage 3. `degrees` are those that every plan must have; None leaves them to the search.
+    latter where it checkpoints; `zero_plus` for those of DeepSpeed's stage 3. `degrees` are those that every plan must
+    have; None leaves them to the search.
     `splits` are then the degrees that a live script can be run with, on CPUs too; None: all, on GPUs.
     """
 

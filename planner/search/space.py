@@ -209,9 +209,7 @@ def _sequence_parallel(request: Request, split: _Split) -> bool:
     return split.tp > 1 and (split.ep > 1 or code_base(request.workload.code).sequence_parallel)
 
 
-def _is_considered(
-    request: Request, strategy: words.Strategy, offload: words.Offload, *, is_sharded: bool
-) -> bool:
+def _is_considered(request: Request, strategy: words.Strategy, offload: words.Offload, *, is_sharded: bool) -> bool:
     """Return whether an offload makes sense on the cluster; one that was asked for by name always does."""
     if request.offload is not None:
         return offload == request.offload

@@ -184,7 +184,7 @@ class Configuration:
 
     @property
     def zero_plus_text(self) -> str:
-        """What it has of ZeRO++, as lists of traits name it: `hpz 8`, `weights in 8 bits`, `gradients in 4 bits`."""
+        """Traits of ZeRO++, as lists name them: `hpz 8`, `weights in 8 bits`, `gradients in 4 bits`."""
         hpz = (f"hpz {self.hpz_partition_size}",) if self.hpz_partition_size > 1 else ()
         narrow = (("weights in 8 bits", self.quantized_weights), ("gradients in 4 bits", self.quantized_gradients))
         return ", ".join((*hpz, *(text for text, is_on in narrow if is_on)))

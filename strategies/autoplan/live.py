@@ -92,7 +92,9 @@ def live_request(
             )
         reason = (strategy and why_inapplicable(request, strategy)) or "needs several ranks, or a GPU to offload from"
         remedy = (
-            "give shard, or choose fsdp" if strategy == "hsdp" and request.cluster.gpus > 1 else "start more ranks with `dsplan run`"
+            "give shard, or choose fsdp"
+            if strategy == "hsdp" and request.cluster.gpus > 1
+            else "start more ranks with `dsplan run`"
         )
         raise CannotRun(f"{word} {value!r} {reason}; {remedy}, or leave the {word} out")
     if options.backend == "deepspeed":

@@ -79,12 +79,12 @@ def limit_offload(zero: ZeroSection, strategy: words.Strategy | None, zero_backe
 
 def read_zero_plus(zero: ZeroSection) -> ZeroPlus | None:
     """Return what the config asks of ZeRO++; None for nothing."""
-    asked = ZeroPlus(
+    settings = ZeroPlus(
         hpz_partition_size=zero.hpz_partition_size,
         quantized_weights=zero.quantized_weights,
         quantized_gradients=zero.quantized_gradients,
     )
-    return None if asked == ZeroPlus() else asked
+    return None if settings == ZeroPlus() else settings
 
 
 def add_disk(cluster: Cluster, zero: ZeroSection) -> Cluster:

@@ -178,8 +178,8 @@ def configure(
     # The config before the ranks meet: a mistake in it is the same on all, and none has to wait for it.
     script = read_config(_choose_config(args, config))
     environment = join()
-    asked = {"pp": script.pipeline.stages, "shard": script.zero.shard}
-    degrees = read_degrees(_add_degrees(parallel, asked))
+    of_config = {"pp": script.pipeline.stages, "shard": script.zero.shard}
+    degrees = read_degrees(_add_degrees(parallel, of_config))
     return Configured(script=script, environment=environment, optimizer=optimizer, degrees=degrees)
 
 

@@ -10,8 +10,8 @@ forward to the end of backward. Buffers live as long as Python refers to them, o
 * A reduce-scatter copies the unit's gradients into one buffer (`reduce_scatter_input`), which stays until the next unit
   reduces; what comes out are the `sharded_gradients`. Parameters are freed before it, gradients after it. Gloo, which
   all-reduces, does so in a copy of that buffer (`ProcessGroupGloo::reduce_scatter_tensor_coalesced`).
-* Between replicas a unit's sharded gradients are all-reduced in place, and the unit refers to what was all-reduced until
-  backward ends (`AllReduceState`): beside the gradients that it was added to, where there were any.
+* Between replicas a unit's sharded gradients are all-reduced in place, and the unit refers to what was all-reduced
+  until backward ends (`AllReduceState`): beside the gradients that it was added to, where there were any.
 """
 
 from __future__ import annotations

@@ -290,9 +290,11 @@ def require_quantizer(config: Mapping[str, Any], device: torch.device) -> None:
     Raises:
         CannotRun: it does, on a CPU.
     """
-    asked = [name for name in _QUANTIZED if _section(config, "zero_optimization").get(name)]
-    if asked and device.type == "cpu":
-        raise CannotRun(f"config: zero_optimization.{asked[0]} needs a GPU, for DeepSpeed's quantizer; leave it out")
+    quantized = [name for name in _QUANTIZED if _section(config, "zero_optimization").get(name)]
+    if quantized and device.type == "cpu":
+        raise CannotRun(
+            f"config: zero_optimization.{quantized[0]} needs a GPU, for DeepSpeed's quantizer; leave it out"
+        )
 
 
 def expect_compilation(operator: str, environment: Environment) -> None:

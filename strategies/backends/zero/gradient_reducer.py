@@ -45,7 +45,8 @@ class Reducer:
     as its gradients are all made, `when_reduced` when their sum is there, or on its way to the `host` that steps it.
     Gradients are divided by `mean_over` before they travel. `group` are the ranks that have these buckets, all by
     default; `replicas` those of them that have this rank's shards too, between which the sums of a step are all-reduced
-    once, behind its last backward pass. `when_unasked` may `begin` where a gradient is made without that: of a loss that the engine has not seen.
+    once, behind its last backward pass. `when_unasked` may `begin` where a gradient is made without that: of a loss
+    that the engine has not seen.
     """
 
     def __init__(

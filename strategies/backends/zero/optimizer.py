@@ -91,7 +91,7 @@ class Pieces:
         optimizers: Iterable[torch.optim.Optimizer],
         everyone: Collectives | None = None,
     ) -> None:
-        """`collectives` are between all ranks that have these buckets, whichever copy of the states is theirs.
+        """Take buckets; `collectives` are between all ranks that have these, whichever copy of the states is theirs.
 
         `everyone` connects all ranks of the job where some have other parts of the model.
         """

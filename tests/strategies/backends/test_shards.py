@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from planner.models.from_hf.config import facts_from_config
 from planner.search.estimate import estimate
 from planner.search.request import WorkOptions, make_request
@@ -18,7 +19,6 @@ from planner.types.plan_io import plan_to_dict
 from scripts.measure.machines import measured_cluster
 from scripts.measure.measured_run import Subject, measure_subject
 from scripts.measure.memory_grid import SMALL
-from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from tests.strategies import checkpoint_bodies, parallel_bodies, training_bodies, zero_bodies
 from tests.strategies.conftest import DeepSpeedRanks
 from tests.strategies.parallel_bodies import Composition
