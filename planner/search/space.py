@@ -418,7 +418,7 @@ def configuration_of(request: Request, layout: CandidateLayout, micro_batch: int
     """Return the configuration of a layout with one of its micro-batches."""
     workload = request.workload
     backend = request.backend_of(layout.strategy, needs_native=layout.splits_model or layout.dp_replicate > 1)
-    has_zero_plus = request.zero_plus is not None and (layout.strategy, backend) == ("zero3", "deepspeed")
+    zero_plus = request.zero_plus if (layout.strategy, backend) == ("zero3", "deepspeed") else None
     return Configuration(
         strategy=layout.strategy,
         backend=backend,
@@ -445,7 +445,7 @@ def configuration_of(request: Request, layout: CandidateLayout, micro_batch: int
         gradient_compression=request.gradient_compression,
         activations_on_host=request.activations_on_host and layout.checkpointing != "none",
         sync_each_micro_batch=layout.sync_each_micro_batch,
-        **(asdict(request.zero_plus) if has_zero_plus else {}),
+        **({} if zero_plus is None else asdict(zero_plus)),
     )
 
 
