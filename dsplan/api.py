@@ -7,13 +7,14 @@ from typing import Any
 
 from dsplan.question import Goal, Question, estimate_question
 from planner.errors import NothingFits
-from planner.search import search
 from planner.search.exact import ExactOptions
+from planner.search.rollouts import recommend_ways
+from planner.search.search import Recommendation
 from planner.types.plan import Plan
 from strategies.tracing.cache.ask import silent
 
 
-def recommend(**options: Any) -> search.Recommendation:
+def recommend(**options: Any) -> Recommendation:
     """Ranked plans: `recommend(model="opt-6.7b", gpus=8).plans[0]`.
 
     Takes the fields of `Question` and of `dsplan.question.Goal`, such as `objective`, `top` and `price`.
@@ -24,7 +25,7 @@ def recommend(**options: Any) -> search.Recommendation:
     named = {item.name for item in fields(Goal)}
     goal = Goal(**{name: value for name, value in options.items() if name in named})
     question = Question(**{name: value for name, value in options.items() if name not in named})
-    return search.recommend(question.request(**goal.ranking()), with_front=goal.pareto)
+    return recommend_ways(question.requests(**goal.ranking()), with_front=goal.pareto)
 
 
 def plan(**question: Any) -> Plan:
@@ -51,5 +52,11 @@ def estimate(*, exact: bool = False, **arguments: Any) -> Plan:
     """
     exactly = {item.name for item in fields(ExactOptions)}
     options = ExactOptions(**{name: value for name, value in arguments.items() if name in exactly})
-    question = Question(**{name: value for name, value in arguments.items() if name not in exactly - {"global_batch"}})
+    question = Question(
+        **{
+            name: value
+            for name, value in arguments.items()
+            if name not in exactly - {"global_batch", "prompts_per_step"}
+        }
+    )
     return estimate_question(question, options, silent if exact else None)[1]

@@ -22,6 +22,7 @@ from planner.models.catalogue import taken_for
 from planner.models.facts import ModelFacts
 from planner.models.resolve import config_file, is_factory, resolve_model
 from planner.question_defaults import PLANS_SHOWN
+from planner.search.post_training import training_cluster
 from planner.search.recall import recall
 from planner.search.request import Request, WorkOptions, make_request
 from planner.types.plan import Plan
@@ -66,16 +67,7 @@ class Question(WorkOptions):
             facts, own_model = model_and_made(self.model, model_size=self.model_size)
         elif facts is None:
             facts = resolve_model(self.model, model_size=self.model_size)
-        hardware = HardwareRequest(
-            gpus=self.gpus,
-            gpu=self.gpu,
-            nodes=self.nodes,
-            node_type=self.node_type,
-            interconnect=self.interconnect,
-            cluster_file=None if self.cluster is None else str(self.cluster),
-            memory_gb=self.max_memory_gb,
-        )
-        cluster = resolve_cluster(hardware)
+        cluster = training_cluster(resolve_cluster(self._hardware()), self)
         if own_model is None or own_model.batch is None:
             request = make_request(facts, cluster, self, **ranking)
             return recall(replace(request, defaults=(*self._remarks_on_name(), *request.defaults)))
@@ -85,6 +77,41 @@ class Question(WorkOptions):
         work = replace(self, task=self.task or task, seq_len=length)
         request = make_request(facts, cluster, work, **ranking)
         return recall(traced_request(request, own_model.model, own_model.batch, degrees))
+
+    def requests(self, **ranking: Any) -> tuple[Request, ...]:
+        """Return the planner's request, or one for every place that completions may be generated in.
+
+        Raises:
+            DsplanError: as `request`.
+        """
+        if self.task not in words.GENERATING or self.rollout == "hf" or (self.model and is_factory(self.model)):
+            return (self.request(**ranking),)
+        from planner.search.rollouts import is_open, ways, without_idle_shares
+
+        facts = resolve_model(self.model, model_size=self.model_size)
+        cluster = resolve_cluster(self._hardware())
+        if not is_open(self, self.task, cluster):
+            return (self.request(facts, **ranking),)
+        possible, problem = [], None
+        for options in ways(self, cluster, facts.parameters):
+            try:
+                possible.append(options.request(facts, **ranking))
+            except ContradictoryRequest as error:  # of GPUs that are left to train
+                problem = error
+        if problem is not None and not possible:
+            raise problem
+        return without_idle_shares(possible)
+
+    def _hardware(self) -> HardwareRequest:
+        return HardwareRequest(
+            gpus=self.gpus,
+            gpu=self.gpu,
+            nodes=self.nodes,
+            node_type=self.node_type,
+            interconnect=self.interconnect,
+            cluster_file=None if self.cluster is None else str(self.cluster),
+            memory_gb=self.max_memory_gb,
+        )
 
     def _remarks_on_name(self) -> list[str]:
         """Return which model a name is taken for that only resembles its own."""

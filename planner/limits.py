@@ -49,6 +49,8 @@ GPUS = Limit(least=1, most=1_000_000)
 """Also nodes, and the degrees of parallelism."""
 TOKENS = Limit(least=1, most=100_000_000)
 """Of one sample."""
+PIXELS = Limit(least=1, most=16_384)
+"""Of an image's side."""
 SAMPLES = Limit(least=1, most=1_000_000_000)
 STEPS = Limit(least=1, most=1_000_000_000)
 NODE_RANK = Limit(least=0, most=100_000)
@@ -58,6 +60,10 @@ PLANS = Limit(least=1, most=1000)
 GIGABYTES = Limit(least=0.001, most=1_000_000, fraction=True)
 """Of 1e9 bytes: from a megabyte to a petabyte."""
 USD_PER_HOUR = Limit(least=0.0001, most=1_000_000, fraction=True)
+WEIGHT = Limit(least=0, most=1000, fraction=True)
+"""Of a term of a loss."""
+ROUNDS = Limit(least=0, most=1000)
+"""Of generation, ahead of training."""
 SHARE = Limit(least=0.0001, most=1, fraction=True)
 IMBALANCE = Limit(least=1, most=1000, fraction=True)
 """Of the busiest over the mean."""

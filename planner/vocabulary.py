@@ -21,7 +21,7 @@ Optimizer = Literal[
     "lion",
     "muon",
 ]
-Loss = Literal["plain", "chunked", "fused"]
+Loss = Literal["plain", "chunked", "fused", "tiled"]
 Method = Literal["full", "lora", "qlora", "dora"]
 LoadDtype = Literal["fp32", "bf16", "fp16", "int8", "nf4"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
@@ -29,7 +29,24 @@ Attention = Literal["sdpa", "eager", "flash"]
 Checkpointing = Literal["none", "full", "selective"]
 Compression = Literal["none", "fp16", "bf16", "int8"]
 Offload = Literal["none", "optimizer", "all", "nvme"]
-Task = Literal["causal-lm", "masked-lm", "seq-cls", "seq2seq", "image-cls", "custom", "dpo", "reward"]
+Task = Literal[
+    "causal-lm",
+    "masked-lm",
+    "seq-cls",
+    "seq2seq",
+    "image-cls",
+    "diffusion",
+    "custom",
+    "sft",
+    "dpo",
+    "kto",
+    "orpo",
+    "reward",
+    "grpo",
+    "ppo",
+]
+Rollout = Literal["hf", "colocate", "server"]
+"""Where completions are generated: by the model that is trained, by an engine on its GPUs, or on GPUs of their own."""
 Save = Literal["none", "sharded", "full"]
 Degree = Literal["tp", "pp", "cp", "ep"]
 """Over how many ranks the work on one sample is split: layers, the stack of layers, the sequence, routed experts."""
@@ -52,14 +69,27 @@ OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 TASKS: tuple[Task, ...] = get_args(Task)
 CLASSIFYING: tuple[Task, ...] = ("seq-cls", "image-cls", "reward")
 """Tasks whose head reads one position of a sample."""
-PAIRED: tuple[Task, ...] = ("dpo", "reward")
+PAIRED: tuple[Task, ...] = ("dpo", "orpo", "reward")
 """Tasks whose samples are pairs of sequences: a chosen and a rejected one."""
+POST_TRAINING: tuple[Task, ...] = ("sft", "dpo", "kto", "orpo", "reward", "grpo", "ppo")
+"""Tasks of post-training, whose samples are a prompt and a completion."""
+REFERRING: tuple[Task, ...] = ("dpo", "kto")
+"""Tasks of which every micro-batch is run through a reference model too."""
+GENERATING: tuple[Task, ...] = ("grpo", "ppo")
+"""Tasks that train on completions which the model itself has generated."""
+SCORING: tuple[Task, ...] = ("causal-lm", "masked-lm", "seq2seq", "sft", "dpo", "kto", "orpo", "grpo", "ppo")
+"""Tasks whose head is over the vocabulary."""
+DECODING: tuple[Task, ...] = ("causal-lm", *POST_TRAINING)
+"""Tasks that run a decoder over whole sequences."""
 LOSSES: tuple[Loss, ...] = get_args(Loss)
 METHODS: tuple[Method, ...] = get_args(Method)
 LOAD_DTYPES: tuple[LoadDtype, ...] = get_args(LoadDtype)
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 SAVES: tuple[Save, ...] = get_args(Save)
+ROLLOUTS: tuple[Rollout, ...] = get_args(Rollout)
 
+REPLICAS: frozenset[str] = frozenset({"single", "ddp"})
+"""Strategies whose ranks each have all of the model's states."""
 ZERO_STAGES: dict[str, int] = {"zero1": 1, "zero2": 2, "zero3": 3}
 MIXED_PRECISIONS: frozenset[str] = frozenset({"bf16", "fp16", "fp8", "fp4"})
 """Precisions that compute in narrower types than their master weights; fp8 and fp4 are bf16 but for their products."""

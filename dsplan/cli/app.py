@@ -26,6 +26,7 @@ COMMANDS: dict[str, str] = {
     "max": "dsplan.cli.plans:maximum",
     "explain": "dsplan.cli.plans:explain",
     "emit": "dsplan.cli.plans:emit",
+    "check": "dsplan.cli.check:check",
     "report": "dsplan.cli.report:report",
     "ui": "dsplan.cli.ui:ui",
     "run": "dsplan.cli.run:run",
@@ -53,6 +54,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "max": ("dsplan max --model mistral-7b --gpus 4 --gpu A100-SXM4-40GB --strategy fsdp",),
     "explain": ("dsplan explain plans/plan-1.yaml",),
     "emit": ("dsplan emit plans/plan-1.yaml --format accelerate --out configs",),
+    "check": (
+        "dsplan check train.yaml --gpus 8 --gpu A100-SXM4-80GB",
+        "dsplan check train.yaml --gpus 8 --gpu A100-SXM4-80GB --fix | patch -p0",
+        "dsplan check train.yaml accelerate.yaml",
+        "dsplan check -- torchrun --nproc_per_node 8 run_clm.py --model_name_or_path gpt2 --bf16",
+    ),
     "report": (
         "dsplan report --model opt-6.7b --gpus 8 --gpu A100-SXM4-80GB --out report.html",
         "dsplan report runs/2026-11-23 runs/2026-11-24 --out runs.html",

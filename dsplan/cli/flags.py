@@ -127,6 +127,9 @@ class WorkFlags:
     """The training job, independent of how it is spread over devices."""
 
     seq_len: Annotated[int | None, number(limits.TOKENS, "Tokens per sample.")] = None
+    image_size: Annotated[
+        int | None, number(limits.PIXELS, "Pixels of an image's side, for models that make images.")
+    ] = None
     source_len: Annotated[int | None, number(limits.TOKENS, "Encoder tokens per sample, for encoder-decoders.")] = None
     global_batch: Annotated[int | None, number(limits.SAMPLES, "Samples per optimizer step, over all GPUs.")] = None
     precision: Annotated[words.Precision | None, typer.Option(help="Types of arithmetic and storage.")] = None
@@ -158,8 +161,12 @@ class WorkFlags:
     ] = "transformers"
     compile: Annotated[bool, typer.Option("--compile", help="Blocks are under torch.compile.")] = False
     loss: Annotated[
-        words.Loss, typer.Option(help="How logits become a loss: all at once, in chunks, or fused, without logits.")
-    ] = "plain"
+        words.Loss | None,
+        typer.Option(
+            help="How logits become a loss: all at once, in chunks, fused without logits, or in TRL's tiles; by default"
+            " as the task's trainer does it."
+        ),
+    ] = None
     method: Annotated[words.Method, typer.Option(help="All weights, or adapters beside frozen ones.")] = "full"
     lora_rank: Annotated[int | None, number(limits.SAMPLES, "Rank of the adapters.", "N")] = None
     lora_targets: Annotated[
@@ -181,6 +188,43 @@ class WorkFlags:
             "R",
         ),
     ] = None
+    prompt_len: Annotated[int | None, number(limits.TOKENS, "Tokens of a prompt.")] = None
+    completion_len: Annotated[
+        str | None,
+        typer.Option(metavar="MEAN[:MAX]", help="Tokens of a completion on average, and at most where that is more."),
+    ] = None
+    generations: Annotated[int | None, number(limits.SAMPLES, "Completions of a prompt; 8 if left open.", "N")] = None
+    prompts_per_step: Annotated[
+        int | None, number(limits.SAMPLES, "Prompts of one generation; by default those of an optimizer step.", "N")
+    ] = None
+    num_iterations: Annotated[
+        int | None, number(limits.SAMPLES, "Times that each completion is trained on; 1 if left open.", "N")
+    ] = None
+    beta: Annotated[
+        float | None,
+        number(limits.WEIGHT, "Weight of the reference model; GRPO has none at 0, its default, PPO's is 0.05.", "B"),
+    ] = None
+    rollout: Annotated[
+        words.Rollout | None,
+        typer.Option(help="Who generates: the trained model itself, an engine on its GPUs, or one on GPUs apart."),
+    ] = None
+    rollout_gpus: Annotated[int | None, number(limits.GPUS, "Of the GPUs, those that only generate.")] = None
+    rollout_tp: Annotated[int | None, number(limits.GPUS, "GPUs that share an engine; 1 if left open.")] = None
+    rollout_memory: Annotated[
+        float | None, number(limits.SHARE, "Share of a GPU's memory that an engine takes.", "SHARE")
+    ] = None
+    rollout_sleep: Annotated[
+        bool | None,
+        typer.Option(
+            "--rollout-sleep/--no-rollout-sleep", help="An engine beside training frees its memory in between."
+        ),
+    ] = None
+    steps_off: Annotated[
+        int | None, number(limits.ROUNDS, "Generations that may run ahead of training; 0 if left open.", "N")
+    ] = None
+    precompute_ref: Annotated[
+        bool, typer.Option("--precompute-ref", help="The reference model runs before training, once.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,6 +273,9 @@ class ConfigurationFlags:
     pp_schedule: Annotated[words.Schedule, typer.Option(help="Order of a pipeline's forwards and backwards.")] = "1f1b"
     virtual_stages: Annotated[int, number(limits.GPUS, "Stages per rank of an interleaved pipeline.", "V")] = 1
     checkpoint_every: Annotated[int, number(limits.GPUS, "Checkpoint every K-th block.", "K")] = 1
+    steps_per_generation: Annotated[
+        int | None, number(limits.SAMPLES, "Micro-batches of one generation, as TRL counts them.", "N")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -374,6 +421,7 @@ def _spell_out(group: Any) -> list[inspect.Parameter]:
 _PANEL_FROM = {
     ("MaximumFlags", "strategy"): "Configuration",
     ("WorkFlags", "code"): "Code",
+    ("WorkFlags", "prompt_len"): "Post-training",
     ("RankingFlags", "objective"): "Goal",
     ("RankingFlags", "plot"): "Output",
 }

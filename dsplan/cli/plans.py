@@ -55,7 +55,9 @@ def estimate(
     from planner.types.plan_io import plan_to_dict, save_plan
 
     question = Question(**asdict(model), **asdict(hardware), **asdict(work))
-    options = ExactOptions(**asdict(configuration), global_batch=work.global_batch)
+    options = ExactOptions(
+        **asdict(configuration), global_batch=work.global_batch, prompts_per_step=work.prompts_per_step
+    )
     with progress() as report:
         request, plan = estimate_question(question, options, report if exact else None)
     written = _write_views(request, plan, chrome_trace, memory_snapshot)
@@ -108,7 +110,13 @@ def recommend(
 
     question = Question(**asdict(model), **asdict(hardware), **asdict(work))
     goal = Goal(**{name: value for name, value in asdict(ranking).items() if name not in ("out", "plot")})
-    answer = search(question.request(**goal.ranking()), with_front=goal.pareto)
+    requests = question.requests(**goal.ranking())
+    if len(requests) == 1:
+        answer = search(requests[0], with_front=goal.pareto)
+    else:
+        from planner.search.rollouts import recommend_ways
+
+        answer = recommend_ways(requests, with_front=goal.pareto)
     if ranking.out is not None:
         write_plans(answer.plans, ranking.out)
     rates = _scaling(answer) if ranking.plot else ()

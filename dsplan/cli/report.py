@@ -60,10 +60,10 @@ def report(
 def _of_question(model: ModelFlags, hardware: HardwareFlags, work: WorkFlags, goal: GoalFlags) -> tuple[Page, bool]:
     from dsplan.question import Goal, Question
     from dsplan.report.make import answer_page
-    from planner.search.search import recommend
+    from planner.search.rollouts import recommend_ways
 
     question = Question(**asdict(model), **asdict(hardware), **asdict(work))
-    answer = recommend(question.request(**Goal(**asdict(goal)).ranking()), with_front=True)
+    answer = recommend_ways(question.requests(**Goal(**asdict(goal)).ranking()), with_front=True)
     return answer_page(answer, _command()), bool(answer.plans)
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from dsplan.render.show import Bar, Block, Cell, Style, Table, Text, columns
 from hardware_db.units import format_bytes, format_count, format_seconds, three_digits, time_unit
 from planner.cost.verdict import why_it_misses
-from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime
+from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime, WorkloadSection
+from planner.vocabulary import GENERATING
 
 if TYPE_CHECKING:
     from planner.search.maximum import Maximum
@@ -25,6 +26,12 @@ _WHEN = {
     "step": "every optimizer step",
     "eval": "every evaluation",
     "save": "every checkpoint",
+    "generate": "every round",
+    "reward": "every round",
+    "reference": "every round",
+    "logprob": "every round",
+    "update": "the most of forward to step",
+    "sync": "every round",
 }
 _CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporaries")
 
@@ -37,7 +44,8 @@ def plan_blocks(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block
 def figure_blocks(plan: Plan) -> list[Block]:
     """Return the configuration; memory by category and phase; time by part; the verdict."""
     blocks: list[Block] = [Text(text=describe(plan.configuration))]
-    blocks += [memory_table(plan), phase_table(plan), time_table(plan.time), Text(text=_rates(plan))]
+    blocks += [memory_table(plan), phase_table(plan), time_table(plan.time), *round_blocks(plan)]
+    blocks.append(Text(text=_rates(plan)))
     verdict = verdict_line(plan)
     blocks += [Text(text=f"note: {note}", style="warning") for note in plan.notes if note not in verdict]
     blocks.append(Text(text=f"figures: {_provenance(plan)}", style="faint"))
@@ -163,6 +171,42 @@ def time_table(time: StepTime) -> Table:
     return Table(title=title, columns=columns("part", "share", ">time"), rows=rows)
 
 
+def round_blocks(plan: Plan) -> list[Block]:
+    """Return the seconds of a round of generation and training by phase; nothing where nothing is generated."""
+    time, work = plan.time, plan.workload
+    if not time.phases or time.round_seconds is None:
+        return []
+    longest = max(time.phases.values())
+    rows: list[list[Cell]] = [
+        [name, Bar(share=seconds / longest, width=_BAR, of_limit=False), format_seconds(seconds)]
+        for name, seconds in time.phases.items()
+    ]
+    samples = work["prompts_per_step"] * work["generations"]
+    steps = max(samples * work["num_iterations"] // plan.configuration.global_batch_size, 1)
+    title = (
+        f"a round of {work['prompts_per_step']:,} prompts x {work['generations']} completions takes"
+        f" {format_seconds(time.round_seconds)}, {steps} optimizer step{'s' * (steps > 1)} of it; generation:"
+        f" {rollout_text(work)}"
+    )
+    if sum(time.phases.values()) > 1.001 * time.round_seconds:
+        title += "; generation and training run side by side"
+    return [Table(title=title, columns=columns("phase", "share", ">time"), rows=rows)]
+
+
+def rollout_text(work: WorkloadSection) -> str:
+    """Return where a plan generates: `colocate 50%, tp 2, asleep in between`, `8 GPUs, tp 2`, `hf`, or nothing."""
+    site = work.get("rollout")
+    if site is None or work.get("task") not in GENERATING:
+        return ""
+    tp = f", tp {work['rollout_tp']}" if work["rollout_tp"] > 1 else ""
+    if site == "server":
+        count, off = work["rollout_gpus"], f", {work['steps_off']} off" if work["steps_off"] else ""
+        return f"{count} GPU{'s' * (count > 1)}{tp}{off}"
+    if site == "hf":
+        return "hf"
+    return f"colocate {work['rollout_memory']:.0%}{tp}{', sleeps' if work['rollout_sleep'] else ''}"
+
+
 def interval_text(time: StepTime) -> str:
     """Between which times nine of ten steps should lie, in the unit of the step's own: `1.72-2.21`."""
     if time.step_seconds_low is None or time.step_seconds_high is None:
@@ -179,6 +223,8 @@ def verdict_line(plan: Plan) -> str:
     memory, have = plan.memory, format_bytes(limit_bytes(plan))
     need = format_bytes(needed_bytes(plan))
     most = format_bytes(memory.device_used_upper_bytes)
+    if needed_bytes(plan) > limit_bytes(plan):
+        need = f"{format_bytes(memory.device_least_bytes)} without any margin, {need} with all,"
     beyond = f"; nineteen of twenty such runs use less than {most}" if most != need else ""
     return f"verdict: {plan.verdict}: needs {need} of {have} per device{beyond}; limited by {plan.limited_by}"
 
@@ -192,7 +238,7 @@ def needed_bytes(plan: Plan) -> int:
 def shown_unit(plan: Plan) -> str:
     """Return what a rate counts: images or samples where tokens mean nothing to a person."""
     kind = plan.model.get("kind")
-    if kind == "vision":
+    if kind in ("vision", "diffusion"):
         return "images"
     return "samples" if plan.configuration.counts_samples or kind in _IN_SAMPLES else "tokens"
 

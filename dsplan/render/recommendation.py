@@ -14,6 +14,7 @@ from dsplan.render.plan_view import (
     limit_bytes,
     needed_bytes,
     offload_text,
+    rollout_text,
     shown_rate,
     shown_unit,
     verdict_line,
@@ -171,7 +172,8 @@ def recommendation_blocks(answer: Recommendation) -> list[Block]:
 def ranked_blocks(answer: Recommendation) -> list[Block]:
     """Return the ranked plans and what their figures mean, or the closest miss with remedies."""
     if answer.plans:
-        blocks = [plans_table(answer.request, answer.plans), *_footnotes(answer), *_instead(answer)]
+        table = plans_table(answer.request, answer.plans)
+        blocks = [*_advice(answer), table, *_footnotes(answer)]
     else:
         blocks = _nothing_fits(answer)
     return [*blocks, *devices_table(answer), *_front(answer)]
@@ -190,6 +192,7 @@ def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
         "rejected": [{"strategy": item.strategy, "reason": item.reason} for item in answer.rejected],
         "closest": None if answer.closest is None else _plan_to_dict(answer.request, answer.closest),
         "remedies": [{"change": item.change, "flag": item.flag, "plan": item.plan} for item in answer.remedies],
+        "advice": [asdict(item) for item in answer.advice()],
         "on_devices": devices_to_dicts(answer),
         "front": [_plan_to_dict(answer.request, plan) for plan in answer.front],
         "defaults": list(answer.request.defaults),
@@ -221,6 +224,7 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
         "?degrees": dims_text(configuration),
         "?batch": f"{configuration.micro_batch_size}x{configuration.gradient_accumulation_steps}",
         "??recompute": configuration.activation_checkpointing,
+        **({"?generation": generation} if (generation := rollout_text(plan.workload)) else {}),
         "?offload": offload_text(configuration),
         ">GiB": f"{gib(needed_bytes(plan)):.1f}",
         "???memory": Bar(share=needed_bytes(plan) / limit_bytes(plan), width=6),
@@ -284,14 +288,22 @@ _TASK_WORDS = {"custom": "the module's own task"}
 
 def work_text(workload: Workload) -> str:
     """Return what is trained how, in one line."""
-    length = [] if workload.sequence_length == 1 else [f"sequence {workload.sequence_length}"]
+    unit = "patches an image" if workload.task == "diffusion" else ""
+    length = [f"{workload.sequence_length} {unit}" if unit else f"sequence {workload.sequence_length}"]
+    length = [] if workload.sequence_length == 1 else length
     words = [_TASK_WORDS.get(workload.task, workload.task), *length, f"global batch {workload.global_batch_size}"]
+    if workload.post is not None and workload.generates:
+        post = workload.post
+        words.append(f"rounds of {post.prompts_per_step} prompts x {post.generations} completions")
+        words.append(f"{post.completion_length} tokens each on average")
     return ", ".join([*words, workload.precision, workload.optimizer, f"{workload.attention} attention"])
 
 
-def _instead(answer: Recommendation) -> list[Block]:
-    """Return what trains on the devices alone, where the plans offload."""
-    return [Text(text=f"or {item.change} ({item.flag}): {item.plan}") for item in answer.remedies]
+def _advice(answer: Recommendation) -> list[Block]:
+    """Return what would help more than another plan, and what trains on the devices alone where the plans offload."""
+    lines = [f"{item.change} ({item.flag}): {item.gain}" for item in answer.advice()]
+    lines += [f"{item.change} ({item.flag}): {item.plan}" for item in answer.remedies]
+    return [Text(text=f"advice: {line}", style="good") for line in lines]
 
 
 def _nothing_fits(answer: Recommendation) -> list[Block]:

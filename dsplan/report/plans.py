@@ -135,6 +135,7 @@ def trade(plans: Sequence[Plan]) -> Drawn:
         "mode": "markers+text",
         "x": [gib(plan.memory.device_used_bytes) for plan in plans],
         "y": [plan.time.step_seconds for plan in plans],
+        "error_y": _nine_of_ten(plans),
         "text": _ranks_together([(gib(plan.memory.device_used_bytes), plan.time.step_seconds) for plan in plans]),
         "customdata": [
             f"{name}, {dims_text(plan.configuration)}" for name, plan in zip(_names(plans), plans, strict=True)
@@ -149,6 +150,19 @@ def trade(plans: Sequence[Plan]) -> Drawn:
         "yaxis": {**_AXIS, "title": {"text": "seconds of a step"}},
     }
     return _picture([points], {**_layout(len(plans), ""), "height": 320, **axes})
+
+
+def _nine_of_ten(plans: Sequence[Plan]) -> dict[str, Any]:
+    """Return the whiskers of steps, which keep the axis from showing less than predictions are off by."""
+    seconds = [plan.time.step_seconds for plan in plans]
+    lows = [plan.time.step_seconds_low or plan.time.step_seconds for plan in plans]
+    highs = [plan.time.step_seconds_high or plan.time.step_seconds for plan in plans]
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [high - middle for high, middle in zip(highs, seconds, strict=True)],
+        "arrayminus": [middle - low for middle, low in zip(seconds, lows, strict=True)],
+    }
 
 
 _ONE_PLACE = 0.03

@@ -22,7 +22,10 @@ from planner.search.search import Recommendation
 from planner.types.plan import Plan
 
 _MISSING = "-"
-_PHASES = ("load", "forward", "loss", "backward", "step", "eval", "save")
+_PHASES = (
+    *("load", "forward", "loss", "backward", "step"),
+    *("generate", "reward", "reference", "logprob", "update", "sync", "eval", "save"),
+)
 
 
 def answer_pictures(answer: Recommendation) -> tuple[Picture, ...]:
@@ -185,7 +188,8 @@ def trade(plans: Sequence[Plan]) -> Picture:
     return Picture(
         name="trade",
         title="Step time against memory",
-        caption="Further down is faster, further left is smaller. Numbers are those of the plans.",
+        caption="Further down is faster, further left is smaller; the whisker is where nine of ten steps should lie."
+        " Numbers are those of the plans.",
         figure=side_by_side.trade(plans),
         table=Table(columns=columns("plan", ">memory of a GPU", ">step"), rows=rows),
     )

@@ -196,10 +196,12 @@ def _answer_fields() -> dict[str, Any]:
     components["choice"] = gr.Radio([], label="Plan", elem_id="plan-choice", visible=False)
     with gr.Tabs(elem_id="views"):
         # Hidden while there is none: Gradio labels the place of a missing picture in a way that axe-core refuses.
-        with gr.Tab("Pictures"), gr.Column(visible=False) as components["pictures"]:
-            for name in pieces.PICTURES:
-                gr.HTML(pieces.picture_heading(name), padding=False)
-                components[name] = gr.Plot(show_label=False, container=False, elem_id=f"picture-{name}")
+        with gr.Tab("Pictures"):
+            components["no_pictures"] = gr.HTML(pieces.NO_PICTURES, padding=False)
+            with gr.Column(visible=False) as components["pictures"]:
+                for name in pieces.PICTURES:
+                    gr.HTML(pieces.picture_heading(name), padding=False)
+                    components[name] = gr.Plot(show_label=False, container=False, elem_id=f"picture-{name}")
         with gr.Tab("Figures"):
             components["plan"] = gr.HTML("", elem_id="plan", padding=False)
         with gr.Tab("Configs"):
@@ -210,7 +212,7 @@ def _answer_fields() -> dict[str, Any]:
 
 
 _OF_A_PLAN = ("address", "plan", "step", "files")
-_OF_AN_ANSWER = ("command", "plans", "choice", "rejected", "pictures", *OF_PLANS, *_OF_A_PLAN)
+_OF_AN_ANSWER = ("command", "plans", "choice", "rejected", "pictures", "no_pictures", *OF_PLANS, *_OF_A_PLAN)
 """What of the page an answer changes."""
 
 
@@ -312,7 +314,8 @@ def _plan_parts(query: str, answer: Answer) -> dict[str, Any]:
 
 
 def _update_pictures(pictures: Mapping[str, str]) -> dict[str, Any]:
-    return {"pictures": gr.Column(visible=bool(pictures)), **{name: _plot(pictures.get(name, "")) for name in OF_PLANS}}
+    shown = {"pictures": gr.Column(visible=bool(pictures)), "no_pictures": gr.HTML(visible=not pictures)}
+    return {**shown, **{name: _plot(pictures.get(name, "")) for name in OF_PLANS}}
 
 
 def _plot(picture: str) -> Any:

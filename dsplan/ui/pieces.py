@@ -61,6 +61,10 @@ PICTURES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 """What each picture shows and what its colours mean, in the order of the page."""
 
 
+NO_PICTURES = "<p>No plan is here to be drawn; the text above says what fits.</p>"
+"""Shown in place of pictures before there is an answer, and where no plan fits."""
+
+
 def picture_heading(name: str) -> str:
     """Return what a picture shows, and what its colours mean."""
     text, colours = PICTURES[name]

@@ -121,14 +121,20 @@ Family = tuple[str, str, str, bool]
 """Backend, strategy, offload, and whether layers are split: what runs of one work are alike in."""
 
 
+_ONE_ENGINE: Mapping[str, str] = {
+    **dict.fromkeys(("zero1", "zero2"), "zero1 and zero2"),
+    **dict.fromkeys(("fsdp", "fsdp-grad-op"), "fsdp and fsdp-grad-op"),
+}
+
+
 def family_of(configuration: Configuration) -> Family:
     """Return the family of plans whose runs say all of each other's step times, the engine's overhead included.
 
     ZeRO-1 and ZeRO-2 of one backend do the same but for when gradients are reduced, and are off by much the same
-    (`scripts/fit/one_run.py`).
+    (`scripts/fit/one_run.py`); torch's FSDP runs the same hooks whether it keeps weights until backward or not.
     """
     chosen = configuration
-    strategy = "zero1 and zero2" if chosen.strategy in ("zero1", "zero2") else chosen.strategy
+    strategy = _ONE_ENGINE.get(chosen.strategy, chosen.strategy)
     return chosen.backend, strategy, chosen.offload, chosen.splits_model
 
 

@@ -15,11 +15,16 @@ TIGHT_ABOVE = 0.95
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """`pressure` is the largest need over its limit: at most 1 fits. `reason` is empty when it fits."""
+    """`pressure` is the largest need over its limit; `reason` is empty when it keeps every margin."""
 
     verdict: words.Verdict
     pressure: float
     reason: str = ""
+
+    @property
+    def keeps_margins(self) -> bool:
+        """True if it fits with every margin; what does not is proposed only where nothing else fits."""
+        return self.verdict != "does_not_fit" and self.pressure <= 1
 
 
 def device_limit(workload: Workload, cluster: Cluster) -> int:
@@ -38,7 +43,7 @@ def judge(job: Job, memory: MemoryEstimate, nvme_bytes: float = 0) -> Judgement:
     """Return what is needed on the device against its capacity, then host memory, then NVMe.
 
     It is tight where one real run in twenty would go beyond the capacity, or where hardly anything is left, there or on
-    a host that keeps states.
+    a host that keeps states; and where the device has what the job takes at the least, and no room for every margin.
     """
     workload, cluster = job.workload, job.cluster
     device = device_limit(workload, cluster)
@@ -56,8 +61,12 @@ def judge(job: Job, memory: MemoryEstimate, nvme_bytes: float = 0) -> Judgement:
     pressure, need, limit, what, who = worst
     if pressure > 1:
         needed, has = _told_apart(need, limit)
-        reason = f"needs up to {needed} {what}, {who} has {has}"
-        return Judgement(verdict="does_not_fit", pressure=pressure, reason=reason.replace("the limit has", "limit"))
+        reason = f"needs up to {needed} {what}, {who} has {has}".replace("the limit has", "limit")
+        elsewhere = any(need > limit for need, limit, where, _ in needs if limit and where != "on the device")
+        if memory.device_least_bytes <= device and not elsewhere:
+            least = f"without any margin {format_bytes(memory.device_least_bytes)}"
+            return Judgement(verdict="tight", pressure=pressure, reason=f"{reason}; {least}")
+        return Judgement(verdict="does_not_fit", pressure=pressure, reason=reason)
     tight = memory.device_used_upper_bytes > device or memory.device_needed_bytes > TIGHT_ABOVE * device
     on_host = host_limit(workload, cluster)
     tight = tight or 0 < TIGHT_ABOVE * on_host < memory.host_bytes_per_node
@@ -72,8 +81,20 @@ def why_it_misses(plan: Plan) -> str | None:
     return plan.notes[0 if plan.runnable else 1]
 
 
+_PHASES = {
+    "generate": "generation",
+    "reward": "rewards",
+    "reference": "the reference model",
+    "logprob": "log-probabilities",
+    "sync": "weight sync",
+}
+
+
 def limited_by(time: StepTime) -> str:
-    """Return the largest part of a step that keeps it from being faster."""
+    """Return the largest part of a step that keeps it from being faster, or of the round that it belongs to."""
+    slowest = max(time.phases, key=lambda name: time.phases[name], default="update")
+    if slowest != "update":
+        return _PHASES[slowest]
     parts = {
         "compute": time.compute_seconds,
         "communication": time.exposed_communication_seconds,

@@ -166,8 +166,9 @@ def model_fields(plan: Plan, form: str) -> Fields:
     }
     if facts.learned_positions:
         fields["max_position_embeddings"] = facts.max_position_embeddings
-    elif facts.rotary_pct != 1.0:
-        fields["rotary_percent"] = facts.rotary_pct
+    else:
+        fields |= {"rotary_base": facts.rotary_base} if facts.rotary_base else {}
+        fields |= {"rotary_percent": facts.rotary_pct} if facts.rotary_pct != 1.0 else {}
     if 0 < facts.sliding_window < plan.configuration.sequence_length:
         # transformers counts a token among those that it sees, Megatron only those before it.
         fields["window_size"] = (facts.sliding_window - 1, 0)

@@ -161,6 +161,9 @@ def _without(shapes: tuple[Shape, ...], places: tuple[int, ...]) -> tuple[Shape,
 
 # transformers 5 has no torch.nn.functional.scaled_dot_product_attention path for these, and falls back to eager.
 _EAGER_ONLY = frozenset({"gptj", "codegen", "bloom", "mpt", "gemma2", "gpt_oss", "deberta-v2"})
+# The Hub's build of FlashAttention that transformers 5.23 names for it takes sinks
+# (`_compatible_flash_implementations` of modeling_gpt_oss.py).
+_FUSED_BY_FLASH = frozenset({"gpt_oss"})
 # transformers writes these GELUs out in Python: every step of the formula is a kernel and a tensor of its own.
 _LOCAL_SHARE = {
     "2 local : 1 global": 2 / 3,
@@ -301,6 +304,7 @@ class ModelFacts:
     where it is the encoder's. `fused_qkv` and `fused_gate_up`: one weight holds all of these projections. The dropouts
     are the probabilities active in training by default. `measured_counts` is set where the counts come from a real
     module that these figures do not describe: kind `custom`, or a transformers model with something added.
+    `rotary_base` is 0 where it was not read; no cost depends on it, and Megatron's arguments need it.
     `splits_sequences`: sequence parallelism knows where the model gathers its tokens; transformers 5.23 has no
     `base_model_tp_plan` of the others, whose layers are split by rule. `traced`
     maps `fp32`, `autocast` and `pure` to what a trace of the module found in that precision. `recorded_as` names the
@@ -343,6 +347,7 @@ class ModelFacts:
     position_offset: int = 0
     type_vocab_size: int = 0
     rotary_pct: float = 1.0
+    rotary_base: int = 0
     rotary_dim: int = 0
     sliding_window: int = 0
     sliding_window_pattern: str = ""
@@ -419,8 +424,19 @@ class ModelFacts:
 
     @property
     def eager_only(self) -> bool:
-        """True if the attention runs unfused, whatever is asked for."""
+        """True if torch's own attention is not what the model runs; FlashAttention fuses that of some."""
         return self.model_type in _EAGER_ONLY and not self.fuses_attention
+
+    @property
+    def fused_by_flash(self) -> bool:
+        """True if FlashAttention fuses what torch's own attention does not."""
+        return self.eager_only and self.model_type in _FUSED_BY_FLASH
+
+    def runs_eager(self, attention: str) -> bool:
+        """Return whether attention of this name runs unfused: as it says, or because the model has no other."""
+        if self.kind == "diffusion":
+            return False  # diffusers calls torch's attention function, whatever is asked for
+        return attention == "eager" or (self.eager_only and not (attention == "flash" and self.fused_by_flash))
 
     @property
     def window_share(self) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from planner.models.counting.count import active_parameters, count_parameters
 from planner.models.facts import ModelFacts
-from planner.vocabulary import TASKS, Task
+from planner.vocabulary import POST_TRAINING, TASKS, Task
 
 _TASKS: dict[str, Task] = {
     "decoder": "causal-lm",
@@ -17,10 +17,12 @@ _TASKS: dict[str, Task] = {
     "speech-encoder-decoder": "seq2seq",
     "vision": "image-cls",
     "vision-text": "image-cls",
+    "diffusion": "diffusion",
     "custom": "causal-lm",
 }
 _OTHER_TASKS: dict[str, tuple[Task, ...]] = {
-    "decoder": ("seq-cls", "dpo", "reward"),
+    "decoder": ("seq-cls", *POST_TRAINING),
+    "vision-language": tuple(task for task in POST_TRAINING if task != "reward"),
     "encoder": ("seq-cls",),
     "encoder-decoder": ("seq-cls",),
 }
@@ -74,10 +76,12 @@ def facts_for_task(facts: ModelFacts, task: Task) -> ModelFacts:
 def default_sequence_length(facts: ModelFacts) -> int:
     """Tokens per sample: 2048 for decoders, 512 for the rest, never more than the model's positions.
 
-    Images take their patches and the class token, speech models their decoder's positions.
+    Images take their patches and the class token, denoisers their patches, speech models their decoder's positions.
     """
     if facts.kind == "vision":
         return (facts.image_size // facts.patch_size) ** 2 + 1
+    if facts.kind == "diffusion":
+        return (facts.image_size // facts.patch_size) ** 2
     if facts.max_target_positions:
         return facts.max_target_positions
     positions = facts.max_position_embeddings or (facts.text.max_position_embeddings if facts.text else 0)

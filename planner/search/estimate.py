@@ -8,6 +8,7 @@ from planner import vocabulary as words
 from planner.calibration.experience import NO_EXPERIENCE, Experience
 from planner.cost.code_bases import code_base
 from planner.cost.combinations import Adapted, why_contradictory, why_refused
+from planner.cost.generation import engine_need, engines_of
 from planner.cost.memory import memory_estimate
 from planner.cost.memory.activations.figures import has_written_form
 from planner.cost.memory.activations.instants import selective_saves
@@ -22,6 +23,7 @@ from planner.cost.verdict import Judgement, judge, limited_by
 from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts
 from planner.search.device_counts import MOST_DEVICES
+from planner.search.post_training import usual_loss
 from planner.search.request import WITHOUT_DEEPSPEED, Request, why_not_deepspeed
 from planner.types.job import Job, Workload, provenance, sections_of
 from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime
@@ -82,9 +84,22 @@ def resident_bytes(job: Job) -> float:
 
 def judge_job(job: Job, memory: MemoryEstimate, experience: Experience) -> Judgement:
     """Return whether a job with this memory fits: by what there is, and by what ran out of memory before."""
-    judgement = judge(job, memory, _nvme_bytes(job))
+    judgement = _judge_engine(job) or judge(job, memory, _nvme_bytes(job))
     oom_record = None if judgement.verdict == "does_not_fit" else experience.oom_record(job, memory)
     return judgement if oom_record is None else oom_record.judgement(memory)
+
+
+def _judge_engine(job: Job) -> Judgement | None:
+    """Return that an engine has no room for the weights and one sample; None where it has, or there is none."""
+    post = job.workload.post
+    if post is None or not job.workload.generates or post.rollout == "hf":
+        return None
+    need, share = engine_need(job), engines_of(job).reserved
+    if need <= share:
+        return None
+    has = f"{format_bytes(share)} ({post.rollout_memory:.0%}); give --rollout-memory or --rollout-tp more"
+    reason = f"an engine needs {format_bytes(need)} of each GPU for weights and one sample, and has {has}"
+    return Judgement(verdict="does_not_fit", pressure=need / share, reason=reason)
 
 
 def _nvme_bytes(job: Job) -> float:
@@ -186,7 +201,7 @@ def why_indivisible(request: Request, configuration: Configuration) -> str | Non
         return f"pp {pp} x {virtual} is more than the {layers} blocks of {facts.name} and both ends"
     if cp > 1 and facts.kind not in ("decoder", "custom"):
         return f"cp {cp} is for decoders, and {facts.name} is of kind {facts.kind}; use cp 1"
-    if cp > 1 and facts.eager_only:
+    if cp > 1 and facts.runs_eager(configuration.attention):
         return f"cp {cp} needs fused attention, and {facts.name} runs eager; use cp 1"
     if why := why_no_experts(facts, ep):
         return why
@@ -273,10 +288,11 @@ def _remarks_on_code(job: Job) -> list[str]:
         remarks.append(f"--compile changes nothing that is known of {code.name}, whose kernels are fused already")
     elif work.compile and code.eager.block is None and not own_blocks:
         remarks.append(f"only plain decoders' blocks are known compiled; those of {facts.name} take eager ones' memory")
-    own = ["--compile"] * work.compile + [f"--loss {work.loss}"] * (work.loss != "plain")
+    unusual = work.loss not in ("plain", usual_loss(work.task, work.code))
+    own = ["--compile"] * work.compile + [f"--loss {work.loss}"] * unusual
     if own and code.runs_here:
         remarks.append(f"{' and '.join(own)}: counted as the script does it; dsplan run changes no module")
-    if work.loss != "plain" and (facts.kind == "custom" or not facts.vocab_size):
+    if unusual and (facts.kind == "custom" or not facts.vocab_size):
         remarks.append(f"--loss {work.loss} is counted for language models of the catalogue, not for {facts.name}")
     return remarks
 
@@ -298,7 +314,8 @@ def _remarks_on_copies(job: Job) -> list[str]:
         remarks.append("the script keeps the average of the weights itself (torch.optim.swa_utils.AveragedModel)")
     if job.has_reference:
         beside = "the base model without its adapters" if workload.method != "full" else "a second, frozen copy"
-        remarks.append(f"the reference model is {beside}; a sample is two sequences")
+        pairs = "; a sample is two sequences" if workload.task in words.PAIRED else ""
+        remarks.append(f"the reference model is {beside}{pairs}")
     if workload.task == "reward":
         remarks.append("a sample is two sequences; the head gives one number for each")
     if recipe_of(job).dequantises:
@@ -318,9 +335,12 @@ def _remarks(priced: Priced) -> list[str]:
     if priced.memory_source == "datasheet" and facts.kind != "custom" and has_other_form(job):
         near = f"the nearest one's memory counts, of which one in twenty is {NEAREST_FORM_ERROR:.0%} under or more"
         remarks.append(f"no {facts.model_type} of this structure was ever traced: {near}; --exact traces it")
+    if facts.kind == "diffusion":
+        remarks.append("the denoiser alone is counted: latents and text embeddings are made before the step")
     remarks += _remarks_on_copies(job)
-    if configuration.attention != "eager" and facts.eager_only and job.workload.code == "transformers":
-        remarks.append(f"transformers runs {facts.model_type} with eager attention only; counted so")
+    if configuration.attention != "eager" and job.eager_attention and job.workload.code == "transformers":
+        other = ", or with --attention flash" if facts.fused_by_flash else " only"
+        remarks.append(f"transformers runs {facts.model_type} with eager attention{other}; counted eager")
     if configuration.attention == "flash" and configuration.precision == "fp32":
         remarks.append("flash attention takes 16-bit types only; in fp32 the run needs --attention sdpa")
     if configuration.precision.startswith("bf16") and not device.supports_bf16 and not device.is_cpu:

@@ -77,8 +77,12 @@ class Candidate:
         return self.priced(index).memory.device_used_bytes
 
     def fits(self, index: int) -> bool:
-        """Return whether one of the micro-batches fits, with room where that is asked for."""
-        return self.priced(index).judgement.verdict in self._verdicts
+        """Return whether one of the micro-batches fits, with room where that is asked for.
+
+        It does so with every margin, unless the request goes to the limit.
+        """
+        judgement = self.priced(index).judgement
+        return judgement.verdict in self._verdicts and (judgement.keeps_margins or self.request.to_the_limit)
 
     def has_run(self, index: int) -> bool:
         """Return whether this machine has run it and it still fits, with room or without, which the run has shown."""

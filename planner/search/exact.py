@@ -8,16 +8,19 @@ from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.cost.code_bases import code_base
 from planner.errors import ContradictoryRequest
+from planner.search.post_training import with_rounds
 from planner.search.request import Request
 from planner.search.space import default_shards, shard_over
 from planner.types.plan import Configuration
+from planner.types.post_training import PostTraining
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExactOptions:
     """The user's wishes for one configuration; a field is None if the user did not say.
 
-    `global_batch` is None if the request's global batch is a default, which then follows from the other two numbers.
+    `global_batch` is None if the request's global batch is a default, which then follows from the other two numbers,
+    and `prompts_per_step` if that of a round of generation is. `steps_per_generation` are micro-batches.
     """
 
     strategy: words.Strategy | None = None
@@ -25,6 +28,8 @@ class ExactOptions:
     micro_batch: int | None = None
     grad_accum: int | None = None
     global_batch: int | None = None
+    prompts_per_step: int | None = None
+    steps_per_generation: int | None = None
     checkpointing: words.Checkpointing = "none"
     offload: words.Offload = "none"
     offload_ratio: float = 1.0
@@ -55,11 +60,14 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
     """
     strategy: words.Strategy = options.strategy or ("single" if request.cluster.gpus == 1 else "ddp")
     replicate, shard = _degrees(request, strategy, options)
+    post = request.workload.post if request.workload.generates else None
+    if post is not None and options.prompts_per_step and not (options.global_batch or options.grad_accum):
+        options = replace(options, global_batch=post.samples)
     micro, accumulation = _batch(options, replicate * shard)
     batch = micro * accumulation * replicate * shard
     splits = options.tp * options.pp * options.cp * options.ep > 1
     needs_native = splits or replicate > 1
-    workload = replace(request.workload, global_batch_size=batch)
+    workload = replace(request.workload, global_batch_size=batch, post=_rounds(request, options, batch, accumulation))
     configuration = Configuration(
         strategy=strategy,
         backend=options.backend or request.backend_of(strategy, needs_native=needs_native),
@@ -94,6 +102,26 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
     if options.micro_batch is None and not options.grad_accum:
         defaults = (*defaults, f"micro-batch {micro} (--micro-batch; recommend looks for the best)")
     return replace(request, workload=workload, defaults=defaults), configuration
+
+
+def _rounds(request: Request, options: ExactOptions, batch: int, accumulation: int) -> PostTraining | None:
+    """Return what a round of post-training generates, by the micro-batches that train on it.
+
+    Raises:
+        ContradictoryRequest: `steps_per_generation` is given where nothing is generated, or the numbers contradict.
+    """
+    post = request.workload.post
+    if post is None or not request.workload.generates:
+        if options.steps_per_generation is not None:
+            raise ContradictoryRequest(f"--steps-per-generation is for --task {' or '.join(words.GENERATING)}")
+        return post if post is None else replace(post, prompts_per_step=batch)
+    return with_rounds(
+        post,
+        batch=batch,
+        samples_per_micro_step=batch // accumulation,
+        steps_per_generation=options.steps_per_generation,
+        is_given=options.prompts_per_step is not None,
+    )
 
 
 def _splits_sequence(request: Request, options: ExactOptions) -> bool:

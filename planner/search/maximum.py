@@ -113,7 +113,7 @@ def _ways(request: Request, options: MaximumOptions) -> Iterator[ExactOptions]:
 def _maximum(request: Request, options: ExactOptions, configuration: Configuration) -> Maximum:
     def fits(question: Request, micro_batch: int = 1) -> bool:
         there, chosen = exact(question, replace(options, micro_batch=micro_batch))
-        return not why_impossible(there, chosen) and price(there, chosen).judgement.verdict != "does_not_fit"
+        return not why_impossible(there, chosen) and price(there, chosen).judgement.keeps_margins
 
     micro = largest(lambda size: fits(request, size), 1, int(limits.SAMPLES.most))
     guess = (micro or 1) * request.workload.sequence_length // SEQUENCE_STEP

@@ -134,7 +134,7 @@ def _with_speed(plan: Plan, instead: Plan | None) -> str:
     used = format_bytes(plan.memory.device_needed_bytes)
     kept = "nothing recomputed in the room that is left" if chosen.activation_checkpointing == "none" else ""
     recomputed = kept or f"{chosen.activation_checkpointing} checkpointing"
-    return f"{chosen.strategy}, {recomputed}: up to {used}, {speed}"
+    return f"{chosen.strategy}, micro-batch {chosen.micro_batch_size}, {recomputed}: up to {used}, {speed}"
 
 
 def in_time_remedies(request: Request, on_devices: Iterable[OnDevices]) -> tuple[Remedy, ...]:

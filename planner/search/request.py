@@ -21,6 +21,13 @@ from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.facts_document import facts_of_plan
 from planner.models.tasks import default_sequence_length, default_task, facts_for_task, possible_tasks
 from planner.question_defaults import EXPERT_IMBALANCE, LORA_RANK, LORA_TARGETS, PLANS_SHOWN
+from planner.search.post_training import (
+    PostTrainingOptions,
+    lengths_of,
+    post_training,
+    usual_batch,
+    usual_loss,
+)
 from planner.types.cluster import Cluster
 from planner.types.job import Workload, counts_of, workload_of
 from planner.types.plan import Plan
@@ -32,11 +39,12 @@ WITHOUT_DEEPSPEED = "use backend native, whose ZeRO shards the same, or precisio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkOptions:
+class WorkOptions(PostTrainingOptions):
     """The user's description of the work; a field is None if the user did not say. GB are 1e9 bytes."""
 
     task: words.Task | None = None
     seq_len: int | None = None
+    image_size: int | None = None
     source_len: int | None = None
     global_batch: int | None = None
     precision: words.Precision | None = None
@@ -49,7 +57,7 @@ class WorkOptions:
     save: words.Save = "none"
     code: str = "transformers"
     compile: bool = False
-    loss: words.Loss = "plain"
+    loss: words.Loss | None = None
     method: words.Method = "full"
     lora_rank: int | None = None
     lora_targets: str | None = None
@@ -112,8 +120,8 @@ class Request:
     `offload` and `offload_ratio` are what a script or a person decided, and `checkpointings` what they left to choose
     from; None leaves them to the search. `gradient_compression` and `activations_on_host` hold for every plan, the
     latter where it checkpoints; `zero_plus` for those of DeepSpeed's stage 3. `degrees` are those that every plan must
-    have; None leaves them to the search.
-    `splits` are then the degrees that a live script can be run with, on CPUs too; None: all, on GPUs.
+    have; None leaves them to the search. `splits` are then the degrees that a live script can be run with, on CPUs too;
+    None: all, on GPUs. `to_the_limit` lets plans in that fit without every margin, where none fits with them.
     """
 
     facts: ModelFacts
@@ -138,6 +146,7 @@ class Request:
     zero_plus: ZeroPlus | None = None
     degrees: Degrees | None = None
     splits: tuple[words.Degree, ...] | None = None
+    to_the_limit: bool = False
 
     @property
     def usd_per_gpu_hour(self) -> float | None:
@@ -157,6 +166,7 @@ class Request:
 _LIMITS = {
     "seq_len": limits.TOKENS,
     "source_len": limits.TOKENS,
+    "image_size": limits.PIXELS,
     "global_batch": limits.SAMPLES,
     "eval_batch": limits.SAMPLES,
     "eval_keep": limits.SAMPLES,
@@ -176,6 +186,10 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
     for name, limit in _LIMITS.items():
         limit.check(f"--{name.replace('_', '-')}", getattr(options, name))
     task = _task(facts, options)
+    if facts.kind == "diffusion" and (options.method != "full" or options.train_only):
+        raise ContradictoryRequest(
+            f"what adapters of {facts.name} keep was never traced; use --method full without --train-only"
+        )
     facts = facts_for_code(facts_for_task(facts, task), options.code)
     defaults: list[str] = [cluster.assumed] if cluster.assumed else []
     precision = options.precision or _precision(cluster, defaults)
@@ -183,10 +197,13 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
     if precision in words.SCALED_PRECISIONS or not code_base(options.code).runs_here:
         # Nothing here runs such products or such code, so that every plan is for another tool.
         ranking["allow_unrunnable"] = True
+    lengths = lengths_of(options, task, options.seq_len, default_sequence_length(facts), defaults)
+    length = _sequence_length(facts, options, defaults, None if lengths is None else lengths[0] + lengths[2])
+    batch = _global_batch(cluster, options, task, defaults)
     workload = Workload(
         task=task,
-        sequence_length=_sequence_length(facts, options, defaults),
-        global_batch_size=_global_batch(cluster, options, defaults),
+        sequence_length=length,
+        global_batch_size=batch,
         precision=precision,
         optimizer=options.optimizer,
         attention=options.attention,
@@ -198,7 +215,8 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
         save=options.save,
         code=options.code,
         compile=options.compile,
-        loss=options.loss,
+        loss=options.loss or usual_loss(task, options.code),
+        post=post_training(options, task, lengths, total=length, batch=batch),
         method=options.method,
         **_adapters(options, defaults),
         train_only=options.train_only or "",
@@ -335,24 +353,51 @@ def _steps_kept(options: WorkOptions) -> int:
     return options.eval_keep or 0
 
 
-def _sequence_length(facts: ModelFacts, options: WorkOptions, defaults: list[str]) -> int:
-    if options.seq_len is None:
+def _sequence_length(facts: ModelFacts, options: WorkOptions, defaults: list[str], parts: int | None) -> int:
+    """Return the tokens of a sample: those of its `parts`, prompt and completion, where they are given."""
+    if facts.kind == "diffusion":
+        return _patches(facts, options, defaults)
+    if options.image_size is not None:
+        raise ContradictoryRequest(
+            f"--image-size {options.image_size} is for models that make images, and {facts.name} is of kind"
+            f" {facts.kind}; leave it out"
+        )
+    given = options.seq_len if parts is None else parts
+    if given is None:
         length = default_sequence_length(facts)
         defaults.append(f"sequence length {length} (--seq-len)")
         return length
     longest = facts.max_position_embeddings
-    if facts.learned_positions and longest and options.seq_len > longest:
+    if facts.learned_positions and longest and given > longest:
+        flag = "--seq-len" if parts is None else "--prompt-len and --completion-len make"
         raise ContradictoryRequest(
-            f"--seq-len {options.seq_len} is more than the {longest} learned positions of {facts.name};"
-            f" use at most {longest}"
+            f"{flag} {given} is more than the {longest} learned positions of {facts.name}; use at most {longest}"
         )
-    return options.seq_len
+    return given
 
 
-def _global_batch(cluster: Cluster, options: WorkOptions, defaults: list[str]) -> int:
+def _patches(facts: ModelFacts, options: WorkOptions, defaults: list[str]) -> int:
+    """Return the patches of a square image, which are a denoiser's tokens."""
+    if options.seq_len is not None:
+        raise ContradictoryRequest(
+            f"--seq-len {options.seq_len} is for tokens, and {facts.name} makes images; use --image-size"
+        )
+    if options.image_size is None:
+        defaults.append(f"images of {facts.image_size} x {facts.image_size} pixels (--image-size)")
+    side, rest = divmod(options.image_size or facts.image_size, facts.patch_size)
+    if rest or not side:
+        near = max(side, 1) * facts.patch_size
+        raise ContradictoryRequest(
+            f"--image-size {options.image_size} is no multiple of the {facts.patch_size} pixels of a patch of"
+            f" {facts.name}; use {near} or {near + facts.patch_size}"
+        )
+    return side * side
+
+
+def _global_batch(cluster: Cluster, options: WorkOptions, task: words.Task, defaults: list[str]) -> int:
     if options.global_batch is not None:
         return options.global_batch
-    batch = SAMPLES_PER_GPU * cluster.gpus
+    batch = usual_batch(options, task, SAMPLES_PER_GPU * cluster.gpus)
     defaults.append(f"global batch {batch} (--global-batch)")
     return batch
 

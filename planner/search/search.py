@@ -41,6 +41,7 @@ from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
 
 if TYPE_CHECKING:
+    from planner.search.advice import Advice
     from planner.search.no_plan import NoPlan, Remedy
 
 
@@ -69,6 +70,14 @@ class Recommendation:
 
         return compose_no_plan(self.request, self.closest or next(iter(self.plans), None), self.remedies)
 
+    def advice(self) -> tuple[Advice, ...]:
+        """Try what would help more than another plan; each trial is a small search."""
+        if not self.plans:
+            return ()
+        from planner.search.advice import advise  # after the answer, so that it does not wait
+
+        return advise(self.request, self.plans[0], _first)
+
 
 def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
     """Rank the best plan of every strategy that fits; `with_front` adds the Pareto front.
@@ -94,13 +103,15 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
         ranked = [ranked[0], safe, *(item for item in ranked[1:] if item is not safe)]
     others = (*doubles, *too_late(request, late), *_undivided(groups), *ran_out(request))
     rejected = (*rejections(request, ranked, missing, doubles), *others)
+    if not ranked and not late and any(priced.judgement.verdict == "tight" for priced in missing):
+        return recommend(replace(request, to_the_limit=True), with_front=with_front)
     if not ranked:
         return _late(request, late, rejected) if late else _nothing(request, missing, rejected)
     plans = _with_alternatives(request, ranked, rejected)
     return Recommendation(
         request=request,
         plans=plans,
-        remedies=_adapters(request, plans[0]),
+        remedies=_adapters(request, plans[0]) + (_with_margins(request) if request.to_the_limit else ()),
         rejected=rejected,
         choice="; ".join(filter(None, (why_first(request, ranked, safe), _why_uneven(request)))),
         on_devices=on_other_device_counts(request, _first) if limit < math.inf else (),
@@ -128,6 +139,8 @@ def _near_the_fastest(request: Request) -> list[Timed]:
     fastest, widest = math.inf, widest_threshold(request)
     for least, group in sorted(((bound(group), group) for group in groups), key=lambda pair: pair[0]):
         limit = fastest * (1 + widest) * (1 + ONE_STRATEGY)  # the one with room that goes before a group's best
+        if group_name(group[0].layout) in words.REPLICAS:
+            limit = math.inf  # a small model's goes before shards however long its optimizer takes
         item = choose(group, request.objective, limit) if least <= limit else None
         if item is not None:
             chosen.append(item)
@@ -163,6 +176,12 @@ def _adapters(request: Request, instead: Plan | None) -> tuple[Remedy, ...]:
     from planner.search.no_plan import adapter_remedies
 
     return adapter_remedies(request, _first, instead)
+
+
+def _with_margins(request: Request) -> tuple[Remedy, ...]:
+    from planner.search.no_plan import remedies
+
+    return remedies(replace(request, to_the_limit=False), can_fit)
 
 
 def _front(request: Request, groups: Mapping[str, Sequence[Candidate]]) -> tuple[Plan, ...]:

@@ -305,7 +305,7 @@ def _fewest_shards(request: Request, strategy: words.Strategy, split: _Split, ra
 
 
 def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Iterator[tuple[int, int, int]]:
-    """Yield (tp, pp, cp), powers of two: tp in a node and dividing heads, pp up to the depth, cp for long samples."""
+    """Yield (tp, pp, cp): tp in a node and dividing heads, pp up to the depth, cp for long samples."""
     if request.degrees is not None:
         yield request.degrees.tp, request.degrees.pp, request.degrees.cp
         return
@@ -317,10 +317,16 @@ def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Itera
             continue
         if code_base(request.workload.code).key_heads == "divided" and facts.num_kv_heads % tp:
             continue
-        for pp in _powers_of_two(min(cluster.gpus // tp, deepest)):
+        for pp in _pipeline_degrees(cluster.gpus // tp, deepest):
             for cp in _context_degrees(request, cluster.gpus // (tp * pp), splits):
                 if tp * pp * cp > 1 and cluster.gpus % (tp * pp * cp) == 0:
                     yield tp, pp, cp
+
+
+def _pipeline_degrees(ranks: int, deepest: int) -> tuple[int, ...]:
+    """Return powers of two; of ranks that are a multiple of three also three times those, which leave whole batches."""
+    powers = _powers_of_two(min(ranks, deepest))
+    return tuple(sorted({*powers, *(3 * power for power in powers if ranks % 3 == 0 and 3 * power <= deepest)}))
 
 
 def _splits(request: Request, strategy: words.Strategy) -> tuple[words.Degree, ...]:
@@ -342,7 +348,7 @@ def _splits(request: Request, strategy: words.Strategy) -> tuple[words.Degree, .
 def _context_degrees(request: Request, ranks: int, splits: tuple[words.Degree, ...]) -> tuple[int, ...]:
     """Over how many ranks a sample's tokens are spread."""
     length, facts = request.workload.sequence_length, request.facts
-    if length < LONG_SEQUENCE or facts.kind != "decoder" or request.workload.attention == "eager" or facts.eager_only:
+    if length < LONG_SEQUENCE or facts.kind != "decoder" or facts.runs_eager(request.workload.attention):
         return (1,)
     if "cp" not in splits:
         return (1,)

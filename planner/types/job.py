@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, cast
 
 from hardware_db.records import dataclass
 from planner import vocabulary as words
@@ -16,6 +16,7 @@ from planner.models.facts_document import facts_document
 from planner.question_defaults import EXPERT_IMBALANCE, LORA_RANK, LORA_TARGETS
 from planner.types.cluster import SHIPPED, Cluster, Rates
 from planner.types.plan import ClusterSection, Configuration, ModelSection, WorkloadSection
+from planner.types.post_training import PostTraining, post_training_of_section, post_training_section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +36,7 @@ class Workload:
     and what they are put on; `train_only` is a pattern of the names of what is trained, empty for all. `load_dtype` is
     what weights are loaded as, None for what the precision says; `fp8_recipe` how 8-bit and 4-bit products are scaled,
     None for others; with `ema` an average of the weights is kept. `expert_imbalance` are the tokens that come to the
-    busiest rank's experts over the mean, where experts are spread over ranks.
+    busiest rank's experts over the mean, where experts are spread over ranks. `post` is what post-training adds.
 
     Raises:
         ContradictoryRequest: a number is not positive or a word is not in the vocabulary.
@@ -64,6 +65,12 @@ class Workload:
     fp8_recipe: words.Fp8Recipe | None = None
     ema: bool = False
     expert_imbalance: float = EXPERT_IMBALANCE
+    post: PostTraining | None = None
+
+    @property
+    def generates(self) -> bool:
+        """True if a round of training begins with completions that the model generates."""
+        return self.task in words.GENERATING and self.post is not None
 
     @property
     def freezes(self) -> bool:
@@ -157,12 +164,27 @@ class Job:
     @property
     def has_reference(self) -> bool:
         """True if a frozen model is run beside the one that is trained; adapters are switched off for it."""
-        return self.workload.task == "dpo"
+        task, post = self.workload.task, self.workload.post
+        if task in words.GENERATING:
+            return post is not None and post.beta > 0
+        return task in words.REFERRING and not (post is not None and post.precompute_reference)
+
+    @property
+    def extra_forwards(self) -> int:
+        """Forward passes without gradients beside each of training.
+
+        The reference model's is one. KTO runs both models on mismatched completions too, and where the reference is
+        precomputed it still runs the trained one (TRL 1.16 `kto_trainer.py`).
+        """
+        if self.workload.task not in words.REFERRING:
+            return 0
+        is_kto = self.workload.task == "kto"
+        return (2 if is_kto else 1) * self.has_reference + is_kto
 
     @property
     def eager_attention(self) -> bool:
         """True if attention runs unfused: asked for, or all that the model has."""
-        return self.configuration.attention == "eager" or self.facts.eager_only
+        return self.facts.runs_eager(self.configuration.attention)
 
     @property
     def source_length(self) -> int:
@@ -214,8 +236,10 @@ def workload_of(section: Mapping[str, Any] | WorkloadSection, configuration: Con
     Raises:
         ContradictoryRequest: a word or a number is none that a workload has.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"post": post_training_of_section(section)}
     for item in fields(Workload):
+        if item.name == "post":
+            continue
         value = getattr(configuration, item.name, None)
         values[item.name] = section.get(item.name) if value is None else value
     return Workload(**{"task": "", **{name: value for name, value in values.items() if value is not None}})
@@ -285,7 +309,7 @@ def cluster_section(cluster: Cluster) -> ClusterSection:
 
 def _workload(job: Described) -> WorkloadSection:
     workload = job.workload
-    return {
+    section: WorkloadSection = {
         "task": workload.task,
         "source_length": workload.source_length,
         "max_memory_bytes": workload.max_memory_bytes,
@@ -305,3 +329,4 @@ def _workload(job: Described) -> WorkloadSection:
         "ema": workload.ema,
         "expert_imbalance": workload.expert_imbalance if job.facts.is_moe else None,
     }
+    return cast("WorkloadSection", section | post_training_section(workload.post))

@@ -223,12 +223,14 @@ class MemoryEstimate:
     """Bytes on the busiest rank. The first six figures are those alive at the peak and add up to it.
 
     `phases` maps load, forward, loss, backward and step, and eval and save where they were asked for, to their
-    allocated peaks; `states` holds the resident parameters_bytes, gradients_bytes and optimizer_bytes of the ZeRO
-    arithmetic, whatever the peak's phase; those of the busiest rank where FSDP2 cannot spread them evenly.
+    allocated peaks, and where completions are generated generate, reward, reference, logprob, update and sync too;
+    `states` holds the resident parameters_bytes, gradients_bytes and optimizer_bytes of the ZeRO arithmetic, whatever
+    the peak's phase; those of the busiest rank where FSDP2 cannot spread them evenly.
     `host_bytes_per_node` is what training takes, `host_load_bytes_per_node` what loading the model takes.
     `device_used_bytes` is what NVML shows for the process where there is room, `device_used_upper_bytes` what nineteen
-    of twenty real runs stay below: a plan has room where that fits. `device_needed_bytes` is what it cannot do without,
-    and decides whether it fits at all; 0 in plans of earlier releases.
+    of twenty real runs stay below: a plan has room where that fits. `device_needed_bytes` is what it needs with every
+    margin, and decides whether it is proposed; `device_least_bytes` what no run could do without, and decides whether
+    it fits at all. Both are 0 in plans of earlier releases.
     """
 
     parameters_bytes: int
@@ -246,6 +248,7 @@ class MemoryEstimate:
     host_bytes_per_node: int
     host_load_bytes_per_node: int = 0
     device_needed_bytes: int = 0
+    device_least_bytes: int = 0
     phases: Mapping[str, int] = field(default_factory=dict)
     states: Mapping[str, int] = field(default_factory=dict)
 
@@ -257,6 +260,9 @@ class StepTime:
     Nine runs of ten should take between `step_seconds_low` and `step_seconds_high`; None until a plan is made of it.
     `predicted_step_seconds` is what the model alone says where `step_seconds` is a measurement, None elsewhere; the
     parts of a measured step are then in the proportions that the model predicts.
+
+    Where completions are generated, `phases` has the seconds of generate, reward, reference, logprob, update and sync
+    of one round, which `round_seconds` takes as a whole, and a step its share of them.
     """
 
     step_seconds: float
@@ -269,6 +275,8 @@ class StepTime:
     step_seconds_low: float | None = None
     step_seconds_high: float | None = None
     predicted_step_seconds: float | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    round_seconds: float | None = None
 
     def scaled(self, ratio: float) -> StepTime:
         """Every part so many times as long, without an interval."""
@@ -280,6 +288,8 @@ class StepTime:
             offload_seconds=self.offload_seconds * ratio,
             optimizer_seconds=self.optimizer_seconds * ratio,
             bubble_seconds=self.bubble_seconds * ratio,
+            phases={name: seconds * ratio for name, seconds in self.phases.items()},
+            round_seconds=None if self.round_seconds is None else self.round_seconds * ratio,
         )
 
 
@@ -362,6 +372,20 @@ class WorkloadSection(TypedDict, total=False):
     fp8_recipe: words.Fp8Recipe | None
     ema: bool
     expert_imbalance: float | None
+    prompt_length: int
+    completion_length: int
+    completion_max: int
+    generations: int
+    prompts_per_step: int
+    num_iterations: int
+    beta: float
+    rollout: words.Rollout
+    rollout_gpus: int
+    rollout_tp: int
+    rollout_memory: float
+    rollout_sleep: bool
+    steps_off: int
+    precompute_reference: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

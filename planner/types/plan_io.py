@@ -217,7 +217,7 @@ def _check_type(value: object, annotation: str, where: str) -> None:
         return
     if kind.startswith("Mapping"):
         for name, part in _mapping(value, where).items():
-            _check_type(part, "int", f"{where}.{name}")
+            _check_type(part, "float" if "float" in kind else "int", f"{where}.{name}")
         return
     if kind in _NUMBERS:
         wrong, wanted = not _NUMBERS[kind].allows(value), f"not {_NUMBERS[kind]}"

@@ -63,7 +63,7 @@ def variants(facts: ModelFacts) -> Iterator[Variant]:
         if facts.model_type in ON_CPU:
             yield Variant(mode=mode, on_cpu=True)
             yield Variant(mode=mode, eager=True, on_cpu=True)
-        if not facts.eager_only:
+        if not facts.eager_only or facts.fused_by_flash:
             yield Variant(mode=mode)
         if facts.sliding_window and not facts.eager_only and facts.model_type not in OWN_WINDOWS:
             yield Variant(mode=mode, windows=True)

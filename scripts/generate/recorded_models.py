@@ -2,9 +2,9 @@
 
     python -m scripts.generate.recorded_models [NAME ...]
 
-Each model is built by transformers on the meta device, where its weights are counted, and shortened to a few blocks
-that run on fake tensors at their real widths; it needs torch and transformers, no GPU and no weights, and about ten
-minutes for all. With names only those are recorded again.
+Each model is built by transformers, or by diffusers where it makes images, on the meta device, where its weights are
+counted, and shortened to a few blocks that run on fake tensors at their real widths; it needs torch and these
+libraries, no GPU and no weights, and about ten minutes for all. With names only those are recorded again.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from strategies.tracing.live import counts_from_module
 
 SOURCE = RECORDED.with_suffix(".yaml")
 _RECIPE = ("config", "short", "chunk", "loops")
+_OF_IMAGES = ("image_size", "patch_size", "num_channels")
 _WITHOUT_ATTENTION = frozenset({"mamba", "mamba2"})
 
 
@@ -47,6 +48,7 @@ def recipe_of(row: dict[str, Any]) -> Recipe:
         aliases=tuple(row["aliases"]),
         recorded_as=normalise(row["id"].rpartition("/")[2]),
         note=row.get("note", ""),
+        **{key: row[key] for key in _OF_IMAGES if key in row},
         **{key: row[key] for key in ("family", "model_type", "architecture", "kind")},
         **dict.fromkeys(("parameters", "active_parameters", "hidden_size", "num_layers", "intermediate_size"), 0),
         **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim"), 1),
@@ -57,6 +59,8 @@ def recipe_of(row: dict[str, Any]) -> Recipe:
 def figures_of(recipe: Recipe) -> tuple[ModelFacts, dict[str, int]]:
     """Return the facts with all that the config and the module say, and how often each kind of block is there."""
     module: Any = meta_module(recipe, short=False)
+    if recipe.makes_images:
+        return _figures_of_denoiser(recipe, module)
     config = getattr(module.config, "text_config", module.config)
     blocks = list(repeated_blocks(module))
     counts = counts_from_module(module)
@@ -86,9 +90,34 @@ def figures_of(recipe: Recipe) -> tuple[ModelFacts, dict[str, int]]:
     return facts, dict(Counter(kinds_of(module)))
 
 
+def _figures_of_denoiser(recipe: Recipe, module: Any) -> tuple[ModelFacts, dict[str, int]]:
+    config, counts = module.config, counts_from_module(module)
+    heads, width = config.num_attention_heads, config.attention_head_dim
+    facts = replace(
+        recipe.facts,
+        parameters=counts.total,
+        active_parameters=counts.total,
+        block_class=",".join(dict.fromkeys(type(block).__name__ for block in repeated_blocks(module))),
+        hidden_size=heads * width,
+        num_layers=config.num_layers + getattr(config, "num_single_layers", 0),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=width,
+        intermediate_size=4 * heads * width,
+        measured_counts=counts,
+    )
+    return facts, dict(Counter(kinds_of(module)))
+
+
 def variants(facts: ModelFacts) -> Iterator[Variant]:
-    """Every precision, with fused attention and without; a model without attention has only one form."""
+    """Every precision, with fused attention and without; a model without attention has only one form.
+
+    diffusers calls torch's attention function alone.
+    """
     for mode in ("fp32", "autocast", "pure"):
+        if facts.kind == "diffusion":
+            yield Variant(mode=mode)
+            continue
         yield Variant(mode=mode, eager=True)
         if facts.model_type not in _WITHOUT_ATTENTION:
             yield Variant(mode=mode)
@@ -103,7 +132,8 @@ def recorded(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     recipe = replace(recipe, facts=facts)
     facts = replace(facts, work=recorded_work(recipe, repeats))
     forms = {variant.name: form_to_dict(recorded_form(recipe, variant)) for variant in variants(facts)}
-    versions = {name: version(name) for name in ("torch", "transformers")}
+    library = "diffusers" if facts.kind == "diffusion" else "transformers"
+    versions = {name: version(name) for name in ("torch", library)}
     form = {"versions": versions, "structures": [{"structure": structure_of(facts), "forms": forms}]}
     return {**compact_row(facts), "work": [asdict(work) for work in facts.work]}, form
 

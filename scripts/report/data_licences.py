@@ -6,6 +6,7 @@ Sources are read from the files' own fields, so that the page lists what the row
 from __future__ import annotations
 
 import csv
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -61,12 +62,18 @@ def _of_column(column: str) -> Callable[[list[dict[str, str]]], Iterator[str]]:
     return lambda rows: (row[column] for row in rows if row[column])
 
 
+def _of_trainers(data: Any) -> Iterator[str]:
+    """Return where the keys of every trainer were read."""
+    yield from (row["source"] for row in data.values())
+
+
 _CITING: dict[str, Callable[[Any], Iterable[str]]] = {
     "hardware_db/datasheets/devices.yaml": _of_table,
     "hardware_db/datasheets/interconnects.yaml": _of_table,
     "planner/models/catalogue.yaml": _of_models,
     "planner/models/recorded.yaml": _of_models,
     "planner/cost/code_bases.yaml": _of_code_bases,
+    "planner/read/trainers.json": _of_trainers,
     "hardware_db/measurements/published_memory.csv": _of_column("document"),
     "hardware_db/measurements/published_training.csv": _of_column("document"),
     "hardware_db/measurements/published_asked.csv": _of_column("document"),
@@ -126,7 +133,8 @@ def cited(file: str) -> set[str]:
         KeyError: nobody has said where the file comes from.
     """
     text = (ROOT / file).read_text(encoding="utf-8")
-    data = yaml.safe_load(text) if file.endswith(".yaml") else list(csv.DictReader(text.splitlines()))
+    readers: dict[str, Callable[[str], Any]] = {".yaml": yaml.safe_load, ".json": json.loads}
+    data = readers.get(Path(file).suffix, lambda rows: list(csv.DictReader(rows.splitlines())))(text)
     return {" ".join(source.split()).replace("|", "/") for source in _CITING[file](data)}
 
 

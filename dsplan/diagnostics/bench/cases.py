@@ -149,7 +149,7 @@ def training_cases(
             request = request_of(case, cluster)
             if why_impossible(request, case.configuration):
                 continue
-            if price(request, case.configuration).judgement.verdict != "does_not_fit":
+            if price(request, case.configuration).judgement.keeps_margins:
                 yield case
 
 

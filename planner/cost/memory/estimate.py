@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from planner.cost.code_bases import code_base
+from planner.cost.generation import engine_bytes
 from planner.cost.memory.activations.figures import buffer_bytes
 from planner.cost.memory.host import host_bytes, host_load_bytes
 from planner.cost.memory.ledger import Ledger, States
 from planner.cost.memory.load import load_ledger, saving_of
 from planner.cost.memory.overhead import closed_form_margin, device_use, library_workspace
+from planner.cost.memory.rollout import ROUND, critic_bytes, with_round
 from planner.cost.memory.states import is_uneven, nominal_states_of, states_of
 from planner.cost.memory.timeline import largest_moments
 from planner.cost.memory.units import trained_units_of
@@ -114,7 +116,7 @@ def _busiest(job: Job, stages: tuple[int, ...] | None = None) -> tuple[Job, Stat
         return stages_phases[0]
     busiest, states, _ = max(stages_phases, key=lambda entry: max(map(_total, entry[2].values())))
     every = [phases for _, _, phases in stages_phases]
-    names = [name for name in ("load", *PHASES, "eval", "save") if any(name in phases for phases in every)]
+    names = [name for name in ("load", *PHASES, *ROUND, "eval", "save") if any(name in phases for phases in every)]
     return busiest, states, {name: max((p[name] for p in every if name in p), key=_total) for name in names}
 
 
@@ -124,6 +126,8 @@ def _total(ledger: Ledger) -> float:
 
 def _phases_of(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
     phases = {"load": load_ledger(job, recipe, states), **_phases_of_step(job, recipe, states)}
+    if job.workload.generates:
+        phases = with_round(job, recipe, phases, _resting(job, recipe, states))
     if job.workload.evaluation_batch_size:
         phases["eval"] = evaluation_ledger(job, recipe, phases["forward"])
     if job.workload.save != "none":
@@ -143,7 +147,7 @@ def _composed(job: Job, states: States, phases: Mapping[str, Ledger], margin: fl
     peak_phase = max(phases, key=lambda name: phases[name].total)
     categories = phases[peak_phase].rounded()
     allocated = sum(categories.values())
-    use = device_use(job, allocated, margin)
+    use = device_use(job, allocated, margin, engine_bytes(job, peak_phase))
     return MemoryEstimate(
         **{f"{name}_bytes": value for name, value in categories.items()},
         peak_allocated_bytes=allocated,
@@ -153,6 +157,7 @@ def _composed(job: Job, states: States, phases: Mapping[str, Ledger], margin: fl
         device_used_bytes=use.used,
         device_used_upper_bytes=use.upper,
         device_needed_bytes=use.needed,
+        device_least_bytes=use.least,
         host_bytes_per_node=round(host_bytes(job, states, use.used)),
         host_load_bytes_per_node=round(host_load_bytes(job)),
         phases={name: round(ledger.total) for name, ledger in phases.items()},
@@ -170,14 +175,18 @@ def _accumulated(job: Job) -> float:
     return width * trained_units_of(job).elements if width else 0.0
 
 
-def _phases_of_step(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
-    """Return the largest moment of each phase of the step."""
-    weights = states.parameters + buffer_bytes(job, recipe)
-    always = Ledger(
-        parameters=weights,
-        gradients=_accumulated(job),
+def _resting(job: Job, recipe: Recipe, states: States) -> Ledger:
+    """Return what is there at every moment of training."""
+    rests = Ledger(
+        parameters=states.parameters + buffer_bytes(job, recipe),
         optimizer=states.optimizer,
         temporaries=library_workspace(job),
     )
+    return rests + critic_bytes(job, recipe, states)
+
+
+def _phases_of_step(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
+    """Return the largest moment of each phase of the step."""
+    always = _resting(job, recipe, states) + Ledger(gradients=_accumulated(job))
     largest = largest_moments(job, recipe, states)
     return {phase: always + largest[phase] for phase in PHASES if phase in largest}

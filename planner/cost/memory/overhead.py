@@ -30,8 +30,9 @@ COMMUNICATOR_BYTES = 688e6
 COMMUNICATOR_UPPER_BYTES = 1.6e9
 """The same, largest report [2]."""
 FRAGMENTATION = 0.05
-"""Share of the allocated bytes that no request fits into even when memory is short: what compressed-tensors keeps free
-[3]; 2.4 % was left when a 79 GiB device ran out [3]."""
+"""Share of the allocated bytes that no request fits into: what compressed-tensors keeps free [3]."""
+LEFT_WHEN_SHORT = 0.024
+"""The same at the least: what was left when a 79 GiB device ran out [3]."""
 CLOSED_FORM_ERROR = 0.03
 """How far a closed form may lie under a trace of the same job; docs/reference/accuracy.md has the errors measured."""
 FRAGMENTATION_UPPER = FRAGMENTATION + CLOSED_FORM_ERROR
@@ -64,12 +65,13 @@ CUBLAS_WORKSPACE_DEFAULT_BYTES = 8_519_680
 class DeviceUse:
     """Bytes on one device.
 
-    `reserved` by torch's allocator where there is room, and `beside` it; of both together what the job `needed` at the
-    least, and what real runs stay below, the `upper` bound.
+    `reserved` by torch's allocator where there is room, and `beside` it; of both together what the job takes at the
+    `least`, what it `needed` with every margin, and what real runs stay below, the `upper` bound.
     """
 
     reserved: int
     beside: int
+    least: int
     needed: int
     upper: int
 
@@ -95,8 +97,10 @@ def has_other_form(job: Job) -> bool:
     return bool(figures_of(job, recipe_of(job)).differences)
 
 
-def device_use(job: Job, allocated: float, margin: float) -> DeviceUse:
+def device_use(job: Job, allocated: float, margin: float, engines: float = 0.0) -> DeviceUse:
     """Return what a peak of allocated bytes makes of the device; `margin` is the share of it that is needed besides.
+
+    Of them `engines` are those of engines that generate, which take what they are given and no more.
 
     The cache grows while there is room and gives way to what is asked for; it is counted up to where so little is left
     that the device would be called tight.
@@ -104,18 +108,23 @@ def device_use(job: Job, allocated: float, margin: float) -> DeviceUse:
     if job.cluster.device.is_cpu:
         # No allocator keeps a cache here, and real ranks stayed within the margin (docs/reference/accuracy.md).
         process = round(allocated * (1 + margin) + CPU_PROCESS_BYTES)
-        return DeviceUse(reserved=round(allocated), beside=CPU_PROCESS_BYTES, needed=process, upper=process)
+        return DeviceUse(
+            reserved=round(allocated), beside=CPU_PROCESS_BYTES, least=process, needed=process, upper=process
+        )
     communicators = _communicators(job)
     first = 1 if communicators else 0
     beside = round(CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES)
     context = CONTEXT_UPPER_OF.get(job.cluster.device.architecture, CONTEXT_UPPER_BYTES)
     largest = context + first * COMMUNICATOR_UPPER_BYTES + max(communicators - 1, 0) * COMMUNICATOR_BYTES
-    segments = allocated + SEGMENT_BYTES
-    needed = segments + margin * allocated + largest
+    segments, own = allocated + SEGMENT_BYTES, allocated - engines
+    needed = segments + margin * own + largest
+    least = segments + (LEFT_WHEN_SHORT + max(margin - FRAGMENTATION_UPPER, 0.0)) * own + beside
     most = max(needed, TIGHT_ABOVE * device_limit(job.workload, job.cluster)) - SEGMENT_BYTES
-    reserved = round(min(segments + _cache(job) * allocated, most - beside))
-    upper = round(max((1 + beyond_need(job)) * needed, reserved + beside))
-    return DeviceUse(reserved=reserved, beside=beside, needed=round(needed), upper=upper)
+    reserved = round(min(segments + _cache(job) * own, most - beside))
+    upper = round(max((1 + beyond_need(job)) * (needed - engines) + engines, reserved + beside))
+    return DeviceUse(
+        reserved=reserved, beside=beside, least=round(min(least, needed)), needed=round(needed), upper=upper
+    )
 
 
 def beyond_need(job: Job) -> float:

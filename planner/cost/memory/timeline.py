@@ -14,6 +14,7 @@ from typing import Protocol
 from hardware_db.records import dataclass
 from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.instants import Instant, instants_of
+from planner.cost.memory.activations.tiled_loss import tiles_of
 from planner.cost.memory.ddp import ReplicaBuffers, WholeGradientBuffers
 from planner.cost.memory.fsdp import FsdpBuffers, fsdp_buffers
 from planner.cost.memory.ledger import Ledger, States
@@ -199,7 +200,7 @@ def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
         (chosen.tp, chosen.pp, chosen.cp, chosen.ep, chosen.sequence_parallel),
         (chosen.virtual_stages, job.stage, micro_batches_in_flight(chosen, job.stage), chosen.pp_schedule == "gpipe"),
         chosen.strategy in ("single", "ddp"),
-        (job.workload.code, job.workload.compile, job.workload.loss, job.workload.expert_imbalance),
+        (job.workload.code, job.workload.compile, job.workload.loss, job.workload.expert_imbalance, tiles_of(job)),
     )
 
 

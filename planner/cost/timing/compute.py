@@ -193,7 +193,7 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     checkpointing = job.configuration.activation_checkpointing
     selective = elementwise + rates.code.selective_products * products
     recomputed = {"none": 0.0, "full": again, "selective": selective}[checkpointing]
-    forward *= 1 + job.has_reference
+    forward *= 1 + job.extra_forwards
     return Passes(
         forward=forward,
         backward=backward,
@@ -335,5 +335,5 @@ def head_passes(job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
     loss += rates.exponentials(LOG_SOFTMAX_BYTES * logits, kernel)
     backward = rates.products_backward(*work) * (1 if share is ALL_TRAINED else (1 + share.head) / 2)
     host = HEAD_KERNELS / BLOCK_KERNELS * rates.code.block_host_seconds if not rates.serial else 0.0
-    forward = (1 + job.has_reference) * _with_host(rates.products(*work) + loss / 2, host, rates)
+    forward = (1 + job.extra_forwards) * _with_host(rates.products(*work) + loss / 2, host, rates)
     return Passes(forward=forward, backward=_with_host(backward + loss / 2, BACKWARD * host, rates))

@@ -72,7 +72,7 @@ def job_stacks(job: Job) -> tuple[Stack, ...]:
         return stems(job.facts) + stacks(job.facts)
     if job.facts.traced:
         return traced_stacks(job.facts, job.counts)
-    return measured_stacks(job.facts, job.counts, causal=job.workload.task in ("causal-lm", *words.PAIRED))
+    return measured_stacks(job.facts, job.counts, causal=job.workload.task in words.DECODING)
 
 
 def executed_layers(job: Job) -> int:
@@ -208,7 +208,7 @@ def model_flops(job: Job) -> float:
         tokens = shape.samples * stack.length(shape.sequence, shape.source)
         forward += stack.layers * (2.0 * stack.matmuls.active * tokens + attention_flops(stack, shape))
     head = 2.0 * head_weights(job) * head_tokens(job, shape)
-    share, reference = trained_share(job.counts), float(job.has_reference)
+    share, reference = trained_share(job.counts), float(job.extra_forwards)
     if share is ALL_TRAINED:
         return (forward + head) * (1 + reference + BACKWARD)
     beside = sum(

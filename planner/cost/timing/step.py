@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hardware_db.records import dataclass
 from planner.cost.code_bases import code_base
 from planner.cost.precision import scaled_products
@@ -43,13 +45,8 @@ class Parts:
     time: StepTime
 
 
-def step_time(job: Job) -> StepTime:
-    """Seconds of one optimizer step in the steady state, on the busiest rank, by the modules that the job runs."""
-    return parts_of(job).time
-
-
 def parts_of(job: Job) -> Parts:
-    """Return the step and what it is put together from."""
+    """Return the optimizer step and what it is put together from, without the rest of a round of post-training."""
     steps = job.configuration.gradient_accumulation_steps
     traits = code_base(job.workload.code).traits(compiled=job.workload.compile)
     rates = device_rates(job.cluster, job.configuration.precision, traits.time, scaled_products(job))
@@ -89,16 +86,31 @@ def _optimizer(job: Job, where: Layout, rates: DeviceRates, offload: OffloadCost
     return on_device + offload.cpu_optimizer if rates.serial else max(on_device, offload.cpu_optimizer)
 
 
+def _at_mean_length(job: Job) -> Job:
+    """Return the job with samples of the mean length that was stated for them."""
+    post = job.workload.post
+    if post is None or post.completion_length == post.completion_max:
+        return job
+    mean = replace(job.configuration, sequence_length=post.mean_tokens)
+    return replace(job, configuration=mean, workload=replace(job.workload, sequence_length=post.mean_tokens))
+
+
 def throughput(job: Job, time: StepTime) -> Throughput:
-    """Rates of a step. `mfu` counts model operations (see `flops`) against the dense peak of the compute dtype."""
+    """Rates of a step. `mfu` counts model operations (see `flops`) against the dense peak of the compute dtype.
+
+    Of post-training they are rates of tokens that are no padding, over GPUs that generate too.
+    """
+    job, apart = _at_mean_length(job), 0
+    if job.workload.generates and job.workload.post is not None:
+        apart = job.workload.post.rollout_gpus
     configuration = job.configuration
-    samples = configuration.global_batch_size
+    gpus, samples = configuration.world_size + apart, configuration.global_batch_size
     micro_batches = samples / configuration.micro_batch_size
-    flops = model_flops(job) * micro_batches / time.step_seconds / configuration.world_size
+    flops = model_flops(job) * micro_batches / time.step_seconds / gpus
     peak = job.cluster.device.peak_flops(compute_dtype(job.cluster.device, configuration.precision))
     tokens = samples * job.workload.sequences_per_sample * configuration.sequence_length
     return Throughput(
-        tokens_per_second_per_gpu=tokens / time.step_seconds / configuration.world_size,
+        tokens_per_second_per_gpu=tokens / time.step_seconds / gpus,
         samples_per_second=samples / time.step_seconds,
         tflops_per_gpu=flops / 1e12,
         mfu=flops / peak if peak else None,

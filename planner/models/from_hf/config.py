@@ -66,6 +66,7 @@ def facts_from_config(config: Mapping[str, Any], name: str) -> ModelFacts:
         figures |= quirk(reader, figures)
     if entry.kind == "vision" and "num_channels" not in figures:
         raise reader.problem(f"{entry.model_type} is only counted as a part of another model", FACTORY_REMEDY)
+    figures |= _rotary_base(reader)
     figures = _derived(reader, figures) | {"model_type": entry.model_type, "kind": entry.kind}
     facts = ModelFacts(
         name=name,
@@ -103,6 +104,13 @@ def _derived(reader: ConfigReader, derived: dict[str, Any]) -> dict[str, Any]:
     if "num_labels" not in derived and derived["architecture"].endswith(("Classification", "ForQuestionAnswering")):
         derived["num_labels"] = _num_labels(reader)
     return derived
+
+
+def _rotary_base(reader: ConfigReader) -> dict[str, int]:
+    """Read the base of rotary positions, which transformers 5 moved into `rope_parameters`."""
+    inside = reader.config.get("rope_parameters")
+    base = reader.config.get("rope_theta") or (inside.get("rope_theta") if isinstance(inside, Mapping) else None)
+    return {"rotary_base": int(base)} if isinstance(base, int | float) and base > 0 else {}
 
 
 _LABELS = Limit(least=1, most=100_000_000)

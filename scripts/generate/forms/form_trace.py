@@ -19,6 +19,7 @@ from planner.cost.memory.activations.dimensions import Dimensions, block_kinds, 
 from planner.cost.memory.activations.form import Form
 from planner.models.catalogue import models
 from planner.models.facts import ModelFacts
+from planner.vocabulary import Attention
 from scripts.generate.forms import symbols
 from strategies.parallel.blocks import repeated_blocks
 from strategies.torch_compat.dispatch import FakeTensorMode
@@ -96,7 +97,8 @@ def form_of(facts: ModelFacts, variant: Variant) -> Form:
         Undecodable: a storage has a dimension that no known product or sum of symbols explains.
     """
     small, labels, overrides = _small(facts, variant)
-    subject = subject_of(small, attention="eager" if variant.eager else "sdpa", overrides=overrides)
+    fused: Attention = "flash" if small.fused_by_flash else "sdpa"
+    subject = subject_of(small, attention="eager" if variant.eager else fused, overrides=overrides)
     decoder = symbols.decoder_of(small, batch_sizes(small))
     points = plausible_points(facts.model_type)
     timeline = _timeline(subject, variant)
@@ -220,7 +222,7 @@ def record_step(
     inside = {id(buffer) for block in subject.blocks for buffer in block.buffers()}
     outside = [buffer for buffer in module.buffers() if id(buffer) not in inside]
     recorder.timeline.outside = [(tuple(buffer.shape), buffer.element_size()) for buffer in outside]
-    Marks(recorder, subject.blocks)
+    Marks(recorder, subject.blocks, last=subject.facts.kind == "diffusion")
     with recorder:
         with autocast:
             loss = module(**batch).loss

@@ -7,7 +7,7 @@ samples and the positions of a batch, so that a model of any architecture can be
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -16,13 +16,16 @@ import torch
 from torch import nn
 
 from planner.cost.memory.activations.dimensions import Dimensions
-from planner.cost.memory.activations.form import Form, Polynomial, multiply
+from planner.cost.memory.activations.form import Form, Polynomial, add, multiply, scale
 from planner.models.facts import BlockWork, ModelFacts
 from scripts.generate.forms.form_trace import Variant, record_step, tie
 from strategies.parallel.blocks import repeated_blocks
 from strategies.torch_compat.dispatch import FakeTensorMode
+from strategies.torch_compat.tensors import tree_leaves, tree_map
 from strategies.tracing.cuda.as_cuda import as_cuda
 from strategies.tracing.cuda.attention import unpadded
+from strategies.tracing.denoisers import CLIP_TOKENS, FLUX_TOKENS, T5_TOKENS, Denoiser, denoiser
+from strategies.tracing.denoisers import batch_of as denoiser_batch
 from strategies.tracing.forms.derive import Derivation
 from strategies.tracing.module_trace import Reading, count_work
 from strategies.tracing.step.build import Subject
@@ -83,6 +86,46 @@ class Lengths:
         return {"": float(size)}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patches:
+    """Square images of SIDE x SIDE patches; `texts` are tokens that some tensors have beside them or alone."""
+
+    texts: frozenset[int]
+    constants: frozenset[int]
+
+    def elements(self, shape: tuple[int, ...]) -> Polynomial:
+        """Return the number of elements of a tensor of this shape."""
+        total: Polynomial = {"": 1.0}
+        sides = 0
+        for size in shape:
+            if size in self.constants or size in self.texts:
+                total = multiply(total, {"": float(size)})
+                continue
+            if size and size % SAMPLES == 0:
+                total, size = multiply(total, {"b": 1.0}), size // SAMPLES
+            for text in (0, *self.texts):
+                if size in (SIDE**2 + text, _padded(SIDE**2 + text)) and (text or size != SIDE**2):
+                    total, size = multiply(total, {"s": 1.0, "": float(text)}), 1
+            while size and size % SIDE == 0:
+                sides, size = sides + 1, size // SIDE
+            total = multiply(total, {"": float(size)})
+        for _ in range(sides // 2):
+            total = multiply(total, {"s": 1.0})
+        return multiply(total, {"": float(SIDE if sides % 2 else 1)})
+
+
+SIDE = 19
+"""A prime that no width of a denoiser has as a factor."""
+PATCH_POINTS: tuple[Dimensions, ...] = tuple(
+    {"b": float(samples), "s": float(side**2)} for samples in (1, 4, 16, 64) for side in (8, 16, 32, 64, 128)
+)
+
+
+def _padded(length: int) -> int:
+    """Return a length as the memory-efficient kernel rounds it up for its rows' statistics."""
+    return -(-length // 32) * 32
+
+
 # The model, whole and short.
 
 
@@ -97,15 +140,22 @@ class Recipe:
     loops: bool = False
 
     @property
+    def makes_images(self) -> bool:
+        """True if samples are latents of images, which a denoiser is trained on."""
+        return self.facts.kind == "diffusion"
+
+    @property
     def sees_images(self) -> bool:
         """True if samples have images beside text."""
         return self.facts.kind == "vision-language"
 
 
-def meta_module(recipe: Recipe, *, short: bool, eager: bool = False) -> nn.Module:
-    """Return the module that transformers builds, without memory for its weights."""
+def meta_module(recipe: Recipe, *, short: bool, eager: bool = False, length: int = SIDE**2) -> nn.Module:
+    """Return the module that its library builds, without memory for its weights; `length` is that of images."""
     arguments = {**recipe.config, **(recipe.short if short else {})}
     facts = recipe.facts
+    if recipe.makes_images:
+        return denoiser(facts.architecture, arguments, length)
     config = config_of({"model_type": facts.model_type, "architecture": facts.architecture, "arguments": arguments})
     for part in (config, getattr(config, "text_config", None)):
         if part is not None:
@@ -140,7 +190,9 @@ def kinds_of(module: Any) -> list[str]:
 
 
 def batch_of(module: Any, samples: int, length: int) -> dict[str, Any]:
-    """Token ids that are their own labels, and an image for each sample where the model sees one."""
+    """Token ids that are their own labels, and an image for each sample where the model sees one; or its latents."""
+    if isinstance(module, Denoiser):
+        return denoiser_batch(module, samples, length)
     tokens = torch.zeros(samples, length, dtype=torch.long)
     images = images_of(module.config, samples, length) if hasattr(module.config, "vision_config") else {}
     return {"input_ids": tokens, **images, "labels": tokens}
@@ -154,6 +206,8 @@ def recorded_form(recipe: Recipe, variant: Variant) -> Form:
     module = meta_module(recipe, short=True, eager=variant.eager)
     length = LOOPED_LENGTH if recipe.loops else recipe.chunk * PIECES if recipe.chunk > 1 else 1024 + PIECES + 14
     sizes = frozenset(size for weight in module.parameters() for size in weight.shape)
+    if recipe.makes_images:
+        return _denoisers_form(recipe, variant, module, sizes)
     lengths = Lengths(length=length, pieces=length // recipe.chunk, constants=sizes - {SAMPLES, length})
     if variant.mode == "pure":
         module.to(torch.bfloat16)
@@ -174,21 +228,69 @@ def recorded_form(recipe: Recipe, variant: Variant) -> Form:
     return Derivation(timeline, kinds_of(module), lengths.elements, POINTS, counted=counted).form()
 
 
+def _denoisers_form(recipe: Recipe, variant: Variant, module: nn.Module, sizes: frozenset[int]) -> Form:
+    if variant.mode == "pure":
+        module.to(torch.bfloat16)
+    autocast: Any = torch.autocast("cpu", torch.bfloat16) if variant.mode == "autocast" else contextlib.nullcontext()
+    blocks = tuple(repeated_blocks(module))
+    subject = Subject(facts=recipe.facts, config=None, module=module, blocks=blocks)
+    outputs: list[list[tuple[tuple[int, ...], int]]] = []
+
+    def note(_block: nn.Module, _inputs: Any, output: Any) -> None:
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        outputs.append([(tuple(leaf.shape), leaf.element_size()) for leaf in tensors])
+
+    handles = [block.register_forward_hook(note) for block in blocks]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        module.to_empty(device="cpu")
+        dtype = next(module.parameters()).dtype
+        batch = tree_map(
+            lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf,
+            batch_of(module, SAMPLES, SIDE**2),
+        )
+        with as_cuda():
+            timeline = record_step(subject, batch, autocast, on_cuda=True)
+    for handle in handles:
+        handle.remove()
+    patches = Patches(texts=TEXTS, constants=sizes)
+    kinds = kinds_of(module)
+    form = Derivation(timeline, kinds, patches.elements, PATCH_POINTS).form()
+    given = {kind: outputs[places[min(1, len(places) - 1)]] for kind, places in _places(kinds).items()}
+    boundaries = {
+        kind: add(scale(patches.elements(shape), width) for shape, width in tensors) for kind, tensors in given.items()
+    }
+    # A block hands on the text's tokens beside the image's.
+    return replace(
+        form, blocks={name: replace(block, boundary=boundaries[name]) for name, block in form.blocks.items()}
+    )
+
+
+TEXTS = frozenset({CLIP_TOKENS, CLIP_TOKENS + T5_TOKENS, FLUX_TOKENS})
+
+
+def _places(kinds: Sequence[str]) -> dict[str, list[int]]:
+    places: dict[str, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(index)
+    return places
+
+
 # The work of a forward pass.
 
 
 def recorded_work(recipe: Recipe, repeats: Mapping[str, int]) -> tuple[BlockWork, ...]:
     """Work of each kind of block and, under no name, of what is outside the blocks, by the length of a sample."""
     step = 32 if recipe.loops else 640 if recipe.sees_images else 256
+    lengths = (256, 1024, 2304) if recipe.makes_images else (step, 2 * step, 3 * step)  # images are square
     readings = []
-    for length in (step, 2 * step, 3 * step):
+    for length in lengths:
         few, many = (_worked(recipe, samples, length) for samples in (2, 4))
         readings.append({kind: _added_by_a_sample(few[kind], many[kind]) for kind in few})
     return tuple(
         BlockWork(
             block=kind,
             repeats=repeats.get(kind, 1),
-            **{name: _growth(step, *(reading[kind][name] for reading in readings)) for name in _COUNTED},
+            **{name: _growth(lengths, [reading[kind][name] for reading in readings]) for name in _COUNTED},
         )
         for kind in readings[0]
     )
@@ -204,16 +306,18 @@ def _added_by_a_sample(few: Reading, many: Reading) -> dict[str, float]:
     return grows | {name: float(getattr(many, name)) for name in _PER_BATCH}
 
 
-def _growth(step: int, first: float, second: float, third: float) -> tuple[float, float, float]:
-    """Fit the parabola through three lengths that are `step` apart: its constant, its factors of s and of s squared."""
-    square = (third - 2 * second + first) / (2 * step**2)
-    linear = (second - first) / step - 3 * step * square
-    return first - linear * step - square * step**2, linear, square
+def _growth(lengths: Sequence[int], values: Sequence[float]) -> tuple[float, float, float]:
+    """Fit the parabola through three lengths: its constant, its factors of s and of s squared."""
+    (near, middle, far), (first, second, third) = lengths, values
+    rise = (second - first) / (middle - near)
+    square = ((third - second) / (far - middle) - rise) / (far - near)
+    linear = rise - square * (near + middle)
+    return first - linear * near - square * near**2, linear, square
 
 
 def _worked(recipe: Recipe, samples: int, length: int) -> dict[str, Reading]:
     """Of the second block of each kind, and of all that is in no block."""
-    module = meta_module(recipe, short=True)
+    module = meta_module(recipe, short=True, length=length)
     blocks = repeated_blocks(module)
     kinds = kinds_of(module)
     outside = Reading()

@@ -147,10 +147,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Marks:
-    """Names the moments at which blocks begin and end, by the order in which they run."""
+    """Names the moments at which blocks begin and end, by the order in which they run.
 
-    def __init__(self, recorder: Recorder, blocks: Sequence[nn.Module]) -> None:
-        self._recorder, self._timeline = recorder, recorder.timeline
+    What a block gives to the next one is the first tensor of its output, or the `last` one where that is the stream.
+    """
+
+    def __init__(self, recorder: Recorder, blocks: Sequence[nn.Module], *, last: bool = False) -> None:
+        self._recorder, self._timeline, self._last = recorder, recorder.timeline, last
         self.entered = 0
         self.handles: list[RemovableHandle] = []
         for block in blocks:
@@ -170,7 +173,8 @@ class Marks:
         index = self.entered
         self.entered += 1
         self._timeline.mark(f"leave{index}")
-        hidden = tree_leaves(output)[0]
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        hidden: Any = tensors[-1 if self._last else 0]
         self._timeline.buffers.append([(tuple(buffer.shape), buffer.element_size()) for buffer in block.buffers()])
         self._recorder.output(hidden)
         hidden.register_hook(lambda _gradient: self._timeline.mark(f"back{index}"))

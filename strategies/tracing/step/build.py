@@ -14,13 +14,16 @@ from torch import nn
 
 from planner.cost.precision import load_dtype_of
 from planner.errors import DsplanError
+from planner.models.catalogue import recorded_config
 from planner.models.counting.adapters import module_of
 from planner.models.facts import Adapter, ModelFacts, ParameterCounts
-from planner.models.tasks import default_task
+from planner.models.tasks import default_sequence_length, default_task
 from planner.types.job import Workload
 from planner.vocabulary import Attention, Task
 from strategies.parallel.blocks import repeated_blocks
 from strategies.torch_compat.tensors import tree_map
+from strategies.tracing.denoisers import batch_of as denoiser_batch
+from strategies.tracing.denoisers import denoiser
 from strategies.tracing.example import Arguments, arguments_of, examples_for
 from strategies.tracing.step.images import images_of
 from strategies.tracing.to_hf import hf_config, model_class, shortened
@@ -80,8 +83,11 @@ def subject_of(
     layers: int | None = None,
     task: Task | None = None,
     overrides: Mapping[str, object] | None = None,
+    length: int | None = None,
 ) -> Subject:
     """Return the model that `facts` describe, on the meta device, in training, its caches off, dropout as configured.
+
+    A denoiser's table of positions is made for images of `length` patches.
 
     `layers` shortens every stack to at most as many blocks; `overrides` are arguments of the transformers config that
     replace those from `facts`. A row whose class has no loss takes the class with the head of `task`. With `flash`
@@ -90,6 +96,8 @@ def subject_of(
     Raises:
         DsplanError: transformers has no class for such a model.
     """
+    if facts.kind == "diffusion":
+        return _denoiser_subject(facts, length)
     described = facts if layers is None else shortened(facts, layers)
     config = hf_config(described, overrides)
     _prepare(config, attention)
@@ -98,10 +106,30 @@ def subject_of(
     with torch.device("meta"), import_module("transformers.initialization").no_init_weights():
         module: Any = build(copy.deepcopy(config))
     module.tie_weights()
+    if attention == "flash" and facts.fused_by_flash:
+        # The tensors of FlashAttention are those of torch's own fused attention, without caps and sinks.
+        module.config._attn_implementation = "sdpa"
     if facts.model_type in ("t5", "mt5") and not facts.tie_word_embeddings:
         module.lm_head.weight = nn.Parameter(torch.empty_like(module.lm_head.weight))
     module.train()
     return Subject(facts=described, config=module.config, module=module, blocks=tuple(repeated_blocks(module)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DenoiserSubject(Subject):
+    """A denoiser of diffusers, whose samples are images."""
+
+    def batch_of(self, samples: int, length: int, source_length: int | None = None) -> dict[str, Any]:
+        """Return latents of `length` patches and what goes with them."""
+        own: Any = self.module
+        return denoiser_batch(own, samples, length)
+
+
+def _denoiser_subject(facts: ModelFacts, length: int | None) -> Subject:
+    recorded = recorded_config(facts.recorded_as)
+    module = denoiser(facts.architecture, recorded["arguments"], length or default_sequence_length(facts))
+    blocks = tuple(repeated_blocks(module))
+    return _DenoiserSubject(facts=facts, config=module.config, module=module, blocks=blocks)
 
 
 def _prepare(config: Any, attention: Attention) -> None:

@@ -180,7 +180,8 @@ def _traced(job: Job, chosen: Traceable, rank: int) -> TracedStep:
 
 
 def _described(job: Job) -> Subject:
-    subject = subject_of(job.facts, attention=job.configuration.attention, task=job.workload.task)
+    chosen = job.configuration
+    subject = subject_of(job.facts, attention=chosen.attention, task=job.workload.task, length=chosen.sequence_length)
     return replace(subject, with_images=job.facts.kind == "vision-language")
 
 

@@ -138,8 +138,9 @@ class Walk:
             )
             moments.append(Moment(activations=add(alive), cast=self._cast(before), gradients=weight_gradients))
             for name in operation.reads:
-                # A second gradient of one tensor is added to the first in place.
-                gradients.setdefault(name, next(iter(given.values())) if operation.is_sum else name)
+                # A second gradient of one tensor is added to the first in place. A sum hands its own on, which is that
+                # of the block's output where the operations behind it are left out.
+                gradients.setdefault(name, next(iter(given.values()), "y") if operation.is_sum else name)
         return tuple(moments)
 
     def _gradient(self, name: str) -> Polynomial:

@@ -35,6 +35,7 @@ from planner.cost.memory.activations.form import (
     structure_of,
     with_heads_apart,
 )
+from planner.cost.memory.activations.tiled_loss import Head, Tiles, tiles_of, with_tiled_loss
 from planner.cost.memory.ledger import NOTHING, Amount, plus
 from planner.cost.precision import Recipe, ScaledProducts
 from planner.cost.split import (
@@ -89,6 +90,8 @@ class _Question:
     """The trained parts where something is frozen."""
     adapter_traits: AdapterTraits | None = None
     """The job's where something is frozen."""
+    tiles: Tiles | None = None
+    """Those that log-probabilities are taken in."""
 
 
 def figures_of(job: Job, recipe: Recipe) -> Figures:
@@ -102,7 +105,7 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
     configuration = job.configuration
     question = _Question(
         mode=precision_mode(recipe),
-        attention="eager" if job.eager_attention else configuration.attention,
+        attention="eager" if job.eager_attention else "flash" if configuration.attention == "flash" else "sdpa",
         on_cpu=job.cluster.device.is_cpu,
         tp=configuration.tp,
         length=configuration.sequence_length,
@@ -118,6 +121,7 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
         logit_parts=logit_parts(job),
         imbalance=job.workload.expert_imbalance,
         fuses_heads=configuration.tp > 1 and _fuses_heads(job),
+        tiles=tiles_of(job),
     )
     if job.workload.freezes and not job.counts.trains_all:
         adapter_traits = _adapter_traits(job, recipe)
@@ -225,7 +229,8 @@ def _catalogued_figures(facts: ModelFacts, question: _Question) -> Figures:
     figures = _of_form(facts, question, *_form_of(facts, question))
     if question.training is None or question.adapter_traits is None:
         return _with_exchanges(figures, _exchanges(facts, question))
-    fixed = _of_form(facts, question, *_form_of(facts, question, frozen=question.adapter_traits.mode))
+    mode = question.adapter_traits.mode
+    fixed = _of_form(facts, question, *_form_of(facts, question, frozen=mode), frozen=mode)
     parts = _partly_trained_figures(
         facts,
         training=question.training,
@@ -237,16 +242,45 @@ def _catalogued_figures(facts: ModelFacts, question: _Question) -> Figures:
     return _with_exchanges(parts, _exchanges(facts, question))
 
 
-def _of_form(facts: ModelFacts, question: _Question, form: Form, differences: int) -> Figures:
+def _of_form(facts: ModelFacts, question: _Question, form: Form, differences: int, frozen: str = "") -> Figures:
     sizes = _sizes(facts, question)
     if question.fuses_heads:
         form = with_heads_apart(form, 4 if question.mode == "fp32" else 2)
     blocks = [_block(name, count, block, sizes) for name, count, block in _stacks(facts, form)]
     figures = _figures(form, blocks, sizes, differences)
+    if question.tiles is not None and facts.vocab_size:
+        figures = _scored_in_tiles(figures, facts, question, form, sizes, frozen)
     if not _classifies(facts):
         return figures
     labels = replace(sizes, tokens=dict(sizes.tokens) | {"V": facts.num_labels})
     return _classifying(figures, form, replace(labels, weights=labels.tokens))
+
+
+def _scored_in_tiles(
+    figures: Figures, facts: ModelFacts, question: _Question, form: Form, sizes: _Sizes, frozen: str
+) -> Figures:
+    """Return the figures of a form with TRL's log-probabilities; `frozen` is the mode of weights without gradients."""
+    tiles, mode = question.tiles, frozen or question.mode
+    assert tiles is not None
+    compute, weight = (4, 4) if mode == "fp32" else (2, 4 if mode == "autocast" else 2)
+    width = facts.embedding_size or facts.word_embed_proj_dim or facts.hidden_size
+    head = Head(
+        tokens=tiles.scored * question.length / question.cp,
+        hidden=float(width),
+        vocabulary=facts.vocab_size / question.logit_parts,
+        compute=compute,
+        weight=weight,
+        is_frozen=bool(frozen),
+        is_tied=facts.tie_word_embeddings,
+        on_cpu=question.on_cpu,
+    )
+    forward, backward = (
+        sizes.end.amount({term: size for term, size in moments[0].activations.items() if "V" not in term.split()})
+        for moments in (form.loss, form.loss_backward)
+    )
+    ends = [moment for moment in form.loss_backward if "V b s" not in moment.activations]
+    figures = replace(figures, loss_backward=_peaks(ends, sizes.end))
+    return with_tiled_loss(figures, head, tiles, (forward, backward))
 
 
 def _form_of(facts: ModelFacts, question: _Question, frozen: str = "") -> tuple[Form, int]:
@@ -256,7 +290,7 @@ def _form_of(facts: ModelFacts, question: _Question, frozen: str = "") -> tuple[
     for decoders; other kinds of models go by transformers' modules.
     """
     written = has_written_form(facts, question.code, question.length, compiled=question.compiled)
-    plain = question.loss == "plain" or not facts.vocab_size
+    plain = question.loss in ("plain", "tiled") or not facts.vocab_size
     loss = code_base(question.code).traits(compiled=question.compiled).loss
     is_split = question.logit_parts > 1 and question.code == "transformers"
     if plain and not written and not is_split and (loss is None or not facts.vocab_size):

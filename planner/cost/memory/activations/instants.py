@@ -20,6 +20,7 @@ from planner.cost.precision import Recipe
 from planner.cost.split import logit_parts, micro_batches_in_flight
 from planner.models.figures import BlockFigures, Figures, Peak
 from planner.types.job import Job
+from planner.vocabulary import SCORING
 
 Unit = Literal["head", "block", "table"]
 
@@ -295,7 +296,7 @@ class _Step:
 
         autograd holds it until the table's own is there to be added.
         """
-        has_head = self._job.workload.task in ("causal-lm", "masked-lm", "seq2seq", "dpo")
+        has_head = self._job.workload.task in SCORING
         if code_base(self._job.workload.code).whole_gradients:
             return 0.0  # both add to one buffer
         return self._gradient_width * self._table if self._tied and has_head else 0.0

@@ -1,0 +1,187 @@
+"""A config that somebody brings, from its files to an answer: read, priced, audited, and changed where it should be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dsplan.question import Question
+from hardware_db.errors import DsplanError
+from hardware_db.records import dataclass
+from planner.models.catalogue import knows_model
+from planner.models.facts import ModelFacts
+from planner.models.resolve import model_of_size, named_model, resolve_model
+from planner.read.form import Finding, Reading
+from planner.read.recognise import read_files
+from planner.read.trainers import TRAINERS
+from planner.search.audit import Audit, audit
+
+_WORK = (
+    *(
+        "task",
+        "seq_len",
+        "precision",
+        "optimizer",
+        "attention",
+        "eval_batch",
+        "save",
+        "compile",
+        "loss",
+        "method",
+        "lora_rank",
+    ),
+    *("lora_targets", "load_dtype", "fp8_recipe", "global_batch"),
+)
+"""Fields of a question that a reading may answer."""
+_SIZE = re.compile(r"(?<![0-9.x])([0-9]+(?:\.[0-9]+)?)[ _-]?([bBmM])(?![a-zA-Z0-9])")
+_DATE = re.compile(r"-2[0-9](0[1-9]|1[0-2])\b|-0[1-9][0-3][0-9]\b")
+"""Year and month, or month and day, of a release whose shapes are those of the first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """A reading with what it comes to."""
+
+    reading: Reading
+    audit: Audit
+    question: Mapping[str, Any]
+    """The flags of `estimate` that say the same."""
+
+    @property
+    def status(self) -> int:
+        """0 where it fits, 1 where it does not fit or run, 2 where nobody can tell."""
+        if self.audit.plan is None:
+            return 1 if any(finding.id == "impossible" for finding in self.audit.findings) else 2
+        return int(self.audit.plan.verdict == "does_not_fit")
+
+
+def check_files(
+    paths: Sequence[Path],
+    command: Sequence[str] = (),
+    *,
+    format: str | None = None,
+    hardware: Mapping[str, Any],
+    model: str | None = None,
+    seq_len: int | None = None,
+) -> Checked:
+    """Read files and a command as one training and say what it comes to.
+
+    `hardware` are fields of `Question`: GPUs, nodes and what they are; what is None there comes from the files, else
+    from this machine. `model` and `seq_len` are what the files do not say, or in its place.
+
+    Raises:
+        DsplanError: a file cannot be read, trains nothing, or a flag is none that can be planned with.
+    """
+    reading = read_files(paths, command, format)
+    answers = {name: value for name, value in reading.answers.items() if value is not None}
+    answers |= {name: value for name, value in (("model", model), ("seq_len", seq_len)) if value is not None}
+    chosen = _hardware(answers, hardware)
+    question = {**{key: value for key, value in answers.items() if key != "model_config"}, **chosen}
+    reading = replace(reading, answers=answers)
+    try:
+        facts, notes = _model(answers, reading, is_flag=model is not None)
+    except DsplanError as error:
+        return _without_plan(reading, question, str(error), "unknown-model")
+    reading = replace(reading, findings=(*reading.findings, *notes))
+    work = {name: answers[name] for name in _WORK if name in answers}
+    if work.get("task") == "causal-lm":
+        work.pop("task")
+    code = TRAINERS[reading.format].code if "code" not in answers else answers["code"]
+    whole = Question(**work, **chosen, model=facts.name, code=code, max_memory_gb=hardware.get("max_memory_gb"))
+    try:
+        request = whole.request(facts, allow_unrunnable=True)
+    except DsplanError as error:
+        if any(word in str(error) for word in ("--gpu ", "--cluster", "--node", "--interconnect", "unknown GPU")):
+            raise
+        return _without_plan(reading, question, str(error), "impossible")
+    return Checked(reading=reading, audit=audit(request, reading, answers), question={**question, "code": code})
+
+
+def _without_plan(reading: Reading, question: Mapping[str, Any], why: str, id: str) -> Checked:
+    findings = (Finding(severity="error", id=id, message=why), *reading.findings)
+    outcome = Audit(request=None, plan=None, findings=findings, why=why)
+    return Checked(reading=reading, audit=outcome, question=question)
+
+
+def _hardware(answers: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hardware of the flags, with the files' GPUs and nodes where the flags say neither."""
+    chosen = {name: value for name, value in flags.items() if value is not None and name != "max_memory_gb"}
+    if not {"gpus", "nodes", "cluster", "node_type"} & chosen.keys():
+        chosen |= {name: answers[name] for name in ("gpus", "nodes") if name in answers}
+        gpus, nodes = chosen.get("gpus"), chosen.get("nodes", 1)
+        if gpus is not None and gpus % nodes:
+            chosen.pop("nodes")
+    return chosen
+
+
+def _model(answers: Mapping[str, Any], reading: Reading, *, is_flag: bool) -> tuple[ModelFacts, list[Finding]]:
+    """Return the model that a config names, and what was taken for granted of it.
+
+    Of a model that is not known and has its size in its name, a decoder like LLaMA of that size is taken.
+
+    Raises:
+        DsplanError: no file names one, or nothing is known of it.
+    """
+    if "model_config" in answers and not is_flag:
+        from planner.models.from_hf.config import facts_from_config
+
+        return facts_from_config(
+            answers["model_config"], str(answers.get("model") or f"the model of {reading.files[0]}")
+        ), []
+    name = answers.get("model")
+    if not name:
+        raise DsplanError("no file names the model; give --model NAME")
+    name = str(name)
+    if is_flag:
+        return resolve_model(name), []
+    try:
+        return _named(name, reading), []
+    except DsplanError as error:
+        sizes = _SIZE.findall(name.rpartition("/")[2])
+        if not sizes:
+            raise DsplanError(f"{error}; or give --model NAME") from None
+        size = f"{sizes[0][0]}{sizes[0][1].upper()}"
+        message = f"{name} is not known here; a decoder like LLaMA of {size} is counted (--model names a better one)"
+        return model_of_size(size), [Finding(severity="warning", id="model-by-size", message=message)]
+
+
+def _named(name: str, reading: Reading) -> ModelFacts:
+    """Return a model by its name, or by a config.json in the folder of the file that names it."""
+    base = Path(reading.files[0]).parent.resolve()
+    inside = (base / name).resolve()
+    if inside.is_relative_to(base) and (inside / "config.json").is_file():
+        return resolve_model(str(inside))
+    name = name.rstrip("/")
+    dateless = _DATE.sub("", name)
+    if dateless != name and not knows_model(name) and knows_model(dateless):
+        return named_model(dateless)
+    return named_model(name)
+
+
+_SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".sh", ".slurm", ".sbatch")
+MOST_FILES = 5000
+
+
+def check_folder(folder: Path, hardware: Mapping[str, Any]) -> list[tuple[str, Checked | str]]:
+    """Check each config and script below a folder by itself: what it comes to, or why it is not read.
+
+    Raises:
+        DsplanError: there is none, or there are too many.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES and path.is_file())
+    if not paths:
+        raise DsplanError(f"{folder}: holds no config or script ({', '.join(_SUFFIXES)}); name one that does")
+    if len(paths) > MOST_FILES:
+        raise DsplanError(
+            f"{folder}: holds {len(paths):,} files, and {MOST_FILES:,} are read at the most; name a part of it"
+        )
+    rows: list[tuple[str, Checked | str]] = []
+    for path in paths:
+        try:
+            rows.append((str(path.relative_to(folder)), check_files([path], hardware=hardware)))
+        except DsplanError as error:
+            rows.append((str(path.relative_to(folder)), str(error).removeprefix(f"{path}: ").removeprefix(f"{path}, ")))
+    return rows

@@ -1,0 +1,172 @@
+"""A checked config as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from dsplan.render.plan_view import (
+    VERDICT_STYLES,
+    describe,
+    figure_blocks,
+    header,
+    shown_rate,
+    shown_unit,
+    verdict_line,
+)
+from dsplan.render.show import Block, Style, Table, Text, columns
+from hardware_db.units import format_bytes, format_seconds
+from planner.types.plan import Plan
+
+if TYPE_CHECKING:
+    from dsplan.checking import Checked
+    from planner.read.form import Finding, Understood
+    from planner.search.audit import Better
+
+SCHEMA_VERSION = 1
+_STYLES: Mapping[str, Style] = {"error": "bad", "warning": "warning", "info": "faint"}
+
+
+def check_blocks(checked: Checked) -> list[Block]:
+    """Return what was read and what was not, the estimate, findings worst first, and the better plan."""
+    reading, outcome = checked.reading, checked.audit
+    blocks: list[Block] = [Text(text=f"{reading.trainer}: {', '.join(reading.files)}", style="heading")]
+    blocks += _read_table(reading.read)
+    blocks += _unread_blocks(checked)
+    if outcome.plan is None:
+        blocks += [Text(text=""), Text(text=f"no estimate: {outcome.why}", style="bad")]
+    else:
+        taken = outcome.request.defaults if outcome.request is not None else ()
+        blocks += [Text(text=""), *header(outcome.plan, taken), *figure_blocks(outcome.plan)]
+        blocks += _run_length(outcome.plan, reading.steps)
+    blocks += _finding_blocks(outcome.findings)
+    blocks += _better_blocks(outcome.better, outcome.plan)
+    return blocks
+
+
+def _at(file: str, line: int, several: bool) -> str:
+    return f"{file}:{line}" if several else str(line)
+
+
+def _read_table(read: Sequence[Understood]) -> list[Block]:
+    if not read:
+        return []
+    several = len({item.file for item in read}) > 1
+    rows = [[item.key, _at(item.file, item.line, several), item.field, _value(item.value)] for item in read]
+    names = columns("key", "line" if several else ">line", "became", "value")
+    return [Table(title="what was read", columns=names, rows=rows)]
+
+
+def _value(value: object) -> str:
+    text = "yes" if value is True else "no" if value is False else str(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _unread_blocks(checked: Checked) -> list[Block]:
+    unread = checked.reading.unread
+    gaps = [item for item in unread if item.matters]
+    several = len({item.file for item in unread}) > 1
+    blocks: list[Block] = []
+    if gaps:
+        rows = [[item.key, _at(item.file, item.line, several), item.reason] for item in gaps]
+        names = columns("key", "line" if several else ">line", "why")
+        blocks.append(Table(title="not counted, and may matter", columns=names, rows=rows))
+    rest = sorted({item.key for item in unread if not item.matters})
+    if rest:
+        blocks.append(Text(text=f"without effect on memory and time: {', '.join(rest)}", style="faint"))
+    return blocks
+
+
+def _run_length(plan: Plan, steps: int | None) -> list[Block]:
+    if steps is None:
+        return []
+    seconds = steps * plan.time.step_seconds
+    return [Text(text=f"the run: {steps:,} steps, {format_seconds(seconds)} without evaluation and saving")]
+
+
+def _finding_blocks(findings: Sequence[Finding]) -> list[Block]:
+    if not findings:
+        return [Text(text=""), Text(text="no findings", style="good")]
+    blocks: list[Block] = [Text(text=""), Text(text="findings", style="heading")]
+    for finding in findings:
+        where = f" ({finding.file}:{finding.line})" if finding.file and finding.line else ""
+        blocks.append(Text(text=f"{finding.severity}: {finding.message}{where}", style=_STYLES[finding.severity]))
+    return blocks
+
+
+def _better_blocks(better: Better | None, now: Plan | None) -> list[Block]:
+    if better is None or now is None:
+        return []
+    plan = better.plan
+    what = "fits" if better.gain is None else f"is predicted {better.gain:.0%} faster"
+    rate = f"{shown_rate(plan):,.0f} {shown_unit(plan)}/s per GPU"
+    used = format_bytes(plan.memory.device_needed_bytes or plan.memory.device_used_upper_bytes)
+    blocks: list[Block] = [
+        Text(text=""),
+        Text(text=f"the same trainer can run this, which {what}", style="heading"),
+        Text(text=describe(plan.configuration)),
+        Text(
+            text=f"{format_seconds(plan.time.step_seconds)} a step, {rate}, {used} per GPU; {verdict_line(plan)}",
+            style=VERDICT_STYLES[plan.verdict],
+        ),
+    ]
+    hint = "--fix prints it as a diff of the file" if better.texts else "the file has no single key for it"
+    return [*blocks, Text(text=hint, style="faint")]
+
+
+def check_to_dict(checked: Checked) -> dict[str, Any]:
+    """Return what `check --json` prints."""
+    from planner.types.plan_io import plan_to_dict
+
+    reading, outcome = checked.reading, checked.audit
+    better = outcome.better
+    best = None
+    if better is not None:
+        best = {"plan": plan_to_dict(better.plan), "gain": better.gain, "diff": better.diff}
+    answer: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "format": reading.format,
+        "files": list(reading.files),
+        "read": [{**asdict(item), "value": _plain(item.value)} for item in reading.read],
+        "unread": [asdict(item) for item in reading.unread],
+        "question": {name: _plain(value) for name, value in checked.question.items()},
+        "estimate": None if outcome.plan is None else plan_to_dict(outcome.plan),
+        "findings": [asdict(item) for item in outcome.findings],
+        "best": best,
+        "steps": reading.steps,
+    }
+    if outcome.plan is None:
+        answer["why"] = outcome.why
+    return answer
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, str | int | float | bool | list | dict | None) else str(value)
+
+
+# A folder of configs as a table.
+
+
+def folder_blocks(rows: Sequence[tuple[str, Checked | str]]) -> list[Block]:
+    """Return a line for each file: its verdict with memory and time, or why there is none."""
+    names = columns("file", "?trainer", "verdict", ">needs", ">step", "??gaps", "?worst finding")
+    cells = [_folder_row(path, outcome) for path, outcome in rows]
+    fitting = sum(not isinstance(outcome, str) and outcome.status == 0 for _, outcome in rows)
+    failing = sum(not isinstance(outcome, str) and outcome.status == 1 for _, outcome in rows)
+    total = f"{len(rows)} files: {fitting} fit, {failing} do not, {len(rows) - fitting - failing} without an estimate"
+    return [Table(title="", columns=names, rows=cells), Text(text=total)]
+
+
+def _folder_row(path: str, outcome: Checked | str) -> list[str]:
+    if isinstance(outcome, str):
+        return [path, "-", "not read", "-", "-", "-", outcome]
+    plan = outcome.audit.plan
+    worst = next(iter(outcome.audit.findings), None)
+    message = "" if worst is None or worst.severity == "info" else worst.message
+    gaps = str(len(outcome.reading.gaps))
+    if plan is None:
+        return [path, outcome.reading.trainer, "no estimate", "-", "-", gaps, message]
+    need = plan.memory.device_needed_bytes or plan.memory.device_used_upper_bytes
+    figures = [plan.verdict.replace("_", " "), format_bytes(need), format_seconds(plan.time.step_seconds)]
+    return [path, outcome.reading.trainer, *figures, gaps, message]

@@ -1,0 +1,280 @@
+"""HF's `TrainingArguments`, as JSON, YAML or flags, and what inherits them: TRL's CLI and scripts like it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hardware_db.records import dataclass
+from planner import vocabulary as words
+from planner.read.documents import Files, parse_json_settings
+from planner.read.form import COMMAND, Notebook, Source
+from planner.read.sharding import close_deepspeed, merge_deepspeed, read_deepspeed, read_fsdp, stage_of_name
+from planner.read.trainers import (
+    default_of,
+    keys_of,
+    lora_targets,
+    read_attention,
+    read_optimizer,
+    set_task,
+    without_effect,
+)
+
+GAPS: Mapping[str, str] = {
+    "auto_find_batch_size": "the micro-batch may be halved when memory runs out",
+    "optim_target_modules": "GaLore and its like keep states of a smaller rank, which is not counted",
+    "torch_empty_cache_steps": "the cache is counted as never emptied",
+    "neat_packing": "packed samples are counted as one sequence",
+    "padding_free": "samples are counted at their full length",
+    "freeze_vit": "of models that see, the language model is counted",
+    "average_tokens_across_devices": "one reduction more each step is not counted",
+    "use_galore": "GaLore's states of a smaller rank are not counted",
+    "use_apollo": "APOLLO's states of a smaller rank are not counted",
+    "use_badam": "BAdam's block by block training is not counted",
+    "parallelism_config": "its degrees are read in accelerate's own config only",
+    "use_vllm": "generation is not counted",
+    "vllm_mode": "generation is not counted",
+    "num_generations": "generation is not counted",
+    "max_completion_length": "generation is not counted",
+    "assistant_only_loss": "the loss is counted over all tokens",
+    "tp_size": "Trainer's tensor parallelism is not counted",
+    "use_peft": "adapters are counted as the other keys say",
+    "activation_offloading": "activations in host memory are not counted",
+    "modules_to_save": "what is trained whole beside the adapters is not counted",
+    "lora_modules_to_save": "what is trained whole beside the adapters is not counted",
+    "loss_type": "the loss is counted as cross-entropy",
+    "ref_model": "the frozen copy is counted as of the same model",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loading:
+    """In what a trainer holds the weights that it trains, where neither DeepSpeed nor FSDP decides it."""
+
+    in_16_bits: bool = False
+    """True where the model is loaded in the checkpoint's 16 bits and trained so; else weights are fp32."""
+
+
+def read_training(
+    book: Notebook,
+    files: Files,
+    *,
+    loading: Loading,
+    recomputes: bool,
+    trainer: str,
+    precision: words.Precision = "fp32",
+) -> None:
+    """Read the fields of `TrainingArguments`: batch, precision, optimizer, recomputation, DeepSpeed and FSDP.
+
+    Defaults are those of transformers where `trainer` has none of its own; `recomputes` and `precision`
+    are the trainer's.
+    """
+    micro = default_of(trainer, "per_device_train_batch_size") or default_of(
+        "huggingface", "per_device_train_batch_size"
+    )
+    book.answer("micro_batch", book.positive("per_device_train_batch_size", micro), "per_device_train_batch_size")
+    book.answer("grad_accum", book.positive("gradient_accumulation_steps", 1), "gradient_accumulation_steps")
+    read_optimizer(book, "optim", "adamw-fused")
+    checkpoints = recomputes
+    for key in ("gradient_checkpointing", "activation_checkpointing"):
+        if key in book:
+            checkpoints = book.flag(key)
+            book.become("checkpointing", "full" if checkpoints else "none", key)
+    book.answers["checkpointing"] = "full" if checkpoints else "none"
+    if book.flag("torch_compile"):
+        book.answer("compile", True, "torch_compile")
+    if book.flag("use_liger_kernel") or book.flag("use_liger"):
+        book.answer("loss", "fused", "use_liger_kernel", "use_liger")
+    _read_precision(book, precision)
+    _read_evaluation(book)
+    steps = book.whole("max_steps")
+    if steps is not None and steps > 0:
+        book.steps = steps
+        book.become("steps", steps, "max_steps")
+    if "fsdp" in book and book.word("fsdp") not in ("false", ""):
+        read_fsdp(book, "fsdp_config", "fsdp")
+    if "deepspeed" in book:
+        read_deepspeed_of(book, "deepspeed", files)
+    keep_in_16_bits(book, loading)
+
+
+def _read_precision(book: Notebook, default: words.Precision) -> None:
+    precision: words.Precision = "fp32" if "bf16" in book or "fp16" in book else default
+    if book.flag("fp16"):
+        precision = "fp16"
+    if book.word("bf16") == "auto" or book.flag("bf16"):
+        precision = "bf16"
+    book.answer("precision", precision, "bf16", "fp16")
+
+
+def _read_evaluation(book: Notebook) -> None:
+    strategy = next((book.word(key) for key in ("eval_strategy", "evaluation_strategy") if key in book), "no")
+    batch = book.positive("per_device_eval_batch_size")
+    evaluates = strategy not in ("no", "") or "eval_steps" in book
+    if "evaluation_strategy" in book:
+        message = "evaluation_strategy is gone from transformers 5; write eval_strategy"
+        book.find("warning", "deprecated-key", message, "evaluation_strategy")
+    if evaluates and batch is not None:
+        book.answer("eval_batch", batch, "per_device_eval_batch_size")
+    elif batch is not None:
+        book.leave("per_device_eval_batch_size", "nothing is evaluated while it trains", matters=False)
+
+
+def keep_in_16_bits(book: Notebook, loading: Loading) -> None:
+    """Decide what a 16-bit precision means for weights that replicas train as they were loaded."""
+    strategy = str(book.answers.get("strategy") or "ddp")
+    is_replica = strategy in ("single", "ddp")
+    trains_all = book.answers.get("method", "full") == "full"
+    if loading.in_16_bits and is_replica and trains_all and book.answers.get("precision") == "bf16":
+        book.answers["precision"] = "bf16-pure"
+        book.assume("all weights are trained in the bf16 that they are loaded in, optimizer states too")
+
+
+def read_deepspeed_of(book: Notebook, key: str, files: Files) -> None:
+    """Read the DeepSpeed config that a key names: a file, JSON text, or a name that says its stage."""
+    value = book.raw(key)
+    setting = book.settings[key]
+    text = str(value).strip()
+    if value is None or value is True or not text:
+        return
+    if text.startswith("{"):
+        source = Source(path=f"{setting.source.path} ({key})", text=text, is_file=False)
+        reason = ""
+    else:
+        found_source, reason = files.find(text, setting.source)
+        if found_source is None:
+            _take_stage(book, key, text, reason)
+            return
+        source = found_source
+    config = Notebook(parse_json_settings(source), "DeepSpeed")
+    read_deepspeed(config)
+    close_deepspeed(config)
+    merge_deepspeed(book, config, key)
+    book.understood += config.understood
+    book.unread += config.unread
+    book.findings += config.findings
+
+
+def _take_stage(book: Notebook, key: str, name: str, reason: str) -> None:
+    """Take stage and offload from the name of a DeepSpeed config that is not there."""
+    by_name = stage_of_name(name)
+    if by_name is None:
+        book.answers.setdefault("strategy", "zero2")
+        book.answers["backend"] = "deepspeed"
+        book.leave(key, f"{name} {reason}; counted as stage 2", matters=True)
+        return
+    strategy, offload = by_name
+    book.answers.update(backend="torch" if strategy == "ddp" else "deepspeed", offload=offload)
+    book.answer("strategy", strategy, key)
+    if "/" in name or name.endswith(".json"):
+        message = f"{name} {reason}; its name says {strategy}" + (
+            f" with offload {offload}" if offload != "none" else ""
+        )
+        book.assume(message, key)
+
+
+def read_quantisation(book: Notebook, *, in_4_bits: bool, in_8_bits: bool, keys: tuple[str, ...]) -> None:
+    """Fill in the method of adapters beside quantised weights."""
+    if in_4_bits:
+        if book.answers.get("method", "lora") in ("lora", "qlora"):
+            book.answer("method", "qlora", *keys)
+        book.answer("load_dtype", "nf4", *keys)
+    elif in_8_bits:
+        book.answer("load_dtype", "int8", *keys)
+
+
+# TRL's CLI, and scripts that take ModelConfig and TrainingArguments as flags.
+
+_LENGTH_KEYS = (
+    "max_length",
+    "max_seq_length",
+    "max_seq_len",
+    "block_size",
+    "cutoff_len",
+    "model_max_length",
+    "seq_length",
+)
+
+
+def read_trl(book: Notebook, files: Files, command: str) -> None:
+    """Read TRL's keys; `command` is its subcommand or script (`sft`, `dpo.py`).
+
+    TRL 1.16: `SFTConfig` and its base turn bf16 and recomputation on; `ModelConfig.dtype` is auto.
+    """
+    method = next(
+        (word for word in ("sft", "dpo", "grpo", "kto", "rloo", "reward", "orpo", "ppo", "cpo") if word in command), ""
+    )
+    book.answer("task", "causal-lm")
+    if method not in ("", "sft"):
+        set_task(book, COMMAND, method)
+    _read_model(book)
+    length = book.positive("max_length") or book.positive("max_seq_length")
+    book.answer("seq_len", length or 1024, "max_length", "max_seq_length")
+    if "max_seq_length" in book:
+        book.find("error", "renamed-key", "TRL 1.x has no max_seq_length; write max_length", "max_seq_length")
+    _read_adapters(book)
+    is_fp16 = book.flag("fp16")
+    if "bf16" not in book and not is_fp16:
+        book.assume("bf16 is on, as TRL has it by default")
+    dtype = book.word("dtype") or book.word("torch_dtype") or "auto"
+    book.become("load_dtype", dtype, "dtype", "torch_dtype")
+    loading = Loading(in_16_bits=dtype in ("auto", "bfloat16", "bf16", "float16"))
+    read_training(book, files, loading=loading, recomputes=True, trainer="trl", precision="bf16")
+    _read_packing(book)
+    book.close(
+        without_effect=lambda key: key == "config" or without_effect(key),
+        gaps=GAPS,
+        names=keys_of("trl", "huggingface") | {"config", *_LENGTH_KEYS},
+        refuses_unknown=True,
+    )
+
+
+def _read_model(book: Notebook) -> None:
+    for key in (
+        "model_name_or_path",
+        "model_name",
+        "model",
+        "model_id",
+        "config_name",
+        "pretrained_model_name_or_path",
+    ):
+        if key in book and (name := book.text(key)):
+            book.answer("model", name, key)
+            break
+    read_attention(book, "attn_implementation")
+
+
+def _read_adapters(book: Notebook) -> None:
+    adapts = book.flag("use_peft") or book.flag("use_lora")
+    if adapts:
+        book.answer("method", "dora" if book.flag("use_dora") else "lora", "use_peft", "use_lora", "use_dora")
+        rank = book.positive("lora_r") or book.positive("lora_rank")
+        book.answer("lora_rank", rank or default_of("trl", "lora_r"), "lora_r", "lora_rank")
+        if "lora_target_modules" in book:
+            book.answer("lora_targets", lora_targets(book.raw("lora_target_modules")), "lora_target_modules")
+    in_4, in_8 = book.flag("load_in_4bit"), book.flag("load_in_8bit")
+    if adapts:
+        read_quantisation(book, in_4_bits=in_4, in_8_bits=in_8, keys=("load_in_4bit", "load_in_8bit"))
+
+
+def _read_packing(book: Notebook) -> None:
+    if book.flag("packing"):
+        book.become("packing", "samples are full", "packing")
+
+
+def read_flags(book: Notebook, files: Files, command: str) -> None:
+    """Read the flags of a script, or a JSON of `TrainingArguments`, whose model and length stand under usual names."""
+    _read_model(book)
+    lengths = [key for key in _LENGTH_KEYS if key in book]
+    for key in lengths[:1]:
+        book.answer("seq_len", book.positive(key), key)
+    if not lengths:
+        book.assume("no key says how long samples are; the model's own length counts")
+    _read_adapters(book)
+    dtype = book.word("dtype") or book.word("torch_dtype")
+    book.become("load_dtype", dtype, "dtype", "torch_dtype")
+    if dtype in ("bfloat16", "bf16") and "bf16" not in book:
+        book.assume(f"weights are loaded in {dtype} and trained without autocast")
+    loading = Loading(in_16_bits=dtype in ("bfloat16", "bf16"))
+    read_training(book, files, loading=loading, recomputes=False, trainer="huggingface")
+    _read_packing(book)
+    book.close(without_effect=without_effect, gaps=GAPS, names=())

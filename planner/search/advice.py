@@ -1,0 +1,171 @@
+"""Advice: changes of a question that help more than another plan would, each tried before it is offered.
+
+A trial keeps the first plan's strategy and degrees and searches what is left, so that it costs a fraction of a search
+and promises no more than that plan keeps; only beside a plan that offloads it looks for any that does not. What is
+offered changes the code, the numerics or the training: it stays the user's to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from hardware_db.records import dataclass
+from hardware_db.units import format_seconds
+from planner.cluster.budget import NO_BUDGET
+from planner.cost.code_bases import code_base, facts_for_code
+from planner.errors import ContradictoryRequest
+from planner.search.device_counts import on_fewer_devices
+from planner.search.request import Degrees, Request
+from planner.types.job import Workload
+from planner.types.plan import Plan
+from planner.vocabulary import REPLICAS, Strategy
+
+First = Callable[[Request], Plan | None]
+
+WORTH_SAYING = 0.10
+"""Gain in speed from which on a change is offered; a choice, above what a plan's neighbours differ by."""
+MOST_OFFERED = 3
+BATCH_TIMES = 4
+"""By how much a larger global batch is tried."""
+KEEPS_SPEED = 0.85
+"""Share of the speed that fewer GPUs have to keep for the others to be called idle; a choice."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """One change of the question: `flag` asks for it, `speed` is how often as many samples a second it makes.
+
+    `gain` says that in words. Of fewer GPUs the speed is that of each.
+    """
+
+    change: str
+    flag: str
+    gain: str
+    speed: float
+
+
+def advise(request: Request, plan: Plan, first: First) -> tuple[Advice, ...]:
+    """Return the changes that are worth most beside a request's first plan, best first."""
+    if request.cluster.device.is_cpu or request.strategies is not None or request.degrees is not None:
+        return ()  # what a script decided is not for a plan to change
+    offered = [*_by_workload(request, plan, first), *_by_code(request, plan, first), *_by_fewer(request, plan, first)]
+    offered.sort(key=lambda item: -item.speed)
+    return tuple(offered[:MOST_OFFERED])
+
+
+def _by_workload(request: Request, plan: Plan, first: First) -> Iterator[Advice]:
+    """Yield changes of the work that make it faster."""
+    for change, flag, changes in _changes(request, plan):
+        tried = _tried(first, _alike(request, plan, workload=replace(request.workload, **changes)))
+        speed = 0.0 if tried is None else _speed(tried) / _speed(plan)
+        if tried is not None and speed >= 1 + WORTH_SAYING:
+            yield Advice(change=change, flag=flag, gain=_faster(speed, tried), speed=speed)
+
+
+def _changes(request: Request, plan: Plan) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield what may be changed of the work: in words, as a flag, and the fields of the workload."""
+    work, facts = request.workload, request.facts
+    batch = BATCH_TIMES * work.global_batch_size
+    yield (
+        f"take a global batch of {batch}, if the training allows it",
+        f"--global-batch {batch}",
+        {"global_batch_size": batch},
+    )
+    if not code_base(work.code).runs_here:
+        return
+    if facts.fused_by_flash and work.attention != "flash":
+        yield "run FlashAttention, which takes the model's sinks", "--attention flash", {"attention": "flash"}
+    if facts.vocab_size and work.loss == "plain" and facts.kind == "decoder":
+        yield "fuse head and loss (Liger), which keeps no logits", "--loss fused", {"loss": "fused"}
+    if not work.compile and facts.kind == "decoder" and not facts.recorded_as and work.method == "full":
+        yield "compile the blocks", "--compile", {"compile": True}
+    if work.method != "full":
+        return
+    if work.optimizer in ("adamw", "adamw-forloop"):
+        yield "step the optimizer in one kernel", "--optimizer adamw-fused", {"optimizer": "adamw-fused"}
+    if work.optimizer.startswith("adamw") and "bit" not in work.optimizer:
+        yield "keep the optimizer's moments in 8 bits", "--optimizer adamw-8bit", {"optimizer": "adamw-8bit"}
+    if work.precision == "bf16" and plan.configuration.strategy not in REPLICAS:
+        yield "keep weights and states in bf16", "--precision bf16-pure", {"precision": "bf16-pure"}
+
+
+def _by_code(request: Request, plan: Plan, first: First) -> Iterator[Advice]:
+    """Yield torchtitan's compiled blocks, for decoders that transformers shards over a node or more."""
+    work, facts = request.workload, request.facts
+    apart = work.code != "transformers" or work.method != "full" or facts.kind != "decoder" or bool(facts.recorded_as)
+    if apart or plan.configuration.strategy in REPLICAS or work.precision not in ("bf16", "fp8"):
+        return
+    changed = replace(work, code="torchtitan", compile=True)
+    strategy: Strategy = "hsdp" if plan.configuration.strategy == "hsdp" else "fsdp"
+    there = replace(
+        _alike(request, plan, workload=changed),
+        facts=facts_for_code(facts, "torchtitan"),
+        strategies=(strategy,),
+        allow_unrunnable=True,
+        offload="none",
+    )
+    tried = _tried(first, there)
+    speed = 0.0 if tried is None else _speed(tried) / _speed(plan)
+    if tried is not None and speed >= 1 + WORTH_SAYING:
+        flag = "--code torchtitan --compile"
+        yield Advice(change="train with torchtitan", flag=flag, gain=_faster(speed, tried), speed=speed)
+
+
+def _by_fewer(request: Request, plan: Plan, first: First) -> Iterator[Advice]:
+    """Yield the fewest GPUs beyond which more add hardly anything."""
+    if request.objective == "cost" or request.budget != NO_BUDGET:
+        return
+    enough: Plan | None = None
+    there = _alike(request, plan, workload=request.workload)
+    for fewer in on_fewer_devices(there):
+        strategy: Strategy = "single" if fewer.cluster.gpus == 1 else plan.configuration.strategy
+        tried = _tried(first, replace(fewer, strategies=(strategy,)))
+        if tried is None or _speed(tried) < KEEPS_SPEED * _speed(plan):
+            break
+        enough = tried
+    if enough is None:
+        return
+    gpus, kept = enough.configuration.world_size, _speed(enough) / _speed(plan)
+    share = f"{kept:.0%} of the speed on {gpus / request.cluster.gpus:.0%} of the GPUs"
+    yield Advice(
+        change=f"use {gpus} {'GPU' if gpus == 1 else 'GPUs'}",
+        flag=f"--gpus {gpus}",
+        gain=f"{share} ({format_seconds(enough.time.step_seconds)} a step)",
+        speed=kept * request.cluster.gpus / gpus,
+    )
+
+
+def _alike(request: Request, plan: Plan, *, workload: Workload) -> Request:
+    """Return the request with other work, for plans of the same strategy and degrees, or any on the devices alone."""
+    chosen = plan.configuration
+    free = replace(request, workload=workload, objective="throughput", budget=NO_BUDGET, to_the_limit=False)
+    if chosen.offload != "none" and request.offload is None:
+        return replace(free, offload="none")
+    degrees = Degrees(
+        tp=chosen.tp,
+        pp=chosen.pp,
+        cp=chosen.cp,
+        ep=chosen.ep,
+        pp_schedule=chosen.pp_schedule if chosen.pp > 1 else None,
+        virtual_stages=chosen.virtual_stages if chosen.pp > 1 else None,
+        sequence_parallel=chosen.sequence_parallel,
+    )
+    return replace(free, strategies=(chosen.strategy,), degrees=degrees, offload=chosen.offload)
+
+
+def _tried(first: First, request: Request) -> Plan | None:
+    try:
+        return first(request)
+    except ContradictoryRequest:  # what was changed does not go with the rest
+        return None
+
+
+def _speed(plan: Plan) -> float:
+    return plan.throughput.samples_per_second
+
+
+def _faster(speed: float, tried: Plan) -> str:
+    times = f"{speed:.1f}x as fast" if speed >= 2 else f"{speed - 1:.0%} faster"
+    return f"{times} ({format_seconds(tried.time.step_seconds)} a step)"

@@ -1,0 +1,295 @@
+"""A config that was read, as a plan: what is wrong with it, and the best that its trainer can run instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hardware_db.records import dataclass
+from hardware_db.units import format_bytes
+from planner import vocabulary as words
+from planner.cost.code_bases import code_base
+from planner.cost.verdict import device_limit, host_limit
+from planner.errors import ContradictoryRequest
+from planner.read.edits import changes_to, edited, unified
+from planner.read.form import SEVERITIES, Finding, Reading
+from planner.read.trainers import TRAINERS
+from planner.search.estimate import estimate, is_last_resort
+from planner.search.exact import ExactOptions, exact
+from planner.search.ranking import ONE_STRATEGY
+from planner.search.request import Degrees, Request
+from planner.search.search import recommend
+from planner.types.plan import Configuration, Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Better:
+    """A plan that the same trainer can run; `gain` is by how much it is faster, None where the files' own does not fit.
+
+    `texts` are the files that it takes, old and new; empty where they have no keys for it.
+    """
+
+    plan: Plan
+    gain: float | None
+    texts: Mapping[str, tuple[str, str]]
+
+    @property
+    def diff(self) -> str:
+        """The change of the files as a unified diff."""
+        return unified(self.texts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Audit:
+    """A config's plan, None with `why` where there is none, its findings, worst first, and a better plan."""
+
+    request: Request | None
+    plan: Plan | None
+    findings: tuple[Finding, ...]
+    why: str = ""
+    better: Better | None = None
+
+
+def exact_options(answers: Mapping[str, Any], gpus: int) -> ExactOptions:
+    """Return the configuration that a config's answers say, on so many GPUs."""
+    names = ExactOptions.__dataclass_fields__
+    options = {name: value for name, value in answers.items() if name in names and value is not None}
+    strategy = options.get("strategy")
+    if gpus == 1 and strategy in ("ddp", "hsdp", "fsdp-grad-op"):
+        options["strategy"] = "single" if strategy == "ddp" else "fsdp"
+    elif gpus > 1 and strategy == "single":
+        options["strategy"] = "ddp"
+    chosen = options.get("strategy") or ("single" if gpus == 1 else "ddp")
+    if options.get("backend") and options["backend"] not in words.backends_of(chosen):
+        options.pop("backend")
+    if options.get("activations_on_host") and options.get("checkpointing", "none") == "none":
+        options.pop("activations_on_host")
+    return ExactOptions(**options)
+
+
+def audit(request: Request, reading: Reading, answers: Mapping[str, Any]) -> Audit:
+    """Price what a config says, find what is wrong with it, and search what its trainer can run instead."""
+    findings = list(reading.findings)
+    options = exact_options(answers, request.cluster.gpus)
+    options, batch = _without_contradiction(request, options)
+    findings += batch
+    try:
+        exact_request, configuration = exact(request, options)
+        plan = estimate(exact_request, configuration)
+    except ContradictoryRequest as error:
+        findings.append(Finding(severity="error", id="impossible", message=str(error)))
+        return Audit(request=request, plan=None, findings=_worst_first(findings), why=str(error))
+    better = _better(exact_request, reading, plan)
+    findings += _of_memory(exact_request, plan) + _of_hardware(exact_request, plan)
+    findings += _of_choice(plan, better)
+    return Audit(request=exact_request, plan=plan, findings=_worst_first(findings), better=better)
+
+
+def _worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
+    order = {severity: rank for rank, severity in enumerate(SEVERITIES)}
+    return tuple(sorted(findings, key=lambda item: order[item.severity]))
+
+
+def _without_contradiction(request: Request, options: ExactOptions) -> tuple[ExactOptions, list[Finding]]:
+    """Return the options without a global batch that micro-batch and accumulation do not multiply to."""
+    if options.global_batch is None or options.micro_batch is None:
+        return options, []
+    try:
+        exact(request, options)
+    except ContradictoryRequest as error:
+        if "--global-batch" not in str(error):
+            return options, []
+        ranks = request.cluster.gpus // max(options.tp * options.pp * options.cp, 1)
+        product = options.micro_batch * (options.grad_accum or 1) * ranks
+        if options.grad_accum is None:
+            step = f"micro-batch {options.micro_batch} x {ranks} ranks"
+            message = f"the global batch {options.global_batch} is no multiple of {step}"
+        else:
+            message = (
+                f"the batch triple does not multiply: micro-batch {options.micro_batch} x accumulation"
+                f" {options.grad_accum} x {ranks} ranks = {product} is not {options.global_batch}"
+            )
+        return replace(options, global_batch=None), [Finding(severity="error", id="batch-triple", message=message)]
+    return options, []
+
+
+# Findings of a plan.
+
+
+def _of_memory(request: Request, plan: Plan) -> list[Finding]:
+    """Find by how much a plan misses a device or its host, or how near it is."""
+    memory, findings = plan.memory, []
+    need = memory.device_needed_bytes or memory.device_used_upper_bytes
+    have = device_limit(request.workload, request.cluster)
+    if need > have:
+        beyond = f"{format_bytes(need - have)} too much (peak in {memory.peak_phase})"
+        message = f"does not fit: needs {format_bytes(need)} of {format_bytes(have)} per GPU, {beyond}"
+        findings.append(Finding(severity="error", id="does-not-fit", message=message))
+        training = max(size for phase, size in memory.phases.items() if phase not in ("eval", "save"))
+        if memory.peak_phase in ("eval", "save") and training + need - memory.peak_allocated_bytes <= have:
+            message = f"training alone fits: it is {memory.peak_phase} that overflows"
+            findings.append(Finding(severity="error", id=f"{memory.peak_phase}-overflows", message=message))
+    elif plan.verdict == "tight":
+        message = (
+            f"fits without room: {format_bytes(need)} of {format_bytes(have)} per GPU; one run in twenty takes more"
+        )
+        findings.append(Finding(severity="warning", id="tight", message=message))
+    host, room = memory.host_bytes_per_node, host_limit(request.workload, request.cluster)
+    if room and host > room:
+        message = f"does not fit the host: needs {format_bytes(host)} of {format_bytes(room)} per node"
+        findings.append(Finding(severity="error", id="host-does-not-fit", message=message))
+    if not findings and plan.verdict == "does_not_fit":
+        findings.append(
+            Finding(severity="error", id="does-not-fit", message=plan.notes[0] if plan.notes else "does not fit")
+        )
+    return findings
+
+
+def _of_hardware(request: Request, plan: Plan) -> list[Finding]:
+    """Find what a device has no units for, or has and is not used."""
+    device, chosen, findings = request.cluster.device, plan.configuration, []
+    if chosen.precision.startswith("bf16") and not device.supports_bf16 and not device.is_cpu:
+        message = f"{device.name} has no bf16 units: bf16 runs emulated and slowly, or stops; use fp16"
+        findings.append(Finding(severity="error", id="no-bf16", message=message))
+    if chosen.precision == "fp32" and device.supports_bf16 and not device.is_cpu:
+        message = f"trains in fp32 on {device.name}, which has bf16: turn bf16 on"
+        findings.append(Finding(severity="warning", id="fp32", message=message))
+    if chosen.attention == "eager" and not request.facts.eager_only and not device.is_cpu:
+        message = "eager attention keeps every score; use sdpa or flash_attention_2"
+        findings.append(Finding(severity="warning", id="eager-attention", message=message))
+    if chosen.attention == "flash" and chosen.precision == "fp32":
+        findings.append(
+            Finding(severity="error", id="flash-in-fp32", message="flash attention takes 16-bit types only")
+        )
+    return findings
+
+
+def _of_choice(plan: Plan, better: Better | None) -> list[Finding]:
+    """Find offload and sharding that cost time and are not needed."""
+    now = plan.configuration
+    if better is None or better.gain is None or plan.verdict == "does_not_fit":
+        return []
+    then, share = better.plan.configuration, f"{better.gain:.0%}"
+    if now.offload != "none" and then.offload == "none":
+        message = (
+            f"offload {now.offload} is not needed: {then.strategy} without it fits and is predicted {share} faster"
+        )
+        return [Finding(severity="warning", id="offload-for-nothing", message=message)]
+    if now.strategy != then.strategy:
+        message = f"{now.strategy} is slower here than {then.strategy}, which fits and is predicted {share} faster"
+        return [Finding(severity="warning", id="slower-strategy", message=message)]
+    message = (
+        f"micro-batch {then.micro_batch_size} and {then.activation_checkpointing} recomputation fit and are predicted"
+        f" {share} faster"
+    )
+    return [Finding(severity="info", id="faster", message=message)]
+
+
+# A better plan of the same trainer.
+
+
+def _better(request: Request, reading: Reading, plan: Plan) -> Better | None:
+    """Return a plan that the same trainer runs, at the same global batch.
+
+    It is one that the files have keys for, where any does; of those about as fast the one that changes least. Where the
+    files' own plan fits it is faster by more than predictions of two plans of one strategy err, and has room.
+    """
+    fits = plan.verdict != "does_not_fit"
+    options = [*_nearest(request, reading, plan), *_freest(request, reading, plan)]
+    options = [item for item in options if item.configuration != plan.configuration]
+    if any(item.verdict == "fits" for item in options) or fits:
+        options = [item for item in options if item.verdict == "fits"]
+    if fits:
+        options = [item for item in options if _gain(plan, item) > ONE_STRATEGY]
+    written = [(item, texts) for item in options if (texts := _texts(reading, plan, item))]
+    if written:
+        chosen, texts = _least_of(written)
+        return Better(plan=chosen, gain=_gain(plan, chosen) if fits else None, texts=texts)
+    if not options:
+        return None
+    chosen, _ = _least_of([(item, {}) for item in options])
+    return Better(plan=chosen, gain=_gain(plan, chosen) if fits else None, texts={})
+
+
+Texts = Mapping[str, tuple[str, str]]
+
+
+def _gain(now: Plan, then: Plan) -> float:
+    return now.time.step_seconds / then.time.step_seconds - 1
+
+
+def _texts(reading: Reading, now: Plan, then: Plan) -> Texts:
+    """Return the files as they would be for another plan; none where they have no keys for it."""
+    changes = changes_to(reading, now.configuration, then.configuration)
+    return (edited(reading, changes) or {}) if changes else {}
+
+
+def _least_of(options: Sequence[tuple[Plan, Texts]]) -> tuple[Plan, Texts]:
+    """Return the first of those that cannot be told from the fastest; they are in the order of how much they change."""
+    fastest = min(item.time.step_seconds for item, _ in options)
+    return next((item, texts) for item, texts in options if item.time.step_seconds <= (1 + ONE_STRATEGY) * fastest)
+
+
+def _nearest(request: Request, reading: Reading, plan: Plan) -> list[Plan]:
+    """Return plans of the same strategy, offload and degrees: another micro-batch or recomputation."""
+    now = plan.configuration
+    return _search(request, reading, strategies=(now.strategy,), offload=now.offload, now=now)
+
+
+def _freest(request: Request, reading: Reading, plan: Plan) -> list[Plan]:
+    """Return plans of all strategies that the trainer can run, best first."""
+    now, strategies = plan.configuration, TRAINERS[reading.format].strategies
+    if now.precision != "bf16-pure" or "pure_bf16" in reading.settings:
+        return _search(request, reading, strategies=strategies, offload=None, now=now)
+    # Trainers that load weights in bf16 train replicas of them so, and shards in mixed precision.
+    whole = tuple(name for name in strategies if name in ("single", "ddp"))
+    sharded = tuple(name for name in strategies if name not in whole)
+    mixed = replace(request, workload=replace(request.workload, precision="bf16"))
+    replicas = _search(request, reading, strategies=whole, offload=None, now=now)
+    return [*replicas, *_search(mixed, reading, strategies=sharded, offload=None, now=now)]
+
+
+def _degrees_of(now: Configuration) -> Degrees:
+    return Degrees(
+        tp=now.tp,
+        pp=now.pp,
+        cp=now.cp,
+        ep=now.ep,
+        pp_schedule=now.pp_schedule,
+        virtual_stages=now.virtual_stages,
+        sequence_parallel=now.sequence_parallel,
+    )
+
+
+def _search(
+    request: Request,
+    reading: Reading,
+    *,
+    strategies: tuple[words.Strategy, ...],
+    offload: words.Offload | None,
+    now: Configuration,
+) -> list[Plan]:
+    trainer = TRAINERS[reading.format]
+    code = code_base(request.workload.code)
+    known_here = tuple(name for name in strategies if name in code.strategies)
+    kinds = tuple(dict.fromkeys((*(kind for kind in trainer.checkpointings), now.activation_checkpointing)))
+    narrowed = replace(
+        request,
+        strategies=known_here,
+        offload=offload,
+        checkpointings=kinds,
+        degrees=_degrees_of(now),
+        allow_unrunnable=True,
+        top=_LOOKED_AT,
+        zero_backend="deepspeed" if now.backend != "native" else "native",
+    )
+    try:
+        plans = recommend(narrowed).plans
+    except ContradictoryRequest:  # the batch cannot be split over the ranks
+        return []
+    return [item for item in plans if item.configuration.offload in trainer.offloads and not is_last_resort(item)]
+
+
+_LOOKED_AT = 12
+"""Plans of a search, one of each strategy and offload, among which those count that the trainer can run."""

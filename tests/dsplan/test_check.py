@@ -1,0 +1,233 @@
+"""`dsplan check` on small configs: verdict, findings, the diff and the file that it writes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.dsplan.cli import Cli
+
+AXOLOTL = """\
+# how we train
+base_model: meta-llama/Llama-3.1-8B
+datasets:
+  - path: tatsu-lab/alpaca   # public
+sequence_len: 2048
+micro_batch_size: 16   # what fitted on the other card
+gradient_accumulation_steps: 1
+optimizer: adamw_bnb_8bit
+bf16: true
+gradient_checkpointing: false
+flash_attention: true
+deepspeed: deepspeed_configs/zero2.json
+"""
+CARD = "--gpus 8 --gpu A100-SXM4-80GB"
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.yaml"
+    path.write_text(AXOLOTL)
+    return path
+
+
+def test_json_says_what_the_contract_says(cli: Cli, config: Path) -> None:
+    printed = cli(f"check train.yaml {CARD} --json")
+    answer = printed.json
+    assert printed.status == 1
+    assert answer["schema_version"] == 1
+    assert (answer["format"], answer["files"]) == ("axolotl", ["train.yaml"])
+    assert {"key": "micro_batch_size", "file": "train.yaml", "line": 6, "field": "micro_batch", "value": 16} in answer[
+        "read"
+    ]
+    assert {item["key"] for item in answer["unread"]} == {"datasets.0.path"}
+    assert answer["question"]["micro_batch"] == 16
+    assert answer["question"]["gpus"] == 8
+    assert answer["estimate"]["verdict"] == "does_not_fit"
+    worst = answer["findings"][0]
+    assert (worst["severity"], worst["id"]) == ("error", "does-not-fit")
+    best = answer["best"]
+    assert best["plan"]["verdict"] == "fits"
+    assert best["gain"] is None
+    assert best["plan"]["plan"]["global_batch_size"] == answer["estimate"]["plan"]["global_batch_size"]
+    assert best["diff"].startswith("--- train.yaml\n+++ train.yaml\n")
+
+
+def test_the_question_is_that_of_estimate(cli: Cli, config: Path) -> None:
+    """The estimate is the one that `dsplan estimate` gives for the flags of `question`."""
+    answer = cli(f"check train.yaml {CARD} --json").json
+    estimate = cli(
+        f"estimate --model llama-3.1-8b {CARD} --seq-len 2048 --micro-batch 16 --grad-accum 1 --optimizer adamw-8bit"
+        " --precision bf16 --attention flash --strategy zero2 --backend deepspeed --json"
+    ).json
+    assert answer["estimate"]["plan"] == estimate["plan"]
+    assert answer["estimate"]["memory"] == estimate["memory"]
+
+
+def test_the_fix_fits_and_touches_only_what_it_must(cli: Cli, config: Path, tmp_path: Path) -> None:
+    diff = cli(f"check train.yaml {CARD} --fix").out
+    changed = [line for line in diff.splitlines() if line[:1] in "+-" and not line.startswith(("+++", "---"))]
+    assert {line[1:].partition(":")[0] for line in changed} <= {
+        *("micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "deepspeed"),
+    }
+    cli(f"check train.yaml {CARD} --out fixed.yaml")
+    fixed = (tmp_path / "fixed.yaml").read_text()
+    assert config.read_text() == AXOLOTL
+    assert "# how we train" in fixed
+    assert "- path: tatsu-lab/alpaca   # public" in fixed
+    assert "   # what fitted on the other card" in fixed
+    assert cli(f"check fixed.yaml {CARD} --json").status == 0
+    subprocess.run(["patch", "-p0", "--quiet"], input=diff, text=True, check=True, cwd=tmp_path)
+    assert config.read_text() == fixed
+
+
+def test_a_script_is_fixed_where_its_variable_is_set(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = "BATCH=64\nswift sft \\\n  --model Qwen/Qwen2.5-7B \\\n  --per_device_train_batch_size $BATCH \\\n"
+    script += "  --gradient_accumulation_steps 1 --max_length 2048 --tuner_type lora\n"
+    (tmp_path / "train.sh").write_text(script)
+    printed = cli("check train.sh --gpus 1 --gpu A100-SXM4-40GB --json").json
+    assert printed["estimate"]["verdict"] == "does_not_fit"
+    diff = printed["best"]["diff"]
+    assert "-BATCH=64\n" in diff
+    assert "gradient_accumulation_steps 1 " in diff
+
+
+def test_text(cli: Cli, config: Path) -> None:
+    printed = cli(f"check train.yaml {CARD}")
+    assert printed.status == 1
+    for words in (
+        "what was read",
+        "micro_batch_size",
+        "does not fit",
+        "findings",
+        "the same trainer can run this",
+        "--fix",
+    ):
+        assert words in printed.out, words
+
+
+def test_a_command(cli: Cli) -> None:
+    line = (
+        "check --gpu A100-SXM4-80GB --json -- torchrun --nproc_per_node 4 run_clm.py --model_name_or_path gpt2 --bf16"
+    )
+    printed = cli(f"{line} --block_size 512 --per_device_train_batch_size 4 --max_steps 10")
+    assert printed.status == 0
+    assert printed.json["question"]["gpus"] == 4
+    assert printed.json["steps"] == 10
+    assert printed.json["files"] == ["the command"]
+
+
+def test_a_card_without_bf16(cli: Cli, config: Path) -> None:
+    found = cli("check train.yaml --gpus 8 --gpu V100-SXM2-32GB --json").json["findings"]
+    assert "no-bf16" in {item["id"] for item in found}
+
+
+def test_the_batch_triple(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text(
+        '{"train_batch_size": 100, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,'
+        ' "bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}'
+    )
+    answer = cli("check ds.json --model opt-1.3b --seq-len 512 --gpus 8 --gpu A100-SXM4-40GB --json").json
+    (finding,) = [item for item in answer["findings"] if item["id"] == "batch-triple"]
+    assert "4 x accumulation 2 x 8 ranks = 64 is not 100" in finding["message"]
+    assert answer["estimate"]["plan"]["global_batch_size"] == 64
+
+
+def test_no_model(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.yaml").write_text(AXOLOTL.replace("meta-llama/Llama-3.1-8B", "ours/Secret"))
+    printed = cli(f"check train.yaml {CARD} --json")
+    assert printed.status == 2
+    assert printed.json["estimate"] is None
+    assert "Secret" in printed.json["why"]
+    assert printed.json["read"]
+    (tmp_path / "train.yaml").write_text(AXOLOTL.replace("meta-llama/Llama-3.1-8B", "ours/Secret-7B"))
+    assert "model-by-size" in {item["id"] for item in cli(f"check train.yaml {CARD} --json").json["findings"]}
+
+
+def test_a_folder_is_a_table(cli: Cli, config: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text("a: 'x\n")
+    (tmp_path / "small.yaml").write_text(AXOLOTL.replace("Llama-3.1-8B", "Llama-3.2-1B").replace(": 16 ", ": 1 "))
+    printed = cli(f"check . {CARD}")
+    assert printed.status == 1
+    assert "3 files: 1 fit, 1 do not, 1 without an estimate" in printed.out
+    assert cli(f"check . {CARD} --json").json[0]["why"].startswith("line 2: is not YAML")
+
+
+BROKEN = {
+    "indent.yaml": "base_model: a\n  sequence_len: 1\n",
+    "tab.yaml": "base_model: a\nnested:\n\tb: 1\n",
+    "misspelt.yaml": "base_modle: a\nsequence_len: 1\n",
+    "text.yaml": AXOLOTL.replace("micro_batch_size: 16", "micro_batch_size: sixteen"),
+    "negative.yaml": AXOLOTL.replace("micro_batch_size: 16", "micro_batch_size: -1"),
+    "documents.yaml": f"{AXOLOTL}---\n{AXOLOTL}",
+    "anchor.yaml": "a: &x 1\nb: *y\n",
+    "python.yaml": "base_model: !!python/object/apply:os.system ['touch made']\n",
+    "python_name.yaml": "base_model: !!python/name:os.system\n",
+    "open.yaml": 'base_model: "a\n',
+    "list.yaml": "- a\n- b\n",
+    "text_only.yaml": "hello\n",
+    "bomb.yaml": "a: &a [x, x, x]\nb: &b [*a, *a, *a]\nc: [*b, *b, *b]\n",
+    "comma.json": '{"zero_optimization": {"stage": 1},}',
+    "comment.json": '{"zero_optimization": {"stage": 1} // one\n}',
+    "open.json": '{"zero_optimization": {"stage": 1}',
+    "twice.json": '{"fp16": {}, "fp16": {}}',
+    "list.json": "[]",
+    "stage.json": '{"zero_optimization": {"stage": "three"}, "bf16": {"enabled": true}}',
+    "quote.sh": "swift sft --model 'x\n",
+    "bracket.sh": "A=(1 2\nswift sft --model x\n",
+    "substitution.sh": "$(touch made)\n",
+    "rm.sh": "python $(rm -rf made) `touch made`\n",
+    "nothing.sh": "echo hello\n",
+    "heredoc.sh": "cat <<EOF\nx\n",
+    "infer.sh": "swift infer --model x\n",
+    "binary.yaml": "\x00\x01",
+    "empty.yaml": "",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files_are_one_line(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(BROKEN[name])
+    line = cli.refuses(f"check {name} {CARD}")
+    assert name in line
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_fifo_and_large_files(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo.yaml")
+    (tmp_path / "large.yaml").write_text("a: 1\n" * 2_000_000)
+    assert "no regular file" in cli.refuses("check fifo.yaml")
+    assert "larger than 1 MiB" in cli.refuses("check large.yaml")
+    assert "unknown format" in cli.refuses("check large.yaml --format yaml")
+    assert "no file is named" in cli.refuses("check")
+    assert "does not exist" in cli.refuses("check none.yaml") or "No such file" in cli.refuses("check none.yaml")
+
+
+def test_planning_needs_no_reader(tmp_path: Path) -> None:
+    """`recommend` imports nothing of `check`."""
+    code = (
+        "import sys; from dsplan.__main__ import main;"
+        "main(['recommend', '--model', 'opt-125m', '--gpus', '2', '--json']);"
+        "ours = ('planner.read', 'planner.search.audit', 'dsplan.checking');"
+        "print([name for name in sys.modules if name.startswith(ours)])"
+    )
+    import sys
+
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
+    json.loads(out[: out.rindex("[]")])
