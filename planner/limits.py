@@ -92,7 +92,10 @@ _MODEL_FIGURES: Mapping[str, Limit] = {
         ("hidden_size", "head_dim", "intermediate_size", "decoder_intermediate_size", "moe_intermediate_size"),
         Limit(least=1, most=10_000_000),
     ),
-    **dict.fromkeys(("num_experts", "experts_per_token", "num_shared_experts"), Limit(least=0, most=100_000)),
+    **dict.fromkeys(
+        ("num_experts", "experts_per_token", "expert_groups", "groups_per_token", "num_shared_experts"),
+        Limit(least=0, most=100_000),
+    ),
     **dict.fromkeys(("image_size", "patch_size", "num_channels"), Limit(least=1, most=1_000_000)),
     **dict.fromkeys(
         ("type_vocab_size", "sliding_window", "rotary_dim", "num_ln_in_parallel_attn"),

@@ -95,6 +95,9 @@ MIXED_PRECISIONS: frozenset[str] = frozenset({"bf16", "fp16", "fp8", "fp4"})
 """Precisions that compute in narrower types than their master weights; fp8 and fp4 are bf16 but for their products."""
 SCALED_PRECISIONS: frozenset[str] = frozenset({"fp8", "fp4"})
 """Precisions whose linear layers multiply 8-bit or 4-bit operands, each with the scales of one recipe."""
+
+UNSHARDED: frozenset[str] = frozenset({"single", "ddp"})
+"""Strategies under which every rank has all of its weights and states."""
 FSDP_STRATEGIES: frozenset[str] = frozenset({"fsdp", "fsdp-grad-op", "hsdp"})
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from planner.types.plan import Configuration, Plan
-from strategies.config import ScriptConfig
-from strategies.config.values import CheckpointSection
+from strategies.config.values import CheckpointSection, ScriptConfig
 from strategies.distributed.environment import Environment
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]

@@ -65,7 +65,7 @@ def files_of(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
-def test_the_wheel_has_the_five_rooms_and_what_planning_reads(wheel: Path) -> None:
+def test_the_wheel_has_the_four_rooms_and_what_planning_reads(wheel: Path) -> None:
     paths = {path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*") if path.suffix in KINDS}
     assert files_of(wheel) == {path.as_posix() for path in paths if path.parts[:2] != ("hardware_db", "measurements")}
     assert not [name for name in files_of(wheel) if re.search(r"(^|/)(tests?|scripts|measurements)/|\\.csv$", name)]

@@ -1,4 +1,4 @@
-"""Names and docstrings of the five rooms say what things hold and do, as far as a machine can tell."""
+"""Names and docstrings of the four rooms say what things hold and do, as far as a machine can tell."""
 
 from __future__ import annotations
 

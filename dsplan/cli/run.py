@@ -172,7 +172,7 @@ class SupervisionFlags:
         typer.Option(
             metavar="NAME,...",
             help="Send every step to tensorboard, wandb, mlflow, trackio; from beside the ranks.",
-            autocompletion=among("strategies.telemetry.trackers:NAMES"),
+            autocompletion=among("strategies.launch.options:TRACKERS"),
         ),
     ] = None
     profile: Annotated[
@@ -207,6 +207,7 @@ def run_script(
     json: JsonFlag = False,
 ) -> None:
     """Train with SCRIPT under a plan: the one given, or one made from the script's own model and this machine."""
+    from dsplan.diagnostics.tracking.feed import Tracking
     from dsplan.render.run_report import report_blocks, report_to_dict
     from dsplan.render.run_view import RunView
     from dsplan.render.show import say, show, show_json
@@ -217,7 +218,8 @@ def run_script(
     launch = prepare(_request(script, arguments, planning, placement, supervision))
     for sentence in filter(None, (*launch.notices, _warn_of_strays(launch.script, launch.spec.arguments))):
         notice(sentence)
-    session = Supervisor(launch.spec, launch.plan, resumes=launch.resumes, resume_from=launch.resume_from)
+    tracking = Tracking(launch.spec.directory, launch.spec.trackers)
+    session = Supervisor(launch.spec, launch.plan, tracking, resumes=launch.resumes, resume_from=launch.resume_from)
     with RunView(ranks=launch.ranks, out=sys.stderr if json else sys.stdout) as view:
         for event in session.events():
             view.show(event)
@@ -264,10 +266,15 @@ def _request(
     placement: PlacementFlags,
     supervision: SupervisionFlags,
 ) -> RunRequest:
-    from strategies.launch.options import RequestedPlacement, RequestedSupervision, parse_kernels, parse_profile
+    from strategies.launch.options import (
+        RequestedPlacement,
+        RequestedSupervision,
+        parse_kernels,
+        parse_profile,
+        parse_trackers,
+    )
     from strategies.launch.prepare import RunRequest
     from strategies.run_directory.request import PlanRequest, RequestedDegrees, RequestedMethod
-    from strategies.telemetry.trackers import parse_trackers
 
     return RunRequest(
         script=script,

@@ -45,7 +45,7 @@ def track(
             "--to",
             metavar="NAME,...",
             help="One or more of tensorboard, wandb, mlflow, trackio.",
-            autocompletion=among("strategies.telemetry.trackers:NAMES"),
+            autocompletion=among("strategies.launch.options:TRACKERS"),
         ),
     ],
     json: JsonFlag = False,
@@ -53,15 +53,15 @@ def track(
     """Send a run to experiment trackers: all that they have not got, and of a run that goes on what follows."""
     from dataclasses import asdict
 
+    from dsplan.diagnostics.tracking.feed import Tracking, read_state
     from dsplan.render.show import say, show_json
     from dsplan.report.run_data import is_run_directory
     from hardware_db.errors import BrokenFile
     from hardware_db.notices import notice
-    from strategies.launch.tracking import Tracking, read_state
-    from strategies.telemetry.trackers import check_installed, parse_trackers
+    from strategies.launch.options import check_trackers, parse_trackers
 
     names = parse_trackers(to)
-    check_installed(names)
+    check_trackers(names)
     if not is_run_directory(directory):
         raise BrokenFile(directory, "is no run directory", "name a run directory of dsplan run")
     directory = directory.resolve()

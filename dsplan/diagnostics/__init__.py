@@ -1,1 +1,1 @@
-"""Examining and measuring machines: `dsplan doctor` and `dsplan bench`. Training needs neither."""
+"""Examining machines and runs: `dsplan doctor`, `dsplan bench`, experiment trackers. Training needs none of them."""

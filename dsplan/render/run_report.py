@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dsplan.diagnostics.tracking.feed import tracked_by
 from dsplan.render.run_view import ending_place, ending_words, is_last_word
 from dsplan.render.show import Bar, Block, Cell, Column, Table, Text, columns
 from hardware_db.files import replace_whole
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan_io import plan_to_dict
-from strategies.launch.tracking import tracked_by
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.files import profiles_in
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from dsplan.render.charts import sparkline
 from dsplan.render.plan_view import dims_text
+from dsplan.render.recent_rows import RecentRows
 from dsplan.render.run_report import profile_lines
 from dsplan.render.show import Bar, Block, Cell, Style, Table, Text, columns
 from dsplan.report.run_data import Happening, RunData, check_run_directory, read_run
@@ -21,7 +22,6 @@ from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan import Plan
 from strategies.launch.report import metrics_of
 from strategies.run_directory.files import heartbeat_path, profiles_in
-from strategies.telemetry.follow import RecentRows
 from strategies.telemetry.metrics import Row
 
 _STEPS_FLAG = re.compile(r"--(?:max[-_]|train[-_]|num[-_]|total[-_])?(?:steps|iters)(?:=(\d+))?")

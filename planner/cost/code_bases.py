@@ -47,7 +47,9 @@ class Implementation:
     than reduce-scatter them, `broadcasts_partitions` whether they send updated parameters rank by rank,
     `selective_products` which share of the weight products selective checkpointing runs again, `stops_early` whether
     recomputing a block stops at the last tensor that its backward needs (torch's non-reentrant checkpoint since 2.0),
-    `pads_vocabulary` whether tensor cores get a head of aligned width whatever the vocabulary is.
+    `pads_vocabulary` whether tensor cores get a head of aligned width whatever the vocabulary is, `dispatches_by_node`
+    whether a token for experts of another node goes there once, `overlaps_dispatch` whether the tokens of one
+    micro-batch travel to experts beside the compute of another (`interleaved`: in such pipelines).
     """
 
     layer_norm_passes: float = 2.0
@@ -74,6 +76,8 @@ class Implementation:
     selective_products: float = 0.0
     stops_early: bool = True
     pads_vocabulary: bool = False
+    dispatches_by_node: bool = False
+    overlaps_dispatch: Literal["never", "interleaved", "always"] = "never"
     block_host_seconds: float = 0.85e-3
     kernel_host_seconds: float = 10e-6
 
@@ -182,6 +186,8 @@ class CodeBase:
     """Whether kernels of its own fuse attention that transformers runs eagerly: with sinks, soft caps or biases."""
     unties_head: bool = False
     """Whether the head has a matrix of its own even where the model's config ties it to the token table."""
+    adapters_from_peft: bool = False
+    """Whether PEFT makes its adapters: in fp32 whatever the weights beside them are."""
     drops_adapter_inputs: bool = False
     """Whether adapters see their inputs through dropout, of which each keeps the output and a mask."""
     quantised_inputs: int = 0

@@ -20,6 +20,7 @@ from planner.vocabulary import (
     FSDP_STRATEGIES,
     MIXED_PRECISIONS,
     SCALED_PRECISIONS,
+    UNSHARDED,
     ZERO_STAGES,
     Compression,
     Fp8Recipe,
@@ -141,6 +142,8 @@ def recipe_of(job: Job) -> Recipe:
         recipe = replace(recipe, reduce=2)
     loaded, scaled = load_dtype_of(workload), None if configuration.backend == "native" else scaled_products(job)
     recipe = recipe if loaded is None else _as_loaded(recipe, loaded, trains_all=job.counts.trains_all)
+    if keeps_adapters_wide(configuration, workload):
+        recipe = replace(recipe, weight=4, gradient=4, state=STATE_BYTES[configuration.optimizer], reduce=4)
     return recipe if scaled is None else _with_scaled(recipe, scaled, configuration)
 
 
@@ -154,6 +157,18 @@ def load_dtype_of(workload: Workload) -> LoadDtype | None:
     if workload.method == "qlora":
         return "nf4"
     return "fp32" if workload.precision == "fp32" else "fp16" if workload.precision == "fp16" else "bf16"
+
+
+def keeps_adapters_wide(configuration: Configuration, workload: Workload) -> bool:
+    """Return whether adapters are fp32 beside weights that all else is computed in, which have 16 bits.
+
+    PEFT makes them so whatever the base (`autocast_adapter_dtype`); where they are sharded or split together with it
+    they are as narrow as the weights.
+    """
+    if configuration.precision != "bf16-pure" or workload.method not in ("lora", "qlora", "dora"):
+        return False
+    is_whole = configuration.strategy in UNSHARDED and configuration.tp == configuration.pp == 1
+    return is_whole and code_base(workload.code).adapters_from_peft
 
 
 def _as_loaded(recipe: Recipe, loaded: LoadDtype, *, trains_all: bool) -> Recipe:

@@ -378,6 +378,8 @@ class ModelFacts:
     attention_dropout: float = 0.0
     num_experts: int = 0
     experts_per_token: int = 0
+    expert_groups: int = 0
+    groups_per_token: int = 0
     moe_intermediate_size: int = 0
     num_shared_experts: int = 0
     shared_expert_intermediate_size: int = 0

@@ -135,9 +135,9 @@ class Desk:
         return self._files[text]
 
 
-def published() -> Iterator[Asked]:
-    """Every row of the collection."""
-    with ROWS.open(newline="", encoding="utf-8") as lines:
+def published(path: Path = ROWS) -> Iterator[Asked]:
+    """Every row of the collection, or of another file of its columns."""
+    with path.open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
             texts = ("case", "source", "publication", "reading", "code", "model", "assumed", "why_not")
             yield Asked(

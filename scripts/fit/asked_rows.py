@@ -149,6 +149,8 @@ def plan_flags(row: Row) -> Flags:
         flags["shard"] = int(row["dp_shard"])
     if "compiled" in row.get("code", "") or row.get("compiled") == "y":
         flags["compile"] = True
+    if row["source"].startswith("fms_fsdp"):  # fms_fsdp/policies/mixed_precision.py, bfSixteen
+        flags["gradient_compression"] = "bf16"
     return flags
 
 
@@ -505,6 +507,8 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
                 name, config, cluster, flags, assumed = beyond(row, reasons.get(source, ""))
             if stated is not None:
                 assumed = stated["assumed"]
+                if source.startswith("fms") and not flags.get("compile"):
+                    out["code"] = "torch-2024"
                 if source.startswith("big"):
                     out["code"] = DATA["named"].get(stated["code"], out["code"])
         except NotAskable as reason:

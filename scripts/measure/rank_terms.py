@@ -127,7 +127,7 @@ def measured_here(fields: dict[str, Any]) -> StepMemory:
             module=model,
             blocks=tuple(repeated_blocks(model)),
         )
-        model = with_adapters(subject, job.counts, job.workload).module
+        model = with_adapters(subject, job).module
         for name, part in list(model.named_parameters()):
             if part.is_meta:
                 _fill(model, name)

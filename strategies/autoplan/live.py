@@ -10,11 +10,16 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
 from torch import nn
 
-from hardware_db.fingerprint import fingerprint
+from hardware_db.fingerprint import Fingerprint, fingerprint
 from hardware_db.measurement import RateMeasurement
+from hardware_db.microbench.grid import Point, as_measurement, point_of
+from hardware_db.microbench.runner import quick_rates, wanted_points
+from hardware_db.microbench.timer import ranks_at_work
 from hardware_db.notices import notice
+from hardware_db.store import ask_store
 from planner import vocabulary as words
 from planner.cluster.rates import rates_from_measurements
 from planner.cluster.resolve import probed_cluster
@@ -31,7 +36,6 @@ from planner.search.space import (
 )
 from planner.types.plan import Configuration, Plan
 from strategies.autoplan.fallback import best_plan
-from strategies.autoplan.rates import machine_rates
 from strategies.autoplan.select import PlanningOptions, find_predecessor
 from strategies.config import limits
 from strategies.distributed.consensus import on_rank_zero
@@ -57,7 +61,7 @@ def make_plan(model: nn.Module, options: PlanningOptions, environment: Environme
         NothingFits: no strategy (of those asked for) trains the model in the memory there is.
         UnknownName, CannotRun, ContradictoryRequest: what was asked for cannot be planned.
     """
-    measured = machine_rates(fingerprint(own_machine()), environment.device)
+    measured = machine_rates(environment.device)
     return on_rank_zero(lambda: best_plan(live_request(model, options, environment, measured)))
 
 
@@ -288,3 +292,36 @@ def _require_one_stage(options: PlanningOptions) -> None:
             f"strategy={strategy!r} was asked for and the config's zero_optimization.stage is {stage}; leave out one of"
             " them"
         )
+
+
+# Rates of the machine that the ranks run on: out of the database, or measured now and stored.
+_Rates = tuple[RateMeasurement, ...]
+
+
+def machine_rates(device: torch.device, machine: Fingerprint | None = None) -> _Rates:
+    """Return what was measured of this machine with as many ranks as run now, newest first, the same on every rank.
+
+    Every rank must call this together. What rank 0 does not find stored for this machine, these versions and this
+    number of ranks, all measure in two to three seconds, and rank 0 stores it. `dsplan bench` stores the same and more.
+    A database that cannot be read or written stops no training: one line says so.
+    """
+    wanted, here = wanted_points(device), machine or fingerprint(own_machine())
+    stored, missing = on_rank_zero(lambda: _read(here, wanted))
+    if not missing:
+        return stored
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the script's numbers stay as they were
+        measured = tuple(as_measurement(rate, here, "run") for rate in quick_rates(missing, device))
+    return on_rank_zero(lambda: _store(measured, stored))
+
+
+def _read(machine: Fingerprint, wanted: tuple[Point, ...]) -> tuple[_Rates, tuple[Point, ...]]:
+    """Return the stored rates, and the points among those wanted that none of them measured."""
+    rates: _Rates = ask_store(lambda store: store.rates(machine.key), ())
+    stored = tuple(rate for rate in rates if rate.ranks == ranks_at_work())
+    measured = {point_of(rate) for rate in stored}
+    return stored, tuple(point for point in wanted if point not in measured)
+
+
+def _store(measured: _Rates, stored: _Rates) -> _Rates:
+    ask_store(lambda store: store.add(*measured), 0)
+    return (*reversed(measured), *stored)

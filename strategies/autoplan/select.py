@@ -16,7 +16,7 @@ from planner import vocabulary as words
 from planner.search.request import Degrees
 from planner.types.plan import Configuration, Plan, WorkloadSection
 from planner.types.plan_io import load_plan
-from strategies.config import ScriptConfig
+from strategies.config.values import ScriptConfig
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun, UnknownName
 from strategies.run_directory.request import named, plan_request

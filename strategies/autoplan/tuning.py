@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 from torch import nn
 
-from hardware_db.fingerprint import fingerprint
 from hardware_db.measurement import utc_now
 from hardware_db.notices import notice
 from hardware_db.units import format_seconds
@@ -29,13 +28,11 @@ from planner.search.search import describe, recommend
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_from_dict, plan_to_dict
 from strategies.autoplan.fallback import exclude_failed
-from strategies.autoplan.live import live_request
-from strategies.autoplan.rates import machine_rates
+from strategies.autoplan.live import live_request, machine_rates
 from strategies.autoplan.select import PlanningOptions
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.protocols import Observer
-from strategies.run_directory.machine import own_machine
 from strategies.run_directory.resume_state import ResumeState, Tried, Tuning
 from strategies.run_directory.state_consensus import current
 from strategies.supervision.autosave import SupervisedEngine
@@ -238,7 +235,7 @@ def prepare_tuning(
     before = on_rank_zero(lambda: _before(run_directory, state))
     if before.is_over:
         return None
-    measured = machine_rates(fingerprint(own_machine()), environment.device)
+    measured = machine_rates(environment.device)
     request = live_request(model, options, environment, measured) if environment.is_main else None
     return Prospect(run_directory=run_directory, before=before, request=request)
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from hardware_db.notices import label_lines
 from planner.types.plan import Configuration
-from strategies.config import DataSection
+from strategies.config.values import DataSection
 from strategies.distributed.environment import Environment
 from strategies.distributed.launcher_env import read_own_variables
 from strategies.errors import CannotRun

@@ -30,9 +30,9 @@ from strategies.autoplan.select import (
     why_another_device,
     why_another_model,
 )
-from strategies.config import ScriptConfig, read_config
 from strategies.config.limits import refuse_deepspeed_keys
-from strategies.config.values import MonitorSettings
+from strategies.config.read import read_config
+from strategies.config.values import MonitorSettings, ScriptConfig
 from strategies.data.loader import Collate, LoaderSettings, ShardedLoader
 from strategies.distributed.environment import Environment, ensure_group, join
 from strategies.distributed.excepthook import install_excepthook

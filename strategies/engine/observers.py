@@ -6,7 +6,7 @@ import atexit
 from functools import partial
 from pathlib import Path
 
-from strategies.config import ScriptConfig
+from strategies.config.values import ScriptConfig
 from strategies.engine.base import Engine
 from strategies.engine.checkpoint_manager import saves_of_config
 from strategies.telemetry.memory_report import MemoryPrinter

@@ -19,6 +19,7 @@ from strategies.distributed.gathers import require_alike
 from strategies.engine.base import AccumulatingEngine, Strategy
 from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
+from strategies.modules.adapters import wide_adapters
 from strategies.modules.precision import DTYPES, LossScale, cast_model, read_scale_settings, sum_squares
 from strategies.optim.optimizers import OPTIMIZERS, ParameterMove, trainable_parameters
 from strategies.parallel.mesh import Mesh
@@ -174,7 +175,8 @@ class TorchStrategy(Strategy):
         """Cast, checkpoint and wrap the model, and make its optimizer of what the wrapper trains."""
         parameters = trainable_parameters(parts.model, parts.model_parameters)
         move = ParameterMove(parts.model)
-        model = cast_model(parts.model, self.configuration.precision)
+        chosen = self.configuration
+        model = cast_model(parts.model, chosen.precision, wide_adapters(parts.model, chosen))
         apply_plan(parts)
         module = self.wrap(model)
         optimizer = self._optimizer(parts, move.parameters(model, parameters))

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
-from strategies.config import read_config
+from strategies.config.read import read_config
 from strategies.engine.base import Engine
 from strategies.engine.checkpoint_manager import CheckpointManager, require_parts
 from strategies.engine.initialize import initialize

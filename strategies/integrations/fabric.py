@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from strategies.checkpoint.export import read_weights
-from strategies.config import read_config
+from strategies.config.read import read_config
 from strategies.engine.base import Engine
 from strategies.engine.torch_engine import TorchEngine, total_norm
 from strategies.errors import BrokenFile, CannotRun

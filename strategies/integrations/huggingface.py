@@ -31,8 +31,7 @@ from planner.search.estimate import estimate
 from planner.search.request import WorkOptions, make_request
 from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import plan_to_dict
-from strategies.autoplan.live import with_measured_rates
-from strategies.autoplan.rates import machine_rates
+from strategies.autoplan.live import machine_rates, with_measured_rates
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import join
 from strategies.distributed.gathers import ModelHook
@@ -170,7 +169,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
     def _predict(self, facts: ModelFacts, settings: Any, model: torch.nn.Module) -> Plan:
         """Predict what the first step has shown; every rank calls this together."""
-        measured = machine_rates(fingerprint(own_machine()), settings.device)
+        measured = machine_rates(settings.device)
 
         def predict() -> Plan:
             configuration = configuration_of(settings, model, tokens=self._tokens or 1)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hardware_db.notices import notice
 from planner import vocabulary as words
 from planner.types.plan import Plan
-from strategies.config import read_config, read_object
+from strategies.config.read import read_config, read_object
 from strategies.distributed.environment import Environment, join
 from strategies.distributed.launcher_env import publish_process_variables, read_process_variables
 from strategies.engine.base import Engine

@@ -196,7 +196,7 @@ class Attempt:
         with make_launcher(self._spec) as launcher:
             while (status := launcher.poll()) is None and not self._is_over(launcher):
                 yield from self._news(final=False)
-                for text in (*launcher.remarks(), *self._remarks(), *self._words_of_interrupt()):
+                for text in (*launcher.remarks(), *map(label_lines, self._remarks()), *self._words_of_interrupt()):
                     yield OutputLine(rank=0, stream="stderr", text=text)
                 time.sleep(_POLL_SECONDS)
         yield from self._news(final=True)

@@ -1,17 +1,19 @@
-"""Flags of placement and supervision, over the defaults or over an earlier launch. No torch."""
+"""Flags of placement, supervision and trackers, over the defaults or over an earlier launch. No torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hardware_db.errors import DsplanError
+from hardware_db.errors import DsplanError, UnknownName
 from hardware_db.handed_in import quote
 from planner import limits
 from planner.errors import ContradictoryRequest
+from strategies.errors import BackendMissing, CannotRun
 from strategies.launch.grace_period import GRACE_SECONDS
 from strategies.run_directory.request import named
 from strategies.run_directory.spec import LauncherName, Placement, SupervisionOptions
@@ -90,6 +92,42 @@ class RequestedSupervision:
         if self.checkpoint_minutes == 0 or (self.checkpoint_minutes is None and self.checkpoint_steps is not None):
             changes["checkpoint_minutes"] = None
         return replace(earlier, **changes)
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+"""Names of accelerate's `LoggerType`."""
+TRACKER_PACKAGES: dict[str, str] = {name: name for name in TRACKERS}
+"""The package that each tracker is installed by."""
+
+
+def parse_trackers(text: str) -> tuple[str, ...]:
+    """Return the names in `tensorboard,wandb`, each once.
+
+    Raises:
+        CannotRun: there is none.
+        UnknownName: a tracker that is none of `TRACKERS`.
+    """
+    names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not names:
+        raise CannotRun(
+            f"{quote(text)} names no tracker; give one or more of {', '.join(TRACKERS)}, with commas between"
+        )
+    for name in names:
+        if name not in TRACKER_PACKAGES:
+            raise UnknownName("tracker", name, TRACKERS, hint=f"one of {', '.join(TRACKERS)}")
+    return names
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Require what the trackers are made of.
+
+    Raises:
+        BackendMissing: the package of a tracker, or accelerate, is not installed.
+    """
+    for name in names:
+        for package in ("accelerate", TRACKER_PACKAGES[name]):
+            if find_spec(package) is None:
+                raise BackendMissing(f"tracker {name} needs the package {package}; pip install {package}")
 
 
 def parse_kernels(text: str | None) -> dict[str, str]:

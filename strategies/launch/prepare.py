@@ -23,13 +23,12 @@ from planner.search.request import WITHOUT_DEEPSPEED, why_not_deepspeed
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan
 from strategies.launch.device import Decision, decide
-from strategies.launch.options import DEFAULT_SUPERVISION, RequestedPlacement, RequestedSupervision
+from strategies.launch.options import DEFAULT_SUPERVISION, RequestedPlacement, RequestedSupervision, check_trackers
 from strategies.launch.state import BEGIN_ANEW, check_unfinished
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.files import SPEC_FILE
 from strategies.run_directory.request import PlanRequest, RequestedMethod, named
 from strategies.run_directory.spec import SAVING, LauncherName, LaunchSpec, Placement, SupervisionOptions
-from strategies.telemetry.trackers import check_installed
 from strategies.variables import PROFILE, RUN_DIRECTORY
 
 # Checks of the placement flags, before anything is started.
@@ -147,7 +146,7 @@ def prepare(request: RunRequest) -> Launch:
     _check_plan_request(request.plan)
     if importlib.util.find_spec("torch") is None:
         raise DsplanError("torch is not installed here, and a run needs it; pip install 'dsplan[train]'")
-    check_installed(request.trackers)
+    check_trackers(request.trackers)
     plan = None if request.plan.plan_file is None else load_plan(request.plan.plan_file)
     placement = request.placement.over(earlier.placement if earlier else Placement())
     decision = decide(probe(), placement)

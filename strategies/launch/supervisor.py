@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Protocol
 
 from hardware_db.notices import label_lines
 from planner.types.plan import Plan
@@ -28,7 +28,6 @@ from strategies.launch.report import (
 )
 from strategies.launch.run_lock import RunLock, launcher_lock
 from strategies.launch.state import RunState
-from strategies.launch.tracking import Tracking
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.files import REPORT_FILE
 from strategies.run_directory.journal import Journal
@@ -41,6 +40,22 @@ from strategies.telemetry.follow import AlertFollower
 _WAIT_SECONDS = 0.1
 
 
+class Companion(Protocol):
+    """A process beside the ranks, which reads the files of the run and ends with it."""
+
+    def start(self) -> None:
+        """Start it, once; where nobody asked for it nothing is started."""
+
+    def remarks(self) -> list[str]:
+        """Return the lines that people are to read since the last call."""
+
+    def finish(self, *, in_a_hurry: bool) -> Iterator[str]:
+        """Wait for what it still has to do, and yield lines for people."""
+
+    def close(self) -> None:
+        """End it at once."""
+
+
 class Supervisor:
     """A launched run. Iterate `events()` to its end, then ask for the `report()`.
 
@@ -50,7 +65,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, spec: LaunchSpec, plan: Plan | None = None, *, resumes: bool = False, resume_from: str = ""
+        self, spec: LaunchSpec, plan: Plan | None, companion: Companion, *, resumes: bool, resume_from: str
     ) -> None:
         self._spec = spec
         self._state = RunState(spec, plan, resumes=resumes, resume_from=resume_from)
@@ -60,7 +75,7 @@ class Supervisor:
         self._attempts: list[AttemptReport] = []
         self._outcome: Outcome | None = None
         self._number = self._state.first
-        self._tracking = Tracking(spec.directory, spec.trackers)
+        self._companion = companion
 
     def events(self) -> Iterator[Event]:
         """Start the ranks and give their lines, plans and steps until the run is over. Ctrl-C ends it.
@@ -68,12 +83,12 @@ class Supervisor:
         Raises:
             DsplanError: another command is at work in the run directory.
         """
-        with closing(self._tracking):
+        with closing(self._companion):
             with RunLock(self._spec.directory), StopRequests() as requests:
                 yield from self._run_to_its_end(requests)
-            # Behind the lock, whose release says to the trackers' process that nothing more comes.
+            # Behind the lock, whose release says to the companion that nothing more comes.
             with suppress(KeyboardInterrupt):
-                for text in self._tracking.finish(in_a_hurry=requests.came):
+                for text in self._companion.finish(in_a_hurry=requests.came):
                     yield OutputLine(rank=0, stream="stderr", text=label_lines(text))
 
     def _run_to_its_end(self, requests: StopRequests) -> Iterator[Event]:
@@ -85,7 +100,7 @@ class Supervisor:
         files, alerts = RunFiles(self._spec.directory), AlertFollower(self._spec.directory)
         decision: Decision | None = None
         while decision is None or decision.continues:
-            attempt = Attempt(self._spec, files, alerts, requests, self._tracking_remarks)
+            attempt = Attempt(self._spec, files, alerts, requests, self._companion.remarks)
             yield from self._run(attempt)
             decision = self._conclude(attempt, requests)
             if attempt.ending is not None and decision is not None:
@@ -97,9 +112,6 @@ class Supervisor:
                 self._outcome = INTERRUPTED if requests.interrupted else outcome_of(Ending(kind="preempted"))
                 break
         self._write_end()
-
-    def _tracking_remarks(self) -> list[str]:
-        return [label_lines(text) for text in self._tracking.remarks()]
 
     def report(self) -> RunReport:
         """Return the finished run.
@@ -137,7 +149,7 @@ class Supervisor:
         )
         if self._state.plan is not None:
             self._journal.append("plan", self._number, plan=plan_to_dict(self._state.plan))
-        self._tracking.start()
+        self._companion.start()
         self._attempts.append(AttemptReport(attempt=self._number, began=time.time(), seconds=0.0, ranks=ranks))
         for happening in attempt.happenings():
             if isinstance(happening, dict):
@@ -190,7 +202,8 @@ class Supervisor:
         course, ending = self._state.course, attempt.ending
         decision = None
         if ending is not None:
-            ending = _with_step(ending, course.last)
+            # A rank that could not say where it was ended behind the last step seen.
+            ending = ending if ending.step is not None else replace(ending, step=course.last)
             if ending.kind == "hung":
                 ending = with_stacks_kept(ending, self._spec.directory, self._number)
             attempt.ending = ending
@@ -268,11 +281,6 @@ class Supervisor:
                 first_step=course.first,
                 last_step=course.last,
             )
-
-
-def _with_step(ending: Ending, last: int | None) -> Ending:
-    """Return the ending with its step: a rank that could not say where it was ended behind the last one seen."""
-    return ending if ending.step is not None else replace(ending, step=last)
 
 
 def _largest_memory(spec: LaunchSpec) -> int:

@@ -22,7 +22,7 @@ from planner import vocabulary as words
 from planner.cost.combinations import Adapted, why_refused
 from planner.question_defaults import LORA_RANK, LORA_TARGETS
 from planner.types.plan import Configuration, WorkloadSection
-from strategies.config import ScriptConfig
+from strategies.config.values import ScriptConfig
 from strategies.errors import BackendMissing, CannotRun
 from strategies.modules.precision import DTYPES
 from strategies.parallel.blocks import quantised_weights, repeated_blocks
@@ -138,10 +138,9 @@ def apply_method(model: nn.Module, method: TrainingMethod) -> str | None:
     peft.inject_adapter_in_model(config, model)
     holder: Any = model
     holder.peft_config = {"default": config}
-    if method.precision != "bf16-pure":
-        for weight in model.parameters():
-            if weight.requires_grad and weight.dtype in (torch.float16, torch.bfloat16):
-                weight.data = weight.data.float()  # as get_peft_model does: 16 bits lose small updates
+    for weight in model.parameters():
+        if weight.requires_grad and weight.dtype in (torch.float16, torch.bfloat16):
+            weight.data = weight.data.float()  # as get_peft_model does: 16 bits lose small updates
     names = sorted({layer.rpartition(".")[2] for layer in layers})
     return (
         f"{method.method} adapters of rank {method.rank} beside {len(layers)} linear layers ({', '.join(names)}):"
@@ -152,6 +151,13 @@ def apply_method(model: nn.Module, method: TrainingMethod) -> str | None:
 def has_adapters(model: nn.Module) -> bool:
     """Return whether a model has adapters of PEFT's beside frozen weights."""
     return any(hasattr(module, "base_layer") and hasattr(module, "lora_A") for module in model.modules())
+
+
+def wide_adapters(model: nn.Module, plan: Configuration) -> list[nn.Parameter]:
+    """Return the adapters that stay in fp32 beside 16-bit weights: those that a plan neither shards nor splits."""
+    if plan.strategy not in words.UNSHARDED or plan.tp * plan.pp > 1 or not has_adapters(model):
+        return []
+    return [weight for weight in model.parameters() if weight.requires_grad and weight.dtype == torch.float32]
 
 
 def require_trainable(model: nn.Module, configuration: Configuration) -> None:

@@ -6,7 +6,8 @@ shards, computes in 16 bits and reduces gradients in fp32. `bf16-pure` keeps eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from strategies.config import Fp16Section
+from strategies.config.values import Fp16Section
 from strategies.torch_compat.tensors import foreach_norm, tree_map
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,9 +26,17 @@ WEIGHT_DTYPE = {**_COMPUTE_DTYPE, "bf16-pure": torch.bfloat16}
 """The dtypes that ZeRO's weights compute in; fp32 is not in it."""
 
 
-def cast_model(model: nn.Module, precision: str) -> nn.Module:
-    """Cast the weights of a model to bf16 for `bf16-pure`; else they stay as they are."""
-    return model.to(torch.bfloat16) if precision == "bf16-pure" else model
+def cast_model(model: nn.Module, precision: str, keep: Collection[nn.Parameter] = ()) -> nn.Module:
+    """Cast the weights of a model to bf16 for `bf16-pure`, all but those to `keep`; else they stay as they are."""
+    if precision != "bf16-pure":
+        return model
+    if not keep:
+        return model.to(torch.bfloat16)
+    kept = {id(weight) for weight in keep}
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if id(tensor) not in kept and tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.bfloat16)
+    return model
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from planner.types.plan import Plan
-from strategies.config import NamedParts
 from strategies.config.names import DEEPSPEEDS_OWN, MADE_BY_DEEPSPEED_ON_CPU, OPTIMIZERS, SCHEDULERS, Named, plain
+from strategies.config.values import NamedParts
 from strategies.errors import BackendMissing, CannotRun
 from strategies.optim.muon import muon_groups
 from strategies.protocols import OptimizerFactory, SchedulerFactory, TrainingParts

@@ -186,8 +186,7 @@ class RowParallelLinear(Rows, nn.Linear):
 
     Args:
         split_input: every rank is given all inputs, [..., in_features], and takes its own.
-        group: the ranks that share the layer; None: all of the job, or, before it is joined, none: the layer is whole
-            until `dsplan.initialize` splits it over the tp ranks of its plan.
+        group: as of `ColumnParallelLinear`.
 
     Raises:
         CannotRun: the inputs do not divide over the ranks.
@@ -299,8 +298,7 @@ class ParallelAttention(nn.Module):
         width: of inputs and outputs.
         heads: of queries; `key_heads` of keys and values, None: as many. Both divide over the ranks.
         dropout: of attention weights, while training.
-        group: the ranks that share the layer; None: all of the job, or, before it is joined, none: the layer is whole
-            until `dsplan.initialize` splits it over the tp ranks of its plan.
+        group: as of `ColumnParallelLinear`.
 
     Raises:
         CannotRun: heads do not divide over the ranks, or the width over the heads.
@@ -354,8 +352,7 @@ class ParallelMLP(nn.Module):
         width: of inputs and outputs.
         inner: how many units lie between; they divide over the ranks.
         is_gated: the units are activation(gate) * up, as Llama's are.
-        group: the ranks that share the layer; None: all of the job, or, before it is joined, none: the layer is whole
-            until `dsplan.initialize` splits it over the tp ranks of its plan.
+        group: as of `ColumnParallelLinear`.
 
     Raises:
         CannotRun: the inner units do not divide over the ranks.

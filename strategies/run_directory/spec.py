@@ -103,7 +103,7 @@ class LaunchSpec:
     """One launch on this node: the script with its arguments, its processes, and where they write.
 
     `processes` counts the ranks of one node; `environment` is added to the processes' own. `run_id` tells this run's
-    checkpoints from those of others. `trackers` are names of `strategies/telemetry/trackers.py`. What the script trains
+    checkpoints from those of others. `trackers` are names of `strategies/launch/options.py`. What the script trains
     with is seen in its ranks (strategies/run_directory/claim).
     """
 

@@ -33,16 +33,13 @@ def begin(spec: LaunchSpec, rank: int) -> None:
     success_path(directory, rank).unlink(missing_ok=True)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, lambda number, frame: _leave_unsaved(spec, rank))
-    claim.once_claimed(lambda kind: _listen(spec) if kind in SAVING else None)
+    grace_seconds = _USABLE * spec.supervision.grace_seconds
+    claim.once_claimed(lambda kind: STOP_SIGNAL.listen(grace_seconds=grace_seconds) if kind in SAVING else None)
     begin_watching(directory, rank, spec.supervision.hang_seconds)
     try:
         replace_whole(pid_path(directory, rank), str(os.getpid()))
     except OSError as problem:
         notice(f"the process id of rank {rank} could not be written: {problem}")
-
-
-def _listen(spec: LaunchSpec) -> None:
-    STOP_SIGNAL.listen(grace_seconds=_USABLE * spec.supervision.grace_seconds)
 
 
 def _leave_unsaved(spec: LaunchSpec, rank: int) -> None:

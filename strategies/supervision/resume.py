@@ -141,7 +141,7 @@ def _find(engine: SupervisedEngine, run_directory: Path, options: AttemptOptions
 def _choose(everyones: Sequence[lineage.Lineage], run_directory: Path, options: AttemptOptions) -> _Candidates:
     noted = [checkpoint for node in everyones for checkpoint in node.all if checkpoint.by != "huggingface"]
     runs = lineage.own_runs(noted, options.run_id, has_nodes=options.has_nodes)
-    foreign = [checkpoint for checkpoint in noted if _is_foreign(checkpoint, runs)]
+    foreign = [checkpoint for checkpoint in noted if checkpoint.run and checkpoint.run not in runs]
     if foreign:
         notice(f"{run_directory / LINEAGE_FILE} lists {len(foreign)} checkpoints of another run: passed over")
     counted = [checkpoint for checkpoint in noted if checkpoint not in foreign and checkpoint.attempt >= options.since]
@@ -171,10 +171,6 @@ def _own_folders(run_directory: Path, options: AttemptOptions) -> list[Path]:
     """List the folders where the run's ranks save by themselves, now or when nobody named one."""
     named, usual = Path(options.supervision.checkpoint_directory).absolute(), (run_directory / CHECKPOINTS).absolute()
     return list(dict.fromkeys([named, usual]))
-
-
-def _is_foreign(checkpoint: lineage.RunCheckpoint, runs: set[str]) -> bool:
-    return bool(checkpoint.run) and checkpoint.run not in runs
 
 
 def _find_unnoted(

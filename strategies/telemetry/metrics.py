@@ -75,6 +75,14 @@ class MeasuredRun:
     peak_rss_bytes: int | None
 
 
+_GROUPS = {"seconds": "seconds", "bytes": "memory"}
+
+
+def group(name: str) -> str:
+    """Return a figure's name below the heading that trackers draw it under: `train/loss`, `seconds/load_seconds`."""
+    return f"{_GROUPS.get(name.rpartition('_')[2], 'train')}/{name}"
+
+
 def parse_row(line: str) -> dict[str, Any] | None:
     """Read a metrics line; None for one cut short by the end of its process."""
     try:

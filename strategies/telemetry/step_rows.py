@@ -11,6 +11,7 @@ import torch
 
 from strategies.telemetry.machine import ProcessMemory
 from strategies.telemetry.metrics import STORAGE_TRACKER, WARM_UP_STEPS
+from strategies.telemetry.timers import clock_of
 from strategies.torch_compat.tensors import tree_leaves
 from strategies.tracing.storage_tracker import StorageTracker
 
@@ -40,7 +41,7 @@ class StepRows:
         self._memory: _CudaMemory | _TrackedMemory = (
             _CudaMemory(device) if device.type == "cuda" else _TrackedMemory(tracks=tracks)
         )
-        self._ready: _CudaReady | _HostReady = _CudaReady() if device.type == "cuda" else _HostReady()
+        self._ready = _Ready(device)
         self._process = ProcessMemory()
         self._look_at, self._looked = 0.0, dict[str, int]()
         self._sequence_length = sequence_length
@@ -86,7 +87,7 @@ class StepRows:
             "loss": loss,
             "seconds": now - self._started,
             "load_seconds": self._load,
-            "ready_seconds": self._ready.seconds(self._started),
+            "ready_seconds": self._ready.seconds(),
             "samples": self._share(self._samples),
             "tokens": self._share(self._tokens),
             **self._memory.step_ended(),
@@ -120,44 +121,23 @@ class StepRows:
         return self._steps + 1 if self._global_steps is None else self._global_steps()
 
 
-class _HostReady:
-    """Time at which the step's first loss was there, by the host's clock."""
+class _Ready:
+    """Time at which the step's first loss was there, by the device's clock."""
 
-    def __init__(self) -> None:
-        self._at: float | None = None
-
-    def loss_is(self) -> None:
-        self._at = time.perf_counter()
-
-    def seconds(self, started: float) -> float | None:
-        """Return seconds from `started` to the loss; the step is over."""
-        return None if self._at is None else self._at - started
-
-    def step_starts(self) -> None:
-        self._at = None
-
-
-class _CudaReady:
-    """Time at which the step's first loss was there, by events on the GPU's stream."""
-
-    def __init__(self) -> None:
-        event: Any = torch.cuda.Event
-        self._began, self._loss = event(enable_timing=True), event(enable_timing=True)
+    def __init__(self, device: torch.device) -> None:
+        self._clock = clock_of(device)
         self.step_starts()
 
-    def loss_is(self) -> None:
-        self._loss.record()
-        self._has_loss = True
-
-    def seconds(self, started: float) -> float | None:
-        """Return seconds from the start of the step to the loss; the device has been waited for."""
-        if not self._has_loss or not self._loss.query():
-            return None
-        return float(self._began.elapsed_time(self._loss)) / 1000
-
     def step_starts(self) -> None:
-        self._has_loss = False
-        self._began.record()
+        self._began: Any = self._clock.now()
+        self._loss: Any = None
+
+    def loss_is(self) -> None:
+        self._loss = self._clock.now()
+
+    def seconds(self) -> float | None:
+        """Return seconds from the start of the step to the loss; the device has been waited for."""
+        return None if self._loss is None else self._clock.seconds(self._began, self._loss)
 
 
 class _CudaMemory:

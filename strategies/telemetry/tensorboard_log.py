@@ -21,10 +21,10 @@ from hardware_db.notices import label_lines
 from hardware_db.units import format_seconds
 from strategies.errors import BackendMissing, CannotRun
 from strategies.protocols import Observer, TrainingEngine
+from strategies.telemetry.metrics import group
 from strategies.telemetry.monitor import RunMonitor
 from strategies.telemetry.timers import Timers
 from strategies.telemetry.traces import StepProfile
-from strategies.telemetry.trackers import group
 
 EVERY_STEPS = 10
 """Steps between rows where a script or its config (`steps_per_print`) does not say; DeepSpeed's default."""

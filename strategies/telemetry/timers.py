@@ -78,11 +78,16 @@ class _CudaClock(HostClock):
         return float(start.elapsed_time(end)) / 1e3
 
 
+def clock_of(device: torch.device) -> HostClock:
+    """Return the clock of a device's work."""
+    return _CudaClock(device) if device.type == "cuda" else HostClock()
+
+
 class Timers:
     """Seconds per section since `take` was last called."""
 
     def __init__(self, device: torch.device) -> None:
-        self._clock = _CudaClock(device) if device.type == "cuda" else HostClock()
+        self._clock = clock_of(device)
         self._open: dict[str, Any] = {}
         self._closed: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
         self._kept: dict[str, int] = {}

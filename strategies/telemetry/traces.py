@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 
 from hardware_db.files import replacement
-from strategies.config import ProfilerSection
+from strategies.config.values import ProfilerSection
 from strategies.protocols import Observer
 from strategies.torch_compat.profiling import DeviceType, profiler_enabled
 

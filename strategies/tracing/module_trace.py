@@ -39,7 +39,7 @@ from strategies.tracing.example import arguments_of, examples_for
 from strategies.tracing.forms.derive import Derivation
 from strategies.tracing.forms.timeline import Marks, Recorder, Timeline
 from strategies.tracing.step.refusal import guard
-from strategies.tracing.step.step import fake_copy, loss_of, on_device
+from strategies.tracing.step.step import fake_copy, fake_tensor, loss_of, on_device
 from strategies.tracing.storage_tracker import StorageTracker
 
 _log = logging.getLogger(__name__)
@@ -285,10 +285,13 @@ def _moments(few: Reading, many: Reading) -> tuple[TracedMoment, ...]:
 
 def _run(module: nn.Module, batch: Any, mode: str, device: Device, fake: FakeTensorMode) -> Reading:
     dtype = torch.bfloat16 if mode == "pure" else None
-    weights = {name: _fake_weight(fake, value, dtype) for name, value in module.named_parameters()}
-    buffers = {name: _fake(fake, value, dtype) for name, value in module.named_buffers()}
+    weights = {
+        name: fake_tensor(fake, value, dtype).requires_grad_(value.requires_grad)
+        for name, value in module.named_parameters()
+    }
+    buffers = {name: fake_tensor(fake, value, dtype) for name, value in module.named_buffers()}
     inputs = tree_map(
-        lambda leaf: _fake(fake, leaf, dtype) if isinstance(leaf, torch.Tensor) else leaf, arguments_of(batch)
+        lambda leaf: fake_tensor(fake, leaf, dtype) if isinstance(leaf, torch.Tensor) else leaf, arguments_of(batch)
     )
     autocast: AbstractContextManager[object] = contextlib.nullcontext()
     if mode == "autocast":
@@ -327,17 +330,6 @@ def _part_of(module: nn.Module, fake: FakeTensorMode, degrees: Degrees, uneven: 
     with fake, balance_experts(copied):
         split_imagined(copied, *degrees, uneven=uneven)
     return copied
-
-
-def _fake(mode: FakeTensorMode, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return a stand-in on the CPU, whatever the device of the original."""
-    wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
-    with mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=wanted, device="cpu")
-
-
-def _fake_weight(mode: FakeTensorMode, value: nn.Parameter, dtype: torch.dtype | None) -> torch.Tensor:
-    return _fake(mode, value, dtype).requires_grad_(value.requires_grad)
 
 
 class _Gradients:

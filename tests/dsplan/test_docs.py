@@ -28,6 +28,7 @@ GENERATED = {
     "report.public_scripts": 2,
     "report.public_recipes": 64,
     "report.first_plans": None,
+    "report.known_faults": None,
     "report.data_licences": 2,
 }
 """The scripts that write pages, and the cores on which the suite has each write its page (None: it takes too long)."""

@@ -66,7 +66,7 @@ def test_planning_works_with_the_base_dependencies_alone(arguments: tuple[str, .
 
 @pytest.mark.parametrize("arguments", [RECOMMEND, ("--help",), ("--version",), ("recommend", "--help")])
 def test_a_plan_imports_nothing_of_pages_trackers_and_training_that_are_installed(arguments: tuple[str, ...]) -> None:
-    slow = {"torch", "numpy", "accelerate", "rich", "dsplan.ui", "dsplan.report", "strategies.telemetry.trackers"}
+    slow = {"torch", "numpy", "accelerate", "rich", "dsplan.ui", "dsplan.report", "dsplan.diagnostics"}
     assert not (PAGES | TRACKERS | slow) & imported(run(*arguments))
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from dsplan.__main__ import main
 from dsplan.render.charts import sparkline
+from dsplan.render.recent_rows import RecentRows
 from dsplan.render.run_view import RunView
 from dsplan.render.show import Table as ShownTable
 from dsplan.render.show import Text, columns, plain_text, renderables
@@ -23,7 +24,6 @@ from dsplan.render.watch_view import Frame, RunWatch
 from hardware_db.notices import MOST_LETTERS, printable
 from strategies.launch.attempt import StepDone
 from strategies.launch.run_lock import RunLock
-from strategies.telemetry.follow import RecentRows
 from tests.dsplan.cli import Cli
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import dsplan
 from hardware_db.probe import probe
 from strategies.autoplan import live
-from strategies.config import read_config
+from strategies.config.read import read_config
 from strategies.engine.initialize import initialize
 from strategies.optim.muon import muon_groups
 from strategies.optim.registry import optimizer_by_name, scheduler_by_name

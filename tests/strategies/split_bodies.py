@@ -12,7 +12,7 @@ from torch import nn
 
 from planner.types.plan import Configuration
 from strategies.checkpoint.states import unwrapped
-from strategies.config import read_config
+from strategies.config.read import read_config
 from strategies.distributed.environment import Environment, join
 from strategies.engine.base import Engine, Strategy
 from strategies.engine.registry import NATIVE, STRATEGIES

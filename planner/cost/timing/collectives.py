@@ -173,10 +173,27 @@ def _all_to_all_seconds(links: Fabric, size_bytes: float, members: Group) -> flo
     Those of other nodes get theirs over its own share of the NICs, those of its own node beside that.
     """
     local, size = members.per_node, members.size
-    inside = size_bytes * (local - 1) / size / (links.intra["all_to_all"][0 if local == 2 else 1 if local <= 4 else 2])
+    return _sent_apart(links, size_bytes * (local - 1) / size, size_bytes * (size - local) / size, members)
+
+
+def dispatch_seconds(cluster: Cluster, size_bytes: float, copies: float, other_nodes: float, members: Group) -> float:
+    """Return the seconds of sending tokens of `size_bytes` to `copies` experts each, once to every node.
+
+    Each token crosses to the `other_nodes` that have experts of it over the NICs, once, and from there to the ranks of
+    the node over the links inside (DeepEP; DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
+    """
+    local = members.per_node
+    inside = size_bytes * copies * (local - 1) / local
+    return _sent_apart(fabric(cluster), inside, size_bytes * other_nodes, members)
+
+
+def _sent_apart(links: Fabric, inside_bytes: float, between_bytes: float, members: Group) -> float:
+    """Return the seconds of what every rank sends inside its node and, over its share of the NICs, beyond it."""
+    local = members.per_node
+    inside = inside_bytes / links.intra["all_to_all"][0 if local == 2 else 1 if local <= 4 else 2]
     if members.nodes == 1:
         return links.base + links.intra_step + inside
-    between = size_bytes * (size - local) / size * local * members.sharing / links.inter["all_to_all"]
+    between = between_bytes * local * members.sharing / links.inter["all_to_all"]
     return links.base + links.inter_step + max(inside, between)
 
 

@@ -23,6 +23,7 @@ from planner.cost.timing.flops import (
     head_width,
     trained_share,
 )
+from planner.cost.timing.optimizer import TENSORS_PER_BLOCK
 from planner.cost.timing.stacks import USUAL_MATMULS, Matmuls, Stack
 from planner.types.job import Job
 
@@ -176,8 +177,9 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     elementwise = _elementwise_seconds(stack, tokens, rates, tp, job.configuration.sequence_parallel)
     attention = _attention_passes(stack, job, shape, rates)
     host = _host_seconds(stack, rates, tp)
+    hooks = _hook_seconds(stack, job)
     drawn = 2 * rates.random(tokens * stack.hidden) if stack.dropout else 0.0
-    forward = _with_host(products + elementwise + attention.forward + drawn, host, rates)
+    forward = _with_host(products + elementwise + attention.forward + drawn, host + hooks, rates)
     device = products_backward + BACKWARD * elementwise + attention.backward
     share = trained_share(job.counts)
     if share is not ALL_TRAINED:
@@ -186,10 +188,10 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
         device += beside.backward - (1 - share.passed) * (BACKWARD * elementwise + attention.backward)
         elementwise += beside.forward
         host += beside.recomputed if stack.norms else 0.0
-        forward = _with_host(products + elementwise + attention.forward + drawn, host, rates)
-    backward = _with_host(device, BACKWARD * host * share.passed, rates)
+        forward = _with_host(products + elementwise + attention.forward + drawn, host + hooks, rates)
+    backward = _with_host(device, (BACKWARD * host + hooks) * share.passed, rates)
     skipped = products * stack.last_product / matmuls.active if rates.code.stops_early else 0.0
-    again = _with_host(products - skipped + elementwise + attention.forward + drawn, host, rates)
+    again = _with_host(products - skipped + elementwise + attention.forward + drawn, host + hooks, rates)
     checkpointing = job.configuration.activation_checkpointing
     selective = elementwise + rates.code.selective_products * products
     recomputed = {"none": 0.0, "full": again, "selective": selective}[checkpointing]
@@ -316,6 +318,22 @@ def _host_seconds(stack: Stack, rates: DeviceRates, tp: int) -> float:
     experts = max(0, stack.matmuls.kernels - USUAL_MATMULS) + (rates.code.dispatch_kernels if stack.dispatched else 0)
     collectives = BLOCK_COLLECTIVES * COLLECTIVE_KERNELS if tp > 1 else 0
     return rates.code.block_host_seconds + (experts + collectives) * rates.code.kernel_host_seconds
+
+
+HOOK_SECONDS = 0.4e-3
+"""Of the host for one of a block's parameters whenever a module fetches and releases it under DeepSpeed's ZeRO-3, in
+the forward, where it is run again and in the backward (deepspeed/runtime/zero/parameter_offload.py and
+partitioned_param_coordinator.py). Steps too short to hide it took 0.3 ms on one A100 and 0.5 on two (QwenLM/Qwen
+README.md, samples of 256 and 512 tokens), and 1.0 on 16 V100 of 2021 (microsoft/DeepSpeedExamples autotuning)."""
+
+
+def _hook_seconds(stack: Stack, job: Job) -> float:
+    """Return the seconds of the host in which DeepSpeed's ZeRO-3 fetches and releases an average block's parameters."""
+    chosen, blocks = job.configuration, job.counts.blocks
+    if chosen.strategy != "zero3" or chosen.backend != "deepspeed" or not (stack.norms and blocks):
+        return 0.0
+    tensors = sum(block.repeats * (len(block.shapes) or TENSORS_PER_BLOCK) for block in blocks)
+    return HOOK_SECONDS * tensors / sum(block.repeats for block in blocks)
 
 
 def head_passes(job: Job, shape: Geometry, rates: DeviceRates) -> Passes:

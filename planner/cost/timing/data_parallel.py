@@ -118,9 +118,9 @@ class StepContext:
         """Gradients reduce-scattered among shards, then all-reduced among `replicas`."""
         where = self.where
         scattered = self.collective("reduce_scatter", elements, where.communication_bytes, where.shard_group)
-        return scattered + (self.between_replicas(elements) if replicas else 0.0)
+        return scattered + (self.all_reduce_shards(elements) if replicas else 0.0)
 
-    def between_replicas(self, elements: float) -> float:
+    def all_reduce_shards(self, elements: float) -> float:
         """Return the seconds of all-reducing a shard of gradients among replicas: as they travel, or as they wait."""
         where = self.where
         width = where.gradient_bytes if self.sums_replicas_once else where.communication_bytes
@@ -133,6 +133,15 @@ class StepContext:
         width = where.communication_bytes
         seconds += self.collective("reduce_scatter", experts, width, where.expert_group)
         return seconds + self.collective("all_reduce", experts / where.expert_shards, width, where.replica_group)
+
+    @property
+    def replicas_apart(self) -> bool:
+        """True if shards are gathered over links inside a node and replicas reduced over those between nodes.
+
+        FSDP has a stream of its own for either (`all_reduce_stream`, torch/distributed/fsdp/_fully_shard
+        /_fsdp_param_group.py; `_all_reduce_stream` of FSDP1), so that neither waits for the other.
+        """
+        return self.where.shard_group.nodes == 1 < self.where.replica_group.nodes
 
 
 def data_parallel(job: Job, where: Layout, stage: Stage, rates: DeviceRates) -> Communication:
@@ -199,7 +208,7 @@ def _zero_reduction(context: StepContext, elements: float, *, replicas: bool = T
     if not context.code.reduces_whole:
         return context.reduce_scatter(elements, replicas=replicas)
     shared = context.collective("all_reduce", elements, where.communication_bytes, where.shard_group)
-    return shared + (context.between_replicas(elements) if replicas else 0.0)
+    return shared + (context.all_reduce_shards(elements) if replicas else 0.0)
 
 
 def _updated_parameters(context: StepContext) -> float:
@@ -243,10 +252,11 @@ def _backward(
     compute = stage.block.backward + stage.block.recomputed
     both = "all_gather + reduce_scatter" if gather and reduce else "all_gather" if gather else "reduce_scatter"
     between: tuple[Unit, ...] = ()
+    apart = context.all_reduce_shards(context.where.block) if reduce and context.replicas_apart else 0.0
     if layers > 1:
         between = (
             (1, compute, gather, "all_gather"),
-            (layers - 2, compute, gather + reduce, both),
+            (layers - 2, compute, max(gather + reduce - apart, apart), both),
             (1, compute, reduce, "reduce_scatter"),
         )
     head = (1, stage.head.backward, gather, "all_gather")

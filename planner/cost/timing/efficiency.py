@@ -77,6 +77,7 @@ GEMM_CEILING = {
     "volta": 0.78,
     "turing": 0.72,
     "ampere": 0.77,
+    "ampere SXM4": 0.78,
     "ada": 0.78,
     "hopper": 0.65,
     "blackwell": 0.50,
@@ -90,6 +91,11 @@ fitted to whole steps of every publication. MI300X's products reach 620 TFLOP/s 
 vs H200 Benchmark Part 1: Training", December 2024, as others report it). Volta otherwise, Turing, Ada and CPUs are
 assumptions without a measurement.
 """
+
+FP32_CEILING = {"volta": 0.93, "ampere SXM4": 0.97}
+"""The same of products in fp32, which run beside tensor cores and within the power that a card may take: 13 of a V100
+PCIe's 14.0 TFLOP/s, 19 of an A100's 19.5 (chsasank/device-benchmarks@02b8262e README.md, large products of torch).
+Others are taken for products in 16 bits; GeForce cards of that table reach 70 to 88 %."""
 
 EIGHT_BIT_SHARE = {"cdna3": 0.81}
 """Share of their own peak that 8-bit products reach over that of 16-bit ones, where it is known to be another: MI300X's
@@ -266,7 +272,8 @@ def device_rates(
     device, measured, factors = cluster.device, cluster.rates, cluster.factors
     peak = device.peak_flops(compute_dtype(device, "bf16" if precision in SCALED_PRECISIONS else precision))
     products, attention = ceilings(device)
-    gemm = (peak or assumed_peak(cluster)) * products * _product_share(device, code)
+    dense = _fp32_ceiling(device, products) if _computes_in_fp32(device, precision) else products
+    gemm = (peak or assumed_peak(cluster)) * dense * _product_share(device, code)
     # Large work takes these rates; only memory is asked for without a size.
     memory = measured.memory.rate(LARGE_BYTES) if measured.memory else None
     bandwidth = (device.memory_bandwidth_bytes_per_s or CPU_BANDWIDTH) * MEMORY_CEILING
@@ -288,6 +295,17 @@ def device_rates(
         scaled=scaled,
         scaled_flops=_scaled_flops(device, precision, factors) * _product_share(device, code) if scaled else 0.0,
     )
+
+
+def _computes_in_fp32(device: Device, precision: Precision) -> bool:
+    """Return whether products run in fp32: asked for, or for want of a faster unit."""
+    return precision not in SCALED_PRECISIONS and compute_dtype(device, precision) == "fp32"
+
+
+def _fp32_ceiling(device: Device, otherwise: float) -> float:
+    """Return the share of its fp32 peak that large products of a device reach."""
+    formed = f"{device.architecture} {device.form}"
+    return FP32_CEILING.get(formed) or FP32_CEILING.get(device.architecture, otherwise)
 
 
 def _product_share(device: Device, code: Implementation) -> float:

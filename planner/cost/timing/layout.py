@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hardware_db.records import dataclass
 from planner.cost.precision import Recipe, communication_bytes, recipe_of
 from planner.cost.split import blocks_per_stage
@@ -31,6 +33,32 @@ def beside(compute: float, communication: float, *, slowdown: float = SLOWDOWN) 
     if communication > compute:
         return communication - compute + (slowdown - 1) * compute
     return (slowdown - 1) * communication
+
+
+SPEED_SPREAD = 0.013
+"""Standard deviation of the speed of GPUs of one kind at the same work: 8 % lie between the slowest and the fastest of
+a cluster on average (Sinha et al. 2022, "Not All GPUs Are Created Equal", SC22, arXiv 2208.11035), which for hundreds
+of GPUs is six of these. What llm-foundry, torchtitan and dgxc-benchmarking lose from the smallest to the largest of
+their runs beyond communication asks for 0.00 to 0.05 (`python -m scripts.report.known_faults`, scaling)."""
+
+USUAL_RANKS = 8
+"""GPUs of a node, whose slowest one is in every rate that was fitted to whole steps."""
+
+
+def slowest_share(gpus: int) -> float:
+    """Return what the slowest of `gpus` takes longer than the slowest of a node, as a share of its compute.
+
+    Nobody goes on in a synchronous step before the slowest has come. The largest of n normal values is expected at
+    sqrt(2 ln n) - (ln ln n + ln 4 pi) / (2 sqrt(2 ln n)) standard deviations (Cramer 1946, section 28.6).
+    """
+    if gpus <= USUAL_RANKS:
+        return 0.0
+    return SPEED_SPREAD * (_expected_maximum(gpus) - _expected_maximum(USUAL_RANKS))
+
+
+def _expected_maximum(count: int) -> float:
+    root = math.sqrt(2 * math.log(count))
+    return root - (math.log(math.log(count)) + math.log(4 * math.pi)) / (2 * root)
 
 
 def exposed_seconds(compute: float, communication: float, *, startup: float = 0.0, slowdown: float = SLOWDOWN) -> float:

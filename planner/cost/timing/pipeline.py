@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hardware_db.records import dataclass
 from planner.cost.split import attention_exchange, attention_widths, blocks_per_stage
-from planner.cost.timing.collectives import Collective, collective_seconds, group, neighbour_seconds
+from planner.cost.timing.collectives import (
+    Collective,
+    collective_seconds,
+    dispatch_seconds,
+    group,
+    neighbour_seconds,
+)
 from planner.cost.timing.compute import NOTHING, Passes, block_passes, head_passes
 from planner.cost.timing.efficiency import ATTENTION_BACKWARD, DeviceRates
 from planner.cost.timing.flops import executed_layers, geometry, job_stacks
-from planner.cost.timing.layout import Layout
+from planner.cost.timing.layout import Layout, beside
+from planner.models.facts import ModelFacts
 from planner.types.job import Job
 
 # Communication inside the blocks of one micro-batch: of tensor, context and expert parallelism.
@@ -59,7 +67,7 @@ def exchanges(job: Job, where: Layout, stage: Stage, rates: DeviceRates) -> Exch
     if chosen.cp > 1:
         exchanges += _context_parallel(job, where, stage, rates)
     if chosen.ep > 1:
-        exchanges += _expert_parallel(job, where, rates)
+        exchanges += _expert_parallel(job, where, stage, rates)
     return exchanges
 
 
@@ -115,19 +123,51 @@ def _context_parallel(job: Job, where: Layout, stage: Stage, rates: DeviceRates)
     return Exchanges(forward=forward, backward=backward, hidden=total - forward - backward)
 
 
-def _expert_parallel(job: Job, where: Layout, rates: DeviceRates) -> Exchanges:
+def _expert_parallel(job: Job, where: Layout, stage: Stage, rates: DeviceRates) -> Exchanges:
     """Return the seconds of sending tokens to the ranks of their experts and back (GShard, arXiv 2006.16668).
 
-    The busiest rank gets more than the mean.
+    The busiest rank gets more than the mean. Where a code base sends the tokens of one micro-batch beside the compute
+    of another, what compute takes longer than is hidden.
     """
     chosen, facts = job.configuration, job.facts
-    tokens = job.tokens_per_micro_batch / (chosen.tp if chosen.sequence_parallel else 1)
-    copies = job.workload.expert_imbalance * tokens * facts.experts_per_token
-    size = copies * facts.hidden_size * rates.element_bytes
-    one = collective_seconds(job.cluster, "all_to_all", size, group(job.cluster, chosen.ep, 1))
+    one = _dispatch(job, rates)
     each_way = 2 * where.layers * (1 - facts.first_k_dense / max(facts.num_layers, 1)) * one
     again = 2 if chosen.activation_checkpointing == "full" else 1
-    return Exchanges(forward=each_way, backward=again * each_way)
+    forward, backward = each_way, again * each_way
+    if not _overlaps_dispatch(job, rates):
+        return Exchanges(forward=forward, backward=backward)
+    visible = Exchanges(forward=beside(stage.forward, forward), backward=beside(stage.backward, backward))
+    return replace(visible, hidden=max(0.0, forward + backward - visible.visible))
+
+
+def _dispatch(job: Job, rates: DeviceRates) -> float:
+    """Return the seconds of one exchange of a block's tokens."""
+    chosen, facts = job.configuration, job.facts
+    tokens = job.tokens_per_micro_batch / (chosen.tp if chosen.sequence_parallel else 1)
+    size = tokens * facts.hidden_size * rates.element_bytes
+    copies = job.workload.expert_imbalance * facts.experts_per_token
+    members = group(job.cluster, chosen.ep, 1)
+    if rates.code.dispatches_by_node and members.nodes > 1:
+        return dispatch_seconds(job.cluster, size, copies, _other_nodes(facts, members.nodes), members)
+    return collective_seconds(job.cluster, "all_to_all", size * copies, members)
+
+
+def _other_nodes(facts: ModelFacts, nodes: int) -> float:
+    """Return how many nodes beside its own a token is sent to on average, whose experts are picked evenly.
+
+    A router that picks groups of experts first keeps a token within the nodes of these.
+    """
+    allowed = float(nodes)
+    if facts.expert_groups > 1:
+        allowed = min(allowed, facts.groups_per_token * max(1.0, nodes / facts.expert_groups))
+    reached = allowed * (1 - (1 - 1 / allowed) ** facts.experts_per_token)
+    return reached * (nodes - 1) / nodes
+
+
+def _overlaps_dispatch(job: Job, rates: DeviceRates) -> bool:
+    """Return whether tokens travel beside compute: always, or in a pipeline of several stages per rank."""
+    overlap = rates.code.overlaps_dispatch
+    return overlap == "always" or (overlap == "interleaved" and job.configuration.virtual_stages > 1)
 
 
 def boundary_seconds(job: Job, rates: DeviceRates) -> float:

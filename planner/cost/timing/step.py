@@ -13,7 +13,7 @@ from planner.cost.precision import scaled_products
 from planner.cost.timing.data_parallel import Communication, data_parallel
 from planner.cost.timing.efficiency import DeviceRates, compute_dtype, device_rates
 from planner.cost.timing.flops import model_flops
-from planner.cost.timing.layout import Layout, layout
+from planner.cost.timing.layout import Layout, layout, slowest_share
 from planner.cost.timing.offload import OffloadCost, offload_cost
 from planner.cost.timing.optimizer import optimizer_seconds
 from planner.cost.timing.parameter_copies import copies_of, copy_seconds
@@ -34,7 +34,7 @@ class Parts:
     """Parts that a step is put together from.
 
     The busiest stage, what its ranks exchange inside a micro-batch, the seconds of copies that `time` counts as
-    compute, and the sums.
+    compute, those of waiting for the slowest GPU that it counts as communication, and the sums.
     """
 
     where: Layout
@@ -42,6 +42,7 @@ class Parts:
     busiest: Stage
     inside: Exchanges
     copies: float
+    waiting: float
     time: StepTime
 
 
@@ -63,6 +64,8 @@ def parts_of(job: Job) -> Parts:
     offload = offload_cost(job, where, hideout, rates)
     copies = copy_seconds(copies_of(job, where, rates), rates)
     compute = steps * busiest.total + copies
+    waiting = compute * slowest_share(job.configuration.world_size)
+    communication += Communication(total=waiting, exposed=waiting)
     optimizer = _optimizer(job, where, rates, offload)
     bubble = bubble_seconds(job, pipeline, inside, hop)
     time = StepTime(
@@ -74,7 +77,7 @@ def parts_of(job: Job) -> Parts:
         optimizer_seconds=optimizer,
         bubble_seconds=bubble,
     )
-    return Parts(where=where, rates=rates, busiest=busiest, inside=inside, copies=copies, time=time)
+    return Parts(where=where, rates=rates, busiest=busiest, inside=inside, copies=copies, waiting=waiting, time=time)
 
 
 def _optimizer(job: Job, where: Layout, rates: DeviceRates, offload: OffloadCost) -> float:

@@ -27,7 +27,8 @@ class Span:
     """One stream's work for a while: `start` and `seconds` from the beginning of the step.
 
     `kind` is `forward`, `backward`, `copies`, `optimizer`, `bubble` (waiting for other stages), `offload`, or what is
-    communicated (`all_gather`, `reduce_scatter`, `all_reduce`, ..., `inside` for tp, cp and ep). Of communication
+    communicated (`all_gather`, `reduce_scatter`, `all_reduce`, ..., `inside` for tp, cp and ep, `wait` for the slowest
+    GPU). Of communication
     `exposed` are the seconds in which nothing is computed beside it, the slowdown of compute beside it included.
     """
 
@@ -63,6 +64,7 @@ def step_timeline(job: Job) -> tuple[Span, ...]:
         assert number in shown
         _micro_batch(pen, parts, units, rounds, number)
     pen.compute("bubble", "waiting for other stages", parts.time.bubble_seconds)
+    pen.communication("wait", "waiting for the slowest GPU", parts.waiting)
     pen.units("end", "end of the step", units.end, 0.0)
     pen.compute("copies", "copies of parameters", parts.copies)
     pen.add("transfer", "offload", "host and disk", parts.time.offload_seconds)

@@ -7,9 +7,12 @@ samples and the positions of a batch, so that a model of any architecture can be
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from strategies.tracing.cuda.attention import unpadded
 from strategies.tracing.denoisers import CLIP_TOKENS, FLUX_TOKENS, T5_TOKENS, Denoiser, denoiser
 from strategies.tracing.denoisers import batch_of as denoiser_batch
 from strategies.tracing.forms.derive import Derivation
+from strategies.tracing.forms.timeline import Storage, Timeline
 from strategies.tracing.module_trace import Reading, count_work
 from strategies.tracing.step.build import Subject
 from strategies.tracing.step.images import follow_images, images_of
@@ -225,7 +229,51 @@ def recorded_form(recipe: Recipe, variant: Variant) -> Form:
         with as_cuda(), unpadded(), follow_images(module):
             timeline = record_step(subject, batch, autocast, on_cuda=True)
     counted = lengths.count if recipe.loops else lengths.count_of_images if recipe.sees_images else None
-    return Derivation(timeline, kinds_of(module), lengths.elements, POINTS, counted=counted).form()
+    if counted is None:
+        return Derivation(timeline, kinds_of(module), lengths.elements, POINTS).form()
+    return LoopDerivation(timeline, kinds_of(module), lengths.elements, POINTS, counted).form()
+
+
+class LoopDerivation(Derivation):
+    """Reads a timeline in which a loop over positions or images makes one storage for each.
+
+    `counted` says, of the elements of a storage, the number alive of its like and the number that the whole step makes,
+    what that number depends on.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        labels: Sequence[str],
+        elements: Callable[[tuple[int, ...]], Polynomial],
+        points: Sequence[Dimensions],
+        counted: Callable[[Polynomial, int, int], Polynomial],
+    ) -> None:
+        super().__init__(timeline, labels, elements, points)
+        self._counted = counted
+        self._freed = sorted({storage.freed for storage in timeline.storages if storage.freed is not None})
+        self._in_all = Counter(map(_likeness, timeline.storages))
+
+    def _within(self, start: int, end: int) -> list[int]:
+        """Return, of the loop's thousands of moments, only those before something is freed."""
+        moments = super()._within(start, end)
+        return [moment for moment, later in pairwise([*moments, end + 1]) if later > end or self._frees(moment, later)]
+
+    def _frees(self, start: int, end: int) -> bool:
+        """Return whether anything is freed after `start` up to `end`."""
+        return bisect_right(self._freed, start) < bisect_right(self._freed, end)
+
+    def _numbered(self, counts: Callable[[Storage], bool]) -> Iterator[tuple[Storage, Polynomial]]:
+        """Yield one storage for all that are alike, with the elements of all of them."""
+        alike: dict[tuple[object, ...], list[tuple[Storage, Polynomial]]] = {}
+        for storage, elements in super()._numbered(counts):
+            alike.setdefault(_likeness(storage), []).append((storage, elements))
+        for kind, ((storage, elements), *others) in alike.items():
+            yield storage, multiply(elements, self._counted(elements, 1 + len(others), self._in_all[kind]))
+
+
+def _likeness(storage: Storage) -> tuple[object, ...]:
+    return storage.shape, storage.item_bytes, storage.operation, storage.copies_weight, storage.gradient
 
 
 def _denoisers_form(recipe: Recipe, variant: Variant, module: nn.Module, sizes: frozenset[int]) -> Form:

@@ -17,7 +17,7 @@ from planner.emit.common import EmitOptions
 from planner.emit.deepspeed import deepspeed_config
 from planner.types.plan import Plan
 from strategies.backends.deepspeed.engine import require_precision
-from strategies.config import read_object
+from strategies.config.read import read_object
 from strategies.launch.hooks.patch import patch
 from strategies.launch.hooks.script_plan import (
     LiveJob,

@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hardware_db.errors import DsplanError
-from hardware_db.fingerprint import fingerprint
 from hardware_db.units import format_bytes
 from planner import vocabulary as words
 from planner.cluster.resolve import probed_cluster
@@ -29,8 +28,7 @@ from planner.search.estimate import estimate
 from planner.search.request import WorkOptions, make_request
 from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import plan_to_dict
-from strategies.autoplan.live import with_measured_rates
-from strategies.autoplan.rates import machine_rates
+from strategies.autoplan.live import machine_rates, with_measured_rates
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment, join
 from strategies.errors import CannotRun
@@ -188,7 +186,7 @@ class FirstStep(Observer):
         """Return the plan of what the script does, the same on every rank; every rank calls this together."""
         if not self._seen.micro_batch:
             raise CannotRun("its model was given no tensors")
-        measured = machine_rates(fingerprint(own_machine()), next(self._module.parameters()).device)
+        measured = machine_rates(next(self._module.parameters()).device)
         plan, remedy = on_rank_zero(lambda: self._plan(measured))
         if remedy:
             say(remedy)

@@ -6,11 +6,8 @@ part can be a peak: each as a polynomial in the dimensions of model and batch (`
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from planner.cost.memory.activations.dimensions import Dimensions
 from planner.cost.memory.activations.form import (
@@ -19,7 +16,6 @@ from planner.cost.memory.activations.form import (
     Moment,
     Polynomial,
     add,
-    multiply,
     scale,
     subtract,
     value,
@@ -101,8 +97,7 @@ class Derivation:
 
     `elements` turns a storage's shape into a polynomial, `points` are sizes at which a moment may be the peak.
     `asks_for_biases`: under checkpointing what the first block hands on has a gradient, and stays beside what it makes
-    when it is run again. `counted` says, of the elements of a storage, the number alive of its like and the number that
-    the whole step makes, what that number depends on, where a loop over positions or images makes one for each.
+    when it is run again.
     """
 
     def __init__(
@@ -114,17 +109,13 @@ class Derivation:
         *,
         keeps_grouped: bool = True,
         asks_for_biases: bool = False,
-        counted: Callable[[Polynomial, int, int], Polynomial] | None = None,
     ) -> None:
-        self._counted = counted
         self._timeline, self._labels, self._decode = timeline, labels, elements
         self._points = points
         self._products_of = (*PRODUCTS, GROUPED_PRODUCT) if keeps_grouped else PRODUCTS
         self._asks_for_biases = asks_for_biases
         self._elements = [elements(storage.shape) for storage in timeline.storages]
         self._made = sorted({storage.made for storage in timeline.storages})
-        self._freed = sorted({storage.freed for storage in timeline.storages if storage.freed is not None})
-        self._in_all = Counter(map(_likeness, timeline.storages))
 
     def form(self) -> Form:
         """Return the memory form of the step."""
@@ -252,15 +243,8 @@ class Derivation:
         return add(scale(elements, storage.item_bytes) for storage, elements in products)
 
     def _within(self, start: int, end: int) -> list[int]:
-        """Return when something was made; of a loop's thousands of moments only those before something is freed."""
-        moments = [moment for moment in self._made if start < moment <= end]
-        if self._counted is None:
-            return moments
-        return [moment for moment, later in pairwise([*moments, end + 1]) if later > end or self._frees(moment, later)]
-
-    def _frees(self, start: int, end: int) -> bool:
-        """Return whether anything is freed after `start` up to `end`."""
-        return bisect_right(self._freed, start) < bisect_right(self._freed, end)
+        """Return when something was made, after `start` up to `end`."""
+        return [moment for moment in self._made if start < moment <= end]
 
     def _moments(self, start: int, end: int, base: _Alive) -> list[Moment]:
         """Return every moment after `start` up to `end`, over `base`, with the gradients made since."""
@@ -291,19 +275,6 @@ class Derivation:
         return _Alive(*(add(part) for part in parts))
 
     def _numbered(self, counts: Callable[[Storage], bool]) -> Iterator[tuple[Storage, Polynomial]]:
-        """Storages and their elements; one for all that are alike, with the elements of all of them, in a loop."""
-        indices = [index for index, storage in enumerate(self._timeline.storages) if counts(storage)]
-        if self._counted is None:
-            yield from ((self._timeline.storages[index], self._elements[index]) for index in indices)
-            return
-        alike: dict[tuple[object, ...], list[int]] = {}
-        for index in indices:
-            alike.setdefault(_likeness(self._timeline.storages[index]), []).append(index)
-        for kind, (index, *others) in alike.items():
-            elements = self._elements[index]
-            number = self._counted(elements, 1 + len(others), self._in_all[kind])
-            yield self._timeline.storages[index], multiply(elements, number)
-
-
-def _likeness(storage: Storage) -> tuple[object, ...]:
-    return storage.shape, storage.item_bytes, storage.operation, storage.copies_weight, storage.gradient
+        """Yield the storages that count, and their elements."""
+        every = zip(self._timeline.storages, self._elements, strict=True)
+        return ((storage, elements) for storage, elements in every if counts(storage))

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.cost.precision import load_dtype_of
+from planner.cost.precision import keeps_adapters_wide, load_dtype_of
 from planner.errors import DsplanError
 from planner.models.catalogue import recorded_config
 from planner.models.counting.adapters import module_of
-from planner.models.facts import Adapter, ModelFacts, ParameterCounts
+from planner.models.facts import Adapter, ModelFacts
 from planner.models.tasks import default_sequence_length, default_task
-from planner.types.job import Workload
+from planner.types.job import Job
 from planner.vocabulary import Attention, Task
 from strategies.parallel.blocks import repeated_blocks
 from strategies.torch_compat.tensors import tree_map
@@ -274,7 +274,7 @@ def _first_input(module: nn.Module, samples: int, length: int) -> torch.Tensor:
 # Adapters beside a subject's frozen weights.
 
 
-def with_adapters(subject: Subject, counts: ParameterCounts, workload: Workload) -> Subject:
+def with_adapters(subject: Subject, job: Job) -> Subject:
     """Return the subject with the workload's adapters, its other weights frozen and in the dtype they are loaded as.
 
     PEFT makes the adapters where the weights are not quantised. bitsandbytes has no kernels without a GPU: a quantised
@@ -283,12 +283,14 @@ def with_adapters(subject: Subject, counts: ParameterCounts, workload: Workload)
     Raises:
         DsplanError: PEFT is not installed.
     """
+    counts, workload = job.counts, job.workload
     module, loaded = subject.module, load_dtype_of(workload)
+    narrow = workload.precision == "bf16-pure" and not keeps_adapters_wide(job.configuration, workload)
     adapters = {adapter.name: adapter for block in counts.blocks for adapter in block.adapters}
     modules = {module_of(subject.facts, name): adapter for name, adapter in adapters.items()}
     module.to({"fp32": torch.float32, "fp16": torch.float16}.get(str(loaded), torch.bfloat16)).requires_grad_(False)
     if loaded in ("nf4", "int8"):
-        width = torch.bfloat16 if workload.precision == "bf16-pure" else torch.float32
+        width = torch.bfloat16 if narrow else torch.float32
         for block in subject.blocks:
             for path, layer in [(path, part) for path, part in block.named_modules() if isinstance(part, nn.Linear)]:
                 owner, _, name = path.rpartition(".")
@@ -303,7 +305,6 @@ def with_adapters(subject: Subject, counts: ParameterCounts, workload: Workload)
     dora = workload.method == "dora"
     targets = sorted({path.rpartition(".")[2] for path in modules})
     config = peft.LoraConfig(r=workload.lora_rank, target_modules=targets, use_dora=dora, lora_dropout=0.0)
-    narrow = workload.precision == "bf16-pure"
     with torch.device("meta"):
         peft.inject_adapter_in_model(config, module)
     if not narrow:
@@ -356,5 +357,8 @@ class _QuantisedLinear(nn.Module):
             result = result + self.bias
         if self.down is None or self.up is None:
             return result
-        adapted: torch.Tensor = result.clone() + self.up(self.down(given)) * 2.0
+        if not torch.is_autocast_enabled("cuda"):
+            given = given.to(self.down.weight.dtype)
+        beside = (self.up(self.down(given)) * 2.0).to(result.dtype)
+        adapted: torch.Tensor = result.clone() + beside
         return adapted

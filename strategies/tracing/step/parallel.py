@@ -104,7 +104,7 @@ def shard(
         with meshes_joined_without_modes():
             for block in blocks:
                 if experts is not None:
-                    for inner in _spread_experts(block):
+                    for inner in (part for part in block.modules() if getattr(part, "_is_expert_parallel", False)):
                         fully_shard(inner, mesh=experts["efsdp"], mp_policy=policy, reshard_after_forward=reshard)
                 fully_shard(block, mesh=sharding, mp_policy=policy, reshard_after_forward=reshard)
             fully_shard(module, mesh=sharding, mp_policy=policy)
@@ -147,7 +147,3 @@ def count_sharding(storages: Storages, watch: Callable[[Sequence[nn.Parameter]],
         shapes_without_modes(),
     ):
         yield
-
-
-def _spread_experts(block: nn.Module) -> list[nn.Module]:
-    return [part for part in block.modules() if getattr(part, "_is_expert_parallel", False)]

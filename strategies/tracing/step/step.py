@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hardware_db.device import Device
+from planner.cost.precision import keeps_adapters_wide
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES, PAIRED
 from strategies.parallel.blocks import repeated_blocks
@@ -64,16 +65,17 @@ def fake_copy(
     """
     stand_ins: dict[int, object] = {}
     for weight in module.parameters():
-        stand_ins[id(weight)] = nn.Parameter(_fake(mode, weight, dtype), requires_grad=weight.requires_grad)
+        stand_ins[id(weight)] = nn.Parameter(fake_tensor(mode, weight, dtype), requires_grad=weight.requires_grad)
     for buffer in module.buffers():
-        stand_ins[id(buffer)] = _fake(mode, buffer, dtype)
+        stand_ins[id(buffer)] = fake_tensor(mode, buffer, dtype)
     # A deep copy takes what it has already seen from its memo.
     copied = copy.deepcopy(module, stand_ins)
     copies = [stand_ins[id(block)] for block in blocks]
     return copied, tuple(block for block in copies if isinstance(block, nn.Module))
 
 
-def _fake(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def fake_tensor(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a stand-in on the CPU, whatever the device of the original."""
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
@@ -191,7 +193,7 @@ def _train_as(chosen: Traceable, job: Job) -> Traceable:
     if work.method != "full":
         if not isinstance(chosen, Subject):
             raise TraceFailed("", "", f"--method {work.method} is traced for models of transformers")
-        return with_adapters(chosen, job.counts, work)
+        return with_adapters(chosen, job)
     if work.load_dtype is not None:
         chosen.module.to(getattr(torch, _LOADED[work.load_dtype]))
     if work.train_only:
@@ -226,7 +228,7 @@ class _Run:
         self._job, self._configuration, self._rank = job, job.configuration, rank
         self._on_cpu = job.cluster.device.is_cpu
         self._storages = Storages(mode, None if self._on_cpu else scratch_bytes)
-        dtype = weight_dtype(self._configuration)
+        dtype = None if keeps_adapters_wide(self._configuration, job.workload) else weight_dtype(self._configuration)
         self._batch = _cast_batch(self._batch_of(subject), dtype)
         self._phases: dict[str, Mapping[Category, int]] = {}
         self._in_forward = False

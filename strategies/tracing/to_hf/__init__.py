@@ -15,8 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from hardware_db.files import read_shipped_yaml
 from planner.errors import DsplanError
 from planner.models.catalogue import recorded_config
 from planner.models.facts import ModelFacts
@@ -75,7 +74,7 @@ def _alternating_attention(layers: int) -> list[Any]:
 
 @cache
 def _entries() -> dict[str, Any]:
-    entries: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("arguments.yaml").read_text("utf-8"))
+    entries: dict[str, Any] = read_shipped_yaml(Path(__file__).with_name("arguments.yaml"))
     return entries
 
 

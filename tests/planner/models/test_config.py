@@ -25,7 +25,8 @@ OUTSIDE = {*builder.STAND_INS, *builder.NOT_IN_TRANSFORMERS}
 NATIVE = [facts for facts in models() if facts.model_type not in OUTSIDE]
 FIRST_OF_TYPE = {facts.model_type: facts for facts in reversed(NATIVE)}
 # What a config does not say, or the catalogue words for people.
-NOT_IN_CONFIG = {"name", "family", "aliases", "dtype", "note", "remote_code"}
+# A traced module's positions turn by its config's own base, which no row has to say.
+NOT_IN_CONFIG = {"name", "family", "aliases", "dtype", "note", "remote_code", "rotary_base"}
 # BloomConfig has no length, latent attention has a head width of its own, DeBERTa's code reads a key its class lacks.
 DERIVED_OTHERWISE = {
     ("bloom", "max_position_embeddings"), ("deepseek_v2", "head_dim"), ("deepseek_v3", "head_dim"),
@@ -46,6 +47,14 @@ def test_a_config_with_the_figures_of_a_row_gives_the_facts_of_that_row(facts: M
     for field in dataclasses.fields(ModelFacts):
         if field.name not in NOT_IN_CONFIG:
             assert getattr(read, field.name) == getattr(facts, field.name), field.name
+
+
+@pytest.mark.parametrize("keys", [{"rope_theta": 500000.0}, {"rope_parameters": {"rope_theta": 500000.0}}])
+def test_the_base_of_rotary_positions_is_read_from_either_key(keys: dict[str, Any]) -> None:
+    config = _as_json(builder.hf_config(FIRST_OF_TYPE["llama"]))
+    bare = {key: value for key, value in config.items() if not key.startswith("rope")}
+    assert facts_from_config({**bare, **keys}, "config.json").rotary_base == 500_000
+    assert facts_from_config(bare, "config.json").rotary_base == 0
 
 
 @pytest.mark.parametrize("facts", FIRST_OF_TYPE.values(), ids=lambda facts: str(facts.model_type))

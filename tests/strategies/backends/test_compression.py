@@ -13,7 +13,7 @@ from planner.cost.precision import ERROR_BYTES, INT8_BLOCK, INT8_BYTES
 from strategies.backends.zero.collectives import SingleRank
 from strategies.backends.zero.compress import EightBits, Memory, collectives_factory
 from strategies.backends.zero.flat_shard import Ranks
-from strategies.config import read_config
+from strategies.config.read import read_config
 from strategies.errors import CannotRun
 from strategies.modules.compression import Codec, gradient_travel
 from strategies.protocols import TrainingParts

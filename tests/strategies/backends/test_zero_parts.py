@@ -17,7 +17,7 @@ from strategies.backends.zero.flat_shard import Bucket, Layout, Ranks, Slot, buc
 from strategies.backends.zero.settings import ZeroSettings, read_settings
 from strategies.backends.zero.unit_all_gather import members_of
 from strategies.checkpoint.parts import PartOfTensor, boxes
-from strategies.config import read_config
+from strategies.config.read import read_config
 from strategies.errors import CannotRun
 from strategies.modules.precision import LossScale, ScaleSettings, sum_squares
 from strategies.protocols import TrainingParts

@@ -13,7 +13,12 @@ import torch
 
 from hardware_db.errors import DsplanError
 from planner.question_defaults import LORA_RANK
-from strategies.config import (
+from strategies.config import limits
+from strategies.config.known import TOP, Keys
+from strategies.config.limits import refuse_deepspeed_keys
+from strategies.config.names import DEEPSPEEDS_OWN, OPTIMIZERS, SCHEDULERS, plain
+from strategies.config.read import read_config
+from strategies.config.values import (
     ActivationSection,
     CheckpointSection,
     CommunicationSection,
@@ -24,12 +29,7 @@ from strategies.config import (
     ScriptConfig,
     TensorboardSection,
     ZeroSection,
-    limits,
-    read_config,
 )
-from strategies.config.known import TOP, Keys
-from strategies.config.limits import refuse_deepspeed_keys
-from strategies.config.names import DEEPSPEEDS_OWN, OPTIMIZERS, SCHEDULERS, plain
 from strategies.modules.adapters import read_method
 from strategies.modules.precision import ScaleSettings, read_scale_settings
 from strategies.optim.registry import OF_OPTIMIZERS, OF_SCHEDULERS

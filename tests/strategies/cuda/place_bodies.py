@@ -24,7 +24,7 @@ from hardware_db.fingerprint import fingerprint
 from hardware_db.microbench.grid import Point, Rate
 from hardware_db.microbench.runner import measure_on_rank
 from hardware_db.probe import probe
-from strategies.autoplan.rates import machine_rates
+from strategies.autoplan.live import machine_rates
 from strategies.data.loader import DistributedDataLoader
 from strategies.engine.initialize import initialize
 from strategies.engine.telemetry import MemoryProfiler
@@ -68,8 +68,8 @@ def random_numbers_beside_measuring(folder: Path) -> tuple[list[str], bool]:
     torch.cuda.manual_seed(3)
     expected = torch.rand(4, device=CARD)
     torch.cuda.manual_seed(3)
-    with mock.patch("strategies.autoplan.rates.wanted_points", return_value=(Point(operation="memory", size=4096),)):
-        rates = machine_rates(fingerprint(probe()), torch.device(CARD, 0))
+    with mock.patch("strategies.autoplan.live.wanted_points", return_value=(Point(operation="memory", size=4096),)):
+        rates = machine_rates(torch.device(CARD, 0), fingerprint(probe()))
     return [rate.operation for rate in rates], torch.equal(torch.rand(4, device=CARD), expected)
 
 

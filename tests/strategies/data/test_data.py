@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from strategies.config import DataSection
+from strategies.config.values import DataSection
 from strategies.data.loader import LoaderSettings, ShardedLoader
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun

@@ -11,7 +11,8 @@ from torch import nn
 
 from dsplan.diagnostics.bench.rank_pool import RankPool
 from planner.errors import DsplanError
-from strategies.config import limits, read_config
+from strategies.config import limits
+from strategies.config.read import read_config
 from strategies.engine.initialize import initialize
 from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan, checkpoint_activations

@@ -13,9 +13,10 @@ from torch import nn
 
 from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from strategies.checkpoint.export import export_checkpoint
-from strategies.config import read_config
+from strategies.config.read import read_config
 from strategies.errors import BackendMissing, CannotRun, DsplanError
-from strategies.modules.adapters import TrainingMethod, apply_method, read_method, require_trainable
+from strategies.modules.adapters import TrainingMethod, apply_method, read_method, require_trainable, wide_adapters
+from strategies.modules.precision import cast_model
 from strategies.variables import REQUEST
 from tests.strategies import adapter_bodies as bodies
 from tests.strategies.conftest import PoolOf
@@ -140,6 +141,16 @@ def test_targets_are_linear_layers_of_blocks(targets: str, layers: set[str]) -> 
     assert all("lora_" in name for name in trained)
     assert said.startswith("lora adapters of rank 2 beside ")
     assert apply_method(model, TrainingMethod(method="lora")) is None  # it has some
+
+
+@pytest.mark.parametrize(("strategy", "width"), [("ddp", torch.float32), ("fsdp", torch.bfloat16)])
+def test_adapters_stay_fp32_beside_16_bit_weights_that_nothing_shards(strategy: Any, width: torch.dtype) -> None:
+    model = TinyModel()
+    apply_method(model, TrainingMethod(method="lora", precision="bf16-pure"))
+    plan = _recipe(strategy, precision="bf16-pure").plan().configuration
+    cast_model(model, plan.precision, wide_adapters(model, plan))
+    for weight in model.parameters():
+        assert weight.dtype == (width if weight.requires_grad else torch.bfloat16)
 
 
 def test_a_mistyped_target_gets_the_near_one() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from dsplan.diagnostics.bench.rank_pool import RankPool
 from hardware_db.errors import DsplanError
-from strategies.config import NamedParts
+from strategies.config.values import NamedParts
 from strategies.engine.initialize import initialize
 from strategies.optim.lion import Lion
 from strategies.optim.muon import MuonWithAdamW, muon_groups

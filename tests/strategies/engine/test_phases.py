@@ -14,7 +14,7 @@ import torch
 
 from planner.types.plan import Plan
 from strategies.autoplan.select import PlanningOptions
-from strategies.config import read_config
+from strategies.config.read import read_config
 from strategies.distributed.environment import Environment
 from strategies.engine import initialize as phases
 from strategies.engine.base import Engine

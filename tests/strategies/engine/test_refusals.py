@@ -20,7 +20,7 @@ from planner.search.request import Degrees
 from planner.types.plan import Plan
 from planner.types.plan_io import save_plan
 from strategies.autoplan.live import PlanningOptions, live_request
-from strategies.config import read_config
+from strategies.config.read import read_config
 from strategies.data.loader import ShardedLoader
 from strategies.distributed.environment import Environment
 from strategies.engine.initialize import initialize

@@ -26,7 +26,7 @@ from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict, save_plan
 from strategies.autoplan import fallback, live
 from strategies.autoplan.select import PlanningOptions
-from strategies.config import read_config
+from strategies.config.read import read_config
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
 from strategies.run_directory import state_consensus

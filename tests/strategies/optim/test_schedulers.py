@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hardware_db.errors import DsplanError
-from strategies.config import NamedParts
+from strategies.config.values import NamedParts
 from strategies.optim.registry import scheduler_by_name
 
 STEPS = 40

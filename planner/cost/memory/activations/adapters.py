@@ -3,8 +3,9 @@
 A frozen matrix needs no input for its backward, so that frozen blocks have forms of their own. What is trained in them
 adds inputs that are kept: a frozen block's trained matrix keeps its input, an adapter (PEFT 0.21, `tuners/lora`) keeps
 its input and the product of rank width. Where adapters are fp32 under autocast, PEFT widens the input and autocast
-narrows it again, so that each adapter keeps a copy of its own; beside a quantised matrix (`lora/bnb.py`) and without
-autocast, matrices that read the same input share it.
+narrows it again, so that each adapter keeps a copy of its own; without autocast each keeps the widened one. Beside a
+quantised matrix under autocast (`lora/bnb.py`), and where adapters are as narrow as their input, matrices that read the
+same input share it.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class AdapterTraits:
 
     How its form was traced, `tp`, whether attention is written out, whether frozen matrices are quantised, and what the
     code base says: how often they keep their inputs then, whether adapters drop a part of theirs, and whether queries,
-    keys and values are one product.
+    keys and values are one product. `widened` marks fp32 adapters beside 16-bit weights without autocast.
     """
 
     mode: str
@@ -152,11 +153,17 @@ class AdapterTraits:
     kept_inputs: int = 0
     drops: bool = False
     one_product: bool = False
+    widened: bool = False
 
     @property
     def width(self) -> int:
         """Bytes of an element of what is multiplied."""
         return 4 if self.mode == "fp32" else 2
+
+    @property
+    def adapter_width(self) -> int:
+        """Bytes of an element of what adapters multiply."""
+        return 4 if self.widened else self.width
 
     @property
     def autocast(self) -> bool:
@@ -179,13 +186,13 @@ def addition_of(facts: ModelFacts, run: Run, traits: AdapterTraits) -> Addition:
     if traits.quantised and traits.kept_inputs:
         kept += width * (traits.kept_inputs - 1) * sum(_inputs(facts, run.quantised, traits, anyway=True))
         names = [*names, *run.quantised]
-    kept += width * sum(_inputs(facts, names, traits))
-    kept += width * sum(adapter.rank for adapter in run.adapters)
+    kept += traits.adapter_width * sum(_inputs(facts, names, traits))
+    kept += traits.adapter_width * sum(adapter.rank for adapter in run.adapters)
     if _stays_fp32(facts, traits):
         kept += 2 * facts.intermediate_size / traits.tp
     elements = sum(adapter.rank * (adapter.inputs + adapter.outputs) for adapter in run.adapters)
-    products = width * sum(adapter.rank + adapter.outputs / traits.tp for adapter in run.adapters)
-    widened = traits.autocast and not traits.quantised and bool(run.adapters)
+    products = traits.adapter_width * sum(adapter.rank + adapter.outputs / traits.tp for adapter in run.adapters)
+    widened = (traits.widened or (traits.autocast and not traits.quantised)) and bool(run.adapters)
     decomposed = [adapter for adapter in run.adapters if adapter.magnitude]
     if decomposed:
         kept += sum(2 * width * adapter.outputs for adapter in decomposed) / traits.tp
@@ -241,9 +248,9 @@ def _inputs(
 
 
 def _has_own_copy(facts: ModelFacts, part: str, traits: AdapterTraits) -> bool:
-    """Return whether autocast makes a copy of an input for each product."""
+    """Return whether autocast, or an adapter wider than its matrix, makes a copy of an input for each product."""
     if not traits.autocast:
-        return False
+        return traits.widened
     return not traits.quantised or (_stays_fp32(facts, traits) and part != "o")
 
 

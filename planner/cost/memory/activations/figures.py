@@ -37,7 +37,7 @@ from planner.cost.memory.activations.form import (
 )
 from planner.cost.memory.activations.tiled_loss import Head, Tiles, tiles_of, with_tiled_loss
 from planner.cost.memory.ledger import NOTHING, Amount, plus
-from planner.cost.precision import Recipe, ScaledProducts
+from planner.cost.precision import Recipe, ScaledProducts, keeps_adapters_wide
 from planner.cost.split import (
     AttentionExchange,
     attention_exchange,
@@ -153,6 +153,7 @@ def _adapter_traits(job: Job, recipe: Recipe) -> AdapterTraits:
         kept_inputs=code.quantised_inputs,
         drops=code.drops_adapter_inputs,
         one_product=block is not None and block.qkv == "fused",
+        widened=keeps_adapters_wide(job.configuration, job.workload),
     )
 
 

@@ -119,10 +119,10 @@ def test_a_database_that_cannot_be_used_stops_no_training(
     (tmp_path / "dsplan.db").write_text("no database")
     torch = pytest.importorskip("torch")
     from hardware_db.microbench.runner import quick_rates
-    from strategies.autoplan import rates as machine_rates
+    from strategies.autoplan import live as machine_rates
 
     monkeypatch.setattr(machine_rates, "quick_rates", lambda points, device: quick_rates(points[:1], device))
-    measured = machine_rates.machine_rates(LAPTOP, torch.device("cpu"))
+    measured = machine_rates.machine_rates(torch.device("cpu"), LAPTOP)
     assert measured
     assert all(rate.value > 0 for rate in measured)
     (line,) = capsys.readouterr().err.splitlines()

@@ -98,7 +98,9 @@ def test_replicas_reduce_what_the_shards_have_left() -> None:
     inside = 7 / 8 * (2 * twice / 234.9e9 + 4 * once / 234.9e9)
     # Eight groups of four replicas, each with an eighth of the gradients, share four NICs.
     between = 2 * 3 / 4 * 4 * once / (4 * 22.08e9)
-    assert communication.total == pytest.approx(inside + between, rel=0.05)
+    # Of all blocks but two the links inside nodes and those between them are busy at once.
+    both = (where.layers - 2) * where.block * min(7 / 8 * (2 + 4) / 234.9e9, 2 * 3 / 4 * 4 / (4 * 22.08e9))
+    assert communication.total == pytest.approx(inside + between - both, rel=0.05)
 
 
 def test_our_own_zero_reduces_between_copies_once_a_step() -> None:

@@ -5,7 +5,6 @@ Importing this module brings neither accelerate nor torch.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 from abc import ABC, abstractmethod
@@ -14,42 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hardware_db.errors import UnknownName
-from hardware_db.handed_in import quote
 from hardware_db.records import dataclass
-from strategies.errors import BackendMissing, CannotRun
-
-PACKAGES: dict[str, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-"""The package that each tracker is installed by; names are those of accelerate's `LoggerType`."""
-NAMES = tuple(PACKAGES)
-
-
-def parse_trackers(text: str) -> tuple[str, ...]:
-    """Return the names in `tensorboard,wandb`, each once.
-
-    Raises:
-        CannotRun: there is none.
-        UnknownName: a tracker that is none of `NAMES`.
-    """
-    names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    if not names:
-        raise CannotRun(f"{quote(text)} names no tracker; give one or more of {', '.join(NAMES)}, with commas between")
-    for name in names:
-        if name not in PACKAGES:
-            raise UnknownName("tracker", name, NAMES, hint=f"one of {', '.join(NAMES)}")
-    return names
-
-
-def check_installed(names: Sequence[str]) -> None:
-    """Require what the trackers are made of.
-
-    Raises:
-        BackendMissing: the package of a tracker, or accelerate, is not installed.
-    """
-    for name in names:
-        for package in ("accelerate", PACKAGES[name]):
-            if importlib.util.find_spec(package) is None:
-                raise BackendMissing(f"tracker {name} needs the package {package}; pip install {package}")
+from strategies.telemetry.metrics import group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,12 +199,6 @@ class _Trackio(Tracker):
 
 
 KINDS: dict[str, type[Tracker]] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _Mlflow, "trackio": _Trackio}
-_GROUPS = {"seconds": "seconds", "bytes": "memory"}
-
-
-def group(name: str) -> str:
-    """Return a figure's name below the heading that trackers draw it under: `train/loss`, `seconds/load_seconds`."""
-    return f"{_GROUPS.get(name.rpartition('_')[2], 'train')}/{name}"
 
 
 def figures(row: Mapping[str, Any], *, heading: str = "") -> dict[str, float]:

@@ -1,6 +1,6 @@
 """A run's metrics and happenings, handed to experiment trackers by a process beside the ranks.
 
-    python -m strategies.launch.tracking DIRECTORY PARENT NAME...
+    python -m dsplan.diagnostics.tracking.feed DIRECTORY PARENT NAME...
 
 That process reads the files of the run directory, so that training neither waits for a tracker nor ends with one. It
 has the lowest priority, none of the variables that make a process a rank, and a thread for each tracker. What a tracker
@@ -23,6 +23,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dsplan.diagnostics.tracking.trackers import (
+    KINDS,
+    TrackedRun,
+    Tracker,
+    clean,
+    figures,
+    file_name,
+    flags_of,
+    flatten,
+)
 from hardware_db.errors import BrokenFile
 from hardware_db.files import digest
 from strategies.launch.launchers.process import import_path
@@ -32,7 +42,6 @@ from strategies.run_directory.journal import read_journal
 from strategies.run_directory.spec import LaunchSpec
 from strategies.telemetry.follow import LineFollower
 from strategies.telemetry.metrics import parse_row, step_number
-from strategies.telemetry.trackers import KINDS, TrackedRun, Tracker, clean, figures, file_name, flags_of, flatten
 
 LOG_FILE = "trackers.log"
 """What trackers' libraries print."""
@@ -124,7 +133,7 @@ class Tracking:
         """Start it, once; with no names nothing is started."""
         if not self._names or self._process is not None:
             return
-        command = [sys.executable, "-m", "strategies.launch.tracking", str(self._directory), str(os.getpid())]
+        command = [sys.executable, "-m", "dsplan.diagnostics.tracking.feed", str(self._directory), str(os.getpid())]
         try:
             for name, state in self._states().items():
                 if state.problem:  # of an earlier process
@@ -224,7 +233,7 @@ def _environment() -> dict[str, str]:
     }
     return {
         **kept,
-        **import_path(Path(__file__).resolve().parents[2]),
+        **import_path(Path(__file__).resolve().parents[3]),
         "CUDA_VISIBLE_DEVICES": "",
         "HIP_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",

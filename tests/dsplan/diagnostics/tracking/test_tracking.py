@@ -13,16 +13,17 @@ from typing import Any, ClassVar
 
 import pytest
 
+from dsplan.diagnostics.tracking import feed as tracking
+from dsplan.diagnostics.tracking import trackers
+from dsplan.diagnostics.tracking.feed import Feed, Tracking, read_state, state_path
+from dsplan.diagnostics.tracking.trackers import TrackedRun, Tracker
 from hardware_db.errors import BrokenFile
-from strategies.launch import tracking
+from strategies.launch import options
 from strategies.launch.options import DEFAULT_SUPERVISION
 from strategies.launch.run_lock import RunLock
-from strategies.launch.tracking import Feed, Tracking, read_state, state_path
 from strategies.run_directory.files import metrics_path
 from strategies.run_directory.journal import Journal, append_line
 from strategies.run_directory.spec import LaunchSpec
-from strategies.telemetry import trackers
-from strategies.telemetry.trackers import TrackedRun, Tracker
 from tests.dsplan.cli import Cli
 from tests.strategies.telemetry.rows import step_row
 
@@ -404,7 +405,7 @@ def test_what_cannot_be_tracked_is_refused_in_one_line(cli: Cli, run: Path, tmp_
 def test_a_missing_package_is_named_before_anything_starts(
     cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(trackers.PACKAGES, "mlflow", "no_such_package")
+    monkeypatch.setitem(options.TRACKER_PACKAGES, "mlflow", "no_such_package")
     script = tmp_path / "train.py"
     script.write_text("print(1)\n")
     said = "dsplan: tracker mlflow needs the package no_such_package; pip install no_such_package\n"
