@@ -85,7 +85,8 @@ class TrainingConfig(Answer):
     def to_fsdp_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of torch's `fully_shard`, for each block and then for the whole model. Imports torch.
 
-        HSDP also needs `mesh`, two dimensions of `plan.configuration.dp_replicate` and `dp_shard`.
+        Shards that several groups of ranks copy (hsdp, or another `dp_replicate`) also need `mesh`, two dimensions of
+        `plan.configuration.dp_replicate` and `dp_shard`.
 
         Raises:
             ContradictoryRequest: the plan is not FSDP.

@@ -248,6 +248,17 @@ class ConfigurationFlags:
     activations_on_host: Annotated[
         bool, typer.Option("--activations-on-host", help="Keep in host memory what checkpointing keeps.")
     ] = False
+    hpz: Annotated[int, number(limits.GPUS, "ZeRO++: ranks that share a second copy of ZeRO-3's weights.")] = 1
+    quantized_weights: Annotated[
+        bool, typer.Option("--quantized-weights", help="ZeRO++: ZeRO-3's weights travel in 8 bits.")
+    ] = False
+    quantized_gradients: Annotated[
+        bool, typer.Option("--quantized-gradients", help="ZeRO++: ZeRO-3's gradients travel in 4 bits.")
+    ] = False
+    shard: Annotated[
+        int | None,
+        number(limits.GPUS, "Ranks that share one set of states (zero1-3, fsdp, hsdp); by default what it says."),
+    ] = None
     tp: Annotated[int, number(limits.GPUS, "Tensor-parallel degree.")] = 1
     pp: Annotated[int, number(limits.GPUS, "Pipeline-parallel degree.")] = 1
     cp: Annotated[int, number(limits.GPUS, "Context-parallel degree: ranks that split every sequence.")] = 1
@@ -278,6 +289,9 @@ class MaximumFlags:
     ] = None
     offload: Annotated[
         words.Offload | None, typer.Option(help="Only so; by default none, and the most that a strategy can.")
+    ] = None
+    shard: Annotated[
+        int | None, number(limits.GPUS, "Ranks that share one set of states; by default what the strategy says.")
     ] = None
     tp: Annotated[int, number(limits.GPUS, "Tensor-parallel degree.")] = 1
     pp: Annotated[int, number(limits.GPUS, "Pipeline-parallel degree.")] = 1

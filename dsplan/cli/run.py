@@ -55,6 +55,9 @@ class PlanningFlags:
             autocompletion=among("planner.vocabulary:BACKENDS"),
         ),
     ] = None
+    shard: Annotated[
+        int | None, number(limits.GPUS, "Ranks that share one set of states; by default what the strategy says.")
+    ] = None
     tp: Annotated[int | None, number(limits.GPUS, "Ranks that split every layer.")] = None
     pp: Annotated[int | None, number(limits.GPUS, "Ranks that split the stack of layers.")] = None
     cp: Annotated[int | None, number(limits.GPUS, "Ranks that split every sequence.")] = None

@@ -176,6 +176,8 @@ class CodeBase:
     """By precision: bytes per parameter of whole gradients beside those that are reduced."""
     whole_gradients: bool = False
     """Whether gradients lie in one buffer that is there from the first step on, which autograd adds to."""
+    copies_shards: bool = False
+    """Whether fewer ranks than there are can share ZeRO-1's states, in several copies."""
     whole_stages: bool = False
     """Whether FSDP holds a pipeline stage's weights and gradients whole until the last micro-batch of a step."""
     scaled_products: Literal["none", "torchao", "Transformer Engine"] = "none"

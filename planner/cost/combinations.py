@@ -117,6 +117,16 @@ _CONTRADICTIONS = (
         sentence="gradient compression int8 is for ddp, and zero1-3 with backend native; use bf16, which all can",
     ),
     Rule(
+        breaks=lambda plan: plan.zero_plus_text != "" and (plan.strategy != "zero3" or plan.backend != "deepspeed"),
+        sentence="ZeRO++ ({plan.zero_plus_text}) is DeepSpeed's, of stage 3; use zero3 with backend deepspeed",
+    ),
+    Rule(
+        # DeepSpeed 0.19, utils/groups.py, _create_zero_param_parallel_group.
+        breaks=lambda plan: plan.state_shards % plan.hpz_partition_size > 0,
+        sentence="hpz {plan.hpz_partition_size} does not divide the {plan.state_shards} ranks that share the weights;"
+        " use the ranks of a node",
+    ),
+    Rule(
         breaks=lambda plan: plan.backend == "native" and plan.precision in words.SCALED_PRECISIONS,
         sentence="backend native has no {plan.precision} products; use backend deepspeed, or precision bf16",
     ),
@@ -195,9 +205,10 @@ _NOT_HERE = (
         sentence="dsplan run hands whole models to DeepSpeed, and {split} splits them; use backend native, fsdp or ddp",
     ),
     Rule(
-        breaks=lambda plan: plan.backend == "native" and plan.dp_replicate > 1,
-        sentence="native {plan.strategy} has one copy of the states, and dp_replicate is {plan.dp_replicate}; use"
-        " dp_shard for these ranks, or strategy hsdp",
+        # MiCS is gone (DeepSpeed 0.19, runtime/config.py: "MiCS ZeRO-3 sharding has been removed").
+        breaks=lambda plan: plan.backend == "deepspeed" and plan.dp_replicate > 1 and plan.zero_stage > 0,
+        sentence="DeepSpeed 0.19 shards {plan.strategy} over all ranks, and shard {plan.state_shards} is for"
+        " {plan.dp_replicate} copies; use backend native, or strategy hsdp",
     ),
     Rule(
         # Its units all-gather what one rank's whole layers are made of; FSDP2 shards the same states per parameter.

@@ -127,7 +127,10 @@ def _refuse_what_deepspeed_lacks(plan: Plan) -> None:
         if configuration.offload != "none":
             raise refuse(plan, _FORM, f"with offload {configuration.offload}", "choose ZeRO")
     elif configuration.dp_replicate > 1:
-        raise refuse(plan, _FORM, f"with dp_replicate {configuration.dp_replicate}", "ZeRO shards over all ranks")
+        # MiCS is gone: "MiCS ZeRO-3 sharding has been removed" (DeepSpeed 0.19, runtime/config.py).
+        reason = f"with {configuration.dp_replicate} copies of shards over {configuration.dp_shard} ranks"
+        remedy = "DeepSpeed 0.19 shards over all ranks; use backend native, or plan hsdp and emit it as accelerate"
+        raise refuse(plan, _FORM, reason, remedy)
     elif configuration.offload in ("all", "nvme") and configuration.zero_stage < 3:
         raise refuse(plan, _FORM, f"with offload {configuration.offload}", "only zero3 can offload parameters")
 
@@ -170,8 +173,20 @@ def _zero_optimization(plan: Plan, options: EmitOptions) -> dict[str, object]:
             "stage3_max_live_parameters": buckets.max_live,
             "stage3_max_reuse_distance": buckets.max_reuse_distance,
             "stage3_gather_16bit_weights_on_model_save": True,
+            **_zero_plus(plan),
         }
     return section | _offload(plan, options)
+
+
+def _zero_plus(plan: Plan) -> dict[str, object]:
+    """Return the keys of ZeRO++ that a plan switches on."""
+    chosen = plan.configuration
+    keys: dict[str, object] = {
+        "zero_hpz_partition_size": chosen.hpz_partition_size if chosen.hpz_partition_size > 1 else None,
+        "zero_quantized_weights": chosen.quantized_weights or None,
+        "zero_quantized_gradients": chosen.quantized_gradients or None,
+    }
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def _offload(plan: Plan, options: EmitOptions) -> dict[str, object]:

@@ -87,7 +87,7 @@ def _refuse_what_needs_a_mesh(plan: Plan) -> None:
     """TrainingArguments takes a ParallelismConfig object, which JSON cannot hold; accelerate launch sets one."""
     configuration = plan.configuration
     sharded = configuration.strategy in words.FSDP_STRATEGIES and configuration.pp * configuration.ep == 1
-    if sharded and (configuration.strategy == "hsdp" or configuration.splits_model):
+    if sharded and (configuration.dp_replicate > 1 or configuration.splits_model):
         sizes = ((name, getattr(configuration, name)) for name in ("tp", "cp"))
         reason = " and ".join(f"{name} {size}" for name, size in sizes if size > 1)
         remedy = "emit it as accelerate and start the Trainer script with accelerate launch"

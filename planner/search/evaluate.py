@@ -218,7 +218,8 @@ class Family:
         """Traits in common with the same family over fewer devices."""
         layout = self.members[0].layout
         degrees = layout.tp, layout.pp, layout.cp, layout.ep, layout.virtual_stages, layout.pp_schedule
-        return layout.strategy, *degrees, layout.offload, layout.offload_ratio, layout.sync_each_micro_batch
+        shards = layout.dp_shard if layout.dp_replicate > 1 else 0
+        return layout.strategy, shards, *degrees, layout.offload, layout.offload_ratio, layout.sync_each_micro_batch
 
     def within(self, seconds: float) -> Iterator[Timed]:
         """Ever faster configurations that fit and take at most so many seconds a step."""

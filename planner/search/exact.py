@@ -10,6 +10,7 @@ from planner.cost.code_bases import code_base
 from planner.errors import ContradictoryRequest
 from planner.search.post_training import with_rounds
 from planner.search.request import Request
+from planner.search.space import default_shards, shard_over
 from planner.types.plan import Configuration
 from planner.types.post_training import PostTraining
 
@@ -34,6 +35,10 @@ class ExactOptions:
     offload_ratio: float = 1.0
     gradient_compression: words.Compression = "none"
     activations_on_host: bool = False
+    hpz: int = 1
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
+    shard: int | None = None
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -61,10 +66,11 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
     micro, accumulation = _batch(options, replicate * shard)
     batch = micro * accumulation * replicate * shard
     splits = options.tp * options.pp * options.cp * options.ep > 1
+    needs_native = splits or replicate > 1
     workload = replace(request.workload, global_batch_size=batch, post=_rounds(request, options, batch, accumulation))
     configuration = Configuration(
         strategy=strategy,
-        backend=options.backend or request.backend_of(strategy, splits_model=splits),
+        backend=options.backend or request.backend_of(strategy, needs_native=needs_native),
         dp_replicate=replicate,
         dp_shard=shard,
         tp=options.tp,
@@ -87,6 +93,9 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
         offload_ratio=options.offload_ratio,
         gradient_compression=options.gradient_compression,
         activations_on_host=options.activations_on_host,
+        hpz_partition_size=options.hpz,
+        quantized_weights=options.quantized_weights,
+        quantized_gradients=options.quantized_gradients,
     )
     # A default that the configuration overrides was not taken for granted after all.
     defaults = tuple(text for text in request.defaults if options.global_batch or "--global-batch" not in text)
@@ -132,14 +141,14 @@ def _degrees(request: Request, strategy: words.Strategy, options: ExactOptions) 
             " change one of them"
         )
     ranks = cluster.gpus // split
-    if strategy == "hsdp":
-        if cluster.nodes == 1 or ranks % cluster.nodes:
-            raise ContradictoryRequest(
-                f"hsdp copies the model over nodes, and {ranks} data-parallel ranks do not spread over {cluster.nodes}"
-                f" node{'s' if cluster.nodes > 1 else ''}; use --strategy fsdp or give --nodes"
-            )
-        return cluster.nodes, ranks // cluster.nodes
-    return (ranks, 1) if strategy in ("single", "ddp") else (1, ranks)
+    if options.shard is not None:
+        return shard_over(strategy, ranks, shard=options.shard, cp=options.cp)
+    if strategy == "hsdp" and (cluster.nodes == 1 or ranks % cluster.nodes):
+        raise ContradictoryRequest(
+            f"hsdp copies the model over nodes, and {ranks} data-parallel ranks do not spread over {cluster.nodes}"
+            f" node{'s' if cluster.nodes > 1 else ''}; give --shard, or --nodes, or use --strategy fsdp"
+        )
+    return default_shards(request, strategy, ranks)
 
 
 def _batch(options: ExactOptions, ranks: int) -> tuple[int, int]:

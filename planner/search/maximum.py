@@ -38,6 +38,7 @@ class MaximumOptions:
     backend: words.Backend | None = None
     checkpointing: words.Checkpointing | None = None
     offload: words.Offload | None = None
+    shard: int | None = None
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -101,6 +102,7 @@ def _ways(request: Request, options: MaximumOptions) -> Iterator[ExactOptions]:
                     grad_accum=1,
                     checkpointing=checkpointing,
                     offload=offload,
+                    shard=None if strategy in ("single", "ddp") else options.shard,
                     tp=options.tp,
                     pp=options.pp,
                     cp=options.cp,

@@ -22,7 +22,7 @@ from planner.cost.timing import step_time
 from planner.cost.verdict import TIGHT_ABOVE, device_limit, host_limit, limited_by
 from planner.search.estimate import Priced, adapted_of, plan_of, waits_mostly
 from planner.search.request import Request
-from planner.search.space import why_inapplicable
+from planner.search.space import BYTES_PER_PARAMETER, why_inapplicable
 from planner.types.plan import Configuration, Plan, StepTime
 
 # Room in memory and simplicity of plans, and the difference from which on two predictions count as different.
@@ -41,8 +41,6 @@ NEVER_COMPARED = 0.15
 keeps its states with one that offloads them. Then nothing is known to cancel, and two predictions, each off by 11 % at
 the 90th percentile (docs/reference/accuracy.md), are off against each other by the root of two of it."""
 
-BYTES_PER_PARAMETER = 16
-"""Of weights, gradients and Adam's states in mixed precision (ZeRO, arXiv 1910.02054, section 3.1)."""
 TWO_RUNS = math.exp(NINE_OF_TEN * math.sqrt(2) * AGAIN) - 1
 """By how much two runs of one plan differ at the 90th percentile."""
 

@@ -72,9 +72,11 @@ class WorkOptions(PostTrainingOptions):
 class Degrees:
     """Degrees that ranks share the work on one sample by, as a script or a person decided them.
 
-    Data parallelism takes the ranks that are left. The search chooses those that are None.
+    Data parallelism takes the ranks that are left, of which `shard` share one set of states. The search chooses those
+    that are None.
     """
 
+    shard: int | None = None
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -88,9 +90,24 @@ class Degrees:
         """Ranks that work on the same sample."""
         return self.tp * self.pp * self.cp
 
+    def divide(self, ranks: int) -> bool:
+        """Return whether so many ranks can have these degrees."""
+        if ranks % self.sharing:
+            return False
+        return self.shard is None or (self.shard % self.cp == 0 and ranks // self.sharing * self.cp % self.shard == 0)
+
     def __str__(self) -> str:
         values = ((item.name, getattr(self, item.name)) for item in fields(self))
         return ", ".join(f"{name} {value}" for name, value in values if value not in (1, None)) or "tp 1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroPlus:
+    """Settings of ZeRO++, by the fields of a configuration."""
+
+    hpz_partition_size: int = 1
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,9 +119,9 @@ class Request:
     one that cannot be told to be faster. `experience` is what was measured before. `zero_backend` runs ZeRO stages.
     `offload` and `offload_ratio` are what a script or a person decided, and `checkpointings` what they left to choose
     from; None leaves them to the search. `gradient_compression` and `activations_on_host` hold for every plan, the
-    latter where it checkpoints. `degrees` are those that every plan must have; None leaves them to the search.
-    `splits` are then the degrees that a live script can be run with, on CPUs too; None: all, on GPUs. `to_the_limit`
-    lets plans in that fit without every margin, where none fits with them.
+    latter where it checkpoints; `zero_plus` for those of DeepSpeed's stage 3. `degrees` are those that every plan must
+    have; None leaves them to the search. `splits` are then the degrees that a live script can be run with, on CPUs too;
+    None: all, on GPUs. `to_the_limit` lets plans in that fit without every margin, where none fits with them.
     """
 
     facts: ModelFacts
@@ -126,6 +143,7 @@ class Request:
     checkpointings: tuple[words.Checkpointing, ...] | None = None
     gradient_compression: words.Compression = "none"
     activations_on_host: bool = False
+    zero_plus: ZeroPlus | None = None
     degrees: Degrees | None = None
     splits: tuple[words.Degree, ...] | None = None
     to_the_limit: bool = False
@@ -135,12 +153,13 @@ class Request:
         """The given price, else that of the cluster's node type, or None if neither is known."""
         return self.cluster.usd_per_gpu_hour if self.budget.usd_per_gpu_hour is None else self.budget.usd_per_gpu_hour
 
-    def backend_of(self, strategy: words.Strategy, *, splits_model: bool) -> words.Backend:
+    def backend_of(self, strategy: words.Strategy, *, needs_native: bool) -> words.Backend:
         """Return what runs a strategy.
 
-        DeepSpeed is handed whole models here; our own ZeRO runs where ranks share the work on one sample.
+        DeepSpeed is handed whole models here and shards states over all ranks; our own ZeRO runs where ranks share the
+        work on one sample or where replicas of the shards are wanted (`needs_native`).
         """
-        zero = "native" if splits_model and code_base(self.workload.code).runs_here else self.zero_backend
+        zero = "native" if needs_native and code_base(self.workload.code).runs_here else self.zero_backend
         return words.default_backend(strategy, zero=zero)
 
 

@@ -7,6 +7,7 @@ yields a reason instead.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import lru_cache
 from itertools import product
 
@@ -14,6 +15,7 @@ from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.cost.code_bases import code_base
 from planner.cost.combinations import compresses, offloads_of, why_refused
+from planner.cost.verdict import device_limit
 from planner.errors import ContradictoryRequest
 from planner.search.estimate import adapted_of, heads_left_over, why_indivisible, why_no_experts
 from planner.search.request import Degrees, Request
@@ -25,6 +27,8 @@ LARGEST_PIPELINE = 64
 LONG_SEQUENCE, TOKENS_PER_RANK = 32_768, 4_096
 """Tokens of a sample from which on it is spread over ranks, and that each of them has at the least."""
 MOST_VIRTUAL_STAGES = 8
+BYTES_PER_PARAMETER = 16
+"""Of weights, gradients and Adam's states in mixed precision (ZeRO, arXiv 1910.02054, section 3.1)."""
 OFFLOAD_RATIOS = (1.0, 0.75, 0.5, 0.25)
 """Shares of the optimizer's states that our own ZeRO is considered to offload."""
 
@@ -81,7 +85,8 @@ def why_inapplicable(request: Request, strategy: words.Strategy) -> str | None:
         return "DeepSpeed casts weights, which 4-bit ones do not survive; --backend native does not"
     if strategy in words.FSDP_STRATEGIES and request.facts.kind == "vision-text":
         return "torch's FSDP2 cannot shard the scalar logit_scale"
-    if strategy == "hsdp" and (cluster.nodes == 1 or cluster.gpus_per_node == 1):
+    is_chosen = request.degrees is not None and request.degrees.shard is not None
+    if strategy == "hsdp" and not is_chosen and (cluster.nodes == 1 or cluster.gpus_per_node == 1):
         return "is fsdp unless there are several nodes of several GPUs"
     return None
 
@@ -158,22 +163,23 @@ class _Split:
 
 
 def _with_memory_savers(request: Request, strategy: words.Strategy, split: _Split) -> Iterator[CandidateLayout]:
-    ranks = request.cluster.gpus // (split.tp * split.pp * split.cp)
     is_sequence_parallel = _sequence_parallel(request, split)
-    replicate, shard = _split(request, strategy, ranks)
     backend = words.default_backend(strategy, zero=request.zero_backend)
     code = code_base(request.workload.code)
+    spreads = tuple(_shards(request, strategy, split))
     offloads: tuple[words.Offload, ...] = ("none", *(offloads_of(strategy, backend) if split.is_whole else ()))
     for offload in offloads:
         if offload not in code.offloads:
             continue
-        if not _is_considered(request, strategy, shard, offload):
+        if not _is_considered(request, strategy, offload, is_sharded=any(shard > 1 for _, shard in spreads)):
             continue
         syncs = (True, False) if strategy in words.FSDP_STRATEGIES and split.is_whole else (True,)
         ratios = _ratios(request, backend, offload)
         checkpointings = request.checkpointings or code.checkpointings
         pipelines = _pipelines(request, split.pp)
-        for checkpointing, sync, ratio, (schedule, pieces) in product(checkpointings, syncs, ratios, pipelines):
+        for (replicate, shard), checkpointing, sync, ratio, (schedule, pieces) in product(
+            spreads, checkpointings, syncs, ratios, pipelines
+        ):
             yield CandidateLayout(
                 strategy=strategy,
                 dp_replicate=replicate,
@@ -203,7 +209,7 @@ def _sequence_parallel(request: Request, split: _Split) -> bool:
     return split.tp > 1 and (split.ep > 1 or code_base(request.workload.code).sequence_parallel)
 
 
-def _is_considered(request: Request, strategy: words.Strategy, shard: int, offload: words.Offload) -> bool:
+def _is_considered(request: Request, strategy: words.Strategy, offload: words.Offload, *, is_sharded: bool) -> bool:
     """Return whether an offload makes sense on the cluster; one that was asked for by name always does."""
     if request.offload is not None:
         return offload == request.offload
@@ -213,7 +219,7 @@ def _is_considered(request: Request, strategy: words.Strategy, shard: int, offlo
         return False  # adapters have hardly any states to move
     if offload == "none":
         # One GPU has nothing to shard: ZeRO and FSDP help there only by offload.
-        return shard > 1 or request.cluster.gpus > 1 or strategy == "single"
+        return is_sharded or request.cluster.gpus > 1 or strategy == "single"
     return not request.cluster.device.is_cpu and (offload != "nvme" or request.cluster.nvme_bytes_per_node > 0)
 
 
@@ -223,13 +229,79 @@ def _ratios(request: Request, backend: words.Backend, offload: words.Offload) ->
     return OFFLOAD_RATIOS if (backend, offload) == ("native", "optimizer") else (1.0,)
 
 
-def _split(request: Request, strategy: words.Strategy, ranks: int) -> tuple[int, int]:
-    """dp_replicate and dp_shard of a strategy over `ranks` data-parallel ranks."""
+def default_shards(request: Request, strategy: words.Strategy, ranks: int) -> tuple[int, int]:
+    """Return dp_replicate and dp_shard of a strategy over `ranks` data-parallel ranks where nobody chose them."""
     if strategy in ("single", "ddp"):
         return ranks, 1
     if strategy == "hsdp":
         return request.cluster.nodes, ranks // request.cluster.nodes
     return 1, ranks
+
+
+def shard_over(strategy: words.Strategy, ranks: int, *, shard: int, cp: int = 1) -> tuple[int, int]:
+    """Return dp_replicate and dp_shard of `ranks` data-parallel ranks where `shard` ranks share one set of states.
+
+    The `cp` ranks of one sample are among those that share, so that dp_shard is shard / cp.
+
+    Raises:
+        ContradictoryRequest: the strategy shards nothing, or `shard` does not divide the ranks.
+    """
+    if strategy in ("single", "ddp"):
+        if shard > 1:
+            raise ContradictoryRequest(f"{strategy} shards nothing, and shard is {shard}; use zero1-3, fsdp or hsdp")
+        return ranks, 1
+    if shard % cp or ranks % max(shard // cp, 1):
+        possible = ", ".join(str(cp * size) for size in divisors(ranks) if cp * size > 1)
+        samples = f" x cp {cp}" if cp > 1 else ""
+        raise ContradictoryRequest(
+            f"shard {shard} does not divide {ranks} data-parallel ranks{samples}; use {possible or 'more ranks'}"
+        )
+    if shard == 1 and ranks > 1:
+        raise ContradictoryRequest(f"{strategy} with shard 1 keeps whole states on every rank; use ddp, or shard 2")
+    return ranks * cp // shard, shard // cp
+
+
+def _shards(request: Request, strategy: words.Strategy, split: _Split) -> Iterator[tuple[int, int]]:
+    """Yield the dp_replicate and dp_shard that the search weighs for a strategy.
+
+    They are what the strategy says, and over several nodes replicas of the fewest ranks that can hold the states: those
+    of a node, or twice as many until they fit. Fewer do not fit, and more send more between nodes.
+    """
+    ranks = request.cluster.gpus // (split.tp * split.pp * split.cp)
+    if request.degrees is not None and request.degrees.shard is not None:
+        if strategy not in ("single", "ddp"):
+            yield shard_over(strategy, ranks, shard=request.degrees.shard, cp=split.cp)
+        return
+    usual = default_shards(request, strategy, ranks)
+    yield usual
+    if request.cluster.nodes > 1 and _copies_shards(request, strategy):
+        size = _fewest_shards(request, strategy, split, ranks)
+        if 1 < size < ranks and size != usual[1]:
+            yield ranks // size, size
+
+
+def _copies_shards(request: Request, strategy: words.Strategy) -> bool:
+    """Return whether a strategy can have several copies of its shards: ZeRO as its code does, or our own as it runs."""
+    if strategy not in words.ZERO_STAGES:
+        return strategy == "hsdp"
+    code = code_base(request.workload.code)
+    return request.zero_backend == "native" if code.runs_here else code.copies_shards and strategy == "zero1"
+
+
+def _fewest_shards(request: Request, strategy: words.Strategy, split: _Split, ranks: int) -> int:
+    """Return the fewest data-parallel ranks, of whole nodes, over which the states of a model fit; 0 without any.
+
+    They are 16 bytes a parameter in mixed precision, of which stage 1 keeps 4 and stage 2 keeps 2 whole on every rank
+    (ZeRO, arXiv 1910.02054, sections 3.1 and 5).
+    """
+    cluster = request.cluster
+    parameters = request.counts.trained.total / (split.tp * split.pp)
+    whole = {"zero1": 4, "zero2": 2}.get(strategy, 0)
+    room = device_limit(request.workload, cluster) - whole * parameters
+    size = cluster.gpus_per_node // (split.tp * split.cp)
+    while 0 < size < ranks and (BYTES_PER_PARAMETER - whole) * parameters > room * size * split.cp:
+        size *= 2
+    return size if size and ranks % size == 0 else 0
 
 
 def _model_parallel_degrees(request: Request, strategy: words.Strategy) -> Iterator[tuple[int, int, int]]:
@@ -297,8 +369,8 @@ def _expert_degrees(request: Request, strategy: words.Strategy, *, tp: int, pp: 
         return (1,)
     if tp > 1 and not code_base(request.workload.code).sequence_parallel:
         return (1,)
-    shards = _split(request, strategy, cluster.gpus // (tp * pp * cp))[1]
-    ranks = shards * cp * tp
+    spreads = _shards(request, strategy, _Split(tp=tp, pp=pp, cp=cp, ep=1))
+    ranks = next((shard for _, shard in spreads), 1) * cp * tp
     degrees = _powers_of_two(min(ranks, facts.num_experts))
     possible = [ep for ep in degrees if facts.num_experts % ep == 0 and ranks % ep == 0]
     least = min(cluster.gpus_per_node, possible[-1])
@@ -351,9 +423,11 @@ def micro_batches(request: Request, layout: CandidateLayout) -> tuple[int, ...]:
 def configuration_of(request: Request, layout: CandidateLayout, micro_batch: int) -> Configuration:
     """Return the configuration of a layout with one of its micro-batches."""
     workload = request.workload
+    backend = request.backend_of(layout.strategy, needs_native=layout.splits_model or layout.dp_replicate > 1)
+    zero_plus = request.zero_plus if (layout.strategy, backend) == ("zero3", "deepspeed") else None
     return Configuration(
         strategy=layout.strategy,
-        backend=request.backend_of(layout.strategy, splits_model=layout.splits_model),
+        backend=backend,
         dp_replicate=layout.dp_replicate,
         dp_shard=layout.dp_shard,
         tp=layout.tp,
@@ -377,6 +451,7 @@ def configuration_of(request: Request, layout: CandidateLayout, micro_batch: int
         gradient_compression=request.gradient_compression,
         activations_on_host=request.activations_on_host and layout.checkpointing != "none",
         sync_each_micro_batch=layout.sync_each_micro_batch,
+        **({} if zero_plus is None else asdict(zero_plus)),
     )
 
 

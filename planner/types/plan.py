@@ -66,7 +66,9 @@ class Configuration:
     `offload_ratio` is the share of what `offload` names that leaves the device. `gradient_compression` is how gradients
     travel between ranks; checkpointing takes one in `checkpoint_every` blocks; `virtual_stages` is how many stages of
     an interleaved pipeline a rank has; with `sequence_parallel` the tp ranks split the sequence between their products.
-    `activations_on_host` keeps in host memory what checkpointing starts again from.
+    `activations_on_host` keeps in host memory what checkpointing starts again from. Of ZeRO++ (arXiv 2306.10209),
+    `hpz_partition_size` ranks share a second copy of the weights, which backward all-gathers; `quantized_weights` and
+    `quantized_gradients` travel in 8 and in 4 bits.
 
     Raises:
         ContradictoryRequest: a word is unknown, or micro-batch x accumulation x data-parallel ranks is not the global
@@ -98,6 +100,9 @@ class Configuration:
     sync_each_micro_batch: bool = True
     gradient_compression: words.Compression = "none"
     activations_on_host: bool = False
+    hpz_partition_size: int = 1
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in _WORDS.items():
@@ -178,6 +183,13 @@ class Configuration:
         return "".join(f", {name} {degree}{more.get(name, '')}" for name, degree in degrees.items() if degree > 1)
 
     @property
+    def zero_plus_text(self) -> str:
+        """Traits of ZeRO++, as lists name them: `hpz 8`, `weights in 8 bits`, `gradients in 4 bits`."""
+        hpz = (f"hpz {self.hpz_partition_size}",) if self.hpz_partition_size > 1 else ()
+        narrow = (("weights in 8 bits", self.quantized_weights), ("gradients in 4 bits", self.quantized_gradients))
+        return ", ".join((*hpz, *(text for text, is_on in narrow if is_on)))
+
+    @property
     def uses_host(self) -> bool:
         """True if host memory holds a part of training; where such a run fails, either memory may have been short."""
         return self.offload != "none" or self.activations_on_host
@@ -201,6 +213,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
 }
 _COUNTS = (
     *("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "virtual_stages", "checkpoint_every"),
+    *("hpz_partition_size",),
     *("micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "sequence_length"),
 )
 

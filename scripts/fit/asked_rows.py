@@ -131,8 +131,6 @@ def from_memory(row: Row) -> tuple[str, dict[str, Any], dict[str, Any], Flags]:
 
 def plan_flags(row: Row) -> Flags:
     """Return the flags of a row in the words of a plan."""
-    if row["strategy"] != "hsdp" and row["dp_replicate"] != "1" and row["strategy"] not in ("ddp", "single"):
-        raise NotAskable("ZeRO groups smaller than the data-parallel ranks, which no flag says")
     flags: Flags = {
         "strategy": row["strategy"],
         "backend": row["backend"],
@@ -147,6 +145,8 @@ def plan_flags(row: Row) -> Flags:
         "checkpointing": row["checkpointing"],
         "offload": row["offload"],
     }
+    if row["dp_replicate"] != "1" and row["strategy"] not in ("ddp", "single", "hsdp"):
+        flags["shard"] = int(row["dp_shard"])
     if "compiled" in row.get("code", "") or row.get("compiled") == "y":
         flags["compile"] = True
     if row["source"].startswith("fms_fsdp"):  # fms_fsdp/policies/mixed_precision.py, bfSixteen

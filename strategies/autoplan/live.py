@@ -27,6 +27,7 @@ from planner.cost.combinations import compresses, why_refused
 from planner.search.recall import recall
 from planner.search.request import Degrees, Request, WorkOptions, make_request
 from planner.search.space import (
+    CandidateLayout,
     configuration_of,
     enumerate_candidates,
     micro_batches,
@@ -95,7 +96,9 @@ def live_request(
             )
         reason = (strategy and why_inapplicable(request, strategy)) or "needs several ranks, or a GPU to offload from"
         remedy = (
-            "choose fsdp" if strategy == "hsdp" and request.cluster.gpus > 1 else "start more ranks with `dsplan run`"
+            "give shard, or choose fsdp"
+            if strategy == "hsdp" and request.cluster.gpus > 1
+            else "start more ranks with `dsplan run`"
         )
         raise CannotRun(f"{word} {value!r} {reason}; {remedy}, or leave the {word} out")
     if options.backend == "deepspeed":
@@ -104,16 +107,20 @@ def live_request(
 
 
 def _require_whole(request: Request) -> None:
-    """Refuse DeepSpeed, which is handed whole models, where every plan splits the model.
+    """Refuse DeepSpeed, which is handed whole models and shards over all ranks, where every plan does otherwise.
 
     Raises:
         CannotRun: it is so.
     """
     layouts = enumerate_candidates(request)
     first = next(layouts)
-    if first.splits_model and all(layout.splits_model for layout in layouts):
+    if _needs_native(first) and all(map(_needs_native, layouts)):
         micro_batch = micro_batches(request, first)[0]
         raise CannotRun(why_refused(replace(configuration_of(request, first, micro_batch), backend="deepspeed")))
+
+
+def _needs_native(layout: CandidateLayout) -> bool:
+    return layout.splits_model or (layout.strategy in words.ZERO_STAGES and layout.dp_replicate > 1)
 
 
 def _micro_batch(options: PlanningOptions, environment: Environment, global_batch: int) -> int | None:
@@ -139,8 +146,8 @@ def _degrees(options: PlanningOptions, environment: Environment) -> Degrees | No
     Raises:
         CannotRun: they do not divide the ranks.
     """
-    degrees, ranks = options.parallel, environment.world_size
-    if degrees is None or ranks % degrees.sharing == 0:
+    degrees = options.parallel
+    if degrees is None or degrees.divide(environment.world_size):
         return degrees
     if current().chooses_anew:
         return None
@@ -149,6 +156,8 @@ def _degrees(options: PlanningOptions, environment: Environment) -> Degrees | No
 
 def _misfit(degrees: Degrees, environment: Environment) -> str:
     product = f"tp {degrees.tp} x pp {degrees.pp} x cp {degrees.cp} = {degrees.sharing}"
+    if environment.world_size % degrees.sharing == 0:
+        product = f"shard {degrees.shard} with {product}"
     return f"parallel: {product} does not divide the {environment.world_size} ranks of this job"
 
 
@@ -224,6 +233,7 @@ def _request(
     request = replace(request, splits=_splits(request, options, like, environment))
     request = replace(request, **limits.limit_offload(options.config.zero, strategy, request.zero_backend))
     request = replace(request, gradient_compression=options.config.communication.compression)
+    request = replace(request, zero_plus=limits.read_zero_plus(options.config.zero))
     request = replace(request, **limits.limit_activations(options.config.activations, model))
     return traced_request(request, model, example)
 

@@ -150,10 +150,14 @@ def _check(where: str, plan: Plan, options: PlanningOptions, environment: Enviro
 def _differing_degree(wanted: Degrees, plan: Configuration) -> str | None:
     """Return in what a plan is another than was asked for, `tp 1 and tp 2`, or None."""
     for item in fields(Degrees):
-        has, value = getattr(plan, item.name), getattr(wanted, item.name)
+        has, value = getattr(plan, _FIELDS.get(item.name, item.name)), getattr(wanted, item.name)
         if value not in (None, has):
             return f"{item.name} {has} and {item.name} {value}"
     return None
+
+
+_FIELDS = {"shard": "state_shards"}
+"""Fields of a configuration that have another name than the degree."""
 
 
 def why_another_model(plan: Plan, model: nn.Module) -> str | None:

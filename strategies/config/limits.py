@@ -14,6 +14,7 @@ from torch import nn
 
 from planner import vocabulary as words
 from planner.cost.combinations import offloads_of
+from planner.search.request import ZeroPlus
 from planner.types.cluster import Cluster
 from planner.types.plan import Configuration
 from strategies.config.fields import Fields
@@ -74,6 +75,16 @@ def limit_offload(zero: ZeroSection, strategy: words.Strategy | None, zero_backe
                 f" offload {', '.join(possible) or 'nothing'}; change offload_optimizer and offload_param, or the stage"
             )
     return {"offload": zero.offload, "offload_ratio": zero.offload_ratio}
+
+
+def read_zero_plus(zero: ZeroSection) -> ZeroPlus | None:
+    """Return what the config asks of ZeRO++; None for nothing."""
+    settings = ZeroPlus(
+        hpz_partition_size=zero.hpz_partition_size,
+        quantized_weights=zero.quantized_weights,
+        quantized_gradients=zero.quantized_gradients,
+    )
+    return None if settings == ZeroPlus() else settings
 
 
 def add_disk(cluster: Cluster, zero: ZeroSection) -> Cluster:

@@ -40,12 +40,23 @@ def zero_section(fields: Fields) -> ZeroSection:
         stage=_stage(fields),
         reduce_bucket_size=fields.maybe_whole("reduce_bucket_size", least=1),
         param_persistence_threshold=fields.maybe_whole("stage3_param_persistence_threshold"),
+        shard=_shard(fields),
+        hpz_partition_size=fields.whole("zero_hpz_partition_size", 1, least=1),
+        quantized_weights=fields.flag("zero_quantized_weights"),
+        quantized_gradients=fields.flag("zero_quantized_gradients"),
         offload=offload,
         offload_ratio=optimizer.number("ratio", ZeroSection().offload_ratio, most=1.0),
         nvme_path=path,
         pin_memory=pinned.maybe_flag("pin_memory"),
         buffer_count=optimizer.maybe_whole("buffer_count", least=1),
     )
+
+
+def _shard(fields: Fields) -> int | None:
+    """Return MiCS's number of ranks, of which -1, its default, is no number."""
+    if fields.values.get("mics_shard_size") == -1:
+        return None
+    return fields.maybe_whole("mics_shard_size", least=1)
 
 
 def _stage(fields: Fields) -> int | None:

@@ -94,6 +94,11 @@ class ZeroSection:
     offload: Offload | None = None
     offload_ratio: float = 1.0
     """The part of the optimizer state that leaves the GPU, at most."""
+    shard: int | None = None
+    """Ranks that share one set of states (`mics_shard_size`); None: all, or those of the plan."""
+    hpz_partition_size: int = 1
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
     nvme_path: str | None = None
     pin_memory: bool | None = None
     buffer_count: int | None = None

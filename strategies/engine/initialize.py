@@ -186,7 +186,8 @@ def configure(
     # The config before the ranks meet: a mistake in it is the same on all, and none has to wait for it.
     script = read_config(_choose_config(args, config))
     environment = join()
-    degrees = read_degrees(_add_stages(parallel, script.pipeline.stages))
+    of_config = {"pp": script.pipeline.stages, "shard": script.zero.shard}
+    degrees = read_degrees(_add_degrees(parallel, of_config))
     return Configured(script=script, environment=environment, optimizer=optimizer, degrees=degrees)
 
 
@@ -204,19 +205,26 @@ def _choose_config(args: object, config: ConfigSource | None) -> ConfigSource | 
     return config
 
 
-def _add_stages(parallel: Mapping[str, Any] | None, stages: int | None) -> Mapping[str, Any] | None:
-    """Add the pipeline stages that a config asks for to the degrees of `initialize`.
+_DEGREE_KEYS = {"pp": "pipeline.stages", "shard": "zero_optimization.mics_shard_size"}
+"""Keys of a config that are degrees, by the words of `parallel=`."""
+
+
+def _add_degrees(parallel: Mapping[str, Any] | None, of_config: Mapping[str, int | None]) -> Mapping[str, Any] | None:
+    """Add the degrees that a config asks for to those of `initialize`.
 
     Raises:
         CannotRun: the two differ.
     """
-    if stages is None or (stages == 1 and parallel is None):
-        return parallel
-    if parallel is not None and parallel.get("pp", stages) != stages:
-        raise CannotRun(
-            f"config: pipeline.stages is {stages} and parallel= has pp {parallel['pp']}; leave one of them out"
-        )
-    return {**(parallel or {}), "pp": stages}
+    for name, degree in of_config.items():
+        if degree is None or (name == "pp" and degree == 1 and parallel is None):
+            continue
+        if parallel is not None and parallel.get(name, degree) != degree:
+            raise CannotRun(
+                f"config: {_DEGREE_KEYS[name]} is {degree} and parallel= has {name} {parallel[name]}; leave one of them"
+                " out"
+            )
+        parallel = {**(parallel or {}), name: degree}
+    return parallel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,6 +29,7 @@ _EARLIER = {
 class RequestedDegrees:
     """Degrees to plan for, with the words of `initialize(parallel=)`; None is left open."""
 
+    shard: int | None = None
     tp: int | None = None
     pp: int | None = None
     cp: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,17 @@ def pass_on(recipe: Recipe, source: str, goal: str) -> None:
     engine = training_bodies.make_engine(recipe)
     engine.load_checkpoint(source)
     engine.save_checkpoint(goal)
+
+
+def times_written(directory: Path) -> dict[str, float]:
+    """How often the latest checkpoint holds the elements of each tensor but random states, on average."""
+    folder = directory / (directory / "latest").read_text().strip()
+    entries = json.loads((folder / "tensors.json").read_text()).items()
+    return {
+        name: sum(math.prod(box["sizes"]) for box in entry["boxes"]) / math.prod(entry["shape"])
+        for name, entry in entries
+        if not name.startswith("rng/")
+    }
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:

@@ -6,10 +6,13 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -152,6 +155,69 @@ def reductions_of_a_step(recipe: Recipe) -> tuple[int, int]:
     with _sent(engine) as sizes:
         training_bodies.one_step(engine, 0)
     return sum(sizes), sum(parameter.numel() for parameter in engine.module.parameters())
+
+
+def norm_of_a_step(recipe: Recipe) -> float:
+    """The gradients' norm of a first step."""
+    engine = training_bodies.make_engine(recipe)
+    training_bodies.one_step(engine, 0)
+    norm: float = engine.gradient_norm
+    return norm
+
+
+def all_reduced_in_a_step(recipe: Recipe) -> tuple[int, int]:
+    """Elements that one step all-reduces between copies of this rank's shards, and those that are trained."""
+    engine = training_bodies.make_engine(recipe)
+    sent, real, between = list[int](), dist.all_reduce, engine._reducer._replicas
+
+    def count(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        if named.get("group") is between:
+            sent.append(tensor.numel())
+        return real(tensor, *arguments, **named)
+
+    with mock.patch.object(dist, "all_reduce", count):
+        training_bodies.one_step(engine, 0)
+    return sum(sent), sum(parameter.numel() for parameter in engine.module.parameters())
+
+
+def _engine_by_config(zero: dict[str, Any]) -> Any:
+    torch.manual_seed(3)
+    engine, *_ = initialize(
+        model=training_bodies.TinyModel(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
+        sample_data=[training_bodies.batch_of(0, 1)],
+        config={"train_batch_size": 12, "bf16": {"enabled": False}, "zero_optimization": zero},
+    )
+    return engine
+
+
+ByConfig = tuple[str, tuple[int, int, int], list[float]]
+
+
+def train_by_config(zero: dict[str, Any], steps: int) -> ByConfig:
+    """Who trains by a config's ZeRO section, over dp_replicate x dp_shard ranks with hpz, and the losses."""
+    return _train(_engine_by_config(zero), steps)
+
+
+def _train(engine: Any, steps: int) -> ByConfig:
+    plan = engine.configuration
+    losses = [training_bodies.one_step(engine, step) for step in range(steps)]
+    return plan.backend, (plan.dp_replicate, plan.dp_shard, plan.hpz_partition_size), losses
+
+
+def train_with_hpz(zero: dict[str, Any], steps: int) -> tuple[ByConfig, int, int]:
+    """Train, and the elements of DeepSpeed's second partitions between backward and step, and those of the model."""
+    groups: Any = import_module("deepspeed.utils.groups")
+    try:
+        engine = _engine_by_config(zero)
+        trained = _train(engine, steps)
+        rank, world = engine.environment.rank, engine.environment.world_size
+        engine.backward(engine(*(tensor[rank::world] for tensor in training_bodies.batch_of(1))))
+        parameters: list[Any] = list(engine.module.parameters())
+        second = [parameter.ds_secondary_tensor for parameter in parameters]
+        return trained, sum(copy.numel() for copy in second if copy is not None), sum(p.ds_numel for p in parameters)
+    finally:
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # a process has one, for all its engines
 
 
 def train_without_syncing(recipe: Recipe) -> tuple[int, dict[str, torch.Tensor]]:

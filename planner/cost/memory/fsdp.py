@@ -10,6 +10,8 @@ forward to the end of backward. Buffers live as long as Python refers to them, o
 * A reduce-scatter copies the unit's gradients into one buffer (`reduce_scatter_input`), which stays until the next unit
   reduces; what comes out are the `sharded_gradients`. Parameters are freed before it, gradients after it. Gloo, which
   all-reduces, does so in a copy of that buffer (`ProcessGroupGloo::reduce_scatter_tensor_coalesced`).
+* Between replicas a unit's sharded gradients are all-reduced in place, and the unit refers to what was all-reduced
+  until backward ends (`AllReduceState`): beside the gradients that it was added to, where there were any.
 """
 
 from __future__ import annotations
@@ -192,6 +194,7 @@ class _Sharding:
     reshards: bool
     steps: int
     synchronised: bool
+    replicated: bool
     by_gloo: bool
 
 
@@ -206,6 +209,7 @@ def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
         reshards=reshards_weights(job),
         steps=steps,
         synchronised=steps == 1 or reduces_each_micro_batch(job),
+        replicated=chosen.dp_replicate > 1,
         by_gloo=job.cluster.device.is_cpu,
     )
     return _buffers(job.counts, sharding, recipe)
@@ -231,6 +235,8 @@ class FsdpBuffers:
         self._steps, self._synchronised = sharding.steps, sharding.synchronised
         shards = sharding.shards
         self._by_gloo = sharding.by_gloo
+        added = self._steps > 1 and self._synchronised
+        self._keeps_all_reduced = sharding.replicated and (added or sharding.offloads)
         offloads = self._offloads
         if held is None:
             self._root = unit_bytes(units.root, trained.root, recipe, shards, offloads=offloads)
@@ -260,6 +266,7 @@ class FsdpBuffers:
         whole = self._whole(instant, of_root)
         unsharded, blocks_done = self._unsharded_in_backward(instant), instant.blocks_done
         sharded_gradients = self._sharded_gradients(blocks_done, instant.blocks)
+        all_reduced = self._all_reduced(blocks_done, instant.blocks)
         reducing = (
             self._blocks.unit(-blocks_done, instant.blocks).reduce_scatter_input
             if blocks_done and not self._blocks.is_shared
@@ -267,9 +274,10 @@ class FsdpBuffers:
         )
         if self._synchronised:
             gradients = (sharded_gradients if self._steps == 1 else self._waiting) + whole
-            return Ledger(gradients=gradients, buffers=unsharded + reducing)
+            return Ledger(gradients=gradients, buffers=unsharded + reducing + all_reduced)
         # The last micro-batch reduces what the others left; before that, gradients are added up where they are.
-        last = Ledger(gradients=self._left(instant) + sharded_gradients + whole, buffers=unsharded + reducing)
+        buffers = unsharded + reducing + all_reduced
+        last = Ledger(gradients=self._left(instant) + sharded_gradients + whole, buffers=buffers)
         added = self._accumulated if self._steps > 2 else self._accumulated - self._left(instant)
         return max(last, Ledger(gradients=added + whole, buffers=unsharded), key=lambda ledger: ledger.total)
 
@@ -287,7 +295,8 @@ class FsdpBuffers:
             gradients = (
                 self._left(instant) + self._sharded_gradients(blocks_done, blocks) + self._recipe.gather * of_root
             )
-        return Ledger(gradients=gradients, buffers=unsharded + unit.reduce_scatter_input)
+        all_reduced = self._all_reduced(blocks_done, blocks)
+        return Ledger(gradients=gradients, buffers=unsharded + unit.reduce_scatter_input + all_reduced)
 
     def before_blocks(self) -> Ledger:
         """Return the unsharded root, then the first block beside the root's buffer; hardly an activation is alive."""
@@ -303,7 +312,7 @@ class FsdpBuffers:
         sharded_gradients = self._waiting if self._synchronised and self._steps > 1 else self._sharded_gradients(1, 1)
         return Ledger(
             gradients=sharded_gradients + max(whole, self._reduced(self._root, last)),
-            buffers=self._root.reduce_scatter_input,
+            buffers=self._root.reduce_scatter_input + self._all_reduced(1, 1),
         )
 
     def _reduced(self, unit: UnitBytes, last_gradient: float) -> float:
@@ -323,6 +332,10 @@ class FsdpBuffers:
     def _sharded_gradients(self, blocks: int, of: int) -> float:
         """Sharded gradients of the last so many blocks; offload moves them away as they are made."""
         return 0.0 if self._offloads else self._blocks.sharded_gradients(blocks, of)
+
+    def _all_reduced(self, blocks: int, of: int) -> float:
+        """Return what was all-reduced of the last so many blocks, where that is not their gradients' own memory."""
+        return self._blocks.sharded_gradients(blocks, of) if self._keeps_all_reduced else 0.0
 
     def _left(self, instant: Instant) -> float:
         """Accumulated gradients that are not reduced yet."""

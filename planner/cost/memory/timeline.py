@@ -137,7 +137,7 @@ def _lines(job: Job, recipe: Recipe, states: States) -> Sequence[_Line]:
     steps = min(chosen.gradient_accumulation_steps, 3 if whole else 2)
     degrees = (chosen.dp_replicate, chosen.dp_shard)
     engine = (chosen.strategy, chosen.backend, chosen.sync_each_micro_batch, keeps_stage_whole(job))
-    saving = (chosen.offload, chosen.offload_ratio, chosen.gradient_compression)
+    saving = (chosen.offload, chosen.offload_ratio, chosen.gradient_compression, chosen.hpz_partition_size)
     key = (*engine, *saving, degrees, steps, chosen.optimizer, _all_forwards_first(job))
     lines = _CACHE.get(alike := _Alike(job, recipe, (*key, recipe, *_activations_key(job, recipe))))
     if lines is None:

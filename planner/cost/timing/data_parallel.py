@@ -14,7 +14,7 @@ from planner.cost.code_bases import Implementation
 from planner.cost.split import keeps_stage_whole, reduces_each_micro_batch, reshards_weights
 from planner.cost.timing.collectives import Collective, Group, collective_seconds
 from planner.cost.timing.efficiency import DeviceRates
-from planner.cost.timing.layout import SERIAL_SLOWDOWN, SLOWDOWN, Layout, beside
+from planner.cost.timing.layout import QUANTIZED_WEIGHT_BYTES, SERIAL_SLOWDOWN, SLOWDOWN, Layout, beside
 from planner.cost.timing.pipeline import Stage
 from planner.cost.zero_buckets import zero_buckets
 from planner.types.job import Job
@@ -109,21 +109,30 @@ class StepContext:
         seconds = self.all_gather(where.block - experts, where.block_gather_bytes)
         return seconds + self.collective("all_gather", experts, where.block_gather_bytes, where.expert_group)
 
-    def reduce_scatter(self, elements: float) -> float:
-        """Gradients reduce-scattered among shards, then all-reduced among replicas."""
-        scattered = self.collective("reduce_scatter", elements, self.where.communication_bytes, self.where.shard_group)
-        return scattered + self.all_reduce_shards(elements)
+    @property
+    def sums_replicas_once(self) -> bool:
+        """True if replicas of shards add up what micro-batches leave, once in a step: our own ZeRO."""
+        return self.job.configuration.backend == "native" and self.where.replica_group.size > 1
+
+    def reduce_scatter(self, elements: float, *, replicas: bool = True) -> float:
+        """Gradients reduce-scattered among shards, then all-reduced among `replicas`."""
+        where = self.where
+        scattered = self.collective("reduce_scatter", elements, where.communication_bytes, where.shard_group)
+        return scattered + (self.all_reduce_shards(elements) if replicas else 0.0)
 
     def all_reduce_shards(self, elements: float) -> float:
-        """Return the seconds of all-reducing the shards of gradients among replicas."""
+        """Return the seconds of all-reducing a shard of gradients among replicas: as they travel, or as they wait."""
         where = self.where
-        return self.collective("all_reduce", elements / where.shards, where.communication_bytes, where.replica_group)
+        width = where.gradient_bytes if self.sums_replicas_once else where.communication_bytes
+        return self.collective("all_reduce", elements / where.shards, width, where.replica_group)
 
     def reduce_scatter_block(self) -> float:
         """Return the seconds of reduce-scattering the gradients of a block."""
         where, experts = self.where, self.spread_experts
         seconds = self.reduce_scatter(where.block - experts)
-        return seconds + self.collective("reduce_scatter", experts, where.communication_bytes, where.expert_group)
+        width = where.communication_bytes
+        seconds += self.collective("reduce_scatter", experts, width, where.expert_group)
+        return seconds + self.collective("all_reduce", experts / where.expert_shards, width, where.replica_group)
 
     @property
     def replicas_apart(self) -> bool:
@@ -177,24 +186,29 @@ def _sharded_optimizer(context: StepContext) -> Walk:
     where = context.where
     limits = zero_buckets(2, parameters=round(where.parameters), hidden_size=context.job.facts.hidden_size)
     buckets = math.ceil(where.parameters / limits.reduce)
-    bucket = _zero_reduction(context, where.parameters / buckets)
     kind = "all_reduce" if context.code.reduces_whole else "reduce_scatter"
     share = context.behind_reductions / buckets
-    units = ((buckets - 1, share, bucket, kind), (1, share, 0.0, kind), (1, 0.0, bucket, kind))
-    rounds = context.rounds if context.job.configuration.zero_stage == 2 else 1
+
+    def reducing(bucket: float) -> tuple[Unit, ...]:
+        return (buckets - 1, share, bucket, kind), (1, share, 0.0, kind), (1, 0.0, bucket, kind)
+
+    each, once = context.job.configuration.zero_stage == 2, context.sums_replicas_once
     gathered = "broadcast" if context.code.broadcasts_partitions else "all_gather"
-    return Walk(reduced=units, reductions=rounds, end=((1, 0.0, _updated_parameters(context), gathered),))
+    return Walk(
+        quiet=reducing(_zero_reduction(context, where.parameters / buckets, replicas=False)) if each and once else (),
+        reduced=reducing(_zero_reduction(context, where.parameters / buckets)),
+        reductions=context.rounds if each and not once else 1,
+        end=((1, 0.0, _updated_parameters(context), gathered),),
+    )
 
 
-def _zero_reduction(context: StepContext, elements: float) -> float:
+def _zero_reduction(context: StepContext, elements: float, *, replicas: bool = True) -> float:
     """DeepSpeed all-reduces a bucket and keeps its part of it (stage_1_and_2.py, `use_multi_rank_bucket_allreduce`)."""
     where = context.where
     if not context.code.reduces_whole:
-        return context.reduce_scatter(elements)
+        return context.reduce_scatter(elements, replicas=replicas)
     shared = context.collective("all_reduce", elements, where.communication_bytes, where.shard_group)
-    return shared + context.collective(
-        "all_reduce", elements / where.shards, where.communication_bytes, where.replica_group
-    )
+    return shared + (context.all_reduce_shards(elements) if replicas else 0.0)
 
 
 def _updated_parameters(context: StepContext) -> float:
@@ -252,20 +266,36 @@ def _backward(
 def _partitioned(context: StepContext) -> Walk:
     """ZeRO-3: modules all-gathered one by one, far ahead of compute; gradients reduced in small buckets behind it.
 
-    The first module's gather and the embedding's reduction stay visible. What is used again within
+    ZeRO++ sends weights in 8 bits, and all-gathers them in a node for the backward. The first module's gather and the
+    embedding's reduction stay visible. What is used again within
     `max_reuse_distance` elements of its last use is not freed in between.
     """
     where, stage = context.where, context.stage
     limits = zero_buckets(3, parameters=round(where.parameters), hidden_size=context.job.facts.hidden_size)
-    module = context.all_gather(where.block / where.products)
-    gathers = where.layers * where.products * module + context.all_gather(where.root)
-    again = max(0.0, 1 - limits.max_reuse_distance / 2 / where.parameters) * gathers
-    reduce = math.ceil(where.parameters / limits.reduce) * context.reduce_scatter(min(limits.reduce, where.parameters))
-    tail = min(context.reduce_scatter(where.embedding or limits.reduce), again + reduce)
+    module = _weights(context, where.block / where.products, where.shard_group)
+    gathers = where.layers * where.products * module + _weights(context, where.root, where.shard_group)
+    again = where.layers * where.products * _weights(context, where.block / where.products, where.backward_group)
+    again += _weights(context, where.root, where.backward_group)
+    again *= max(0.0, 1 - limits.max_reuse_distance / 2 / where.parameters)
+    buckets, last = math.ceil(where.parameters / limits.reduce), where.embedding or limits.reduce
     both = "all_gather + reduce_scatter" if again else "reduce_scatter"
+
+    def reducing(*, replicas: bool) -> tuple[Unit, ...]:
+        reduce = buckets * context.reduce_scatter(min(limits.reduce, where.parameters), replicas=replicas)
+        tail = min(context.reduce_scatter(last, replicas=replicas), again + reduce)
+        return (1, stage.backward, again + reduce - tail, both), (1, 0.0, tail, "reduce_scatter")
+
     return Walk(
         forward=((1, 0.0, module, "all_gather"), (1, stage.forward, gathers - module, "all_gather")),
         gathers=context.rounds,
-        reduced=((1, stage.backward, again + reduce - tail, both), (1, 0.0, tail, "reduce_scatter")),
-        reductions=context.rounds,
+        quiet=reducing(replicas=False) if context.sums_replicas_once else (),
+        reduced=reducing(replicas=True),
+        reductions=1 if context.sums_replicas_once else context.rounds,
     )
+
+
+def _weights(context: StepContext, elements: float, members: Group) -> float:
+    """Return the seconds of all-gathering weights between the ranks that share them, or a copy of them."""
+    narrow = context.job.configuration.quantized_weights
+    width = QUANTIZED_WEIGHT_BYTES if narrow else context.where.gather_bytes
+    return context.collective("all_gather", elements, width, members)

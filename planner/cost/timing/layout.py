@@ -11,7 +11,12 @@ from planner.cost.timing.collectives import Group, group
 from planner.cost.timing.flops import executed_layers, job_stacks
 from planner.cost.timing.stacks import USUAL_MATMULS
 from planner.types.job import Job
+from planner.types.plan import Configuration
 from planner.vocabulary import FSDP_STRATEGIES
+
+QUANTIZED_WEIGHT_BYTES, QUANTIZED_GRADIENT_BYTES = 1.0, 0.5
+"""Of ZeRO++: int8 and int4, whose scales are one fp32 number for thousands of elements (DeepSpeed 0.19,
+partition_parameters.py, CUDAQuantizer; comm/coalesced_collectives.py, all_to_all_quant_reduce)."""
 
 # Communication that compute does not hide.
 
@@ -72,7 +77,8 @@ class Layout:
 
     `layers` blocks of `block` parameters in `products` modules, and `root` parameters outside blocks, `embedding` of
     them last in the backward; all divided by tp. Of a block `experts` are those of routed experts, which are sharded
-    over ranks of their own where experts are spread. Widths are bytes per
+    over ranks of their own where experts are spread. `backward_group` shares the weights that backward all-gathers,
+    where ZeRO++ has a copy of them in a node. Widths are bytes per
     parameter of what is all-gathered (of blocks apart), of what is reduced, of that between ranks, and of a stored
     gradient, the last three over all parameters, of which only `trained` (a share) have gradients and states.
     """
@@ -86,6 +92,7 @@ class Layout:
     shards: int
     shard_group: Group
     replica_group: Group
+    backward_group: Group
     experts: float
     expert_shards: int
     expert_group: Group
@@ -146,6 +153,22 @@ def _gather_bytes(job: Job, recipe: Recipe, trained: float) -> float:
     return trained * recipe.gather + (1 - trained) * (blocks * narrow + (1 - blocks) * recipe.frozen_gather)
 
 
+def _backward_shards(configuration: Configuration, shards: int) -> int:
+    hpz = configuration.hpz_partition_size
+    return hpz if hpz > 1 else shards
+
+
+def _communication_bytes(configuration: Configuration, recipe: Recipe) -> float:
+    """Return the bytes of a gradient between ranks.
+
+    ZeRO++ sends 4 bits of it twice, inside a node and between nodes, as a reduce-scatter of both does (arXiv
+    2306.10209, section 3.3).
+    """
+    if configuration.quantized_gradients:
+        return QUANTIZED_GRADIENT_BYTES
+    return communication_bytes(configuration.gradient_compression, recipe.reduce)
+
+
 def layout(job: Job) -> Layout:
     """Return the layout of a job's busiest stage."""
     configuration, counts = job.configuration, job.counts
@@ -175,10 +198,11 @@ def layout(job: Job) -> Layout:
         shards=shards,
         shard_group=group(job.cluster, shards, tp),
         replica_group=group(job.cluster, replicas, tp * shards),
+        backward_group=group(job.cluster, _backward_shards(configuration, shards), tp),
         gather_bytes=_gather_bytes(job, recipe, trained),
         block_gather_bytes=recipe.gather_of_blocks if recipe.frozen is None else _gather_bytes(job, recipe, trained),
         reduce_bytes=recipe.reduce * trained,
-        communication_bytes=communication_bytes(configuration.gradient_compression, recipe.reduce) * trained,
+        communication_bytes=_communication_bytes(configuration, recipe) * trained,
         gradient_bytes=recipe.gradient * trained,
         trained=trained,
     )

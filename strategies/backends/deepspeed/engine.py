@@ -81,6 +81,7 @@ class DeepSpeedZero(Strategy):
         ensure_group(self.environment)
         apply_plan(parts)
         config = engine_config(parts, on_cpu=self.environment.device.type == "cpu")
+        require_quantizer(config, self.environment.device)
         if self.configuration.zero_stage == 3:
             partition_model(library, parts.model, config, self.environment.device)
         else:
@@ -283,6 +284,22 @@ def require_precision(precision: str) -> None:
     """
     if (reason := why_impossible(precision)) is not None:
         raise CannotRun(reason)
+
+
+_QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+
+
+def require_quantizer(config: Mapping[str, Any], device: torch.device) -> None:
+    """Stop where a config quantises what ZeRO sends and there is no GPU: DeepSpeed's quantizer has CUDA kernels alone.
+
+    Raises:
+        CannotRun: it does, on a CPU.
+    """
+    quantized = [name for name in _QUANTIZED if _section(config, "zero_optimization").get(name)]
+    if quantized and device.type == "cpu":
+        raise CannotRun(
+            f"config: zero_optimization.{quantized[0]} needs a GPU, for DeepSpeed's quantizer; leave it out"
+        )
 
 
 def expect_compilation(operator: str, environment: Environment) -> None:

@@ -169,10 +169,11 @@ class ZeroStrategy(Strategy):
         apply_plan(parts)
         mesh, parted = self.mesh, parts_of(model)
         collectives = collectives_over("dp_shard_cp", mesh)
-        experts = collectives_over("expert_dp", mesh) if parted.experts else None
+        experts = collectives_over("expert_shard", mesh) if parted.experts else None
         optimizer = script_optimizer(parts, trainable_parameters(model, parts.model_parameters))
         settings = read_settings(parts, environment.device)
-        kinds = {} if mesh.is_data_parallel else kinds_of(model, parted, mesh)
+        copies = mesh.size("dp_replicate") > 1
+        kinds = {} if mesh.is_data_parallel and not copies else kinds_of(model, parted, mesh)
         context = ShardingContext(
             device=environment.device,
             collectives=collectives,
@@ -180,6 +181,9 @@ class ZeroStrategy(Strategy):
             offload=offload_of(settings.offload, environment.device),
             kinds=kinds,
             experts=experts,
+            replicas=collectives_over("dp_replicate", mesh) if copies else None,
+            everyone=collectives_over("dp_cp", mesh) if copies else None,
+            all_experts=collectives_over("expert_dp", mesh) if copies and parted.experts else None,
         )
         context = replace(context, owners=owners_in(context, select_undivided(optimizer, model.parameters())))
         return ZeroEngine(
@@ -202,7 +206,7 @@ def kinds_of(model: nn.Module, parts: ModelParts, mesh: Mesh) -> dict[nn.Paramet
         name = unwrapped(wrapped_name)
         is_expert = name in parts.experts
         kinds[parameter] = Kind(
-            share=share_of_square(name, parts, mesh, mesh.size("expert_dp" if is_expert else "dp_shard_cp")),
+            share=share_of_square(name, parts, mesh, mesh.size("expert_shard" if is_expert else "dp_shard_cp")),
             is_expert=is_expert,
             is_summed=name in parts.summed,
             copies=parts.splits[name].copies if name in parts.splits else 1,
@@ -240,6 +244,7 @@ class ZeroEngine(AccumulatingEngine):
         super().__init__(parts, strategy, LossScale(settings.scale))
         self.module = self.wrapped = parts.model
         self._context, self._sharded_model = context, sharded_model
+        data_parallel = context.everyone or context.collectives
         collectives_of = collectives_factory(
             lambda bucket: context.collectives_of(bucket.kind), settings.travel.codec, lambda: self._scale.value
         )
@@ -248,7 +253,8 @@ class ZeroEngine(AccumulatingEngine):
             collectives_of,
             accumulate=settings.accumulate,
             reduce=settings.travel.dtype,
-            group=context.collectives.group,
+            group=data_parallel.group,
+            replicas=None if context.replicas is None else context.replicas.group,
         )
         sharded_model.follow(self._reducer)
         # A script may keep the model and the optimizer alone; parameters' hooks do not hold what they report to.
@@ -257,7 +263,7 @@ class ZeroEngine(AccumulatingEngine):
         self.optimizer = optimizer
         world = Ranks(rank=self.environment.rank, world_size=self.environment.world_size)
         everyone = None if self.mesh.is_data_parallel else collectives_for(world, self.device)
-        self._pieces = Pieces(sharded_model.trained, context.collectives, [optimizer], everyone)
+        self._pieces = Pieces(sharded_model.trained, data_parallel, [optimizer], everyone)
         self._latecomers = Latecomers(self.module, sharded_model, self._pieces, self._reducer)
         self._stepper = Stepper(optimizer, self._pieces, sharded_model, context.offload.disk)
         if context.offload.copies is not None:
@@ -307,7 +313,7 @@ class ZeroEngine(AccumulatingEngine):
     def backward_weights(self, run: Callable[[], None], *, ends_step: bool) -> None:
         """Run the half of a stage's backward pass that makes gradients of weights."""
         self._latecomers.welcome()
-        self._reducer.begin(reduces=ends_step or (self._reduces_each and self._may_reduce))
+        self._reducer.begin(reduces=self._reduces(ends_step=ends_step), ends_step=ends_step)
         run()
         self._reducer.take_gradients()
         self._reducer.finish()
@@ -318,14 +324,17 @@ class ZeroEngine(AccumulatingEngine):
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of which the gradients' sums are means."""
         # Divided here once, gradients are means over ranks and micro-batches when they have been added up.
-        parts = self.configuration.gradient_accumulation_steps * self._context.collectives.ranks.world_size
+        parts = self.configuration.gradient_accumulation_steps * self.mesh.size("dp_cp")
         return loss.float() * (self._scale.value / parts)
+
+    def _reduces(self, *, ends_step: bool) -> bool:
+        return ends_step or (self._reduces_each and self._may_reduce)
 
     def _add_gradients(
         self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, ends_step: bool
     ) -> None:
         self._latecomers.welcome()
-        self._reducer.begin(reduces=ends_step or (self._reduces_each and self._may_reduce))
+        self._reducer.begin(reduces=self._reduces(ends_step=ends_step), ends_step=ends_step)
         with self._sharded_model.backward():
             torch.autograd.backward(output, gradient)
             self._reducer.finish()

@@ -44,7 +44,9 @@ class Reducer:
     `used` holds the parameters that had a gradient since the last `clear`. `when_made` is called with a bucket as soon
     as its gradients are all made, `when_reduced` when their sum is there, or on its way to the `host` that steps it.
     Gradients are divided by `mean_over` before they travel. `group` are the ranks that have these buckets, all by
-    default. `when_unasked` may `begin` where a gradient is made without that: of a loss that the engine has not seen.
+    default; `replicas` those of them that have this rank's shards too, between which the sums of a step are all-reduced
+    once, behind its last backward pass. `when_unasked` may `begin` where a gradient is made without that: of a loss
+    that the engine has not seen.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class Reducer:
         reduce: torch.dtype | None,
         mean_over: int = 1,
         group: dist.ProcessGroup | None = None,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        self._group = group
+        self._group, self._replicas = group, replicas
+        self._between_replicas: list[Any] = []
         self._fills: list[_Fill] = []
         self._collectives_of, self._accumulate, self._reduce = collectives_of, accumulate, reduce
         self._mean_over = mean_over
@@ -68,7 +72,7 @@ class Reducer:
         self._ready: list[_Fill] = []
         self._order_is_known = False
         self._is_open = False
-        self._reduces = True
+        self._reduces = self._ends_step = True
         self.used: set[nn.Parameter] = set()
         self.when_made: Listener = lambda bucket: None
         self.when_reduced: Listener = lambda bucket: None
@@ -93,9 +97,9 @@ class Reducer:
         """Return whether a parameter's gradients are reduced."""
         return parameter in self._places
 
-    def begin(self, *, reduces: bool) -> None:
+    def begin(self, *, reduces: bool, ends_step: bool = True) -> None:
         """Prepare a backward pass, whose gradients are summed over ranks or wait for a later one."""
-        self._is_open, self._reduces = True, reduces
+        self._is_open, self._reduces, self._ends_step = True, reduces, ends_step
         self._next = 0
         self._ready = []
         for fill in self._fills:
@@ -118,6 +122,9 @@ class Reducer:
                 self._hand_over(fill, slot, None)
         while self._on_the_way:
             self._receive()
+        for work in self._between_replicas:
+            work.wait()
+        self._between_replicas.clear()
         if not self._order_is_known:
             self._adopt_order()
 
@@ -195,10 +202,16 @@ class Reducer:
         bucket, pending = self._on_the_way.popleft()
         with torch.profiler.record_function("dsplan::sum"):
             if self.host is not None and bucket.states_at is not Place.DEVICE:
-                self.host.keep(bucket, pending.total(self.host.dtype_of(bucket)))
+                total = pending.total(self.host.dtype_of(bucket))
+                if self._replicas is not None:
+                    dist.all_reduce(total, group=self._replicas)
+                self.host.keep(bucket, total)
             else:
                 total = pending.total(self._accumulate or bucket.dtype)
                 bucket.gradient = total if bucket.gradient is None else bucket.gradient.add_(total)
+                if self._replicas is not None and self._ends_step:
+                    work = dist.all_reduce(bucket.gradient, group=self._replicas, async_op=True)
+                    self._between_replicas.append(work)
         self.when_reduced(bucket)
 
     def _adopt_order(self) -> None:

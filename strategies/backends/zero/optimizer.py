@@ -91,7 +91,10 @@ class Pieces:
         optimizers: Iterable[torch.optim.Optimizer],
         everyone: Collectives | None = None,
     ) -> None:
-        """`everyone` connects all ranks of the job where some have other parts of the model than `collectives`'."""
+        """Take buckets; `collectives` are between all ranks that have these, whichever copy of the states is theirs.
+
+        `everyone` connects all ranks of the job where some have other parts of the model.
+        """
         self.buckets: tuple[Bucket, ...] = ()
         self.of: dict[nn.Parameter, torch.Tensor] = {}
         self.optimizers = list(optimizers)

@@ -118,6 +118,11 @@ class ZeroStates(States):
                 start, stop = bucket.own_range(slot)
                 self._runs[slot.parameter] = self._run(bucket, slot, bucket.part[start:stop])
 
+    def writes(self, tensor: torch.Tensor) -> bool:
+        """Return whether this rank writes its run: of several copies of the states the first does."""
+        replicas = self._sharded_model.context.replicas
+        return (replicas is None or replicas.ranks.rank == 0) and super().writes(tensor)
+
     def _run(self, bucket: Bucket, slot: Slot, run: torch.Tensor) -> PartOfTensor:
         parameter = slot.parameter
         return PartOfTensor.of_run(

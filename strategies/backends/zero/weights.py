@@ -38,6 +38,12 @@ class ShardingContext:
     """Which parameters may lie side by side: those of one kind."""
     experts: Collectives | None = None
     """Between the ranks that share experts."""
+    replicas: Collectives | None = None
+    """Between the ranks that have the same shards, one of each copy of the states; None where there is one copy."""
+    everyone: Collectives | None = None
+    """Between the ranks of all copies; None where there is one."""
+    all_experts: Collectives | None = None
+    """The same of experts."""
 
     def kind_of(self, parameter: nn.Parameter) -> Kind:
         """Return what a parameter has in common with those that it may share a bucket with."""
@@ -46,6 +52,11 @@ class ShardingContext:
     def collectives_of(self, kind: Kind) -> Collectives:
         """Return those between the ranks that share the states of such parameters."""
         return self.experts if kind.is_expert and self.experts is not None else self.collectives
+
+    def everyone_with(self, kind: Kind) -> Collectives:
+        """Return those between all ranks that have such parameters, in whatever copy of the states."""
+        every = self.all_experts if kind.is_expert else self.everyone
+        return every or self.collectives_of(kind)
 
 
 _PLAIN = Kind()
@@ -102,7 +113,7 @@ def _together(bucket: Bucket, context: ShardingContext) -> torch.Tensor:
     flat = torch.zeros(bucket.layout.padded, dtype=dtype, device=context.device)
     for slot, parameter in zip(bucket.slots, parameters, strict=True):
         flat[slot.start : slot.stop].view(parameter.shape).copy_(parameter)
-    return flat if is_read else context.collectives_of(bucket.kind).from_first(flat)
+    return flat if is_read else context.everyone_with(bucket.kind).from_first(flat)
 
 
 def settle_rest(model: nn.Module, bucketed: set[nn.Parameter], context: ShardingContext) -> None:
@@ -113,13 +124,13 @@ def settle_rest(model: nn.Module, bucketed: set[nn.Parameter], context: Sharding
     """
     for parameter in model.parameters():
         if parameter not in bucketed:
-            ranks = context.collectives_of(context.kind_of(parameter))
+            ranks = context.everyone_with(context.kind_of(parameter))
             parameter.data = _settled(parameter.data, context.settings.weights(parameter.dtype), context, ranks)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             fixed = name in transient_buffers(module)
             dtype = buffer.dtype if fixed else context.settings.weights(buffer.dtype)
-            buffer.data = _settled(buffer, dtype, context, context.collectives)
+            buffer.data = _settled(buffer, dtype, context, context.everyone_with(_PLAIN))
 
 
 def _settled(
@@ -177,8 +188,8 @@ class Publisher:
 
 
 def take_over(bucket: Bucket, whole: torch.Tensor, context: ShardingContext) -> None:
-    """Make what the first of the ranks that share whole weights wrote to them this rank's part and master."""
-    context.collectives_of(bucket.kind).from_first(whole)
+    """Make what the first of the ranks that have whole weights wrote to them this rank's part and master."""
+    context.everyone_with(bucket.kind).from_first(whole)
     first, last = bucket.layout.own
     bucket.part[: last - first].copy_(whole[first:last])
     if bucket.trains and bucket.master is not bucket.part:

@@ -98,6 +98,9 @@ def question_of(job: Job, source: ModelSource, versions: Mapping[str, str]) -> Q
     configuration = {name: value for name, value in asdict(job.configuration).items() if name not in _LEFT_OUT}
     if not job.configuration.activations_on_host:
         del configuration["activations_on_host"]  # traces that are older than it
+    if not job.configuration.zero_plus_text:
+        for name in ("hpz_partition_size", "quantized_weights", "quantized_gradients"):
+            del configuration[name]  # the same
     if job.configuration.pp > 1:
         configuration["micro_batches"] = job.configuration.gradient_accumulation_steps
     document: dict[str, object] = {

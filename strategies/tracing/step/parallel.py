@@ -96,7 +96,7 @@ def shard(
     reshard = configuration.strategy != "fsdp-grad-op"
     # torchtitan and accelerate share the states among cp's ranks too.
     sharding = flatten(mesh["dp_shard", "cp"], _SHARDS)
-    if configuration.strategy == "hsdp":
+    if configuration.dp_replicate > 1:
         with warnings.catch_warnings():  # torch 2.11 on has no other way to join it to a dimension of the same root
             warnings.filterwarnings("ignore", "Slicing a flattened dim")
             sharding = mesh["dp_replicate", _SHARDS]

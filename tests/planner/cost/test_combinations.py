@@ -64,7 +64,18 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("ep 2 with tp 2 needs sequence parallelism", {"ep": 2, "tp": 2}),
     ("dsplan run has no fp8 products", {"precision": "fp8"}),
     ("hands whole models to DeepSpeed, and tp 2 splits them", {"strategy": "zero1", "backend": "deepspeed", "tp": 2}),
-    ("native zero2 has one copy of the states, and dp_replicate is 2", {**_ZERO2, "dp_replicate": 2}),
+    (
+        "DeepSpeed 0.19 shards zero2 over all ranks, and shard 2 is for 2 copies",
+        {**_ZERO2, "backend": "deepspeed", "dp_shard": 2, "dp_replicate": 2},
+    ),
+    (
+        "ZeRO++ (hpz 2, weights in 8 bits) is DeepSpeed's",
+        {**_ZERO2, "hpz_partition_size": 2, "quantized_weights": True},
+    ),
+    (
+        "hpz 3 does not divide the 4 ranks that share the weights",
+        {"strategy": "zero3", "backend": "deepspeed", "dp_shard": 4, "hpz_partition_size": 3},
+    ),
     ("zero3 of backend native cuts whole layers, and pp 2 splits them", {**_ZERO2, "strategy": "zero3", "pp": 2}),
     ("Adafactor needs whole matrices, which tp 2 splits", {**_ZERO2, "optimizer": "adafactor", "tp": 2}),
     (

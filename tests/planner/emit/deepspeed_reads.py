@@ -43,6 +43,7 @@ def understood(world_size: int, config: dict[str, object]) -> dict[str, object]:
         "optimizer": parsed.optimizer_name,
         "offload_optimizer": zero.offload_optimizer and zero.offload_optimizer.device,
         "offload_param": zero.offload_param and zero.offload_param.device,
+        "zero_plus": [zero.zero_hpz_partition_size, zero.zero_quantized_weights, zero.zero_quantized_gradients],
         "prefetch": zero.prefetch_bucket_size,
         "unknown": sorted(set(config.get("zero_optimization", {})) - known_keys(zero)),
     }

@@ -22,6 +22,7 @@ def grid() -> list[Plan]:
             for strategy in ("fsdp", "fsdp-grad-op"):
                 plans += [make_plan(strategy, offload=offload, **words) for offload in ("none", "all")]
             plans += [make_plan("hsdp", gpus=16, nodes=2, dp_replicate=2, dp_shard=8, **words)]
+            plans += [make_plan("fsdp-grad-op", gpus=16, nodes=2, dp_replicate=4, dp_shard=4, **words)]
             plans += [make_plan("fsdp", dp_shard=4, tp=2, **words)]
             plans += [make_plan("fsdp", dp_shard=2, cp=2, tp=2, **words), make_plan("fsdp", dp_shard=1, cp=8, **words)]
             split = {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}

@@ -33,7 +33,11 @@ def grid() -> list[Plan]:
         chosen = {"precision": precision, "optimizer": optimizer, "activation_checkpointing": checkpointing}
         plans += [make_plan(strategy, **chosen) for strategy in ("single", "ddp")]
         plans += [make_plan(stage, offload=place, **chosen) for stage, places in OFFLOADS.items() for place in places]
+    plans += [make_plan("zero3", **each) for each in ({"hpz_partition_size": 4}, ALL_OF_ZERO_PLUS)]
     return plans + [make_plan(strategy, precision="bf16-pure") for strategy in OFFLOADS]
+
+
+ALL_OF_ZERO_PLUS: dict[str, Any] = {"hpz_partition_size": 8, "quantized_weights": True, "quantized_gradients": True}
 
 
 MODELS = ("facebook/opt-125m", "facebook/opt-6.7b", "facebook/opt-30b", "t5-3b", "mixtral-8x7b", "bert-large-uncased")
@@ -104,7 +108,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 def test_deepspeed_understands_every_plan_as_it_was_meant(answers: Answers) -> None:
     plans = grid()
-    assert len(plans) == 423
+    assert len(plans) == 425
     for plan, answer in zip(plans, answers.of_grid, strict=True):
         configuration = plan.configuration
         zero, narrow = configuration.zero_stage > 0, configuration.precision != "fp32"
@@ -116,6 +120,8 @@ def test_deepspeed_understands_every_plan_as_it_was_meant(answers: Answers) -> N
         assert answer["fp16"] == (zero and configuration.precision == "fp16")
         assert answer["autocast"] == (narrow and not zero)
         assert (answer["offload_optimizer"], answer["offload_param"]) == devices[configuration.offload]
+        chosen = [configuration.hpz_partition_size, configuration.quantized_weights, configuration.quantized_gradients]
+        assert answer["zero_plus"] == chosen
         assert answer["unknown"] == []
 
 

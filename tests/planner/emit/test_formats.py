@@ -50,7 +50,11 @@ def test_no_frozen_case_is_left_over() -> None:
 
 REFUSED = [
     ("deepspeed", make_plan("fsdp"), "fsdp plan (FSDP)"),
-    ("deepspeed", make_plan("zero2", dp_replicate=2, dp_shard=4), "with dp_replicate 2"),
+    (
+        "deepspeed",
+        make_plan("zero2", dp_replicate=2, dp_shard=4),
+        "DeepSpeed 0.19 shards over all ranks; use backend native",
+    ),
     ("deepspeed", make_plan("zero1", offload="all"), "with offload all"),
     ("deepspeed", make_plan("ddp", precision="bf16-pure"), "in bf16-pure"),
     ("deepspeed", make_plan("zero1", dp_shard=4, tp=2), "with tp 2 and pp 1"),

@@ -46,6 +46,8 @@ GRID = {
     "llama-3-8b pure": split_plan("llama-3-8b", "fsdp", precision="bf16-pure", pp=1),
     "llama-3-8b offload": split_plan("llama-3-8b", "fsdp", offload="all", tp=1, pp=1, attention="flash"),
     "llama-3-70b zero1": split_plan(activation_checkpointing="full"),
+    "llama-3-70b copies": split_plan(dp_replicate=2, dp_shard=2),
+    "llama-3-8b grad-op copies": split_plan("llama-3-8b", "fsdp-grad-op", dp_replicate=4, dp_shard=4, tp=1, pp=1),
     "llama-3-70b every 2nd": split_plan(activation_checkpointing="full", checkpoint_every=2),
     "llama-3-70b fsdp pp": split_plan(strategy="fsdp", activation_checkpointing="full", optimizer="adamw-fused"),
     "llama-3-70b interleaved": split_plan(pp_schedule="interleaved", virtual_stages=5),
@@ -123,6 +125,7 @@ def test_megatron_has_the_plans_sizes_and_degrees() -> None:
     ("case", "expected"),
     [
         ("llama-3-70b interleaved", {"--num-virtual-stages-per-pipeline-rank": ["5"]}),
+        ("llama-3-70b copies", {"--num-distributed-optimizer-instances": ["2"], "--use-distributed-optimizer": []}),
         ("llama-3.1-405b", {"--account-for-embedding-in-pipeline-split": [], "--padded-vocab-size": ["128256"]}),
         ("deepseek-v3", {"--decoder-first-pipeline-num-layers": ["3"], "--decoder-last-pipeline-num-layers": ["2"]}),
         ("deepseek-v3", {"--moe-layer-freq": ["([0]*3+[1]*58)"], "--multi-latent-attention": []}),

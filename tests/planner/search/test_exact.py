@@ -68,9 +68,24 @@ def test_strategies_place_the_ranks() -> None:
     assert configuration(ExactOptions()).strategy == "ddp"
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp", "fsdp-grad-op", "hsdp"])
+def test_so_many_ranks_as_one_says_share_the_states(strategy: Strategy) -> None:
+    chosen = configuration(ExactOptions(strategy=strategy, shard=4), gpus=16, nodes=2)
+    assert (chosen.strategy, chosen.dp_replicate, chosen.dp_shard) == (strategy, 4, 4)
+    assert chosen.backend == ("native" if strategy.startswith("zero") else "torch")
+    # The ranks of one sample are among those that share.
+    spread = configuration(ExactOptions(strategy=strategy, shard=8, cp=2, tp=2), gpus=64, nodes=8)
+    assert (spread.dp_replicate, spread.dp_shard, spread.state_shards) == (4, 4, 8)
+    assert configuration(ExactOptions(strategy=strategy, shard=8)).dp_replicate == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (ExactOptions(strategy="zero2", shard=3), "shard 3 does not divide 8 data-parallel ranks; use 2, 4, 8"),
+        (ExactOptions(strategy="fsdp", shard=3, cp=2), "shard 3 does not divide 4 data-parallel ranks x cp 2; use 2,"),
+        (ExactOptions(strategy="ddp", shard=2), "ddp shards nothing, and shard is 2"),
+        (ExactOptions(strategy="zero1", shard=1), "keeps whole states on every rank; use ddp, or shard 2"),
         (ExactOptions(tp=3), "--tp 3 x --pp 1 = 3 does not divide 8 GPUs"),
         (ExactOptions(strategy="hsdp"), "hsdp copies the model over nodes"),
         (ExactOptions(global_batch=60), "not a multiple of 8; the nearest that is: 56 or 64"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import dsplan
@@ -131,3 +133,40 @@ def test_selective_checkpointing_that_saves_nothing_is_said_and_not_proposed(
     candidates = [Candidate(request, layout) for layout in enumerate_candidates(request)]
     offered = {member.layout.checkpointing for family in families_of(candidates) for member in family.members}
     assert ("selective" in offered) == saves
+
+
+@pytest.mark.parametrize(
+    ("strategy", "whole", "shared"),
+    [("zero1", 4, K), ("zero2", 2, 2 + K), ("zero3", 0, 2 + K), ("fsdp", 0, 16)],
+)
+def test_copies_of_shards_have_the_states_of_a_copy(strategy: str, whole: int, shared: int) -> None:
+    """ZeRO's arithmetic over the ranks of one copy (MiCS, arXiv 2205.00119), however many copies there are; our own
+    stage 3 all-gathers from the masters and keeps no other weights."""
+    backend = "native" if strategy.startswith("zero") else "torch"
+    options: dict[str, Any] = {"model": "opt-6.7b", "gpu": "a100-80gb", "strategy": strategy, "backend": backend}
+    for gpus, shard in ((8, None), (64, 8), (64, 16), (64, None)):
+        states = dsplan.estimate(**options, gpus=gpus, shard=shard).memory.states
+        expected = whole * PSI + shared * PSI / (shard or gpus)
+        assert sum(states.values()) == pytest.approx(expected, rel=1e-3), (gpus, shard)
+
+
+def test_hpz_keeps_a_second_copy_of_the_weights() -> None:
+    """2 bytes of every parameter over the ranks of a node (ZeRO++, arXiv 2306.10209, section 3.2)."""
+    options: dict[str, Any] = {"model": "opt-6.7b", "gpu": "a100-80gb", "gpus": 64, "strategy": "zero3"}
+    plain, second = dsplan.estimate(**options), dsplan.estimate(**options, hpz=8)
+    more = second.memory.phases["backward"] - plain.memory.phases["backward"]
+    assert more == pytest.approx(2 * PSI / 8, rel=0.01)
+    assert second.time.communication_seconds < plain.time.communication_seconds
+
+
+def test_the_search_weighs_copies_of_the_fewest_nodes_that_hold_the_states() -> None:
+    def spreads(model: str, strategy: str, **options: object) -> set[tuple[int, int]]:
+        asked = question(model, "h100", 256, strategies=(strategy,), allow_unrunnable=True, **options)
+        whole = (layout for layout in enumerate_candidates(asked) if not layout.splits_model)
+        return {(layout.dp_replicate, layout.dp_shard) for layout in whole}
+
+    assert spreads("llama-2-7b", "hsdp") == {(32, 8)}
+    assert spreads("llama-3-70b", "hsdp") == {(32, 8), (16, 16)}, "1.1 TB of states in 80 GB each"
+    assert spreads("llama-2-7b", "zero1", code="megatron") == {(1, 256), (32, 8)}
+    assert spreads("llama-2-7b", "zero2", zero_backend="native") == {(1, 256), (32, 8)}
+    assert spreads("llama-2-7b", "zero2") == {(1, 256)}, "DeepSpeed shards over all ranks"

@@ -88,7 +88,7 @@ def test_a_plan_of_another_global_batch_or_strategy() -> None:
 def test_degrees_that_are_none() -> None:
     asked = partial(refusal, initialize, TinyModel())
     assert "parallel: tp is 0" in asked(parallel={"tp": 0})
-    assert "choose from tp, pp, cp, ep" in asked(parallel={"dp": 2})
+    assert "choose from shard, tp, pp, cp, ep" in asked(parallel={"dp": 2})
     assert "one of gpipe, 1f1b" in asked(parallel={"pp": 1, "pp_schedule": "zigzag"})
     assert "must be True or False" in asked(parallel={"tp": 1, "sequence_parallel": 1})
     assert "schedule gpipe is for a pipeline" in asked(parallel={"pp_schedule": "gpipe"})
@@ -105,7 +105,12 @@ def test_a_plan_of_other_degrees_than_the_script_asks_for() -> None:
     [
         ({"backend": "deepspeed", "parallel": Degrees(tp=2)}, "hands whole models to DeepSpeed, and tp 2 splits them"),
         ({"strategy": "hsdp", "parallel": Degrees(tp=2)}, "hsdp is fsdp unless there are several nodes"),
-        ({"strategy": "hsdp"}, "strategy 'hsdp' is fsdp unless there are .*; choose fsdp, or leave the strategy out"),
+        ({"strategy": "hsdp"}, "'hsdp' is fsdp unless there are .*; give shard, or choose fsdp, or leave the strategy"),
+        ({"strategy": "zero2", "parallel": Degrees(shard=3)}, "shard 3 .* does not divide the 4 ranks of this job"),
+        (
+            {"strategy": "zero3", "backend": "deepspeed", "parallel": Degrees(shard=2)},
+            "DeepSpeed 0.19 shards zero3 over all ranks, and shard 2 is for 2 copies; use backend native",
+        ),
         ({"parallel": Degrees(ep=2)}, "ep 2 spreads experts over ranks, and TinyModel has none; use ep 1"),
     ],
 )

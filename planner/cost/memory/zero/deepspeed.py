@@ -51,7 +51,7 @@ class PartitionedZeroBuffers:
         self._gradients = 0 if self._offloads else round_up(self._width * self._trained.local)
         self._weight = mean_width(job, recipe)
         persisted = self._weight * self._tensors.persisted
-        self._resident = round_up(self._width * self._limits.reduce) + persisted
+        self._resident = round_up(self._width * self._limits.reduce) + persisted + self._second_copy()
 
     def at(self, instant: Instant) -> Ledger:
         """Return unsharded weights, and beside the buffer the newest gradient and the one before it."""
@@ -60,6 +60,14 @@ class PartitionedZeroBuffers:
             gradients=self._gradients + self._width * waiting,
             buffers=self._resident + self._weight * self._unsharded(instant),
         )
+
+    def _second_copy(self) -> float:
+        """Return hpZ's partitions of the weights, a hpz-th of each, from their forward to the end of the step.
+
+        DeepSpeed 0.19, partition_parameters.py, `ds_secondary_tensor`, and stage3.py, `invalidate_secondary_tensor`.
+        """
+        hpz = self._job.configuration.hpz_partition_size
+        return self._weight * (self._tensors.whole - self._tensors.persisted) / hpz if hpz > 1 else 0.0
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
         """Return the last bucket's copy for the reduce-scatter, and the step."""

@@ -142,7 +142,7 @@ def _group(configuration: Configuration) -> Iterator[DeviceMesh | None]:
         degrees = {"dp_replicate": configuration.dp_replicate, "dp_shard": configuration.dp_shard}
         if configuration.strategy in ("single", "ddp"):
             yield None
-        elif configuration.strategy == "hsdp":
+        elif configuration.dp_replicate > 1:
             yield init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
         else:
             yield init_device_mesh("cpu", (configuration.dp_shard,), mesh_dim_names=("dp_shard",))

@@ -42,6 +42,8 @@ SHARDED = [
     (WIDE_BLOCKS, {"strategy": "fsdp", "dp_shard": 8, "precision": "bf16-pure"}),
     (WIDE_BLOCKS, {"strategy": "fsdp-grad-op", "dp_shard": 8}),
     (WIDE_BLOCKS, {"strategy": "hsdp", "dp_shard": 4, "dp_replicate": 2}),
+    (WIDE_BLOCKS, {"strategy": "hsdp", "dp_shard": 4, "dp_replicate": 2, "gradient_accumulation_steps": 2}),
+    (ODD, {"strategy": "fsdp-grad-op", "dp_shard": 2, "dp_replicate": 4, "gradient_accumulation_steps": 3}),
     (ODD, {"strategy": "fsdp", "dp_shard": 8, "gradient_accumulation_steps": 2}),
     (ODD, {"strategy": "fsdp", "dp_shard": 8, "gradient_accumulation_steps": 2, "sync_each_micro_batch": False}),
     (ODD, {"strategy": "fsdp", "dp_shard": 8, "gradient_accumulation_steps": 3, "sync_each_micro_batch": False}),
