@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from strategies.modules.kernels import register_kernel
     from strategies.optim.optimizers import ZeroOptimizer
     from strategies.optim.registry import register_optimizer, register_scheduler
+    from strategies.parallel.empty import empty_weights
     from strategies.telemetry.training_monitor import TrainingMonitor
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "ZeroOptimizer",
     "__version__",
     "checkpoint_activations",
+    "empty_weights",
     "estimate",
     "export_checkpoint",
     "init_distributed",
@@ -59,6 +61,7 @@ _HOMES = {
     "TrainingMonitor": "strategies.telemetry.training_monitor",
     "ZeroOptimizer": "strategies.optim.optimizers",
     "checkpoint_activations": "strategies.modules.activation_checkpointing",
+    "empty_weights": "strategies.parallel.empty",
     "estimate": "dsplan.api",
     "export_checkpoint": "strategies.checkpoint.export",
     "init_distributed": "strategies.distributed.environment",

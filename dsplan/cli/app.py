@@ -81,6 +81,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "db forget": ("dsplan db forget 5a1c",),
     "db export": ("dsplan db export runs.jsonl",),
     "db import": ("dsplan db import runs.jsonl", "dsplan db import runs/2026-11-23"),
+    "db push": ("dsplan db push",),
+    "db pull": ("dsplan db pull",),
     "db calibrate": ("dsplan db calibrate --dry-run",),
 }
 """Command lines that each command's help ends with."""

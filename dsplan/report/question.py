@@ -8,7 +8,7 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
-from dsplan.render.plan_view import dims_text, limit_bytes, verdict_line
+from dsplan.render.plan_view import dims_text, limit_bytes, rollout_text, verdict_line
 from dsplan.render.recommendation import bill, plans_table, scaling_table
 from dsplan.render.show import Table, columns
 from dsplan.report import plans as side_by_side
@@ -50,7 +50,7 @@ def _misses(plan: Plan) -> Iterable[Picture]:
 
 def plans_pictures(plans: Sequence[Plan]) -> tuple[Picture, ...]:
     """Plans side by side: memory, time, and one against the other. They may be for different models and devices."""
-    pictures = [memory(plans), phases(plans[0]), seconds(plans)]
+    pictures = [memory(plans), phases(plans[0]), seconds(plans), *rounds(plans[0])]
     return (*pictures, trade(plans)) if len(plans) > 1 else tuple(pictures)
 
 
@@ -133,6 +133,42 @@ def phases(plan: Plan) -> Picture:
         figure={"data": [bar], "layout": layout},
         legend={"the peak": side_by_side.ORANGE, "other phases": side_by_side.BLUE},
         table=Table(columns=columns("phase", ">allocated", ">of the limit"), rows=rows),
+    )
+
+
+def rounds(plan: Plan) -> tuple[Picture, ...]:
+    """Return the seconds of a round of generation and training by phase; nothing where nothing is generated."""
+    time = plan.time
+    if not time.phases or time.round_seconds is None:
+        return ()
+    slowest = max(time.phases, key=lambda name: time.phases[name])
+    bar = {
+        "type": "bar",
+        "orientation": "h",
+        "y": list(time.phases),
+        "x": list(time.phases.values()),
+        "customdata": [format_seconds(part) for part in time.phases.values()],
+        "hovertemplate": "%{y}: %{customdata}<extra></extra>",
+        "marker": {"color": [side_by_side.ORANGE if name == slowest else side_by_side.BLUE for name in time.phases]},
+    }
+    layout = {
+        **_layout(len(time.phases) * 30 + 70),
+        "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "type": "category"},
+    }
+    rows = [[name, format_seconds(part), f"{part / time.round_seconds:.0%}"] for name, part in time.phases.items()]
+    return (
+        Picture(
+            name="rounds",
+            title=f"A round of generation and training, plan 1: {label(plan.configuration.strategy)}",
+            caption=(
+                f"All phases of a round, which takes {format_seconds(time.round_seconds)}; an optimizer step has"
+                f" {format_seconds(time.step_seconds)} of it. Generation: {label(rollout_text(plan.workload))}."
+            ),
+            figure={"data": [bar], "layout": layout},
+            legend={"the slowest": side_by_side.ORANGE, "other phases": side_by_side.BLUE},
+            table=Table(columns=columns("phase", ">time", ">of the round"), rows=rows),
+        ),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from hardware_db.files import read_int, read_text
@@ -36,6 +37,16 @@ def cgroup_limits(root: Path = Path("/")) -> Limits:
     )
 
 
+def memory_kills(root: Path = Path("/")) -> int:
+    """Return how often the kernel has killed a process of this group for want of memory; 0 where nobody counts.
+
+    In a container the group's path may be the host's while the mount shows the container's own group as its root.
+    """
+    folders = _groups(root, lambda base, path: [base / path.lstrip("/"), base])["memory"]
+    counters = (folder / name for folder in folders for name in ("memory.events", "memory.oom_control"))
+    return max((_statistic(counter, "oom_kill") for counter in counters), default=0)
+
+
 def usable_cores(limits: Limits | None = None) -> int:
     """Return how many logical cores this process may use, by its affinity and its control group's quota.
 
@@ -46,8 +57,14 @@ def usable_cores(limits: Limits | None = None) -> int:
     return min(allowed, (limits or cgroup_limits()).cpus or allowed)
 
 
-def _groups(root: Path) -> dict[str, list[Path]]:
-    """Directories that can limit memory and cpu: the group of this process and all above it."""
+def _upwards(base: Path, path: str) -> list[Path]:
+    """Return the group's directory and its parents; a container's path may name groups that are not mounted."""
+    relative = PurePosixPath(path.lstrip("/"))
+    return [base / parent for parent in (relative, *relative.parents)]
+
+
+def _groups(root: Path, folders_of: Callable[[Path, str], list[Path]] = _upwards) -> dict[str, list[Path]]:
+    """Directories that can limit memory and cpu: the group of this process and all above it, unless others count."""
     base = root / "sys/fs/cgroup"
     folders: dict[str, list[Path]] = {"memory": [], "cpu": []}
     for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
@@ -55,16 +72,10 @@ def _groups(root: Path) -> dict[str, list[Path]]:
         controllers, _, path = rest.partition(":")
         for wanted in folders:
             if wanted in controllers.split(","):
-                folders[wanted] += _upwards(base / wanted, path)
+                folders[wanted] += folders_of(base / wanted, path)
             elif controllers == "":
-                folders[wanted] += _upwards(base, path) + _upwards(base / "unified", path)
+                folders[wanted] += folders_of(base, path) + folders_of(base / "unified", path)
     return folders
-
-
-def _upwards(base: Path, path: str) -> list[Path]:
-    """Return the group's directory and its parents; a container's path may name groups that are not mounted."""
-    relative = PurePosixPath(path.lstrip("/"))
-    return [base / parent for parent in (relative, *relative.parents)]
 
 
 def _memory(folder: Path) -> tuple[int, int] | None:
@@ -80,7 +91,7 @@ def _memory(folder: Path) -> tuple[int, int] | None:
 
 
 def _statistic(path: Path, key: str) -> int:
-    """One figure of memory.stat, 0 where it is not there."""
+    """One figure of memory.stat or memory.events, 0 where it is not there."""
     for line in (read_text(path) or "").splitlines():
         name, _, number = line.partition(" ")
         if name == key and number.strip().isdigit():

@@ -251,7 +251,7 @@ def _trainer_duties(plan: Plan, format: str) -> tuple[str, ...]:
         duties.append(f"runs the modules of {code}; plan again with --code {codes[0]} for this trainer's own")
     if format != "torchtitan" and plan.model.get("family") not in ("gpt2",):
         facts = facts_of_plan(plan.model, plan.workload.get("task", "causal-lm"))
-        what = "scaling" if facts is not None and facts.rotary_base and format == "megatron" else "base and scaling"
+        what = "scaling" if facts is not None and facts.rotary_base and format != "nanotron" else "base and scaling"
         duties.append(f"is given the model's rope {what}, which a plan does not hold")
     if configuration.activation_checkpointing == "selective" and code not in codes:
         duties.append("recomputes all but matrix products and attention; the trainer's own choice is another")

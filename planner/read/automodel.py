@@ -51,7 +51,7 @@ _PLAIN = re.compile(
 
 def recognise(keys: frozenset[str]) -> bool:
     """Return whether these are the keys of Automodel's YAML."""
-    if "dist_env.backend" in keys and any(key.startswith("flow_matching.") for key in keys):
+    if any(key.startswith(("flow_matching.", "recipe_args.")) for key in keys) and "dist_env.backend" in keys:
         return True
     return "model._target_" in keys or ("recipe" in keys and any(key.startswith("step_scheduler.") for key in keys))
 
@@ -63,6 +63,8 @@ def why_no_training(book: Notebook) -> str:
         and "step_scheduler.max_steps" not in book
     ):
         return "trains or runs a diffusion model, which no reader counts"
+    if any(book.under("recipe_args")):
+        return "trains a draft model beside a frozen one, which no reader counts"
     return ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -339,17 +339,22 @@ class Notebook:
             self.leave(key, "is empty", matters=False)
         elif key in self._used or reason is not None:
             self.leave(key, f"is {quote(setting.value)}, which is as if it were not there", matters=False)
+        elif spelt and first not in spelt and (slip := difflib.get_close_matches(first, spelt, n=1, cutoff=_A_SLIP)):
+            self._leave_unknown(key, slip, refuses_unknown)
         elif without_effect(key) or without_effect(first):
             self.leave(key, "changes neither memory nor time", matters=False)
         elif spelt and first not in spelt:
-            near = difflib.get_close_matches(first, spelt, n=1, cutoff=0.8)
-            hint = f"; did you mean {near[0]}" if near else ""
-            self.leave(key, f"is no key of {self.trainer}{hint}", matters=bool(near))
-            severity: Severity = "error" if refuses_unknown else "warning"
-            does = "refuses it" if refuses_unknown else "does not look at it"
-            self.find(severity, "unknown-key", f"{first} is no key of {self.trainer}, which {does}{hint}", key)
+            self._leave_unknown(key, difflib.get_close_matches(first, spelt, n=1, cutoff=0.8), refuses_unknown)
         else:
             self.leave(key, f"a key of {self.trainer} that is not counted", matters=True)
+
+    def _leave_unknown(self, key: str, near: Sequence[str], refuses_unknown: bool) -> None:
+        first = key.partition(".")[0]
+        hint = f"; did you mean {near[0]}" if near else ""
+        self.leave(key, f"is no key of {self.trainer}{hint}", matters=bool(near))
+        severity: Severity = "error" if refuses_unknown else "warning"
+        does = "refuses it" if refuses_unknown else "does not look at it"
+        self.find(severity, "unknown-key", f"{first} is no key of {self.trainer}, which {does}{hint}", key)
 
     def reading(self, format: str, files: Iterable[str]) -> Reading:
         """Return all that was written down."""
@@ -369,6 +374,8 @@ class Notebook:
 
 _PATH = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _MOST_STEPS = 10
+_A_SLIP = 0.93
+"""Likeness from which on a key is one that the trainer has, misspelt, whatever it begins with."""
 
 
 def follow_references(settings: Iterable[Setting]) -> list[Setting]:

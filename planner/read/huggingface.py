@@ -92,8 +92,9 @@ def read_training(
         book.become("steps", steps, "max_steps")
     if "fsdp" in book and book.word("fsdp") not in ("false", ""):
         read_fsdp(book, "fsdp_config", "fsdp")
-    if "deepspeed" in book:
-        read_deepspeed_of(book, "deepspeed", files)
+    for key in ("deepspeed", "deepspeed_config"):
+        if key in book:
+            read_deepspeed_of(book, key, files)
     keep_in_16_bits(book, loading)
 
 
@@ -131,10 +132,11 @@ def keep_in_16_bits(book: Notebook, loading: Loading) -> None:
 
 def read_deepspeed_of(book: Notebook, key: str, files: Files) -> None:
     """Read the DeepSpeed config that a key names: a file, JSON text, or a name that says its stage."""
-    value = book.raw(key)
-    setting = book.settings[key]
-    text = str(value).strip()
-    if value is None or value is True or not text:
+    setting = book.settings.get(key)
+    if setting is None or setting.value is None or setting.value is True or not str(setting.value).strip():
+        return
+    text = str(setting.value).strip()
+    if text not in files.written and book.raw(key) is None:
         return
     if text.startswith("{"):
         source = Source(path=f"{setting.source.path} ({key})", text=text, is_file=False)
@@ -261,6 +263,20 @@ def _read_packing(book: Notebook) -> None:
         book.become("packing", "samples are full", "packing")
 
 
+def _read_stage(book: Notebook) -> None:
+    """Read the flags of scripts that write their DeepSpeed config themselves, as DeepSpeed-Chat's do."""
+    stage = book.whole("zero_stage")
+    if stage is None:
+        return
+    strategy: words.Strategy = ("ddp", "zero1", "zero2", "zero3")[min(max(stage, 0), 3)]
+    offload: words.Offload = "none"
+    if book.flag("offload") and stage:
+        offload = "all" if stage == 3 else "optimizer"
+    book.answer("strategy", strategy, "zero_stage")
+    book.answer("offload", offload, "offload")
+    book.answers["backend"] = "deepspeed" if stage else "torch"
+
+
 def read_flags(book: Notebook, files: Files, command: str) -> None:
     """Read the flags of a script, or a JSON of `TrainingArguments`, whose model and length stand under usual names."""
     _read_model(book)
@@ -275,6 +291,8 @@ def read_flags(book: Notebook, files: Files, command: str) -> None:
     if dtype in ("bfloat16", "bf16") and "bf16" not in book:
         book.assume(f"weights are loaded in {dtype} and trained without autocast")
     loading = Loading(in_16_bits=dtype in ("bfloat16", "bf16"))
-    read_training(book, files, loading=loading, recomputes=False, trainer="huggingface")
+    precision: words.Precision = "fp16" if dtype in ("fp16", "float16") else "fp32"
+    read_training(book, files, loading=loading, recomputes=False, trainer="huggingface", precision=precision)
     _read_packing(book)
+    _read_stage(book)
     book.close(without_effect=without_effect, gaps=GAPS, names=())

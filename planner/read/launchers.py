@@ -193,6 +193,8 @@ def launch_of(command: Command, source: Source) -> Launch | None:
         elif name in TRAINING_PROGRAMS and len(words) > 1:
             program = f"{name} {words[1].text}"
             rest = words[2:]
+            if program == "tune run":  # torchrun's flags, the recipe, its own
+                rest = _take_flags(rest, flags, source)[1:]
             return _launch(program, rest, source, line, flags, launchers, command)
         elif _is_script(words[0]):
             return _launch(words[0].text, words[1:], source, line, flags, launchers, command)
@@ -299,8 +301,10 @@ def argument_settings(words: Sequence[Word], source: Source) -> tuple[list[Setti
         if equals:
             settings.append(setting_of(key, [word.tail(len(value))], source))
             continue
-        values = []
-        while position < len(words) and not _is_flag(words[position]):
+        values: list[Word] = []
+        while position < len(words) and not (
+            _is_flag(words[position]) or (values and _OVERRIDE.match(words[position].text))
+        ):
             values.append(words[position])
             position += 1
         if values:
@@ -308,6 +312,10 @@ def argument_settings(words: Sequence[Word], source: Source) -> tuple[list[Setti
         else:
             settings.append(Setting(key=key, value=True, source=source, line=word.line))
     return settings, loose
+
+
+_OVERRIDE = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
+"""A word that overrides a config's key, which ends the values of a flag before it."""
 
 
 def _is_flag(word: Word) -> bool:

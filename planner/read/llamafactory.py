@@ -126,6 +126,8 @@ _PLAIN = frozenset(
 
 def recognise(keys: frozenset[str]) -> bool:
     """Return whether these are the keys of LLaMA-Factory's YAML."""
+    if {"model", "train_dataset"} <= keys or {"model_class", "cutoff_len"} <= keys:
+        return True  # of its next major version
     own = {"stage", "finetuning_type", "template", "cutoff_len", "dataset_dir", "quantization_bit", "lora_target"}
     return "model_name_or_path" in keys and not own.isdisjoint(keys)
 
@@ -134,6 +136,8 @@ def why_no_training(book: Notebook) -> str:
     """Return what a config of LLaMA-Factory is for where that is no training; empty where it is."""
     if "export_dir" in book:
         return "merges adapters or quantises a model and trains nothing"
+    if "model_name_or_path" not in book:
+        return "" if "train_dataset" in book else "has no train_dataset: it is for sampling or exporting"
     if "do_train" in book and not book.flag("do_train"):
         return "has do_train: false and trains nothing"
     if "do_train" not in book and "per_device_train_batch_size" not in book:
@@ -143,6 +147,9 @@ def why_no_training(book: Notebook) -> str:
 
 def read(book: Notebook, files: Files) -> None:
     """Read LLaMA-Factory's keys."""
+    if "model_name_or_path" not in book and "train_dataset" in book:
+        _read_next(book, files)
+        return
     book.answer("model", book.text("model_name_or_path"), "model_name_or_path")
     stage = book.word("stage", str(default_of("llama-factory", "stage") or "sft"))
     set_task(book, "stage", stage)
@@ -176,6 +183,52 @@ def read(book: Notebook, files: Files) -> None:
         gaps=_GAPS,
         names=keys_of("llama-factory", "huggingface") | _PLAIN,
         refuses_unknown=True,
+    )
+
+
+def _read_next(book: Notebook, files: Files) -> None:
+    """Read the keys of its next major version: `src/llamafactory/v1/config/`."""
+    book.answer("model", book.text("model"), "model")
+    book.answer("task", "causal-lm", "model_class")
+    book.answer("seq_len", book.positive("cutoff_len", 2048), "cutoff_len")
+    book.answer("micro_batch", book.positive("micro_batch_size", 1), "micro_batch_size")
+    total = book.positive("global_batch_size")
+    if total is not None:
+        book.answer("global_batch", total, "global_batch_size")
+    book.answer("precision", "bf16" if book.flag("bf16", True) else "fp32", "bf16")
+    steps = book.positive("max_steps")
+    if steps:
+        book.steps = steps
+        book.become("steps", steps, "max_steps")
+    read_attention(book, "flash_attn")
+    kind = book.word("peft_config.name", "full")
+    if kind in ("lora", "qlora"):
+        book.answer("method", "qlora" if any(book.under("quant_config")) else "lora", "peft_config.name")
+        book.answer("lora_rank", book.positive("peft_config.r", 8), "peft_config.r")
+        targets = lora_targets(book.raw("peft_config.target_modules", "all"))
+        book.answer("lora_targets", targets, "peft_config.target_modules")
+    elif kind != "full":
+        book.leave("peft_config.name", f"{kind}: all weights are counted as trained", matters=True)
+    name = book.word("dist_config.name")
+    if name == "deepspeed":
+        book.answer("strategy", "zero3", "dist_config.name")
+        read_deepspeed_of(book, "dist_config.config_file", files)
+    elif name:
+        book.answer("strategy", "fsdp", "dist_config.name")
+    if book.flag("use_muon") or book.word("optim_config.name") == "muon":
+        book.answer("optimizer", "muon", "optim_config.name")
+    degree = book.positive("cp_size", 1) or 1
+    if degree > 1:
+        book.answer("cp", degree, "cp_size")
+    plain = _PLAIN | {"kernel_config", "dist_config", "init_config", "train_dataset", "quant_config", "cp_mode"}
+    book.close(
+        without_effect=lambda key: key.partition(".")[0] in plain or without_effect(key),
+        gaps={
+            **_GAPS,
+            "batching_strategy": "samples are counted at their full length",
+            "peft_config": "a part of an adapter",
+        },
+        names=(),
     )
 
 

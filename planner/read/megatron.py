@@ -96,6 +96,8 @@ _GAPS: Mapping[str, str] = {
 }
 _PLAIN = re.compile(
     r"""(
+    modules\.\w+\.(framework|config|model|name) | dataloader_type | norm_target_loss | universal_checkpoint
+    | loss_on_targets.* | .*weighted_split.* | max_position_embeddings | apply_wd.* |
     (no_)?(use_)?(mcore_models|persistent_ckpt_worker|checkpoint_(opt|args).*|legacy_.*|tokenizer_model.*|mmap.*)
     | .*(timers?|timing|tensorboard|throughput|memory_to|one_logger|straggler|inference|prompts
       |iterations_to_skip).* | async_save | dist_ckpt_.* | ckpt_.* | auto_detect_ckpt.* | no_ckpt.* | .*nvrx.*
@@ -426,7 +428,7 @@ def _read_recomputation(book: Notebook, trainer: str) -> None:
     if book.flag("checkpoint_activations"):
         kind = "full"
     book.answer("checkpointing", kind, "recompute_granularity", "recompute_activations", "checkpoint_activations")
-    layers, method = book.positive("recompute_num_layers"), book.word("recompute_method")
+    layers, method = book.whole("recompute_num_layers"), book.word("recompute_method")
     if kind == "full" and layers and layers > 1 and method == "uniform":
         book.answer("checkpoint_every", 1, "recompute_method")
         book.leave("recompute_num_layers", "chunks of several layers are counted as single ones", matters=True)

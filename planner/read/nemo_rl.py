@@ -43,7 +43,7 @@ _GAPS: Mapping[str, str] = {
     "reward": "a further model is not counted",
 }
 _PLAIN = re.compile(
-    r"""(checkpointing|logger|data|loss_fn|sft|dpo|rm|tokenizer|defaults|async_rl|eval|cluster|ppo|policy\.(tokenizer|max_grad_norm|scheduler|optimizer
+    r"""(data_plane|checkpointing|logger|data|loss_fn|sft|dpo|rm|tokenizer|defaults|async_rl|eval|cluster|ppo|policy\.(tokenizer|max_grad_norm|scheduler|optimizer
     |make_sequence.*|refit.*|logprob.*|env_vars|precision|model_name|dtensor_cfg\.(_v2|env_vars|custom_.*|clear_cache.*|lora_cfg.*|enabled|dp_.*
     |sequence_parallel)|megatron_cfg\.(checkpoint|empty_.*|scheduler|optimizer|converter.*|env_vars|force_.*|moe_router.*|freeze.*|moe_permute.*
     |apply_rope.*|bias_.*|gradient_.*|moe_.*|enabled|use_.*|fused.*|layernorm.*|defer.*|track.*|rope.*|peft.*|lora.*|pipeline_dtype|attention.*
@@ -52,10 +52,20 @@ _PLAIN = re.compile(
     re.VERBOSE,
 )
 _MOST_INCLUDES = 8
+_SECTIONS = frozenset(
+    {
+        *("defaults", "checkpointing", "cluster", "data", "logger", "grpo", "sft", "dpo", "rm", "ppo", "distillation"),
+        *("data_plane", "async_rl", "env", "loss_fn", "value", "policy", "teacher", "reward"),
+    }
+)
+"""Sections of a config over another one's."""
 
 
 def recognise(keys: frozenset[str]) -> bool:
     """Return whether these are the keys of NeMo-RL's YAML."""
+    first = {key.partition(".")[0] for key in keys}
+    if "defaults" in keys and first <= _SECTIONS and not {"generation", "eval"} & first:
+        return True
     has_policy = any(key.startswith("policy.") for key in keys)
     return "policy.model_name" in keys or (has_policy and ("defaults" in keys or "cluster.num_nodes" in keys))
 

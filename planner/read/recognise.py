@@ -122,6 +122,10 @@ class _Together:
         scripts = [source for source in self.sources if _is_script(source)]
         configs = [source for source in self.sources if source not in scripts]
         parsed = [(source, *parse_config(source)) for source in configs]
+        for item in tuple(parsed):
+            if (script_of := self._task_script(item[0], item[1])) is not None:
+                parsed.remove(item)
+                scripts.append(script_of)
         launch, script = self._launch(scripts)
         files = Files(self.sources, script.written if script else None)
         main: tuple[str, list[Setting], str] | None = None
@@ -140,6 +144,20 @@ class _Together:
             form = next(iter(self.sides))
             main = form, list(self.sides.pop(form).settings.values()), ""
         return self._finish(main, files)
+
+    def _task_script(self, source: Source, settings: Sequence[Setting]) -> Source | None:
+        """Return the command of a SkyPilot task, and read its GPUs; None of any other config."""
+        values = {item.key: str(item.value) for item in settings}
+        if "run" not in values or not {"num_nodes", "resources.accelerators"} & values.keys():
+            return None
+        cards = re.fullmatch(r"[\w-]+\s*:\s*([0-9]+)", values.get("resources.accelerators", ""))
+        written = values.get("num_nodes", "1")
+        nodes = int(written) if written.isdigit() else 1
+        if cards:
+            self.outer["gpus"] = int(cards[1]) * nodes
+        if nodes > 1:
+            self.outer["nodes"] = nodes
+        return Source(path=f"{source.path} (run)", text=values["run"], is_file=False)
 
     # Scripts and commands.
 
@@ -160,7 +178,9 @@ class _Together:
                 return NoTraining(f"{source.path}, line {launch.line}: {reason}")
         if every:
             programs = ", ".join(dict.fromkeys(launch.program for launch in every))
-            return NoTraining(f"{source.path}: starts {programs}, of which no flags are read as a training's")
+            trains = any(_OF_TRAINING & _flags_of(launch) for launch in every)
+            why = "whose flags no reader takes" if trains else "whose flags are none of a training's"
+            return NoTraining(f"{source.path}: starts {programs}, {why}")
         shown = ", ".join(dict.fromkeys(command.words[0].text for command in commands if command.words)) or "nothing"
         text = shown if len(shown) < 80 else f"{shown[:79]}…"
         return NoTraining(f"{source.path}: starts no training that is read here (it runs {text})")
@@ -175,7 +195,7 @@ class _Together:
                 book.add(setting)
                 book.become(field, counted.count, setting.key)
         if gpus.count is not None:
-            self.outer["gpus"] = gpus.count
+            self.outer.setdefault("gpus", gpus.count)
         if nodes.count is not None and nodes.count > 1:
             self.outer["nodes"] = nodes.count
         trainings = [item for item in every if _program_form(item)]
@@ -425,6 +445,19 @@ def _why_idle(launch: Launch) -> str:
     return ""
 
 
+_OF_TRAINING = {
+    *("lr", "learning_rate", "epochs", "num_epochs", "num_train_epochs", "batch_size", "train_batch_size", "max_steps"),
+    *("per_device_train_batch_size", "micro_batch_size", "deepspeed", "deepspeed_config", "actor_model_name_or_path"),
+}
+"""Flags that say of a script without a reader that it trains."""
+
+
+def _flags_of(launch: Launch) -> set[str]:
+    """Return the names of a launch's flags, with `_` for `-`."""
+    words = (word.text for word in launch.arguments if word.text.startswith("--"))
+    return {text.lstrip("-").partition("=")[0].replace("-", "_") for text in words}
+
+
 _TRL_SCRIPTS = re.compile(r"(^|/)(sft|dpo|grpo|kto|rloo|orpo|cpo|ppo|reward_modeling|reward|online_dpo)(_\w+)?\.py$")
 
 
@@ -452,11 +485,7 @@ def _program_form(launch: Launch) -> str:
     ):
         if re.search(pattern, program):
             return form
-    flags = {
-        word.text.lstrip("-").partition("=")[0].replace("-", "_")
-        for word in launch.arguments
-        if word.text.startswith("--")
-    }
+    flags = _flags_of(launch)
     if {"micro_batch_size", "num_layers"} <= flags or (
         re.search(r"(^|/)pretrain_\w+\.py$", program) and "num_layers" in flags
     ):

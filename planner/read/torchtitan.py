@@ -34,7 +34,7 @@ _PLAIN = re.compile(
     |mock_data|enable_.*|data.*|debug.*|mixed_precision_reduce|warmup.*)|optimizer\.(lr|beta.*|eps|weight_decay|fused|foreach)
     |compile\.components|activation_checkpoint\.(early_stop|per_op.*|selective.*|memory_budget|visualize.*)|float8\..*|quantize\..*\.fil.*
     |parallelism\.(context_parallel_rotate.*|fsdp_reshard.*|module.*|disable_loss.*|enable_compiled.*|enable_loss.*|pipeline_parallel_split.*)
-    |work_group|user_name|exp_name|workspace|rank|config)(\..*)?$""",
+    |modules\.\w+\.(framework|config|model)|work_group|user_name|exp_name|workspace|rank|config)(\..*)?$""",
     re.VERBOSE,
 )
 _SCHEDULES: Mapping[str, words.Schedule] = {

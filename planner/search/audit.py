@@ -198,6 +198,8 @@ def _better(request: Request, reading: Reading, plan: Plan) -> Better | None:
     fits = plan.verdict != "does_not_fit"
     options = [*_nearest(request, reading, plan), *_freest(request, reading, plan)]
     options = [item for item in options if item.configuration != plan.configuration]
+    if not fits:
+        options = [near for item in options for near in (*_nearer(request, plan, item), item)]
     if any(item.verdict == "fits" for item in options) or fits:
         options = [item for item in options if item.verdict == "fits"]
     if fits:
@@ -210,6 +212,28 @@ def _better(request: Request, reading: Reading, plan: Plan) -> Better | None:
         return None
     chosen, _ = _least_of([(item, {}) for item in options])
     return Better(plan=chosen, gain=_gain(plan, chosen) if fits else None, texts={})
+
+
+def _nearer(request: Request, plan: Plan, other: Plan) -> list[Plan]:
+    """Return a plan with as much of the file's own batch and recomputation as it fits with.
+
+    It is no slower than predictions of two plans of one strategy err.
+    """
+    now, then = plan.configuration, other.configuration
+    batch = {name: getattr(now, name) for name in ("micro_batch_size", "gradient_accumulation_steps")}
+    recomputation = {name: getattr(now, name) for name in ("activation_checkpointing", "checkpoint_every")}
+    for kept in (batch | recomputation, batch, recomputation):
+        is_same = all(getattr(then, name) == value for name, value in kept.items())
+        if is_same or then.dims.data_parallel != now.dims.data_parallel:
+            continue
+        work = replace(request.workload, precision=then.precision)
+        try:
+            near = estimate(replace(request, workload=work), replace(then, **kept))
+        except ContradictoryRequest:
+            continue
+        if near.verdict == "fits" and near.time.step_seconds <= (1 + ONE_STRATEGY) * other.time.step_seconds:
+            return [near]
+    return []
 
 
 Texts = Mapping[str, tuple[str, str]]

@@ -12,7 +12,7 @@ from planner.cost.generation import engine_need, engines_of
 from planner.cost.memory import memory_estimate
 from planner.cost.memory.activations.figures import has_written_form
 from planner.cost.memory.activations.instants import selective_saves
-from planner.cost.memory.host import loads_once
+from planner.cost.memory.host import loading_of
 from planner.cost.memory.load import made_bytes
 from planner.cost.memory.overhead import NEAREST_FORM_ERROR, has_other_form
 from planner.cost.memory.states import is_uneven, nominal_states_of, states_of
@@ -318,7 +318,7 @@ def _remarks_on_copies(job: Job) -> list[str]:
         remarks.append(f"the reference model is {beside}{pairs}")
     if workload.task == "reward":
         remarks.append("a sample is two sequences; the head gives one number for each")
-    if recipe_of(job).dequantises:
+    if recipe_of(job).dequantises and (job.cluster.device.is_cpu or loading_of(job) != "streamed"):
         remarks.append("the script loads the model quantised (transformers' BitsAndBytesConfig) and adds the adapters")
     return remarks
 
@@ -355,15 +355,28 @@ def _remarks(priced: Priced) -> list[str]:
         )
     remarks += _remarks_on_what_nobody_ran(job)
     remarks += _remarks_on_whole_experts(job) or _remarks_on_uneven_shards(job)
-    if loads_once(job):
-        copies = f"{job.cluster.gpus_per_node} copies of the model, {format_bytes(made_bytes(job))} each"
-        loader = "deepspeed.zero.Init" if configuration.zero_stage else "accelerate's cpu_ram_efficient_loading"
-        remarks.append(f"a node has no room to load {copies}: counted for one, as {loader} makes it")
+    remarks += _remarks_on_loading(job)
     requested, capacity = job.workload.max_memory_bytes, job.cluster.capacity_bytes
     if requested is not None and requested > capacity:
         usable = f"the {format_bytes(capacity)} usable on one {device.name}, which stay the limit"
         remarks.append(f"--max-memory-gb {requested / GB:g} is more than {usable}")
     return remarks
+
+
+def _remarks_on_loading(job: Job) -> list[str]:
+    """Return how the model must be loaded where a node has no room for one in every process."""
+    loading, ranks = loading_of(job), job.cluster.gpus_per_node
+    if job.cluster.device.is_cpu or loading not in ("once", "streamed"):
+        return []
+    copies = f"{ranks} copies of the model" if ranks > 1 else "the model"
+    each = f"{format_bytes(made_bytes(job))}{' each' if ranks > 1 else ''}"
+    without = f"a node has no room to load {copies}, {each}"
+    if loading == "once":
+        by_deepspeed = job.configuration.zero_stage
+        loader = "deepspeed.zero.Init" if by_deepspeed else "accelerate's cpu_ram_efficient_loading"
+        return [f"{without}: counted for one, as {loader} makes it"]
+    codes = " and stores them in 4 bits" if recipe_of(job).dequantises else ""
+    return [f"{without}: every rank reads its own parts of the files{codes}, by dsplan.initialize(weights=DIRECTORY)"]
 
 
 def _remarks_on_what_nobody_ran(job: Job) -> list[str]:

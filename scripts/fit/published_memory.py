@@ -78,6 +78,11 @@ class PublishedRun:
         priced = price(self.request, self.configuration)
         return priced.memory, judge(priced.job, priced.memory).verdict
 
+    def keeps_margins(self) -> bool:
+        """Return whether dsplan would propose it where anything else fits too."""
+        priced = price(self.request, self.configuration)
+        return judge(priced.job, priced.memory).keeps_margins
+
 
 def predicted_bytes(memory: MemoryEstimate, kind: str) -> int:
     """The figure of an estimate that is comparable: a figure of unknown kind is taken for what nvidia-smi shows."""

@@ -20,6 +20,7 @@ from strategies.engine.torch_engine import TorchEngine, TorchStrategy
 from strategies.errors import CannotRun
 from strategies.modules.compression import Codec, GradientTravel, gradient_travel
 from strategies.modules.precision import autocast
+from strategies.parallel.empty import give_memory, has_stand_ins
 from strategies.parallel.split import parts_of
 from strategies.protocols import TrainingParts
 from strategies.torch_compat.distributed import ignore_in_ddp
@@ -40,6 +41,7 @@ class Single(TorchStrategy):
                 f"strategy 'single' runs one process and this job has {self.environment.world_size}; start one process"
                 " or choose 'ddp'"
             )
+        give_memory(model.parameters(), self.environment.device)
         return model.to(self.environment.device)
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -65,14 +67,19 @@ class ReplicatedDataParallel(TorchStrategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the model in DDP."""
         ensure_group(self.environment)
-        device = self.environment.device
+        device, is_read = self.environment.device, has_stand_ins(model)
         devices = [device] if device.type == "cuda" else None
+        give_memory(model.parameters(), device)
         # Ranks that split layers between them hold other weights than these.
         group = None if self.mesh.is_data_parallel else self.mesh.group("dp_cp")
         if experts := parts_of(model).experts:  # other ranks have others
             ignore_in_ddp(model, sorted(experts))
         return DistributedDataParallel(
-            model.to(device), device_ids=devices, bucket_cap_mb=self._bucket_mib, process_group=group
+            model.to(device),
+            device_ids=devices,
+            bucket_cap_mb=self._bucket_mib,
+            process_group=group,
+            init_sync=not is_read,  # every rank reads them itself
         )
 
     def synchronization(self, module: nn.Module, *, reduces: bool) -> AbstractContextManager[object]:

@@ -19,6 +19,7 @@ from strategies.engine.torch_engine import TorchEngine, TorchStrategy
 from strategies.modules.compression import gradient_travel
 from strategies.modules.precision import sharding_policy
 from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.empty import give_memory, has_stand_ins
 from strategies.parallel.expert import is_mixture
 from strategies.parallel.model import share_weights
 from strategies.parallel.split import parts_of
@@ -40,26 +41,26 @@ class FullShard(TorchStrategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard the model in place: experts and blocks as units, and the root."""
         ensure_group(self.environment)
-        if self.mesh.is_data_parallel:
+        if self.mesh.is_data_parallel and not has_stand_ins(model):
             share_weights(model, self.environment.device)
         shard = partial(
             fully_shard,
             mp_policy=sharding_policy(self.configuration.precision, self._reduce_dtype),
             offload_policy=self.offload_policy(),
         )
-        mesh = self.mesh.shard_mesh
+        mesh, device = self.mesh.shard_mesh, self.environment.device
         if parts_of(model).experts:
             for mixture in [module for module in model.modules() if is_mixture(module)]:
-                with _letting_go(mixture, model):
+                with _letting_go(mixture, model, device):
                     shard(mixture, mesh=self.mesh.expert_shard_mesh, reshard_after_forward=self.reshard_after_forward)
                 # Selective checkpointing counts operations, and a unit that is computed again does others: it is
                 # sharded by then, or is not.
                 hide_hooks_from_modes(mixture)
         for block in repeated_blocks(model):
-            with _letting_go(block, model):
+            with _letting_go(block, model, device):
                 shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         # The root keeps torch's default: it is needed first in backward, so it stays unsharded after forward.
-        with _letting_go(model, model):
+        with _letting_go(model, model, device):
             shard(model, mesh=mesh)
         note_gathers([unit for unit in model.modules() if isinstance(unit, FSDPModule)], _is_sharded)
         return model
@@ -132,13 +133,14 @@ def _take_over(shard: DTensor, whole: torch.Tensor, before: torch.Tensor) -> Non
 
 
 @contextmanager
-def _letting_go(unit: nn.Module, model: nn.Module) -> Iterator[None]:
-    """Empty the whole parameters that sharding a unit replaces.
+def _letting_go(unit: nn.Module, model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Empty the whole parameters that sharding a unit replaces; those without memory have it on the device inside.
 
     `fully_shard` moved them to the device, and whoever held them before (an optimizer, its groups) would keep them
     there: the whole model on every device.
     """
     whole = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
+    give_memory(whole, device)
     yield
     still_used = set(model.parameters())
     for parameter in whole:

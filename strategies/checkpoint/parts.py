@@ -89,7 +89,7 @@ class PartOfTensor:
         self, tensor: torch.Tensor, shape: Sequence[int], pieces: Sequence[Piece], *, writes: bool = True
     ) -> None:
         self.tensor, self.shape, self.writes = tensor.detach(), torch.Size(shape), writes
-        self._pieces = {piece.offsets: piece.values for piece in pieces}
+        self.pieces = {piece.offsets: piece.values for piece in pieces}
 
     @classmethod
     def of_run(
@@ -133,11 +133,27 @@ class PartOfTensor:
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
             ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=values.shape)
-            for offsets, values in self._pieces.items()
+            for offsets, values in self.pieces.items()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self._pieces[tuple(index.offset or ())]
+        return self.pieces[tuple(index.offset or ())]
+
+
+def pieces_of(part: Any) -> Iterator[tuple[torch.Tensor, tuple[slice, ...]]]:
+    """Yield the values that a rank has of a whole tensor, in place, each with its box of the whole.
+
+    `part` is a `PartOfTensor`, a DTensor, or the whole tensor.
+    """
+    if isinstance(part, PartOfTensor):
+        pieces = [(offsets, values) for offsets, values in part.pieces.items()]
+    elif isinstance(part, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(part.shape, part.device_mesh, part.placements)
+        pieces = [(tuple(offsets), part.to_local())]
+    else:
+        pieces = [((0,) * part.dim(), part)]
+    for offsets, values in pieces:
+        yield values, tuple(slice(low, low + long) for low, long in zip(offsets, values.shape, strict=True))
 
 
 def _split(values: torch.Tensor, offsets: Sequence[int], split: Split) -> Iterator[Piece]:

@@ -141,11 +141,17 @@ class Writer(_AsPlanned, StorageWriter):
         """Do nothing: the folder is there."""
 
 
-class Reader(_AsPlanned, StorageReader):
-    """Reads boxes of tensors from the files that an index names; nothing in them is ever run."""
+PlaceOf = Callable[[str], tuple[Path, str]]
 
-    def __init__(self, folder: Path, index: Index) -> None:
-        self._folder = folder
+
+class Reader(_AsPlanned, StorageReader):
+    """Reads boxes of tensors from the files that an index names; nothing in them is ever run.
+
+    The files lie in a folder, or where `place_of` says: in which directory, and under which name there.
+    """
+
+    def __init__(self, folder: Path, index: Index, place_of: PlaceOf | None = None) -> None:
+        self._place_of = place_of or (lambda name: (folder, name))
         self._metadata = metadata_of(index)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -159,7 +165,7 @@ class Reader(_AsPlanned, StorageReader):
             name, key = self._metadata.storage_data[item.storage_index]
             by_file.setdefault(name, []).append((key, item))
         for name, wanted in by_file.items():
-            with BoxFile.open(self._folder, name) as file:
+            with BoxFile.open(*self._place_of(name)) as file:
                 for key, item in wanted:
                     target = planner.resolve_tensor(item).detach()
                     file.read(key, tuple(item.storage_offsets), target)
@@ -190,10 +196,14 @@ class BoxFile:
     def read(self, key: str, offsets: Sequence[int], target: torch.Tensor) -> None:
         """Read the part of a box that begins at `offsets` and has the target's shape, a few rows at a time.
 
+        The file may leave out first dimensions of one element: an expert of a stack lies there by itself.
+
         Raises:
             Damaged: the file has no such box, or no longer.
         """
         stored = self._stored.get(key)
+        while stored is not None and target.dim() > len(stored.shape) and target.shape[0] == 1:
+            target, offsets = target[0], offsets[1:]
         if stored is None or len(stored.shape) != target.dim():
             raise Damaged(self._path, f"has no {shown(key)}")
         dtype, shape = DTYPES[stored.dtype], stored.shape

@@ -69,6 +69,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> ScriptConfig:
         data=top.section("dataloader").into(DataSection),
         lora=lora_section(top),
         train_only=top.text("train_only", ""),
+        weights=top.text("weights", ""),
         kernels=kernels_section(top),
         wall_clock_breakdown=top.flag("wall_clock_breakdown"),
         memory_breakdown=top.flag("memory_breakdown"),

@@ -228,6 +228,8 @@ class ScriptConfig:
     data: DataSection = field(default_factory=DataSection)
     lora: LoraSection | None = None
     train_only: str = ""
+    weights: str = ""
+    """Directory or file that the model's weights are read from; empty where it has its own."""
     kernels: Mapping[str, str] = field(default_factory=dict)
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False

@@ -19,6 +19,7 @@ from planner.vocabulary import FSDP_STRATEGIES
 from strategies.checkpoint.checkpoints import Checkpoints, custom_of
 from strategies.checkpoint.saving import SaveOptions
 from strategies.checkpoint.states import States, unwrapped
+from strategies.checkpoint.streaming import Weights
 from strategies.config.values import CheckpointSection
 from strategies.distributed.environment import Environment
 from strategies.engine.telemetry import Telemetry
@@ -376,6 +377,15 @@ class Engine(ABC):
         if self.supervision is not None:
             return self.supervision.load(Path(directory))
         return self._checkpoints.load(Path(directory))
+
+    def read_weights(self, weights: Weights) -> None:
+        """Read this rank's parts of the model from files; `initialize` calls it on every rank.
+
+        Raises:
+            BrokenFile: a file is damaged or missing.
+        """
+        with PULSE.meeting("read_weights"):
+            weights.read_into(self._states())
 
     def wait_for_checkpoint(self) -> None:
         """Return when the checkpoint that is being written in the background is complete; called on every rank.

@@ -1,7 +1,7 @@
 """`dsplan.initialize`: from a module to an engine that trains it, under whichever plan.
 
-Configure, adapt, plan, split, build, supervise: each phase hands the next ones a frozen value. Their order, and that of
-what each does, is the same on every rank, since ranks meet in most of them.
+Configure, find weights in files, adapt, plan, split, build, read weights, supervise: each phase hands the next ones a
+frozen value. Their order, and that of what each does, is the same on every rank, since ranks meet in most of them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from strategies.autoplan.select import (
     why_another_device,
     why_another_model,
 )
+from strategies.checkpoint.streaming import prepare_weights
 from strategies.config.limits import refuse_deepspeed_keys
 from strategies.config.read import read_config
 from strategies.config.values import MonitorSettings, ScriptConfig
@@ -80,6 +81,7 @@ def initialize(
     pipeline: bool = False,
     parallel: Mapping[str, Any] | None = None,
     tp_plan: Mapping[str, str] | None = None,
+    weights: str | Path | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer, ShardedLoader | None, Scheduler | None]:
     """Place a model under a plan and return (engine, optimizer, dataloader, scheduler); called on every rank.
 
@@ -87,7 +89,8 @@ def initialize(
     and this machine. Rank 0 prints a plan that was made now, unless DSPLAN_QUIET is set.
 
     Args:
-        model: on any device, whole and with the weights to start from; rank 0's weights count.
+        model: on any device, whole and with the weights to start from; rank 0's weights count. With `weights=`, built
+            without memory (`dsplan.empty_weights`).
         optimizer: an optimizer of the model's parameters, a function parameters -> optimizer, or None for the config's
             or the plan's.
         model_parameters: what a new optimizer trains (parameters or groups); None for all that require gradients.
@@ -107,6 +110,8 @@ def initialize(
             parallelism takes the ranks that they leave. Those of `dsplan run --tp ...` come before.
         tp_plan: how tensor parallelism splits the model's layers: styles by pattern of module names, for example
             `{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}`; None: the model's own plan, or a rule's.
+        weights: a directory of safetensors files (the Hub's layout, an export, a checkpoint of dsplan's) or one file,
+            from which every rank reads its own parts of the model; as the config's `weights`.
         sample_data: what the script reads by itself; a plan that is made now looks at its first sample, as it does at
             that of `training_data`.
 
@@ -115,6 +120,7 @@ def initialize(
     """
     install_excepthook()  # first: from here on a rank that fails says so before the others wait for it
     configured = configure(model, optimizer, config, args=args, parallel=parallel)
+    files = prepare_weights(model, weights or configured.script.weights, configured.environment)
     options = PlanningOptions(
         plan=plan,
         strategy=strategy,
@@ -138,6 +144,8 @@ def initialize(
         script=configured.script,
     )
     engine = build(runner, parts, training_data, collate_fn)
+    if files is not None:
+        engine.read_weights(files)
     supervise(engine, configured.script, planned)
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
 

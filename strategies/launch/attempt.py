@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hardware_db.notices import label_lines
-from strategies.launch.failure_causes import Ending, ending_of, forget_last_attempt, memory_kills
+from hardware_db.probe.cgroup import memory_kills
+from strategies.launch.failure_causes import Ending, ending_of, forget_last_attempt
 from strategies.launch.grace_period import SIGNAL_SECONDS, StopRequests
 from strategies.launch.launchers.launcher import Launcher, make_launcher
 from strategies.launch.policy import Decision

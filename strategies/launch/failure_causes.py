@@ -14,45 +14,6 @@ from strategies.run_directory.files import AGENT_LOG, RESULT_FILE, heartbeat_pat
 from strategies.run_directory.spec import ENDING_KINDS, STOPS, EndingKind
 from strategies.supervision.verdicts import Verdict, ranks_by_number, read_heartbeat_file, weigh
 
-# How often the kernel has killed a process of this cgroup for want of memory.
-
-
-_ROOT = Path("/sys/fs/cgroup")
-_OWN = Path("/proc/self/cgroup")
-
-
-def memory_kills(own: Path = _OWN, root: Path = _ROOT) -> int:
-    """Return the kills so far in this process's cgroup; 0 where nobody counts."""
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return 0
-    return max((_count(path) for line in lines for path in _counters(line, root)), default=0)
-
-
-def _counters(line: str, root: Path) -> list[Path]:
-    """Return where the counter of a line of /proc/self/cgroup (`id:controllers:path`) may be.
-
-    In a container the path may be the host's while the mount shows the container's own cgroup as its root.
-    """
-    _, controllers, path = (*line.split(":", 2), "", "")[:3]
-    inside = path.lstrip("/")
-    if not controllers:
-        return [root / inside / "memory.events", root / "memory.events"]
-    if "memory" in controllers.split(","):
-        return [root / "memory" / inside / "memory.oom_control", root / "memory" / "memory.oom_control"]
-    return []
-
-
-def _count(path: Path) -> int:
-    try:
-        words = path.read_text().split()
-    except OSError:
-        return 0
-    kills = dict(zip(words[::2], words[1::2], strict=False)).get("oom_kill", "0")
-    return int(kills) if kills.isdecimal() else 0
-
-
 _FAILURE = re.compile(r"rank(\d+)\.failure\.json")
 _SUCCESS = re.compile(r"rank(\d+)\.success\.json")
 _OUT_OF_MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")

@@ -25,7 +25,8 @@ from planner.types.plan import Configuration, WorkloadSection
 from strategies.config.values import ScriptConfig
 from strategies.errors import BackendMissing, CannotRun
 from strategies.modules.precision import DTYPES
-from strategies.parallel.blocks import quantised_weights, repeated_blocks
+from strategies.parallel.blocks import QUANTISER, quantised_weights, repeated_blocks
+from strategies.parallel.empty import cast, has_stand_ins, is_stand_in, stand_in
 from strategies.run_directory.request import named, plan_request
 
 _ATTENTION = ("attn", "attention")
@@ -131,6 +132,11 @@ def apply_method(model: nn.Module, method: TrainingMethod) -> str | None:
         raise CannotRun(f"train_only says what method {method.method} says too; leave one of them out")
     if has_adapters(model):
         return None
+    if method.method == "dora" and has_stand_ins(model):
+        raise CannotRun(
+            "method dora begins from the lengths of the weights, which are not read yet when adapters are put beside"
+            " them; use lora, or load the model with its weights"
+        )
     layers = _find_targets(model, method.targets)
     peft = _import_library("peft", method.method, "makes the adapters")
     _narrow_frozen(model, method)
@@ -295,7 +301,7 @@ def _narrow_frozen(model: nn.Module, method: TrainingMethod) -> None:
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     for weight in model.parameters():
         if weight.is_floating_point():
-            weight.data = weight.data.to(dtype)
+            weight.data = cast(weight.data, dtype)
 
 
 def _quantise(model: nn.Module, method: TrainingMethod) -> None:
@@ -316,12 +322,20 @@ def _quantise(model: nn.Module, method: TrainingMethod) -> None:
         raise CannotRun(f"method {method.method}: linear layers of {type(model).__name__} share weights; use lora")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     form = {"compress_statistics": True, "quant_type": "nf4", "quant_storage": storage}
+
+    def store(values: torch.Tensor, layer: nn.Module | None = None) -> Any:
+        return library.nn.Params4bit(values, requires_grad=False, module=layer, **form).to(device)
+
     for name, layer in linears.items():
         narrow = library.nn.Linear4bit(
             layer.in_features, layer.out_features, bias=False, compute_dtype=compute, device="meta", **form
         )
-        weight = library.nn.Params4bit(layer.weight.data, requires_grad=False, module=narrow, **form)
-        narrow.weight = weight.to(device)
+        if is_stand_in(layer.weight):
+            codes = stand_in((-(-layer.weight.numel() // (2 * storage.itemsize)), 1), storage)
+            narrow.weight = library.nn.Params4bit(codes, requires_grad=False, bnb_quantized=True, **form)
+            vars(narrow)[QUANTISER] = store
+        else:
+            narrow.weight = store(layer.weight.data, narrow)
         narrow.bias = layer.bias
         owner, _, own = name.rpartition(".")
         setattr(model.get_submodule(owner), own, narrow)

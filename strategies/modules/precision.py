@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from strategies.config.values import Fp16Section
+from strategies.parallel.empty import cast
 from strategies.torch_compat.tensors import foreach_norm, tree_map
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,12 +31,10 @@ def cast_model(model: nn.Module, precision: str, keep: Collection[nn.Parameter] 
     """Cast the weights of a model to bf16 for `bf16-pure`, all but those to `keep`; else they stay as they are."""
     if precision != "bf16-pure":
         return model
-    if not keep:
-        return model.to(torch.bfloat16)
     kept = {id(weight) for weight in keep}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         if id(tensor) not in kept and tensor.is_floating_point():
-            tensor.data = tensor.data.to(torch.bfloat16)
+            tensor.data = cast(tensor.data, torch.bfloat16)
     return model
 
 

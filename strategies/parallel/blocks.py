@@ -61,6 +61,10 @@ def _is_stack(module: nn.Module) -> bool:
     )
 
 
+QUANTISER = "_dsplan_quantiser"
+"""Attribute of a layer whose weight is still to be read: stores a whole one, [outputs, inputs], in 4 bits."""
+
+
 def quantised_weights(model: nn.Module) -> list[str]:
     """Name the weights that bitsandbytes stores in 4 bits; their layers are asked, as FSDP2 replaces the tensors."""
     linears = (name for name, module in model.named_modules() if type(module).__name__ == "Linear4bit")

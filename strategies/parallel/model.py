@@ -13,6 +13,7 @@ from torch import nn
 
 from planner.types.plan import Configuration
 from strategies.errors import CannotRun
+from strategies.parallel.empty import has_stand_ins, is_stand_in
 from strategies.parallel.layers import LayerSplit, SharedLayer
 from strategies.parallel.mesh import Group, Mesh
 from strategies.parallel.ranks import ImaginedGroup
@@ -52,11 +53,11 @@ class SplitOptions:
 def share_weights(model: nn.Module, device: torch.device) -> None:
     """Give every rank the weights of rank 0; one tensor at a time, so that no device holds them all.
 
-    Parts of layers that the script itself has split stay each rank's own.
+    Parts of layers that the script itself has split stay each rank's own, and what has no memory stays so.
     """
     parts = {id(model.get_parameter(name)) for name in splits_in(model)}
     for tensor in [*model.parameters(), *model.buffers()]:
-        if id(tensor) in parts:
+        if id(tensor) in parts or is_stand_in(tensor):
             continue
         here = tensor.detach().to(device)
         dist.broadcast(here, 0)
@@ -77,7 +78,7 @@ def split_model(model: nn.Module, mesh: Mesh, options: SplitOptions) -> ModelPar
     """
     _require_tp_ranks(model, mesh)
     parts = ModelParts(tp=(mesh.rank("tp"), mesh.size("tp")))
-    if not mesh.is_data_parallel:
+    if not mesh.is_data_parallel or (has_stand_ins(model) and mesh.environment.world_size > 1):
         share_weights(model, mesh.environment.device)
     _split(model, mesh, options, parts)
     if not parts.is_whole:

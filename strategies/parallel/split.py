@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from strategies.parallel.empty import is_stand_in, stand_in
+
 _PARTS, _SPLITS = "_dsplan_parts", "_dsplan_splits"
 
 
@@ -148,14 +150,10 @@ def splits_in(model: nn.Module) -> dict[str, Split]:
 
 def hold_part(parameter: torch.Tensor, split: Split) -> None:
     """Make a whole parameter this rank's part of it, in place: optimizers that have it go on having it."""
-    is_stand_in = not isinstance(parameter, nn.Parameter) and parameter.dim() > 0 and not any(parameter.stride())
-    part = stand_in(split.local_shape, parameter.dtype, parameter.device) if is_stand_in else split.take(parameter.data)
-    parameter.data = part
-
-
-def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros of no memory in the place of a weight that another pipeline stage has."""
-    return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
+    if is_stand_in(parameter):
+        parameter.data = stand_in(split.local_shape, parameter.dtype, parameter.device)
+    else:
+        parameter.data = split.take(parameter.data)
 
 
 def _with(values: Sequence[int], index: int, value: int) -> tuple[int, ...]:

@@ -26,10 +26,11 @@ from planner.cost.split import blocks_per_piece
 from planner.types.plan import Configuration
 from strategies.errors import CannotRun
 from strategies.parallel.blocks import Elsewhere, block_stacks, members
+from strategies.parallel.empty import stand_in
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import CALL_TRAIN_BATCH, Arguments, Partition, SplitOptions
 from strategies.parallel.ranks import SEQUENCE, tokens_of_each
-from strategies.parallel.split import ModelParts, stand_in
+from strategies.parallel.split import ModelParts
 from strategies.torch_compat.dispatch import FakeTensorMode, without_fake_log
 from strategies.torch_compat.tensors import own_modules, own_parameters, replace_modules, tree_leaves, tree_map_only
 

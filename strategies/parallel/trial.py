@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from strategies.parallel.empty import is_stand_in
 from strategies.parallel.ranks import TensorRanks, all_reduce
 from strategies.parallel.stages import show_inputs
 from strategies.parallel.styles import Applied, RegionEnd, RegionStart, is_linear, widths
@@ -41,6 +43,10 @@ class Trial:
         self._is_fake = is_fake(block)
         positions = getattr(getattr(inner, "config", None), "max_position_embeddings", None) or 4 * ranks.size
         self._arguments = arguments_of(inner, block, ranks.size * max(1, min(4, positions // ranks.size)))
+        if self._arguments is not None and any(map(is_stand_in, inner.parameters())):
+            (states, *rest), named = self._arguments
+            drawn = torch.randn(states.shape, generator=torch.Generator().manual_seed(2))
+            self._arguments = (drawn.to(states), *rest), named  # tables that are still to be read make them zeros
         self._references: dict[nn.Module, tuple[nn.Module, _Outcome] | None] = {}
 
     def runs(self, block: nn.Module) -> bool:
@@ -111,7 +117,9 @@ class Trial:
     def _run_whole(self, block: nn.Module) -> tuple[nn.Module, _Outcome] | None:
         if self._arguments is None:
             return None
-        reference = copy.deepcopy(block).eval()
+        # A deep copy takes what is in its memo: no weight that is still to be read is made on the host.
+        drawn = {id(weight): self._draw(weight) for weight in block.parameters() if is_stand_in(weight)}
+        reference = copy.deepcopy(block, dict(drawn)).eval()
         if not self._is_fake:
             reference.to(self._device).float()
         generator = torch.Generator().manual_seed(0)
@@ -126,6 +134,16 @@ class Trial:
         except Exception:  # a block that wants other arguments may raise anything
             _log.debug("%s does not run by itself", type(block).__name__, exc_info=True)
             return None
+
+    def _draw(self, weight: torch.Tensor) -> nn.Parameter:
+        """Draw a weight that is still to be read: products keep the size of what they are of, and norms do.
+
+        Smaller ones would hide a wrong split: with equal scores attention does not depend on queries and keys.
+        """
+        generator = torch.Generator(self._device).manual_seed(weight.numel())
+        values = torch.randn(weight.shape, generator=generator, device=self._device)
+        values = values.div_(math.sqrt(weight.shape[-1])) if weight.dim() > 1 else values.div_(10).add_(1)
+        return nn.Parameter(values, requires_grad=weight.requires_grad)
 
     def _run(self, block: nn.Module) -> _Outcome:
         assert self._arguments is not None

@@ -23,6 +23,7 @@ __all__ = [
     "replace_modules",
     "sparse_indices",
     "storage_number",
+    "swap_tensors",
     "transient_buffers",
     "tree_flatten",
     "tree_leaves",
@@ -37,6 +38,11 @@ Kind = TypeVar("Kind")
 
 foreach_add_, foreach_mul_, foreach_sign_ = torch._foreach_add_, torch._foreach_mul_, torch._foreach_sign_
 foreach_lerp, foreach_lerp_, foreach_norm = torch._foreach_lerp, torch._foreach_lerp_, torch._foreach_norm
+
+
+def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange what two tensors are, so that whoever holds one of them holds the other from now on."""
+    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
 
 
 def tree_to(device: torch.device, tree: Any) -> Any:

@@ -30,6 +30,7 @@ GENERATED = {
     "report.first_plans": None,
     "report.known_faults": None,
     "report.data_licences": 2,
+    "report.config_files": 1,
 }
 """The scripts that write pages, and the cores on which the suite has each write its page (None: it takes too long)."""
 

@@ -13,12 +13,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from planner.emit.memory_picture import Timeline, draw
 from planner.errors import NothingFits
 from strategies.distributed.consensus import everywhere, on_rank_zero
 from strategies.engine.initialize import initialize
 from strategies.errors import CannotRun
 from strategies.supervision.failures import kind_of
-from strategies.telemetry.memory_timeline import Timeline, draw
 from tests.strategies import training_bodies
 from tests.strategies.training_bodies import Recipe
 

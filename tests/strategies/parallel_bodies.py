@@ -284,7 +284,11 @@ def train(
     kernels: Mapping[str, str] | None = None,
 ) -> Difference:
     """Train on this rank with the others and compare with one process."""
-    engine = make_engine(kind, composition, tp_plan, kernels)
+    return compared(make_engine(kind, composition, tp_plan, kernels), kind, composition)
+
+
+def compared(engine: Any, kind: Kind, composition: Composition) -> Difference:
+    """Train with an engine that has the weights of `build`, and compare with one process."""
     losses, norms = [], []
     for step in range(composition.steps):
         losses.append(one_step(engine, step))

@@ -7,6 +7,8 @@ what CUDA's libraries map are not counted.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hardware_db.units import MIB
 from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.figures import figures_of
@@ -15,7 +17,7 @@ from planner.cost.memory.load import MADE_BYTES, largest_matrix, made_bytes, sav
 from planner.cost.memory.states import paged_state_bytes
 from planner.cost.memory.units import Units, shards_of, trained_shards_of, weight_bytes
 from planner.cost.memory.zero.offload import native_host_buffers, swapping_buffers, zero_host_buffers
-from planner.cost.precision import Recipe, recipe_of
+from planner.cost.precision import LOADED_BYTES, Recipe, load_dtype_of, recipe_of
 from planner.cost.verdict import host_limit
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES
@@ -52,31 +54,70 @@ def host_bytes(job: Job, states: States, device_used: float) -> float:
     return ranks * (CPU_PROCESS_BYTES + offloaded_bytes(job, recipe) + parked + paged) + saving_bytes
 
 
-def host_load_bytes(job: Job) -> float:
-    """Return what a node's processes take while the model loads.
+READ_BYTES = 32 * MIB
+"""Rows of a file that a process has in memory while it reads its own parts (`strategies/checkpoint/storage.py`)."""
+FILE_BYTES = 2
+"""Per parameter of what is published: 16 bits."""
+Loading = Literal["own", "mapped", "whole", "once", "streamed"]
+"""How the processes of a node come to a model's weights.
 
-    Where the code base makes it whole in every process, and the engine places it from there, these are as many copies;
-    where it makes or reads only what is a rank's own, hardly anything.
-    """
+* own: the code base makes or reads only what is a rank's own
+* mapped: files are mapped, and tensors go to the card one after the other and are quantised there: all of them to each
+* whole: every process makes all of it in host memory
+* once: one process of the node does, and the others get their shards of it
+* streamed: every process reads its own parts from the files (`dsplan.initialize(weights=...)`)
+"""
+
+
+def host_load_bytes(job: Job) -> float:
+    """Return what a node's processes take while the model loads (`loading_of`), without pages of mapped files."""
     if job.cluster.device.is_cpu:
         return 0.0
-    ranks = job.cluster.gpus_per_node
+    return _load_bytes(job, loading_of(job))
+
+
+def loading_of(job: Job) -> Loading:
+    """Return how a job's model is loaded: as scripts do it, or where that has no room on a node, the first that has."""
     if code_base(job.workload.code).loads != "whole":
-        # Made on the meta device or on its GPU; of a checkpoint a rank has one tensor of its own at a time.
-        return ranks * (CPU_PROCESS_BYTES + MADE_BYTES * largest_matrix(job))
-    return ranks * CPU_PROCESS_BYTES + (1 if loads_once(job) else ranks) * made_bytes(job)
-
-
-def loads_once(job: Job) -> bool:
-    """Return whether a node has no room for a whole model per process and the strategy can do with one.
-
-    FSDP can by accelerate's `cpu_ram_efficient_loading`, ZeRO-3 by DeepSpeed's `zero.Init`.
-    """
-    if code_base(job.workload.code).loads != "whole":
-        return False
-    ranks, limit = job.cluster.gpus_per_node, host_limit(job.workload, job.cluster)
+        return "own"
+    quantised = _is_quantised(job)
     shards = job.configuration.strategy in FSDP_STRATEGIES or job.configuration.zero_stage == 3
-    return shards and 0 < limit < ranks * (made_bytes(job) + CPU_PROCESS_BYTES)
+    if quantised and not shards and not job.configuration.splits_model:
+        # transformers 5.23: bitsandbytes' quantiser takes the card where no device_map is given
+        # (`quantizer_bnb_4bit.py`), and reads tensors in turn (`core_model_loading.py`, has_on_the_fly_quantization).
+        return "mapped"
+    ways: list[Loading] = ["whole"]
+    if shards and not quantised:
+        ways.append("once")  # FSDP by accelerate's `cpu_ram_efficient_loading`, ZeRO-3 by DeepSpeed's `zero.Init`
+    if streams(job):
+        ways.append("streamed")
+    limit = host_limit(job.workload, job.cluster)
+    if not limit:
+        return "whole"
+    return next((loading for loading in ways if _load_bytes(job, loading) <= limit), ways[-1])
+
+
+def streams(job: Job) -> bool:
+    """Return whether our engine can read a job's weights part by part; DoRA's magnitudes are made of whole ones."""
+    return code_base(job.workload.code).runs_with == "dsplan" and job.workload.method != "dora"
+
+
+def _is_quantised(job: Job) -> bool:
+    return LOADED_BYTES[load_dtype_of(job.workload) or "fp32"] < FILE_BYTES
+
+
+def _load_bytes(job: Job, loading: Loading) -> float:
+    ranks, matrix = job.cluster.gpus_per_node, largest_matrix(job)
+    processes = ranks * CPU_PROCESS_BYTES
+    if loading == "own":
+        # Made on the meta device or on its GPU; of a checkpoint a rank has one tensor of its own at a time.
+        return processes + ranks * MADE_BYTES * matrix
+    if loading == "mapped":
+        return processes + ranks * FILE_BYTES * matrix
+    if loading == "streamed":
+        # What is stored in 4 bits is read whole, one tensor after the other.
+        return processes + ranks * (READ_BYTES + (FILE_BYTES * matrix if _is_quantised(job) else 0))
+    return processes + (1 if loading == "once" else ranks) * made_bytes(job)
 
 
 def offloaded_bytes(job: Job, recipe: Recipe) -> float:

@@ -140,7 +140,8 @@ def _with_copies(job: Job, recipe: Recipe, states: States) -> States:
     if workload.ema:
         units = trained_shards_of(job) if is_cut else trained_units_of(job)
         copies += units.bytes(recipe.master or recipe.weight)
-    if job.has_reference and workload.method == "full":
+    adapts = workload.method != "full" or not (job.counts.trains_all or workload.train_only)
+    if job.has_reference and not adapts:
         width = recipe.weight if workload.load_dtype is None else LOADED_BYTES[workload.load_dtype]
         copies += (shards_of(job) if is_cut else units_of(job)).bytes(width)
     return replace(states, parameters=states.parameters + copies)

@@ -29,6 +29,7 @@ from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.compression import gradient_travel
 from strategies.modules.precision import WEIGHT_DTYPE, narrow_inputs
 from strategies.optim.optimizers import OPTIMIZERS, trainable_parameters
+from strategies.parallel.empty import cast, give_memory
 from strategies.protocols import TrainingParts
 from strategies.torch_compat.autograd import plain_linear
 from strategies.torch_compat.profiling import build_directory
@@ -49,7 +50,9 @@ def partition_model(library: Any, model: nn.Module, config: Mapping[str, Any], d
     dtype = _dtype(config)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = cast(parameter.data, dtype)
+    if device.type == "cpu":
+        give_memory(model.parameters(), device)  # elsewhere they get it as they go there, one by one
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     library.zero.Init(module=model, config_dict_or_path=dict(config), dtype=dtype)
@@ -80,6 +83,8 @@ class DeepSpeedZero(Strategy):
         config = engine_config(parts, on_cpu=self.environment.device.type == "cpu")
         if self.configuration.zero_stage == 3:
             partition_model(library, parts.model, config, self.environment.device)
+        else:
+            give_memory(parts.model.parameters(), self.environment.device)
         optimizer = self._optimizer(parts, config)
         if optimizer is None and self.configuration.offload != "none" and self.environment.device.type == "cuda":
             expect_compilation("cpu_adam", self.environment)

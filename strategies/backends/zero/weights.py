@@ -17,6 +17,7 @@ from strategies.backends.zero.collectives import Arrival, Collectives
 from strategies.backends.zero.flat_shard import Bucket, Kind, Owners, Place
 from strategies.backends.zero.offload import Offload
 from strategies.backends.zero.settings import ZeroSettings
+from strategies.parallel.empty import is_stand_in
 from strategies.torch_compat.tensors import transient_buffers
 
 
@@ -84,15 +85,24 @@ def _add_master(bucket: Bucket, context: ShardingContext, original: torch.Tensor
 
 
 def _together(bucket: Bucket, context: ShardingContext) -> torch.Tensor:
-    """Return rank 0's weights of a bucket side by side on the device, in the parameters' own dtype, [layout.padded]."""
+    """Return rank 0's weights of a bucket side by side on the device, in the parameters' own dtype, [layout.padded].
+
+    Where weights are read from files, ranks have the same of all others already, and room is in their place, which
+    takes no host memory before it is written.
+    """
     parameters = [slot.parameter.detach() for slot in bucket.slots]
+    is_read = any(map(is_stand_in, parameters))
+    if is_read and all(map(is_stand_in, parameters)):
+        room = torch.empty(bucket.layout.padded, dtype=bucket.dtype, device=context.device)
+        room[bucket.layout.elements :].zero_()
+        return room
     dtype = parameters[0].dtype
     for parameter in parameters[1:]:
         dtype = torch.promote_types(dtype, parameter.dtype)
     flat = torch.zeros(bucket.layout.padded, dtype=dtype, device=context.device)
     for slot, parameter in zip(bucket.slots, parameters, strict=True):
         flat[slot.start : slot.stop].view(parameter.shape).copy_(parameter)
-    return context.collectives_of(bucket.kind).from_first(flat)
+    return flat if is_read else context.collectives_of(bucket.kind).from_first(flat)
 
 
 def settle_rest(model: nn.Module, bucketed: set[nn.Parameter], context: ShardingContext) -> None:
@@ -115,6 +125,8 @@ def settle_rest(model: nn.Module, bucketed: set[nn.Parameter], context: Sharding
 def _settled(
     tensor: torch.Tensor, dtype: torch.dtype, context: ShardingContext, collectives: Collectives
 ) -> torch.Tensor:
+    if is_stand_in(tensor):
+        return torch.empty(tensor.shape, dtype=dtype, device=context.device)
     here = tensor.detach().to(device=context.device, dtype=dtype)
     return collectives.from_first(here.contiguous()) if collectives.ranks.world_size > 1 else here
 

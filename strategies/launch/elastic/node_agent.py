@@ -23,7 +23,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from hardware_db.notices import notice
-from strategies.launch.failure_causes import FIRST, Ending, ending_of, memory_kills
+from hardware_db.probe.cgroup import memory_kills
+from strategies.launch.failure_causes import FIRST, Ending, ending_of
 from strategies.launch.grace_period import SIGNAL_SECONDS
 from strategies.launch.launchers.process import signal_ranks
 from strategies.run_directory.claim import claimed_kind

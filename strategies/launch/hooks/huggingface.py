@@ -43,6 +43,7 @@ from strategies.launch.hooks.script_plan import (
     watch,
 )
 from strategies.launch.hooks.sharded import library_plan, save_from_all_ranks, shard_models
+from strategies.launch.hooks.trl import trl_work
 from strategies.run_directory import claim
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.files import LINEAGE_FILE, LOCK_FILE
@@ -324,7 +325,9 @@ def init(original: Callable[..., None], trainer: Any, *positional: Any, **named:
     arguments = bound.arguments
     arguments["args"] = settings = arguments.get("args") or TrainingArguments(output_dir="tmp_trainer")
     own = _own_split(arguments.get("model"), settings)
-    plan_in_use = plan if own else plan or plan_live(_live_job(arguments, settings))
+    if plan is not None:
+        require_same_micro_batch(trainer, settings, plan)
+    plan_in_use = plan if own else plan or plan_live(_live_job(trainer, arguments, settings))
     if own:
         _require_own_split(own)
     if plan is None and plan_in_use is not None:
@@ -336,6 +339,25 @@ def init(original: Callable[..., None], trainer: Any, *positional: Any, **named:
         shard_models(trainer.accelerator, plan_in_use)
         save_from_all_ranks(trainer, plan_in_use)
     _watch_training_steps(trainer, monitor, supervise(trainer))
+
+
+def require_same_micro_batch(trainer: Any, settings: Any, plan: Plan) -> None:
+    """Refuse a given plan that cuts the batches of a trainer to which a micro-batch means something.
+
+    Raises:
+        CannotRun: it does.
+    """
+    work = trl_work(trainer, settings, (), None)
+    if work is None or not work.keeps_micro_batch:
+        return
+    written, chosen = getattr(settings, _WRITTEN, {}), plan.configuration
+    own = written.get("per_device_train_batch_size"), written.get("gradient_accumulation_steps")
+    planned = chosen.micro_batch_size, chosen.gradient_accumulation_steps
+    if None not in own and own != planned:
+        raise CannotRun(
+            f"the plan has micro-batch {planned[0]} x accumulation {planned[1]} where the script has"
+            f" {own[0]} x {own[1]}, of which {type(trainer).__name__} makes its batches; use a plan that has those too"
+        )
 
 
 def _own_split(model: Any, settings: Any) -> str:
@@ -360,7 +382,7 @@ def _require_own_split(own: str) -> None:
     say(f"no plan: the script splits its model by {own}; it runs as it is, measured")
 
 
-def _live_job(arguments: Mapping[str, Any], settings: Any) -> LiveJob:
+def _live_job(trainer: Any, arguments: Mapping[str, Any], settings: Any) -> LiveJob:
     model = arguments.get("model")
     if model is None and arguments.get("model_init") is not None:
         model = arguments["model_init"]()
@@ -375,6 +397,7 @@ def _live_job(arguments: Mapping[str, Any], settings: Any) -> LiveJob:
         example=example_batch(data, collate),
         precision="bf16" if settings.bf16 else "fp16" if settings.fp16 else "fp32",
         optimizer=OPTIMIZERS.get(str(settings.optim.value), "adamw"),
+        post_training=trl_work(trainer, settings, data, arguments.get("processing_class")),
     )
 
 

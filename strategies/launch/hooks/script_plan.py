@@ -18,6 +18,7 @@ from planner import vocabulary as words
 from planner.cluster.resolve import probed_cluster
 from planner.errors import DsplanError, NothingFits
 from planner.models.facts import ModelFacts
+from planner.models.tasks import possible_tasks
 from planner.search.request import WorkOptions, make_request, why_not_deepspeed
 from planner.search.space import enumerate_candidates
 from planner.types.plan import Plan
@@ -29,6 +30,7 @@ from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.rank_check import require_same_model
 from strategies.errors import CannotRun
 from strategies.launch.hooks import capabilities
+from strategies.launch.hooks.trl import TrlWork
 from strategies.run_directory import claim
 from strategies.run_directory.machine import own_machine
 from strategies.run_directory.request import plan_request
@@ -53,7 +55,8 @@ class LiveJob:
     `example` is a batch of the script's, of any number of samples, as the module is called with it: a mapping, a
     sequence, one tensor, or `(args, kwargs)`; what the module does not take, such as labels, may be in it. A module
     that no catalogue knows is traced with it. `sequence_length` is tokens per sample; without it the example's token
-    ids count, and a sample of an example that has none is one position long.
+    ids count, and a sample of an example that has none is one position long. `post_training` is what a trainer of TRL's
+    does beside a model's usual task.
     """
 
     module: nn.Module
@@ -66,6 +69,7 @@ class LiveJob:
     example: Any = None
     fixed_batch: bool = False
     accumulates: bool = True
+    post_training: TrlWork | None = None
 
 
 def load_given_plan(kind: ScriptKind) -> Plan | None:
@@ -139,7 +143,7 @@ def plan_live(job: LiveJob) -> Plan | None:
 def _plan_if_possible(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan | None:
     if capabilities.requested_flags() or current().is_resumed:
         return _plan(job, measured)
-    if job.sequence_length is None and job.example is None:
+    if job.sequence_length is None and job.example is None and job.post_training is None:
         say("no plan: the script has shown no data to plan for; it runs as it is, measured")
         return None
     try:
@@ -163,6 +167,7 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
         precision=job.precision,
         optimizer=job.optimizer,
     )
+    options = _with_post_training(options, job, facts, ranks)
     gpus = torch.cuda.is_available()
     chosen, runnable = plan_request().strategy, capabilities.runnable_strategies(job.kind, gpus=gpus)
     zero = capabilities.choose_zero_backend(job.kind, gpus=gpus)
@@ -173,11 +178,26 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     strategies = tuple(name for name in runnable if chosen in (None, name))
     request = make_request(facts, cluster, options, strategies=strategies, top=1, zero_backend=zero)
     request = traced_request(replace(request, splits=()), job.module, job.example)  # such scripts train whole models
-    if job.fixed_batch:
+    if job.fixed_batch or (job.post_training is not None and job.post_training.keeps_micro_batch):
         request = replace(request, micro_batch=job.micro_batch_size)
     if current().chooses_anew and not any(True for _ in enumerate_candidates(request)):
         request = replace(request, strategies=runnable)
     return best_plan(with_measured_rates(request, measured))
+
+
+def _with_post_training(options: WorkOptions, job: LiveJob, facts: ModelFacts, ranks: int) -> WorkOptions:
+    """Return the options with the task of TRL's trainer, where such a model can have it, and with its rounds."""
+    work = job.post_training
+    if work is None or work.task is None or work.task not in possible_tasks(facts):
+        return options
+    rounds: dict[str, Any] = dict(work.options)
+    if work.task in words.GENERATING:
+        # A sample is its prompt and its completion, whatever the data is long.
+        options = replace(options, seq_len=None)
+        if work.steps_per_generation is not None:
+            samples = work.steps_per_generation * job.micro_batch_size * ranks
+            rounds["prompts_per_step"] = max(samples // rounds["generations"], 1)
+    return replace(options, task=work.task, **rounds)
 
 
 def _longest(job: LiveJob, facts: ModelFacts) -> int | None:

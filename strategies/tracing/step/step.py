@@ -20,6 +20,7 @@ from planner.cost.precision import keeps_adapters_wide
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES, PAIRED
 from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.empty import is_stand_in
 from strategies.parallel.pipeline import order_of
 from strategies.torch_compat.dispatch import FakeTensorMode, without_modes
 from strategies.torch_compat.tensors import tree_leaves, tree_map
@@ -78,6 +79,8 @@ def fake_tensor(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype |
     """Return a stand-in on the CPU, whatever the device of the original."""
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     with mode:
+        if is_stand_in(tensor):
+            return torch.empty(tensor.shape, dtype=wanted, device="cpu")
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
 
 

@@ -99,6 +99,7 @@ CASES: list[tuple[str, Strategy, Precision, int, int, Checkpointing]] = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "strategy", "precision", "samples", "size", "checkpointing"), CASES)
 def test_a_form_holds_for_sizes_and_batches_that_were_never_traced(
     name: str, strategy: Strategy, precision: Precision, samples: int, size: int, checkpointing: Checkpointing

@@ -12,11 +12,11 @@ from planner.search.space import configuration_of, enumerate_candidates, micro_b
 
 
 def everything_that_fits(request: Request) -> Iterator[Timed]:
-    """Every configuration of a request that fits, on its devices."""
+    """Every configuration of a request that fits with every margin, on its devices."""
     for layout in enumerate_candidates(request):
         for micro in micro_batches(request, layout):
             priced = price(request, configuration_of(request, layout, micro))
-            if priced.judgement.verdict != "does_not_fit":
+            if priced.judgement.keeps_margins:
                 yield Timed(priced=priced, time=step_time(priced.job))
 
 

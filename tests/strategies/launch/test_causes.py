@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from strategies.launch.failure_causes import ending_of, forget_last_attempt, memory_kills, with_stacks_kept
+from hardware_db.probe.cgroup import memory_kills
+from strategies.launch.failure_causes import ending_of, forget_last_attempt, with_stacks_kept
 from strategies.launch.policy import Policy, RunContext
 from strategies.run_directory.files import RESULT_FILE, failure_path, heartbeat_path, log_path, success_path, write_json
 from strategies.run_directory.spec import EndingKind
@@ -182,16 +183,17 @@ def test_a_failure_file_cut_short_is_no_failure_of_ours(tmp_path: Path) -> None:
     ],
 )
 def test_the_kernel_counts_its_kills(own: str, counter: str, tmp_path: Path) -> None:
-    (tmp_path / "own").write_text(own)
-    assert memory_kills(tmp_path / "own", tmp_path / "cgroup") == 0
-    path = tmp_path / "cgroup" / counter
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(own)
+    assert memory_kills(tmp_path) == 0
+    path = tmp_path / "sys/fs/cgroup" / counter
     path.parent.mkdir(parents=True)
     path.write_text("low 0\noom 4\noom_kill 3\n")
-    assert memory_kills(tmp_path / "own", tmp_path / "cgroup") == 3
+    assert memory_kills(tmp_path) == 3
 
 
 def test_no_counter(tmp_path: Path) -> None:
-    assert memory_kills(tmp_path / "none", tmp_path) == 0
+    assert memory_kills(tmp_path) == 0
 
 
 OUTSIDE = {"message": "rank 1 is outside the engine", "behind": [1], "expected": True}

@@ -200,7 +200,12 @@ def _add_activations(peaks: Sequence[Peak], amount: Amount) -> Sequence[Peak]:
 
 
 def buffer_bytes(job: Job, recipe: Recipe) -> float:
-    """Buffers, such as the masks of older models: no strategy splits them."""
+    """Buffers, such as the masks of older models: no strategy splits them.
+
+    A denoiser's table of positions is as wide as the weights, where FSDP computes in a narrower type.
+    """
+    if job.facts.kind == "diffusion":
+        recipe = replace(recipe, compute=max(recipe.compute, recipe.weight))
     figures = figures_of(job, recipe)
     counts = blocks_on_stage(job, figures)
     return figures.buffers + sum(count * block.buffers for count, block in zip(counts, figures.blocks, strict=True))

@@ -67,9 +67,43 @@ def test_every_process_makes_a_whole_model_unless_the_node_has_no_room() -> None
     assert priced(small, "zero3").memory.host_load_bytes_per_node == pytest.approx(4 * PSI + 8 * PROCESS, rel=1e-3)
     (note,) = estimate(*exact(small, ExactOptions(strategy="fsdp"))).notes
     assert note.startswith("a node has no room to load 8 copies of the model, 29.9 GiB each: counted for one")
-    replica = priced(small, "zero1")
+
+
+def test_weights_stream_where_a_node_has_no_room_for_one_copy() -> None:
+    """ZeRO-1 has no way to make the model once; of a node of 30 GB no strategy has room for 32 GB of weights."""
+    read = 8 * (32 << 20)
+    for host_gb, strategy in ((100, "zero1"), (30, "fsdp"), (30, "ddp")):
+        small = asked(host_gb=host_gb)
+        memory = priced(small, strategy).memory
+        assert memory.host_load_bytes_per_node == pytest.approx(8 * PROCESS + read, rel=1e-6)
+        (note,) = [note for note in estimate(*exact(small, ExactOptions(strategy=strategy))).notes if "room" in note]
+        assert note.endswith("every rank reads its own parts of the files, by dsplan.initialize(weights=DIRECTORY)")
+
+
+def test_other_trainers_and_dora_do_not_stream() -> None:
+    dora = make_request(
+        find_model("llama-3-8b"),
+        resolve_cluster(HardwareRequest(gpu="h100", gpus=8)),
+        WorkOptions(seq_len=2048, precision="bf16", host_memory_gb=10, method="dora"),
+    )
+    replica = priced(dora, "ddp")
     assert replica.judgement.verdict == "does_not_fit"
     assert "of host memory to load the model" in replica.judgement.reason
+
+
+def test_quantised_weights_go_to_the_card_tensor_by_tensor() -> None:
+    """QLoRA of 14B on an L4 whose host has 16 GB; files are mapped, and the table of tokens is the largest tensor."""
+    cluster = resolve_cluster(HardwareRequest(gpu="l4", gpus=1))
+    options = WorkOptions(seq_len=1024, precision="bf16", host_memory_gb=16, method="qlora", lora_rank=16)
+    memory = price(
+        *exact(
+            make_request(find_model("qwen2.5-14b"), cluster, options),
+            ExactOptions(strategy="single", micro_batch=1, checkpointing="full"),
+        )
+    )
+    table = 152064 * 5120
+    assert memory.memory.host_load_bytes_per_node == pytest.approx(PROCESS + 2 * table, rel=1e-6)
+    assert memory.judgement.verdict != "does_not_fit"
 
 
 @pytest.mark.parametrize(("save", "more"), [("full", 4 * PSI), ("sharded", 4 * 128256 * 4096)])

@@ -98,7 +98,7 @@ def test_the_slowest_of_what_runs_at_once_counts() -> None:
 
 
 def test_the_search_offloads_no_more_than_it_must() -> None:
-    best = recommend(asked("a100-40gb", 2)).plans[0].configuration
+    best = recommend(asked("a100-80gb", 2)).plans[0].configuration
     assert best.offload == "optimizer"
     assert best.offload_ratio in (0.25, 0.5, 0.75)
     plans = recommend(asked("a100-40gb", 2, offload="nvme")).plans

@@ -3,7 +3,7 @@
 # The plan holds for a script that
 #  - has its number of steps, data and tokenizer from you
 #  - runs the modules of torchtitan; plan again with --code megatron for this trainer's own
-#  - is given the model's rope base and scaling, which a plan does not hold
+#  - is given the model's rope scaling, which a plan does not hold
 #  - recomputes all but matrix products and attention; the trainer's own choice is another
 #  - compiles its blocks, for which the trainer has no setting
 set -euo pipefail
@@ -28,6 +28,7 @@ exec torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=
     --position-embedding-type rope \
     --hidden-dropout 0.0 \
     --attention-dropout 0.0 \
+    --rotary-base 500000 \
     --kv-channels 128 \
     --group-query-attention --num-query-groups 8 \
     --max-position-embeddings 2048 \

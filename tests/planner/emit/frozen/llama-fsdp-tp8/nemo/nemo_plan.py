@@ -23,6 +23,7 @@ MODEL = llm.GPTConfig(
     position_embedding_type="rope",
     hidden_dropout=0.0,
     attention_dropout=0.0,
+    rotary_base=500000,
     kv_channels=128,
     num_query_groups=8,
     recompute_granularity="selective",

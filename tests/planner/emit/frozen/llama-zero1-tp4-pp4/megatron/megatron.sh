@@ -2,7 +2,7 @@
 # zero1 on 64 ranks: bash megatron.sh --train-iters N --data-path ... --tokenizer-type ... ARGUMENTS
 # The plan holds for a script that
 #  - has its number of steps, data and tokenizer from you
-#  - is given the model's rope base and scaling, which a plan does not hold
+#  - is given the model's rope scaling, which a plan does not hold
 set -euo pipefail
 
 # Run this on every node, with MASTER_ADDR set to the address of one of them.
@@ -26,6 +26,7 @@ exec torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=
     --position-embedding-type rope \
     --hidden-dropout 0.0 \
     --attention-dropout 0.0 \
+    --rotary-base 500000 \
     --kv-channels 128 \
     --group-query-attention --num-query-groups 8 \
     --max-position-embeddings 2048 \

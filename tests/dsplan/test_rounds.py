@@ -1,0 +1,91 @@
+"""Rounds of post-training as people ask for them: where to generate, and what is printed."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsplan.question import Question
+from dsplan.render.plan_view import rollout_text
+from dsplan.report.question import rounds
+from planner.search.rollouts import NEAR, recommend_ways
+from planner.search.search import first_plan
+from tests.dsplan.cli import Cli
+
+ASKED = (
+    "--model qwen2.5-0.5b --gpu A100-SXM4-80GB --gpus 2 --task grpo --prompt-len 128 --completion-len 256:512"
+    " --generations 4 --prompts-per-step 16"
+)
+
+
+def question(**more: object) -> Question:
+    """Return the question of `ASKED`."""
+    return Question(
+        model="qwen2.5-0.5b",
+        gpu="A100-SXM4-80GB",
+        gpus=2,
+        task="grpo",
+        prompt_len=128,
+        completion_len="256:512",
+        generations=4,
+        prompts_per_step=16,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_every_place_to_generate_is_tried_and_the_first_is_near_the_fastest() -> None:
+    requests = question().requests(strategies=("ddp", "fsdp"))
+    tried = {request.workload.post.rollout for request in requests if request.workload.post}
+    assert tried == {"colocate", "server", "hf"}
+    fastest = min(plan.time.step_seconds for plan in map(first_plan, requests) if plan is not None)
+    answer = recommend_ways(requests)
+    assert answer.plans[0].time.step_seconds <= (1 + NEAR) * fastest
+    assert answer.plans[0].workload["rollout"] == "colocate"
+    assert "generation beside training" in answer.choice
+    assert "by the model itself" in answer.choice
+
+
+def test_decided_generation_is_one_request() -> None:
+    assert len(question(rollout="hf").requests()) == 1
+    (server,) = question(rollout_gpus=1, rollout_tp=1).requests()
+    assert server.cluster.gpus == 1
+    assert {
+        request.workload.post.rollout_sleep
+        for request in question(rollout="colocate").requests()
+        if request.workload.post
+    } == {True, False}
+
+
+def test_the_command_line_shows_the_round(cli: Cli) -> None:
+    shown = cli(f"estimate {ASKED} --strategy ddp --micro-batch 8 --rollout colocate --rollout-sleep --beta 0.04")
+    assert shown.status == 0
+    for words in (
+        "a round of 16 prompts x 4 completions takes",
+        "colocate 30%, sleeps",
+        "generate",
+        "reference",
+        "sync",
+    ):
+        assert words in shown.out
+    plan = cli(
+        f"estimate {ASKED} --strategy ddp --micro-batch 8 --steps-per-generation 2 --grad-accum 2 --json".replace(
+            "--prompts-per-step 16", ""
+        )
+    ).json
+    assert plan["workload"]["prompts_per_step"] == 8
+    assert set(plan["time"]["phases"]) == {"generate", "update"}
+    assert {"generate", "update"} <= set(plan["memory"]["phases"])
+
+
+@pytest.mark.parametrize(("rollout", "words"), [("hf", "hf"), ("server", "1 GPU")])
+def test_reports_draw_the_round(rollout: str, words: str) -> None:
+    asked = question(rollout=rollout, **({"rollout_gpus": 1, "rollout_tp": 1} if rollout == "server" else {}))
+    (request,) = asked.requests()
+    plan = first_plan(request)
+    assert plan is not None
+    assert rollout_text(plan.workload) == words
+    (picture,) = rounds(plan)
+    assert words in picture.caption
+    (plain,) = Question(model="opt-125m", gpu="A100-SXM4-80GB", gpus=1).requests()
+    other = first_plan(plain)
+    assert other is not None
+    assert rounds(other) == ()

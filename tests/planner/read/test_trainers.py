@@ -1,0 +1,303 @@
+"""Configs of torchtune, torchtitan, Megatron-LM, Automodel, NeMo-RL, verl, OpenRLHF, nanotron and llm-foundry."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.models.from_hf.config import facts_from_config
+from planner.read.form import Reading
+from planner.read.recognise import FORMATS, NoTraining, form_of_keys, read_files
+from planner.read.trainers import TRAINERS, default_of, keys_of, sources
+from tests.planner.read.readers import became, read, write
+
+TORCHTUNE = """\
+model:
+  _component_: torchtune.models.llama3_1.lora_llama3_1_8b
+  lora_attn_modules: ['q_proj', 'v_proj', 'output_proj']
+  apply_lora_to_mlp: True
+  lora_rank: 16
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 4096}
+output_dir: /tmp/x
+optimizer: {_component_: torch.optim.AdamW, fused: True}
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+batch_size: 2
+batch_size_val: ${batch_size}
+gradient_accumulation_steps: 8
+dtype: bf16
+enable_activation_checkpointing: True
+"""
+TORCHTITAN = """\
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 1
+seq_len = 8192
+steps = 1000
+[parallelism]
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 4
+pipeline_parallel_schedule = "Interleaved1F1B"
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "2"
+"""
+MEGATRON = """\
+#SBATCH --nodes=2
+#SBATCH --gpus-per-node=8
+MODEL_ARGS="--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --swiglu --ffn-hidden-size 5504"
+ARGS=(
+    --micro-batch-size 2   # samples
+    --global-batch-size 64
+    --seq-length 4096
+    --max-position-embeddings 4096
+    --position-embedding-type rope
+    --normalization RMSNorm
+    --tensor-model-parallel-size 2
+    --pipeline-model-parallel-size 2
+    --num-layers-per-virtual-pipeline-stage 6
+    --sequence-parallel
+    --use-distributed-optimizer
+    --recompute-granularity selective
+    --bf16 --train-iters 100
+    --tokenizer-type Llama2Tokenizer
+    --untie-embeddings-and-output-weights
+)
+srun torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py $MODEL_ARGS ${ARGS[@]} --lr 1e-4
+"""
+PRIMUS = """\
+exp_name: ${PRIMUS_EXP_NAME:x}
+modules:
+  pre_trainer:
+    framework: megatron
+    model: llama3.1_8B.yaml
+    overrides:
+      train_iters: 50
+      micro_batch_size: 2
+      global_batch_size: 128
+      seq_length: ${PRIMUS_SEQ_LENGTH:8192}
+      tensor_model_parallel_size: ${PRIMUS_TP:1}
+"""
+AUTOMODEL = """\
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+step_scheduler: {global_batch_size: 64, local_batch_size: 8, max_steps: 20}
+model:
+  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained
+  pretrained_model_name_or_path: meta-llama/Llama-3.2-1B
+peft: {_target_: x.PeftConfig, target_modules: '*_proj', dim: 8}
+distributed: {strategy: fsdp2, tp_size: 2, cp_size: 1, activation_checkpointing: true}
+loss_fn: {_target_: nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy}
+optimizer: {_target_: torch.optim.Adam, lr: 1.0e-5}
+"""
+NEMO_RL_BASE = """\
+grpo: {num_generations_per_prompt: 16, max_num_steps: 5}
+policy:
+  model_name: Qwen/Qwen2.5-1.5B
+  train_global_batch_size: 64
+  train_micro_batch_size: 2
+  max_total_sequence_length: 512
+  precision: bfloat16
+  tokenizer: {name: "${policy.model_name}"}
+  dtensor_cfg: {enabled: true, tensor_parallel_size: 1, activation_checkpointing: true, cpu_offload: false}
+cluster: {gpus_per_node: 8, num_nodes: 1}
+"""
+VERL = """\
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\
+    data.max_prompt_length=512 data.max_response_length=1024 \\
+    actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+    actor_rollout_ref.rollout.n=5 \\
+    trainer.n_gpus_per_node=8 trainer.nnodes=2 $@
+"""
+OPENRLHF = """\
+read -r -d '' commands <<EOF
+openrlhf.cli.train_sft --max_len 2048 --train_batch_size 256 --micro_train_batch_size 2 \\
+   --pretrain meta-llama/Meta-Llama-3-8B \\
+   --zero_stage 3 --adam_offload --bf16 --flash_attn --gradient_checkpointing --lora_rank 64
+EOF
+deepspeed --num_gpus 4 --module $commands
+"""
+NANOTRON = """\
+model:
+  dtype: bfloat16
+  model_config: {hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16, num_attention_heads: 16,
+    num_key_value_heads: 8, vocab_size: 32000, max_position_embeddings: 4096, tie_word_embeddings: false}
+optimizer: {zero_stage: 1, optimizer_factory: {name: adamW, torch_adam_is_fused: true}}
+parallelism: {dp: 4, tp: 2, pp: 1, tp_mode: REDUCE_SCATTER}
+tokens: {micro_batch_size: 2, batch_accumulation_per_replica: 8, sequence_length: 4096, train_steps: 10}
+"""
+FOUNDRY = """\
+variables: {max_seq_len: 2048}
+max_seq_len: ${variables.max_seq_len}
+model: {name: mpt_causal_lm, d_model: 1024, n_heads: 16, n_layers: 24, expansion_ratio: 4, vocab_size: 50368}
+train_loader: {name: text}
+optimizer: {name: decoupled_adamw}
+max_duration: 4800ba
+global_train_batch_size: 256
+device_train_microbatch_size: 8
+precision: amp_bf16
+fsdp_config: {sharding_strategy: FULL_SHARD, activation_checkpointing: true}
+"""
+
+
+def holds(reading: Reading, **expected: Any) -> None:
+    assert {name: reading.answers.get(name) for name in expected} == expected
+
+
+def test_torchtune(tmp_path: Path) -> None:
+    reading = read(tmp_path, train_yaml=TORCHTUNE)
+    assert reading.format == "torchtune"
+    holds(reading, model="llama-3.1-8b", method="lora", lora_rank=16, seq_len=4096, micro_batch=2, grad_accum=8)
+    holds(reading, lora_targets="q_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", loss="chunked", strategy="fsdp")
+    holds(reading, precision="bf16-pure", optimizer="adamw-fused", checkpointing="full")
+    assert not reading.gaps
+    path = tmp_path / "train.yaml"
+    command = ["tune", "run", "--nproc_per_node", "2", "lora_finetune_distributed", "--config"]
+    holds(read_files([], [*command, str(path), "batch_size=4"]), gpus=2, micro_batch=4, model="llama-3.1-8b")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is of Python 3.11")
+def test_torchtitan(tmp_path: Path) -> None:
+    reading = read(tmp_path, train_toml=TORCHTITAN)
+    assert reading.format == "torchtitan"
+    holds(reading, model="llama-3.1-8b", tp=2, pp=4, pp_schedule="interleaved", virtual_stages=2, strategy="fsdp")
+    holds(reading, checkpointing="full", checkpoint_every=2, micro_batch=1, seq_len=8192)
+    assert reading.steps == 1000
+
+
+def test_megatron(tmp_path: Path) -> None:
+    reading = read(tmp_path, train_sh=MEGATRON)
+    assert reading.format == "megatron"
+    holds(reading, gpus=16, nodes=2, micro_batch=2, global_batch=64, seq_len=4096, tp=2, pp=2, virtual_stages=2)
+    holds(reading, strategy="zero1", checkpointing="selective", precision="bf16", sequence_parallel=True)
+    facts = facts_from_config(reading.answers["model_config"], "megatron")
+    assert (facts.num_layers, facts.hidden_size, facts.gated_mlp, facts.vocab_size) == (24, 2048, True, 32000)
+    assert reading.steps == 100
+    setting = reading.settings["micro_batch_size"]
+    assert MEGATRON[setting.start : setting.end] == "2"
+    assert not reading.gaps
+
+
+@pytest.mark.parametrize(
+    ("flags", "model_type"),
+    [
+        ("", "gpt2"),
+        ("--position-embedding-type rope", "gpt_neox"),
+        ("--position-embedding-type alibi", "bloom"),
+        ("--swiglu --num-experts 8 --moe-router-topk 2 --position-embedding-type rope", "mixtral"),
+        ("--swiglu --num-experts 8 --moe-shared-expert-intermediate-size 512 --moe-ffn-hidden-size 256", "qwen2_moe"),
+        ("--swiglu --multi-latent-attention --num-experts 8 --moe-ffn-hidden-size 256 --q-lora-rank 64", "deepseek_v3"),
+    ],
+)
+def test_shapes_of_megatron(flags: str, model_type: str) -> None:
+    shape = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --micro-batch-size 1"
+    reading = read_files([], f"torchrun pretrain_gpt.py {shape} {flags} --bf16".split())
+    config = reading.answers["model_config"]
+    assert config["model_type"] == model_type
+    assert facts_from_config(config, "x").parameters > 10**6
+
+
+def test_megatron_with_its_deepspeed_config(tmp_path: Path) -> None:
+    script = """\
+CONFIG=./ds.$SLURM_JOBID.json
+cat <<EOT > $CONFIG
+{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "fp16": {"enabled": true}}
+EOT
+deepspeed pretrain_gpt.py --num-layers 4 --hidden-size 512 --num-attention-heads 8 --micro-batch-size 2 \\
+  --seq-length 512 --fp16 --deepspeed --deepspeed_config $CONFIG
+"""
+    reading = read(tmp_path, train_sh=script)
+    holds(reading, code="megatron-deepspeed", strategy="zero1", precision="fp16")
+
+
+def test_primus_takes_defaults_of_variables(tmp_path: Path) -> None:
+    reading = read(tmp_path, train_yaml=PRIMUS)
+    assert reading.format == "megatron"
+    holds(reading, model="llama3.1_8B", seq_len=8192, tp=1, micro_batch=2, precision="bf16")
+
+
+def test_megatron_of_ms_swift() -> None:
+    command = "megatron sft --model Qwen/Qwen2.5-7B --tuner_type lora --tensor_model_parallel_size 2"
+    reading = read_files(
+        [],
+        f"{command} --micro_batch_size 4 --global_batch_size 16 --max_length 2048 --recompute_granularity full".split(),
+    )
+    assert reading.format == "megatron-swift"
+    holds(reading, model="Qwen/Qwen2.5-7B", method="lora", tp=2, micro_batch=4, global_batch=16, checkpointing="full")
+
+
+def test_automodel(tmp_path: Path) -> None:
+    reading = read(tmp_path, train_yaml=AUTOMODEL)
+    assert reading.format == "automodel"
+    holds(reading, model="meta-llama/Llama-3.2-1B", micro_batch=8, global_batch=64, method="lora", lora_rank=8, tp=2)
+    holds(reading, strategy="fsdp", loss="fused", checkpointing="full", lora_targets="all-linear")
+    assert reading.steps == 20
+
+
+def test_nemo_rl_over_another_config(tmp_path: Path) -> None:
+    write(tmp_path, base_yaml=NEMO_RL_BASE)
+    text = "defaults: base.yaml\npolicy: {train_micro_batch_size: 4}\ncluster: {num_nodes: 2}\n"
+    reading = read(tmp_path, train_yaml=text)
+    assert reading.format == "nemo-rl"
+    holds(reading, model="Qwen/Qwen2.5-1.5B", micro_batch=4, global_batch=64, gpus=16, nodes=2, checkpointing="full")
+    (tmp_path / "base.yaml").unlink()
+    assert "defaults" in {item.key for item in read_files([tmp_path / "train.yaml"]).gaps}
+
+
+def test_verl(tmp_path: Path) -> None:
+    reading = read(tmp_path, train_sh=VERL)
+    assert reading.format == "verl"
+    holds(reading, model="Qwen/Qwen2-7B-Instruct", seq_len=1536, micro_batch=4, global_batch=1280, gpus=16, nodes=2)
+    assert "actor_rollout_ref.rollout.n" in became(reading)
+
+
+def test_openrlhf(tmp_path: Path) -> None:
+    reading = read(tmp_path, train_sh=OPENRLHF)
+    assert reading.format == "openrlhf"
+    holds(reading, model="meta-llama/Meta-Llama-3-8B", gpus=4, strategy="zero3", offload="optimizer", lora_rank=64)
+    holds(reading, micro_batch=2, global_batch=256, attention="flash", checkpointing="full", precision="bf16")
+
+
+def test_nanotron_and_llm_foundry(tmp_path: Path) -> None:
+    nanotron = read(tmp_path, nanotron_yaml=NANOTRON)
+    assert nanotron.format == "nanotron"
+    holds(nanotron, gpus=8, tp=2, strategy="zero1", micro_batch=2, grad_accum=8, sequence_parallel=True)
+    assert facts_from_config(nanotron.answers["model_config"], "x").num_layers == 16
+    foundry = read(tmp_path, foundry_yaml=FOUNDRY)
+    assert foundry.format == "llm-foundry"
+    holds(foundry, seq_len=2048, global_batch=256, micro_batch=8, strategy="fsdp", checkpointing="full")
+    assert foundry.steps == 4800
+    assert facts_from_config(foundry.answers["model_config"], "x").hidden_size == 1024
+
+
+def test_a_task_of_skypilot(tmp_path: Path) -> None:
+    text = "resources: {accelerators: 'H100:8'}\nnum_nodes: 2\nrun: |\n  " + VERL.replace("\n", "\n  ").replace(
+        " $@", ""
+    )
+    reading = read(tmp_path, task_yaml=text)
+    assert reading.format == "verl"
+    holds(reading, gpus=16, nodes=2)
+
+
+def test_what_trains_nothing(tmp_path: Path) -> None:
+    for text in (
+        TORCHTUNE.replace("optimizer:", "no_optimizer:"),
+        "MODEL_ARGS:\n  --num-layers: 2\n  --prompts: hello\n  --micro-batch-size: 1\n",
+        "dist_env: {backend: nccl}\nflow_matching: {a: 1}\nstep_scheduler: {global_batch_size: 1}\n",
+    ):
+        with pytest.raises(NoTraining):
+            read(tmp_path, train_yaml=text)
+
+
+def test_keys_and_defaults_have_their_source() -> None:
+    assert all("@" in source or "transformers" in source for source in sources().values())
+    assert default_of("axolotl", "micro_batch_size") == 1
+    assert default_of("huggingface", "per_device_train_batch_size") == 8
+    assert {"base_model", "sequence_len"} <= keys_of("axolotl")
+    assert set(FORMATS) == set(TRAINERS)
+    assert form_of_keys(frozenset({"a", "b"})) is None
