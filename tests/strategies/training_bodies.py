@@ -81,7 +81,7 @@ class Recipe:
             cluster={"device": "cpu", "vendor": "cpu", "capacity_bytes": 2**34, "gpus": self.world_size, "nodes": 1},
             configuration=self._configuration(),
             memory=MemoryEstimate(**dict.fromkeys(_memory_numbers(), 0), peak_phase="backward"),
-            time=StepTime(**dict.fromkeys(StepTime.__dataclass_fields__, 1.0)),
+            time=StepTime(**{**dict.fromkeys(StepTime.__dataclass_fields__, 1.0), "phases": {}}),
             throughput=Throughput(tokens_per_second_per_gpu=1.0, samples_per_second=1.0, tflops_per_gpu=1.0, mfu=None),
             verdict="fits",
             limited_by="compute",
