@@ -265,7 +265,8 @@ def _shards(request: Request, strategy: words.Strategy, split: _Split) -> Iterat
     """Yield the dp_replicate and dp_shard that the search weighs for a strategy.
 
     They are what the strategy says, and over several nodes replicas of the fewest ranks that can hold the states: those
-    of a node, or twice as many until they fit. Fewer do not fit, and more send more between nodes.
+    of a node, or twice as many until they fit, where experts divide over them. Fewer do not fit, and more send more
+    between nodes.
     """
     ranks = request.cluster.gpus // (split.tp * split.pp * split.cp)
     if request.degrees is not None and request.degrees.shard is not None:
@@ -276,7 +277,8 @@ def _shards(request: Request, strategy: words.Strategy, split: _Split) -> Iterat
     yield usual
     if request.cluster.nodes > 1 and _copies_shards(request, strategy):
         size = _fewest_shards(request, strategy, split, ranks)
-        if 1 < size < ranks and size != usual[1]:
+        spreads_experts = size * split.cp * split.tp % split.ep == 0
+        if 1 < size < ranks and size != usual[1] and spreads_experts:
             yield ranks // size, size
 
 

@@ -170,3 +170,13 @@ def test_the_search_weighs_copies_of_the_fewest_nodes_that_hold_the_states() -> 
     assert spreads("llama-2-7b", "zero1", code="megatron") == {(1, 256), (32, 8)}
     assert spreads("llama-2-7b", "zero2", zero_backend="native") == {(1, 256), (32, 8)}
     assert spreads("llama-2-7b", "zero2") == {(1, 256)}, "DeepSpeed shards over all ranks"
+
+
+def test_the_search_makes_no_copies_over_which_experts_do_not_divide() -> None:
+    """GPT-OSS 120B on 8 nodes: copies of one node with tp 4 and ep 16 would leave a rank without whole experts."""
+    asked = {"code": "megatron", "allow_unrunnable": True, "seq_len": 4096, "global_batch": 1280}
+    request = question("gpt-oss-120b", "h100", 64, **asked)
+    layouts = tuple(enumerate_candidates(request))
+    assert any(layout.ep == 16 for layout in layouts)
+    assert any(layout.dp_replicate > 1 and layout.strategy == "zero1" for layout in layouts)
+    assert all(layout.dp_shard * layout.cp * layout.tp % layout.ep == 0 for layout in layouts)
