@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -71,14 +72,15 @@ def check_config(
     """
     from dsplan.checking import check_files
     from dsplan.render.check_view import check_blocks, check_to_dict
-    from dsplan.render.show import say, show, show_json
+    from dsplan.render.show import show, show_json
+    from hardware_db.notices import notice
     from planner.errors import ContradictoryRequest
 
     paths, command = _split(files or [])
     if not paths and not command:
         raise ContradictoryRequest("no file is named; give a config or a script, or a command behind --")
     options = {**asdict(hardware), "max_memory_gb": max_memory_gb}
-    if len(paths) == 1 and Path(paths[0]).is_dir() and not command:
+    if len(paths) == 1 and os.path.isdir(paths[0]) and not command:  # False for names that no file can have
         _check_folder(Path(paths[0]), options, json=json)
     checked = check_files(
         [Path(path) for path in paths], command, format=format, hardware=options, model=model, seq_len=seq_len
@@ -90,7 +92,7 @@ def check_config(
     elif not fix and out is None:
         show(check_blocks(checked))
     if checked.status == 2:
-        say(f"dsplan: no estimate: {checked.audit.why}", stderr=True)
+        notice(f"no estimate: {checked.audit.why}")
     raise typer.Exit(checked.status)
 
 

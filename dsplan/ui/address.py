@@ -35,7 +35,11 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Work": (
         "task", "precision", "optimizer", "attention", "code", "loss", "lora_rank", "lora_targets", "train_only",
         "load_dtype", "fp8_recipe", "source_len", "eval_batch", "eval_keep", "expert_imbalance", "save", "compile",
-        "ema",
+        "ema", "image_size",
+    ),
+    "Post-training": (
+        "prompt_len", "completion_len", "generations", "prompts_per_step", "num_iterations", "beta", "rollout",
+        "rollout_gpus", "rollout_tp", "rollout_memory", "rollout_sleep", "steps_off", "precompute_ref",
     ),
     "Goal": ("objective", "price", "tokens", "deadline", "backend", "offload", "fastest", "all_plans"),
 }  # fmt: skip

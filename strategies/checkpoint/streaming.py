@@ -77,8 +77,9 @@ def _draw(model: Any, module: Any) -> None:
     give_memory(module.parameters(recurse=False), torch.device("cpu"))
     with torch.no_grad():
         module.reset_parameters()
-        if hasattr(model, "_init_weights"):
-            model._init_weights(module)  # transformers draws heads from its config's range
+        draw = getattr(model, "_init_weights", None)  # transformers draws heads from its config's range
+        if draw is not None:
+            draw(module)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,10 +64,10 @@ def test_a_cluster_file_may_hold_the_price(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_deadline_that_cannot_be_met_ends_with_status_1_and_says_what_would_do(cli: Cli) -> None:
-    done = cli(f"{ASKED} --global-batch 512 --tokens 300B --deadline 20d")
+    done = cli(f"{ASKED} --global-batch 512 --tokens 300B --deadline 10d")
     assert done.status == 1
-    assert "no plan that fits ends in 20 days" in done.out
-    assert "in time is 20 days" in done.out
+    assert "no plan that fits ends in 10 days" in done.out
+    assert "in time is 10 days" in done.out
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ def test_public_names() -> None:
         "ZeroOptimizer",
         "__version__",
         "checkpoint_activations",
+        "empty_weights",
         "estimate",
         "export_checkpoint",
         "init_distributed",

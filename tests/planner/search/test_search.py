@@ -342,7 +342,7 @@ def test_what_only_others_run_is_ranked_where_it_is_asked_for() -> None:
     assert all(not plan.runnable and "Muon makes whole matrices" in plan.notes[0] for plan in others)
 
 
-@pytest.mark.parametrize(("model", "gpu", "gpus"), [("llama-3.1-405b", "rtx3070", 1), ("mixtral-8x22b", "t4", 64)])
+@pytest.mark.parametrize(("model", "gpu", "gpus"), [("llama-3.1-405b", "rtx3070", 1), ("mixtral-8x22b", "t4", 8)])
 def test_where_nothing_fits_there_is_a_closest_miss(model: str, gpu: str, gpus: int) -> None:
     answer = recommend(question(model, gpu, gpus))
     assert not answer.plans
