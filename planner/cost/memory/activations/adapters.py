@@ -195,7 +195,8 @@ def addition_of(facts: ModelFacts, run: Run, traits: AdapterTraits) -> Addition:
     widened = (traits.widened or (traits.autocast and not traits.quantised)) and bool(run.adapters)
     decomposed = [adapter for adapter in run.adapters if adapter.magnitude]
     if decomposed:
-        kept += sum(2 * width * adapter.outputs for adapter in decomposed) / traits.tp
+        # The magnitude's gradient takes the frozen product and the adapter's (`lora/dora.py`, forward).
+        kept += (width + traits.adapter_width) * sum(adapter.outputs for adapter in decomposed) / traits.tp
     largest = max((adapter.inputs * adapter.outputs for adapter in decomposed), default=0)
     return Addition(
         kept=kept,
