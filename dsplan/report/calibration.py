@@ -156,7 +156,7 @@ def _factors(kind: Calibrated, calibration: Calibration, number: int) -> Picture
         )
     )
     figure.add_vline(x=1, line={"color": LIMIT, "width": 1.5, "dash": "dot"})
-    figure.update_xaxes(type="log", title_text="times the shipped rate", tickformat=".2f", nticks=8)
+    figure.update_xaxes(type="log", title_text="times the shipped rate", tickformat=".2f", nticks=4)
     figure.update_yaxes(autorange="reversed", automargin=True)
     figure.update_layout(height=110 + 34 * len(factors), margin={"l": 10, "r": 10, "t": 10, "b": 50}, showlegend=False)
     rows = [[name, f"{value:.2f}", f"{low:.2f} to {high:.2f}"] for name, (value, low, high) in factors.items()]
