@@ -13,7 +13,7 @@ from typing import Any
 from dsplan.diagnostics.bench.plan import BenchPlan, save_bench_plan
 from hardware_db.microbench.grid import Point
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 # A process that a shell started in the background ignores SIGINT, and so would all that it starts, these tests too.
 _WITH_CTRL_C = (
     "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler);"

@@ -110,7 +110,7 @@ def test_ranks_end_with_their_parent(preload: tuple[str, ...]) -> None:
             print(pool.process_ids[0], flush=True)
             os.kill(os.getpid(), 9)
     """)
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[4]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "parent.py")
         path.write_text(script)
