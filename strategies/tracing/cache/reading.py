@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from hardware_db.measurement import trace_key
+from planner.cost.memory.allocator import Peak
 from planner.cost.memory.ledger import Ledger
 from planner.types.job import Job
+from planner.types.plan import Configuration
 from strategies.tracing.cache.source import ModelSource
 
 
@@ -21,15 +23,30 @@ class Sizes:
     source: int = 0
 
 
+def is_traced_whole(configuration: Configuration) -> bool:
+    """Return whether a trace has all of a step: replicas, FSDP2, and our own ZeRO where nothing of it is elsewhere.
+
+    Of DeepSpeed's it has the activations, and what is on the host it does not run.
+    """
+    if configuration.offload != "none":
+        return False
+    if not configuration.zero_stage:
+        return True
+    is_plain = configuration.gradient_compression != "int8" and not configuration.splits_model
+    return configuration.backend == "native" and is_plain and configuration.dp_replicate == 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
     """Bytes alive on rank 0 at the peak of each phase of a step in the steady state.
 
+    `reserved` is what the caching allocator makes of each phase where the step was traced as a whole on a GPU's terms.
     `taken_from` are the sizes of the traces that a reading was extrapolated from; empty for a trace of its own.
     """
 
     sizes: Sizes
     phases: Mapping[str, Ledger]
+    reserved: Mapping[str, Peak] = field(default_factory=dict)
     taken_from: tuple[Sizes, ...] = field(default=())
 
     @property
@@ -64,7 +81,8 @@ def to_document(answer: Answer) -> dict[str, object]:
     if isinstance(answer, Refusal):
         return {"sizes": asdict(answer.sizes), "refused": answer.reason}
     phases = {name: ledger.rounded() for name, ledger in answer.phases.items()}
-    return {"sizes": asdict(answer.sizes), "phases": phases}
+    reserved = {name: asdict(peak) for name, peak in answer.reserved.items()}
+    return {"sizes": asdict(answer.sizes), "phases": phases, **({"reserved": reserved} if reserved else {})}
 
 
 def from_document(document: Mapping[str, Any]) -> Answer:
@@ -73,7 +91,8 @@ def from_document(document: Mapping[str, Any]) -> Answer:
     if "refused" in document:
         return Refusal(sizes=sizes, reason=document["refused"])
     phases = {name: Ledger(**bytes_of) for name, bytes_of in document["phases"].items()}
-    return Reading(sizes=sizes, phases=phases)
+    reserved = {name: Peak(**bytes_of) for name, bytes_of in document.get("reserved", {}).items()}
+    return Reading(sizes=sizes, phases=phases, reserved=reserved)
 
 
 # They follow from the rest, or are the sizes themselves, or say no more than whether gradients wait (see below); what
@@ -103,6 +122,8 @@ def question_of(job: Job, source: ModelSource, versions: Mapping[str, str]) -> Q
             del configuration[name]  # the same
     if job.configuration.pp > 1:
         configuration["micro_batches"] = job.configuration.gradient_accumulation_steps
+    if job.configuration.zero_stage and is_traced_whole(job.configuration):
+        configuration["states"] = "traced"  # older traces have activations alone
     document: dict[str, object] = {
         "model": source.identity,
         "configuration": configuration,
