@@ -21,8 +21,8 @@ travel by gloo, and there is no context, no workspace of cuBLAS (the predictions
 *Requested* is what tensors asked for. *Allocated* adds what the allocator did not split off a block, up to 1 MiB each.
 *Reserved* is what it took for both.
 
-The closed forms, which `dsplan recommend` and `estimate` use, say what is requested, and a share by strategy for what is
-reserved. A trace (`dsplan estimate --exact`) has the order in which every tensor comes and goes, and a simulated
+The closed forms, which `dsplan recommend` and `estimate` use, say what is requested, and a share by strategy for what
+is reserved. A trace (`dsplan estimate --exact`) has the order in which every tensor comes and goes, and a simulated
 allocator with the caching allocator's rules follows it through the model's making and three steps: so it says all
 three. The models of these runs are of 13 million parameters, where a block of 1 MiB is half a percent. Offload and
 tensor parallelism beside ZeRO are not traced.

@@ -3,7 +3,8 @@
 Source: torch 2.13's `c10/cuda/CUDACachingAllocator.cpp` with its default settings. A request is rounded up to 512
 bytes and served from the smallest free block of its stream that is large enough, of those for small requests (to 1 MiB)
 or those for large ones; without one a segment is taken from the device. What is left of a block becomes a free block of
-its own where it is worth that, and else counts as allocated; freed neighbours of a segment become one.
+its own where it is worth that, and else counts as allocated; freed neighbours of a segment become one. Of free blocks
+of one size the lowest address is taken; new segments are taken to lie above older ones, which is up to the driver.
 """
 
 from __future__ import annotations
