@@ -59,7 +59,8 @@ def advise(request: Request, plan: Plan, first: First) -> tuple[Advice, ...]:
 def _by_workload(request: Request, plan: Plan, first: First) -> Iterator[Advice]:
     """Yield changes of the work that make it faster."""
     for change, flag, changes in _changes(request, plan):
-        tried = _tried(first, _alike(request, plan, workload=replace(request.workload, **changes)), plan, 1 + WORTH_SAYING)
+        changed = _alike(request, plan, workload=replace(request.workload, **changes))
+        tried = _tried(first, changed, plan, 1 + WORTH_SAYING)
         speed = 0.0 if tried is None else _speed(tried) / _speed(plan)
         if tried is not None and speed >= 1 + WORTH_SAYING:
             yield Advice(change=change, flag=flag, gain=_faster(speed, tried), speed=speed)
