@@ -122,7 +122,7 @@ class TracedStep:
 
     phases: Mapping[str, Mapping[Category, int]]
     reserved: Mapping[str, Peak] = field(default_factory=dict)
-    """What the caching allocator makes of it, by phase; nothing on a CPU and where the step is not traced as a whole."""
+    """The allocator's bytes by phase, with cuBLAS's workspace; none on a CPU or where the step is traced in part."""
 
     @property
     def totals(self) -> dict[str, int]:

@@ -154,8 +154,9 @@ class Storages:
 
     DTensor has fake tensors of its own, with which it works out shapes; they do not count.
 
-    `category` is that of storages made from now on. `scratch` gives the bytes of each tensor that an operation allocates
-    and frees inside. `events` is what all of this asks of the device's allocator, in its order. `answers_items` lets code read a number from a tensor (optimizers do, their step count): it reads one.
+    `category` is that of storages made from now on. `scratch` gives the bytes of each tensor that an operation makes
+    and frees inside. `events` is what all of this asks of the device's allocator, in its order. `answers_items` lets
+    code read a number from a tensor (optimizers do, their step count): it reads one.
     """
 
     def __init__(self, mode: FakeTensorMode, scratch: Scratch | None = None) -> None:
