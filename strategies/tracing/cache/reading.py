@@ -122,8 +122,6 @@ def question_of(job: Job, source: ModelSource, versions: Mapping[str, str]) -> Q
             del configuration[name]  # the same
     if job.configuration.pp > 1:
         configuration["micro_batches"] = job.configuration.gradient_accumulation_steps
-    if job.configuration.zero_stage and is_traced_whole(job.configuration):
-        configuration["states"] = "traced"  # older traces have activations alone
     document: dict[str, object] = {
         "model": source.identity,
         "configuration": configuration,
