@@ -152,7 +152,8 @@ class NativeZero:
         self._buckets = self._laid_out(module, blocks)
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._unit_of = {bucket: unit for unit in self._units for bucket in unit.buckets}
-        self._optimizer = make_optimizer(chosen.optimizer, [p for b in self._buckets for p in b.pieces], on_cpu=False)
+        pieces: list[Any] = [piece for bucket in self._buckets for piece in bucket.pieces]
+        self._optimizer = make_optimizer(chosen.optimizer, pieces, on_cpu=False)
 
     def _laid_out(self, module: nn.Module, blocks: Sequence[nn.Module]) -> list[_Bucket]:
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
