@@ -14,8 +14,8 @@ RUNS = [run for run in read_rows(EmulatedRun, ROWS) if run.outcome == "completed
 TRACED = [run for run in RUNS if run.traced_reserved_bytes]
 
 
-# Native: 5 % and 8 % are one run of tp 2, whose activations the closed form has 2 MiB short, and which was measured when
-# the emulated card composed SiLU's backward of more tensors (2 MiB more).
+# Native: 5 % and 8 % are one run of tp 2, whose activations the closed form has 2 MiB short, and which was measured
+# when the emulated card composed SiLU's backward of more tensors (2 MiB more).
 @pytest.mark.parametrize(
     ("backend", "requested", "allocated"), [("torch", 0.03, 0.055), ("native", 0.055, 0.085)], ids=["torch", "native"]
 )
