@@ -19,8 +19,8 @@ from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.files import profiles_in
 
 if TYPE_CHECKING:
+    from dsplan.diagnostics.recorded_runs import Stored
     from planner.types.plan import Plan
-    from strategies.launch.record import Stored
     from strategies.launch.report import AttemptReport, RunReport
 
 # Blocks as Markdown, for pages that are kept.

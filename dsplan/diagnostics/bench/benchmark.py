@@ -192,7 +192,7 @@ def _check_machine(plan: BenchPlan, machine: Machine, file: Path | None) -> None
 def _learn(report: BenchReport, machine: Machine) -> str:
     """Calibrates with the new training runs, as `dsplan run` does after each; what came of it in a sentence."""
     from dsplan.diagnostics.bench.cases import TrainingCase
-    from strategies.launch.record import learnt
+    from dsplan.diagnostics.recorded_runs import learnt
 
     trained = any(isinstance(event.work, TrainingCase) for event in report.measured)
     return learnt(machine).removeprefix("; ") if trained else ""

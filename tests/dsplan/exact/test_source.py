@@ -156,7 +156,7 @@ def test_installed_packages_stand_for_themselves() -> None:
 
 
 def test_every_file_of_the_tracer_counts_as_its_version() -> None:
-    root = Path(versions.__file__).parents[3]
+    root = Path(versions.__file__).parents[2]
     counted = {path for pattern in versions._TRACER for path in root.glob(pattern)}
     tracing = root / "strategies" / "tracing"
     assert tracing / "storage_tracker.py" in counted
