@@ -62,7 +62,7 @@ class Question(WorkOptions):
         """
         own_model = None
         if facts is None and self.model is not None and is_factory(self.model):
-            from strategies.tracing.factory import model_and_made
+            from dsplan.exact.factory import model_and_made
 
             facts, own_model = model_and_made(self.model, model_size=self.model_size)
         elif facts is None:

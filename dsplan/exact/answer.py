@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from dsplan.exact.factory import Made, call_factory
 from dsplan.exact.reading import Answer, Reading, Refusal, sizes_of
 from dsplan.exact.source import ModelSource
 from planner.cost.memory.ledger import Ledger
 from planner.errors import DsplanError
 from planner.types.job import Job
-from strategies.tracing.factory import Made, call_factory
 from strategies.tracing.step.build import Subject, own_subject, subject_of
 from strategies.tracing.step.refusal import TraceFailed, guard, why_refused
 from strategies.tracing.step.step import trace_step

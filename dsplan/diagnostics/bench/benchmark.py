@@ -111,7 +111,7 @@ def plan_of(question: BenchQuestion) -> BenchPlan:
     question.check()
     if question.plan is not None:
         return load_bench_plan(question.plan)
-    from strategies.tracing.factory import any_model
+    from dsplan.exact.factory import any_model
 
     cluster = _cluster(question)
     wanted = Wanted(
