@@ -37,8 +37,6 @@ from strategies.parallel.styles import (
     Change,
     NotSplit,
     Randomness,
-    RegionEnd,
-    RegionStart,
     Variant,
     as_columns,
     draw_own,
@@ -48,6 +46,8 @@ from strategies.parallel.styles import (
     is_style,
     make_columns,
     make_vocabulary,
+    region_end,
+    region_start,
     split_unit,
     widths,
 )
@@ -126,8 +126,8 @@ class _Splitter:
                 applied.summed = set(plan.summed)
             self._take(name, applied)
         for stack in units.stacks_of(self.inner, self.blocks) if self.sequence else ():
-            stack[0].register_forward_pre_hook(RegionStart(self.ranks), prepend=True, with_kwargs=True)
-            stack[-1].register_forward_hook(RegionEnd(self.ranks))
+            stack[0].register_forward_pre_hook(region_start(self.ranks), prepend=True, with_kwargs=True)
+            stack[-1].register_forward_hook(region_end(self.ranks))
         inside = tuple(f"{name}." for name in blocks)
         outside = {name: style for name, style in styles.items() if not name.startswith(inside) and name not in blocks}
         self._split_outside(outside)
