@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from planner.types.plan import Configuration
 from strategies.checkpoint import rng
-from strategies.checkpoint.content import named_latest
 from strategies.checkpoint.export import read_weights
+from strategies.checkpoint.retention import named_latest
 from strategies.engine.base import Engine
 from strategies.errors import BrokenFile, CannotRun
 from strategies.integrations.json_state import from_json, to_json

@@ -14,14 +14,13 @@ import torch.distributed as dist
 from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
 from hardware_db.probe.cgroup import cgroup_limits
-from strategies.checkpoint import content
+from strategies.checkpoint import retention
 from strategies.checkpoint.checkpoints import CheckpointedEngine, Checkpoints
 from strategies.checkpoint.saving import SaveOptions
 from strategies.supervision import lineage
 from strategies.supervision.autosave_interval import Interval, SaveClock
 from strategies.telemetry.alerts import Alert, post
 
-KEPT = 2
 _SPARE = 2.0
 """Host memory that must be free for a copy of what a node's ranks save, in sizes of that copy."""
 
@@ -185,9 +184,9 @@ class AutomaticSaves:
     def _clear_away(self) -> None:
         """Remove this run's own automatic checkpoints but the newest, whichever node's rank 0 has saved them."""
         listed, run = lineage.read(self._run_directory), self._target
-        for path in lineage.outdated(listed, KEPT, run=run.run_id, since=run.since, has_nodes=run.has_nodes):
+        for path in lineage.outdated(listed, retention.KEPT, run=run.run_id, since=run.since, has_nodes=run.has_nodes):
             try:
-                content.remove(path)
+                retention.remove(path)
             except OSError as problem:
                 notice(f"{path}: a checkpoint that is no longer needed cannot be removed ({problem.strerror})")
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
-from strategies.checkpoint import content as folder
+from strategies.checkpoint import retention
 from strategies.checkpoint.content import Content, read_content
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import Environment
@@ -109,7 +109,7 @@ def step_of(directory: Path) -> int | None:
 
     def look() -> int | None:
         try:
-            path = folder.named_latest(directory)
+            path = retention.named_latest(directory)
             return None if path is None else int(read_content(path).progress["global_steps"])
         except (DsplanError, KeyError, ValueError, TypeError, OverflowError):
             return None  # loading it says what is wrong
@@ -121,7 +121,7 @@ def is_left_behind(directory: Path, options: AttemptOptions) -> bool:
     """Return whether `load_checkpoint(directory)` would load what this run has left; alike on all ranks."""
 
     def look() -> bool:
-        path = folder.named_latest(directory)
+        path = retention.named_latest(directory)
         checkpoint = None if path is None else _read_checkpoint(path)
         return checkpoint is not None and checkpoint.run == options.run_id and checkpoint.attempt < options.since
 
@@ -182,7 +182,7 @@ def _find_unnoted(
     """
     usual, unnoted = (run_directory / CHECKPOINTS).absolute(), []
     for parent in sorted(folders):
-        for path in folder.published(parent):
+        for path in retention.published(parent):
             if str(path.absolute()) in noted or (checkpoint := _read_checkpoint(path)) is None:
                 continue
             if checkpoint.run in runs if checkpoint.run else parent == usual:
