@@ -30,7 +30,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
 from strategies.errors import CannotRun
-from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.blocks import repeated_blocks, without_adapters
 from strategies.parallel.layers import Columns
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
@@ -63,8 +63,7 @@ def split_sequences(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: 
     Raises:
         CannotRun: it has no blocks, or its attention is no causal attention over all earlier tokens.
     """
-    inner: Any = model
-    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    inner = without_adapters(model)
     ranks = TensorRanks(mesh.group("cp"))
     blocks = repeated_blocks(inner)
     _require_attention_alone(inner, blocks, ranks.size)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from planner.types.plan import Configuration
 from strategies.errors import CannotRun
+from strategies.parallel.blocks import without_adapters
 from strategies.parallel.context import split_sequences
 from strategies.parallel.mesh import Group, Mesh
 from strategies.parallel.model import SplitOptions, Splitter
@@ -33,12 +34,6 @@ from strategies.tracing.step.refusal import TraceFailed
 def splits_sequences(configuration: Configuration) -> bool:
     """Return whether the tp ranks split the sequence between their products."""
     return configuration.tp > 1 and configuration.sequence_parallel
-
-
-def unwrapped(module: nn.Module) -> Any:
-    """Return the model inside adapters."""
-    inner: Any = module
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +120,7 @@ def chunks_of(module: nn.Module, configuration: Configuration, rank: int) -> lis
     Raises:
         TraceFailed: the model's blocks are not in `layers` of its base model, or there are fewer than chunks.
     """
-    model = unwrapped(module)
+    model = without_adapters(module)
     layers = getattr(getattr(model, getattr(model, "base_model_prefix", "") or "model", None), "layers", None)
     stages = configuration.pp * configuration.virtual_stages
     if layers is None or len(layers) < stages:
@@ -163,7 +158,7 @@ def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         TraceFailed: the model has no plan for its experts.
     """
-    model = unwrapped(module)
+    model = without_adapters(module)
     plan = getattr(model, "ep_plan", None)
     if not plan:
         raise TraceFailed("", "", f"transformers has no expert-parallel plan for {type(model).__name__}")
