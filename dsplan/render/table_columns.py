@@ -143,7 +143,7 @@ def _least_width(table: Table, index: int, width: int) -> int:
     cells = _cells(table, index)
     bars = [min(cell.width, LEAST_BAR) for cell in cells if isinstance(cell, Bar)]
     texts = [printable(cell) for cell in cells if not isinstance(cell, Bar)]
-    whole = max([len(name), *bars, *map(_wide, texts)])
+    whole = max([len(name), *bars, *map(width_of, texts)])
     if whole <= _PROSE:
         return whole
     word = max((width_of(word) for text in texts for word in text.split()), default=0)
