@@ -488,8 +488,8 @@ def _with_states(
     else:
         names = [name for name in _STATES if isinstance(kwargs.get(name), torch.Tensor)]
         kwargs.update((name, change(kwargs[name])) for name in names[:1])
-    for name in ("encoder_hidden_states", "key_value_states") if others is not None else ():
-        if isinstance(kwargs.get(name), torch.Tensor):
+    for name in ("encoder_hidden_states", "key_value_states"):
+        if others is not None and isinstance(kwargs.get(name), torch.Tensor):
             kwargs[name] = others(kwargs[name])
     return args, kwargs
 
