@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,68 @@ def check_files(
             raise
         return _without_plan(reading, question, str(error), "impossible")
     return Checked(reading=reading, audit=audit(request, reading, answers), question={**question, "code": code})
+
+
+# The same files as a question to be searched for, not a configuration to be priced.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """The question of files and flags together, the model where only the files know it, and what to tell of both."""
+
+    question: Question
+    facts: ModelFacts | None
+    remarks: tuple[str, ...]
+
+
+def question_of(paths: Sequence[Path], flags: Mapping[str, Any]) -> Asked:
+    """Return the question that files ask, with flags of `Question` in the place of what they say.
+
+    `flags` are those that a person gave, and no defaults. The global batch of the files is that of their micro-batch,
+    accumulation and ranks where they name none. Strategy, degrees, recomputation and offload stay open.
+
+    Raises:
+        DsplanError: a file cannot be read or trains nothing, or no file and no flag names the model.
+    """
+    reading = read_files(paths)
+    answers = {name: value for name, value in reading.answers.items() if value is not None}
+    answers = {**answers, **{name: flags[name] for name in ("model", "seq_len") if name in flags}}
+    names_model = "model" in flags or "model_size" in flags
+    facts, notes = (None, []) if names_model else _model(answers, reading, is_flag=False)
+    names = [item.name for item in fields(Question) if item.name in answers and item.name not in _MODEL]
+    work = {name: answers[name] for name in names if name not in flags and name not in ("gpus", "nodes")}
+    if work.get("task") == "causal-lm":
+        work.pop("task")
+    if flags.get("method") == "full":
+        work = {name: value for name, value in work.items() if name not in ("lora_rank", "lora_targets", "load_dtype")}
+    work.setdefault("code", TRAINERS[reading.format].code)
+    chosen = _hardware(answers, {name: flags[name] for name in _HARDWARE if name in flags})
+    if "global_batch" not in answers and (batch := _global_batch(answers, chosen.get("gpus"))) is not None:
+        work["global_batch"] = batch
+    given = {name: value for name, value in flags.items() if name not in _HARDWARE}
+    question = Question(**{**work, **chosen, **given})
+    remarks = [finding.message for finding in notes]
+    shown = ", ".join(reading.files)
+    taken = ", ".join(f"{name} {value}" for name, value in {**work, **chosen}.items() if name not in flags)
+    remarks.append(f"{shown}, {reading.trainer}'s: {taken} (--config)")
+    if gaps := list(dict.fromkeys(item.key for item in reading.gaps)):
+        more = f" and {len(gaps) - _SHOWN_GAPS} more" if len(gaps) > _SHOWN_GAPS else ""
+        remarks.append(f"not counted of it: {', '.join(gaps[:_SHOWN_GAPS])}{more}; `dsplan check` says why")
+    return Asked(question=question, facts=facts, remarks=tuple(remarks))
+
+
+_MODEL = ("model", "model_size")
+_HARDWARE = ("gpus", "gpu", "nodes", "node_type", "interconnect", "cluster")
+_SHOWN_GAPS = 5
+
+
+def _global_batch(answers: Mapping[str, Any], gpus: int | None) -> int | None:
+    """Return micro-batch x accumulation x replicas, None where a file does not say how many samples a GPU takes."""
+    micro = answers.get("micro_batch")
+    if micro is None or gpus is None:
+        return None
+    sharing = prod(int(answers.get(name) or 1) for name in ("tp", "pp", "cp"))
+    return int(micro) * int(answers.get("grad_accum") or 1) * max(gpus // sharing, 1)
 
 
 def _without_plan(reading: Reading, question: Mapping[str, Any], why: str, id: str) -> Checked:

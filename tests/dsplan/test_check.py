@@ -218,6 +218,25 @@ def test_fifo_and_large_files(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monk
     assert "does not exist" in cli.refuses("check none.yaml") or "No such file" in cli.refuses("check none.yaml")
 
 
+def test_recommend_takes_the_question_from_a_config(cli: Cli, config: Path, tmp_path: Path) -> None:
+    """The plans are those of the same question in flags; a flag beside the config stands in the config's place."""
+    asked = cli(f"recommend --config train.yaml {CARD} --json").json
+    flags = "--seq-len 2048 --precision bf16 --optimizer adamw-8bit --attention flash"
+    same = cli(f"recommend --model llama-3.1-8b {CARD} {flags} --global-batch 128 --json").json
+    assert asked["plans"]
+    assert [plan["plan"] for plan in asked["plans"]] == [plan["plan"] for plan in same["plans"]]
+    lora = AXOLOTL + "adapter: lora\nlora_r: 8\nlora_target_linear: true\n"
+    (tmp_path / "lora.yaml").write_text(lora)
+    whole = cli(f"recommend --config lora.yaml --method full --model opt-1.3b --seq-len 512 {CARD} --json").json
+    assert {plan["workload"]["method"] for plan in whole["plans"]} == {"full"}
+    assert {plan["plan"]["sequence_length"] for plan in whole["plans"]} == {512}
+    printed = cli(f"recommend --config train.yaml {CARD}")
+    assert "train.yaml, axolotl's: seq_len 2048" in " ".join(printed.out.split())
+    (tmp_path / "small.yaml").write_text(AXOLOTL.replace("meta-llama/Llama-3.1-8B", "ours/Secret-7B"))
+    assert "a decoder like LLaMA of 7B is counted" in " ".join(cli(f"recommend --config small.yaml {CARD}").out.split())
+    assert "no such file" in cli.refuses("recommend --config none.yaml").lower()
+
+
 def test_planning_needs_no_reader(tmp_path: Path) -> None:
     """`recommend` imports nothing of `check`."""
     code = (
