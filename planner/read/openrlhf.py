@@ -39,6 +39,8 @@ _NEW: Mapping[str, str] = {
     "actor_num_gpus_per_node": "actor.num_gpus_per_node",
 }
 """Older flags, and those of the actor, under the names that they have now."""
+OLDER: Mapping[str, str] = {new: old for old, new in reversed(_NEW.items()) if "." not in old}
+"""The names that flags had."""
 _GAPS: Mapping[str, str] = {
     "vllm": "generation is not counted",
     "rollout": "generation is not counted",

@@ -212,7 +212,7 @@ def test_deepspeeds_command_on_a_process(folder: Path) -> None:
     assert finished.json["measured"]["steps"] == 2
     kept = {"MARK": "one", "WORLD_SIZE": "1"}
     assert json.loads((folder / "started0.json").read_text()) == [
-        *("__main__", None), ["--local_rank=0", "--x", "a b"], kept,
+        *("__main__", ""), ["--local_rank=0", "--x", "a b"], kept,
     ]  # fmt: skip
 
 
