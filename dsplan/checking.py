@@ -12,13 +12,16 @@ from typing import Any
 from dsplan.question import Question
 from hardware_db.errors import DsplanError
 from hardware_db.records import dataclass
+from planner import vocabulary as words
 from planner.models.catalogue import knows_model
 from planner.models.facts import ModelFacts
 from planner.models.resolve import model_of_size, named_model, resolve_model
+from planner.models.tasks import possible_tasks
 from planner.read.form import Finding, Reading
 from planner.read.recognise import read_files
 from planner.read.trainers import TRAINERS
 from planner.search.audit import Audit, audit
+from planner.search.post_training import PostTrainingOptions
 
 _WORK = (
     *(
@@ -35,6 +38,7 @@ _WORK = (
         "lora_rank",
     ),
     *("lora_targets", "load_dtype", "fp8_recipe", "global_batch"),
+    *(item.name for item in fields(PostTrainingOptions)),
 )
 """Fields of a question that a reading may answer."""
 _SIZE = re.compile(r"(?<![0-9.x])([0-9]+(?:\.[0-9]+)?)[ _-]?([bBmM])(?![a-zA-Z0-9])")
@@ -86,7 +90,8 @@ def check_files(
         facts, notes = _model(answers, reading, is_flag=model is not None)
     except DsplanError as error:
         return _without_plan(reading, question, str(error), "unknown-model")
-    reading = replace(reading, findings=(*reading.findings, *notes))
+    answers, others = _possible_work(answers, facts)
+    reading = replace(reading, findings=(*reading.findings, *notes, *others))
     work = {name: answers[name] for name in _WORK if name in answers}
     if work.get("task") == "causal-lm":
         work.pop("task")
@@ -99,6 +104,21 @@ def check_files(
             raise
         return _without_plan(reading, question, str(error), "impossible")
     return Checked(reading=reading, audit=audit(request, reading, answers), question={**question, "code": code})
+
+
+_ROUNDS = tuple(item.name for item in fields(PostTrainingOptions))
+
+
+def _possible_work(answers: dict[str, Any], facts: ModelFacts) -> tuple[dict[str, Any], list[Finding]]:
+    """Return answers without rounds of generation that are not planned for such a model: its update is left."""
+    if answers.get("task") not in words.GENERATING or answers["task"] in possible_tasks(facts):
+        return answers, []
+    left = {name: value for name, value in answers.items() if name not in (*_ROUNDS, "steps_per_generation", "task")}
+    prompt, completion = answers.get("prompt_len") or 0, str(answers.get("completion_len") or 0)
+    if "seq_len" not in left and completion.isdigit() and prompt + int(completion):
+        left["seq_len"] = prompt + int(completion)
+    message = f"{answers['task']} of {facts.kind} models is not planned: its update is counted as supervised training"
+    return left, [Finding(severity="warning", id="update-only", message=message)]
 
 
 # The same files as a question to be searched for, not a configuration to be priced.

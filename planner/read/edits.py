@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +313,7 @@ def _flag_added(
     reading: Reading, written: list[Setting], key: str, value: Any
 ) -> tuple[Setting, tuple[int, int, str]] | None:
     """Return a new flag, or override, behind one of the same spelling that stands on a line of its own."""
-    for anchor in written:
+    for anchor in sorted(written, key=lambda item: -_likeness(item.key, key)):
         text = anchor.source.text
         line_start = text.rfind("\n", 0, anchor.start) + 1
         before, after = text[line_start : anchor.start], text[anchor.end :]
@@ -335,6 +336,12 @@ def _flag_added(
         lead = f" \\\n{indent}" if continued else f"\n{indent}"
         return anchor, (anchor.end, anchor.end, f"{lead}{new}")
     return None
+
+
+def _likeness(first: str, second: str) -> int:
+    """Return how many mappings two keys have in common."""
+    pairs = zip(first.split(".")[:-1], second.split(".")[:-1], strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _older(key: str) -> str:
@@ -360,9 +367,9 @@ def _added(anchor: Setting, names: list[str], value: Any) -> tuple[int, int, str
     source, name = anchor.source, names[-1]
     syntax = _syntax(source)
     line_start = source.text.rfind("\n", 0, anchor.start) + 1
-    indent = re.match(r"[ \t]*(- )?", source.text[line_start:]) or re.match("", "")
-    assert indent is not None
-    margin = " " * len(indent[0])
+    of_key = source.text.split("\n", anchor.line)[anchor.line - 1]  # a value may stand below its key
+    indent = re.match(r"[ \t]*(- )?", source.text[line_start:] if syntax == "shell" else of_key)
+    margin = indent[0].replace("-", " ") if indent else ""
     if syntax == "json":
         return anchor.end, anchor.end, f',\n{margin}"{name}": {as_text(value, syntax)}'
     if syntax == "shell":
