@@ -78,17 +78,17 @@ class Question(WorkOptions):
         request = make_request(facts, cluster, work, **ranking)
         return recall(traced_request(request, own_model.model, own_model.batch, degrees))
 
-    def requests(self, **ranking: Any) -> tuple[Request, ...]:
+    def requests(self, facts: ModelFacts | None = None, **ranking: Any) -> tuple[Request, ...]:
         """Return the planner's request, or one for every place that completions may be generated in.
 
         Raises:
             DsplanError: as `request`.
         """
         if self.task not in words.GENERATING or self.rollout == "hf" or (self.model and is_factory(self.model)):
-            return (self.request(**ranking),)
+            return (self.request(facts, **ranking),)
         from planner.search.rollouts import is_open, ways, without_idle_shares
 
-        facts = resolve_model(self.model, model_size=self.model_size)
+        facts = facts or resolve_model(self.model, model_size=self.model_size)
         cluster = resolve_cluster(self._hardware())
         if not is_open(self, self.task, cluster):
             return (self.request(facts, **ranking),)

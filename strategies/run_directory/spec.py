@@ -101,6 +101,22 @@ class SupervisionOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptStart:
+    """What a command of another launcher would have handed to a script beside its arguments."""
+
+    module: str = ""
+    """The name under which `python -m` runs it; empty: it is run as a file."""
+    local_rank: str = ""
+    """The flag that names the rank on its node behind the arguments; empty: the script has none."""
+    by_accelerate: bool = False
+    """Whether `accelerate launch` would have set its variables."""
+    accelerate: tuple[str, ...] = ()
+    """The flags that it would have had."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables that the command sets."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchSpec:
     """One launch on this node: the script with its arguments, its processes, and where they write.
 
@@ -118,6 +134,7 @@ class LaunchSpec:
     supervision: SupervisionOptions
     run_id: str = ""
     trackers: tuple[str, ...] = ()
+    start: ScriptStart = field(default_factory=ScriptStart)
 
     @property
     def directory(self) -> Path:
