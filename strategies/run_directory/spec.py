@@ -102,7 +102,7 @@ class SupervisionOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptStart:
-    """What a command of another launcher would have handed to a script beside its arguments."""
+    """Arguments and variables that the command of another launcher would have handed to a script."""
 
     module: str = ""
     """The name under which `python -m` runs it; empty: it is run as a file."""
