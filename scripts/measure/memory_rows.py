@@ -19,7 +19,7 @@ from planner.types.plan import Configuration, MemoryEstimate, Plan
 from planner.vocabulary import default_backend
 from scripts.measure.machines import measured_cluster
 from scripts.measure.memory_grid import Case
-from strategies.tracing.cache.reading import is_traced_whole
+from strategies.tracing import is_traced_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
+from dsplan.exact.source import ModelSource
 from hardware_db.measurement import trace_key
 from planner.cost.memory.allocator import Peak
 from planner.cost.memory.ledger import Ledger
 from planner.types.job import Job
-from planner.types.plan import Configuration
-from strategies.tracing.cache.source import ModelSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -21,19 +20,6 @@ class Sizes:
     micro_batch: int
     sequence: int
     source: int = 0
-
-
-def is_traced_whole(configuration: Configuration) -> bool:
-    """Return whether a trace has all of a step: replicas, FSDP2, and our own ZeRO where nothing of it is elsewhere.
-
-    Of DeepSpeed's it has the activations, and what is on the host it does not run.
-    """
-    if configuration.offload != "none":
-        return False
-    if not configuration.zero_stage:
-        return True
-    is_plain = configuration.gradient_compression != "int8" and not configuration.splits_model
-    return configuration.backend == "native" and is_plain and configuration.dp_replicate == 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
