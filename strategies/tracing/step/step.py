@@ -345,7 +345,7 @@ class _Run:
         is_whole = is_traced_whole(self._configuration) and not self._job.workload.compile
         return self._recorded.peaks(round(library_workspace(self._job))) if is_whole and not self._on_cpu else {}
 
-    def _units(self) -> list[list[torch.Tensor]]:
+    def _units(self) -> list[list[nn.Parameter]]:
         """Return the weights of each block, and those in none."""
         seen: set[int] = set()
         units = []
