@@ -20,10 +20,10 @@ from dataclasses import replace
 
 from planner import vocabulary as words
 from planner.cost.memory.activations.instants import selective_saves
-from planner.cost.memory.host import host_load_bytes
+from planner.cost.memory.host import host_load_bytes, offloaded_bytes
 from planner.cost.precision import recipe_of
 from planner.cost.verdict import device_limit, host_limit
-from planner.search.estimate import Priced, job_of, price, resident_bytes, time_step
+from planner.search.estimate import Priced, job_of, least_bytes, price, resident_bytes, time_step
 from planner.search.ranking import ONE_STRATEGY, Timed, clearly_worse, order, worth
 from planner.search.request import Request
 from planner.search.space import CandidateLayout, configuration_of, micro_batches
@@ -183,13 +183,16 @@ class Family:
         return self.members[0].bound()
 
     def is_hopeless(self) -> bool:
-        """Return whether weights, gradients and optimizer states alone do not fit, or loading them on the host."""
+        """Return whether what any of them takes at least does not fit, or on the host what it loads or offloads."""
         first = self.members[0]
         job = job_of(first.request, first.configuration(0))
         on_host = host_limit(job.workload, job.cluster)
-        if 0 < on_host < host_load_bytes(job):
-            return True
-        return resident_bytes(job) > device_limit(job.workload, job.cluster)
+        if on_host and not job.cluster.device.is_cpu:
+            offloaded = job.cluster.gpus_per_node * offloaded_bytes(job, recipe_of(job))
+            if max(host_load_bytes(job), offloaded) > on_host:
+                return True
+        jobs = (job_of(first.request, first.configuration(index)) for index in first.ends())
+        return all(least_bytes(job) > device_limit(job.workload, job.cluster) for job in jobs)
 
     def resident_bytes(self) -> float:
         """Device memory that any of them takes at least: what rests there when a backward pass ends."""
