@@ -48,7 +48,7 @@ RECIPES = (
     "megatron_bridge_h100-352",
     "megatron_bridge_h100-488",
     "megatron_bridge_h100-535",
-    "megatron_bridge_h100-589",
+    "dgxc_h100-1501",
     "megatron_bridge_h100-590",
     "megatron_bridge_h100-592",
     "nemo_24.12_h100-1506",
@@ -201,6 +201,10 @@ def _of_file(recipe: Mapping[str, Any]) -> Asked:
     gpus = int(recipe["gpus"])
     cluster = {"gpu": recipe["gpu"], "nodes": -(-gpus // 8), "gpus_per_node": min(gpus, 8)}
     flags = dict(recipe["plan"]) | dict(recipe["work"])
+    batch = flags.pop("global_batch", 0)
+    if batch:  # what `estimate` asks for is how often a rank accumulates
+        ranks = gpus // (flags.get("tp", 1) * flags.get("pp", 1) * flags.get("cp", 1))
+        flags["grad_accum"] = batch // (ranks * flags["micro_batch"])
     return Asked(
         case=recipe["id"],
         source=recipe["source"],
