@@ -87,9 +87,8 @@ def resident_bytes(job: Job) -> float:
 def least_bytes(job: Job) -> float:
     """Return device memory that a job takes at least, whatever it recomputes.
 
-    That is what rests there when a backward pass ends, or when a forward ends, beside the inputs of all blocks of the
-    micro-batches in flight and the last block's weights where they are sharded; the first micro-batch finds no
-    gradients.
+    That is what is there when a forward ends: what rests there, the inputs of all blocks of the micro-batches in flight
+    and the last block's weights where they are sharded; the first micro-batch of a step finds no gradients.
     """
     recipe = recipe_of(job)
     states, figures, chosen = states_of(job, recipe), figures_of(job, recipe), job.configuration
@@ -103,8 +102,8 @@ def least_bytes(job: Job) -> float:
         units, by_block = units_of(job), chosen.strategy in words.FSDP_STRATEGIES
         gathered = units.largest_block if by_block else units.largest if chosen.zero_stage == 3 else 0
         inputs += gathered * recipe.gather
-    beside = states.gradients + inputs if chosen.gradient_accumulation_steps > 1 else max(states.gradients, inputs)
-    return states.parameters + states.optimizer + beside
+    gradients = states.gradients if chosen.gradient_accumulation_steps > 1 else 0.0
+    return states.parameters + states.optimizer + gradients + inputs
 
 
 def judge_job(job: Job, memory: MemoryEstimate, experience: Experience) -> Judgement:

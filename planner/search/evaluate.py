@@ -27,6 +27,7 @@ from planner.search.estimate import Priced, job_of, least_bytes, price, resident
 from planner.search.ranking import ONE_STRATEGY, Timed, clearly_worse, order, worth
 from planner.search.request import Request
 from planner.search.space import CandidateLayout, configuration_of, micro_batches
+from planner.types.job import Job
 from planner.types.plan import Configuration, StepTime
 
 # A candidate is a layout on a number of devices with its micro-batches, evaluated lazily.
@@ -183,16 +184,9 @@ class Family:
         return self.members[0].bound()
 
     def is_hopeless(self) -> bool:
-        """Return whether what any of them takes at least does not fit, or on the host what it loads or offloads."""
+        """Return whether what any of them takes at least does not fit, on the device or on the host."""
         first = self.members[0]
-        job = job_of(first.request, first.configuration(0))
-        on_host = host_limit(job.workload, job.cluster)
-        if on_host and not job.cluster.device.is_cpu:
-            offloaded = job.cluster.gpus_per_node * offloaded_bytes(job, recipe_of(job))
-            if max(host_load_bytes(job), offloaded) > on_host:
-                return True
-        jobs = (job_of(first.request, first.configuration(index)) for index in first.ends())
-        return all(least_bytes(job) > device_limit(job.workload, job.cluster) for job in jobs)
+        return all(_is_hopeless(job_of(first.request, first.configuration(index))) for index in first.ends())
 
     def resident_bytes(self) -> float:
         """Device memory that any of them takes at least: what rests there when a backward pass ends."""
@@ -234,6 +228,16 @@ class Family:
                     yield member.timed(index)
                 elif member.seems_hopeless() and not self.fits_somehow():
                     return
+
+
+def _is_hopeless(job: Job) -> bool:
+    """Return whether what a job takes at least does not fit, nor what it loads or offloads on the host."""
+    on_host = host_limit(job.workload, job.cluster)
+    if on_host and not job.cluster.device.is_cpu:
+        offloaded = job.cluster.gpus_per_node * offloaded_bytes(job, recipe_of(job))
+        if max(host_load_bytes(job), offloaded) > on_host:
+            return True
+    return least_bytes(job) > device_limit(job.workload, job.cluster)
 
 
 def best(group: Sequence[Candidate], objective: words.Objective, limit: float = math.inf) -> Timed | None:
