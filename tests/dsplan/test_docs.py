@@ -28,6 +28,7 @@ GENERATED = {
     "report.public_scripts": 2,
     "report.public_recipes": 64,
     "report.first_plans": None,
+    "report.post_training": 2,
     "report.known_faults": None,
     "report.data_licences": 2,
     "report.config_files": 1,
