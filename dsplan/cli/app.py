@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "estimate": "dsplan.cli.plans:estimate",
     "recommend": "dsplan.cli.plans:recommend",
     "max": "dsplan.cli.plans:maximum",
+    "simulate": "dsplan.cli.simulate:simulate",
     "explain": "dsplan.cli.plans:explain",
     "emit": "dsplan.cli.plans:emit",
     "check": "dsplan.cli.check:check",
@@ -52,6 +53,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dsplan recommend --model llama-2-70b --method qlora --gpus 2 --gpu RTX-4090 --out plans",
     ),
     "max": ("dsplan max --model mistral-7b --gpus 4 --gpu A100-SXM4-40GB --strategy fsdp",),
+    "simulate": (
+        "dsplan simulate --model llama-3.1-405b --gpus 16384 --gpu H100-SXM5-80GB",
+        "dsplan simulate --model opt-66b --gpus 512 --gpu A100-SXM4-80GB --spares 2 --repair-hours 72 --elastic",
+    ),
     "explain": ("dsplan explain plans/plan-1.yaml",),
     "emit": ("dsplan emit plans/plan-1.yaml --format accelerate --out configs",),
     "check": (

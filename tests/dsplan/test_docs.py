@@ -29,6 +29,7 @@ GENERATED = {
     "report.public_recipes": 64,
     "report.first_plans": None,
     "report.known_faults": None,
+    "report.failure_logs": None,
     "report.data_licences": 2,
     "report.config_files": 1,
 }
