@@ -58,13 +58,14 @@ def progress(seen: Scene, asked: Circumstances) -> Picture:
 def times(sizes: Sequence[Scene], gpus_per_node: int) -> Picture:
     """Draw what the time goes to on each number of GPUs."""
     names = [f"{each.outlook.nodes * gpus_per_node:,}" for each in sizes]
-    data, rows = [], [[name] for name in names]
+    data, rows, drawn = [], [[name] for name in names], dict[str, str]()
     for kind in KINDS:
         shares = [fmean(month.seconds[kind] / month.duration for month in each.months) for each in sizes]
         if not any(shares):
             continue
         for row, share in zip(rows, shares, strict=True):
             row.append(f"{share:.2%}")
+        drawn[WORDS[kind]] = _COLOURS[kind]
         data.append(
             {
                 "type": "bar", "orientation": "h", "y": names, "x": shares, "name": WORDS[kind],
@@ -72,7 +73,6 @@ def times(sizes: Sequence[Scene], gpus_per_node: int) -> Picture:
                 "hovertemplate": f"%{{y}} GPUs, {WORDS[kind]}: %{{x:.2%}}<extra></extra>",
             }
         )  # fmt: skip
-    drawn = {bar["name"]: bar["marker"]["color"] for bar in data}
     layout = {
         **_layout(100 + 36 * len(names)),
         "barmode": "stack",
