@@ -310,7 +310,7 @@ def _check_figures(record: object, where: str, *, signed: tuple[str, ...] = ()) 
 
 
 @cache
-def _names(kind: type) -> tuple[str, ...]:
+def _names(kind: Any) -> tuple[str, ...]:
     return tuple(item.name for item in fields(kind))
 
 

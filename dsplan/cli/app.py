@@ -85,7 +85,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "db show": ("dsplan db show 5a1c",),
     "db forget": ("dsplan db forget 5a1c",),
     "db export": ("dsplan db export runs.jsonl",),
-    "db import": ("dsplan db import runs.jsonl", "dsplan db import runs/2026-11-23"),
+    "db share": ("dsplan db share shared.jsonl",),
+    "db import": (
+        "dsplan db import runs.jsonl",
+        "dsplan db import runs/2026-11-23",
+        "dsplan db import https://example.org/shared.jsonl",
+    ),
     "db push": ("dsplan db push",),
     "db pull": ("dsplan db pull",),
     "db calibrate": ("dsplan db calibrate --dry-run",),

@@ -16,7 +16,7 @@ from planner import limits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureFlags:
-    """What fails and what follows; left open it is as the cluster file says, else as published."""
+    """Failures and what follows them; left open they are as the cluster file says, else as published."""
 
     failures: Annotated[
         float | None, number(limits.FAILURES, "Failures of one node in 1,000 days that end the job.", "N")
@@ -42,7 +42,7 @@ class FailureFlags:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonthFlags:
-    """How much is simulated."""
+    """Amount of what is simulated."""
 
     days: Annotated[float, number(limits.DAYS, "Days of a month.", "D")] = 30.0
     months: Annotated[int, number(limits.PLANS, "Months, each with its own luck.")] = 20
@@ -89,24 +89,24 @@ def simulate(
     stated = replace(request.cluster.reliability, **given)
     request = replace(request, cluster=replace(request.cluster, reliability=stated))
     own = {item.name: getattr(failing, item.name) for item in fields(failing) if item.name not in _OF_THE_CLUSTER}
-    asked = Circumstances(**own, **asdict(months))
+    circumstances = Circumstances(**own, **asdict(months))
     answer = recommend(request)
     if not answer.plans:
         show(recommendation_blocks(answer))
         raise typer.Exit(1)
     plan = answer.plans[0]
-    seen = scene(request, plan, asked)
-    sizes = at_sizes(seen, stated, asked, request.cluster.gpus_per_node)
+    seen = scene(request, plan, circumstances)
+    sizes = at_sizes(seen, stated, circumstances, request.cluster.gpus_per_node)
     if out is not None:
         from dsplan.report.make import months_page
         from dsplan.report.page import page_html
         from hardware_db.files import replace_text
 
-        replace_text(out, page_html(months_page(request, plan, seen, sizes, asked)))
+        replace_text(out, page_html(months_page(request, plan, seen, sizes, circumstances)))
     if json:
-        show_json(scene_to_dict(request, plan, seen, sizes, asked))
+        show_json(scene_to_dict(request, plan, seen, sizes, circumstances))
         return
-    show(scene_blocks(request, plan, seen, sizes, asked))
+    show(scene_blocks(request, plan, seen, sizes, circumstances))
     if out is not None:
         say(f"the pictures are in {out}")
 

@@ -31,13 +31,13 @@ WORDS: Mapping[Kind, str] = {
 
 
 def scene_blocks(
-    request: Request, plan: Plan, seen: Scene, sizes: Sequence[Scene], asked: Circumstances
+    request: Request, plan: Plan, seen: Scene, sizes: Sequence[Scene], circumstances: Circumstances
 ) -> list[Block]:
     """Return where the time of the months went, what is left of the throughput, and the same on other sizes."""
     ahead = seen.outlook
     blocks = [*header(plan, request.defaults), Text(text=describe(plan.configuration)), Text(text="")]
     blocks.append(Text(text=f"{rate_text(ahead)}; {_save_text(seen)}"))
-    blocks.append(_time_table(seen, asked))
+    blocks.append(_time_table(seen, circumstances))
     low, high = seen.spread
     rate = plan.throughput.tokens_per_second_per_gpu * plan.configuration.world_size
     left = f"goodput {seen.goodput:.1%} ({low:.1%} to {high:.1%} in {len(seen.months)} of them)"
@@ -56,8 +56,8 @@ def _save_text(seen: Scene) -> str:
     return f"{size} in {save}, {often}; {format_seconds(ahead.restart_seconds)} to restart"
 
 
-def _time_table(seen: Scene, asked: Circumstances) -> Table:
-    whole = asked.days * DAY_SECONDS / HOUR
+def _time_table(seen: Scene, circumstances: Circumstances) -> Table:
+    whole = circumstances.days * DAY_SECONDS / HOUR
     rows: list[list[Cell]] = []
     for kind, words in WORDS.items():
         hours = seen.hours(kind)
@@ -68,7 +68,7 @@ def _time_table(seen: Scene, asked: Circumstances) -> Table:
     for name in ("stragglers", "preemptions"):
         count = fmean(getattr(month, name) for month in seen.months)
         happened += [f"{count:,.0f} {name}"] if count else []
-    title = f"{asked.days:g} days, the mean of {len(seen.months)} simulated: {', '.join(happened)}"
+    title = f"{circumstances.days:g} days, the mean of {len(seen.months)} simulated: {', '.join(happened)}"
     return Table(title=title, columns=columns("where the time goes", "?share", ">of all", ">hours"), rows=rows)
 
 
@@ -95,7 +95,7 @@ def _sizes_table(sizes: Sequence[Scene], gpus_per_node: int) -> Table:
 
 
 def scene_to_dict(
-    request: Request, plan: Plan, seen: Scene, sizes: Sequence[Scene], asked: Circumstances
+    request: Request, plan: Plan, seen: Scene, sizes: Sequence[Scene], circumstances: Circumstances
 ) -> dict[str, Any]:
     """Return what `simulate --json` prints."""
     low, high = seen.spread
@@ -107,9 +107,9 @@ def scene_to_dict(
         "nodes": request.cluster.nodes,
         "strategy": chosen.strategy,
         "step_seconds": plan.time.step_seconds,
-        "days": asked.days,
+        "days": circumstances.days,
         "months": len(seen.months),
-        "seed": asked.seed,
+        "seed": circumstances.seed,
         "rates": rates_to_dict(seen.outlook),
         "checkpoint_seconds": finite(seen.fleet.interval_seconds),
         "goodput": seen.goodput,

@@ -18,11 +18,11 @@ _COLOURS: Mapping[Kind, str] = dict(zip(KINDS, _SHADES, strict=True))
 _AXIS: Mapping[str, Any] = {"automargin": True}
 
 
-def progress(seen: Scene, asked: Circumstances) -> Picture:
+def progress(seen: Scene, circumstances: Circumstances) -> Picture:
     """Draw the work that is safe over the days of the worst, the middle and the best month."""
     ranked = sorted(seen.months, key=lambda month: month.goodput)
     chosen = {"worst month": ranked[0], "middle month": ranked[len(ranked) // 2], "best month": ranked[-1]}
-    whole = asked.days
+    whole = circumstances.days
     data: list[dict[str, Any]] = [
         {
             "type": "scatter", "mode": "lines", "x": [0, whole], "y": [0, whole], "hoverinfo": "skip",

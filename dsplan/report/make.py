@@ -91,13 +91,15 @@ def answer_page(answer: Recommendation, command: str) -> Page:
     return _page(f"{_short(name)}: {answer_title(answer)}", _where(leading), parts)
 
 
-def months_page(request: Request, plan: Plan, seen: Scene, sizes: Sequence[Scene], asked: Circumstances) -> Page:
+def months_page(
+    request: Request, plan: Plan, seen: Scene, sizes: Sequence[Scene], circumstances: Circumstances
+) -> Page:
     """Return the page of months of a plan on a cluster that fails."""
     from dsplan.render.fleet_view import scene_blocks
     from dsplan.report.fleet import progress, times
 
-    blocks = scene_blocks(request, plan, seen, sizes, asked)
-    pictures = [progress(seen, asked), times(sizes, request.cluster.gpus_per_node)]
+    blocks = scene_blocks(request, plan, seen, sizes, circumstances)
+    pictures = [progress(seen, circumstances), times(sizes, request.cluster.gpus_per_node)]
     name = _short(str(plan.model.get("name", "")))
     title = f"{name}: {seen.goodput:.1%} of its throughput where nodes fail"
     return _page(title, _where(plan), [blocks_section("months", "The months", blocks, pictures)])

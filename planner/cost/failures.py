@@ -73,7 +73,7 @@ _NEVER = 500.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
-    """What failures make of a plan on a cluster."""
+    """Failures of a cluster, and what they make of a plan on it."""
 
     nodes: int
     per_1000_node_days: float
@@ -138,13 +138,13 @@ def outlook(job: Job, step_seconds: float) -> Outlook | None:
     stated, published = cluster.reliability, recovery()
     minutes = published["restart_minutes"] if stated.restart_minutes is None else stated.restart_minutes
     size = checkpoint_bytes(job)
-    (usual, least, most), said = rates
+    (usual, least, most), publication = rates
     return Outlook(
         nodes=cluster.nodes,
         per_1000_node_days=usual,
         least_per_1000_node_days=least,
         most_per_1000_node_days=most,
-        said=said,
+        said=publication,
         restart_seconds=60 * minutes,
         checkpoint_bytes=size,
         save_seconds=_save_seconds(cluster, size),

@@ -51,7 +51,7 @@ class Fleet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Month:
-    """Where the time went."""
+    """Time of a simulated job, by what it went to."""
 
     seconds: dict[Kind, float]
     """They add up to the time that was simulated."""

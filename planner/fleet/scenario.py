@@ -1,4 +1,4 @@
-"""What a person wants to see happen to a plan, and the months in which it does."""
+"""Circumstances of a plan that a person wants to see, and the months in which they happen."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DAYS, MONTHS = 30.0, 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Circumstances:
-    """What happens beside failures, and how much of it is looked at; a field is named as its flag.
+    """Events beside failures, and how much of them is looked at; a field is named as its flag.
 
     Raises:
         ContradictoryRequest: something happens of which it is not said how long it lasts.
@@ -137,29 +137,33 @@ def at_sizes(seen: Scene, stated: Reliability, circumstances: Circumstances, gpu
 
 
 def _scene(
-    ahead: Outlook, stated: Reliability, asked: Circumstances, speed: Callable[[int], float] | None, months: int
+    ahead: Outlook, stated: Reliability, circumstances: Circumstances, speed: Callable[[int], float] | None, months: int
 ) -> Scene:
-    fleet = _fleet(ahead, stated, asked, speed)
-    seeds = range(asked.seed, asked.seed + months)
-    each = [simulate(fleet, asked.days * DAY_SECONDS, seed) for seed in seeds]
+    fleet = _fleet(ahead, stated, circumstances, speed)
+    seeds = range(circumstances.seed, circumstances.seed + months)
+    each = [simulate(fleet, circumstances.days * DAY_SECONDS, seed) for seed in seeds]
     return Scene(outlook=ahead, fleet=fleet, months=each)
 
 
-def _fleet(ahead: Outlook, stated: Reliability, asked: Circumstances, speed: Callable[[int], float] | None) -> Fleet:
+def _fleet(
+    ahead: Outlook, stated: Reliability, circumstances: Circumstances, speed: Callable[[int], float] | None
+) -> Fleet:
     per_node_second = 1 / (1000 * DAY_SECONDS)
     return Fleet(
         nodes=ahead.nodes,
         failures_per_node_second=ahead.per_1000_node_days * per_node_second,
-        interval_seconds=ahead.interval_seconds if asked.checkpoint_minutes is None else 60 * asked.checkpoint_minutes,
+        interval_seconds=ahead.interval_seconds
+        if circumstances.checkpoint_minutes is None
+        else 60 * circumstances.checkpoint_minutes,
         save_seconds=ahead.save_seconds,
         restart_seconds=ahead.restart_seconds,
         spares=stated.spare_nodes,
         repair_seconds=(stated.repair_hours or 0.0) * HOUR,
-        stragglers_per_node_second=asked.stragglers * per_node_second,
-        slowdown=asked.slowdown or 1.0,
-        straggler_seconds=(asked.straggler_hours or 0.0) * HOUR,
-        preemptions_per_second=asked.preemptions / DAY_SECONDS,
-        preempted_seconds=(asked.preempted_hours or 0.0) * HOUR,
+        stragglers_per_node_second=circumstances.stragglers * per_node_second,
+        slowdown=circumstances.slowdown or 1.0,
+        straggler_seconds=(circumstances.straggler_hours or 0.0) * HOUR,
+        preemptions_per_second=circumstances.preemptions / DAY_SECONDS,
+        preempted_seconds=(circumstances.preempted_hours or 0.0) * HOUR,
         speed=speed,
     )
 

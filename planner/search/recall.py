@@ -160,13 +160,16 @@ def with_rates(store: Store, request: Request) -> Cluster:
 
 
 def _made(store: Store, request: Request, outcome: Outcome) -> tuple[Measurement, ...]:
-    """Return the newest runs of a model of this size on this machine."""
+    """Return the newest runs of a model of this size on this machine; a stranger's machine is never this one."""
     cluster = request.cluster
     if cluster.machine is None:
         return ()
-    return store.list(
+    from hardware_db.store.transfer import is_shared
+
+    runs = store.list(
         fingerprint=_machine_key(cluster), outcome=outcome, parameters=request.counts.total, limit=_NEWEST
     )
+    return tuple(run for run in runs if not is_shared(run.source))
 
 
 def _known(completed: tuple[Measurement, ...], request: Request) -> dict[Configuration, KnownRun]:

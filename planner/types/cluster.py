@@ -125,7 +125,7 @@ NOTHING_MEASURED = Rates()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reliability:
-    """What a person says of failures; what is None is as published (`planner/cost/failures.py`)."""
+    """Figures of failures that a person gives; what is None is as published (`planner/cost/failures.py`)."""
 
     failures_per_1000_node_days: float | None = None
     """Failures that end a job, of one node."""
