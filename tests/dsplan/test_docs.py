@@ -30,6 +30,7 @@ GENERATED = {
     "report.first_plans": None,
     "report.post_training": 2,
     "report.known_faults": None,
+    "report.failure_logs": None,
     "report.data_licences": 2,
     "report.config_files": 1,
 }
