@@ -100,6 +100,7 @@ def test_zero_trains_with_the_same_losses(with_and_without: Dsplan) -> None:
     assert without["measured"]["last_loss"] < without["measured"]["first_loss"]
 
 
+@pytest.mark.slow
 def test_its_own_backend_is_refused_in_one_line(hiding: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
