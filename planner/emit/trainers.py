@@ -232,7 +232,9 @@ def target_modules(plan: Plan, form: str) -> list[str]:
         facts = facts_of(plan, form)
         return linear_modules(facts, count_parameters(facts), targets)
     if not re.fullmatch(r"[\w., ]+", targets):
-        raise refuse(plan, form, f"with adapters by the pattern {targets!r}", "name layers: --lora-targets q_proj,v_proj")
+        raise refuse(
+            plan, form, f"with adapters by the pattern {targets!r}", "name layers: --lora-targets q_proj,v_proj"
+        )
     return [part.strip() for part in targets.split(",") if part.strip()]
 
 

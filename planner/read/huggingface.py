@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hardware_db.records import dataclass
 from planner import vocabulary as words
@@ -104,6 +105,8 @@ def read_training(
     for key in ("deepspeed", "deepspeed_config"):
         if key in book:
             read_deepspeed_of(book, key, files)
+        elif inner := tuple(book.under(key)):
+            _read_nested_deepspeed(book, key, inner)
     keep_in_16_bits(book, loading)
 
 
@@ -156,7 +159,17 @@ def read_deepspeed_of(book: Notebook, key: str, files: Files) -> None:
             _take_stage(book, key, text, reason)
             return
         source = found_source
-    config = Notebook(parse_json_settings(source), "DeepSpeed")
+    _merge_read(book, Notebook(parse_json_settings(source), "DeepSpeed"), key)
+
+
+def _read_nested_deepspeed(book: Notebook, key: str, inner: tuple[str, ...]) -> None:
+    """Read a DeepSpeed config that stands in the trainer's own as a mapping."""
+    settings = [book.settings.pop(name) for name in inner]
+    named = [replace(setting, key=setting.key.removeprefix(f"{key}.")) for setting in settings]
+    _merge_read(book, Notebook(named, "DeepSpeed"), key)
+
+
+def _merge_read(book: Notebook, config: Notebook, key: str) -> None:
     read_deepspeed(config)
     close_deepspeed(config)
     merge_deepspeed(book, config, key)

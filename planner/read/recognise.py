@@ -29,6 +29,7 @@ from planner.read.sharding import (
     merge_deepspeed,
     read_accelerate,
     read_deepspeed,
+    read_deepspeed_alone,
 )
 from planner.read.shell import Command, Script, Word, parse_script
 from planner.read.trainers import TRAINERS
@@ -70,7 +71,8 @@ _TRL_KEYS = {"dataset_name", "dataset_mixture", "datasets", "dataset_config", "d
 
 
 def _is_deepspeed(keys: frozenset[str]) -> bool:
-    first = {key.partition(".")[0] for key in keys}
+    # At the top `fp16` and `bf16` alone are flags of TrainingArguments; in DeepSpeed's config they are sections.
+    first = {key.partition(".")[0] for key in keys if key not in ("fp16", "bf16")}
     own = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "steps_per_print", "fp16", "bf16"}
     return bool({"zero_optimization", "train_micro_batch_size_per_gpu"} & first) or len(own & first) > 1
 
@@ -346,9 +348,7 @@ _SHIPPED_BY_TRL: Mapping[str, Mapping[str, Any]] = {
     "single_gpu": {"distributed_type": "NO", "num_processes": 1},
     "multi_gpu": {"distributed_type": "MULTI_GPU"},
     **{f"fsdp{number}": {"distributed_type": "FSDP", "fsdp_config.fsdp_version": number} for number in (1, 2)},
-    **{
-        f"zero{stage}": {"distributed_type": "DEEPSPEED", "deepspeed_config.zero_stage": stage} for stage in (1, 2, 3)
-    },
+    **{f"zero{stage}": {"distributed_type": "DEEPSPEED", "deepspeed_config.zero_stage": stage} for stage in (1, 2, 3)},
 }
 """huggingface/trl@f2cd5771 `trl/accelerate_configs/`."""
 _DEEPSPEED_FLAGS = frozenset({"zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag"})
@@ -410,7 +410,7 @@ def _read_form(form: str, book: Notebook, files: Files, command: str) -> None:
         read_accelerate(book, files)
         close_accelerate(book)
     elif form == "deepspeed":
-        read_deepspeed(book)
+        read_deepspeed_alone(book)
         close_deepspeed(book)
     elif form == "trl":
         from planner.read.huggingface import read_trl
@@ -509,6 +509,7 @@ def _program_form(launch: Launch) -> str:
         (r"axolotl\.cli\.train|scripts/finetune\.py", "axolotl"),
         (r"verl\.trainer\.|(^|/)main_ppo\.py$|recipe\.\w+\.main_\w+$", "verl"),
         (r"openrlhf\.cli\.train_", "openrlhf"),
+        (r"(^|/)run_train\.py$", "nanotron"),
         (r"(^|/)swift/cli/(sft|pt|rlhf)\.py|swift\.cli\.(sft|pt|rlhf)", "ms-swift"),
         (r"llamafactory[./](cli|launcher)|(^|/)src/train(_bash)?\.py", "llama-factory"),
     ):

@@ -119,6 +119,13 @@ def read_deepspeed(book: Notebook) -> None:
             book.leave(key, "is about saving, which is not counted", matters=False)
 
 
+def read_deepspeed_alone(book: Notebook) -> None:
+    """Read a DeepSpeed config that no trainer fills in: without a section for 16 bits it trains in fp32."""
+    read_deepspeed(book)
+    if "precision" not in book.answers and not any(book.under("bf16")) and not any(book.under("fp16")):
+        book.answer("precision", "fp32")
+
+
 def _deepspeed_optimizer(book: Notebook) -> None:
     """Read the optimizer: without `torch_adam` Adam is DeepSpeed's own, fused on a GPU (`_configure_basic_optimizer`)."""
     read_optimizer(book, "optimizer.type", "adamw")
@@ -398,7 +405,7 @@ def _deepspeed_file(book: Notebook, files: Files) -> None:
         book.leave(key, f"{name} {reason}", matters=True)
         return
     config = Notebook(parse_json_settings(source), "DeepSpeed")
-    read_deepspeed(config)
+    read_deepspeed_alone(config)
     close_deepspeed(config)
     book.answers.update(config.answers)
     book.become("strategy", config.answers["strategy"], key)

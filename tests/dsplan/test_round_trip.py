@@ -53,6 +53,8 @@ class Format:
     tasks: tuple[str, ...] = ("causal-lm", "causal-lm", "sft", "dpo", "kto", "orpo", "reward")
     has_model: bool = True
     code: str = "transformers"
+    splits_sequence: tuple[bool, ...] = (False,)
+    """Whether tp ranks split sequences, as plans for it have it."""
     models: tuple[str, ...] = ("llama-3-8b", "llama-3.1-8b", "llama-2-7b", "qwen2.5-7b", "llama-3.2-1b")
 
 
@@ -100,6 +102,79 @@ FORMATS: dict[str, Format] = {
         degrees=("tp", "cp"),
         tasks=("causal-lm", "sft", "dpo", "reward"),
     ),
+    "deepspeed": Format(
+        files=("deepspeed.json",),
+        fields=("strategy", "dp_shard", *BATCH, "precision", "optimizer", "offload", "gradient_compression"),
+        strategies=("ddp", "zero1", "zero2", "zero3"),
+        optimizers=("adamw", "adamw-fused", "adamw-forloop", "sgd", "adafactor", "lion"),
+        offloads=(*("none",) * 3, "optimizer", "all", "nvme"),
+        methods=("full",),
+        losses=("plain",),
+        has_model=False,
+    ),
+    "accelerate": Format(
+        files=("accelerate.yaml",),
+        fields=(*SPREAD, "precision", "offload"),
+        precisions=("fp32", "bf16", "fp16"),
+        methods=("full",),
+        losses=("plain",),
+        degrees=("tp", "cp"),
+        has_model=False,
+    ),
+    "huggingface": Format(
+        files=("training_arguments.json",),
+        fields=(*SPREAD, *BATCH, "precision", "optimizer", "activation_checkpointing", "offload"),
+        precisions=("fp32", "bf16", "fp16"),
+        optimizers=("adamw", "adamw-fused", "adamw-8bit", "adamw-8bit-paged", "adamw-4bit", "sgd", "adafactor", "lion"),
+        methods=("full",),
+        losses=("plain",),
+        has_model=False,
+    ),
+    "torchtitan": Format(
+        files=("torchtitan.toml",),
+        strategies=("single", "ddp", "fsdp", "fsdp-grad-op", "hsdp"),
+        precisions=("fp32", "bf16", "bf16-pure"),
+        optimizers=("adamw", "adamw-fused", "adamw-forloop"),
+        checkpointings=("none", "selective", "full"),
+        offloads=("none", "all"),
+        methods=("full",),
+        losses=("plain", "chunked"),
+        attentions=("sdpa",),
+        degrees=("tp", "pp", "cp"),
+        splits_sequence=(True,),
+        tasks=("causal-lm",),
+        code="torchtitan",
+        models=("llama-3-8b", "llama-3.2-1b", "qwen3-8b"),
+    ),
+    "megatron": Format(
+        files=("megatron.sh",),
+        strategies=("single", "ddp", "zero1"),
+        precisions=("fp32", "bf16", "fp16"),
+        optimizers=("adamw-fused", "sgd"),
+        checkpointings=("none", "selective", "full"),
+        offloads=("none",),
+        methods=("full",),
+        losses=("plain",),
+        degrees=("tp", "pp", "cp"),
+        splits_sequence=(False, True),
+        tasks=("causal-lm",),
+        code="megatron",
+    ),
+    "nanotron": Format(
+        files=("nanotron.sh",),
+        strategies=("single", "ddp", "zero1"),
+        precisions=("bf16",),
+        optimizers=("adamw", "adamw-fused"),
+        offloads=("none",),
+        methods=("full",),
+        losses=("plain",),
+        attentions=("flash",),
+        degrees=("tp", "pp", "cp"),
+        splits_sequence=(False, True),
+        tasks=("causal-lm",),
+        code="nanotron",
+        models=("llama-3-8b", "llama-2-7b"),
+    ),
 }
 
 
@@ -116,8 +191,11 @@ def plans(pick: draw.DrawFn, format: Format) -> Plan:
     ranks, sharing = nodes * per_node, degrees["tp"] * degrees["pp"] * degrees["cp"]
     assume(ranks % sharing == 0)
     data = ranks // sharing
-    split = {"dp_replicate": data, "dp_shard": 1} if strategy in words.REPLICAS else {"dp_replicate": 1, "dp_shard": data}
+    split = (
+        {"dp_replicate": data, "dp_shard": 1} if strategy in words.REPLICAS else {"dp_replicate": 1, "dp_shard": data}
+    )
     if strategy == "hsdp":
+        assume(data >= nodes and data % nodes == 0)
         split = {"dp_replicate": nodes, "dp_shard": data // nodes}
     method = pick(draw.sampled_from(format.methods))
     workload: dict[str, Any] = {
@@ -130,6 +208,9 @@ def plans(pick: draw.DrawFn, format: Format) -> Plan:
     if method != "full":
         workload |= {"lora_rank": pick(draw.sampled_from((8, 16, 64)))}
         workload |= {"lora_targets": pick(draw.sampled_from(("all-linear", "attention", "q_proj,v_proj")))}
+    optimizer, offload = pick(draw.sampled_from(format.optimizers)), pick(draw.sampled_from(format.offloads))
+    if offload != "none" and strategy.startswith("zero") and optimizer.startswith("adamw-f"):
+        optimizer = "adamw"  # DeepSpeedCPUAdam, which has no variants
     return make_plan(
         strategy,
         gpus=ranks,
@@ -142,10 +223,11 @@ def plans(pick: draw.DrawFn, format: Format) -> Plan:
         gradient_accumulation_steps=pick(draw.sampled_from((1, 3, 8))),
         sequence_length=pick(draw.sampled_from((512, 2048, 4096))),
         precision=pick(draw.sampled_from(format.precisions)),
-        optimizer=pick(draw.sampled_from(format.optimizers)),
+        optimizer=optimizer,
+        sequence_parallel=degrees["tp"] > 1 and pick(draw.sampled_from(format.splits_sequence)),
         attention=pick(draw.sampled_from(format.attentions)),
         activation_checkpointing=pick(draw.sampled_from(format.checkpointings)),
-        offload=pick(draw.sampled_from(format.offloads)),
+        offload=offload,
     )
 
 
@@ -179,7 +261,9 @@ def read_back(plan: Plan, format: str) -> Reading:
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
-        return read_files([Path(folder) / name for name in FORMATS[format].files if name in files])
+        named = [Path(folder) / name for name in FORMATS[format].files if name in files]
+        assume(named)  # torchtitan's TOML is of release 0.2.2, which not every plan has a form in
+        return read_files(named)
 
 
 def check_round_trip(plan: Plan, name: str) -> None:
@@ -193,8 +277,10 @@ def check_round_trip(plan: Plan, name: str) -> None:
     if not format.has_model:
         return
     facts = find_model(plan.model["name"])
-    by_name = "model_config" not in reading.answers
-    assert (request.facts.name == facts.name) if by_name else (request.facts.parameters == facts.parameters)
+    if format.code == "transformers":
+        assert request.facts.name == facts.name
+    else:  # by its sizes, or a flavor's name; Megatron pads vocabularies
+        assert request.facts.parameters == pytest.approx(facts.parameters, rel=0.01)
     method = plan.workload.get("method", "full")
     assert request.workload.method == method
     if method != "full":
