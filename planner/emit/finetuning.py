@@ -63,7 +63,7 @@ def _deepspeed_file(plan: Plan, form: str, options: EmitOptions) -> dict[str, st
 
 
 def _with_fsdps_recomputation(plan: Plan, settings: Settings, off: Settings) -> Settings:
-    """Return settings where FSDP recomputes inside its own wrapping, beside which the trainer's own would do it twice."""
+    """Return settings where FSDP recomputes inside its own wrapping, beside which a trainer's own would be a second."""
     if not _is_fsdp(plan):
         return settings
     kept = {key: value for key, value in settings.items() if key != "gradient_checkpointing_kwargs"}
@@ -115,10 +115,9 @@ def _axolotl_fsdp(plan: Plan, own: Trainer, tp_size: int) -> Settings:
             "activation_checkpointing": configuration.activation_checkpointing == "full",
         },
     }
-    if plan.workload.get("method") in ("qlora", "lora") and plan.workload.get("task") in ("dpo", "kto", "orpo"):
-        # schemas/validation.py, check_fsdp2_base_model_quant_rl
-        if plan.workload.get("method") == "qlora" or plan.workload.get("load_dtype") == "int8":
-            raise refuse(plan, own.form, f"of quantised weights for {task_of(plan)}", "plan with --strategy zero2")
+    is_quantised = plan.workload.get("method") == "qlora" or plan.workload.get("load_dtype") == "int8"
+    if is_quantised and task_of(plan) in ("dpo", "kto", "orpo"):  # check_fsdp2_base_model_quant_rl
+        raise refuse(plan, own.form, f"of quantised weights for {task_of(plan)}", "plan with --strategy zero2")
     if configuration.dp_replicate > 1 or tp_size > 1:
         if configuration.strategy == "fsdp-grad-op":
             raise refuse(plan, own.form, f"with tp {tp_size}", "plan with --strategy fsdp")

@@ -114,7 +114,8 @@ def _verl_rounds(plan: Plan, options: EmitOptions) -> str:
             "critic.ppo_micro_batch_size_per_gpu": micro,
             "critic.model.enable_gradient_checkpointing": configuration.activation_checkpointing == "full",
         }
-    return f'{_commented(plan, "verl", options, "verl.sh")}\nexec python3 -m verl.trainer.main_ppo{_overrides(settings)} "$@"\n'
+    head = _commented(plan, "verl", options, "verl.sh")
+    return f'{head}\nexec python3 -m verl.trainer.main_ppo{_overrides(settings)} "$@"\n'
 
 
 # OpenRLHF.

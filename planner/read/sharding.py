@@ -127,7 +127,7 @@ def read_deepspeed_alone(book: Notebook) -> None:
 
 
 def _deepspeed_optimizer(book: Notebook) -> None:
-    """Read the optimizer: without `torch_adam` Adam is DeepSpeed's own, fused on a GPU (`_configure_basic_optimizer`)."""
+    """Read the optimizer: without `torch_adam` Adam is DeepSpeed's own, which is fused on a GPU."""
     read_optimizer(book, "optimizer.type", "adamw")
     flags = [f"optimizer.params.{name}" for name in ("torch_adam", "fused", "foreach")]
     if book.answers["optimizer"] != "adamw":

@@ -148,7 +148,7 @@ def _read_degrees(book: Notebook) -> None:
     if book.flag("training.enable_cpu_offload"):
         book.answer("offload", "all", "training.enable_cpu_offload")
     reshard = book.word(f"{section}fsdp_reshard_after_forward", "default")
-    if reshard == "never" and strategy == "fsdp":
+    if reshard == "never" and strategy == "fsdp" and book.answers["pp"] == 1:  # which is a pipeline's default
         book.answer("strategy", "fsdp-grad-op", f"{section}fsdp_reshard_after_forward")
 
 

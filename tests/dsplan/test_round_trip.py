@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from planner import vocabulary as words
 from planner.emit import emit
 from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
-from planner.models.counting.count import count_parameters
 from planner.models.facts import ModelFacts
 from planner.models.from_hf.config import facts_from_config
 from planner.models.resolve import named_model
@@ -197,6 +196,7 @@ def plans(pick: draw.DrawFn, format: Format) -> Plan:
     if strategy == "hsdp":
         assume(data >= nodes and data % nodes == 0)
         split = {"dp_replicate": nodes, "dp_shard": data // nodes}
+    assume(strategy != "fsdp-grad-op" or degrees["pp"] == 1)  # in a pipeline torchtitan's two forms are one
     method = pick(draw.sampled_from(format.methods))
     workload: dict[str, Any] = {
         "task": pick(draw.sampled_from(format.tasks)),
