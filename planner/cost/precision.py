@@ -14,6 +14,7 @@ from typing import Literal
 from hardware_db.device import Device
 from hardware_db.records import dataclass
 from planner.cost.code_bases import CodeBase, code_base, code_names
+from planner.cost.memo import memo_by_identity
 from planner.types.job import Job, Workload
 from planner.types.plan import Configuration
 from planner.vocabulary import (
@@ -122,6 +123,7 @@ INT8_LOADED_BYTES = 1.0
 LOADED_BYTES: dict[LoadDtype, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": INT8_LOADED_BYTES, "nf4": NF4_BYTES}
 
 
+@memo_by_identity
 def recipe_of(job: Job) -> Recipe:
     """Return the recipe that a backend follows for a precision.
 

@@ -22,7 +22,8 @@ from planner.types.job import Workload
 from planner.types.plan import Plan
 from planner.vocabulary import REPLICAS, Strategy
 
-First = Callable[[Request], Plan | None]
+First = Callable[[Request, float], Plan | None]
+"""The first plan of a request; None without one that takes at most so many seconds a step."""
 
 WORTH_SAYING = 0.10
 """Gain in speed from which on a change is offered; a choice, above what a plan's neighbours differ by."""
@@ -58,7 +59,8 @@ def advise(request: Request, plan: Plan, first: First) -> tuple[Advice, ...]:
 def _by_workload(request: Request, plan: Plan, first: First) -> Iterator[Advice]:
     """Yield changes of the work that make it faster."""
     for change, flag, changes in _changes(request, plan):
-        tried = _tried(first, _alike(request, plan, workload=replace(request.workload, **changes)))
+        changed = _alike(request, plan, workload=replace(request.workload, **changes))
+        tried = _tried(first, changed, plan, 1 + WORTH_SAYING)
         speed = 0.0 if tried is None else _speed(tried) / _speed(plan)
         if tried is not None and speed >= 1 + WORTH_SAYING:
             yield Advice(change=change, flag=flag, gain=_faster(speed, tried), speed=speed)
@@ -106,7 +108,7 @@ def _by_code(request: Request, plan: Plan, first: First) -> Iterator[Advice]:
         allow_unrunnable=True,
         offload="none",
     )
-    tried = _tried(first, there)
+    tried = _tried(first, there, plan, 1 + WORTH_SAYING)
     speed = 0.0 if tried is None else _speed(tried) / _speed(plan)
     if tried is not None and speed >= 1 + WORTH_SAYING:
         flag = "--code torchtitan --compile"
@@ -121,7 +123,7 @@ def _by_fewer(request: Request, plan: Plan, first: First) -> Iterator[Advice]:
     there = _alike(request, plan, workload=request.workload)
     for fewer in on_fewer_devices(there):
         strategy: Strategy = "single" if fewer.cluster.gpus == 1 else plan.configuration.strategy
-        tried = _tried(first, replace(fewer, strategies=(strategy,)))
+        tried = _tried(first, replace(fewer, strategies=(strategy,)), plan, KEEPS_SPEED)
         if tried is None or _speed(tried) < KEEPS_SPEED * _speed(plan):
             break
         enough = tried
@@ -155,9 +157,10 @@ def _alike(request: Request, plan: Plan, *, workload: Workload) -> Request:
     return replace(free, strategies=(chosen.strategy,), degrees=degrees, offload=chosen.offload)
 
 
-def _tried(first: First, request: Request) -> Plan | None:
+def _tried(first: First, request: Request, plan: Plan, speed: float) -> Plan | None:
+    """Return the first plan of a changed request, if any of its plans has at least so many times a plan's speed."""
     try:
-        return first(request)
+        return first(request, request.workload.global_batch_size / (speed * _speed(plan)))
     except ContradictoryRequest:  # what was changed does not go with the rest
         return None
 

@@ -47,6 +47,7 @@ class Candidate:
     def __init__(self, request: Request, layout: CandidateLayout) -> None:
         self.request, self.layout = request, layout
         self.micros = micro_batches(request, layout)
+        self._configurations: dict[int, Configuration] = {}
         self._priced: dict[int, Priced] = {}
         self._times: dict[int, StepTime] = {}
         self._verdicts: tuple[words.Verdict, ...] = ("fits", "tight")
@@ -59,7 +60,9 @@ class Candidate:
 
     def configuration(self, index: int) -> Configuration:
         """Return the configuration with one of the micro-batches."""
-        return configuration_of(self.request, self.layout, self.micros[index])
+        if index not in self._configurations:
+            self._configurations[index] = configuration_of(self.request, self.layout, self.micros[index])
+        return self._configurations[index]
 
     def priced(self, index: int) -> Priced:
         """Memory, and whether that fits."""

@@ -119,19 +119,24 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
     )
 
 
-def first_plan(request: Request) -> Plan | None:
-    """Return the first plan of `recommend` alone, without reasons and a deadline; None where nothing fits.
+def first_plan(request: Request, within: float = math.inf) -> Plan | None:
+    """Return the first plan of `recommend` alone, without reasons and a deadline.
+
+    None where nothing fits, or no plan that fits takes at most `within` seconds a step, which is known sooner.
 
     Raises:
         ContradictoryRequest: as `recommend`.
     """
-    ranked = rank(request, _near_the_fastest(request))
+    groups = list(group_candidates(request).values())
+    if within < math.inf and all(best(group, "throughput", within) is None for group in groups):
+        return None
+    ranked = rank(request, _near_the_fastest(request, groups))
     return ranked[0].plan if ranked else None
 
 
-def _near_the_fastest(request: Request) -> list[Timed]:
+def _near_the_fastest(request: Request, groups: Sequence[Sequence[Candidate]]) -> list[Timed]:
     """Return the best of every group; where time counts, only of those whose best may be first."""
-    choose, groups = _choice(request), list(group_candidates(request).values())
+    choose = _choice(request)
     if request.objective != "throughput":
         every = (choose(group, request.objective, math.inf) for group in groups)
         return [item for item in every if item is not None]
@@ -241,9 +246,9 @@ def _why_uneven(request: Request) -> str | None:
     return f"global batch {batch} cannot be split evenly over {gpus} GPUs; use {nearest} for plans that split no model"
 
 
-def _first(request: Request) -> Plan | None:
+def _first(request: Request, within: float = math.inf) -> Plan | None:
     try:
-        return first_plan(request)
+        return first_plan(request, within)
     except ContradictoryRequest:  # the batch cannot be split over so many devices
         return None
 

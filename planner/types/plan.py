@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 from math import prod
+from operator import attrgetter
 from typing import Any, TypedDict
 
 from hardware_db.records import dataclass
@@ -105,11 +106,10 @@ class Configuration:
     quantized_gradients: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in _WORDS.items():
-            if getattr(self, name) not in allowed:
-                raise ContradictoryRequest(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
-        for name in _COUNTS:
-            value = getattr(self, name)
+        for name, value in zip(_WORDS, _words_in(self), strict=True):
+            if value not in _WORDS[name]:
+                raise ContradictoryRequest(f"{name} {value!r} is not one of {', '.join(_WORDS[name])}")
+        for name, value in zip(_COUNTS, _counts_in(self), strict=True):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ContradictoryRequest(f"{name} is {value!r}; it must be a whole number of at least 1")
         if not 0 < self.offload_ratio <= 1:
@@ -216,6 +216,7 @@ _COUNTS = (
     *("hpz_partition_size",),
     *("micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "sequence_length"),
 )
+_words_in, _counts_in = attrgetter(*_WORDS), attrgetter(*_COUNTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,6 @@ from torch import nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
 from strategies.errors import CannotRun
@@ -266,6 +265,8 @@ class _Again:
 def earlier_tokens(queries: int, keys: int, device: torch.device) -> torch.Tensor:
     """Say which keys come before each of the last `queries` tokens; on a GPU so that flash attention needs no mask."""
     if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # with it comes torch's compiler
+
         with without_modes():  # selective checkpointing's cannot make a subclass of tensors
             return causal_lower_right(queries, keys)
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 from dsplan.cli.app import COMMANDS, load_command
@@ -59,7 +60,16 @@ def test_every_number_of_the_command_line_has_both_limits() -> None:
 
 @pytest.mark.parametrize(("command", "flag"), numeric_flags())
 def test_a_flag_takes_plain_numbers_only(cli: Cli, command: str, flag: str) -> None:
+    """What its type takes, and one of the others, another for each flag, are given to the whole command."""
+    (parameter,) = (parameter for parameter in load_command(command).params if flag in parameter.opts)
+    whole = [NO_NUMBERS[sum(map(ord, flag)) % len(NO_NUMBERS)]]
     for given in NO_NUMBERS:
+        try:
+            parameter.type.convert(given, parameter, None)
+        except typer.BadParameter:
+            continue
+        whole.append(given)
+    for given in whole:
         assert flag in cli.refuses(command, flag, given)
 
 

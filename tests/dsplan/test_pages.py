@@ -109,7 +109,7 @@ def sources_of_all_kinds_page(place: Path) -> Page:
     return sources_page(recommend(request).plans[:2], runs, refresh(store, HERE, keep=False))
 
 
-@pytest.mark.parametrize("made", [question_page, sources_of_all_kinds_page])
+@pytest.mark.parametrize("made", [question_page, pytest.param(sources_of_all_kinds_page, marks=pytest.mark.slow)])
 def test_a_report_is_drawn_reached_read_and_printed(
     made: Callable[[Path], Page], tmp_path: Path, open_page: OpenPage
 ) -> None:

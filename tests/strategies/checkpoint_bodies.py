@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +105,13 @@ def times_written(directory: Path) -> dict[str, float]:
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the latest checkpoint but random states, whole, put together by hand."""
     folder = directory / (directory / "latest").read_text().strip()
-    found = {}
+    found, read = {}, cache(load_file)
     for name, entry in json.loads((folder / "tensors.json").read_text()).items():
         if not name.startswith("rng/"):
             whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
             for box in entry["boxes"]:
                 place = tuple(slice(o, o + n) for o, n in zip(box["offsets"], box["sizes"], strict=True))
-                whole[place] = load_file(folder / box["file"])[box["key"]]
+                whole[place] = read(folder / box["file"])[box["key"]]
             found[name] = whole
     return found
 

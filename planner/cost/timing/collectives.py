@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from hardware_db.device import Link
 from hardware_db.records import dataclass
 from hardware_db.units import GB
-from planner.cost.timing.memo import memo_by_identity
+from planner.cost.memo import memo_by_identity
 from planner.types.cluster import Cluster
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point"]

@@ -12,8 +12,8 @@ from math import prod
 
 from hardware_db.records import dataclass
 from planner import vocabulary as words
+from planner.cost.memo import memo_by_identity
 from planner.cost.timing.efficiency import BACKWARD
-from planner.cost.timing.memo import memo_by_identity
 from planner.cost.timing.stacks import KINDS, Matmuls, Stack, measured_stacks, recorded_stacks, stacks, traced_stacks
 from planner.models.facts import Adapter, ModelFacts, ParameterCounts
 from planner.types.job import Job

@@ -110,6 +110,8 @@ def _parked_cost(job: Job, hideout: float, rates: DeviceRates) -> tuple[float, f
     Checkpointed inputs are on their way to the host and back in every micro-batch.
     """
     size = sum(count * each for count, each in parked_inputs(job, recipe_of(job)))
+    if not size:
+        return max(0.0, hideout), 0.0
     both = sum(link_seconds(job.cluster, size, to_host=away) for away in (True, False))
     seconds = job.configuration.gradient_accumulation_steps * both
     slowdown = SERIAL_SLOWDOWN if rates.serial else SLOWDOWN

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from hardware_db.records import dataclass
-from planner.cost.timing.memo import memo_by_identity
+from planner.cost.memo import memo_by_identity
 from planner.models.facts import BlockWork, Growth, ModelFacts, ParameterCounts, TowerFacts
 
 KINDS = frozenset(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -162,16 +162,21 @@ def _math(call: Call, mask: torch.Tensor | None) -> torch.Tensor:
 @contextlib.contextmanager
 def windows_without_masks() -> Iterator[None]:
     """Have transformers make no masks for torch's attention function: the tensors of a step with flash attention."""
-    try:
-        masks: Any = import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
-    except ImportError:  # a module of the user's own, and no transformers
+    module = _masks_of_transformers()
+    if module is None:
         yield
         return
+    masks = module.ALL_MASK_ATTENTION_FUNCTIONS
     masks["sdpa"] = _no_mask
     try:
         yield
     finally:
         del masks["sdpa"]  # the library's own shows again
+
+
+def _masks_of_transformers() -> Any:
+    """Return the module of its masks, or None where no model of its has been imported: to import it takes seconds."""
+    return sys.modules.get("transformers.masking_utils")
 
 
 def _no_mask(*_arguments: Any, **_named: Any) -> None:
@@ -181,9 +186,8 @@ def _no_mask(*_arguments: Any, **_named: Any) -> None:
 @contextlib.contextmanager
 def unpadded() -> Iterator[None]:
     """Let transformers believe that no sample is padded and none packed, while it runs on fake tensors."""
-    try:
-        masks: Any = import_module("transformers.masking_utils")
-    except ImportError:  # a module of the user's own, and no transformers
+    masks = _masks_of_transformers()
+    if masks is None:
         yield
         return
     with contextlib.ExitStack() as restored:

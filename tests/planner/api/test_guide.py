@@ -31,7 +31,7 @@ def configuration(
 
 
 @pytest.mark.parametrize(("model", "gpus", "limit", "batch"), CASES)
-@pytest.mark.sweep(suite=lambda gpus, batch: (gpus == 1) == (batch == 1))
+@pytest.mark.sweep(suite=lambda gpus, batch, limit: (gpus == 1) == (batch == 1) and (gpus == 8 or limit == 24))
 def test_every_key_the_guide_reads(model: str, gpus: int, limit: int, batch: int) -> None:
     config = configuration(model, gpus, batch, limit)
     steps = config.get("gradient_accumulation_steps", 1)
@@ -78,7 +78,7 @@ def check_strategy(config: TrainingConfig) -> None:
 
 def test_the_cases_meet_every_strategy_word() -> None:
     """Otherwise the checks above would not have been reached."""
-    words = {configuration(model, gpus, 8, limit)["strategy"] for model, gpus, limit, _ in CASES}
+    words = {configuration(model, gpus, 8, limit)["strategy"] for model, gpus, limit, _ in CASES if gpus == 8}
     words |= {configuration("facebook/opt-125m", 4, 8, None)["strategy"]}
     words |= {configuration(*case, "adafactor")["strategy"] for case in SHARDED_BY_ZERO}
     assert {"ddp", "fsdp", "zero1", "zero2", "zero3"} <= words

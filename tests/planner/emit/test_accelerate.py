@@ -6,6 +6,8 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from planner.emit import emit
 from planner.types.plan import Plan
 from tests.planner.emit.consumers import ask, launch, write
@@ -85,6 +87,7 @@ def check_zero(plan: Plan, answer: dict[str, object]) -> None:
     }
 
 
+@pytest.mark.slow
 def test_accelerate_launch_starts_the_ranks_of_a_cpu_plan(tmp_path: Path) -> None:
     plan = make_plan("ddp", gpus=2, vendor="cpu", model=TINY, gradient_accumulation_steps=1)
     files = emit(plan, "accelerate")

@@ -76,10 +76,8 @@ def test_a_cpu_plan_says_use_cpu(answers: list[dict[str, Any]]) -> None:
     assert answers[-1]["device"] == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "wrapper"),
-    [pytest.param("ddp", "DistributedDataParallel", marks=pytest.mark.slow), ("zero2", "DeepSpeedEngine")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "wrapper"), [("ddp", "DistributedDataParallel"), ("zero2", "DeepSpeedEngine")])
 def test_trainer_trains_with_what_was_emitted(strategy: str, wrapper: str, tmp_path: Path) -> None:
     plan = make_plan(strategy, gpus=2, vendor="cpu", model=TINY, precision="fp32", gradient_accumulation_steps=2)
     options = EmitOptions(learning_rate=1e-2)

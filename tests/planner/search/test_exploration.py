@@ -44,7 +44,7 @@ def searched(request: Request) -> dict[str, Timed]:
 
 
 @pytest.mark.parametrize(("model", "gpu", "gpus", "options"), QUESTIONS)
-@pytest.mark.sweep(suite=lambda model, gpus: (model, gpus) not in (("llama-3-8b", 64), ("opt-1.3b", 8)))
+@pytest.mark.sweep(suite=lambda model, gpus, options: "code" in options or (gpus < 16 and model != "opt-1.3b"))
 def test_the_best_of_every_group_is_that_of_an_exhaustive_search(
     model: str, gpu: str, gpus: int, options: dict[str, object]
 ) -> None:

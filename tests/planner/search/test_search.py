@@ -32,7 +32,7 @@ def every(answer: Recommendation) -> list[str]:
     return [plan.configuration.strategy for plan in answer.plans] + [item.strategy for item in answer.rejected]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     model=some.sampled_from(["gpt2", "opt-1.3b", "llama-3-8b", "bert-large", "t5-3b", "mixtral-8x7b"]),
     gpu=some.sampled_from(["rtx4090", "a100-40gb", "h100"]),
@@ -310,12 +310,12 @@ def test_machines_that_are_rented_whole_are_not_priced_in_parts() -> None:
 
 def test_a_far_deadline_is_answered_with_the_devices_and_the_batch() -> None:
     request = question("llama-3-8b", "h100", 8)
-    answer = recommend(replace(request, budget=Budget(tokens=15e12, deadline_days=30)))
+    budget = Budget(tokens=1e12, deadline_days=30)
+    answer = recommend(replace(request, budget=budget))
     assert not answer.plans
     flags = dict(zip(answer.remedies[0].flag.split()[::2], answer.remedies[0].flag.split()[1::2], strict=True))
     gpus, batch = int(flags["--gpus"]), int(flags["--global-batch"])
     assert batch % gpus == 0
-    budget = Budget(tokens=15e12, deadline_days=30)
     assert recommend(question("llama-3-8b", "h100", gpus, global_batch=batch, budget=budget)).plans
     assert not recommend(question("llama-3-8b", "h100", gpus // 2, global_batch=batch, budget=budget)).plans
 

@@ -107,7 +107,7 @@ def test_every_checkpoint_continues_in_one_process(written: dict[Who, tuple[str,
         assert losses == pytest.approx(written[writer][1], rel=1e-6), writer
 
 
-@pytest.mark.parametrize("library", ["native", "deepspeed"])
+@pytest.mark.parametrize("library", ["native", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_masters_and_states_stay_the_same_bits_from_hand_to_hand(library: str, on: Ranks, tmp_path: Path) -> None:
     """In bf16 every strategy has fp32 masters somewhere; nothing is lost by going through all of them."""
     relay: list[Who] = [

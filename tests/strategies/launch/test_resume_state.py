@@ -219,7 +219,7 @@ def _best(monkeypatch: pytest.MonkeyPatch, request: Request, *failed: Plan) -> P
 
 
 def test_every_next_plan_is_smaller_by_a_growing_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    request, failed = _request(4), list[Plan]()
+    request, failed = _request(2), list[Plan]()
     for _ in range(4):
         failed.append(_best(monkeypatch, request, *failed))
     peaks = [plan.memory.peak_allocated_bytes for plan in failed]
@@ -229,7 +229,7 @@ def test_every_next_plan_is_smaller_by_a_growing_share(monkeypatch: pytest.Monke
 
 
 def test_a_chain_of_failures_ends_with_the_smallest_plan_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    request, failed = _request(4), list[Plan]()
+    request, failed = _request(2), list[Plan]()
     refusal = ""
     while not refusal and len(failed) < 100:
         try:

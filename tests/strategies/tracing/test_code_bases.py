@@ -31,7 +31,7 @@ from planner.vocabulary import Checkpointing, Loss
 from strategies.tracing.cache.estimate import coverage_of
 from strategies.tracing.storage_tracker import StorageTracker
 
-SAMPLES, LENGTH = 4, 256
+SAMPLES, LENGTH = 2, 128
 
 
 def _facts(*, gated: bool, layers: int = 3, vocabulary: int = 3000) -> ModelFacts:
