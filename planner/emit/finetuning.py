@@ -103,7 +103,11 @@ def axolotl(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
 def _axolotl_fsdp(plan: Plan, own: Trainer, tp_size: int) -> Settings:
     configuration = plan.configuration
     block = plan.model.get("block_class", "")
+    if configuration.optimizer == "adamw-8bit-paged":
+        raise refuse(plan, own.form, "with optimizer adamw-8bit-paged", "plan with --optimizer adamw-8bit")
     settings: Settings = {
+        # bitsandbytes' does not run over FSDP2 (check_fsdp2_w_8bit_optimizer); torchao's does.
+        **({"optimizer": "adamw_torch_8bit"} if configuration.optimizer == "adamw-8bit" else {}),
         "fsdp_version": 2,
         "fsdp_config": {
             "offload_params": configuration.offload == "all",

@@ -225,8 +225,12 @@ def nemo_rl(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
     settings[f"{section}cpu_offload"] = configuration.offload == "all"
     if f"{section}lora_cfg.target_modules" in settings:
         settings[f"{section}lora_cfg.match_all_linear"] = False
-    if settings[f"{section}lora_cfg.enabled"] and configuration.tp > 1:
-        settings[f"{section}lora_cfg.use_triton"] = False
+    if f"{section}lora_cfg.enabled" in settings:
+        if task == "reward":
+            raise refuse(plan, own.form, "of task reward with method lora", "plan with --method full")
+        settings |= {f"{section}lora_cfg.use_triton": False} if configuration.tp > 1 else {}
+    elif task != "reward":  # whose config has no such section
+        settings[f"{section}lora_cfg.enabled"] = False
     recipe = _DEFAULTS[task]
     if task == "grpo":
         settings |= _nemo_rounds(plan, own)

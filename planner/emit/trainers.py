@@ -57,7 +57,8 @@ def _document() -> Mapping[str, Any]:
 def trainer_of(name: str) -> Trainer:
     """Return a trainer by its name in `trainers.yaml`."""
     row = dict(_document()["trainers"][name])
-    return Trainer(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    return Trainer(**fields)
 
 
 def torchtune_models() -> Mapping[str, Mapping[str, Any]]:
@@ -155,7 +156,7 @@ def _refuse_what_it_lacks(plan: Plan, trainer: Trainer) -> None:
         raise refuse(plan, form, "", f"plan with --strategy {' or '.join(trainer.strategies)}")
     if is_zero(plan) and configuration.backend != "deepspeed":
         raise refuse(plan, form, f"with backend {configuration.backend}", "plan with --backend deepspeed")
-    for name in words.DEGREES:
+    for name in ("tp", "pp", "cp", "ep"):
         degree = getattr(configuration, name)
         if degree > 1 and (name not in trainer.degrees or configuration.strategy not in words.FSDP_STRATEGIES):
             raise refuse(plan, form, f"with {name} {degree}", f"plan with --{name} 1")
@@ -173,9 +174,9 @@ def _refuse_what_it_lacks(plan: Plan, trainer: Trainer) -> None:
     if configuration.activation_checkpointing == "full" and configuration.checkpoint_every > 1:
         every = f"with every {configuration.checkpoint_every}th block recomputed"
         raise refuse(plan, form, every, "it recomputes all; plan with --checkpoint-every 1")
-    for name in ("train_only", "ema"):
-        if workload.get(name):
-            flag = name.replace("_", "-")
+    for key in ("train_only", "ema"):
+        if workload.get(key):
+            flag = key.replace("_", "-")
             raise refuse(plan, form, f"with --{flag}", f"plan without --{flag}, which dsplan's own scripts can do")
 
 
