@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from dsplan.question import Question
 from hardware_db.errors import DsplanError
 from hardware_db.records import dataclass
+from planner import vocabulary as words
 from planner.models.catalogue import knows_model
 from planner.models.facts import ModelFacts
 from planner.models.resolve import model_of_size, named_model, resolve_model
+from planner.models.tasks import possible_tasks
 from planner.read.form import Finding, Reading
 from planner.read.recognise import read_files
 from planner.read.trainers import TRAINERS
 from planner.search.audit import Audit, audit
+from planner.search.post_training import PostTrainingOptions
 
 _WORK = (
     *(
@@ -34,6 +38,7 @@ _WORK = (
         "lora_rank",
     ),
     *("lora_targets", "load_dtype", "fp8_recipe", "global_batch"),
+    *(item.name for item in fields(PostTrainingOptions)),
 )
 """Fields of a question that a reading may answer."""
 _SIZE = re.compile(r"(?<![0-9.x])([0-9]+(?:\.[0-9]+)?)[ _-]?([bBmM])(?![a-zA-Z0-9])")
@@ -85,7 +90,8 @@ def check_files(
         facts, notes = _model(answers, reading, is_flag=model is not None)
     except DsplanError as error:
         return _without_plan(reading, question, str(error), "unknown-model")
-    reading = replace(reading, findings=(*reading.findings, *notes))
+    answers, others = _possible_work(answers, facts)
+    reading = replace(reading, findings=(*reading.findings, *notes, *others))
     work = {name: answers[name] for name in _WORK if name in answers}
     if work.get("task") == "causal-lm":
         work.pop("task")
@@ -98,6 +104,83 @@ def check_files(
             raise
         return _without_plan(reading, question, str(error), "impossible")
     return Checked(reading=reading, audit=audit(request, reading, answers), question={**question, "code": code})
+
+
+_ROUNDS = tuple(item.name for item in fields(PostTrainingOptions))
+
+
+def _possible_work(answers: dict[str, Any], facts: ModelFacts) -> tuple[dict[str, Any], list[Finding]]:
+    """Return answers without rounds of generation that are not planned for such a model: its update is left."""
+    if answers.get("task") not in words.GENERATING or answers["task"] in possible_tasks(facts):
+        return answers, []
+    left = {name: value for name, value in answers.items() if name not in (*_ROUNDS, "steps_per_generation", "task")}
+    prompt, completion = answers.get("prompt_len") or 0, str(answers.get("completion_len") or 0)
+    if "seq_len" not in left and completion.isdigit() and prompt + int(completion):
+        left["seq_len"] = prompt + int(completion)
+    message = f"{answers['task']} of {facts.kind} models is not planned: its update is counted as supervised training"
+    return left, [Finding(severity="warning", id="update-only", message=message)]
+
+
+# The same files as a question to be searched for, not a configuration to be priced.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """The question of files and flags together, the model where only the files know it, and what to tell of both."""
+
+    question: Question
+    facts: ModelFacts | None
+    remarks: tuple[str, ...]
+
+
+def question_of(paths: Sequence[Path], flags: Mapping[str, Any]) -> Asked:
+    """Return the question that files ask, with flags of `Question` in the place of what they say.
+
+    `flags` are those that a person gave, and no defaults. The global batch of the files is that of their micro-batch,
+    accumulation and ranks where they name none. Strategy, degrees, recomputation and offload stay open.
+
+    Raises:
+        DsplanError: a file cannot be read or trains nothing, or no file and no flag names the model.
+    """
+    reading = read_files(paths)
+    answers = {name: value for name, value in reading.answers.items() if value is not None}
+    answers = {**answers, **{name: flags[name] for name in ("model", "seq_len") if name in flags}}
+    names_model = "model" in flags or "model_size" in flags
+    facts, notes = (None, []) if names_model else _model(answers, reading, is_flag=False)
+    names = [item.name for item in fields(Question) if item.name in answers and item.name not in _MODEL]
+    work = {name: answers[name] for name in names if name not in flags and name not in ("gpus", "nodes")}
+    if work.get("task") == "causal-lm":
+        work.pop("task")
+    if flags.get("method") == "full":
+        work = {name: value for name, value in work.items() if name not in ("lora_rank", "lora_targets", "load_dtype")}
+    work.setdefault("code", TRAINERS[reading.format].code)
+    chosen = _hardware(answers, {name: flags[name] for name in _HARDWARE if name in flags})
+    if "global_batch" not in answers and (batch := _global_batch(answers, chosen.get("gpus"))) is not None:
+        work["global_batch"] = batch
+    given = {name: value for name, value in flags.items() if name not in _HARDWARE}
+    question = Question(**{**work, **chosen, **given})
+    remarks = [finding.message for finding in notes]
+    shown = ", ".join(reading.files)
+    taken = ", ".join(f"{name} {value}" for name, value in {**work, **chosen}.items() if name not in flags)
+    remarks.append(f"{shown}, {reading.trainer}'s: {taken} (--config)")
+    if gaps := list(dict.fromkeys(item.key for item in reading.gaps)):
+        more = f" and {len(gaps) - _SHOWN_GAPS} more" if len(gaps) > _SHOWN_GAPS else ""
+        remarks.append(f"not counted of it: {', '.join(gaps[:_SHOWN_GAPS])}{more}; `dsplan check` says why")
+    return Asked(question=question, facts=facts, remarks=tuple(remarks))
+
+
+_MODEL = ("model", "model_size")
+_HARDWARE = ("gpus", "gpu", "nodes", "node_type", "interconnect", "cluster")
+_SHOWN_GAPS = 5
+
+
+def _global_batch(answers: Mapping[str, Any], gpus: int | None) -> int | None:
+    """Return micro-batch x accumulation x replicas, None where a file does not say how many samples a GPU takes."""
+    micro = answers.get("micro_batch")
+    if micro is None or gpus is None:
+        return None
+    sharing = prod(int(answers.get(name) or 1) for name in ("tp", "pp", "cp"))
+    return int(micro) * int(answers.get("grad_accum") or 1) * max(gpus // sharing, 1)
 
 
 def _without_plan(reading: Reading, question: Mapping[str, Any], why: str, id: str) -> Checked:

@@ -51,6 +51,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "recommend": (
         "dsplan recommend --model opt-6.7b --gpus 8 --gpu A100-SXM4-80GB",
         "dsplan recommend --model llama-2-70b --method qlora --gpus 2 --gpu RTX-4090 --out plans",
+        "dsplan recommend --config train.yaml --gpus 8 --gpu A100-SXM4-80GB --global-batch 256",
     ),
     "max": ("dsplan max --model mistral-7b --gpus 4 --gpu A100-SXM4-40GB --strategy fsdp",),
     "explain": ("dsplan explain plans/plan-1.yaml",),
@@ -73,6 +74,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dsplan run --strategy fsdp --tp 2 --nproc 4 train.py",
         "dsplan run --track tensorboard,wandb train.py",
         "dsplan run --resume runs/2026-11-23",
+        "dsplan run -- accelerate launch --mixed_precision bf16 train.py --epochs 3",
     ),
     "track": ("dsplan track runs/2026-11-23 --to wandb,mlflow",),
     "watch": ("dsplan watch runs/2026-11-23", "dsplan watch runs/2026-11-23 --once --json"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,7 @@ from dsplan.cli.flags import (
 )
 
 if TYPE_CHECKING:
+    from dsplan.question import Goal
     from planner.search.request import Request
     from planner.search.scaling import Rate
     from planner.search.search import Recommendation
@@ -95,7 +96,20 @@ def _write_views(
 
 
 def recommend(
-    model: ModelFlags, hardware: HardwareFlags, work: WorkFlags, ranking: RankingFlags, json: JsonFlag = False
+    model: ModelFlags,
+    hardware: HardwareFlags,
+    work: WorkFlags,
+    ranking: RankingFlags,
+    context: typer.Context,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Take the question from a trainer's config or script; flags override it. May be repeated: several"
+            " files are one training.",
+        ),
+    ] = None,
+    json: JsonFlag = False,
 ) -> None:
     """Ranked plans for a model on your hardware. Exit status 1 if nothing fits."""
     from dsplan.question import Goal, Question
@@ -108,9 +122,9 @@ def recommend(
     from dsplan.render.show import say, show, show_json
     from planner.search.search import recommend as search
 
-    question = Question(**asdict(model), **asdict(hardware), **asdict(work))
     goal = Goal(**{name: value for name, value in asdict(ranking).items() if name not in ("out", "plot")})
-    requests = question.requests(**goal.ranking())
+    flags = {**asdict(model), **asdict(hardware), **asdict(work)}
+    requests = _of_config(context, config, flags, goal) if config else Question(**flags).requests(**goal.ranking())
     if len(requests) == 1:
         answer = search(requests[0], with_front=goal.pareto)
     else:
@@ -127,6 +141,17 @@ def recommend(
         if ranking.out is not None and answer.plans:
             say(f"{len(answer.plans)} plans and their configs are in {ranking.out}")
     raise typer.Exit(not answer.plans)
+
+
+def _of_config(context: typer.Context, paths: list[Path], flags: dict[str, Any], goal: Goal) -> tuple[Request, ...]:
+    """Return the requests of a trainer's files, with what was taken from them among their remarks."""
+    from dsplan.checking import question_of
+
+    sources = {name: context.get_parameter_source(name) for name in flags}
+    given = {name: flags[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    config = question_of(paths, given)
+    requests = config.question.requests(config.facts, **goal.ranking())
+    return tuple(replace(request, defaults=(*config.remarks, *request.defaults)) for request in requests)
 
 
 def _scaling(answer: Recommendation) -> tuple[Rate, ...]:

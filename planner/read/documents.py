@@ -5,6 +5,7 @@ Texts are parsed and never constructed: a tag such as `!!python/object` is refus
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import stat
@@ -48,6 +49,8 @@ def read_source(path: Path) -> Source:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
+        if content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # of UTF-32 little-endian too
+            raise BrokenFile(shown, "is text in UTF-16 or UTF-32", "save it as UTF-8") from None
         raise BrokenFile(shown, f"is not text in UTF-8 (byte {problem.start})", "name a config or a script") from None
     if "\0" in text:
         raise BrokenFile(shown, "holds NUL characters", "name a config or a script")
@@ -100,9 +103,36 @@ def parse_yaml_settings(source: Source) -> list[Setting]:
         raise BrokenFile(source.path, f"is not YAML ({' '.join(str(problem).split())})", REMEDY) from None
     except RecursionError:
         raise BrokenFile(source.path, f"is nested more than {MOST_DEPTH} deep", REMEDY) from None
+    _check_size(source, root)
     if not isinstance(root, yaml.MappingNode):
         raise BrokenFile(source.path, "is no mapping of keys to values", "name a trainer's config or a script")
     return list(_bounded(source, _walk_yaml(source, root, "", 0)))
+
+
+_MOST_NODES = 20 * MOST_SETTINGS
+"""Of a YAML text with every alias written out; of 1 MiB without aliases there are fewer."""
+
+
+def _check_size(source: Source, root: Any) -> None:
+    """Refuse a text whose aliases write out to more than can be walked, and one that holds itself."""
+    import yaml
+
+    sizes: dict[int, int] = {}
+
+    def size(node: Any, depth: int) -> int:
+        if depth > MOST_DEPTH:
+            raise BrokenFile(source.path, f"is nested more than {MOST_DEPTH} deep", REMEDY)
+        if isinstance(node, yaml.ScalarNode):
+            return 1
+        if id(node) not in sizes:
+            parts = (
+                node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+            )
+            sizes[id(node)] = 1 + sum(size(part, depth + 1) for part in parts)
+        return sizes[id(node)]
+
+    if size(root, 0) > _MOST_NODES:
+        raise BrokenFile(source.path, "repeats itself by aliases without end", "write its values out")
 
 
 def _bounded(source: Source, settings: Iterator[Setting]) -> Iterator[Setting]:

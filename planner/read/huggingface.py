@@ -9,6 +9,7 @@ from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.read.documents import Files, parse_json_settings
 from planner.read.form import COMMAND, Notebook, Source
+<<<<<<< HEAD
 from planner.read.sharding import (
     KEPT_IN_16_BITS,
     close_deepspeed,
@@ -17,6 +18,10 @@ from planner.read.sharding import (
     read_fsdp,
     stage_of_name,
 )
+=======
+from planner.read.rounds import counts_rounds, read_rounds
+from planner.read.sharding import close_deepspeed, merge_deepspeed, read_deepspeed, read_fsdp, stage_of_name
+>>>>>>> main
 from planner.read.trainers import (
     default_of,
     keys_of,
@@ -228,7 +233,7 @@ def read_trl(book: Notebook, files: Files, command: str) -> None:
         (word for word in ("sft", "dpo", "grpo", "kto", "rloo", "reward", "orpo", "ppo", "cpo") if word in command), ""
     )
     book.answer("task", "causal-lm")
-    if method not in ("", "sft"):
+    if method not in ("", "sft") and not counts_rounds(method):
         set_task(book, COMMAND, method)
     _read_model(book)
     length = book.positive("max_length") or book.positive("max_seq_length")
@@ -243,6 +248,8 @@ def read_trl(book: Notebook, files: Files, command: str) -> None:
     book.become("load_dtype", dtype, "dtype", "torch_dtype")
     loading = Loading(in_16_bits=dtype in ("auto", "bfloat16", "bf16", "float16"))
     read_training(book, files, loading=loading, recomputes=True, trainer="trl", precision="bf16")
+    if counts_rounds(method):
+        read_rounds(book, "trl", COMMAND, method)
     _read_packing(book)
     book.close(
         without_effect=lambda key: key in ("config", "accelerate_config") or without_effect(key),

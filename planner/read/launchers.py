@@ -38,7 +38,9 @@ _ALONE = frozenset(
             "no_local_rank",
         ),
         *("fsdp_offload_params_true", "save_pid", "enable_each_rank_log", "force_multi", "bind_cores_to_rank"),
-        *("use_parallelism_config", "module", "m", "exclusive", "label", "l", "overlap", "use_env"),
+        *("virtual_local_rank", "downcast_bf16", "dynamo_use_dynamic", "dynamo_use_fullgraph", "tpu_cluster", "q"),
+        *("dynamo_use_regional_compilation", "fp8_use_autocast_during_eval", "no_tpu_cluster", "tpu_use_sudo"),
+        *("no_ssh_check", "use_parallelism_config", "module", "m", "exclusive", "label", "l", "overlap", "use_env"),
     }
 )
 """Flags of launchers that take no value (accelerate 1.15's `commands/launch.py`, torch 2.13's `distributed/run.py`,

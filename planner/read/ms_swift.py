@@ -12,6 +12,7 @@ from planner import vocabulary as words
 from planner.read.documents import Files
 from planner.read.form import Notebook
 from planner.read.huggingface import GAPS, Loading, read_quantisation, read_training
+from planner.read.rounds import counts_rounds, read_rounds
 from planner.read.trainers import (
     default_of,
     keys_of,
@@ -195,6 +196,9 @@ def read(book: Notebook, files: Files, command: str) -> None:
     degree = book.positive("sequence_parallel_size")
     if degree is not None and degree > 1:
         book.answer("cp", degree, "sequence_parallel_size")
+    kind = book.word("rlhf_type")
+    if counts_rounds(kind):
+        read_rounds(book, "ms-swift", "rlhf_type", kind)
     book.close(
         without_effect=lambda key: key in _PLAIN or without_effect(key),
         gaps=_GAPS,
@@ -206,7 +210,9 @@ def read(book: Notebook, files: Files, command: str) -> None:
 def _read_task(book: Notebook, command: str) -> None:
     kind = book.word("task_type")
     if command == "rlhf" or "rlhf_type" in book:
-        set_task(book, "rlhf_type", book.word("rlhf_type", "dpo"))
+        kind = book.word("rlhf_type", "dpo")
+        if not counts_rounds(kind):
+            set_task(book, "rlhf_type", kind)
     elif kind in ("seq_cls", "reranker", "generative_reranker", "embedding"):
         set_task(book, "task_type", kind)
     else:

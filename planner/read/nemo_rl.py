@@ -11,12 +11,13 @@ from collections.abc import Iterable, Mapping
 from planner import vocabulary as words
 from planner.read.documents import Files, parse_config
 from planner.read.form import Notebook, Setting, follow_references
+from planner.read.rounds import ROUND, read_rounds
 from planner.read.trainers import lora_targets, read_optimizer, set_task, without_effect
 
 _GAPS: Mapping[str, str] = {
-    "grpo": "generation is not counted",
-    "policy.generation": "generation is not counted",
-    "policy.generation_batch_size": "generation is not counted",
+    "grpo": ROUND,
+    "policy.generation": ROUND,
+    "policy.generation_batch_size": ROUND,
     "policy.sequence_packing": "samples are counted at their full length",
     "policy.dynamic_batching": "samples are counted at their full length",
     "policy.quant_cfg": "quantised weights are not counted",
@@ -52,6 +53,7 @@ _PLAIN = re.compile(
     re.VERBOSE,
 )
 _MOST_INCLUDES = 8
+_WORDS: Mapping[str, str] = {"rm": "reward"}
 _SECTIONS = frozenset(
     {
         *("defaults", "checkpointing", "cluster", "data", "logger", "grpo", "sft", "dpo", "rm", "ppo", "distillation"),
@@ -93,11 +95,15 @@ def read(book: Notebook, files: Files) -> None:
     book.answer("model", book.text("policy.model_name"), "policy.model_name")
     sections = {key.partition(".")[0] for key in book.settings}
     method = next((name for name in ("grpo", "dpo", "rm", "distillation", "ppo", "sft") if name in sections), "")
+    rounds = ""
     if method in ("", "sft"):
         book.answer("task", "causal-lm")
     else:
-        word = "reward" if method == "rm" else method
-        set_task(book, next(key for key in book.settings if key.startswith(f"{method}.")), word)
+        word, key = _WORDS.get(method, method), next(key for key in book.settings if key.startswith(f"{method}."))
+        if method == "grpo":
+            rounds = key
+        else:
+            set_task(book, key, word)
     book.answer("micro_batch", book.positive("policy.train_micro_batch_size", 1), "policy.train_micro_batch_size")
     total = book.positive("policy.train_global_batch_size")
     if total is not None:
@@ -115,6 +121,8 @@ def read(book: Notebook, files: Files) -> None:
         book.answer("gpus", per_node * (nodes or 1), "cluster.gpus_per_node", "cluster.num_nodes")
         if nodes is not None and nodes > 1:
             book.answer("nodes", nodes, "cluster.num_nodes")
+    if rounds:
+        read_rounds(book, "nemo-rl", rounds, "grpo")
     precision = book.word("policy.precision", "bfloat16")
     word = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(precision, "bf16")
     book.answer("precision", word, "policy.precision")

@@ -9,7 +9,12 @@ from dataclasses import replace
 from planner import vocabulary as words
 from planner.read.documents import Files
 from planner.read.form import COMMAND, Notebook, Setting
+<<<<<<< HEAD
 from planner.read.trainers import default_of, lora_targets, read_attention, read_optimizer, set_task, without_effect
+=======
+from planner.read.rounds import ROUND, read_rounds
+from planner.read.trainers import default_of, lora_targets, read_attention, set_task, without_effect
+>>>>>>> main
 
 _NEW: Mapping[str, str] = {
     "pretrain": "model.model_name_or_path",
@@ -40,18 +45,20 @@ _NEW: Mapping[str, str] = {
     "actor_num_gpus_per_node": "actor.num_gpus_per_node",
 }
 """Older flags, and those of the actor, under the names that they have now."""
+OLDER: Mapping[str, str] = {new: old for old, new in reversed(tuple(_NEW.items())) if "." not in old}
+"""The names that flags had."""
 _GAPS: Mapping[str, str] = {
-    "vllm": "generation is not counted",
-    "rollout": "generation is not counted",
+    "vllm": ROUND,
+    "rollout": ROUND,
     "critic": "a further model is not counted",
     "reward": "a further model is not counted",
-    "ref": "the frozen copy is not counted",
+    "ref": "the frozen copy is counted as the actor is spread",
     "ds.packing_samples": "samples are counted at their full length",
     "ds.zpg": "ZeRO++'s second copy of the weights is not counted",
     "ds.tensor_parallel_size": "DeepSpeed's AutoTP is not counted",
     "ds.deepcompile": "compiled blocks are not counted",
     "train.dynamic_batch_enable": "micro-batches are counted by samples",
-    "colocate_all_models": "generation is not counted",
+    "colocate_all_models": ROUND,
     "critic_pretrain": "a further model is not counted",
     "reward_pretrain": "a further model is not counted",
     "remote_rm_url": "a further model is not counted",
@@ -84,7 +91,7 @@ def read(book: Notebook, files: Files) -> None:
     method = next((word for name, word in _METHODS.items() if name in program), "sft")
     if method == "sft":
         book.answer("task", "causal-lm")
-    else:
+    elif method != "ppo":
         set_task(book, COMMAND, method)
     length = book.positive("data.max_len")
     if length is None:
@@ -125,4 +132,8 @@ def read(book: Notebook, files: Files) -> None:
     per_node, nodes = book.positive("actor.num_gpus_per_node"), book.positive("actor.num_nodes", 1)
     if per_node is not None:
         book.answer("gpus", per_node * (nodes or 1), "actor.num_gpus_per_node", "actor.num_nodes")
+    if method == "ppo":
+        estimator = book.word("algo.advantage.estimator", "gae")
+        read_rounds(book, "openrlhf", COMMAND, "ppo" if estimator == "gae" else "grpo")
+        book.become("task", book.answers["task"], "algo.advantage.estimator")
     book.close(without_effect=lambda key: _PLAIN.match(key) is not None or without_effect(key), gaps=_GAPS, names=())

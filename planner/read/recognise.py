@@ -337,6 +337,8 @@ class _Together:
             merge_deepspeed(book, side, "deepspeed")
             self.books.append(side)
         merge_accelerate(book, self.outer)
+        if (apart := book.answers.pop("gpus_apart", 0)) and "gpus" in book.answers:
+            book.answers["gpus"] += apart
         for other in self.books:
             book.understood[:0] = other.understood
             book.unread[:0] = other.unread

@@ -31,6 +31,8 @@ class Trainer:
     checkpointings: tuple[words.Checkpointing, ...] = ("none", "full")
     splits: tuple[words.Degree, ...] = ()
     """Degrees that it has beside data parallelism, which a better plan may change."""
+    shards_in_bf16: bool = False
+    """Whether shards of weights that were loaded in bf16 stay so, states included; else they have fp32 masters."""
     refuses_unknown: bool = False
     """Whether it stops at a key that it does not have."""
 
@@ -45,7 +47,9 @@ TRAINERS: Mapping[str, Trainer] = {
     "llama-factory": Trainer(name="LLaMA-Factory", **_HUGGING_FACE),
     "axolotl": Trainer(name="axolotl"),
     "ms-swift": Trainer(name="ms-swift", **_HUGGING_FACE),
-    "torchtune": Trainer(name="torchtune", code="torch", strategies=("single", "fsdp"), offloads=("none", "all")),
+    "torchtune": Trainer(
+        name="torchtune", code="torch", strategies=("single", "fsdp"), offloads=("none", "all"), shards_in_bf16=True
+    ),
     "torchtitan": Trainer(
         name="torchtitan",
         code="torchtitan",

@@ -11,11 +11,16 @@ from collections.abc import Mapping
 from planner import vocabulary as words
 from planner.read.documents import Files
 from planner.read.form import Notebook
+<<<<<<< HEAD
 from planner.read.trainers import lora_targets, read_attention, read_optimizer, set_task, without_effect
+=======
+from planner.read.rounds import ROUND, read_rounds
+from planner.read.trainers import lora_targets, without_effect
+>>>>>>> main
 
 _GAPS: Mapping[str, str] = {
-    "actor_rollout_ref.rollout": "generation is not counted",
-    "actor_rollout_ref.ref": "the frozen copy is not counted",
+    "actor_rollout_ref.rollout": ROUND,
+    "actor_rollout_ref.ref": "the frozen copy is counted as the actor is spread",
     "critic": "a further model is not counted",
     "reward_model": "a further model is not counted",
     "reward": "a further model is not counted",
@@ -28,7 +33,7 @@ _GAPS: Mapping[str, str] = {
     "actor_rollout_ref.actor.entropy_checkpointing": "logits are counted whole",
     "actor_rollout_ref.actor.megatron": "Megatron's further arguments are not counted",
     "actor_rollout_ref.actor.fsdp_config.forward_prefetch": "prefetching is counted as torch's own",
-    "actor_rollout_ref.hybrid_engine": "generation is not counted",
+    "actor_rollout_ref.hybrid_engine": ROUND,
     "data.gen_batch_size": "generation is not counted",
     "distillation": "a further model is not counted",
     "engine": "the engine's further arguments are not counted",
@@ -73,7 +78,6 @@ def _read_actor(book: Notebook) -> None:
     actor, model = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
     book.answer("model", book.text(f"{model}path"), f"{model}path")
     estimator = book.word("algorithm.adv_estimator", "gae")
-    set_task(book, "algorithm.adv_estimator", "ppo" if estimator == "gae" else "grpo")
     prompt, response = book.positive("data.max_prompt_length", 512), book.positive("data.max_response_length", 512)
     book.answer("seq_len", (prompt or 0) + (response or 0), "data.max_prompt_length", "data.max_response_length")
     micro = book.positive(f"{actor}ppo_micro_batch_size_per_gpu", 1)
@@ -90,8 +94,12 @@ def _read_actor(book: Notebook) -> None:
     if book.flag(f"{model}use_fused_kernels"):
         book.answer("loss", "fused", f"{model}use_fused_kernels")
     _read_lora(book, model)
+<<<<<<< HEAD
     _read_optimizer(book, f"{actor}optim.")
     read_attention(book, f"{model}override_config.attn_implementation", "flash")
+=======
+    read_rounds(book, "verl", "algorithm.adv_estimator", "ppo" if estimator == "gae" else "grpo")
+>>>>>>> main
     if book.word(f"{actor}strategy", "fsdp") == "megatron" or any(book.under(f"{actor}megatron")):
         _read_megatron(book, f"{actor}megatron.")
     else:

@@ -20,7 +20,7 @@ from planner.search.device_counts import on_fewer_devices
 from planner.search.request import Degrees, Request
 from planner.types.job import Workload
 from planner.types.plan import Plan
-from planner.vocabulary import REPLICAS, Strategy
+from planner.vocabulary import POST_TRAINING, REPLICAS, Strategy
 
 First = Callable[[Request, float], Plan | None]
 """The first plan of a request; None without one that takes at most so many seconds a step."""
@@ -94,10 +94,11 @@ def _changes(request: Request, plan: Plan) -> Iterator[tuple[str, str, dict[str,
 
 
 def _by_code(request: Request, plan: Plan, first: First) -> Iterator[Advice]:
-    """Yield torchtitan's compiled blocks, for decoders that transformers shards over a node or more."""
+    """Yield torchtitan's compiled blocks, for decoders that transformers pre-trains in shards."""
     work, facts = request.workload, request.facts
     apart = work.code != "transformers" or work.method != "full" or facts.kind != "decoder" or bool(facts.recorded_as)
-    if apart or plan.configuration.strategy in REPLICAS or work.precision not in ("bf16", "fp8"):
+    apart = apart or work.task in POST_TRAINING or work.precision not in ("bf16", "fp8")
+    if apart or plan.configuration.strategy in REPLICAS:
         return
     changed = replace(work, code="torchtitan", compile=True)
     strategy: Strategy = "hsdp" if plan.configuration.strategy == "hsdp" else "fsdp"

@@ -263,8 +263,9 @@ def _nearest(request: Request, reading: Reading, plan: Plan) -> list[Plan]:
 
 def _freest(request: Request, reading: Reading, plan: Plan) -> list[Plan]:
     """Return plans of all strategies that the trainer can run, best first."""
-    now, strategies = plan.configuration, TRAINERS[reading.format].strategies
-    if now.precision != "bf16-pure" or "pure_bf16" in reading.settings:
+    now, trainer = plan.configuration, TRAINERS[reading.format]
+    strategies = trainer.strategies
+    if now.precision != "bf16-pure" or "pure_bf16" in reading.settings or trainer.shards_in_bf16:
         return _search(request, reading, strategies=strategies, offload=None, now=now)
     # Trainers that load weights in bf16 train replicas of them so, and shards in mixed precision.
     whole = tuple(name for name in strategies if name in ("single", "ddp"))

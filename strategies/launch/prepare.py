@@ -28,7 +28,14 @@ from strategies.launch.state import BEGIN_ANEW, check_unfinished
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.files import SPEC_FILE
 from strategies.run_directory.request import PlanRequest, RequestedMethod, named
-from strategies.run_directory.spec import SAVING, LauncherName, LaunchSpec, Placement, SupervisionOptions
+from strategies.run_directory.spec import (
+    SAVING,
+    LauncherName,
+    LaunchSpec,
+    Placement,
+    ScriptStart,
+    SupervisionOptions,
+)
 from strategies.variables import PROFILE, RUN_DIRECTORY
 
 # Checks of the placement flags, before anything is started.
@@ -86,8 +93,11 @@ class RunRequest:
     """A command line of `dsplan run`; None, or nothing, is left open."""
 
     script: Path | None = None
+    """A script, or the first word of a command that starts one."""
     arguments: tuple[str, ...] = ()
-    """The script's own."""
+    """The script's own, or the rest of the command."""
+    start: ScriptStart = field(default_factory=ScriptStart)
+    """What the command hands to the script beside them."""
     processes: int | None = None
     """Per node."""
     plan: PlanRequest = field(default_factory=PlanRequest)
@@ -111,6 +121,7 @@ class Launch:
     script: Path
     plan: Plan | None
     device_notice: str = ""
+    command_notices: tuple[str, ...] = ()
     resumes: bool = False
     resume_from: str = ""
 
@@ -122,7 +133,7 @@ class Launch:
     @property
     def notices(self) -> tuple[str, ...]:
         """Lines for people before the ranks start."""
-        lines = [self.device_notice] if self.device_notice else []
+        lines = [*self.command_notices, *([self.device_notice] if self.device_notice else [])]
         if self.resumes and claimed_kind(self.spec.directory) not in (None, *SAVING):
             lines.append(f"{self.script} resumes from what its own code loads: dsplan keeps no checkpoint of it")
         return tuple(lines)
@@ -140,6 +151,7 @@ def prepare(request: RunRequest) -> Launch:
         request = _continue(request, earlier)
     elif request.resume_from:
         raise ContradictoryRequest("--resume-from says from where --resume resumes a run; add --resume DIR")
+    request, notices = _of_command(request)
     if request.script is None:
         raise DsplanError("SCRIPT is missing; name the Python file that trains your model, or --resume a run")
     check_script(request.script)
@@ -170,15 +182,53 @@ def prepare(request: RunRequest) -> Launch:
         supervision=supervision,
         run_id=(earlier and earlier.run_id) or uuid.uuid4().hex,
         trackers=request.trackers,
+        start=request.start,
     )
     return Launch(
         spec=spec,
         script=request.script,
         plan=plan,
         device_notice=decision.notice,
+        command_notices=notices,
         resumes=request.resume is not None,
         resume_from=_resume_from(request),
     )
+
+
+def _of_command(request: RunRequest) -> tuple[RunRequest, tuple[str, ...]]:
+    """Return the request with the script that its command starts, and what to tell of that; flags of ours stay.
+
+    Raises:
+        DsplanError: the command starts no script that can be run.
+    """
+    if request.script is None or request.script.suffix == ".py":
+        return request, ()
+    from strategies.launch.commands import is_command, started_script  # with all readers of launchers
+
+    if not is_command(request.script):
+        return request, ()
+    started = started_script((str(request.script), *request.arguments))
+    placement, plan, notices = request.placement, request.plan, list(started.notices)
+    if placement.launcher is None:
+        placement = replace(started.placement, **named(placement))
+    decides = plan.plan_file is not None or plan.strategy is not None or named(plan.degrees)
+    if started.strategy is not None and not decides:
+        plan = replace(plan, strategy=started.strategy)
+        notices.append(f"accelerate's config chooses {started.strategy}: planned within it; --strategy names another")
+    supervision = request.supervision
+    if supervision.retries is None and started.retries is not None:
+        supervision = replace(supervision, retries=started.retries)
+    understood = replace(
+        request,
+        script=started.script,
+        arguments=started.arguments,
+        start=started.start,
+        processes=request.processes or (None if plan.plan_file else started.processes),
+        plan=plan,
+        placement=placement,
+        supervision=supervision,
+    )
+    return understood, tuple(notices)
 
 
 def check_script(path: Path) -> None:
@@ -350,7 +400,8 @@ def _environment(request: RunRequest, directory: Path, decision: Decision) -> di
     """Return the variables that the ranks of a run get."""
     plan_file = request.plan.plan_file and str(Path(request.plan.plan_file).resolve())
     handed = replace(request.plan, plan_file=plan_file, device=decision.device)
-    environment = {RUN_DIRECTORY: str(directory), **handed.to_variables(), **decision.variables}
+    environment = {**request.start.variables, RUN_DIRECTORY: str(directory), **handed.to_variables()}
+    environment |= decision.variables
     if request.profile:
         environment[PROFILE] = request.profile
     return environment
@@ -403,6 +454,7 @@ def _continue(request: RunRequest, earlier: LaunchSpec) -> RunRequest:
         request,
         script=request.script or Path(earlier.script),
         arguments=request.arguments if request.script else earlier.arguments,
+        start=request.start if request.script else earlier.start,
         plan=plan,
         run_directory=request.resume,
         trackers=request.trackers or earlier.trackers,

@@ -92,11 +92,20 @@ def _run_script(spec: LaunchSpec) -> None:
         if int(os.environ["RANK"]) >= state.ranks:
             return wait_for_training_ranks(store, state)
         narrow(state, os.environ)
-    sys.argv = [spec.script, *spec.arguments]
-    sys.path[0:0] = [str(Path(spec.script).resolve().parent)]
+    start = spec.start
+    if start.by_accelerate:
+        from strategies.launch.hooks.accelerate import launcher_environment
+
+        os.environ.update(launcher_environment(start.accelerate))
+    own_rank = [f"{start.local_rank}={os.environ['LOCAL_RANK']}"] if start.local_rank else []
+    sys.argv = [spec.script, *own_rank, *spec.arguments]
+    sys.path[0:0] = [os.getcwd() if start.module else str(Path(spec.script).resolve().parent)]
     try:
         try:
-            runpy.run_path(spec.script, run_name="__main__")
+            if start.module:
+                runpy.run_module(start.module, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(spec.script, run_name="__main__")
         except SystemExit as exit_request:
             if exit_request.code:
                 raise

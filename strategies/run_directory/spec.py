@@ -15,19 +15,21 @@ Value = TypeVar("Value")
 
 
 EndingKind = Literal[
-    "failed",  # the script raised, or ended with a status of its own
-    "refused",  # what was asked for cannot be run: an expected failure that no repetition mends
-    "out_of_memory",  # of a GPU, of the host, or of the cgroup
-    "killed",  # a signal from outside
-    "hung",  # no progress for `SupervisionOptions.hang_seconds`
-    "not_finite",  # losses or gradients that stay NaN or infinite
-    "disk_full",  # a checkpoint or a log could not be written
-    "lost",  # the node or the connection to it is gone
+    "regrouped",  # nodes came or went: saved, and all start again together
     "preempted",  # SIGTERM or SIGUSR1: saved, and stopped on purpose
     "switch",  # saved, and stopped on purpose to resume under a better plan
-    "regrouped",  # nodes came or went: saved, and all start again together
+    "out_of_memory",  # of a GPU, of the host, or of the cgroup
+    "not_finite",  # losses or gradients that stay NaN or infinite
+    "disk_full",  # a checkpoint or a log could not be written
+    "hung",  # no progress for `SupervisionOptions.hang_seconds`
+    "failed",  # the script raised, or ended with a status of its own
+    "killed",  # a signal from outside
+    "refused",  # what was asked for cannot be run: an expected failure that no repetition mends
+    "lost",  # the node or the connection to it is gone
 ]
 ENDING_KINDS: tuple[EndingKind, ...] = get_args(EndingKind)
+"""In the order in which a rank's word counts where several ended at once: causes before the effects they have on other
+ranks."""
 STOPS: tuple[EndingKind, ...] = ("preempted", "switch", "regrouped")
 """Endings on purpose: the ranks saved before them."""
 
@@ -99,6 +101,22 @@ class SupervisionOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptStart:
+    """Arguments and variables that the command of another launcher would have handed to a script."""
+
+    module: str = ""
+    """The name under which `python -m` runs it; empty: it is run as a file."""
+    local_rank: str = ""
+    """The flag that names the rank on its node behind the arguments; empty: the script has none."""
+    by_accelerate: bool = False
+    """Whether `accelerate launch` would have set its variables."""
+    accelerate: tuple[str, ...] = ()
+    """The flags that it would have had."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables that the command sets."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchSpec:
     """One launch on this node: the script with its arguments, its processes, and where they write.
 
@@ -116,6 +134,7 @@ class LaunchSpec:
     supervision: SupervisionOptions
     run_id: str = ""
     trackers: tuple[str, ...] = ()
+    start: ScriptStart = field(default_factory=ScriptStart)
 
     @property
     def directory(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -166,7 +167,16 @@ def test_a_folder_is_a_table(cli: Cli, config: Path, tmp_path: Path) -> None:
     assert cli(f"check . {CARD} --json").json[0]["why"].startswith("line 2: is not YAML")
 
 
-BROKEN = {
+def _aliases(line: str) -> str:
+    """Nine keys, each with nine times the one before: 9^10 values when they are written out."""
+    names = "abcdefghij"
+    return "".join(
+        f"{now}: &{now} " + line.format(", ".join([f"*{before}"] * 9)) + "\n"
+        for before, now in itertools.pairwise(names)
+    )
+
+
+BROKEN: dict[str, str | bytes] = {
     "indent.yaml": "base_model: a\n  sequence_len: 1\n",
     "tab.yaml": "base_model: a\nnested:\n\tb: 1\n",
     "misspelt.yaml": "base_modle: a\nsequence_len: 1\n",
@@ -195,13 +205,46 @@ BROKEN = {
     "infer.sh": "swift infer --model x\n",
     "binary.yaml": "\x00\x01",
     "empty.yaml": "",
+    "laughs.yaml": AXOLOTL + "a: &a [x, x, x, x, x, x, x, x, x]\n" + _aliases("[{}]"),
+    "merges.yaml": AXOLOTL + "a: &a {x: 1}\n" + _aliases("\n  <<: [{}]"),
+    "itself.yaml": AXOLOTL + "a: &a\n  b: *a\n",
+    "itself_merged.yaml": AXOLOTL + "a: &a\n  <<: *a\n",
+    "key.yaml": "? [a, b]\n: c\n" + AXOLOTL,
+    "infinite.yaml": AXOLOTL.replace("2048", ".inf"),
+    "half.yaml": AXOLOTL.replace("2048", "2048.5"),
+    "beyond.yaml": AXOLOTL.replace("2048", "1e30"),
+    "digits.yaml": AXOLOTL.replace("16 ", f"{'9' * 5000} "),
+    "minutes.yaml": AXOLOTL.replace("2048", "34:08"),
+    "day.yaml": AXOLOTL.replace("2048", "2026-11-27"),
+    "colour.yaml": AXOLOTL.replace("2048", '"\\e[31mred\\n\\rnew"'),
+    "bell.yaml": AXOLOTL + "a: \x07\n",
+    "windows.yaml": "a: 1\r\n  b: 2\r\n",
+    "mark.yaml": b"\xef\xbb\xbfbase_model: a\nsequence_len: x\n",
+    "utf16.yaml": AXOLOTL.encode("utf-16"),
+    "utf16_without_mark.yaml": AXOLOTL.encode("utf-16-le"),
+    "utf32.yaml": AXOLOTL.encode("utf-32"),
+    "latin.yaml": AXOLOTL.encode() + "# caf\xe9".encode("latin-1"),
+    "deep.json": '{"a":' * 5000 + "1" + "}" * 5000,
+    "number.json": '{"zero_optimization": {"stage": ' + "9" * 5000 + "}}",
+    "surrogate.json": '{"zero_optimization": {"stage": "\\ud800"}, "bf16": {"enabled": true}}',
+    "twice.toml": "[training]\na = 1\n[training]\nb = 2\n",
+    "deep.toml": "[model]\na = " + "[" * 5000 + "]" * 5000,
+    "words.sh": "swift sft " + "--a b " * 50_000,
+    "doubles.sh": "A=xx\n" + "A=$A$A\n" * 60 + "swift sft --model $A\n",
+    "array.sh": "A=(x x)\n" + "A=(${A[@]} ${A[@]})\n" * 40 + "swift sft --model ${A[@]}\n",
+    "brackets.sh": "(" * 5000 + "\n",
+    "eval.sh": 'eval \'touch made\'; bash -c "touch made"; python -c \'open("made", "w")\'\n',
+    "fork.sh": ":(){ :|:& };:\n",
+    "itself.sh": "source itself.sh\nswift sft --model x --per_device_train_batch_size x\n",
+    "sky.yaml": "resources: {accelerators: 'H100:8'}\nrun: |\n  rm -rf made\n",
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_files_are_one_line(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / name).write_text(BROKEN[name])
+    content = BROKEN[name]
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     line = cli.refuses(f"check {name} {CARD}")
     assert name in line
     assert os.listdir(tmp_path) == [name]
@@ -215,7 +258,47 @@ def test_fifo_and_large_files(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monk
     assert "larger than 1 MiB" in cli.refuses("check large.yaml")
     assert "unknown format" in cli.refuses("check large.yaml --format yaml")
     assert "no file is named" in cli.refuses("check")
-    assert "does not exist" in cli.refuses("check none.yaml") or "No such file" in cli.refuses("check none.yaml")
+    assert "No such file" in cli.refuses("check none.yaml")
+    (tmp_path / "loop.yaml").symlink_to(tmp_path / "loop.yaml")
+    assert "cannot be read" in cli.refuses("check loop.yaml")
+
+
+def test_what_a_config_names_is_read_inside_of_its_folder_only(
+    cli: Cli, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A FIFO, a link that leads out, a device and the file itself are named as DeepSpeed configs: none holds it up."""
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    monkeypatch.chdir(inner)
+    os.mkfifo(inner / "fifo.json")
+    (tmp_path / "secret.json").write_text('{"zero_optimization": {"stage": 3}}')
+    (inner / "link.json").symlink_to(tmp_path / "secret.json")
+    for name in ("fifo.json", "link.json", "../secret.json", "/dev/zero", "train.yaml"):
+        (inner / "train.yaml").write_text(AXOLOTL.replace("deepspeed_configs/zero2.json", name))
+        printed = cli(f"check train.yaml {CARD} --json")
+        assert printed.status in (1, 2), name
+        if printed.status == 1:
+            assert printed.json["question"].get("strategy") != "zero3", name
+            assert "deepspeed" in {item["key"] for item in printed.json["unread"]}, name
+
+
+def test_recommend_takes_the_question_from_a_config(cli: Cli, config: Path, tmp_path: Path) -> None:
+    """The plans are those of the same question in flags; a flag beside the config stands in the config's place."""
+    asked = cli(f"recommend --config train.yaml {CARD} --json").json
+    flags = "--seq-len 2048 --precision bf16 --optimizer adamw-8bit --attention flash"
+    same = cli(f"recommend --model llama-3.1-8b {CARD} {flags} --global-batch 128 --json").json
+    assert asked["plans"]
+    assert [plan["plan"] for plan in asked["plans"]] == [plan["plan"] for plan in same["plans"]]
+    lora = AXOLOTL + "adapter: lora\nlora_r: 8\nlora_target_linear: true\n"
+    (tmp_path / "lora.yaml").write_text(lora)
+    whole = cli(f"recommend --config lora.yaml --method full --model opt-1.3b --seq-len 512 {CARD} --json").json
+    assert {plan["workload"]["method"] for plan in whole["plans"]} == {"full"}
+    assert {plan["plan"]["sequence_length"] for plan in whole["plans"]} == {512}
+    printed = cli(f"recommend --config train.yaml {CARD}")
+    assert "train.yaml, axolotl's: seq_len 2048" in " ".join(printed.out.split())
+    (tmp_path / "small.yaml").write_text(AXOLOTL.replace("meta-llama/Llama-3.1-8B", "ours/Secret-7B"))
+    assert "a decoder like LLaMA of 7B is counted" in " ".join(cli(f"recommend --config small.yaml {CARD}").out.split())
+    assert "no such file" in cli.refuses("recommend --config none.yaml").lower()
 
 
 def test_planning_needs_no_reader(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ with the arguments the script gave, under that environment; ranks and process gr
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,11 +114,30 @@ def launch_environment(plan: Plan, directory: Path) -> dict[str, str]:
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in emit(recomputing_whole_blocks(library_plan(plan)), options).items():
         (directory / name).write_text(text)
-    command = ["--config_file", str(directory / "accelerate.yaml"), "script.py"]
-    arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(command))
+    return _environment(["--config_file", str(directory / "accelerate.yaml")], directory)
+
+
+def launcher_environment(flags: Sequence[str]) -> dict[str, str]:
+    """Return what `accelerate launch` sets for these flags of its own; the device stays the one that was decided."""
+    logger = logging.getLogger("accelerate.commands.launch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # which defaults it takes was told to nobody who can answer
+    try:
+        environment = _environment(flags, Path())
+    finally:
+        logger.setLevel(level)
+    if environment.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true"):
+        environment.pop("ACCELERATE_USE_CPU", None)
+    return environment
+
+
+def _environment(flags: Sequence[str], directory: Path) -> dict[str, str]:
+    """Return accelerate's variables by its own functions; `directory` holds the DeepSpeed config that it names."""
+    arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args([*flags, "script.py"]))
     if arguments.use_deepspeed:
-        arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
-        arguments.deepspeed_config_file = str(directory / arguments.deepspeed_config_file)
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(getattr(defaults, "deepspeed_config", None) or ())
+        if arguments.deepspeed_config_file:
+            arguments.deepspeed_config_file = str(directory / arguments.deepspeed_config_file)
         _, environment = prepare_deepspeed_cmd_env(arguments)
     else:
         environment = prepare_multi_gpu_env(arguments)

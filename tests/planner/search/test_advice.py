@@ -74,3 +74,9 @@ def test_nothing_is_advised_of_a_busy_cluster_and_of_scripts() -> None:
 
     request = replace(answer(model="gpt2", gpus=8, gpu="a100-80gb").request, strategies=("ddp",))
     assert recommend(request).advice() == ()
+
+
+def test_a_trainer_of_another_kind_is_not_advised() -> None:
+    flags = {"model": "llama-2-7b", "gpus": 8, "gpu": "A100-40", "seq_len": 2048, "global_batch": 64}
+    assert "--code torchtitan --compile" in {item.flag for item in answer(**flags).advice()}
+    assert not [item.flag for item in answer(**flags, task="dpo").advice() if "--code" in item.flag]

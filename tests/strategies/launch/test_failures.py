@@ -157,6 +157,7 @@ def test_a_script_that_trains_nothing_is_run(tmp_path: Path) -> None:
     assert "no training step was seen" in finished.out
 
 
+@pytest.mark.slow
 def test_the_exit_text_of_a_script_is_the_reason(tmp_path: Path) -> None:
     finished = run("--nproc", "1", _script(tmp_path, "import sys\nsys.exit('no data here')\n"), cwd=tmp_path)
     assert finished.status == 1
