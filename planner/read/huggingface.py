@@ -9,7 +9,7 @@ from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.read.documents import Files, parse_json_settings
 from planner.read.form import COMMAND, Notebook, Source
-<<<<<<< HEAD
+from planner.read.rounds import counts_rounds, read_rounds
 from planner.read.sharding import (
     KEPT_IN_16_BITS,
     close_deepspeed,
@@ -18,10 +18,6 @@ from planner.read.sharding import (
     read_fsdp,
     stage_of_name,
 )
-=======
-from planner.read.rounds import counts_rounds, read_rounds
-from planner.read.sharding import close_deepspeed, merge_deepspeed, read_deepspeed, read_fsdp, stage_of_name
->>>>>>> main
 from planner.read.trainers import (
     default_of,
     keys_of,

@@ -9,12 +9,8 @@ from dataclasses import replace
 from planner import vocabulary as words
 from planner.read.documents import Files
 from planner.read.form import COMMAND, Notebook, Setting
-<<<<<<< HEAD
-from planner.read.trainers import default_of, lora_targets, read_attention, read_optimizer, set_task, without_effect
-=======
 from planner.read.rounds import ROUND, read_rounds
-from planner.read.trainers import default_of, lora_targets, read_attention, set_task, without_effect
->>>>>>> main
+from planner.read.trainers import default_of, lora_targets, read_attention, read_optimizer, set_task, without_effect
 
 _NEW: Mapping[str, str] = {
     "pretrain": "model.model_name_or_path",

@@ -11,12 +11,8 @@ from collections.abc import Mapping
 from planner import vocabulary as words
 from planner.read.documents import Files
 from planner.read.form import Notebook
-<<<<<<< HEAD
-from planner.read.trainers import lora_targets, read_attention, read_optimizer, set_task, without_effect
-=======
 from planner.read.rounds import ROUND, read_rounds
-from planner.read.trainers import lora_targets, without_effect
->>>>>>> main
+from planner.read.trainers import lora_targets, read_attention, read_optimizer, without_effect
 
 _GAPS: Mapping[str, str] = {
     "actor_rollout_ref.rollout": ROUND,
@@ -94,12 +90,9 @@ def _read_actor(book: Notebook) -> None:
     if book.flag(f"{model}use_fused_kernels"):
         book.answer("loss", "fused", f"{model}use_fused_kernels")
     _read_lora(book, model)
-<<<<<<< HEAD
+    read_rounds(book, "verl", "algorithm.adv_estimator", "ppo" if estimator == "gae" else "grpo")
     _read_optimizer(book, f"{actor}optim.")
     read_attention(book, f"{model}override_config.attn_implementation", "flash")
-=======
-    read_rounds(book, "verl", "algorithm.adv_estimator", "ppo" if estimator == "gae" else "grpo")
->>>>>>> main
     if book.word(f"{actor}strategy", "fsdp") == "megatron" or any(book.under(f"{actor}megatron")):
         _read_megatron(book, f"{actor}megatron.")
     else:

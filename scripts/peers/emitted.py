@@ -3,8 +3,8 @@
     python -m scripts.peers.emitted fetch DIR      the trainers' sources at the commits of planner/emit/trainers.yaml
     python -m scripts.peers.emitted run DIR        emits plans, parses them there, and prints a table of what was taken
 
-`fetch` needs git and the network, or `--mirrors FOLDER` with clones named `owner+name`; it puts the packages that the parsers
-need and this environment lacks into DIR/site. `run` needs torch, transformers, accelerate, DeepSpeed and TRL (extra dev).
+`fetch` needs git and the network, or `--mirrors FOLDER` with clones named `owner+name`; it puts the packages that the
+parsers need and this environment lacks into DIR/site. `run` needs torch, transformers, accelerate, DeepSpeed and TRL.
 Nothing is trained and no model is loaded: what only a GPU would import is replaced, nothing that reads a config is.
 """
 

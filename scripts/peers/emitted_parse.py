@@ -1,7 +1,7 @@
 """Parses emitted files with one trainer's own code: `python emitted_parse.py FORMAT CHECKOUT SITE`.
 
-Reads {plan: {filename: text}} from standard input and prints {plan: complaint} of those that the parser refuses. Packages
-that only a GPU or a cluster would import are replaced by names without content.
+Reads {plan: {filename: text}} from standard input and prints {plan: complaint} of those that the parser refuses.
+Packages that only a GPU or a cluster would import are replaced by names without content.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ def openrlhf(checkout: Path) -> Callable[[Files], None]:
     """The parser of each of OpenRLHF's programs, and the checks behind it, up to where it trains."""
     sys.path.insert(0, str(checkout))
     spec = importlib.util.spec_from_file_location("hierarchy", checkout / "openrlhf/utils/config.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     hierarchy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hierarchy)
     sys.modules |= {"openrlhf": MagicMock(), "openrlhf.utils": MagicMock(), "openrlhf.utils.config": hierarchy}
@@ -223,7 +224,8 @@ def nemo_rl(checkout: Path) -> Callable[[Files], None]:
     from omegaconf import OmegaConf
 
     spec = importlib.util.spec_from_file_location("nemo_config", checkout / "nemo_rl/utils/config.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(checkout))
     spec.loader.exec_module(module)

@@ -64,7 +64,7 @@ def _of_column(column: str) -> Callable[[list[dict[str, str]]], Iterator[str]]:
 
 def _of_trainers(data: Any) -> Iterator[str]:
     """Return where the keys of every trainer were read."""
-    rows = data["trainers"] if "trainers" in data else data
+    rows = data.get("trainers", data)
     yield from (row["source"] for row in rows.values())
 
 
