@@ -30,6 +30,7 @@ COMMANDS: dict[str, str] = {
     "check": "dsplan.cli.check:check",
     "report": "dsplan.cli.report:report",
     "ui": "dsplan.cli.ui:ui",
+    "mcp": "dsplan.cli.ui:mcp",
     "run": "dsplan.cli.run:run",
     "watch": "dsplan.cli.watch:watch",
     "track": "dsplan.cli.watch:track",
@@ -71,6 +72,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dsplan report runs/2026-11-23 runs/2026-11-24 --out runs.html",
     ),
     "ui": ("dsplan ui", "dsplan ui --port 8080"),
+    "mcp": ("dsplan mcp", "dsplan mcp --seconds 60"),
     "run": (
         "dsplan run train.py --epochs 3",
         "dsplan run --plan plans/plan-1.yaml train.py",

@@ -64,7 +64,8 @@ def _of_column(column: str) -> Callable[[list[dict[str, str]]], Iterator[str]]:
 
 def _of_trainers(data: Any) -> Iterator[str]:
     """Return where the keys of every trainer were read."""
-    yield from (row["source"] for row in data.values())
+    rows = data.get("trainers", data)
+    yield from (row["source"] for row in rows.values())
 
 
 _CITING: dict[str, Callable[[Any], Iterable[str]]] = {
@@ -74,6 +75,7 @@ _CITING: dict[str, Callable[[Any], Iterable[str]]] = {
     "planner/models/recorded.yaml": _of_models,
     "planner/cost/code_bases.yaml": _of_code_bases,
     "planner/read/trainers.json": _of_trainers,
+    "planner/emit/trainers.yaml": _of_trainers,
     "hardware_db/measurements/published_memory.csv": _of_column("document"),
     "hardware_db/measurements/published_training.csv": _of_column("document"),
     "hardware_db/measurements/published_asked.csv": _of_column("document"),
