@@ -35,7 +35,8 @@ class Instant:
     finished their backward; `blocks_done`: blocks that have finished in this pass (forward or backward), out of
     `blocks`; `enters`: whether the unit has not begun its pass yet, so that nothing of it is alive but what a strategy
     fetches for it (in backward: the first block, when the head's gradients are all there and the logits gone);
-    `leaves`: whether it has just ended its backward, so that nothing of it is left but its gradients.
+    `leaves`: whether it has just ended its backward, so that nothing of it is left but its gradients; `takes`: whether
+    the strategy takes the unit's first gradient, when what the product was made from is gone (of our own ZeRO only).
     """
 
     phase: Literal["forward", "loss", "backward"]
@@ -48,6 +49,7 @@ class Instant:
     blocks: int = 0
     enters: bool = False
     leaves: bool = False
+    takes: bool = False
 
 
 def instants_of(job: Job, recipe: Recipe) -> list[Instant]:
@@ -123,6 +125,8 @@ class _Step:
         self._pieces = configuration.virtual_stages if configuration.pp_schedule == "interleaved" else 1
         self._at_first, self._at_last = self._others(0), self._others(self._pieces - 1)
         self._is_replica = configuration.strategy in ("single", "ddp")
+        self._takes_first = configuration.backend == "native" and not self._is_replica
+        self._product = self._product_input(recipe)
 
     def _kept(self, block: BlockFigures) -> Amount:
         if self._checkpointing == "none":
@@ -285,6 +289,17 @@ class _Step:
         inside = plus(before, block.again) if recomputes and blocks_done == 0 else before
         for activations, cast, new_gradients in self._inside(block):
             yield instant(activations=plus(inside, activations), cast=casts + cast, unit_gradients=new_gradients)
+            if self._takes_first and new_gradients:
+                after = plus(inside, activations, times(-1, self._product))
+                yield instant(activations=after, cast=casts + cast, unit_gradients=new_gradients, takes=True)
+
+    def _product_input(self, recipe: Recipe) -> Amount:
+        """Return the input of a block's last product, which nothing else keeps: ReLU keeps its result itself."""
+        facts, chosen = self._job.facts, self._job.configuration
+        if facts.is_moe or facts.activation == "relu" or facts.kind == "custom":
+            return NOTHING
+        tokens = chosen.sequence_length / chosen.cp
+        return 0.0, tokens * facts.intermediate_size * recipe.compute / chosen.tp
 
     def _finished_table(self, stack: int) -> float:
         """Return the table's gradient while a speech model's encoder, which reads no tokens, is in its backward."""
