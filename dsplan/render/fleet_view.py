@@ -9,7 +9,8 @@ from typing import Any
 
 from dsplan.render.failures_view import finite, rate_text, rates_to_dict
 from dsplan.render.plan_view import describe, header, shown_unit
-from dsplan.render.show import Bar, Block, Cell, Table, Text, columns
+from dsplan.render.show import Block, Text
+from dsplan.render.table_columns import Bar, Cell, Table, columns
 from hardware_db.units import DAY_SECONDS, format_bytes, format_count, format_seconds, three_digits
 from planner.cluster.budget import HOUR, bill_of
 from planner.fleet.month import Kind

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from dsplan.render.fleet_view import WORDS
-from dsplan.render.show import Table, columns
+from dsplan.render.table_columns import Table, columns
 from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture
 from hardware_db.units import DAY_SECONDS
 from planner.fleet.month import KINDS, Kind
