@@ -299,7 +299,7 @@ def _check_identity(id: str, created_at: str) -> None:
 
 
 def _check_figures(record: Any, where: str, *, signed: tuple[str, ...] = ()) -> None:
-    for name in _names(type(record)):
+    for name in _names(record.__class__):
         figure = getattr(record, name)
         if not isinstance(figure, (int, float)):
             continue
