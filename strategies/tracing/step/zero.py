@@ -302,7 +302,7 @@ class NativeZero:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What steps the pieces."""
+        """The optimizer that steps the pieces."""
         return self._optimizer
 
     def weights(self) -> Iterable[torch.Tensor]:
