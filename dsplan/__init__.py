@@ -10,6 +10,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from dsplan.api import estimate, plan, recommend
     from dsplan.selector import HardwareSelector
+    from dsplan.trainer import DistributedTrainer, setup_distributed_training
     from planner.errors import DsplanError
     from strategies.checkpoint.export import export_checkpoint
     from strategies.data.loader import DistributedDataLoader
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from strategies.engine.checkpoint_manager import CheckpointManager
     from strategies.engine.initialize import initialize
     from strategies.engine.telemetry import MemoryProfiler
-    from strategies.engine.trainer import DistributedTrainer, setup_distributed_training
     from strategies.modules.activation_checkpointing import checkpoint_activations
     from strategies.modules.kernels import register_kernel
     from strategies.optim.optimizers import ZeroOptimizer
@@ -54,7 +54,7 @@ __all__ = [
 _HOMES = {
     "CheckpointManager": "strategies.engine.checkpoint_manager",
     "DistributedDataLoader": "strategies.data.loader",
-    "DistributedTrainer": "strategies.engine.trainer",
+    "DistributedTrainer": "dsplan.trainer",
     "DsplanError": "hardware_db.errors",
     "HardwareSelector": "dsplan.selector",
     "MemoryProfiler": "strategies.engine.telemetry",
@@ -71,7 +71,7 @@ _HOMES = {
     "register_kernel": "strategies.modules.kernels",
     "register_optimizer": "strategies.optim.registry",
     "register_scheduler": "strategies.optim.registry",
-    "setup_distributed_training": "strategies.engine.trainer",
+    "setup_distributed_training": "dsplan.trainer",
 }
 
 _ROOMS = ("checkpointing", "integrations", "parallel", "profiling", "zero")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from dsplan.exact.ask import silent
 from dsplan.question import Goal, Question, estimate_question
 from planner.errors import NothingFits
 from planner.search.exact import ExactOptions
 from planner.search.rollouts import recommend_ways
 from planner.search.search import Recommendation
 from planner.types.plan import Plan
-from strategies.tracing.cache.ask import silent
 
 
 def recommend(**options: Any) -> Recommendation:

@@ -62,7 +62,7 @@ class Question(WorkOptions):
         """
         own_model = None
         if facts is None and self.model is not None and is_factory(self.model):
-            from strategies.tracing.factory import model_and_made
+            from dsplan.exact.factory import model_and_made
 
             facts, own_model = model_and_made(self.model, model_size=self.model_size)
         elif facts is None:
@@ -140,10 +140,10 @@ def estimate_question(
 
         request, configuration = exact(question.request(degrees=_degrees(options)), options)
         return request, estimate(request, configuration)
-    from strategies.tracing.cache.ask import Tracing
-    from strategies.tracing.cache.cache import TraceCache
-    from strategies.tracing.cache.estimate import traced_estimate
-    from strategies.tracing.cache.source import model_source
+    from dsplan.exact.ask import Tracing
+    from dsplan.exact.cache import TraceCache
+    from dsplan.exact.estimate import traced_estimate
+    from dsplan.exact.source import model_source
 
     cache = TraceCache()
     source = model_source(question.model, question.model_size, cache)

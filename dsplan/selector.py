@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from dsplan.exact.factory import any_model
 from dsplan.training_config import Answer, TrainingConfig, distributed_strategy, estimated_memory
 from hardware_db.records import dataclass
 from hardware_db.units import GB, format_bytes, format_seconds
@@ -21,7 +22,6 @@ from planner.search.search import Recommendation, describe, recommend
 from planner.types.cluster import Cluster
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
-from strategies.tracing.factory import any_model
 
 if TYPE_CHECKING:
     from hardware_db.probe import Machine

@@ -34,6 +34,7 @@ def list_measurements(
     json: Json = False,
 ) -> None:
     """Show the newest runs: memory, time, and the predictions' errors."""
+    from dsplan.diagnostics.recorded_runs import UNPLANNED
     from dsplan.render.db_view import measurement_table
     from dsplan.render.show import Text, show, show_json
     from hardware_db.errors import UnknownName
@@ -42,7 +43,6 @@ def list_measurements(
     from hardware_db.store.repair import set_aside_files
     from hardware_db.store.transfer import SCHEMA_VERSION, to_document
     from planner.vocabulary import STRATEGIES
-    from strategies.launch.record import UNPLANNED
 
     strategies = (*STRATEGIES, UNPLANNED)
     if strategy is not None and strategy not in strategies:
@@ -140,7 +140,7 @@ def import_database(
 
     with open_store(thorough=True) as store:
         if file.is_dir():
-            from strategies.launch.record import recorded_runs
+            from dsplan.diagnostics.recorded_runs import recorded_runs
 
             count = import_records(store, recorded_runs(file))
         else:

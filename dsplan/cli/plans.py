@@ -149,9 +149,9 @@ def _of_config(context: typer.Context, paths: list[Path], flags: dict[str, Any],
 
     sources = {name: context.get_parameter_source(name) for name in flags}
     given = {name: flags[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
-    asked = question_of(paths, given)
-    requests = asked.question.requests(asked.facts, **goal.ranking())
-    return tuple(replace(request, defaults=(*asked.remarks, *request.defaults)) for request in requests)
+    config = question_of(paths, given)
+    requests = config.question.requests(config.facts, **goal.ranking())
+    return tuple(replace(request, defaults=(*config.remarks, *request.defaults)) for request in requests)
 
 
 def _scaling(answer: Recommendation) -> tuple[Rate, ...]:

@@ -207,19 +207,21 @@ def run_script(
     json: JsonFlag = False,
 ) -> None:
     """Train with SCRIPT under a plan: the one given, or one made from the script's own model and this machine."""
+    from dsplan.diagnostics.recorded_runs import record_attempt, record_run
     from dsplan.diagnostics.tracking.feed import Tracking
     from dsplan.render.run_report import report_blocks, report_to_dict
     from dsplan.render.run_view import RunView
     from dsplan.render.show import say, show, show_json
     from strategies.launch.prepare import prepare
-    from strategies.launch.record import record_run
     from strategies.launch.supervisor import Supervisor
 
     launch = prepare(_request(script, arguments, planning, placement, supervision))
     for sentence in filter(None, (*launch.notices, _warn_of_strays(launch.script, launch.spec.arguments))):
         notice(sentence)
     tracking = Tracking(launch.spec.directory, launch.spec.trackers)
-    session = Supervisor(launch.spec, launch.plan, tracking, resumes=launch.resumes, resume_from=launch.resume_from)
+    session = Supervisor(
+        launch.spec, launch.plan, tracking, record_attempt, resumes=launch.resumes, resume_from=launch.resume_from
+    )
     with RunView(ranks=launch.ranks, out=sys.stderr if json else sys.stdout) as view:
         for event in session.events():
             view.show(event)

@@ -21,7 +21,7 @@ from dsplan.mpi.communicator import Communicator
 from dsplan.mpi.files import Part
 from dsplan.mpi.layout import Layout, TreeDescription, describe, file_of, lay_out
 from dsplan.mpi.reading import INDEX, VERSION, SavedTree
-from strategies.checkpoint import content
+from strategies.checkpoint import retention
 from strategies.errors import BrokenFile, CannotRun, DsplanError
 
 if TYPE_CHECKING:
@@ -77,13 +77,13 @@ class CheckpointManager:
         descriptions = self._communicator.gather_objects(0, own)
         layout: Layout
         layout, name = self._from_root(lambda: self._begun(descriptions or [], step))
-        temporary = content.temporary(self.directory, name)
+        temporary = retention.temporary(self.directory, name)
         try:
             self._together(lambda: _write(temporary, model_state, layout, self._communicator.rank))
             self._from_root(lambda: self._published(name, _index(descriptions or [], layout, step)))
         except DsplanError:
             if self._communicator.rank == 0:
-                content.discard(self.directory, name)
+                retention.discard(self.directory, name)
             raise
         complete: Path = self.directory / str(name)
         return complete
@@ -116,21 +116,21 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Return the steps that can be loaded, the lowest first."""
-        return sorted({_step_of(path) for path in content.published(self.directory)})
+        return sorted({_step_of(path) for path in retention.published(self.directory)})
 
     def latest_step(self) -> int | None:
         """Return the step of the checkpoint that was saved last, or None if there is none."""
-        latest = content.named_latest(self.directory)
+        latest = retention.named_latest(self.directory)
         return None if latest is None else _step_of(latest)
 
     def _begun(self, descriptions: list[TreeDescription], step: int) -> tuple[Layout, str]:
         """On rank 0: who writes what, and the folder's name."""
         layout = lay_out([description.arrays for description in descriptions])
-        return layout, content.begin(self.directory, step)
+        return layout, retention.begin(self.directory, step)
 
     def _published(self, name: str, index: Mapping[str, Any]) -> None:
         """On rank 0: check that every rank's file is in the folder, and give it its name."""
-        temporary = content.temporary(self.directory, name)
+        temporary = retention.temporary(self.directory, name)
         for rank in {
             piece["file"]
             for variants in index["arrays"].values()
@@ -139,15 +139,15 @@ class CheckpointManager:
         }:
             if not (temporary / rank).exists():
                 raise BrokenFile(self.directory, f"rank 0 does not see {rank}", "name a directory that all ranks share")
-        content.write_text(temporary / INDEX, json.dumps(index))
-        content.publish(self.directory, name, self._keep_last)
+        retention.write_text(temporary / INDEX, json.dumps(index))
+        retention.publish(self.directory, name, self._keep_last)
 
     def _found(self, step: int | None) -> str:
         """On rank 0: the name of a step's folder."""
-        latest = content.named_latest(self.directory)
+        latest = retention.named_latest(self.directory)
         if step is None and latest is not None:
             return latest.name
-        names = [path.name for path in content.published(self.directory) if _step_of(path) == step]
+        names = [path.name for path in retention.published(self.directory) if _step_of(path) == step]
         if not names:
             there = ", ".join(map(str, self.steps())) or "none"
             raise BrokenFile(self.directory, f"has no checkpoint of step {step}; there are: {there}")

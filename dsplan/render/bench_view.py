@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from dsplan.diagnostics.bench import session
 from dsplan.diagnostics.bench.session import Work
-from dsplan.render.show import Block, Table, Text, can_redraw, columns, terminal
+from dsplan.render.show import Block, Text, can_redraw, terminal
+from dsplan.render.table_columns import Table, columns
 from hardware_db.measurement import Measurement, RateMeasurement
 from hardware_db.microbench.grid import Point
 from hardware_db.notices import printable

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from dsplan.render.show import Bar, Block, Cell, Table, Text, columns, show, show_json
+from dsplan.render.show import Block, Text, show, show_json
+from dsplan.render.table_columns import Bar, Cell, Table, columns
 from hardware_db.device import Device, Link, NodeType
 from hardware_db.probe.machine import Disk, Gpu, GpuPair, Host, Machine, Nic, Software
 from hardware_db.units import format_bytes, format_count

@@ -15,7 +15,8 @@ from dsplan.render.plan_view import (
     shown_unit,
     verdict_line,
 )
-from dsplan.render.show import Block, Style, Table, Text, columns
+from dsplan.render.show import Block, Style, Text
+from dsplan.render.table_columns import Table, columns
 from hardware_db.units import format_bytes, format_seconds
 from planner.types.plan import Plan
 

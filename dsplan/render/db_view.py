@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
-from dsplan.render.show import Block, Column, Table, Text, columns
+from dsplan.render.show import Block, Text
+from dsplan.render.table_columns import Column, Table, columns
 from hardware_db.measurement import HardwareKind, Measurement, utc_now
 from hardware_db.units import format_bytes, format_seconds
 from planner.calibration.calibration import Calibration

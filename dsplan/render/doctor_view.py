@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dsplan.diagnostics.doctor.finding import Diagnosis, Finding, Level, LinkTime
-from dsplan.render.show import Block, Style, Table, Text, columns
+from dsplan.render.show import Block, Style, Text
+from dsplan.render.table_columns import Table, columns
 from hardware_db.units import format_bytes, format_seconds
 
 _STYLES: dict[Level, Style] = {"ok": "", "warning": "warning", "problem": "bad"}

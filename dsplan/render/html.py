@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from dsplan.render.show import Bar, Block, Cell, Column, Table, Text
+from dsplan.render.show import Block, Text
+from dsplan.render.table_columns import Bar, Cell, Column, Table
 from hardware_db.notices import MOST_LETTERS
 
 

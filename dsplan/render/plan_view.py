@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dsplan.render.show import Bar, Block, Cell, Style, Table, Text, columns
+from dsplan.render.show import Block, Style, Text
+from dsplan.render.table_columns import Bar, Cell, Table, columns
 from hardware_db.units import format_bytes, format_count, format_seconds, three_digits, time_unit
 from planner.cost.verdict import why_it_misses
 from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime, WorkloadSection

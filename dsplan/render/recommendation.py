@@ -19,7 +19,8 @@ from dsplan.render.plan_view import (
     shown_unit,
     verdict_line,
 )
-from dsplan.render.show import Bar, Block, Cell, Table, Text, columns, explain_columns
+from dsplan.render.show import Block, Text, explain_columns
+from dsplan.render.table_columns import Bar, Cell, Table, columns
 from hardware_db.units import DAY_SECONDS, format_count, format_seconds, gib, three_digits
 from planner.cluster.budget import Bill, bill_of
 from planner.search.device_counts import OnDevices

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from dsplan.diagnostics.tracking.feed import tracked_by
 from dsplan.render.run_view import ending_place, ending_words, is_last_word
-from dsplan.render.show import Bar, Block, Cell, Column, Table, Text, columns
+from dsplan.render.show import Block, Text
+from dsplan.render.table_columns import Bar, Cell, Column, Table, columns
 from hardware_db.files import replace_whole
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan_io import plan_to_dict
@@ -19,8 +20,8 @@ from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.files import profiles_in
 
 if TYPE_CHECKING:
+    from dsplan.diagnostics.recorded_runs import Stored
     from planner.types.plan import Plan
-    from strategies.launch.record import Stored
     from strategies.launch.report import AttemptReport, RunReport
 
 # Blocks as Markdown, for pages that are kept.

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 
+from dsplan.render.table_columns import LEAST_BAR, Bar, Cell, Table, drop_columns, gap, width_of, widths_of
 from hardware_db.notices import fold_lines, printable
 from hardware_db.records import dataclass
 
@@ -20,33 +21,6 @@ if TYPE_CHECKING:
     from rich.text import Text as RichText
 
 Style: TypeAlias = Literal["", "heading", "good", "warning", "bad", "faint"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bar:
-    """A share between 0 and 1, drawn `width` characters wide, or fewer where a terminal is narrow.
-
-    Above 1 it is drawn full.
-    """
-
-    share: float
-    width: int = 10
-    of_limit: bool = True
-    """Whether all is a limit, so that a share near it is to be noticed."""
-
-    @property
-    def state(self) -> Literal["below", "near", "over"]:
-        """Distance from its limit, in a word."""
-        if not self.of_limit:
-            return "below"
-        return "over" if self.share > 1 else "near" if self.share > 0.9 else "below"
-
-    def count_filled(self, width: int) -> int:
-        """Return how many of so many characters are full."""
-        return round(min(max(self.share, 0.0), 1.0) * width)
-
-
-Cell: TypeAlias = "str | Bar"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,45 +36,9 @@ class Text:
     parts: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column's heading; figures are aligned on the right.
-
-    A terminal that is too narrow leaves out the columns of the highest `rank` first, the last one of a rank first;
-    those of rank 0 only where nothing else is left to leave out. The first column always stays, and the second where
-    its rank is 0: they say what a row is.
-    """
-
-    name: str
-    right: bool = False
-    rank: int = 0
-
-
 def explain_columns(parts: Sequence[tuple[str, str]]) -> Text:
     """Return what columns of the table above mean, each as its name and words that begin with it."""
     return Text(text="; ".join(words for _, words in parts), style="faint", parts=tuple(parts))
-
-
-def columns(*names: str) -> tuple[Column, ...]:
-    """Return columns by heading: `columns("model", ">layers", "?>positions", "??>vocabulary")`.
-
-    A leading `>` aligns one on the right; every `?` before it makes it matter less, so that it is left out earlier.
-    """
-    return tuple(_column(name) for name in names)
-
-
-def _column(name: str) -> Column:
-    rank = len(name) - len(name.lstrip("?"))
-    return Column(name[rank:].removeprefix(">"), right=name[rank:].startswith(">"), rank=rank)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """Rows under column headings; every row has one cell for each column."""
-
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[Cell]]
-    title: str = ""
 
 
 Block: TypeAlias = "Text | Table"
@@ -118,7 +56,7 @@ def plain_text(blocks: Iterable[Block]) -> str:
 
 def _plain_table(table: Table) -> str:
     cells = [[column.name for column in table.columns], *([_plain_cell(cell) for cell in row] for row in table.rows)]
-    widths = [max(_wide(row[index]) for row in cells) for index in range(len(table.columns))]
+    widths = [max(width_of(row[index]) for row in cells) for index in range(len(table.columns))]
     lines = [_line(row, widths, table) for row in cells]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(["", printable(table.title), *lines] if table.title else lines)
@@ -127,18 +65,9 @@ def _plain_table(table: Table) -> str:
 def _line(row: Sequence[str], widths: Sequence[int], table: Table) -> str:
     aligned = []
     for text, width, column in zip(row, widths, table.columns, strict=True):
-        space = " " * (width - _wide(text))
+        space = " " * (width - width_of(text))
         aligned.append(space + text if column.right else text + space)
     return "  ".join(aligned).rstrip()
-
-
-def _wide(text: str) -> int:
-    """Return the width of a text on a terminal: two for one of East Asia, none for an accent of its own."""
-    if text.isascii():
-        return len(text)
-    from unicodedata import combining, east_asian_width
-
-    return sum(2 if east_asian_width(letter) in "WF" else not combining(letter) for letter in text)
 
 
 def _plain_cell(cell: Cell) -> str:
@@ -213,12 +142,6 @@ def show_json(value: object) -> None:
 
 _STYLES = {"": "", "heading": "bold", "good": "green", "warning": "yellow", "bad": "red", "faint": "dim"}
 
-_WIDE = 100
-_PROSE = 24
-"""A column with longer cells is prose, and folded between its words."""
-_LONGEST_WORD = 0.55
-"""Of the terminal's width, within which a longer word, such as a model's name, is not folded."""
-_LEAST_BAR = 5
 PIPE_WIDTH = 80
 """Columns for curves in a pipe, which has no width of its own."""
 
@@ -274,69 +197,10 @@ def renderables(
         if block.title:
             yield RichText("")
             yield RichText(printable(block.title), style=_STYLES["heading"])
-        shown, left_out = _drop_columns(block, console.width)
+        shown, left_out = drop_columns(block, console.width)
         yield _rich_table(shown, console)
         if left_out and names_left_out:
             yield RichText(f"a wider terminal also shows {', '.join(left_out)}", style="dim")
-
-
-def _drop_columns(table: Table, width: int) -> tuple[Table, list[str]]:
-    """Return the table without the columns that it has no room for, those first that matter least, and their names."""
-    widths = [_least_width(table, index, width) for index in range(len(table.columns))]
-    gap = _gap(width)
-    kept = list(range(len(table.columns)))
-    stays = 2 if len(kept) > 1 and not table.columns[1].rank else 1
-    for index in sorted(kept[stays:], key=lambda index: (table.columns[index].rank, index), reverse=True):
-        if sum(widths[column] + gap for column in kept) - gap <= width:
-            break
-        kept.remove(index)
-    left_out = [column.name for index, column in enumerate(table.columns) if index not in kept]
-    rows = [[row[index] for index in kept] for row in table.rows]
-    return Table(columns=[table.columns[index] for index in kept], rows=rows, title=table.title), left_out
-
-
-def _gap(width: int) -> int:
-    """Return the characters between two columns on a terminal of so many."""
-    return 2 if width >= _WIDE else 1
-
-
-def _widths(table: Table, width: int) -> list[int]:
-    """Return the characters of each column: what it cannot do without, and then what is left, the narrowest first."""
-    indices = range(len(table.columns))
-    widths = [_least_width(table, index, width) for index in indices]
-    wanted = [max(len(table.columns[index].name), *map(_width, _cells(table, index)), 1) for index in indices]
-    room = width - sum(widths) - _gap(width) * (len(widths) - 1)
-    while room > 0 and (hungry := [index for index in indices if widths[index] < wanted[index]]):
-        widths[min(hungry, key=widths.__getitem__)] += 1
-        room -= 1
-    if room < 0:
-        widest = max(indices, key=widths.__getitem__)
-        widths[widest] = max(1, widths[widest] + room)
-    return widths
-
-
-def _cells(table: Table, index: int) -> list[Cell]:
-    return [row[index] for row in table.rows]
-
-
-def _width(cell: Cell) -> int:
-    return cell.width if isinstance(cell, Bar) else _wide(printable(cell))
-
-
-def _least_width(table: Table, index: int, width: int) -> int:
-    """Return the characters that a column cannot do without on a terminal of so many.
-
-    All of its cells, or the longest word of one that is prose.
-    """
-    name = table.columns[index].name
-    cells = _cells(table, index)
-    bars = [min(cell.width, _LEAST_BAR) for cell in cells if isinstance(cell, Bar)]
-    texts = [printable(cell) for cell in cells if not isinstance(cell, Bar)]
-    whole = max([len(name), *bars, *map(_wide, texts)])
-    if whole <= _PROSE:
-        return whole
-    word = max((_wide(word) for text in texts for word in text.split()), default=0)
-    return min(whole, max([len(name), *bars, min(max(_PROSE, int(_LONGEST_WORD * width)), word)]))
 
 
 def _rich_table(table: Table, console: Console) -> RichTable:
@@ -346,11 +210,11 @@ def _rich_table(table: Table, console: Console) -> RichTable:
     unicode = takes_blocks(console)
     drawn = RichTable(
         box=SIMPLE_HEAD if unicode else Box(_ASCII_HEAD, ascii=True),
-        padding=(0, _gap(console.width) - 1, 0, 0),
+        padding=(0, gap(console.width) - 1, 0, 0),
         pad_edge=False,
         show_edge=False,
     )
-    widths = _widths(table, console.width)
+    widths = widths_of(table, console.width)
     for column, width in zip(table.columns, widths, strict=True):
         drawn.add_column(column.name, justify="right" if column.right else "left", overflow="fold", width=width)
     for row in table.rows:
@@ -373,13 +237,13 @@ _PART = re.compile(r"[^/_.\-]*[/_.\-]?")
 
 def _break_wide_words(text: str, width: int) -> str:
     """Break words that are too wide for a line, such as a model's name, behind `/`, `-`, `_` or `.`."""
-    return re.sub(r"\S+", lambda word: _lines_of(word[0], width) if _wide(word[0]) > width else word[0], text)
+    return re.sub(r"\S+", lambda word: _lines_of(word[0], width) if width_of(word[0]) > width else word[0], text)
 
 
 def _lines_of(word: str, width: int) -> str:
     lines = [""]
     for part in _PART.findall(word):
-        if lines[-1] and _wide(lines[-1] + part) > width:
+        if lines[-1] and width_of(lines[-1] + part) > width:
             lines.append("")
         lines[-1] += part
     return "\n".join(lines)
@@ -394,7 +258,7 @@ class _DrawnBar:
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         from rich.measure import Measurement
 
-        return Measurement(min(self._bar.width, _LEAST_BAR), self._bar.width)
+        return Measurement(min(self._bar.width, LEAST_BAR), self._bar.width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RichText]:
         from rich.text import Text as RichText

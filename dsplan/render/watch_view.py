@@ -15,7 +15,8 @@ from dsplan.render.charts import sparkline
 from dsplan.render.plan_view import dims_text
 from dsplan.render.recent_rows import RecentRows
 from dsplan.render.run_report import profile_lines
-from dsplan.render.show import Bar, Block, Cell, Style, Table, Text, columns
+from dsplan.render.show import Block, Style, Text
+from dsplan.render.table_columns import Bar, Cell, Table, columns
 from dsplan.report.run_data import Happening, RunData, check_run_directory, read_run
 from hardware_db.records import dataclass
 from hardware_db.units import format_bytes, format_count, format_seconds

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from dsplan.render.db_view import factor_intervals, hardware_name
-from dsplan.render.show import Table, columns
+from dsplan.render.table_columns import Table, columns
 from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture, label, to_plotly
 from hardware_db.units import format_seconds
 from planner.calibration.calibration import Calibration

@@ -11,7 +11,8 @@ from dsplan.render.answer_html import answer_html, answer_title, rejected_html
 from dsplan.render.html import blocks_html, plain
 from dsplan.render.plan_view import plan_blocks
 from dsplan.render.recommendation import alternatives_table
-from dsplan.render.show import Block, Table, Text, columns
+from dsplan.render.show import Block, Text
+from dsplan.render.table_columns import Table, columns
 from dsplan.report.page import Page, Section, blocks_section, wide
 from dsplan.report.picture import Picture
 from dsplan.report.question import answer_pictures, name_of, plans_pictures, scaling_pictures, timeline

@@ -7,7 +7,7 @@ from dataclasses import field
 from html import escape
 from typing import Any
 
-from dsplan.render.show import Table
+from dsplan.render.table_columns import Table
 from hardware_db.records import dataclass
 
 COLOURS = ("#2a7fc1", "#c2571a", "#0b8f6a", "#b3609a", "#b07d12", "#7f7f7f")

@@ -10,7 +10,7 @@ from typing import Any
 
 from dsplan.render.plan_view import dims_text, limit_bytes, rollout_text, verdict_line
 from dsplan.render.recommendation import bill, plans_table, scaling_table
-from dsplan.render.show import Table, columns
+from dsplan.render.table_columns import Table, columns
 from dsplan.report import plans as side_by_side
 from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture, label, line_style
 from hardware_db.units import format_bytes, format_count, format_seconds, gib, three_digits

@@ -9,7 +9,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from dsplan.render.run_report import report_blocks
-from dsplan.render.show import Block, Table, Text, columns
+from dsplan.render.show import Block, Text
+from dsplan.render.table_columns import Table, columns
 from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture, label, line_style, thin_out, to_plotly
 from dsplan.report.run_data import Attempt, Happening, Point, RunData
 from hardware_db.records import dataclass

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import datetime
 import hashlib
 import io
 import json

@@ -87,6 +87,9 @@ _CITING: dict[str, Callable[[Any], Iterable[str]]] = {
 _OWN_FILES = {
     "planner/models/from_hf/architectures.yaml": "keys of transformers' config classes, checked against transformers",
     "strategies/config/known.yaml": "keys of DeepSpeed's documentation and parser, and of dsplan's own",
+    "strategies/config/names.yaml": "names of classes in torch, bitsandbytes and DeepSpeed, and of dsplan's own",
+    "strategies/config/spellings.yaml": "keys of DeepSpeed's documentation and parser, and of dsplan's own",
+    "strategies/supervision/messages.yaml": "words of messages that torch, gloo and NCCL were seen to print",
     "strategies/torch_compat/entries.yaml": "names in torch's own modules, probed on each version",
     "strategies/tracing/to_hf/arguments.yaml": "keys of transformers' config classes, checked against transformers",
     "planner/cost/intervals.json": "computed by `scripts.fit.intervals`",

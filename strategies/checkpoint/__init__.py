@@ -7,7 +7,7 @@
         checksums.json                  size and CRC-32 of every other file
     directory/.step-00000160.tmp/       one that is being written, or that a crash left behind
 
-`reading` believes nothing that it reads; `safefile`, `checksums` and `folder` know files, `content` the lists; `parts`
-and `storage` connect them to `torch.distributed.checkpoint`, `states` says what of an engine is saved under which name,
+`reading` believes nothing that it reads; `safefile` knows files, `retention` folders, `content` the lists; `parts` and
+`storage` connect them to `torch.distributed.checkpoint`, `states` says what of an engine is saved under which name,
 `saving` and `loading` put these together.
 """

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hardware_db.files import replace_whole, replacement
-from strategies.checkpoint import content as folder
+from strategies.checkpoint import retention
 from strategies.checkpoint.adapters import CONFIG_FILE, WEIGHTS_FILE, Written, adapters_alone, merge_into, merged_names
 from strategies.checkpoint.content import Content
 from strategies.checkpoint.loading import Opened, open_whole
@@ -83,7 +83,7 @@ def read_weights(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], dict[
 
 
 def _open(checkpoint: Path) -> Opened:
-    path = folder.named_latest(checkpoint)
+    path = retention.named_latest(checkpoint)
     if path is None:
         raise BrokenFile(checkpoint, "holds no checkpoint", "name the directory that save_checkpoint wrote to")
     saved = open_whole(path)

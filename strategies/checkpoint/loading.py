@@ -12,9 +12,9 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
 from hardware_db.notices import notice
-from strategies.checkpoint import content as folder
-from strategies.checkpoint import rng, safefile
+from strategies.checkpoint import retention, rng, safefile
 from strategies.checkpoint.content import (
+    STATE,
     TENSORS,
     Content,
     Index,
@@ -139,7 +139,7 @@ def open_checkpoint(path: Path, share: int = 0, shares: int = 1) -> Opened:
         raise Damaged(path, "is missing")
     require_no_pickles(path)
     sums = safefile.read(path)
-    content = content_of(path, safefile.checked_bytes_of(path, folder.STATE, sums))
+    content = content_of(path, safefile.checked_bytes_of(path, STATE, sums))
     if content.is_custom:
         checkpoint = Opened(path=path, content=content, index={}, sums=sums)
         for name in _data_files(checkpoint)[share::shares]:
@@ -197,13 +197,13 @@ def _latest(directory: Path) -> Path | None:
     Raises:
         BrokenFile: the name is that of one checkpoint, and there is none.
     """
-    path = folder.named_latest(directory)
+    path = retention.named_latest(directory)
     if path is not None:
         return path
-    others = [other.name for other in folder.published(directory.parent)]
-    if folder.is_checkpoints_name(directory.name):
+    others = [other.name for other in retention.published(directory.parent)]
+    if retention.is_checkpoints_name(directory.name):
         raise BrokenFile(directory, "is not there", f"there are: {', '.join(others) or 'none'}")
-    near = folder.nearest(directory)
+    near = retention.nearest(directory)
     hint = f" ({near.name} beside it has)" if near is not None else ""
     notice(f"{directory} has no checkpoint{hint}: training starts anew")
     return None
@@ -218,7 +218,7 @@ def _saved(reader: Reader) -> Any:
 
 
 def _data_files(checkpoint: Opened) -> list[str]:
-    return sorted(name for name in checkpoint.sums if name not in (folder.STATE, TENSORS))
+    return sorted(name for name in checkpoint.sums if name not in (STATE, TENSORS))
 
 
 def _boxes_by_file(checkpoint: Opened) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
@@ -267,7 +267,7 @@ def _name_remedy(path: Path, look: Callable[[], T]) -> T:
 
 def _remedy(path: Path) -> str:
     """Return what to load instead of a damaged checkpoint."""
-    others = [other for other in folder.published(path.parent) if other != path]
+    others = [other for other in retention.published(path.parent) if other != path]
     good = next((other for other in others if _is_whole(other)), None)
     return "no checkpoint next to it is whole" if good is None else f"load {good}, the newest that is whole"
 

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as plan_tensors
 
 from hardware_db.files import replace_whole
 from hardware_db.notices import notice
-from strategies.checkpoint import content, safefile
-from strategies.checkpoint import content as folder
+from strategies.checkpoint import content, retention, safefile
 from strategies.checkpoint.parts import ALL, SavePlanner
 from strategies.checkpoint.safefile import FileSum, sum_of
 from strategies.checkpoint.storage import RankFile, Writer, carried_out
@@ -50,7 +49,7 @@ class Target:
     @property
     def temporary(self) -> Path:
         """The folder that is written before."""
-        return content.temporary(self.directory, self.name)
+        return retention.temporary(self.directory, self.name)
 
 
 class Writing:
@@ -104,7 +103,7 @@ class Writing:
         self._cancelled.set()
         self._thread.join()
         if self._environment.is_main:
-            content.discard(self.target.directory, self.target.name)
+            retention.discard(self.target.directory, self.target.name)
 
     def _run(self) -> None:
         try:
@@ -166,8 +165,8 @@ class Writing:
             name = path.relative_to(temporary).as_posix()
             if path.is_file() and name not in sums:
                 sums[name] = sum_of(path)
-        content.write_text(temporary / safefile.FILE, safefile.text_of(sums))
-        content.publish(self.target.directory, self.target.name, self.target.keep_last)
+        retention.write_text(temporary / safefile.FILE, safefile.text_of(sums))
+        retention.publish(self.target.directory, self.target.name, self.target.keep_last)
 
     def _given_up(self, rank: int) -> Path:
         return self._note(rank).with_suffix(".failed")
@@ -282,12 +281,12 @@ class Saver:
 
     def _discard(self, target: Target) -> None:
         if self._environment.is_main:
-            folder.discard(target.directory, target.name)
+            retention.discard(target.directory, target.name)
 
     def _target(self, directory: Path, step: int, keep_last: int | None) -> Target:
         def make_room() -> str:
             try:
-                return folder.begin(directory, step)
+                return retention.begin(directory, step)
             except OSError as problem:
                 raise unwritable(directory, problem) from None
 
@@ -302,7 +301,7 @@ class Saver:
 
         def write(temporary: Path) -> Mapping[str, FileSum]:
             if self._environment.is_main:
-                folder.write_text(temporary / content.TENSORS, index)
+                retention.write_text(temporary / content.TENSORS, index)
             return {file.name: file.write_to(temporary, copied)}
 
         return write
@@ -342,7 +341,7 @@ def _let_write(function: Callable[[Path], object], target: Target) -> Write:
 
 def _with_text(write: Write, text: str) -> Write:
     def both(temporary: Path) -> Mapping[str, FileSum]:
-        folder.write_text(temporary / folder.STATE, text)
+        retention.write_text(temporary / content.STATE, text)
         return write(temporary)
 
     return both

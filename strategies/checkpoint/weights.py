@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.checkpoint import content as folder
+from strategies.checkpoint import retention
 from strategies.checkpoint.content import SavedTensor
 from strategies.checkpoint.loading import open_checkpoint
 from strategies.checkpoint.reading import Box, Damaged, Stored, header_of, json_object, opened, read_bytes, shown
@@ -69,7 +69,7 @@ def open_weights(path: Path) -> WeightFiles:
         return _of_files(path, path, sorted(set(_weight_map(path).values())))
     if (path / _ONE).exists():
         return _of_files(path, path, [_ONE])
-    checkpoint = folder.named_latest(path)
+    checkpoint = retention.named_latest(path)
     if checkpoint is not None:
         return _of_checkpoint(checkpoint)
     names = sorted(file.name for file in path.glob("*.safetensors"))

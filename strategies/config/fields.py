@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from hardware_db.files import read_shipped_yaml
 from strategies.errors import CannotRun
 
 Section = TypeVar("Section")
@@ -134,45 +136,11 @@ class Fields:
         return self.values[key] if self.has(key) else default
 
 
-# Other spellings: flat keys (`batch_size`, `zero_stage`), old names and `true` for a section, in DeepSpeed's words.
+# Other spellings (`spellings.yaml`): flat keys, old names and `true` for a section, in DeepSpeed's words.
 Values = dict[str, Any]
 
-_PATHS: Mapping[str, tuple[str, ...]] = {
-    "batch_size": ("train_micro_batch_size_per_gpu",),
-    "log_interval": ("steps_per_print",),
-    "zero_stage": ("zero_optimization", "stage"),
-    "offload_optimizer": ("zero_optimization", "offload_optimizer"),
-    "offload_param": ("zero_optimization", "offload_param"),
-    "allgather_base_size": ("zero_optimization", "allgather_bucket_size"),
-    "reduce_scatter_base_size": ("zero_optimization", "reduce_bucket_size"),
-    "gather_16bit_weights_on_model_save": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
-    "loss_scale": ("fp16", "loss_scale"),
-    "save_dir": ("checkpoint", "directory"),
-    "save_interval": ("checkpoint", "every_steps"),
-    "keep_checkpoints": ("checkpoint", "keep_last"),
-    "save_logs": ("csv_monitor", "enabled"),
-    "bfloat16": ("bf16",),
-    "profiling": ("profiler",),
-    "compression": ("communication",),
-}
-_SWITCHES = ("fp16", "bf16", "activation_checkpointing", "profiler", "tensorboard", "csv_monitor", "monitor")
-_STAGE_3 = (
-    "allgather_sequential",
-    "gather_16bit_weights_on_model_save",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "model_persistence_threshold",
-    "module_granularity_threshold",
-    "param_persistence_threshold",
-    "prefetch_bucket_size",
-    "use_all_reduce_for_fetch_params",
-)
-"""Keys of `zero_optimization` that DeepSpeed documents so and reads only with `stage3_` in front."""
-_OLD_OFFLOAD = {
-    "cpu_offload": "offload_optimizer",
-    "cpu_offload_param": "offload_param",
-    "cpu_offload_params": "offload_param",
-}
+_SPELLINGS = read_shipped_yaml(Path(__file__).with_name("spellings.yaml"))
+_PATHS: Mapping[str, tuple[str, ...]] = {key: tuple(path.split(".")) for key, path in _SPELLINGS["paths"].items()}
 
 
 def in_deepspeeds_words(config: Mapping[str, Any]) -> Values:
@@ -188,18 +156,23 @@ def in_deepspeeds_words(config: Mapping[str, Any]) -> Values:
     for key, path in _PATHS.items():
         if key in config:
             _put(values, path, _TRANSLATED.get(key, _copied)(config[key]), spelled=key)
-    for name in _SWITCHES:
+    for name in _words("switches"):
         if isinstance(values.get(name), bool):
             values[name] = {"enabled": values[name]}
     _overlap(values)
     zero = values.get("zero_optimization")
     if isinstance(zero, dict):
         _offload(zero)
-        for name in _STAGE_3:
+        for name in _words("stage_3"):
             if name in zero:
                 _put(zero, (f"stage3_{name}",), zero.pop(name), spelled=f"zero_optimization.{name}")
     _learning_rate(values)
     return values
+
+
+def _words(kind: str) -> list[str]:
+    words: list[str] = _SPELLINGS[kind].split()
+    return words
 
 
 def _put(values: Values, path: tuple[str, ...], value: Any, *, spelled: str) -> None:
@@ -225,7 +198,7 @@ def _offload(zero: Values) -> None:
     for name in ("offload_optimizer", "offload_param"):
         if isinstance(zero.get(name), bool):
             zero[name] = {"device": "cpu" if zero[name] else "none"}
-    for old, name in _OLD_OFFLOAD.items():
+    for old, name in _SPELLINGS["old_offload"].items():
         on = zero.pop(old, None)
         if isinstance(on, bool):
             _put(zero, (name, "device"), "cpu" if on else "none", spelled=old)
@@ -265,11 +238,8 @@ def _profiler(section: Any) -> Any:
     fields = Fields(section, "profiling")
     step = fields.whole("profile_step", 1, least=1)
     own = {name: value for name, value in section.items() if name in ("enabled", "output_path")}
-    rest = {name: value for name, value in section.items() if name not in _PROFILING and name not in own}
+    rest = {name: value for name, value in section.items() if name not in _words("profiling") and name not in own}
     return own | rest | {"wait": max(0, step - 2), "warmup": min(1, step - 1), "active": 1}
-
-
-_PROFILING = ("profile_step", "module_depth", "top_modules")
 
 
 def _communication(section: Any) -> Any:
@@ -277,17 +247,14 @@ def _communication(section: Any) -> Any:
     if not isinstance(section, Mapping):
         return section
     fields = Fields(section, "compression")
-    own: Values = {name: value for name, value in section.items() if name not in _COMPRESSION}
+    own: Values = {name: value for name, value in section.items() if name not in _words("compression")}
     if fields.flag("enabled"):
-        own["compression"] = fields.one_of("compression_type", _TYPES, "fp16")
+        own["compression"] = fields.one_of("compression_type", _SPELLINGS["compression_types"], "fp16")
         if own["compression"] == "int8" and fields.whole("quantization_bits", 8) != 8:
             fields.refuse("quantization_bits", "8")
     return own
 
 
-_TYPES = {"fp16": "fp16", "bf16": "bf16", "int8": "int8", "quantization": "int8"}
-# What is gathered is the weights in the dtype of the plan, and our 8-bit blocks are symmetric.
-_COMPRESSION = ("enabled", "compression_type", "quantization_type", "quantization_bits", "all_gather_fp16")
 _TRANSLATED: Mapping[str, Callable[[Any], Any]] = {"profiling": _profiler, "compression": _communication}
 
 

@@ -1,10 +1,14 @@
-"""The optimizers and schedulers that a config can name, and where each is."""
+"""The optimizers and schedulers that a config can name, and where each is: `names.yaml` as a value."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from hardware_db.files import read_shipped_yaml
+from hardware_db.from_json import from_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,64 +34,18 @@ def plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
-def _in(module: str, names: str) -> dict[str, Named]:
-    return _by_name(*(Named(name=name, path=f"{module}:{name}") for name in names.split()))
+_TABLE = read_shipped_yaml(Path(__file__).with_suffix(".yaml"))
 
 
-def _by_name(*named: Named) -> dict[str, Named]:
+def _read(table: Mapping[str, Any]) -> dict[str, Named]:
+    named = [from_json(Named, entry) for entry in table["described"]]
+    for module, names in table["classes"].items():
+        named += [Named(name=name, path=f"{module}:{name}") for name in names.split()]
     return {plain(choice.name): choice for choice in named}
 
 
-# DeepSpeed's classes decay nothing unless they are told to; torch's AdamW decays by 0.01.
-_NO_DECAY = {"weight_decay": 0.0}
-_OF_DEEPSPEEDS_ADAM = {"torch_adam": None, "fp32_optimizer_states": True, "bias_correction": True}
-
-OPTIMIZERS: Mapping[str, Named] = {
-    **_by_name(
-        Named(
-            name="Adam",
-            path="strategies.optim.registry:adam",
-            accepts="torch.optim:AdamW",
-            defaults=_NO_DECAY,
-            settled=_OF_DEEPSPEEDS_ADAM,
-        ),
-        Named(
-            name="AdamW",
-            path="torch.optim:AdamW",
-            defaults=_NO_DECAY,
-            settled={**_OF_DEEPSPEEDS_ADAM, "adam_w_mode": None},
-        ),
-        Named(name="Lion", path="strategies.optim.lion:Lion", defaults={"lr": 1e-3}),
-        Named(
-            name="Muon",
-            path="strategies.optim.muon:MuonWithAdamW",
-            accepts="torch.optim:Muon",
-            more=("muon_lr", "adam_lr", "betas"),
-        ),
-    ),
-    **_in("torch.optim", "SGD Adafactor Adagrad RMSprop Adadelta Adamax ASGD NAdam RAdam Rprop SparseAdam LBFGS"),
-    **_in("bitsandbytes.optim", "AdamW8bit Adam8bit Lion8bit SGD8bit RMSprop8bit PagedAdamW8bit PagedAdam8bit"),
-}
-DEEPSPEEDS_OWN = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lamb", "MuAdam", "MuAdamW", "MuSGD")
-"""Optimizers that are in DeepSpeed alone."""
-MADE_BY_DEEPSPEED_ON_CPU = ("adam", "adamw", "adagrad", "lion")
-"""What DeepSpeed has CPU classes for, which the time of an offloaded plan is counted for."""
-
-SCHEDULERS: Mapping[str, Named] = {
-    **_in("strategies.optim.schedulers", "WarmupLR WarmupDecayLR WarmupCosineLR LRRangeTest"),
-    **_by_name(
-        Named(
-            name="OneCycle",
-            path="strategies.optim.schedulers:OneCycle",
-            accepts="strategies.optim.schedulers:OneCycleSettings",
-        ),
-        Named(name="linear", path="strategies.optim.schedulers:LinearWarmup"),
-        Named(name="cosine", path="strategies.optim.schedulers:CosineWarmup"),
-        Named(name="constant", path="strategies.optim.schedulers:ConstantWarmup"),
-    ),
-    **_in(
-        "torch.optim.lr_scheduler",
-        "StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR"
-        " CosineAnnealingWarmRestarts CyclicLR OneCycleLR",
-    ),
-}
+OPTIMIZERS: Mapping[str, Named] = _read(_TABLE["optimizers"])
+SCHEDULERS: Mapping[str, Named] = _read(_TABLE["schedulers"])
+DEEPSPEEDS_OWN, MADE_BY_DEEPSPEED_ON_CPU = (
+    tuple(_TABLE["optimizers"][kind].split()) for kind in ("deepspeed", "deepspeed_cpu")
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -55,14 +55,22 @@ def everywhere(attempt: Callable[[], Value]) -> Value:
         # A bug keeps its traceback on the rank that has it; the others must not wait for that rank.
         failure = error
         refusal = _Refusal(error=error if isinstance(error, DsplanError) else _failure_of_bug(error))
-    box: list[_Refusal | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(box, refusal)
+    box = objects_of_all(refusal)
     failed = [rank for rank, refused in enumerate(box) if refused is not None]
     if failure is not None and (failed[0] == dist.get_rank() or not isinstance(failure, DsplanError)):
         raise failure
     if first := next(filter(None, box), None):
         raise first.error
     return cast("Value", value)
+
+
+def objects_of_all(own: Value) -> list[Value]:
+    """Return every rank's object, by rank; without a process group, its own alone. Every rank calls this."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [own]
+    objects: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, own)
+    return objects
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

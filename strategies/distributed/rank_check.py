@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from torch.distributed import DistError
 
 from hardware_db.notices import notice
 from hardware_db.units import format_seconds
+from strategies.distributed.consensus import objects_of_all
 from strategies.errors import CannotMeet, CannotRun
 from strategies.run_directory.heartbeat import PULSE
 from strategies.torch_compat.distributed import Store
@@ -254,8 +254,7 @@ def require_same_model(model: nn.Module) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     own = _describe_model(model)
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, (hashlib.sha256("\n".join(own).encode()).digest(), PULSE.number))
+    digests = objects_of_all((hashlib.sha256("\n".join(own).encode()).digest(), PULSE.number))
     hashes = [digest for digest, _ in digests]
     if len({number for _, number in digests}) > 1:
         PULSE.renumber(max(number for _, number in digests))

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from strategies.checkpoint import content
+from strategies.checkpoint import retention
 from strategies.engine.base import Engine
 from strategies.errors import CannotRun, DsplanError
 from strategies.protocols import Observer
@@ -81,7 +81,7 @@ class CheckpointManager:
     @property
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None if there is none."""
-        return content.named_latest(self.directory)
+        return retention.named_latest(self.directory)
 
     def step(self, client_state: Mapping[str, Any] | None = None) -> Path | None:
         """Save if it is time; call it after every `engine.step()`. Returns the checkpoint's path, or None."""

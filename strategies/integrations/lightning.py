@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from planner.types.plan import Configuration
 from strategies.checkpoint import rng
-from strategies.checkpoint.content import named_latest
 from strategies.checkpoint.export import read_weights
+from strategies.checkpoint.retention import named_latest
+from strategies.distributed.consensus import objects_of_all
 from strategies.engine.base import Engine
 from strategies.errors import BrokenFile, CannotRun
 from strategies.integrations.json_state import from_json, to_json
@@ -254,14 +254,10 @@ class _LightningStrategy(EngineStrategy):
     def _data_state(self) -> dict[str, Any]:
         """Return where every rank is in its data: batches of this epoch, and what they were drawn with."""
         loop = self.lightning_module.trainer.fit_loop.epoch_loop
-        everyones: list[Any] = [[batches.began for batches in self._batches]]
-        if self._has_peers():
-            own, everyones = everyones[0], [None] * self.world_size
-            dist.all_gather_object(everyones, own)
         return {
             "batches": loop.batch_progress.current.processed,
             "samples_per_batch": self._samples_per_batch,
-            "began": everyones,
+            "began": objects_of_all([batches.began for batches in self._batches]),
         }
 
     @property

@@ -111,7 +111,8 @@ class EngineStrategy:
     local_rank: int
     world_size: int
     is_distributed = True
-    _num_nodes = 1
+    num_nodes = 1
+    """The nodes that Lightning was asked for."""
     library: str
     """The package whose Trainer or Fabric this is for."""
     state_name: str
@@ -155,15 +156,6 @@ class EngineStrategy:
         plugin = import_module(f"{self.library}.plugins.precision").Precision()
         plugin.precision = precision
         return plugin
-
-    @property
-    def num_nodes(self) -> int:
-        """The nodes that Lightning was asked for."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, number: int) -> None:
-        self._num_nodes = number
 
     @property
     def num_processes(self) -> int:

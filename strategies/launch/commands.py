@@ -95,8 +95,8 @@ def started_script(command: Sequence[str]) -> StartedScript:
     shown = " ".join(rest[:3])
     if not rest or rest[0].rpartition("/")[2] in _IN_FRONT:
         first = rest[0] if rest else "env"
-        place = "--launcher slurm or mpi starts the ranks" if first in ("srun", "mpirun", "mpiexec") else "put it first"
-        raise CannotRun(f"{first} stands in front of dsplan, not behind it: {place}")
+        remedy = "--launcher slurm or mpi starts ranks" if first in ("srun", "mpirun", "mpiexec") else "put it first"
+        raise CannotRun(f"{first} stands in front of dsplan, not behind it: {remedy}")
     name = rest[0].rpartition("/")[2]
     if name in _TRAINERS:
         _require(name)

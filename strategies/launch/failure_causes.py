@@ -12,43 +12,12 @@ from typing import Any
 
 from strategies.run_directory.files import AGENT_LOG, RESULT_FILE, heartbeat_path, log_path
 from strategies.run_directory.spec import ENDING_KINDS, STOPS, EndingKind
+from strategies.supervision.failures import says
 from strategies.supervision.verdicts import Verdict, ranks_by_number, read_heartbeat_file, weigh
 
 _FAILURE = re.compile(r"rank(\d+)\.failure\.json")
 _SUCCESS = re.compile(r"rank(\d+)\.success\.json")
-_OUT_OF_MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
-# What gloo, NCCL and the store say on the ranks that are left when a peer is gone.
-_ECHO_WORDS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "remote process exited",
-    "ncclremoteerror",
-    "socket timeout",
-    "recvvalue failed",
-    "sendbytes failed",
-    "failed to recv, got 0 bytes",
-    "timed out waiting",
-    "heartbeat monitor",
-)
-_MISMATCH_WORDS = "collective mismatch"
-"""What gloo says before it aborts a rank whose message has another size than the one it waits for."""
 _CONNECTION_ERRORS = ("ConnectionError", *(kind.__name__ for kind in ConnectionError.__subclasses__()))
-FIRST: tuple[EndingKind, ...] = (
-    "regrouped",
-    "preempted",
-    "switch",
-    "out_of_memory",
-    "not_finite",
-    "disk_full",
-    "hung",
-    "failed",
-    "killed",
-    "refused",
-    "lost",
-)
-"""Which rank's word counts where several ended at once: causes before the effects they have on other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +60,7 @@ def ending_of(directory: Path, status: int, *, memory_killed: bool = False) -> E
     endings += [_silent(directory, rank, code, memory_killed=memory_killed) for rank, code in silent.items()]
     if (deserter := _who_ended_early(directory, endings)) is not None:
         endings = [deserter]
-    endings.sort(key=lambda ending: (FIRST.index(ending.kind), _is_echo(ending), ending.rank is None, ending.rank or 0))
+    endings.sort(key=_priority)
     if result.get("kind") in ENDING_KINDS:
         return _as_launcher_says(result, endings, directory)
     return endings[0] if endings else _of_launcher(directory, status, memory_killed=memory_killed)
@@ -186,14 +155,18 @@ def _believed_failures(directory: Path, failures: Mapping[int, dict[str, Any]]) 
 
 def _kind(failure: Mapping[str, Any]) -> EndingKind:
     """Return the kind that a rank named; by its words where it named none, or only lost a peer in its collective."""
-    kind, words = failure.get("kind"), str(failure.get("message", "")).lower()
+    kind, words = failure.get("kind"), str(failure.get("message", ""))
     if kind in ENDING_KINDS and kind != "failed":
         return kind  # type: ignore[no-any-return]
     if kind is None and failure.get("expected"):
         return "refused"
-    if kind is None and any(word in words for word in _OUT_OF_MEMORY_WORDS):
+    if kind is None and says(words, "out_of_memory_printed"):
         return "out_of_memory"
-    return "lost" if any(word in words for word in _ECHO_WORDS) else "failed"
+    return "lost" if says(words, "echo") else "failed"
+
+
+def _priority(ending: Ending) -> tuple[int, bool, bool, int]:
+    return ENDING_KINDS.index(ending.kind), _is_echo(ending), ending.rank is None, ending.rank or 0
 
 
 def _is_echo(ending: Ending) -> bool:
@@ -208,13 +181,13 @@ def _silent(directory: Path, rank: int, code: int, *, memory_killed: bool) -> En
     reason = f"killed by signal {-code}" if code < 0 else _last_line(log) or f"exit status {code}"
     if code == -signal.SIGKILL and memory_killed:
         kind, reason = "out_of_memory", "killed by the kernel: the host, or the job's share of it, is out of memory"
-    elif code == -signal.SIGABRT and _MISMATCH_WORDS in _last_line(log):
+    elif code == -signal.SIGABRT and says(_last_line(log), "mismatch"):
         kind = "refused"
         reason = (
             "it met another rank in another collective; the model, its state_dict() and its evaluation have to be "
             "called on all ranks, which all have a part of it"
         )
-    elif any(word in reason.lower() for word in _OUT_OF_MEMORY_WORDS):
+    elif says(reason, "out_of_memory_printed"):
         kind = "out_of_memory"
     return Ending(kind=kind, rank=rank, reason=reason, log=log, exit_status=code)
 

@@ -218,7 +218,7 @@ def _of_command(request: RunRequest) -> tuple[RunRequest, tuple[str, ...]]:
     supervision = request.supervision
     if supervision.retries is None and started.retries is not None:
         supervision = replace(supervision, retries=started.retries)
-    found = replace(
+    understood = replace(
         request,
         script=started.script,
         arguments=started.arguments,
@@ -228,7 +228,7 @@ def _of_command(request: RunRequest) -> tuple[RunRequest, tuple[str, ...]]:
         placement=placement,
         supervision=supervision,
     )
-    return found, tuple(notices)
+    return understood, tuple(notices)
 
 
 def check_script(path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from typing import Any, Protocol
@@ -15,7 +15,6 @@ from strategies.launch.attempt import Attempt, AttemptEnded, Event, OutputLine, 
 from strategies.launch.failure_causes import Ending, with_stacks_kept
 from strategies.launch.grace_period import StopRequests
 from strategies.launch.policy import Decision, Policy, RunContext
-from strategies.launch.record import record_attempt
 from strategies.launch.report import (
     COMPLETED,
     INTERRUPTED,
@@ -60,12 +59,19 @@ class Supervisor:
     """A launched run. Iterate `events()` to its end, then ask for the `report()`.
 
     With `resumes`, the run directory holds a run to resume, from what `resume_from` names or else its newest
-    checkpoint. The plan in use is kept there as `plan.yaml`, to run
-    again with `--plan`.
+    checkpoint. The plan in use is kept there as `plan.yaml`, to run again with `--plan`. `record_attempt` is called for
+    each attempt that others follow, before they are planned.
     """
 
     def __init__(
-        self, spec: LaunchSpec, plan: Plan | None, companion: Companion, *, resumes: bool, resume_from: str
+        self,
+        spec: LaunchSpec,
+        plan: Plan | None,
+        companion: Companion,
+        record_attempt: Callable[[Plan, Ending, LaunchSpec, int], None],
+        *,
+        resumes: bool,
+        resume_from: str,
     ) -> None:
         self._spec = spec
         self._state = RunState(spec, plan, resumes=resumes, resume_from=resume_from)
@@ -75,7 +81,7 @@ class Supervisor:
         self._attempts: list[AttemptReport] = []
         self._outcome: Outcome | None = None
         self._number = self._state.first
-        self._companion = companion
+        self._companion, self._record_attempt = companion, record_attempt
 
     def events(self) -> Iterator[Event]:
         """Start the ranks and give their lines, plans and steps until the run is over. Ctrl-C ends it.
@@ -243,7 +249,7 @@ class Supervisor:
         )
         plan = self._state.plan
         if decision.continues and plan is not None and (decision.action == "next_plan" or course.progressed):
-            record_attempt(plan, ending, self._spec, self._number)
+            self._record_attempt(plan, ending, self._spec, self._number)
         if decision.action == "next_plan":
             self._state.reject_plan()
         return decision

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from strategies.errors import CannotRun
+from strategies.parallel.blocks import without_adapters
 
 Function = Callable[..., Any]
 KERNELS: Mapping[str, str] = {
@@ -137,11 +138,6 @@ MODULE_FORMS: Mapping[str, ModuleForm] = {
         arguments=_draw_gate,
     ),
 }
-
-
-def without_adapters(model: Any) -> Any:
-    """Return the model that PEFT's wrapper is around, or the model."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,9 +35,9 @@ from strategies.modules.kernel_forms import (
     ModuleForm,
     require_right,
     rotary,
-    without_adapters,
 )
 from strategies.modules.precision import DTYPES
+from strategies.parallel.blocks import without_adapters
 from strategies.run_directory.request import plan_request
 
 _LOG = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, TypeVar
@@ -124,8 +124,7 @@ def _read_number(text: str) -> float | None:
 
 def _arguments(factory: Factory) -> list[inspect.Parameter]:
     """Return what a factory takes beside the parameters or the optimizer, which come first."""
-    is_settings = is_dataclass(factory)
-    return list(inspect.signature(factory).parameters.values())[0 if is_settings else 1 :]
+    return list(inspect.signature(factory).parameters.values())[1:]
 
 
 Part = TypeVar("Part")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -220,99 +219,77 @@ _SECOND_BETA = 0.99
 """DeepSpeed sets Adam's second beta to it while it cycles the first."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cycle:
-    """The shape of the cycle, in optimizer steps."""
+class OneCycle(Schedule):
+    """Rates up and down once and then slowly down, the betas the other way round (arXiv:1803.09820).
 
-    up: float
-    down: float
-    stairs_up: int = 0
-    """0 is a smooth line, here and below."""
-    stairs_down: int = 0
-    decay: float = 0
-    """Steps of a decay interval; 0 for no decay."""
+    Sizes are optimizer steps; 0 stairs are a smooth line, and a `decay_step_size` of 0 is no decay. The second half is
+    as the first where it is not given. The first betas of an optimizer that has any are cycled too.
 
-    def height(self, step: int) -> float:
+    Raises:
+        CannotRun: a half is not longer than nothing.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: float = 2000,
+        cycle_second_step_size: float | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: float = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: PerGroup = 0.8,
+        cycle_max_mom: PerGroup = 0.9,
+        decay_mom_rate: float = 0.0,
+    ) -> None:
+        self.optimizer = optimizer
+        up, stairs = cycle_first_step_size, cycle_first_stair_count
+        down = up if cycle_second_step_size is None else cycle_second_step_size
+        if up <= 0 or down < 0:
+            raise CannotRun(f"scheduler: OneCycle goes up for {up} steps and down for {down}; give positive numbers")
+        self.up, self.down, self.decay_size = up, down, decay_step_size
+        self.stairs = (stairs, stairs if cycle_second_stair_count is None else cycle_second_stair_count)
+        self.decay, self.decay_momentum = decay_lr_rate, decay_mom_rate
+        self.low = self.per_group(cycle_min_lr, "cycle_min_lr")
+        self.high = self.per_group(cycle_max_lr, "cycle_max_lr")
+        self.has_momentum = cycle_momentum and "betas" in optimizer.defaults
+        if self.has_momentum:
+            self.low_momentum = self.per_group(cycle_min_mom, "cycle_min_mom")
+            self.high_momentum = self.per_group(cycle_max_mom, "cycle_max_mom")
+        super().__init__(optimizer)
+
+    def _height(self, step: int) -> float:
         """Return the share of the way up, 0 to 1."""
         at = step % (self.up + self.down)
         rises = at <= self.up
         part = at / self.up if rises else (self.up + self.down - at) / self.down
-        stairs = self.stairs_up if rises else self.stairs_down
+        stairs = self.stairs[0 if rises else 1]
         return math.floor(part * stairs) / stairs if stairs > 0 else part
 
-    def decays(self, step: int) -> float | None:
+    def _decays(self, step: int) -> float | None:
         """Return the decay intervals since the cycle ended, or None while it lasts."""
         total = self.up + self.down
         if step - 1 < total:
             return None
-        return (step - total) / self.decay if self.decay else 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OneCycleSettings:
-    """DeepSpeed's parameters of OneCycle; the second half is as the first where it is not given."""
-
-    cycle_min_lr: PerGroup
-    cycle_max_lr: PerGroup
-    decay_lr_rate: float = 0.0
-    cycle_first_step_size: float = 2000
-    cycle_second_step_size: float | None = None
-    cycle_first_stair_count: int = 0
-    cycle_second_stair_count: int | None = None
-    decay_step_size: float = 0
-    cycle_momentum: bool = True
-    cycle_min_mom: PerGroup = 0.8
-    cycle_max_mom: PerGroup = 0.9
-    decay_mom_rate: float = 0.0
-
-    def cycle(self) -> Cycle:
-        """Return the shape of the cycle.
-
-        Raises:
-            CannotRun: a half is not longer than nothing.
-        """
-        up, stairs = self.cycle_first_step_size, self.cycle_first_stair_count
-        down = up if self.cycle_second_step_size is None else self.cycle_second_step_size
-        if up <= 0 or down < 0:
-            raise CannotRun(f"scheduler: OneCycle goes up for {up} steps and down for {down}; give positive numbers")
-        stairs_down = stairs if self.cycle_second_stair_count is None else self.cycle_second_stair_count
-        return Cycle(up=up, down=down, stairs_up=stairs, stairs_down=stairs_down, decay=self.decay_step_size)
-
-
-class OneCycle(Schedule):
-    """Rates up and down once and then slowly down, the betas the other way round (arXiv:1803.09820).
-
-    Args:
-        optimizer: its first betas are cycled too, if it has any.
-        params: DeepSpeed's, the fields of `OneCycleSettings`.
-    """
-
-    def __init__(self, optimizer: Optimizer, **params: Any) -> None:
-        self.optimizer = optimizer
-        settings = self.settings = OneCycleSettings(**params)
-        self.cycle = settings.cycle()
-        self.low = self.per_group(settings.cycle_min_lr, "cycle_min_lr")
-        self.high = self.per_group(settings.cycle_max_lr, "cycle_max_lr")
-        self.has_momentum = settings.cycle_momentum and "betas" in optimizer.defaults
-        if self.has_momentum:
-            self.low_momentum = self.per_group(settings.cycle_min_mom, "cycle_min_mom")
-            self.high_momentum = self.per_group(settings.cycle_max_mom, "cycle_max_mom")
-        super().__init__(optimizer)
+        return (step - total) / self.decay_size if self.decay_size else 0.0
 
     def _rate(self, group: int, steps: int) -> float:
-        low, intervals = self.low[group], self.cycle.decays(steps)
+        low, intervals = self.low[group], self._decays(steps)
         if intervals is None:
-            return low + (self.high[group] - low) * self.cycle.height(steps)
-        return low / (1 + self.settings.decay_lr_rate * intervals)
+            return low + (self.high[group] - low) * self._height(steps)
+        return low / (1 + self.decay * intervals)
 
     def _momentum(self, group: int, steps: int) -> float:
         """Return Adam's first beta: high where the rate is low; after the cycle it grows by `decay_mom_rate`."""
-        low, high, intervals = self.low_momentum[group], self.high_momentum[group], self.cycle.decays(steps)
+        low, high, intervals = self.low_momentum[group], self.high_momentum[group], self._decays(steps)
         if not steps:
             return low  # DeepSpeed starts here, though the rate is low as well
         if intervals is None:
-            return high - (high - low) * self.cycle.height(steps)
-        return high * (1 + self.settings.decay_mom_rate * intervals)
+            return high - (high - low) * self._height(steps)
+        return high * (1 + self.decay_momentum * intervals)
 
     def step(self, epoch: int | None = None) -> None:
         """Set the next rates, and the betas with them."""

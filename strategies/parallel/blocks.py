@@ -20,6 +20,11 @@ class Elsewhere(nn.Module):
         raise NotImplementedError  # a pipeline gives each its own
 
 
+def without_adapters(model: Any) -> Any:
+    """Return the model that PEFT's wrapper is around, or the model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def block_stacks(model: nn.Module) -> list[nn.Module]:
     """Return the outermost stacks of like modules (`repeated_blocks`), in the order of the model."""
     if _is_stack(model):

@@ -29,14 +29,21 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from strategies.errors import CannotRun
-from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.blocks import repeated_blocks, without_adapters
 from strategies.parallel.layers import Columns
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
-from strategies.parallel.ranks import SEQUENCE, TensorRanks, gather_from_ranks, split_between_ranks, tokens_of_each
+from strategies.parallel.ranks import (
+    SEQUENCE,
+    TensorRanks,
+    gather_from_ranks,
+    split_between_ranks,
+    tokens_of_each,
+    with_gradient,
+)
 from strategies.parallel.split import ModelParts
 from strategies.parallel.stages import stages_of
-from strategies.parallel.styles import Randomness, RegionEnd, derived, draw_own, is_linear, widths
+from strategies.parallel.styles import Randomness, derived, draw_own, is_linear, region_end, widths
 from strategies.torch_compat.autograd import has_saved_tensor_hooks
 from strategies.torch_compat.dispatch import FakeTensor, without_modes
 from strategies.torch_compat.tensors import storage_number
@@ -55,8 +62,7 @@ def split_sequences(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: 
     Raises:
         CannotRun: it has no blocks, or its attention is no causal attention over all earlier tokens.
     """
-    inner: Any = model
-    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    inner = without_adapters(model)
     ranks = TensorRanks(mesh.group("cp"))
     blocks = repeated_blocks(inner)
     _require_attention_alone(inner, blocks, ranks.size)
@@ -124,7 +130,7 @@ def _require_no_positions(blocks: Sequence[nn.Module], ranks: TensorRanks, mesh:
         if weight.dim() > 1 or not weight.any():
             weight.data.copy_(torch.randn(weight.shape, generator=generator) * 2 / weight.shape[-1] ** 0.5)
     if options.configuration.sequence_parallel and len(blocks) > 1:
-        tried.register_forward_hook(RegionEnd(TensorRanks(mesh.group("tp"))))
+        tried.register_forward_hook(region_end(TensorRanks(mesh.group("tp"))))
     hidden = torch.randn(1, 4 * ranks.size * mesh.size("tp"), inputs[0], generator=generator).to(device)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         with ranks.open_layers():
@@ -455,23 +461,9 @@ class _Whole(Function):
 # A model that is split at its first block.
 
 
-class _Scaled(Function):
-    """A tensor whose gradient is multiplied by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient * ctx.factor, None
-
-
 def scale_gradient(values: torch.Tensor, factor: float) -> torch.Tensor:
     """Return the same values; their gradient is multiplied by a factor."""
-    scaled: torch.Tensor = _Scaled.apply(values, factor)  # type: ignore[no-untyped-call]
-    return scaled
+    return with_gradient(values, lambda v: v.view_as(v), lambda gradient: gradient * factor)
 
 
 def _own_tokens(ranks: TensorRanks, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Function
 
 from strategies.errors import CannotRun
 from strategies.parallel.context import scale_gradient
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.model import SplitOptions
-from strategies.parallel.ranks import ImaginedGroup, TensorRanks
+from strategies.parallel.ranks import ImaginedGroup, TensorRanks, with_gradient
 from strategies.parallel.split import ModelParts, even_split, hold_part, note_split
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
@@ -129,19 +128,10 @@ def _run_experts(forward: Any, tokens: torch.Tensor, own: torch.Tensor) -> torch
 
 def exchanged(rows: torch.Tensor, ranks: TensorRanks, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
     """Exchange rows, an all-to-all: `sent` of them go to each rank, `received` come from each, by rank."""
-    arrived: torch.Tensor = _Exchange.apply(rows, ranks, list(sent), list(received))  # type: ignore[no-untyped-call]
-    return arrived
-
-
-class _Exchange(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, ranks: TensorRanks, sent: list[int], received: list[int]) -> torch.Tensor:
-        ctx.ranks, ctx.sent, ctx.received = ranks, sent, received
-        return _all_to_all(rows, ranks, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _all_to_all(gradient, ctx.ranks, ctx.received, ctx.sent), None, None, None
+    out, back = list(sent), list(received)
+    return with_gradient(
+        rows, lambda values: _all_to_all(values, ranks, out, back), lambda g: _all_to_all(g, ranks, back, out)
+    )
 
 
 def _all_to_all(rows: torch.Tensor, ranks: TensorRanks, sent: list[int], received: list[int]) -> torch.Tensor:

@@ -138,13 +138,16 @@ class _ImaginedMesh(Mesh):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _FirstRank:
+class FirstRank:
+    """Rank 0 of a job on one node, of whose ranks no other is there."""
+
     world_size: int
     rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def local_world_size(self) -> int:
+        """All ranks, on one node."""
         return self.world_size
 
 
@@ -172,6 +175,6 @@ def split_imagined(model: nn.Module, tp: int, cp: int, ep: int, splits_sequences
         precision="fp32",
         optimizer="adamw",
     )
-    mesh, parts = _ImaginedMesh(chosen.dims, _FirstRank(world_size=ep * tp * cp)), ModelParts(tp=(0, tp))
+    mesh, parts = _ImaginedMesh(chosen.dims, FirstRank(world_size=ep * tp * cp)), ModelParts(tp=(0, tp))
     mesh.uneven = uneven
     _split(model, mesh, SplitOptions(configuration=chosen), parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -142,12 +142,12 @@ def _reduce_scatter(values: torch.Tensor, ranks: TensorRanks, dim: int) -> torch
 
 def copy_to_ranks(values: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     """Pass on what every rank has, before each computes a part with it: the gradients of the parts are all-reduced."""
-    return values if ranks.is_whole else _Copy.apply(values, ranks)  # type: ignore[no-untyped-call]
+    return values if ranks.is_whole else with_gradient(values, _alike, lambda g: all_reduce(g.clone(), ranks))
 
 
 def sum_over_ranks(values: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     """All-reduce the ranks' terms; the gradient is that of the sum."""
-    return values if ranks.is_whole else _Sum.apply(values, ranks)  # type: ignore[no-untyped-call]
+    return values if ranks.is_whole else with_gradient(values, lambda v: all_reduce(v.clone(), ranks), lambda g: g)
 
 
 def gather_from_ranks(
@@ -160,70 +160,52 @@ def gather_from_ranks(
     """
     if ranks.is_whole:
         return part
-    length = part.shape[dim] * ranks.size if length is None else length
-    return _Gather.apply(part, ranks, dim % part.dim(), length, sums)  # type: ignore[no-untyped-call,no-any-return]
+    whole, axis = part.shape[dim] * ranks.size if length is None else length, dim % part.dim()
+    back = _reduce_scatter if sums else _own
+    return with_gradient(part, lambda v: _all_gather(v, ranks, axis, whole), lambda g: back(g, ranks, axis))
 
 
 def split_between_ranks(values: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
     """Take the rank's part of what all have along a dimension; the gradients of the parts are all-gathered."""
-    return values if ranks.is_whole else _Part.apply(values, ranks, dim % values.dim())  # type: ignore[no-untyped-call]
+    return _take_part(values, ranks, dim % values.dim(), _own)
 
 
 def scatter_sum(values: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
     """Reduce-scatter the ranks' terms: the rank's part, along a dimension that divides, of their sum."""
-    return values if ranks.is_whole else _Scatter.apply(values, ranks, dim % values.dim())  # type: ignore[no-untyped-call]
+    return _take_part(values, ranks, dim % values.dim(), _reduce_scatter)
 
 
-class _Copy(Function):
+def _take_part(
+    values: torch.Tensor,
+    ranks: TensorRanks,
+    dim: int,
+    take: Callable[[torch.Tensor, TensorRanks, int], torch.Tensor],
+) -> torch.Tensor:
+    if ranks.is_whole:
+        return values
+    length = values.shape[dim]
+    return with_gradient(values, lambda v: take(v, ranks, dim), lambda g: _all_gather(g, ranks, dim, length))
+
+
+def with_gradient(
+    values: torch.Tensor,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    backward: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return `forward(values)`, a tensor of its own, whose gradient `backward` makes the gradient of `values`."""
+    return _WithGradient.apply(values, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _WithGradient(Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
-        ctx.ranks = ranks
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return all_reduce(gradient.clone(), ctx.ranks), None
-
-
-class _Sum(Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
-        return all_reduce(values.clone(), ranks)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, ranks: TensorRanks, dim: int, length: int, sums: bool) -> torch.Tensor:
-        ctx.ranks, ctx.dim, ctx.sums = ranks, dim, sums
-        return _all_gather(part, ranks, dim, length)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        back = _reduce_scatter if ctx.sums else _own
-        return back(gradient, ctx.ranks, ctx.dim), None, None, None, None
-
-
-class _Part(Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-        ctx.ranks, ctx.dim, ctx.length = ranks, dim, values.shape[dim]
-        return _own(values, ranks, dim)
+    def forward(ctx: Any, values: torch.Tensor, forward: Any, backward: Any) -> Any:
+        ctx.back = backward
+        return forward(values)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _all_gather(gradient, ctx.ranks, ctx.dim, ctx.length), None, None
+        return ctx.back(gradient), None, None
 
 
-class _Scatter(Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-        ctx.ranks, ctx.dim, ctx.length = ranks, dim, values.shape[dim]
-        return _reduce_scatter(values, ranks, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _all_gather(gradient, ctx.ranks, ctx.dim, ctx.length), None, None
+def _alike(values: torch.Tensor) -> torch.Tensor:
+    return values.view_as(values)

@@ -656,14 +656,8 @@ def without_elsewhere(model: nn.Module, given: Any) -> Any:
         kept: list[Any] = []
         for item in items:
             if isinstance(item, Mapping):
-                kept.append(
-                    {
-                        **item,
-                        "params": left(
-                            [item["params"]] if isinstance(item["params"], torch.Tensor) else item["params"]
-                        ),
-                    }
-                )
+                own = item["params"]
+                kept.append({**item, "params": left([own] if isinstance(own, torch.Tensor) else own)})
             elif (item[1] if isinstance(item, tuple) else item) in here:
                 kept.append(item)
         return kept

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,14 +126,14 @@ def split_unit(
     if not is_block:
         if sequence:
             mode = "shared" if variant.shares_input else "own"
-            unit.register_forward_pre_hook(UnitInput(ranks, mode), with_kwargs=True)
-            if mode == "own":
-                unit.register_forward_hook(UnitOutput(ranks))
+            unit.register_forward_pre_hook(unit_input(ranks, mode), with_kwargs=True)
+            if mode == "own":  # every rank has computed the whole sequence
+                unit.register_forward_hook(_on_output(partial(split_between_ranks, ranks=ranks, dim=SEQUENCE)))
                 draw_own(unit, randomness, is_own=False)
                 inside = {name for name, _ in unit.named_parameters()}
                 applied.complete |= inside - applied.summed - applied.splits.keys()
         elif variant.shares_input:
-            unit.register_forward_pre_hook(UnitInput(ranks, "copied"), with_kwargs=True)
+            unit.register_forward_pre_hook(unit_input(ranks, "copied"), with_kwargs=True)
     if not variant.gathers:
         modules = [(styles[name], unit.get_submodule(name)) for name in styles if not _locate(unit, name)[1]]
         columns = [module for style, module in modules if is_columns(style)]
@@ -182,17 +183,15 @@ def _module(
     if style in TABLES or isinstance(module, nn.Embedding):
         return Applied(splits=make_vocabulary(module, ranks))
     if style == "moe_tp_experts":
-        module.register_forward_pre_hook(ExpertsInput(ranks), with_kwargs=True)
-        module.register_forward_hook(SummedOutput(ranks))
-        return Applied()
-    if style == "all_reduce":
-        module.register_forward_hook(SummedOutput(ranks))
+        module.register_forward_pre_hook(_experts_input(ranks), with_kwargs=True)
+    if style in ("moe_tp_experts", "all_reduce"):
+        module.register_forward_hook(_on_output(partial(sum_over_ranks, ranks=ranks)))
         return Applied()
     if style == "moe_identity_expert":
-        module.register_forward_pre_hook(DividedInput(ranks))
+        module.register_forward_pre_hook(_divided_input(ranks))
         return Applied()
     if style == "mla_kv_a_proj":
-        module.register_forward_hook(RotaryCopy(ranks, heads.rotary))
+        module.register_forward_hook(_rotary_copy(ranks, heads.rotary))
         return Applied()
     if hasattr(module, "base_layer"):
         return _adapted_linear(module, style, ranks, heads, variant, sequence=sequence, direct=direct)
@@ -473,15 +472,15 @@ def _split_adapters(unit: nn.Module, heads: _Heads, ranks: TensorRanks, how: int
 # Hooks: what is exchanged at the edges of modules. None does anything while layers are opened.
 
 
-class _Hook:
-    def __init__(self, ranks: TensorRanks) -> None:
-        self.ranks = ranks
-
+Hook = Callable[..., Any]
+Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 _STATES = ("hidden_states", "x", "inputs", "input")
 
 
-def _with_states(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any, others: Any = None) -> tuple[Any, Any]:
+def _with_states(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Exchange, others: Exchange | None
+) -> tuple[Any, Any]:
     """Change the activations among a module's arguments: its first, or those by name."""
     kwargs = dict(kwargs)
     if args and isinstance(args[0], torch.Tensor):
@@ -489,13 +488,13 @@ def _with_states(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any, oth
     else:
         names = [name for name in _STATES if isinstance(kwargs.get(name), torch.Tensor)]
         kwargs.update((name, change(kwargs[name])) for name in names[:1])
-    for name in ("encoder_hidden_states", "key_value_states") if others else ():
-        if isinstance(kwargs.get(name), torch.Tensor):
+    for name in ("encoder_hidden_states", "key_value_states"):
+        if others is not None and isinstance(kwargs.get(name), torch.Tensor):
             kwargs[name] = others(kwargs[name])
     return args, kwargs
 
 
-def _with_first(output: Any, change: Any) -> Any:
+def _with_first(output: Any, change: Exchange) -> Any:
     """Change the activations that a module returns: its first or only tensor."""
     if isinstance(output, torch.Tensor):
         return change(output)
@@ -504,98 +503,74 @@ def _with_first(output: Any, change: Any) -> Any:
     return output
 
 
-class UnitInput(_Hook):
-    """The edge of a unit: `copied` to ranks that compute parts, or all-gathered along the sequence.
+def _on_input(change: Exchange, others: Exchange | None = None) -> Hook:
+    """Return a hook that changes the activations that a module is given, and with `others` those of an encoder."""
+    return lambda _, args, kwargs: _with_states(args, kwargs, change, others)
+
+
+def _on_output(change: Exchange) -> Hook:
+    """Return a hook that changes the activations that a module returns."""
+    return lambda _, args, output: _with_first(output, change)
+
+
+def unit_input(ranks: TensorRanks, mode: str) -> Hook:
+    """Return the hook at the edge of a unit: `copied` to ranks that compute parts, or all-gathered along the sequence.
 
     `shared`: for ranks that compute parts; `own`: all the same but for what their layers exchange.
     """
-
-    def __init__(self, ranks: TensorRanks, mode: str) -> None:
-        super().__init__(ranks)
-        self.mode = mode
-
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the unit's arguments with hidden states as its layers take them."""
-        ranks = self.ranks
-        if self.mode == "copied":
-            return _with_states(args, kwargs, lambda x: copy_to_ranks(x, ranks), lambda x: copy_to_ranks(x, ranks))
-        is_shared = self.mode == "shared"
-        others = (lambda x: copy_to_ranks(x, ranks)) if is_shared else None
-        return _with_states(args, kwargs, lambda x: gather_from_ranks(x, ranks, SEQUENCE, sums=is_shared), others)
+    copied = partial(copy_to_ranks, ranks=ranks)
+    if mode == "copied":
+        return _on_input(copied, copied)
+    is_shared = mode == "shared"
+    gathered = partial(gather_from_ranks, ranks=ranks, dim=SEQUENCE, sums=is_shared)
+    return _on_input(gathered, copied if is_shared else None)
 
 
-class UnitOutput(_Hook):
-    """Split along the sequence again of what every rank has computed whole."""
+def region_start(ranks: TensorRanks) -> Hook:
+    """Return the hook that splits the input of the first block along the sequence."""
 
-    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
-        """Return the output with hidden states split along the sequence."""
-        return _with_first(output, lambda x: split_between_ranks(x, self.ranks, SEQUENCE))
-
-
-class RegionStart(_Hook):
-    """The input of the first block, split along the sequence."""
-
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the first block's arguments with hidden states split along the sequence."""
-        return _with_states(args, kwargs, self._split)
-
-    def _split(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.ranks.is_whole and (x.dim() < 3 or x.shape[SEQUENCE] % self.ranks.size):
+    def split(x: torch.Tensor) -> torch.Tensor:
+        if not ranks.is_whole and (x.dim() < 3 or x.shape[SEQUENCE] % ranks.size):
             raise CannotRun(
-                f"sequence parallelism splits the length of activations {list(x.shape)} over {self.ranks.size} ranks,"
+                f"sequence parallelism splits the length of activations {list(x.shape)} over {ranks.size} ranks,"
                 " which does not divide; pad samples to a multiple, or leave sequence parallelism out"
             )
-        return split_between_ranks(x, self.ranks, SEQUENCE)
+        return split_between_ranks(x, ranks, SEQUENCE)
+
+    return _on_input(split)
 
 
-class RegionEnd(_Hook):
-    """The output of the last block, all-gathered along the sequence."""
-
-    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
-        """Return the last block's output with hidden states all-gathered."""
-        return _with_first(output, lambda x: gather_from_ranks(x, self.ranks, SEQUENCE))
+def region_end(ranks: TensorRanks) -> Hook:
+    """Return the hook that all-gathers the output of the last block along the sequence."""
+    return _on_output(partial(gather_from_ranks, ranks=ranks, dim=SEQUENCE))
 
 
-class ExpertsInput(_Hook):
-    """Tokens and the weights of their experts, copied to ranks that have a part of every expert."""
+def _experts_input(ranks: TensorRanks) -> Hook:
+    """Return the hook that copies tokens and the weights of their experts to ranks with a part of every expert."""
 
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return tokens and weights whose gradients the ranks all-reduce."""
-        copied = [self._copied(value) for value in args]
-        return tuple(copied), {name: self._copied(value) for name, value in kwargs.items()}
-
-    def _copied(self, value: Any) -> Any:
+    def copied(value: Any) -> Any:
         is_state = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return copy_to_ranks(value, self.ranks) if is_state else value
+        return copy_to_ranks(value, ranks) if is_state else value
+
+    return lambda _, args, kwargs: (tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()})
 
 
-class SummedOutput(_Hook):
-    """The terms of ranks added up."""
-
-    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
-        """Return the output with the sum of the ranks' terms."""
-        return _with_first(output, lambda x: sum_over_ranks(x, self.ranks))
+def _divided_input(ranks: TensorRanks) -> Hook:
+    """Return the hook of an expert that returns its input on every rank, whose outputs are added up."""
+    return lambda _, args: args if ranks.is_whole else (args[0] / ranks.size, *args[1:])
 
 
-class DividedInput(_Hook):
-    """An expert that returns its input on every rank, whose outputs are added up."""
+def _rotary_copy(ranks: TensorRanks, width: int) -> Hook:
+    """Return the hook after a projection with the rotary part of a key.
 
-    def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Return the arguments with an input of which every rank has its share."""
-        return args if self.ranks.is_whole else (args[0] / self.ranks.size, *args[1:])
+    The key that DeepSeek's heads share goes to all heads without a column layer between: its gradients are all-reduced.
+    """
 
+    def copy(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        rest, rotary = torch.split(output, [output.shape[-1] - width, width], dim=-1)
+        return torch.cat((rest, copy_to_ranks(rotary, ranks)), dim=-1)
 
-class RotaryCopy(_Hook):
-    """The rotary part of the key that DeepSeek's heads share goes to all heads without a column layer between."""
-
-    def __init__(self, ranks: TensorRanks, width: int) -> None:
-        super().__init__(ranks)
-        self.width = width
-
-    def __call__(self, _: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Return the key's projection with a rotary part whose gradients are all-reduced."""
-        rest, rotary = torch.split(output, [output.shape[-1] - self.width, self.width], dim=-1)
-        return torch.cat((rest, copy_to_ranks(rotary, self.ranks)), dim=-1)
+    return copy
 
 
 # Randomness: what ranks have alike drops out alike, what they have parts of each on its own.

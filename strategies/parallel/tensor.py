@@ -23,7 +23,7 @@ from torch import nn
 from hardware_db.notices import notice
 from strategies.errors import CannotRun
 from strategies.parallel import units
-from strategies.parallel.blocks import repeated_blocks
+from strategies.parallel.blocks import repeated_blocks, without_adapters
 from strategies.parallel.expert import is_mixture
 from strategies.parallel.layers import SharedLayer, split_in_place
 from strategies.parallel.loss import CausalLoss, WholeLogits
@@ -37,8 +37,6 @@ from strategies.parallel.styles import (
     Change,
     NotSplit,
     Randomness,
-    RegionEnd,
-    RegionStart,
     Variant,
     as_columns,
     draw_own,
@@ -48,6 +46,8 @@ from strategies.parallel.styles import (
     is_style,
     make_columns,
     make_vocabulary,
+    region_end,
+    region_start,
     split_unit,
     widths,
 )
@@ -99,7 +99,7 @@ class _Splitter:
         self.model, self.ranks, self.device, self.options, self.parts = model, ranks, device, options, parts
         self.sequence = options.configuration.sequence_parallel
         self.randomness = Randomness(ranks)
-        self.inner = _inner(model)
+        self.inner: nn.Module = without_adapters(model)
         self.prefix = next(name for name, module in model.named_modules() if module is self.inner)
         self.changes: list[Change] = []
         self.others: set[TensorRanks] = set()
@@ -126,8 +126,8 @@ class _Splitter:
                 applied.summed = set(plan.summed)
             self._take(name, applied)
         for stack in units.stacks_of(self.inner, self.blocks) if self.sequence else ():
-            stack[0].register_forward_pre_hook(RegionStart(self.ranks), prepend=True, with_kwargs=True)
-            stack[-1].register_forward_hook(RegionEnd(self.ranks))
+            stack[0].register_forward_pre_hook(region_start(self.ranks), prepend=True, with_kwargs=True)
+            stack[-1].register_forward_hook(region_end(self.ranks))
         inside = tuple(f"{name}." for name in blocks)
         outside = {name: style for name, style in styles.items() if not name.startswith(inside) and name not in blocks}
         self._split_outside(outside)
@@ -358,12 +358,6 @@ class _Splitter:
             finally:
                 for change in self.changes:
                     setattr(change.module, change.name, change.part)
-
-
-def _inner(model: Any) -> nn.Module:
-    """Return the model inside adapters."""
-    inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return inner
 
 
 def _of(model: Any, getter: str) -> Any:

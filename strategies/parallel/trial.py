@@ -19,7 +19,7 @@ from torch import nn
 from strategies.parallel.empty import is_stand_in
 from strategies.parallel.ranks import TensorRanks, all_reduce
 from strategies.parallel.stages import show_inputs
-from strategies.parallel.styles import Applied, RegionEnd, RegionStart, is_linear, widths
+from strategies.parallel.styles import Applied, is_linear, region_end, region_start, widths
 from strategies.parallel.units import Choice
 from strategies.parallel.whole import sum_over_copies
 from strategies.torch_compat.dispatch import FakeTensor
@@ -70,8 +70,8 @@ class Trial:
         copied = copy.deepcopy(module)
         applied = split(copied, choices)
         if self._sequence:
-            copied.register_forward_pre_hook(RegionStart(self._ranks), prepend=True, with_kwargs=True)
-            copied.register_forward_hook(RegionEnd(self._ranks))
+            copied.register_forward_pre_hook(region_start(self._ranks), prepend=True, with_kwargs=True)
+            copied.register_forward_hook(region_end(self._ranks))
         self.problem = ""
         try:
             outcome = self._run(copied)

@@ -15,19 +15,21 @@ Value = TypeVar("Value")
 
 
 EndingKind = Literal[
-    "failed",  # the script raised, or ended with a status of its own
-    "refused",  # what was asked for cannot be run: an expected failure that no repetition mends
-    "out_of_memory",  # of a GPU, of the host, or of the cgroup
-    "killed",  # a signal from outside
-    "hung",  # no progress for `SupervisionOptions.hang_seconds`
-    "not_finite",  # losses or gradients that stay NaN or infinite
-    "disk_full",  # a checkpoint or a log could not be written
-    "lost",  # the node or the connection to it is gone
+    "regrouped",  # nodes came or went: saved, and all start again together
     "preempted",  # SIGTERM or SIGUSR1: saved, and stopped on purpose
     "switch",  # saved, and stopped on purpose to resume under a better plan
-    "regrouped",  # nodes came or went: saved, and all start again together
+    "out_of_memory",  # of a GPU, of the host, or of the cgroup
+    "not_finite",  # losses or gradients that stay NaN or infinite
+    "disk_full",  # a checkpoint or a log could not be written
+    "hung",  # no progress for `SupervisionOptions.hang_seconds`
+    "failed",  # the script raised, or ended with a status of its own
+    "killed",  # a signal from outside
+    "refused",  # what was asked for cannot be run: an expected failure that no repetition mends
+    "lost",  # the node or the connection to it is gone
 ]
 ENDING_KINDS: tuple[EndingKind, ...] = get_args(EndingKind)
+"""In the order in which a rank's word counts where several ended at once: causes before the effects they have on other
+ranks."""
 STOPS: tuple[EndingKind, ...] = ("preempted", "switch", "regrouped")
 """Endings on purpose: the ranks saved before them."""
 
@@ -100,7 +102,7 @@ class SupervisionOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptStart:
-    """What a command of another launcher would have handed to a script beside its arguments."""
+    """Arguments and variables that the command of another launcher would have handed to a script."""
 
     module: str = ""
     """The name under which `python -m` runs it; empty: it is run as a file."""

@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
-import torch.distributed as dist
 
 from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
 from hardware_db.probe.cgroup import cgroup_limits
-from strategies.checkpoint import content
+from strategies.checkpoint import retention
 from strategies.checkpoint.checkpoints import CheckpointedEngine, Checkpoints
 from strategies.checkpoint.saving import SaveOptions
+from strategies.distributed.consensus import objects_of_all
 from strategies.supervision import lineage
 from strategies.supervision.autosave_interval import Interval, SaveClock
 from strategies.telemetry.alerts import Alert, post
 
-KEPT = 2
 _SPARE = 2.0
 """Host memory that must be free for a copy of what a node's ranks save, in sizes of that copy."""
 
@@ -185,28 +184,24 @@ class AutomaticSaves:
     def _clear_away(self) -> None:
         """Remove this run's own automatic checkpoints but the newest, whichever node's rank 0 has saved them."""
         listed, run = lineage.read(self._run_directory), self._target
-        for path in lineage.outdated(listed, KEPT, run=run.run_id, since=run.since, has_nodes=run.has_nodes):
+        for path in lineage.outdated(listed, retention.KEPT, run=run.run_id, since=run.since, has_nodes=run.has_nodes):
             try:
-                content.remove(path)
+                retention.remove(path)
             except OSError as problem:
                 notice(f"{path}: a checkpoint that is no longer needed cannot be removed ({problem.strerror})")
 
     def _look(self) -> list[_Look]:
         checkpoints = self._engine._checkpoints
-        own = _Look(
-            now=time.monotonic(),
-            is_clean=self._is_clean(),
-            may_save=self._may_save(),
-            has_room=self._room(),
-            is_written=checkpoints.is_written,
-            problem=checkpoints.problem,
+        return objects_of_all(
+            _Look(
+                now=time.monotonic(),
+                is_clean=self._is_clean(),
+                may_save=self._may_save(),
+                has_room=self._room(),
+                is_written=checkpoints.is_written,
+                problem=checkpoints.problem,
+            )
         )
-        world_size = self._engine.environment.world_size
-        if world_size == 1:
-            return [own]
-        looks: list[Any] = [None] * world_size
-        dist.all_gather_object(looks, own)
-        return looks
 
     def _room(self) -> bool:
         """Return whether host memory takes a copy of this node's part of the training state."""

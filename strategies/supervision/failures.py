@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hardware_db.errors import DsplanError
+from hardware_db.files import read_shipped_yaml
 from hardware_db.notices import notice
 from planner.errors import NothingFits
 from strategies.run_directory.attempt_options import AttemptOptions
@@ -24,43 +26,7 @@ from strategies.run_directory.heartbeat import PULSE, is_own
 from strategies.run_directory.spec import EndingKind, exit_status_of
 
 _MOST_CHARACTERS = 500
-# Allocators of torch, CUDA's libraries, NCCL and the C library, in the words of their messages.
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
-    "not enough memory",
-    "std::bad_alloc",
-)
-# What gloo, NCCL and torch's store say when another process of the group is gone.
-_LOST = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection was likely closed",
-    "broken pipe",
-    "socket closed",
-    "remote process exited",
-    "remote process has ended",
-    "ncclremoteerror",
-)
 _DISK_FULL = tuple(os.strerror(number).lower() for number in (errno.ENOSPC, errno.EDQUOT))
-# What torch says where a script wants a GPU, or the library that GPUs talk with, and there is none here.
-_GPU_WORDS = {
-    "NCCL": (
-        "nccl built in",
-        "processgroupnccl is only supported with gpus",
-        "no backend type associated with device type cuda",
-    ),
-    "CUDA": (
-        "not compiled with cuda enabled",
-        "no cuda gpus are available",
-        "found no nvidia driver",
-        "torch.cuda.is_available() is false",
-        "no cuda-capable device",
-    ),
-}
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -99,10 +65,11 @@ def kind_of(error: BaseException) -> EndingKind:
         if _is_out_of_memory(cause):
             return "out_of_memory"
     for cause in _chain(error):
-        text = str(cause).lower()
-        if (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)) or _says(text, _DISK_FULL):
+        text = str(cause)
+        is_told = any(word in text.lower() for word in _DISK_FULL)
+        if is_told or (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)):
             return "disk_full"
-        if isinstance(cause, ConnectionError) or (isinstance(cause, RuntimeError) and _says(text, _LOST)):
+        if isinstance(cause, ConnectionError) or (isinstance(cause, RuntimeError) and says(text, "lost")):
             return "lost"
     if isinstance(error, NothingFits):
         return "refused"
@@ -120,7 +87,7 @@ def failure_of(error: BaseException, directory: Path) -> Failure:
 def _why_it_needs_a_gpu(error: BaseException) -> str | None:
     """Return what to change in a script that has CUDA or NCCL written into it, where there is no GPU; else None."""
     text = str(error).lower()
-    wants = next((wanted for wanted, words in _GPU_WORDS.items() if _says(text, words)), None)
+    wants = next((library for library in ("NCCL", "CUDA") if says(text, library)), None)
     torch = sys.modules.get("torch")
     if wants is None or torch is None or torch.cuda.is_available():
         return None
@@ -212,8 +179,17 @@ def _is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and _says(str(error).lower(), _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and says(str(error), "out_of_memory")
 
 
-def _says(text: str, words: tuple[str, ...]) -> bool:
-    return any(word in text for word in words)
+@cache
+def read_messages() -> Mapping[str, Sequence[str]]:
+    """Return the words of `messages.yaml`. A rank reads them when it begins: when it fails, memory may be out."""
+    messages: Mapping[str, Sequence[str]] = read_shipped_yaml(Path(__file__).with_name("messages.yaml"))
+    return messages
+
+
+def says(text: str, what: str) -> bool:
+    """Return whether a message has words of a kind of `messages.yaml`, in whatever case."""
+    text = text.lower()
+    return any(words in text for words in read_messages()[what])

@@ -14,7 +14,7 @@ from hardware_db.notices import notice
 from strategies.run_directory import claim
 from strategies.run_directory.files import failure_path, pid_path, success_path
 from strategies.run_directory.spec import SAVING, STOPPED, EndingKind, LaunchSpec
-from strategies.supervision.failures import Failure, describe_failure, write_failure
+from strategies.supervision.failures import Failure, describe_failure, read_messages, write_failure
 from strategies.supervision.hang_detection import Watchdog, begin_watching
 from strategies.supervision.stopping import STOP_SIGNAL, Stopped, Stopping
 
@@ -28,6 +28,7 @@ def begin(spec: LaunchSpec, rank: int) -> None:
     Scripts in which nothing of dsplan sees the end of a step cannot save when they are asked to, and before somebody
     has claimed the run there is nothing to save: these end at once. Who saves listens to SIGTERM too.
     """
+    read_messages()
     directory = spec.directory
     failure_path(directory, rank).unlink(missing_ok=True)
     success_path(directory, rank).unlink(missing_ok=True)

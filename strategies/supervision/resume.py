@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
-from strategies.checkpoint import content as folder
+from strategies.checkpoint import retention
 from strategies.checkpoint.content import Content, read_content
-from strategies.distributed.consensus import on_rank_zero
+from strategies.distributed.consensus import objects_of_all, on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
 from strategies.run_directory.attempt_options import AttemptOptions
@@ -48,11 +46,9 @@ def add_common_past(options: AttemptOptions, environment: Environment) -> Attemp
     """Add to rank 0's options what other nodes know of the run's past, which a node that has just come does not."""
     if environment.world_size == 1:
         return options
-    everyones: list[Any] = [None] * environment.world_size
-    dist.all_gather_object(everyones, options)
-    first: AttemptOptions = everyones[0]
+    everyones = objects_of_all(options)
     return replace(
-        first,
+        everyones[0],
         reached=max(rank_options.reached for rank_options in everyones),
         may_begin_anew=all(rank_options.may_begin_anew for rank_options in everyones),
         since=max(rank_options.since for rank_options in everyones),
@@ -109,7 +105,7 @@ def step_of(directory: Path) -> int | None:
 
     def look() -> int | None:
         try:
-            path = folder.named_latest(directory)
+            path = retention.named_latest(directory)
             return None if path is None else int(read_content(path).progress["global_steps"])
         except (DsplanError, KeyError, ValueError, TypeError, OverflowError):
             return None  # loading it says what is wrong
@@ -121,7 +117,7 @@ def is_left_behind(directory: Path, options: AttemptOptions) -> bool:
     """Return whether `load_checkpoint(directory)` would load what this run has left; alike on all ranks."""
 
     def look() -> bool:
-        path = folder.named_latest(directory)
+        path = retention.named_latest(directory)
         checkpoint = None if path is None else _read_checkpoint(path)
         return checkpoint is not None and checkpoint.run == options.run_id and checkpoint.attempt < options.since
 
@@ -131,10 +127,7 @@ def is_left_behind(directory: Path, options: AttemptOptions) -> bool:
 def _find(engine: SupervisedEngine, run_directory: Path, options: AttemptOptions) -> _Candidates:
     """Collect what any node knows of, and what rank 0 finds, which reports what is wrong with the list."""
     own = lineage.read_lineage(run_directory) if engine.environment.local_rank == 0 else lineage.Lineage()
-    everyones: list[Any] = [own]
-    if engine.environment.world_size > 1:
-        everyones = [None] * engine.environment.world_size
-        dist.all_gather_object(everyones, own)
+    everyones = objects_of_all(own)
     return on_rank_zero(lambda: _choose(everyones, run_directory, options))
 
 
@@ -182,7 +175,7 @@ def _find_unnoted(
     """
     usual, unnoted = (run_directory / CHECKPOINTS).absolute(), []
     for parent in sorted(folders):
-        for path in folder.published(parent):
+        for path in retention.published(parent):
             if str(path.absolute()) in noted or (checkpoint := _read_checkpoint(path)) is None:
                 continue
             if checkpoint.run in runs if checkpoint.run else parent == usual:

@@ -22,11 +22,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from hardware_db.files import replace_whole
 from hardware_db.notices import notice
-from strategies.distributed.consensus import on_rank_zero
+from strategies.distributed.consensus import objects_of_all, on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.run_directory.spec import STOPPED, EndingKind
 from strategies.torch_compat.distributed import TCPStore
@@ -145,7 +143,7 @@ def open_board(directory: Path, environment: Environment) -> Board:
     token = on_rank_zero(lambda: _new_token(directory))
     if environment.spans_nodes:
         store = _connect()
-        if _all_have(store is not None, environment):
+        if all(objects_of_all(store is not None)):
             return StoreBoard(store, f"dsplan/board/{token}/")
     return FileBoard(directory / _FOLDER / token)
 
@@ -165,12 +163,6 @@ def _connect() -> Any:
         )
     except (RuntimeError, ValueError, OSError):
         return None
-
-
-def _all_have(own: bool, environment: Environment) -> bool:
-    box: list[Any] = [None] * environment.world_size
-    dist.all_gather_object(box, own)
-    return all(box)
 
 
 _REQUEST, _STEP, _ARMED, _GONE = "stop", "stop-at", "armed", "gone"

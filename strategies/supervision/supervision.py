@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch.distributed as dist
 from torch import nn
 
 from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
-from strategies.distributed.consensus import on_rank_zero
+from strategies.distributed.consensus import objects_of_all, on_rank_zero
 from strategies.protocols import Observer
 from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.heartbeat import PULSE
@@ -253,12 +252,7 @@ class Supervision(Observer):
 
     def _is_clean_everywhere(self) -> bool:
         """Return whether the last step was finite on every rank."""
-        own, world_size = self._finite.is_clean, self._engine.environment.world_size
-        if world_size == 1:
-            return own
-        answers: list[Any] = [None] * world_size
-        dist.all_gather_object(answers, own)
-        return all(answers)
+        return all(objects_of_all(self._finite.is_clean))
 
     @property
     def unsaveable(self) -> str | None:

@@ -28,7 +28,7 @@ import json
 import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -216,18 +216,8 @@ def measured_of(run: MeasuredRun) -> Measured:
     """Return the figures of a run as the database keeps them."""
     from hardware_db.measurement import Measured
 
-    return Measured(
-        peak_allocated_bytes=run.peak_allocated_bytes,
-        peak_reserved_bytes=run.peak_reserved_bytes,
-        host_bytes=None if run.peak_rss_bytes is None else run.peak_rss_bytes * run.ranks,
-        step_seconds=run.step_seconds,
-        step_seconds_low=run.step_seconds_low,
-        step_seconds_high=run.step_seconds_high,
-        tokens_per_second=run.tokens_per_second,
-        first_loss=run.first_loss,
-        last_loss=run.last_loss,
-        steps=run.steps,
-    )
+    alike = {field.name: getattr(run, field.name) for field in fields(Measured) if hasattr(run, field.name)}
+    return Measured(host_bytes=None if run.peak_rss_bytes is None else run.peak_rss_bytes * run.ranks, **alike)
 
 
 class MetricsFile:

@@ -13,9 +13,9 @@ import pytest
 
 import dsplan
 from dsplan.__main__ import main
+from dsplan.exact import cache
 from dsplan.render.show import progress
 from hardware_db.store import open_store
-from strategies.tracing.cache import cache
 from tests.dsplan.cli import Cli, Printed
 
 HARDWARE = "--gpu H100-SXM5-80GB --seq-len 64 --precision bf16"
@@ -102,8 +102,8 @@ CHANGES += ["--checkpointing full", "--gpu A100-SXM4-80GB", "--task seq-cls", "-
 def test_what_changes_the_answer_is_asked_anew(
     cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    from strategies.tracing import answer
-    from strategies.tracing.cache.reading import Refusal, sizes_of
+    from dsplan.exact import answer
+    from dsplan.exact.reading import Refusal, sizes_of
 
     asked = []
 
@@ -176,7 +176,7 @@ def test_without_torch_one_line_says_what_to_install(cli: Cli, model: Path, monk
 
 
 def test_an_interrupted_trace_leaves_nothing(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from strategies.tracing import answer
+    from dsplan.exact import answer
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -12,7 +12,8 @@ import pytest
 import dsplan
 from dsplan.render.catalogues import devices_table, models_table, nodes_table
 from dsplan.render.recommendation import recommendation_blocks
-from dsplan.render.show import Bar, Block, Table, Text, columns, plain_text, print_blocks, say, show
+from dsplan.render.show import Block, Text, plain_text, print_blocks, say, show
+from dsplan.render.table_columns import Bar, Table, columns
 from hardware_db.datasheets import devices, node_types
 from hardware_db.notices import notice
 from planner import vocabulary

@@ -14,9 +14,9 @@ import transformers
 
 import dsplan
 from dsplan import HardwareSelector, mpi
+from dsplan.exact.factory import any_model
 from planner.cost.inference import cached_values_per_sequence, possible_counts, serving_on
 from planner.errors import NothingFits
-from strategies.tracing.factory import any_model
 from strategies.tracing.live import facts_from_module
 from tests.dsplan.cli import Cli
 

@@ -18,8 +18,9 @@ from dsplan.__main__ import main
 from dsplan.render.charts import sparkline
 from dsplan.render.recent_rows import RecentRows
 from dsplan.render.run_view import RunView
-from dsplan.render.show import Table as ShownTable
-from dsplan.render.show import Text, columns, plain_text, renderables
+from dsplan.render.show import Text, plain_text, renderables
+from dsplan.render.table_columns import Table as ShownTable
+from dsplan.render.table_columns import columns
 from dsplan.render.watch_view import Frame, RunWatch
 from hardware_db.notices import MOST_LETTERS, printable
 from strategies.launch.attempt import StepDone

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from dsplan.trainer import DistributedTrainer
 from hardware_db.errors import DsplanError
 from strategies.checkpoint import storage
 from strategies.data.loader import LoaderSettings, ShardedLoader
-from strategies.engine.trainer import DistributedTrainer
 from strategies.supervision import lineage
 from strategies.supervision.failures import read_failure
 from strategies.supervision.stopping import STOP_SIGNAL, Stopped

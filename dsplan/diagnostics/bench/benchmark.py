@@ -111,7 +111,7 @@ def plan_of(question: BenchQuestion) -> BenchPlan:
     question.check()
     if question.plan is not None:
         return load_bench_plan(question.plan)
-    from strategies.tracing.factory import any_model
+    from dsplan.exact.factory import any_model
 
     cluster = _cluster(question)
     wanted = Wanted(
@@ -192,7 +192,7 @@ def _check_machine(plan: BenchPlan, machine: Machine, file: Path | None) -> None
 def _learn(report: BenchReport, machine: Machine) -> str:
     """Calibrates with the new training runs, as `dsplan run` does after each; what came of it in a sentence."""
     from dsplan.diagnostics.bench.cases import TrainingCase
-    from strategies.launch.record import learnt
+    from dsplan.diagnostics.recorded_runs import learnt
 
     trained = any(isinstance(event.work, TrainingCase) for event in report.measured)
     return learnt(machine).removeprefix("; ") if trained else ""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dsplan.exact.factory import any_model
 from planner import vocabulary as words
 from planner.models.facts import ModelFacts
 from planner.models.from_hf.config import facts_from_config
@@ -15,7 +16,6 @@ from planner.search.request import Request, WorkOptions, make_request
 from planner.types.cluster import Cluster
 from planner.types.plan import Configuration
 from planner.vocabulary import Task
-from strategies.tracing.factory import any_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from dsplan.diagnostics.bench.cases import Trainee
+from dsplan.exact.factory import any_model
 from planner.types.plan_io import plan_from_dict
 from planner.vocabulary import Attention, Task
 from strategies.distributed.environment import join
 from strategies.engine.base import Engine
 from strategies.engine.initialize import initialize
 from strategies.telemetry.step_rows import TRACKED_STEP
-from strategies.tracing.factory import any_model
 from strategies.tracing.to_hf import hf_config
 from strategies.variables import RUN_DIRECTORY
 

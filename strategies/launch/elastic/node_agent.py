@@ -24,12 +24,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from hardware_db.notices import notice
 from hardware_db.probe.cgroup import memory_kills
-from strategies.launch.failure_causes import FIRST, Ending, ending_of
+from strategies.launch.failure_causes import Ending, ending_of
 from strategies.launch.grace_period import SIGNAL_SECONDS
 from strategies.launch.launchers.process import signal_ranks
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.files import RESULT_FILE, write_json
-from strategies.run_directory.spec import SAVING, EndingKind, LaunchSpec
+from strategies.run_directory.spec import ENDING_KINDS, SAVING, EndingKind, LaunchSpec
 from strategies.torch_compat.distributed import Store, leave_rendezvous, present_nodes
 
 # The nodes of a round report its end to each other in the store of the rendezvous.
@@ -51,11 +51,11 @@ class NodeEnding:
     @property
     def priority(self) -> tuple[int, int]:
         """Causes before the effects that they have on other nodes."""
-        return FIRST.index(self.kind), self.node
+        return ENDING_KINDS.index(self.kind), self.node
 
     def causes(self, own: EndingKind) -> bool:
         """Return whether this node's own ending is rather the effect of that one."""
-        return FIRST.index(self.kind) < FIRST.index(own)
+        return ENDING_KINDS.index(self.kind) < ENDING_KINDS.index(own)
 
 
 class RoundEndings:

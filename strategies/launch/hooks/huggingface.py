@@ -27,6 +27,7 @@ from planner import vocabulary as words
 from planner.emit.common import EmitOptions, recomputing_whole_blocks
 from planner.emit.huggingface import training_arguments
 from planner.types.plan import Plan
+from strategies.checkpoint.retention import KEPT
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import join
 from strategies.errors import CannotRun
@@ -49,7 +50,6 @@ from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.files import LINEAGE_FILE, LOCK_FILE
 from strategies.run_directory.heartbeat import PULSE
 from strategies.supervision import lineage
-from strategies.supervision.autosave import KEPT
 from strategies.supervision.autosave_interval import Interval, SaveClock
 from strategies.supervision.hang_detection import begin_watching
 from strategies.supervision.not_finite import FiniteWatch

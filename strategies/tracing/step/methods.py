@@ -16,6 +16,7 @@ from torch import nn
 
 from planner.errors import DsplanError
 from planner.vocabulary import Loss, Optimizer
+from strategies.parallel.blocks import without_adapters
 from strategies.torch_compat.autograd import partition_as_compiled
 from strategies.tracing.step.refusal import TraceFailed
 
@@ -31,7 +32,7 @@ def compute_loss_as(module: nn.Module, kind: Loss) -> None:
     """
     if kind == "plain":
         return
-    unwrapped: Any = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
+    unwrapped = without_adapters(module)
     base: Any = getattr(unwrapped, getattr(unwrapped, "base_model_prefix", "") or "model", None)
     if base is None or unwrapped.get_output_embeddings() is None:
         raise DsplanError(

@@ -6,10 +6,7 @@ parallelism is transformers' (`transformers.distributed`), which spreads experts
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
@@ -20,35 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from planner.types.plan import Configuration
 from strategies.errors import CannotRun
+from strategies.parallel.blocks import without_adapters
 from strategies.parallel.context import split_sequences
 from strategies.parallel.mesh import Group, Mesh
-from strategies.parallel.model import SplitOptions, Splitter
+from strategies.parallel.model import FirstRank, SplitOptions, Splitter
 from strategies.parallel.split import ModelParts
 from strategies.parallel.tensor import split_layers
 from strategies.torch_compat.dispatch import without_modes
-from strategies.torch_compat.sharding import context_parallel_attention
 from strategies.tracing.step.refusal import TraceFailed
-
-
-def splits_sequences(configuration: Configuration) -> bool:
-    """Return whether the tp ranks split the sequence between their products."""
-    return configuration.tp > 1 and configuration.sequence_parallel
-
-
-def unwrapped(module: nn.Module) -> Any:
-    """Return the model inside adapters."""
-    inner: Any = module
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _FirstRank:
-    """Rank 0 of a job on one node, whose part is traced."""
-
-    world_size: int
-    local_world_size: int
-    rank: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 def split_weights(module: nn.Module, configuration: Configuration) -> None:
@@ -70,8 +46,7 @@ def split_tokens(module: nn.Module, configuration: Configuration) -> None:
 
 
 def _split(module: nn.Module, configuration: Configuration, degree: Group, split: Splitter) -> None:
-    ranks = _FirstRank(world_size=configuration.world_size, local_world_size=configuration.world_size)
-    mesh = Mesh.of(configuration, ranks)
+    mesh = Mesh.of(configuration, FirstRank(world_size=configuration.world_size))
     with without_modes():  # torch looks for this rank in a tensor of rank numbers
         mesh.group(degree)
     try:
@@ -125,7 +100,7 @@ def chunks_of(module: nn.Module, configuration: Configuration, rank: int) -> lis
     Raises:
         TraceFailed: the model's blocks are not in `layers` of its base model, or there are fewer than chunks.
     """
-    model = unwrapped(module)
+    model = without_adapters(module)
     layers = getattr(getattr(model, getattr(model, "base_model_prefix", "") or "model", None), "layers", None)
     stages = configuration.pp * configuration.virtual_stages
     if layers is None or len(layers) < stages:
@@ -140,20 +115,6 @@ def chunks_of(module: nn.Module, configuration: Configuration, rank: int) -> lis
     return chunks
 
 
-# Context parallelism: every rank has a part of each sequence, and attention sees the keys and values of all.
-
-
-@contextlib.contextmanager
-def split_attention(mesh: DeviceMesh) -> Iterator[None]:
-    """Split attention over a mesh as `torch.distributed.tensor.experimental.context_parallel` does with its defaults.
-
-    Keys and values are all-gathered, and the parts of a causal mask are balanced. Queries, keys and values inside are
-    this rank's part of the sequence.
-    """
-    with context_parallel_attention(mesh, length_dim=2):
-        yield
-
-
 # Expert parallelism: every rank has some experts whole, and is sent the tokens that chose them.
 
 
@@ -163,7 +124,7 @@ def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         TraceFailed: the model has no plan for its experts.
     """
-    model = unwrapped(module)
+    model = without_adapters(module)
     plan = getattr(model, "ep_plan", None)
     if not plan:
         raise TraceFailed("", "", f"transformers has no expert-parallel plan for {type(model).__name__}")

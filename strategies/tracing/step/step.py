@@ -23,6 +23,7 @@ from strategies.parallel.blocks import repeated_blocks
 from strategies.parallel.empty import is_stand_in
 from strategies.parallel.pipeline import order_of
 from strategies.torch_compat.dispatch import FakeTensorMode, without_modes
+from strategies.torch_compat.sharding import context_parallel_attention
 from strategies.torch_compat.tensors import tree_leaves, tree_map
 from strategies.tracing.cuda.as_cuda import DEFAULT_CAPABILITY, as_cuda
 from strategies.tracing.cuda.attention import unpadded, windows_without_masks
@@ -48,7 +49,6 @@ from strategies.tracing.step.split import (
     Chunk,
     chunks_of,
     enough_micro_batches,
-    split_attention,
     split_experts,
     split_tokens,
     split_weights,
@@ -179,7 +179,8 @@ def _traced(job: Job, chosen: Traceable, rank: int) -> TracedStep:
         if configuration.attention == "flash":
             stack.enter_context(windows_without_masks())
         if configuration.cp > 1 and mesh is not None and job.facts.kind != "custom":
-            stack.enter_context(split_attention(mesh["cp"]))
+            # Keys and values are all-gathered, and the parts of a causal mask balanced, as torch does it by default.
+            stack.enter_context(context_parallel_attention(mesh["cp"], length_dim=2))
         run = _PipelineRun if configuration.pp > 1 else _Run
         return run(job, chosen, mode, Meshes(ranks=mesh, experts=experts), rank).steps()
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from dsplan.exact.factory import any_model
 from hardware_db.units import parse_count
 from planner.errors import ContradictoryRequest, DsplanError
 from planner.models.counting.count import count_parameters
 from planner.models.resolve import model_of_size
 from planner.models.tasks import default_sequence_length, default_task
 from strategies.tracing import to_hf as builder
-from strategies.tracing.factory import any_model
 from tests.planner.models.hf_modules import meta_model, real_count
 
 LLAMA = {
@@ -151,7 +151,7 @@ def test_a_factory_without_torch_may_return_a_dict(directory: Path) -> None:
     (directory / "plain.py").write_text("def model():\n    return " + repr(LLAMA) + "\n")
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from strategies.tracing.factory import any_model\n"
+        "from dsplan.exact.factory import any_model\n"
         "print(any_model('plain:model').parameters)\n"
         "try:\n    any_model('factories:Zoo.tiny')\n"
         "except Exception as error:\n    print(type(error).__name__, error)\n"

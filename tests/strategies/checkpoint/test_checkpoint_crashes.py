@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dsplan.diagnostics.bench.rank_pool import RankPool
-from strategies.checkpoint import content, loading, safefile, saving
+from strategies.checkpoint import loading, retention, safefile, saving
 from strategies.checkpoint.saving import Target, Writing
 from strategies.distributed.environment import Environment
 from strategies.errors import BrokenFile
@@ -126,7 +126,7 @@ def two_ranks(rank: int) -> Environment:
 
 @pytest.fixture
 def target(tmp_path: Path) -> Target:
-    name = content.begin(tmp_path, 3)
+    name = retention.begin(tmp_path, 3)
     return Target(directory=tmp_path, name=name, keep_last=None)
 
 

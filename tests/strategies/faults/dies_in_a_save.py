@@ -19,7 +19,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from strategies.checkpoint import content, saving, storage
+from strategies.checkpoint import retention, saving, storage
 
 FAULTS = json.loads(os.environ["FAULTS"])
 LEDGER = Path(os.environ["LEDGER"])
@@ -71,7 +71,7 @@ def removed_in_part(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patch() -> None:
-    parts: Any = (storage, saving, content, shutil)
+    parts: Any = (storage, saving, retention, shutil)
     tensors, notes, publication, trees = parts
     tensors.write = written_in_part(tensors.write)
     # A rank's file is whole, and nobody knows it yet.

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from strategies.checkpoint.content import published
+from strategies.checkpoint.retention import published
 from strategies.run_directory.files import LINEAGE_FILE
 from strategies.run_directory.spec import STOPPED
 from tests.strategies.faults.faulty_run import FaultyRun, wait_for

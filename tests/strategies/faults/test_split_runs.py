@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from strategies.checkpoint import safefile
-from strategies.checkpoint.content import published
+from strategies.checkpoint.retention import published
 from tests.strategies.faults.faulty_run import ROOT, FaultyRun
 
 STEPS, SAVED_EVERY, KILLED_AFTER = 20, 4, 9

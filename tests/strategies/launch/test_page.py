@@ -9,7 +9,7 @@ import pytest
 
 from dsplan.render.run_report import markdown, report_blocks, write_report
 from dsplan.render.run_view import RunView, ending_line
-from dsplan.render.show import Table
+from dsplan.render.table_columns import Table
 from strategies.launch.attempt import AttemptEnded, OutputLine
 from strategies.launch.failure_causes import Ending
 from strategies.launch.options import DEFAULT_SUPERVISION

@@ -50,7 +50,7 @@ def test_ranks_of_nodes_of_unequal_size_take_the_same_board(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, of_node: int
 ) -> None:
     monkeypatch.setattr(boards, "_connect", object)
-    monkeypatch.setattr(boards, "_all_have", lambda own, environment: own)
+    monkeypatch.setattr(boards, "objects_of_all", lambda own: [own])
     assert isinstance(open_board(tmp_path, _environment(3, of_node)), StoreBoard)
     assert isinstance(open_board(tmp_path, _environment(of_node, of_node)), FileBoard)
 

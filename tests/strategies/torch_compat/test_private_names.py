@@ -48,6 +48,7 @@ OTHER_LIBRARIES = {
     },
     "what dsplan puts on objects of others": {"_dsplan_engine", "_dsplan_monitor"},
 }
+ATTRIBUTE_CALLS = ("getattr", "hasattr", "setattr", "delattr")
 FOREIGN = set().union(*OTHER_LIBRARIES.values())
 
 
@@ -94,7 +95,7 @@ def reaches(tree: ast.Module, own: set[str]) -> Iterator[str]:
             if _is_reach(node, torch_names, own):
                 yield f"line {node.lineno}: {ast.unparse(node)}"
             continue
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ATTRIBUTE_CALLS:
             name = node.args[1]
             if isinstance(name, ast.Constant) and name.value in NAMED - SHARED_NAMES:
                 yield f"line {node.lineno}: {ast.unparse(node)}"
@@ -107,7 +108,7 @@ def reaches(tree: ast.Module, own: set[str]) -> Iterator[str]:
 
 
 def _is_reach(node: ast.Attribute, torch_names: set[str], own: set[str]) -> bool:
-    if ast.unparse(node) == "gc.get_objects":
+    if node.attr == "get_objects" and root_of(node) == "gc":
         return True
     if not is_private(node.attr) or node.attr in OPERATION_PARTS:
         return False

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from dsplan.exact.estimate import coverage_of
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.blocks import CHUNKS, code_blocks, fused_rows
@@ -28,7 +29,6 @@ from planner.search.request import WorkOptions, make_request
 from planner.types.job import Job
 from planner.types.plan import Configuration
 from planner.vocabulary import Checkpointing, Loss
-from strategies.tracing.cache.estimate import coverage_of
 from strategies.tracing.storage_tracker import StorageTracker
 
 SAMPLES, LENGTH = 2, 128

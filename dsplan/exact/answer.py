@@ -1,4 +1,4 @@
-"""The tracer's answer to a question of `strategies.tracing.cache`: a reading, or the reason why there is none."""
+"""The tracer's answer to a question of `dsplan.exact`: a reading, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from dsplan.exact.factory import Made, call_factory
+from dsplan.exact.reading import Answer, Reading, Refusal, sizes_of
+from dsplan.exact.source import ModelSource
 from planner.cost.memory.ledger import Ledger
 from planner.errors import DsplanError
 from planner.types.job import Job
-from strategies.tracing.cache.reading import Answer, Reading, Refusal, sizes_of
-from strategies.tracing.cache.source import ModelSource
-from strategies.tracing.factory import Made, call_factory
 from strategies.tracing.step.build import Subject, own_subject, subject_of
 from strategies.tracing.step.refusal import TraceFailed, guard, why_refused
 from strategies.tracing.step.step import trace_step

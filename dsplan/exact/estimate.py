@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from dsplan.exact.ask import AGREEMENT, Tracing, ask
+from dsplan.exact.cache import trace_versions
+from dsplan.exact.reading import Reading, Refusal, Sizes
+from dsplan.exact.source import ModelSource
 from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.instants import instants_of
 from planner.cost.memory.estimate import composed, phases_of
@@ -22,10 +26,6 @@ from planner.search.request import Request
 from planner.types.job import Job
 from planner.types.plan import Configuration, Plan
 from planner.vocabulary import SCALED_PRECISIONS
-from strategies.tracing.cache.ask import AGREEMENT, Tracing, ask
-from strategies.tracing.cache.cache import trace_versions
-from strategies.tracing.cache.reading import Reading, Refusal, Sizes
-from strategies.tracing.cache.source import ModelSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

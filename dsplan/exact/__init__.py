@@ -1,4 +1,4 @@
-"""The trace cache: questions to the tracer and its answers, without torch.
+"""`--exact`, and models of the user's own code (`--model package.module:factory`).
 
 `strategies.tracing.step` runs the module itself. An answer is kept in the database under everything it depends on, so
 that only the first question costs a trace.

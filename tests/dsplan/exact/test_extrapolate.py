@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from dsplan.exact.ask import Phases, extrapolated
+from dsplan.exact.reading import Reading, Sizes
 from planner.cost.memory.ledger import Ledger
-from strategies.tracing.cache.ask import Phases, extrapolated
-from strategies.tracing.cache.reading import Reading, Sizes
 
 Bytes = Callable[[Sizes], float]
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from dsplan.exact.cache import TraceCache, trace_versions
+from dsplan.exact.factory import Made, call_factory, facts_of_product
 from hardware_db.files import digest
 from hardware_db.from_json import from_json
 from hardware_db.handed_in import read_json
@@ -19,8 +21,6 @@ from hardware_db.measurement import trace_key, trace_record
 from planner.models.facts import ModelFacts
 from planner.models.resolve import config_file, is_factory, resolve_model
 from planner.vocabulary import Task
-from strategies.tracing.cache.cache import TraceCache, trace_versions
-from strategies.tracing.factory import Made, call_factory, facts_of_product
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PACKAGES = frozenset({"site-packages", "dist-packages"})

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
+from dsplan.exact.source import ModelSource
 from hardware_db.measurement import trace_key
 from planner.cost.memory.ledger import Ledger
 from planner.types.job import Job
-from strategies.tracing.cache.source import ModelSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from dsplan.exact import cache as versions
+from dsplan.exact.cache import TraceCache
+from dsplan.exact.source import ModelSource, model_source, source_files, unchanged
 from hardware_db.errors import DsplanError
 from hardware_db.from_json import from_json
 from hardware_db.measurement import trace_record
@@ -17,9 +20,6 @@ from hardware_db.store import MemoryStore, open_store
 from planner.errors import BrokenFile
 from planner.models.catalogue import find_model, models
 from planner.models.facts import ModelFacts
-from strategies.tracing.cache import cache as versions
-from strategies.tracing.cache.cache import TraceCache
-from strategies.tracing.cache.source import ModelSource, model_source, source_files, unchanged
 
 LAYERS = """
 from torch import nn
@@ -150,13 +150,13 @@ def test_installed_packages_stand_for_themselves() -> None:
     files = source_files([__name__])
     assert str(here) in files
     assert not any("site-packages" in path for path in files)
-    assert any(path.endswith("strategies/tracing/cache/source.py") for path in files)
+    assert any(path.endswith("dsplan/exact/source.py") for path in files)
     assert unchanged(files)
     assert not unchanged({**files, str(here): "0" * 64})
 
 
 def test_every_file_of_the_tracer_counts_as_its_version() -> None:
-    root = Path(versions.__file__).parents[3]
+    root = Path(versions.__file__).parents[2]
     counted = {path for pattern in versions._TRACER for path in root.glob(pattern)}
     tracing = root / "strategies" / "tracing"
     assert tracing / "storage_tracker.py" in counted

@@ -43,7 +43,7 @@ def trace_versions() -> dict[str, str]:
 @functools.lru_cache(maxsize=1)
 def tracer_version() -> str:
     """Return the hash of the tracer's files."""
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     files = sorted(path for pattern in _TRACER for path in root.glob(pattern))
     code = hashlib.sha256()
     for path in files:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from typing import TypeAlias
 
+from dsplan.exact.cache import TraceCache, trace_versions
+from dsplan.exact.reading import Answer, Question, Reading, Sizes, from_document, question_of, to_document
+from dsplan.exact.source import ModelSource
 from hardware_db.measurement import trace_record
 from planner.cost.memory.estimate import phases_of
 from planner.cost.memory.ledger import Ledger
 from planner.types.job import Job
-from strategies.tracing.cache.cache import TraceCache, trace_versions
-from strategies.tracing.cache.reading import Answer, Question, Reading, Sizes, from_document, question_of, to_document
-from strategies.tracing.cache.source import ModelSource
 
 AGREEMENT = 0.005
 """Share of a phase by which extrapolated and direct closed forms, or traces, may differ."""
@@ -140,7 +140,7 @@ def _closed(job: Job, sizes: Sizes) -> Phases:
 
 
 def _traced(job: Job, source: ModelSource, question: Question, tracing: Tracing) -> Answer:
-    tracer = import_module("strategies.tracing.answer")
+    tracer = import_module("dsplan.exact.answer")
     answer: Answer = tracer.trace_answer(job, source, tracing.report)
     tracing.cache.keep(trace_record(question.key, question.series, to_document(answer)))
     return answer
