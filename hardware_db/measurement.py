@@ -299,7 +299,8 @@ def _check_identity(id: str, created_at: str) -> None:
 
 
 def _check_figures(record: object, where: str, *, signed: tuple[str, ...] = ()) -> None:
-    for name in _names(type(record)):
+    kind: Any = type(record)
+    for name in _names(kind):
         figure = getattr(record, name)
         if not isinstance(figure, (int, float)):
             continue
