@@ -298,8 +298,9 @@ def _check_identity(id: str, created_at: str) -> None:
         raise RecordError("created_at", f"{created_at!r} is not a UTC time such as 2026-01-31T12:00:00.000000Z")
 
 
-def _check_figures(record: Any, where: str, *, signed: tuple[str, ...] = ()) -> None:
-    for name in _names(record.__class__):
+def _check_figures(record: object, where: str, *, signed: tuple[str, ...] = ()) -> None:
+    kind: Any = type(record)
+    for name in _names(kind):
         figure = getattr(record, name)
         if not isinstance(figure, (int, float)):
             continue
