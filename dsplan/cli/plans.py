@@ -213,7 +213,8 @@ def emit(
         typer.Option(
             metavar="NAME",
             help="deepspeed, accelerate, huggingface, torchrun, slurm, mpi, kubernetes, torchtitan, megatron,"
-            " megatron-bridge, nemo or nanotron.",
+            " megatron-bridge, nemo, nanotron, axolotl, llama-factory, ms-swift, trl, torchtune, verl, openrlhf or"
+            " nemo-rl.",
             show_default=False,
             autocompletion=among("planner.emit:FORMATS"),
         ),

@@ -1,4 +1,4 @@
-"""`dsplan ui`: the questions of `recommend` on a page."""
+"""`dsplan ui`: the questions of `recommend` on a page; `dsplan mcp`: the same for assistants."""
 
 from __future__ import annotations
 
@@ -31,3 +31,16 @@ def ui(
     from dsplan.ui.server import ServerOptions, serve
 
     serve(ServerOptions(host=host, port=port, share=share, workers=workers, seconds=seconds))
+
+
+def mcp(
+    seconds: Annotated[float, number(limits.ANSWER_SECONDS, "The longest that one answer may take.", "SECONDS")] = 20.0,
+) -> None:
+    """Questions of assistants over the Model Context Protocol, on standard input and output.
+
+    The tools `recommend`, `estimate`, `max`, `check` and `explain` only read, and answer the JSON of the commands that
+    they are named after. Needs `pip install 'dsplan[mcp]'`.
+    """
+    from dsplan.ui.tools import serve_tools
+
+    serve_tools(seconds)

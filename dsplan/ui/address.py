@@ -137,11 +137,17 @@ def write(value: object) -> str:
 @functools.lru_cache(maxsize=1)
 def page_fields() -> Mapping[str, Field]:
     """Every flag that the page has, by name, with the help, the choices and the limits of the command line."""
+    by_name = flag_fields(ModelFlags, HardwareFlags, WorkFlags, RankingFlags)
+    return {name: by_name[name] for names in SECTIONS.values() for name in names}
+
+
+def flag_fields(*groups: Any) -> Mapping[str, Field]:
+    """Return the flags of groups of `dsplan.cli.flags` as fields, by name."""
     by_name = {}
-    for group in (ModelFlags, HardwareFlags, WorkFlags, RankingFlags):
+    for group in groups:
         hints = get_type_hints(group, include_extras=True)
         by_name.update({item.name: _field(item.name, hints[item.name], item.default) for item in fields(group)})
-    return {name: by_name[name] for names in SECTIONS.values() for name in names}
+    return by_name
 
 
 def _field(name: str, hint: Any, default: Any) -> Field:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import cast
 
-from planner.emit.common import DEFAULTS, TRAINERS, EmitOptions, script_duties
+from planner import vocabulary as words
+from planner.emit.common import DEFAULTS, FINETUNERS, TRAINERS, EmitOptions, script_duties
 from planner.errors import ContradictoryRequest, UnknownName
 from planner.types.plan import Plan
 
@@ -26,6 +27,14 @@ FORMATS: dict[str, str] = {
     "megatron-bridge": "planner.emit.megatron:emit_bridge",
     "nemo": "planner.emit.megatron:emit_nemo",
     "nanotron": "planner.emit.nanotron:emit",
+    "axolotl": "planner.emit.finetuning:axolotl",
+    "llama-factory": "planner.emit.finetuning:llama_factory",
+    "ms-swift": "planner.emit.finetuning:ms_swift",
+    "trl": "planner.emit.finetuning:trl",
+    "torchtune": "planner.emit.finetuning:torchtune",
+    "verl": "planner.emit.post_training:verl",
+    "openrlhf": "planner.emit.post_training:openrlhf",
+    "nemo-rl": "planner.emit.post_training:nemo_rl",
 }
 
 _Emitter = Callable[[Plan, EmitOptions], dict[str, str]]
@@ -56,14 +65,16 @@ _CODE_FORMATS = {
 def fitting_formats(plan: Plan) -> tuple[str, ...]:
     """Return the formats to write a recommended plan in: its own trainer's.
 
-    Where none is named they are the others, and the trainers' too for a plan that `dsplan run` cannot run. A format may
-    still have no form of the plan.
+    Where none is named they are the others, and the trainers' too for a plan that `dsplan run` cannot run; of
+    post-training those of its trainers as well. A format may still have no form of the plan.
     """
     code = plan.workload.get("code")
     if code in _CODE_FORMATS:
         return _CODE_FORMATS[code]
     needs_trainer = plan.configuration.splits_model or not plan.runnable
-    return tuple(name for name in FORMATS if name not in TRAINERS or needs_trainer)
+    left_out = {*(() if needs_trainer else TRAINERS)}
+    left_out |= {*(() if plan.workload.get("task") in words.POST_TRAINING else FINETUNERS)}
+    return tuple(name for name in FORMATS if name not in left_out)
 
 
 def fitting_configs(plan: Plan) -> dict[str, dict[str, str]]:

@@ -30,6 +30,8 @@ class EmitOptions:
 DEFAULTS = EmitOptions()
 TRAINERS = ("torchtitan", "megatron", "megatron-bridge", "nemo", "nanotron")
 """The formats of trainers that split layers, stacks of layers, sequences or experts."""
+FINETUNERS = ("axolotl", "llama-factory", "ms-swift", "trl", "torchtune", "verl", "openrlhf", "nemo-rl")
+"""The formats of trainers of fine-tuning and post-training."""
 EMIT_ELSEWHERE = f"emit it as {', '.join(TRAINERS[:-1])} or {TRAINERS[-1]}"
 # As the vendors' device plugins for Kubernetes call them.
 _RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "intel": "gpu.intel.com/i915"}
@@ -192,6 +194,8 @@ def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, .
     """One sentence per duty, for the head of a file and for standard error; none where `dsplan run` does it all."""
     if format in TRAINERS:
         return _trainer_duties(plan, format)
+    if format in FINETUNERS:
+        return _finetuner_duties(plan, format)
     if format == "slurm" and not plan.configuration.splits_model:
         return ()
     return (
@@ -262,6 +266,21 @@ def _trainer_duties(plan: Plan, format: str) -> tuple[str, ...]:
         duties.append(f"has a {loss} loss ({_LOSS_WAYS[loss]}), for which the trainer has no setting")
     if workload.get("compile") and format != "torchtitan":
         duties.append("compiles its blocks, for which the trainer has no setting")
+    return tuple(duties)
+
+
+def _finetuner_duties(plan: Plan, format: str) -> tuple[str, ...]:
+    """Return what is left to name in such a trainer's config, and where it does otherwise than the plan counts."""
+    duties = ["has its data, and whatever else stands here in capitals, from you"]
+    own = "torch" if format == "torchtune" else "transformers"
+    code = plan.workload.get("code") or "transformers"
+    if code != own:
+        duties.append(f"runs the modules of {code}; plan again with --code {own} for this trainer's own")
+    if plan.workload.get("rollout") == "server" and format == "trl":
+        duties.append("finds a server of `trl vllm-serve` on the GPUs that generate")
+    reduces = format in ("axolotl", "llama-factory", "ms-swift", "trl")
+    if reduces and _is_fsdp(plan) and plan.configuration.precision in words.MIXED_PRECISIONS:
+        duties.append("gets gradients reduced in the compute dtype, which is accelerate's policy; the plan counts fp32")
     return tuple(duties)
 
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.read.documents import Files, parse_json_settings
 from planner.read.form import COMMAND, Notebook, Source
 from planner.read.rounds import counts_rounds, read_rounds
-from planner.read.sharding import close_deepspeed, merge_deepspeed, read_deepspeed, read_fsdp, stage_of_name
+from planner.read.sharding import (
+    KEPT_IN_16_BITS,
+    close_deepspeed,
+    merge_deepspeed,
+    read_deepspeed,
+    read_fsdp,
+    stage_of_name,
+)
 from planner.read.trainers import (
     default_of,
     keys_of,
@@ -93,9 +101,13 @@ def read_training(
         book.become("steps", steps, "max_steps")
     if "fsdp" in book and book.word("fsdp") not in ("false", ""):
         read_fsdp(book, "fsdp_config", "fsdp")
+    elif any(book.under("fsdp")):  # of ms-swift: the content of a file such as its `swift/config/fsdp2.json`
+        read_fsdp(book, "fsdp.fsdp_config", "fsdp.fsdp")
     for key in ("deepspeed", "deepspeed_config"):
         if key in book:
             read_deepspeed_of(book, key, files)
+        elif inner := tuple(book.under(key)):
+            _read_nested_deepspeed(book, key, inner)
     keep_in_16_bits(book, loading)
 
 
@@ -128,7 +140,7 @@ def keep_in_16_bits(book: Notebook, loading: Loading) -> None:
     trains_all = book.answers.get("method", "full") == "full"
     if loading.in_16_bits and is_replica and trains_all and book.answers.get("precision") == "bf16":
         book.answers["precision"] = "bf16-pure"
-        book.assume("all weights are trained in the bf16 that they are loaded in, optimizer states too")
+        book.assume(KEPT_IN_16_BITS)
 
 
 def read_deepspeed_of(book: Notebook, key: str, files: Files) -> None:
@@ -148,7 +160,17 @@ def read_deepspeed_of(book: Notebook, key: str, files: Files) -> None:
             _take_stage(book, key, text, reason)
             return
         source = found_source
-    config = Notebook(parse_json_settings(source), "DeepSpeed")
+    _merge_read(book, Notebook(parse_json_settings(source), "DeepSpeed"), key)
+
+
+def _read_nested_deepspeed(book: Notebook, key: str, inner: tuple[str, ...]) -> None:
+    """Read a DeepSpeed config that stands in the trainer's own as a mapping."""
+    settings = [book.settings.pop(name) for name in inner]
+    named = [replace(setting, key=setting.key.removeprefix(f"{key}.")) for setting in settings]
+    _merge_read(book, Notebook(named, "DeepSpeed"), key)
+
+
+def _merge_read(book: Notebook, config: Notebook, key: str) -> None:
     read_deepspeed(config)
     close_deepspeed(config)
     merge_deepspeed(book, config, key)
@@ -226,9 +248,9 @@ def read_trl(book: Notebook, files: Files, command: str) -> None:
         read_rounds(book, "trl", COMMAND, method)
     _read_packing(book)
     book.close(
-        without_effect=lambda key: key == "config" or without_effect(key),
+        without_effect=lambda key: key in ("config", "accelerate_config") or without_effect(key),
         gaps=GAPS,
-        names=keys_of("trl", "huggingface") | {"config", *_LENGTH_KEYS},
+        names=keys_of("trl", "huggingface") | {"config", "accelerate_config", *_LENGTH_KEYS},
         refuses_unknown=True,
     )
 

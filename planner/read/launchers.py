@@ -196,7 +196,8 @@ def launch_of(command: Command, source: Source) -> Launch | None:
             program = f"{name} {words[1].text}"
             rest = words[2:]
             if program == "tune run":  # torchrun's flags, the recipe, its own
-                rest = _take_flags(rest, flags, source)[1:]
+                recipe, *rest = _take_flags(rest, flags, source) or [words[1]]
+                program = f"{program} {recipe.text}"
             return _launch(program, rest, source, line, flags, launchers, command)
         elif _is_script(words[0]):
             return _launch(words[0].text, words[1:], source, line, flags, launchers, command)
@@ -295,6 +296,8 @@ def argument_settings(words: Sequence[Word], source: Source) -> tuple[list[Setti
     while position < len(words):
         word = words[position]
         position += 1
+        if word.text in _CALLERS:
+            continue
         if not _is_flag(word):
             loose.append(word)
             continue
@@ -305,7 +308,9 @@ def argument_settings(words: Sequence[Word], source: Source) -> tuple[list[Setti
             continue
         values: list[Word] = []
         while position < len(words) and not (
-            _is_flag(words[position]) or (values and _OVERRIDE.match(words[position].text))
+            words[position].text in _CALLERS
+            or _is_flag(words[position])
+            or (values and _OVERRIDE.match(words[position].text))
         ):
             values.append(words[position])
             position += 1
@@ -316,6 +321,8 @@ def argument_settings(words: Sequence[Word], source: Source) -> tuple[list[Setti
     return settings, loose
 
 
+_CALLERS = ("$@", "$*", "${@}", "${*}")
+"""What a script passes on of its own arguments, which are none while it is read."""
 _OVERRIDE = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
 """A word that overrides a config's key, which ends the values of a flag before it."""
 

@@ -197,6 +197,8 @@ def read(book: Notebook, files: Files, *, is_swift: bool = False) -> None:
     _read_precision(book, is_swift=is_swift)
     _read_recomputation(book, trainer)
     read_optimizer(book, "optimizer", "adamw-fused")
+    if book.answers["optimizer"] == "adamw":  # core/optimizer: Transformer Engine's or Apex's FusedAdam
+        book.answer("optimizer", "adamw-fused", "optimizer")
     _read_states(book, files, trainer)
     backend = book.word("attention_backend")
     attention: words.Attention = (
@@ -376,9 +378,8 @@ def _read_degrees(book: Notebook) -> None:
         ("ep", "expert_model_parallel_size"),
     ):
         book.answer(field, book.positive(key, 1), key)
-    if "sequence_parallel" in book:
-        splits = book.flag("sequence_parallel") and book.answers["tp"] > 1
-        book.answer("sequence_parallel", splits, "sequence_parallel")
+    splits = book.flag("sequence_parallel") and book.answers["tp"] > 1
+    book.answer("sequence_parallel", splits, "sequence_parallel")
     pipeline, layers = book.answers["pp"], book.positive("num_layers")
     pieces = book.positive("num_virtual_stages_per_pipeline_rank") or book.positive(
         "virtual_pipeline_model_parallel_size"

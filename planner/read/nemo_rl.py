@@ -160,6 +160,11 @@ def _read_dtensor(book: Notebook) -> None:
         keys = (f"{section}lora_cfg.match_all_linear", f"{section}lora_cfg.target_modules")
         book.answer("lora_targets", "all-linear" if every else lora_targets(targets), *keys)
     read_optimizer(book, "policy.optimizer.name", "adamw")
+    fused, foreach = (f"policy.optimizer.kwargs.{name}" for name in ("fused", "foreach"))
+    if book.answers["optimizer"] == "adamw" and (fused in book or foreach in book):
+        is_loop = not book.flag(foreach, True)
+        kind: words.Optimizer = "adamw-fused" if book.flag(fused) else "adamw-forloop" if is_loop else "adamw"
+        book.answer("optimizer", kind, "policy.optimizer.name", fused, foreach)
 
 
 def _read_megatron(book: Notebook) -> None:

@@ -10,7 +10,7 @@ from planner import vocabulary as words
 from planner.read.documents import Files
 from planner.read.form import COMMAND, Notebook, Setting
 from planner.read.rounds import ROUND, read_rounds
-from planner.read.trainers import default_of, lora_targets, read_attention, set_task, without_effect
+from planner.read.trainers import default_of, lora_targets, read_attention, read_optimizer, set_task, without_effect
 
 _NEW: Mapping[str, str] = {
     "pretrain": "model.model_name_or_path",
@@ -36,6 +36,7 @@ _NEW: Mapping[str, str] = {
     "use_liger_kernel": "ds.use_liger_kernel",
     "ring_attn_size": "ds.ring_attn_size",
     "ds_tensor_parallel_size": "ds.tensor_parallel_size",
+    "actor.optim": "optim",
     "actor_num_nodes": "actor.num_nodes",
     "actor_num_gpus_per_node": "actor.num_gpus_per_node",
 }
@@ -101,6 +102,9 @@ def read(book: Notebook, files: Files) -> None:
     book.answer("strategy", strategy, "ds.zero_stage")
     book.answer("backend", "deepspeed" if stage else "torch")
     book.answer("offload", "optimizer" if book.flag("ds.adam_offload") else "none", "ds.adam_offload")
+    read_optimizer(book, "optim", "adamw-fused")
+    if book.answers["optimizer"] == "adamw":  # utils/deepspeed: `adam` is DeepSpeed's FusedAdam
+        book.answer("optimizer", "adamw-fused", "optim")
     dtype = book.word("ds.param_dtype", "bf16")
     book.answer("precision", "fp16" if dtype in ("fp16", "float16") else "bf16", "ds.param_dtype", "ds.bf16")
     if book.flag("ds.flash_attn"):

@@ -12,7 +12,7 @@ from planner import vocabulary as words
 from planner.read.documents import Files
 from planner.read.form import Notebook, Setting, follow_references
 from planner.read.sharding import read_fsdp
-from planner.read.trainers import lora_targets, read_optimizer, without_effect
+from planner.read.trainers import lora_targets, read_attention, read_optimizer, without_effect
 
 _NANOTRON_GAPS: Mapping[str, str] = {
     "parallelism.expert_parallel_size": "experts are counted whole on their ranks",
@@ -94,6 +94,7 @@ def _read_nanotron(book: Notebook) -> None:
     book.answer("strategy", "zero1" if stage else "ddp", "optimizer.zero_stage")
     dtype = book.word("model.dtype", "bfloat16")
     book.answer("precision", {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "fp32"), "model.dtype")
+    read_attention(book, f"{section}_attn_implementation", "flash")
     read_optimizer(book, "optimizer.optimizer_factory.name", "adamw")
     if book.answers["optimizer"] == "adamw" and book.flag("optimizer.optimizer_factory.torch_adam_is_fused"):
         book.answer("optimizer", "adamw-fused", "optimizer.optimizer_factory.torch_adam_is_fused")

@@ -22,6 +22,7 @@ from planner.read.launchers import (
     override_settings,
     sbatch_settings,
 )
+from planner.read.manifests import only_document, task_of
 from planner.read.sharding import (
     close_accelerate,
     close_deepspeed,
@@ -29,6 +30,7 @@ from planner.read.sharding import (
     merge_deepspeed,
     read_accelerate,
     read_deepspeed,
+    read_deepspeed_alone,
 )
 from planner.read.shell import Command, Script, Word, parse_script
 from planner.read.trainers import TRAINERS
@@ -70,7 +72,8 @@ _TRL_KEYS = {"dataset_name", "dataset_mixture", "datasets", "dataset_config", "d
 
 
 def _is_deepspeed(keys: frozenset[str]) -> bool:
-    first = {key.partition(".")[0] for key in keys}
+    # At the top `fp16` and `bf16` alone are flags of TrainingArguments; in DeepSpeed's config they are sections.
+    first = {key.partition(".")[0] for key in keys if key not in ("fp16", "bf16")}
     own = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "steps_per_print", "fp16", "bf16"}
     return bool({"zero_optimization", "train_micro_batch_size_per_gpu"} & first) or len(own & first) > 1
 
@@ -120,7 +123,7 @@ class _Together:
 
     def read(self) -> Reading:
         scripts = [source for source in self.sources if _is_script(source)]
-        configs = [source for source in self.sources if source not in scripts]
+        configs = [only_document(source) for source in self.sources if source not in scripts]
         parsed = [(source, *parse_config(source)) for source in configs]
         for item in tuple(parsed):
             if (script_of := self._task_script(item[0], item[1])) is not None:
@@ -146,18 +149,15 @@ class _Together:
         return self._finish(main, files)
 
     def _task_script(self, source: Source, settings: Sequence[Setting]) -> Source | None:
-        """Return the command of a SkyPilot task, and read its GPUs; None of any other config."""
-        values = {item.key: str(item.value) for item in settings}
-        if "run" not in values or not {"num_nodes", "resources.accelerators"} & values.keys():
+        """Return the command of a manifest, and keep the GPUs that it asks for; None of any other config."""
+        task = task_of(source, settings)
+        if task is None:
             return None
-        cards = re.fullmatch(r"[\w-]+\s*:\s*([0-9]+)", values.get("resources.accelerators", ""))
-        written = values.get("num_nodes", "1")
-        nodes = int(written) if written.isdigit() else 1
-        if cards:
-            self.outer["gpus"] = int(cards[1]) * nodes
-        if nodes > 1:
-            self.outer["nodes"] = nodes
-        return Source(path=f"{source.path} (run)", text=values["run"], is_file=False)
+        if task.gpus is not None:
+            self.outer["gpus"] = task.gpus
+        if task.nodes > 1:
+            self.outer["nodes"] = task.nodes
+        return task.script
 
     # Scripts and commands.
 
@@ -223,6 +223,8 @@ class _Together:
             given = [*config[1], *given]
         elif form in ("axolotl",) or (form == "llama-factory" and not settings):
             raise NoTraining(f"{launch.source.path}, line {launch.line}: names no config that is there")
+        if form == "trl":
+            self._accelerate_of_trl(given, files)
         given.append(Setting(key=COMMAND, value=subcommand, source=launch.source, line=launch.line))
         return (self.format or form), given, subcommand
 
@@ -275,6 +277,24 @@ class _Together:
         own = list(before.settings.values()) if before is not None else []
         self.sides["accelerate"] = Notebook([*own, *settings], TRAINERS["accelerate"].name)
 
+    def _accelerate_of_trl(self, given: Sequence[Setting], files: Files) -> None:
+        """Read the config of accelerate that TRL's own flag names: a file, or one that it ships."""
+        named = next((item for item in given if item.key == "accelerate_config" and isinstance(item.value, str)), None)
+        if named is None:
+            return
+        source, reason = files.find(named.value, named.source)
+        if source is not None:
+            settings, _ = parse_config(source)
+            self.names.append(source.path)
+        elif named.value in _SHIPPED_BY_TRL:
+            shipped = {"num_processes": 8, "mixed_precision": "bf16", **_SHIPPED_BY_TRL[named.value]}
+            settings = [replace(named, key=key, value=value, start=-1, end=-1) for key, value in shipped.items()]
+        else:
+            self.books[-1].add(named)
+            self.books[-1].leave(named.key, f"{named.value} {reason}", matters=True)
+            return
+        self.sides["accelerate"] = Notebook(settings, TRAINERS["accelerate"].name)
+
     # Formats.
 
     def _form_of(self, settings: Sequence[Setting], source: Source, *, alone: bool) -> str:
@@ -295,7 +315,7 @@ class _Together:
         trainer = TRAINERS[form]
         if "accelerate" in self.sides and form != "accelerate":
             side = self.sides["accelerate"]
-            read_accelerate(side)
+            read_accelerate(side, files)
             close_accelerate(side)
             self.outer = {**side.answers, **self.outer}
             self.books.append(side)
@@ -324,6 +344,13 @@ class _Together:
         return book.reading(form, [*self.names, *(source.path for source in files.opened)])
 
 
+_SHIPPED_BY_TRL: Mapping[str, Mapping[str, Any]] = {
+    "single_gpu": {"distributed_type": "NO", "num_processes": 1},
+    "multi_gpu": {"distributed_type": "MULTI_GPU"},
+    **{f"fsdp{number}": {"distributed_type": "FSDP", "fsdp_config.fsdp_version": number} for number in (1, 2)},
+    **{f"zero{stage}": {"distributed_type": "DEEPSPEED", "deepspeed_config.zero_stage": stage} for stage in (1, 2, 3)},
+}
+"""huggingface/trl@f2cd5771 `trl/accelerate_configs/`."""
 _DEEPSPEED_FLAGS = frozenset({"zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag"})
 
 
@@ -380,10 +407,10 @@ def _read_form(form: str, book: Notebook, files: Files, command: str) -> None:
         NoTraining: they are of something else than a training.
     """
     if form == "accelerate":
-        read_accelerate(book)
+        read_accelerate(book, files)
         close_accelerate(book)
     elif form == "deepspeed":
-        read_deepspeed(book)
+        read_deepspeed_alone(book)
         close_deepspeed(book)
     elif form == "trl":
         from planner.read.huggingface import read_trl
@@ -473,7 +500,7 @@ def _program_form(launch: Launch) -> str:
     if name == "llamafactory-cli":
         return "llama-factory" if subcommand == "train" else ""
     if name in ("tune", "torchtune"):
-        return "torchtune" if subcommand == "run" else ""
+        return "torchtune" if subcommand.partition(" ")[0] == "run" else ""
     if name == "axolotl":
         return "axolotl" if subcommand == "train" else ""
     if name == "trl":
@@ -482,6 +509,7 @@ def _program_form(launch: Launch) -> str:
         (r"axolotl\.cli\.train|scripts/finetune\.py", "axolotl"),
         (r"verl\.trainer\.|(^|/)main_ppo\.py$|recipe\.\w+\.main_\w+$", "verl"),
         (r"openrlhf\.cli\.train_", "openrlhf"),
+        (r"(^|/)run_train\.py$", "nanotron"),
         (r"(^|/)swift/cli/(sft|pt|rlhf)\.py|swift\.cli\.(sft|pt|rlhf)", "ms-swift"),
         (r"llamafactory[./](cli|launcher)|(^|/)src/train(_bash)?\.py", "llama-factory"),
     ):

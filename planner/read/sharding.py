@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner import vocabulary as words
+from planner.read.documents import Files, parse_json_settings
 from planner.read.form import Notebook
 from planner.read.trainers import default_of, keys_of, read_optimizer, without_effect
 
 # DeepSpeed.
 
 _DEEPSPEED_GAPS: Mapping[str, str] = {
-    "zero_optimization.zero_hpz_partition_size": "ZeRO++'s second copy of the weights is not counted",
-    "zero_optimization.zero_quantized_weights": "ZeRO++'s quantised weights are not counted",
-    "zero_optimization.zero_quantized_gradients": "ZeRO++'s quantised gradients are not counted",
     "zero_optimization.mics_shard_size": "MiCS's groups of ranks are not counted",
     "zero_optimization.offload_optimizer.ratio": "all of the states is counted as offloaded",
     "zero_optimization.round_robin_gradients": "the order of gradients is not counted",
@@ -28,7 +26,6 @@ _DEEPSPEED_GAPS: Mapping[str, str] = {
     "activation_checkpointing.cpu_checkpointing": "the script decides whether DeepSpeed's checkpointing runs",
     "activation_checkpointing.partition_activations": "the script decides whether DeepSpeed's checkpointing runs",
     "communication_data_type": "gradients are counted in the compute type between ranks",
-    "torch_autocast": "autocast of DeepSpeed's own is not counted",
     "quantize_training": "quantised training is not counted",
 }
 _BUCKETS = frozenset(
@@ -107,7 +104,11 @@ def read_deepspeed(book: Notebook) -> None:
         elif key in book:
             book.become(field, "auto", key)
     if "optimizer.type" in book:
-        read_optimizer(book, "optimizer.type", "adamw")
+        _deepspeed_optimizer(book)
+    _zero_plus(book, stage)
+    compression = book.word("communication_data_type")
+    if compression in ("fp16", "bf16"):
+        book.answer("gradient_compression", compression, "communication_data_type")
     for key in tuple(book.under("optimizer.params")):
         book.leave(key, "changes neither memory nor time", matters=False)
     for key in tuple(book.under(zero)):
@@ -116,6 +117,42 @@ def read_deepspeed(book: Notebook) -> None:
             book.leave(key, "buckets are counted at the sizes that dsplan emits", matters=False)
         elif "gather_16bit_weights" in name or "gather_fp16_weights" in name:
             book.leave(key, "is about saving, which is not counted", matters=False)
+
+
+def read_deepspeed_alone(book: Notebook) -> None:
+    """Read a DeepSpeed config that no trainer fills in: without a section for 16 bits it trains in fp32."""
+    read_deepspeed(book)
+    if "precision" not in book.answers and not any(book.under("bf16")) and not any(book.under("fp16")):
+        book.answer("precision", "fp32")
+
+
+def _deepspeed_optimizer(book: Notebook) -> None:
+    """Read the optimizer: without `torch_adam` Adam is DeepSpeed's own, which is fused on a GPU."""
+    read_optimizer(book, "optimizer.type", "adamw")
+    flags = [f"optimizer.params.{name}" for name in ("torch_adam", "fused", "foreach")]
+    if book.answers["optimizer"] != "adamw":
+        return
+    kind: words.Optimizer = "adamw"
+    if book.answers.get("offload", "none") == "none":
+        if not book.flag(flags[0]) or book.flag(flags[1]):
+            kind = "adamw-fused"
+        elif not book.flag(flags[2], True):
+            kind = "adamw-forloop"
+    book.answer("optimizer", kind, "optimizer.type", *flags)
+
+
+_ZERO_PLUS = ("hpz", "quantized_weights", "quantized_gradients")
+
+
+def _zero_plus(book: Notebook, stage: int) -> None:
+    """Read ZeRO++'s keys, which are stage 3's."""
+    partition = book.positive("zero_optimization.zero_hpz_partition_size", 1) or 1
+    if stage == 3 and partition > 1:
+        book.answer("hpz", partition, "zero_optimization.zero_hpz_partition_size")
+    for name in ("quantized_weights", "quantized_gradients"):
+        key = f"zero_optimization.zero_{name}"
+        if stage == 3 and book.flag(key):
+            book.answer(name, True, key)
 
 
 def _deepspeed_offload(book: Notebook, stage: int) -> None:
@@ -159,12 +196,23 @@ def _deepspeed_precision(book: Notebook) -> None:
                 book.become("precision", "auto", key)
             elif book.flag(key):
                 book.answer("precision", precision, key)
+                _deepspeed_pure(book, key.partition(".")[0])
             else:
                 book.become("precision", f"not {precision}", key)
+    key = "torch_autocast.dtype"
+    if book.flag("torch_autocast.enabled"):
+        book.answer("precision", "fp16" if "16" in book.word(key) and "bf" not in book.word(key) else "bf16", key)
     for section in ("bf16", "bfloat16", "fp16"):
         for key in tuple(book.under(section)):
             if not key.endswith("enabled"):
                 book.leave(key, "changes neither memory nor time", matters=False)
+
+
+def _deepspeed_pure(book: Notebook, section: str) -> None:
+    """Read the keys by which weights, gradients and optimizer states are all kept in bf16."""
+    keys = [f"{section}.bf16_{name}" for name in ("master_weights_and_grads", "optimizer_states")]
+    if section != "fp16" and all(book.flag(key) for key in keys):
+        book.answer("precision", "bf16-pure", *keys)
 
 
 def close_deepspeed(book: Notebook) -> None:
@@ -199,7 +247,8 @@ def merge_deepspeed(book: Notebook, config: Notebook, key: str) -> None:
     """
     for field, value in config.answers.items():
         theirs = book.answers.get(field)
-        if field in ("strategy", "backend", "offload", "optimizer"):
+        is_pure = field == "precision" and value == "bf16-pure" and theirs in (None, "bf16")
+        if field in ("strategy", "backend", "offload", "optimizer", "gradient_compression", *_ZERO_PLUS) or is_pure:
             book.answers[field] = value
         elif field in ("micro_batch", "grad_accum", "precision") and theirs is not None and theirs != value:
             names = {"micro_batch": "micro-batch", "grad_accum": "accumulation", "precision": "precision"}
@@ -270,8 +319,10 @@ _DISTRIBUTED: Mapping[str, str] = {
 }
 
 
-def read_accelerate(book: Notebook) -> None:
+def read_accelerate(book: Notebook, files: Files | None = None) -> None:
     """Read an accelerate config, or the flags of `accelerate launch` under the same names.
+
+    With `files` the DeepSpeed config that it names is read too.
 
     accelerate 1.15, `commands/config/config_args.py` and `utils/dataclasses.py`.
     """
@@ -297,6 +348,8 @@ def read_accelerate(book: Notebook) -> None:
         kind = "ddp"
     if kind == "deepspeed":
         _accelerate_deepspeed(book)
+        if files is not None:
+            _deepspeed_file(book, files)
     elif kind == "fsdp":
         read_fsdp(book, "fsdp_config")
     elif kind == "ddp":
@@ -341,6 +394,26 @@ def _accelerate_deepspeed(book: Notebook) -> None:
             book.leave(key, "changes neither memory nor time of a step", matters=False)
 
 
+def _deepspeed_file(book: Notebook, files: Files) -> None:
+    """Read the DeepSpeed config that accelerate's names, which then says all that its own section would."""
+    key = "deepspeed_config.deepspeed_config_file"
+    name = book.text(key)
+    if name is None:
+        return
+    source, reason = files.find(name, book.settings[key].source)
+    if source is None:
+        book.leave(key, f"{name} {reason}", matters=True)
+        return
+    config = Notebook(parse_json_settings(source), "DeepSpeed")
+    read_deepspeed_alone(config)
+    close_deepspeed(config)
+    book.answers.update(config.answers)
+    book.become("strategy", config.answers["strategy"], key)
+    book.understood += config.understood
+    book.unread += config.unread
+    book.findings += config.findings
+
+
 def _accelerate_degrees(book: Notebook) -> None:
     """Read `parallelism_config`: its sizes multiply to the ranks."""
     prefix = "parallelism_config.parallelism_config_"
@@ -349,7 +422,9 @@ def _accelerate_degrees(book: Notebook) -> None:
         if (sizes[name] or 1) > 1:
             book.answer(name, sizes[name], f"{prefix}{name}_size")
     if (sizes["dp_replicate"] or 1) > 1 and (sizes["dp_shard"] or 1) > 1:
-        book.answer("strategy", "hsdp", f"{prefix}dp_replicate_size")
+        if book.answers.get("strategy") != "fsdp-grad-op":
+            book.answer("strategy", "hsdp", f"{prefix}dp_replicate_size")
+        book.answer("shard", (sizes["dp_shard"] or 1) * (sizes["cp"] or 1), f"{prefix}dp_shard_size")
     for name in ("dp_replicate", "dp_shard"):
         book.become(name, sizes[name], f"{prefix}{name}_size")
 
@@ -370,10 +445,17 @@ def close_accelerate(book: Notebook) -> None:
     )
 
 
+KEPT_IN_16_BITS = "all weights are trained in the bf16 that they are loaded in, optimizer states too"
+"""What is said of replicas of weights that a trainer loads in 16 bits."""
+
+
 def merge_accelerate(book: Notebook, outer: Mapping[str, Any]) -> None:
     """Take over what accelerate's config says into a trainer's book that says nothing of it itself."""
     own = book.answers.get("strategy")
     spreads = outer.get("strategy")
+    if own is None and spreads not in (None, "single", "ddp") and book.answers.get("precision") == "bf16-pure":
+        book.answers["precision"] = "bf16"  # shards have fp32 masters, whatever the weights were loaded in
+        book.findings = [item for item in book.findings if item.message != KEPT_IN_16_BITS]
     if own is not None and spreads is not None and own.startswith("zero") and spreads.startswith("fsdp"):
         message = f"accelerate's config asks for FSDP and the trainer's for DeepSpeed ({own}); the trainer's counts"
         book.find("error", "contradiction", message)
@@ -388,9 +470,14 @@ def merge_accelerate(book: Notebook, outer: Mapping[str, Any]) -> None:
         "cp",
         "compile",
         "grad_accum",
+        "shard",
+        "gradient_compression",
+        *_ZERO_PLUS,
     ):
         if field not in outer:
             continue
+        if field == "strategy" and outer.get("precision") == "bf16-pure" and book.answers.get("precision") == "bf16":
+            book.answers["precision"] = "bf16-pure"
         if field == "checkpointing" and outer[field] == "full" and book.answers.get(field) == "full":
             message = "gradient_checkpointing beside FSDP's own activation_checkpointing recomputes twice; keep one"
             book.find("warning", "recomputed-twice", message)

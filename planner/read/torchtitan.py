@@ -26,7 +26,6 @@ _GAPS: Mapping[str, str] = {
     "quantize": "products of a recipe are counted by tensor",
     "model.converters": "converters are counted where they are of fp8",
     "optimizer.early_step_in_backward": "gradients are counted until the step",
-    "optimizer.implementation": "the optimizer is counted as its name says",
 }
 _PLAIN = re.compile(
     r"""(job|profiling|metrics|lr_scheduler|checkpoint|comm|fault_tolerance|validation|validator|debug|sink_level|.*_sink_level|trainer
@@ -43,6 +42,14 @@ _SCHEDULES: Mapping[str, words.Schedule] = {
     "interleaved1f1b": "interleaved",
     "interleavedzerobubble": "zero-bubble",
     "zbvzerobubble": "zero-bubble",
+}
+
+
+_IMPLEMENTATIONS: Mapping[str, words.Optimizer] = {
+    "fused": "adamw-fused",
+    "fused_opt_states_bf16": "adamw-fused",
+    "foreach": "adamw",
+    "for-loop": "adamw-forloop",
 }
 
 
@@ -71,8 +78,15 @@ def prepare(settings: Iterable[Setting]) -> list[Setting]:
 def read(book: Notebook, files: Files) -> None:
     """Read torchtitan's sections."""
     _read_model(book)
+    _read_degrees(book)
     micro = "training.local_batch_size" if "training.local_batch_size" in book else "training.batch_size"
-    book.answer("micro_batch", book.positive(micro, 8), micro)
+    at_once = book.positive(micro, 8)
+    if book.answers["pp"] > 1:  # the schedule cuts the samples of a rank's step
+        piece = "parallelism.pipeline_parallel_microbatch_size"
+        book.answer("micro_batch", book.positive(piece, 1), piece, micro)
+        book.answer("grad_accum", (at_once or 1) // book.answers["micro_batch"], micro)
+    else:
+        book.answer("micro_batch", at_once, micro)
     total = book.whole("training.global_batch_size", -1)
     if total is not None and total > 0:
         book.answer("global_batch", total, "training.global_batch_size")
@@ -81,7 +95,6 @@ def read(book: Notebook, files: Files) -> None:
     if steps:
         book.steps = steps
         book.become("steps", steps, "training.steps")
-    _read_degrees(book)
     mode, key = book.word("activation_checkpoint.mode", "none"), "activation_checkpoint.mode"
     book.answer("checkpointing", mode if mode in ("none", "full", "selective") else "full", key)
     if mode == "selective" and book.word("activation_checkpoint.selective_ac_option", "op").isdigit():
@@ -93,6 +106,9 @@ def read(book: Notebook, files: Files) -> None:
             book.answer("compile", True, key)
     _read_precision(book)
     read_optimizer(book, "optimizer.name", "adamw-fused")
+    if book.answers["optimizer"].startswith("adamw"):
+        kind = _IMPLEMENTATIONS.get(book.word("optimizer.implementation", "fused"), "adamw-fused")
+        book.answer("optimizer", kind, "optimizer.name", "optimizer.implementation")
     book.close(without_effect=lambda key: _PLAIN.match(key) is not None or without_effect(key), gaps=_GAPS, names=())
 
 
@@ -117,6 +133,10 @@ def _read_degrees(book: Notebook) -> None:
     for field, name in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
         key = f"{section}{name}_parallel_degree"
         book.answer(field, book.positive(key, 1), key)
+    if replicate == shard == 1 and all(book.answers[field] == 1 for field in words.DEGREES):
+        book.answer("strategy", "single", *keys)
+    elif strategy == "hsdp" and shard > 1:
+        book.answer("shard", shard * book.answers["cp"], keys[1])
     if book.answers["pp"] > 1:
         key = f"{section}pipeline_parallel_schedule"
         schedule = _SCHEDULES.get(book.word(key, "1f1b"), "1f1b")
@@ -128,17 +148,20 @@ def _read_degrees(book: Notebook) -> None:
     if book.flag("training.enable_cpu_offload"):
         book.answer("offload", "all", "training.enable_cpu_offload")
     reshard = book.word(f"{section}fsdp_reshard_after_forward", "default")
-    if reshard == "never" and strategy == "fsdp":
+    if reshard == "never" and strategy == "fsdp" and book.answers["pp"] == 1:  # which is a pipeline's default
         book.answer("strategy", "fsdp-grad-op", f"{section}fsdp_reshard_after_forward")
 
 
 def _read_precision(book: Notebook) -> None:
     word = book.word("training.mixed_precision_param", "bfloat16")
     precision: words.Precision = "fp32" if word == "float32" else "bf16"
+    if book.word("training.dtype", "float32") == "bfloat16":
+        precision = "bf16-pure"
     converters = book.text("model.converters", "") or ""
     recipes = [key for key in book.settings if key.startswith(("float8.", "quantize."))]
     if "float8" in converters or "mx" in converters:
         precision = "fp8"
         name = next((book.word(key) for key in recipes if key.endswith("recipe_name")), "tensorwise")
         book.answer("fp8_recipe", name if name in words.FP8_RECIPES else "tensorwise", *recipes[:1])
-    book.answer("precision", precision, "training.mixed_precision_param", "model.converters")
+    keys = ("training.mixed_precision_param", "training.dtype", "model.converters")
+    book.answer("precision", precision, *keys)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from planner.models.catalogue import knows_model
 from planner.read.documents import Files
-from planner.read.form import Notebook, Setting, follow_references
+from planner.read.form import COMMAND, Notebook, Setting, follow_references
 from planner.read.trainers import read_optimizer, set_task, without_effect
 
 _GAPS: Mapping[str, str] = {
@@ -90,7 +90,8 @@ def read(book: Notebook, files: Files) -> None:
         book.answer("activations_on_host", True, "enable_activation_offloading")
     if book.flag("compile"):
         book.answer("compile", True, "compile")
-    book.answer("strategy", "fsdp")
+    is_alone = "single_device" in (book.text(COMMAND) or "")
+    book.answer("strategy", "single" if is_alone else "fsdp", COMMAND)
     if book.flag("fsdp_cpu_offload"):
         book.answer("offload", "all", "fsdp_cpu_offload")
     for field, key in (("tp", "tensor_parallel_dim"), ("cp", "context_parallel_dim")):

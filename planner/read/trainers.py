@@ -250,6 +250,8 @@ def read_attention(book: Notebook, key: str, default: words.Attention = "sdpa") 
         attention = "flash"
     elif word in ("eager", "disabled", "unfused", "local", "vanilla"):
         attention = "eager"
+    elif word in ("sdpa", "sdp"):
+        attention = "sdpa"
     book.answer("attention", attention, key)
     return attention
 

@@ -12,7 +12,7 @@ from planner import vocabulary as words
 from planner.read.documents import Files
 from planner.read.form import Notebook
 from planner.read.rounds import ROUND, read_rounds
-from planner.read.trainers import lora_targets, without_effect
+from planner.read.trainers import lora_targets, read_attention, read_optimizer, without_effect
 
 _GAPS: Mapping[str, str] = {
     "actor_rollout_ref.rollout": ROUND,
@@ -91,10 +91,20 @@ def _read_actor(book: Notebook) -> None:
         book.answer("loss", "fused", f"{model}use_fused_kernels")
     _read_lora(book, model)
     read_rounds(book, "verl", "algorithm.adv_estimator", "ppo" if estimator == "gae" else "grpo")
+    _read_optimizer(book, f"{actor}optim.")
+    read_attention(book, f"{model}override_config.attn_implementation", "flash")
     if book.word(f"{actor}strategy", "fsdp") == "megatron" or any(book.under(f"{actor}megatron")):
         _read_megatron(book, f"{actor}megatron.")
     else:
         _read_fsdp(book, f"{actor}fsdp_config.", f"{actor}ulysses_sequence_parallel_size")
+
+
+def _read_optimizer(book: Notebook, section: str) -> None:
+    """Read `optim/fsdp.yaml`: a class, and what is passed on to it."""
+    read_optimizer(book, f"{section}optimizer", "adamw")
+    fused = f"{section}override_optimizer_config.fused"
+    if book.answers["optimizer"] == "adamw" and book.flag(fused):
+        book.answer("optimizer", "adamw-fused", f"{section}optimizer", fused)
 
 
 def _read_lora(book: Notebook, section: str) -> None:
@@ -154,4 +164,9 @@ def _read_sft(book: Notebook) -> None:
     if book.flag("model.use_liger"):
         book.answer("loss", "fused", "model.use_liger")
     _read_lora(book, "model.")
-    _read_fsdp(book, "model.fsdp_config.", "ulysses_sequence_parallel_size")
+    _read_optimizer(book, "optim.")
+    read_attention(book, "model.override_config.attn_implementation", "flash")
+    if any(book.under("engine")):  # of `sft_trainer`, whose engine is a section of its own
+        _read_fsdp(book, "engine.", "engine.ulysses_sequence_parallel_size")
+    else:
+        _read_fsdp(book, "model.fsdp_config.", "ulysses_sequence_parallel_size")

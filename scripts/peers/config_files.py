@@ -63,18 +63,25 @@ _OTHER_CODE = ("which no reader counts", "whose keys are not read here")
 def fetch(directory: Path, mirrors: Path | None) -> None:
     """Lay the configs of every project below `directory`."""
     for name, (commit, inner, endings) in PROJECTS.items():
-        folder = directory / name.replace("/", "+")
-        if folder.exists():
-            continue
-        unfinished = folder.with_name(f"{folder.name}.new")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        mirror = _mirror(name, mirrors, directory)
-        listed = _git(mirror, "ls-tree", "-r", "--name-only", commit, "--", inner).decode().splitlines()
-        archive = _git(mirror, "archive", commit, "--", *(path for path in listed if path.endswith(endings)))
-        with tarfile.open(fileobj=io.BytesIO(archive)) as content:
-            content.extractall(unfinished, filter="data")
-        unfinished.rename(folder)
+        lay_out(name, commit, directory, mirrors, inner, endings)
+
+
+def lay_out(
+    name: str, commit: str, directory: Path, mirrors: Path | None, inner: str = ".", endings: tuple[str, ...] = ("",)
+) -> None:
+    """Lay the files of a project with these endings below `directory`, where they are not there yet."""
+    folder = directory / name.replace("/", "+")
+    if folder.exists():
+        return
+    unfinished = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    mirror = _mirror(name, mirrors, directory)
+    listed = _git(mirror, "ls-tree", "-r", "--name-only", commit, "--", inner).decode().splitlines()
+    archive = _git(mirror, "archive", commit, "--", *(path for path in listed if path.endswith(endings)))
+    with tarfile.open(fileobj=io.BytesIO(archive)) as content:
+        content.extractall(unfinished, filter="data")
+    unfinished.rename(folder)
 
 
 def _git(mirror: Path, *arguments: str) -> bytes:

@@ -64,7 +64,8 @@ def _of_column(column: str) -> Callable[[list[dict[str, str]]], Iterator[str]]:
 
 def _of_trainers(data: Any) -> Iterator[str]:
     """Return where the keys of every trainer were read."""
-    yield from (row["source"] for row in data.values())
+    rows = data.get("trainers", data)
+    yield from (row["source"] for row in rows.values())
 
 
 _CITING: dict[str, Callable[[Any], Iterable[str]]] = {
@@ -74,9 +75,11 @@ _CITING: dict[str, Callable[[Any], Iterable[str]]] = {
     "planner/models/recorded.yaml": _of_models,
     "planner/cost/code_bases.yaml": _of_code_bases,
     "planner/read/trainers.json": _of_trainers,
+    "planner/emit/trainers.yaml": _of_trainers,
     "hardware_db/measurements/published_memory.csv": _of_column("document"),
     "hardware_db/measurements/published_training.csv": _of_column("document"),
     "hardware_db/measurements/published_asked.csv": _of_column("document"),
+    "hardware_db/measurements/post_training_asked.csv": _of_column("source"),
     "hardware_db/measurements/known_faults_rows.csv": _of_column("document"),
     "hardware_db/measurements/all_reduce_nvlink.csv": _of_column("source"),
     "hardware_db/measurements/attention_efficiency.csv": _of_column("source"),
@@ -113,6 +116,7 @@ _OWN_FILES = {
     "hardware_db/measurements/published_memory_left_out.csv": "rows counted that `published_memory.csv` leaves out",
     "hardware_db/measurements/published_training_left_out.csv": "rows counted that `published_training.csv` leaves out",
     "hardware_db/measurements/rates_cpu.csv": "measured by `dsplan bench`",
+    "hardware_db/measurements/post_training_answers.csv": "dsplan's answers, `scripts.report.post_training`",
     "hardware_db/measurements/recipe_answers.csv": "dsplan's answers, `scripts.report.public_recipes`",
     "hardware_db/measurements/time_left_out.csv": "computed by `scripts.fit.time_accuracy`",
     "hardware_db/measurements/time_peers.csv": "answers of other tools, asked by `scripts.peers.peer_times`",

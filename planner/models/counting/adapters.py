@@ -167,7 +167,7 @@ def with_adapters(
         )
     blocks = tuple(_adapt(facts, block, rank, targets, magnitude=magnitude) for block in counts.blocks)
     if not any(block.adapters for block in blocks):
-        linears = ", ".join(_linears(facts, counts))
+        linears = ", ".join(linear_modules(facts, counts))
         raise ContradictoryRequest(f"--lora-targets {targets} means no linear layer of {facts.name}; it has {linears}")
     return replace(counts, blocks=blocks, frozen=tuple(range(len(counts.outside))))
 
@@ -204,12 +204,13 @@ def _is_meant(facts: ModelFacts, name: str, targets: str) -> bool:
     return _pattern("--lora-targets", targets).fullmatch(module) is not None
 
 
-def _linears(facts: ModelFacts, counts: ParameterCounts) -> list[str]:
+def linear_modules(facts: ModelFacts, counts: ParameterCounts, targets: str = "all-linear") -> list[str]:
+    """Return the names that the targeted linear layers have in their blocks: `q_proj`, `down_proj`."""
     named = [
         module_of(facts, name).rpartition(".")[2]
         for block in counts.blocks
         for name, shape in zip(block.names, block.shapes, strict=True)
-        if is_linear(name, shape)
+        if is_linear(name, shape) and _is_meant(facts, name, targets)
     ]
     return list(dict.fromkeys(named))
 

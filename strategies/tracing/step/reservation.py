@@ -18,7 +18,7 @@ STEPS = 3
 
 @dataclass(kw_only=True, slots=True)
 class Recorded:
-    """Events of a traced step, by its parts.
+    """Requests and frees of the parts of a traced step.
 
     `makes` is up to where the model is ready, `states` the update that makes the optimizer's states, of gradients
     that are there for it alone (`stand_ins`), `passes` all micro-batches' forward and backward, `updates` the
@@ -52,8 +52,8 @@ class Recorded:
         """Yield the update that makes the states, which frees the gradients of the passes before it."""
         foreign = {event.name for event in self.stand_ins if isinstance(event, Request)}
         yield from (event for event in self.states if isinstance(event, Mark) or event.name not in foreign)
-        passed = {event.name for event in self.passes if isinstance(event, Request)}
-        yield from (event for event in self.updates if isinstance(event, Free) and event.name in passed)
+        gradients = {event.name for event in self.passes if isinstance(event, Request)}
+        yield from (event for event in self.updates if isinstance(event, Free) and event.name in gradients)
 
 
 class _Alive:

@@ -302,7 +302,7 @@ class NativeZero:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the pieces."""
+        """The optimizer that steps the pieces."""
         return self._optimizer
 
     def masters(self) -> Iterable[torch.Tensor]:

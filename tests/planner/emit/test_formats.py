@@ -17,6 +17,7 @@ def test_formats_are_these() -> None:
     assert list(FORMATS) == [
         *("deepspeed", "accelerate", "huggingface", "torchrun", "slurm", "mpi", "kubernetes"),
         *("torchtitan", "megatron", "megatron-bridge", "nemo", "nanotron"),
+        *("axolotl", "llama-factory", "ms-swift", "trl", "torchtune", "verl", "openrlhf", "nemo-rl"),
     ]
     for target in FORMATS.values():
         module, _, function = target.partition(":")

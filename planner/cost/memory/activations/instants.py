@@ -123,7 +123,7 @@ class _Step:
         self._blocks = sum(self._counts)
         self._waiting = self._waiting_table()
         self._pieces = configuration.virtual_stages if configuration.pp_schedule == "interleaved" else 1
-        self._at_first, self._at_last = self._others()
+        self._at_first, self._at_last = self._others(0), self._others(self._pieces - 1)
         self._is_replica = configuration.strategy in ("single", "ddp")
         self._takes_first = configuration.backend == "native" and not self._is_replica
         self._product = self._product_input(recipe)
@@ -134,12 +134,13 @@ class _Step:
         boundary = NOTHING if self._parks else block.boundary
         return plus(boundary, block.products) if self._checkpointing == "selective" else boundary
 
-    def _others(self) -> tuple[Amount, Amount]:
-        """Return what other micro-batches in flight keep while the first block is at work, and while the last is.
+    def _others(self, piece: int) -> Amount:
+        """Return what other micro-batches in flight keep while a block of some piece is at work.
 
-        Of an interleaved pipeline one piece of a `virtual_stages`-th is at work at a time.
+        Of an interleaved pipeline one piece of a `virtual_stages`-th is at work at a time, and those before it are of
+        the same micro-batch.
         """
-        chosen, pieces = self._job.configuration, self._pieces
+        chosen = self._job.configuration
         flight = micro_batches_in_flight(chosen, self._job.stage)
         # Each forward pass under autocast casts the weights anew, and its graph keeps what it multiplied with.
         casts = self._earlier_casts[-1] if self._checkpointing == "none" else 0.0
@@ -147,9 +148,7 @@ class _Step:
         if chosen.pp_schedule == "gpipe" and self._job.is_last_stage and chosen.pp > 1:
             # Every forward, loss included, comes before the first backward.
             kept = plus(kept, self._after_loss())
-        messages = self._messages()
-        at_first, at_last = times(max(flight - 1 / pieces, 0.0), kept), times(max(flight - 1, 0.0), kept)
-        return plus(messages, at_first), plus(messages, at_last)
+        return plus(self._messages(), times(max(flight - (piece + 1) / self._pieces, 0.0), kept))
 
     def _messages(self) -> Amount:
         """Return what is on its way at the last stage of a pipeline that takes turns.
@@ -246,7 +245,7 @@ class _Step:
                 continue
             for blocks_done in sorted(self._places(count), reverse=True):
                 behind = finished + count - 1 - blocks_done
-                others = self._at_last if behind < self._blocks / self._pieces else self._at_first
+                others = self._others((self._blocks - 1 - behind) * self._pieces // self._blocks)
                 yield from self._block_backward(stack, blocks_done, behind=behind, others=others)
             finished += count
             if stack and self._job.facts.kind.endswith("encoder-decoder"):

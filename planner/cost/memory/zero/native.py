@@ -195,28 +195,28 @@ class _Fills:
         self._long = [bucket for bucket, end in zip(self._buckets, before, strict=False) if bucket.begins < end - _NEAR]
         self._largest = largest
 
-    def state(self, instant: Instant, gradients: float) -> tuple[_State, float]:
+    def state(self, instant: Instant, taken: float) -> tuple[_State, float]:
         """Return where the buckets are, and the elements of the gradient that is beside them.
 
         A unit's first gradient begins its bucket when it is taken, and what it was made from is gone by then.
         """
         largest, copied = self._largest["head" if instant.enters and not instant.blocks_done else instant.unit]
         if instant.leaves or (instant.enters and (instant.phase != "backward" or instant.blocks_done)):
-            return self.at(gradients), 0.0
+            return self.at(taken), 0.0
         if instant.enters:
-            return self.at(gradients), copied
+            return self.at(taken), copied
         if instant.unit_gradients <= _WITH_BIAS * largest and not instant.takes:
-            return self.at(gradients - instant.unit_gradients), instant.unit_gradients
-        return self.at(gradients), min(instant.unit_gradients, copied)
+            return self.at(taken - instant.unit_gradients), instant.unit_gradients
+        return self.at(taken), min(instant.unit_gradients, copied)
 
-    def at(self, gradients: float) -> _State:
+    def at(self, taken: float) -> _State:
         """Return where the buckets are when so many elements of gradients have been made."""
-        complete = bisect_right(self._completes, gradients + _NEAR)
+        complete = bisect_right(self._completes, taken + _NEAR)
         begun = {id(bucket): bucket for bucket in (*self._buckets[complete : complete + 1], *self._long)}
         filling = sum(
             bucket.elements
             for bucket in begun.values()
-            if bucket.begins < gradients - _NEAR and bucket.completes > gradients + _NEAR
+            if bucket.begins < taken - _NEAR and bucket.completes > taken + _NEAR
         )
         received = self._elements[max(complete - _ON_THE_WAY, 0)]
         return _State(filling=filling, on_the_way=self._elements[complete] - received, received=received)
@@ -239,12 +239,12 @@ def _fills(units: Units, limit: int, threshold: int | None) -> _Fills:
     members += [(str(number), size) for number, sizes in enumerate(blocks) for size in sizes]
     members += [("root", size) for size in units.ending]
     # Backward makes the gradients from the last tensor to the first.
-    gradients = sum(size for _, size in members)
+    completed = sum(size for _, size in members)
     groups: dict[str, list[_Fill]] = {}
     for owner, size in members:
         group = owner if threshold is not None and size > threshold else "together"
-        groups.setdefault(group, []).append(_Fill(begins=gradients - size, completes=gradients, elements=size))
-        gradients -= size
+        groups.setdefault(group, []).append(_Fill(begins=completed - size, completes=completed, elements=size))
+        completed -= size
     buckets = []
     for tensors in groups.values():
         for indices in bucket_members([tensor.elements for tensor in tensors], limit):

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# ddp on 16 ranks: bash trl.sh ARGUMENTS
+set -euo pipefail
+
+# Run this on every node, with NODE_RANK counting them from 0 and MASTER_ADDR the address of the first.
+: "${NODE_RANK:?set NODE_RANK to the number of this node, from 0}"
+: "${MASTER_ADDR:?set MASTER_ADDR to the address of the first node}"
+
+exec trl sft --config trl.yaml --accelerate_config accelerate.yaml --machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "${MASTER_PORT:-29500}" "$@"

@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# ddp on 8 ranks: bash trl.sh ARGUMENTS
+set -euo pipefail
+
+exec trl sft --config trl.yaml --accelerate_config accelerate.yaml "$@"
