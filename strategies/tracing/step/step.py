@@ -348,7 +348,7 @@ class _Run:
     def _units(self) -> list[list[nn.Parameter]]:
         """Return the weights of each block, and those in none."""
         seen: set[int] = set()
-        units: list[list[torch.Tensor]] = []
+        units: list[list[nn.Parameter]] = []
         for unit in (*self._blocks, self._module):
             units.append([weight for weight in unit.parameters() if id(weight) not in seen])
             seen.update(map(id, unit.parameters()))
