@@ -261,10 +261,16 @@ def check_folder(folder: Path, hardware: Mapping[str, Any]) -> list[tuple[str, C
         raise DsplanError(
             f"{folder}: holds {len(paths):,} files, and {MOST_FILES:,} are read at the most; name a part of it"
         )
+    rows = check_each(paths, hardware)
+    return [(str(Path(path).relative_to(folder)), outcome) for path, outcome in rows]
+
+
+def check_each(paths: Sequence[Path], hardware: Mapping[str, Any]) -> list[tuple[str, Checked | str]]:
+    """Check files by themselves: what each comes to, or why it is not read."""
     rows: list[tuple[str, Checked | str]] = []
     for path in paths:
         try:
-            rows.append((str(path.relative_to(folder)), check_files([path], hardware=hardware)))
+            rows.append((str(path), check_files([path], hardware=hardware)))
         except DsplanError as error:
-            rows.append((str(path.relative_to(folder)), str(error).removeprefix(f"{path}: ").removeprefix(f"{path}, ")))
+            rows.append((str(path), str(error).removeprefix(f"{path}: ").removeprefix(f"{path}, ")))
     return rows

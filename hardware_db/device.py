@@ -133,3 +133,20 @@ class NodeType:
     priced_on: str | None = None
     note: str | None = None
     source: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailureRecord:
+    """Failures that end a job, as published for nodes of eight such GPUs, per 1,000 days of a node.
+
+    `name` and `aliases` are how the names of the GPUs begin; `least` and `most` bound what publications saw or imply.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    per_1000_node_days: float
+    least: float
+    most: float
+    said: str
+    """Whose rate it is, in a few words."""
+    source: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -158,12 +158,21 @@ class MemoryRun(RunRow):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmulatedRun(MemoryRun):
-    """A run on emulated cards; `peak_requested_bytes` is the most that its tensors asked the allocator for."""
+    """A run on emulated cards; `peak_requested_bytes` is the most that its tensors asked the allocator for.
+
+    `traced_…_bytes` are a trace's predictions of the three peaks, 0 where the run is not traced as a whole.
+    """
 
     KIND: ClassVar[str] = "emulated run"
-    MEASURED: ClassVar[tuple[str, ...]] = (*MemoryRun.MEASURED, "peak_requested_bytes")
+    MEASURED: ClassVar[tuple[str, ...]] = (
+        *(*MemoryRun.MEASURED, "peak_requested_bytes"),
+        *("traced_requested_bytes", "traced_allocated_bytes", "traced_reserved_bytes"),
+    )
 
     peak_requested_bytes: int = 0
+    traced_requested_bytes: int = 0
+    traced_allocated_bytes: int = 0
+    traced_reserved_bytes: int = 0
 
 
 def read_memory_runs(path: Path) -> list[MemoryRun]:

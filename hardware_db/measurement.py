@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, field, fields
 from datetime import datetime, timezone
-from typing import Literal, TypeAlias, cast, get_args
+from functools import cache
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from hardware_db.errors import DsplanError
 from hardware_db.files import canonical_json, digest
@@ -30,6 +31,7 @@ CIRCUMSTANCES: Mapping[str, frozenset[str]] = {
 }
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", re.ASCII)
 _LARGEST_INTEGER = 2**63 - 1
 
 
@@ -118,11 +120,19 @@ class Measurement:
         _check_figures(self.fingerprint.machine, "fingerprint.machine")
         if self.outcome not in OUTCOMES:
             raise RecordError("outcome", f"{self.outcome!r} is not one of {', '.join(OUTCOMES)}")
+        if _has_sections(self.plan_json):
+            return
         plan = self.plan
         for section, name in (("model", "name"), ("plan", "strategy")):
             if not isinstance(_section(plan, section).get(name), str):
                 raise RecordError(f"plan.{section}.{name}", "is missing or not a string")
         _section(plan, "cluster")
+
+    @property
+    def plan_sections(self) -> Mapping[str, bytes]:
+        """Return the plan's sections as JSON, each still to be decoded: equal sections are equal bytes."""
+        sections = _decoders()[0].decode(self.plan_json)
+        return {name: bytes(raw) for name, raw in sections.items()}
 
     @property
     def plan(self) -> dict[str, object]:
@@ -249,6 +259,27 @@ def _predictions_of(memory: Mapping[str, object], time: Mapping[str, object]) ->
     )
 
 
+@cache
+def _decoders() -> tuple[Any, Any]:
+    """Return what decodes a plan to its sections, and what does so only if it has those that it must have."""
+    import msgspec
+
+    model, configuration = msgspec.defstruct("model", [("name", str)]), msgspec.defstruct("plan", [("strategy", str)])
+    needed = [("model", model), ("plan", configuration), ("cluster", dict[str, msgspec.Raw])]
+    return msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(msgspec.defstruct("needed", needed))
+
+
+def _has_sections(plan_json: str) -> bool:
+    """Return whether a plan has what every plan has, at a tenth of what decoding all of it takes."""
+    import msgspec
+
+    try:
+        _decoders()[1].decode(plan_json)
+    except (msgspec.MsgspecError, UnicodeError):
+        return False  # what is wrong with it is said elsewhere
+    return True
+
+
 def _section(plan: Mapping[str, object], name: str) -> Mapping[str, object]:
     section = plan.get(name)
     if not isinstance(section, Mapping):
@@ -259,8 +290,8 @@ def _section(plan: Mapping[str, object], name: str) -> Mapping[str, object]:
 def _check_identity(id: str, created_at: str) -> None:
     if not re.fullmatch(r"[0-9a-f]{32}", id):
         raise RecordError("id", f"{id!r} is not 32 hexadecimal digits")
-    try:
-        in_form = datetime.strptime(created_at, _TIME_FORMAT).strftime(_TIME_FORMAT) == created_at
+    try:  # a fifth of the time of strptime, which every row of a database would take
+        in_form = _TIME.fullmatch(created_at) is not None and bool(datetime.fromisoformat(created_at[:-1]))
     except ValueError:
         in_form = False
     if not in_form:
@@ -268,14 +299,20 @@ def _check_identity(id: str, created_at: str) -> None:
 
 
 def _check_figures(record: object, where: str, *, signed: tuple[str, ...] = ()) -> None:
-    for item in fields(record):  # type: ignore[arg-type]
-        figure = getattr(record, item.name)
-        if not isinstance(figure, int | float):
+    kind: Any = type(record)
+    for name in _names(kind):
+        figure = getattr(record, name)
+        if not isinstance(figure, (int, float)):
             continue
         # The bound comes first: `isfinite` overflows on an integer no float can hold.
         too_large = abs(figure) > _LARGEST_INTEGER or not math.isfinite(figure)
-        if too_large or (figure < 0 and item.name not in signed):
-            raise RecordError(f"{where}.{item.name}", f"is {figure}; it must be at least 0 and fit in 64 bits")
+        if too_large or (figure < 0 and name not in signed):
+            raise RecordError(f"{where}.{name}", f"is {figure}; it must be at least 0 and fit in 64 bits")
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind))
 
 
 _KEY_DIGITS = 32

@@ -64,6 +64,12 @@ WEIGHT = Limit(least=0, most=1000, fraction=True)
 """Of a term of a loss."""
 ROUNDS = Limit(least=0, most=1000)
 """Of generation, ahead of training."""
+FAILURES = Limit(least=0, most=1_000_000, fraction=True)
+"""Of one node in 1,000 days."""
+GIGABYTES_PER_SECOND = Limit(least=0.000001, most=1_000_000, fraction=True)
+SECONDS = Limit(least=0, most=1_000_000, fraction=True)
+HOURS = Limit(least=0, most=1_000_000, fraction=True)
+SPARES = Limit(least=0, most=1_000_000)
 SHARE = Limit(least=0.0001, most=1, fraction=True)
 IMBALANCE = Limit(least=1, most=1000, fraction=True)
 """Of the busiest over the mean."""

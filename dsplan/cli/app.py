@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "estimate": "dsplan.cli.plans:estimate",
     "recommend": "dsplan.cli.plans:recommend",
     "max": "dsplan.cli.plans:maximum",
+    "simulate": "dsplan.cli.simulate:simulate",
     "explain": "dsplan.cli.plans:explain",
     "emit": "dsplan.cli.plans:emit",
     "check": "dsplan.cli.check:check",
@@ -54,6 +55,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dsplan recommend --config train.yaml --gpus 8 --gpu A100-SXM4-80GB --global-batch 256",
     ),
     "max": ("dsplan max --model mistral-7b --gpus 4 --gpu A100-SXM4-40GB --strategy fsdp",),
+    "simulate": (
+        "dsplan simulate --model llama-3.1-405b --gpus 16384 --gpu H100-SXM5-80GB",
+        "dsplan simulate --model opt-66b --gpus 512 --gpu A100-SXM4-80GB --spares 2 --repair-hours 72 --elastic",
+    ),
     "explain": ("dsplan explain plans/plan-1.yaml",),
     "emit": ("dsplan emit plans/plan-1.yaml --format accelerate --out configs",),
     "check": (
@@ -84,7 +89,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "db show": ("dsplan db show 5a1c",),
     "db forget": ("dsplan db forget 5a1c",),
     "db export": ("dsplan db export runs.jsonl",),
-    "db import": ("dsplan db import runs.jsonl", "dsplan db import runs/2026-11-23"),
+    "db share": ("dsplan db share shared.jsonl",),
+    "db import": (
+        "dsplan db import runs.jsonl",
+        "dsplan db import runs/2026-11-23",
+        "dsplan db import https://example.org/shared.jsonl",
+    ),
     "db push": ("dsplan db push",),
     "db pull": ("dsplan db pull",),
     "db calibrate": ("dsplan db calibrate --dry-run",),

@@ -61,6 +61,9 @@ def check_config(
         ),
     ] = None,
     fix: Annotated[bool, typer.Option("--fix", help="Print the better plan as a diff of the file.")] = False,
+    each: Annotated[
+        bool, typer.Option("--each", help="Several files are as many trainings: a line for each, as of a folder.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the changed file there; the file itself stays.")
     ] = None,
@@ -80,8 +83,9 @@ def check_config(
     if not paths and not command:
         raise ContradictoryRequest("no file is named; give a config or a script, or a command behind --")
     options = {**asdict(hardware), "max_memory_gb": max_memory_gb}
-    if len(paths) == 1 and os.path.isdir(paths[0]) and not command:  # False for names that no file can have
-        _check_folder(Path(paths[0]), options, json=json)
+    is_folder = len(paths) == 1 and os.path.isdir(paths[0]) and not command  # False for names that no file can have
+    if is_folder or each:
+        _check_each([Path(path) for path in paths], options, is_folder=is_folder, json=json)
     checked = check_files(
         [Path(path) for path in paths], command, format=format, hardware=options, model=model, seq_len=seq_len
     )
@@ -134,13 +138,13 @@ def _write(checked: Checked, out: Path | None, *, prints: bool) -> None:
         replace_text(out, next(iter(better.texts.values()))[1])
 
 
-def _check_folder(folder: Path, options: dict[str, Any], *, json: bool) -> None:
-    """Check every config and script below a folder by itself, and end with 1 where any does not fit."""
-    from dsplan.checking import check_folder
+def _check_each(paths: list[Path], options: dict[str, Any], *, is_folder: bool, json: bool) -> None:
+    """Check files, or every config and script below a folder, by themselves; end with 1 where any does not fit."""
+    from dsplan.checking import check_each, check_folder
     from dsplan.render.check_view import check_to_dict, folder_blocks
     from dsplan.render.show import show, show_json
 
-    rows = check_folder(folder, options)
+    rows = check_folder(paths[0], options) if is_folder else check_each(paths, options)
     if json:
         show_json(
             [

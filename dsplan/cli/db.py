@@ -14,7 +14,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="List, show, forget, export and import measured runs, and learn from them.",
+    help="List, show, forget, export, share and import measured runs, and learn from them.",
 )
 
 _HOW_TO_FILL = "`dsplan run train.py` stores every run, `dsplan db import FILE` adds those of others."
@@ -127,24 +127,51 @@ def export_database(
         say(f"{text.count(chr(10))} records written to {file}")
 
 
+@app.command("share", cls=GroupedCommand)
+def share(file: Annotated[Path, typer.Argument(help="The file to write, for a public collection.")]) -> None:
+    """Write this database's own runs without names, paths, hosts, times of day and losses."""
+    from dsplan.render.show import say
+    from hardware_db.files import replace_text
+    from hardware_db.store import open_store
+    from hardware_db.store.shared import shared_runs
+    from hardware_db.store.transfer import to_lines
+    from planner.models.catalogue import public_name
+
+    with open_store(thorough=True) as store:
+        runs, kept_back = shared_runs(store, public_name)
+    replace_text(file, to_lines(runs))
+    say(f"{len(runs)} runs written to {file}, {kept_back} left out: of models, code or names of your own")
+
+
 @app.command("import", cls=GroupedCommand)
 def import_database(
     file: Annotated[
-        Path, typer.Argument(help="A file that `dsplan db export` wrote, or a run directory of `dsplan run`.")
+        str,
+        typer.Argument(
+            metavar="FILE|URL",
+            help="A file that `dsplan db export` or `dsplan db share` wrote, where one is published, or a run directory"
+            " of `dsplan run`.",
+        ),
     ],
 ) -> None:
-    """Add the records of an export, or the rows that a run directory keeps, all or none."""
+    """Add the records of an export, or the rows that a run directory keeps, all or none.
+
+    Shared runs, and all from a URL, are strangers': they are learnt from with doubt, and stand for no run made here.
+    """
     from dsplan.render.show import say
     from hardware_db.store import open_store
+    from hardware_db.store.shared import import_address, is_address
     from hardware_db.store.transfer import import_file, import_records
 
     with open_store(thorough=True) as store:
-        if file.is_dir():
+        if is_address(file):
+            count = import_address(store, file)
+        elif Path(file).is_dir():
             from dsplan.diagnostics.recorded_runs import recorded_runs
 
-            count = import_records(store, recorded_runs(file))
+            count = import_records(store, recorded_runs(Path(file)))
         else:
-            count = import_file(store, file)
+            count = import_file(store, Path(file))
     say(f"{count.added} records imported, {count.skipped} were there already")
 
 

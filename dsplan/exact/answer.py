@@ -47,7 +47,8 @@ def trace_answer(job: Job, source: ModelSource, report: Callable[[str], None]) -
         name = type(product.model).__name__
         return Refusal(sizes=sizes, reason=f"{name} raised {type(problem).__name__}: {lines[0][:200]}")
     phases = {phase: {str(name): size for name, size in parts.items()} for phase, parts in step.phases.items()}
-    return Reading(sizes=sizes, phases={phase: Ledger(**parts) for phase, parts in phases.items()})
+    ledgers = {phase: Ledger(**parts) for phase, parts in phases.items()}
+    return Reading(sizes=sizes, phases=ledgers, reserved=step.reserved)
 
 
 def _subject(job: Job, source: ModelSource, product: Made | None) -> Subject:

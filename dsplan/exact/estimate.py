@@ -26,6 +26,7 @@ from planner.search.request import Request
 from planner.types.job import Job
 from planner.types.plan import Configuration, Plan
 from planner.vocabulary import SCALED_PRECISIONS
+from strategies.tracing import is_traced_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +53,7 @@ def coverage_of(job: Job) -> Coverage:
     if wanted.precision in SCALED_PRECISIONS:
         remark = f"the trace does not cover {wanted.precision} products; the closed form is used, with a wider bound"
         return Coverage(job=None, remark=remark)
-    if not wanted.zero_stage and wanted.offload == "none":
+    if is_traced_whole(wanted) and not (wanted.zero_stage and job.cluster.device.is_cpu):
         return Coverage(job=job)
     what = wanted.strategy if wanted.offload == "none" else f"{wanted.strategy} with --offload {wanted.offload}"
     remark = f"the trace does not run {what}: its activations are traced, its states and buffers are closed forms"
@@ -124,9 +125,13 @@ def _traced(priced: Priced, coverage: Coverage, reading: Reading) -> Priced:
         phases, margin = _correct(job, closed, reading.phases), FRAGMENTATION_UPPER
     else:
         seen = {name: ledger + workspace for name, ledger in reading.phases.items()}
+        # What the allocator does not split off a block is in use as well.
+        for name, peak in reading.reserved.items():
+            seen[name] += Ledger(temporaries=max(peak.allocated - seen[name].total, 0.0))
         # Loading, evaluation and saving are not part of a step.
         phases, margin = {**closed, **seen}, TRACED_MARGIN
-    memory = composed(job, phases, margin + (AGREEMENT if reading.taken_from else 0.0))
+    reserved = max((peak.reserved for peak in reading.reserved.values()), default=0)
+    memory = composed(job, phases, margin + (AGREEMENT if reading.taken_from else 0.0), reserved)
     off = priced.memory.peak_allocated_bytes / memory.peak_allocated_bytes - 1
     distance = "" if job.facts.kind == "custom" and not job.facts.traced else _distance(off)
     notes = (_what_was_traced(job, reading, partly=coverage.partly) + distance, coverage.remark)

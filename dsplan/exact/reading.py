@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from dsplan.exact.source import ModelSource
 from hardware_db.measurement import trace_key
+from planner.cost.memory.allocator import Peak
 from planner.cost.memory.ledger import Ledger
 from planner.types.job import Job
 
@@ -25,11 +26,13 @@ class Sizes:
 class Reading:
     """Bytes alive on rank 0 at the peak of each phase of a step in the steady state.
 
+    `reserved` is what the caching allocator makes of each phase where the step was traced as a whole on a GPU's terms.
     `taken_from` are the sizes of the traces that a reading was extrapolated from; empty for a trace of its own.
     """
 
     sizes: Sizes
     phases: Mapping[str, Ledger]
+    reserved: Mapping[str, Peak] = field(default_factory=dict)
     taken_from: tuple[Sizes, ...] = field(default=())
 
     @property
@@ -64,7 +67,8 @@ def to_document(answer: Answer) -> dict[str, object]:
     if isinstance(answer, Refusal):
         return {"sizes": asdict(answer.sizes), "refused": answer.reason}
     phases = {name: ledger.rounded() for name, ledger in answer.phases.items()}
-    return {"sizes": asdict(answer.sizes), "phases": phases}
+    reserved = {name: asdict(peak) for name, peak in answer.reserved.items()}
+    return {"sizes": asdict(answer.sizes), "phases": phases, **({"reserved": reserved} if reserved else {})}
 
 
 def from_document(document: Mapping[str, Any]) -> Answer:
@@ -73,7 +77,8 @@ def from_document(document: Mapping[str, Any]) -> Answer:
     if "refused" in document:
         return Refusal(sizes=sizes, reason=document["refused"])
     phases = {name: Ledger(**bytes_of) for name, bytes_of in document["phases"].items()}
-    return Reading(sizes=sizes, phases=phases)
+    reserved = {name: Peak(**bytes_of) for name, bytes_of in document.get("reserved", {}).items()}
+    return Reading(sizes=sizes, phases=phases, reserved=reserved)
 
 
 # They follow from the rest, or are the sizes themselves, or say no more than whether gradients wait (see below); what

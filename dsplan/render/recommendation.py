@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from dsplan.render.failures_view import failures_note, failures_to_dict
 from dsplan.render.plan_view import (
     describe,
     dims_text,
@@ -259,7 +260,7 @@ def _footnotes(answer: Recommendation) -> list[Block]:
         ("", f"run by {' and '.join(runners)}"),
     )
     notes: list[Block] = [Text(text=f"first: {answer.choice}"), explain_columns(parts)]
-    notes += price_note(answer.request)
+    notes += [*price_note(answer.request), *failures_note(answer.request, plans[0])]
     measured = [describe(plan.configuration) for plan in plans if plan.time.predicted_step_seconds is not None]
     notes += [Text(text=f"step measured here before: {name}", style="faint") for name in measured]
     if any(not plan.runnable for plan in plans):
@@ -281,7 +282,7 @@ def _front(answer: Recommendation) -> list[Block]:
 
 
 def _plan_to_dict(request: Request, plan: Plan) -> dict[str, Any]:
-    return plan_to_dict(plan) | {"cost": asdict(bill(request, plan))}
+    return plan_to_dict(plan) | {"cost": asdict(bill(request, plan)), "failures": failures_to_dict(request, plan)}
 
 
 _TASK_WORDS = {"custom": "the module's own task"}

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dsplan.render.answer_html import answer_html, answer_title, rejected_html
 from dsplan.render.html import blocks_html, plain
@@ -28,6 +29,9 @@ from planner.search.request import Request, request_of_plan
 from planner.search.search import Recommendation
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan
+
+if TYPE_CHECKING:
+    from planner.fleet.scenario import Circumstances, Scene
 
 MOST_SOURCES = 24
 """Plans and runs of one page: as many lines as can be told apart."""
@@ -86,6 +90,20 @@ def answer_page(answer: Recommendation, command: str) -> Page:
         parts.append(_assumptions(leading, answer.request.defaults, command))
     name = str(leading.model.get("name", "")) if leading is not None else answer.request.facts.name
     return _page(f"{_short(name)}: {answer_title(answer)}", _where(leading), parts)
+
+
+def months_page(
+    request: Request, plan: Plan, seen: Scene, sizes: Sequence[Scene], circumstances: Circumstances
+) -> Page:
+    """Return the page of months of a plan on a cluster that fails."""
+    from dsplan.render.fleet_view import scene_blocks
+    from dsplan.report.fleet import progress, times
+
+    blocks = scene_blocks(request, plan, seen, sizes, circumstances)
+    pictures = [progress(seen, circumstances), times(sizes, request.cluster.gpus_per_node)]
+    name = _short(str(plan.model.get("name", "")))
+    title = f"{name}: {seen.goodput:.1%} of its throughput where nodes fail"
+    return _page(title, _where(plan), [blocks_section("months", "The months", blocks, pictures)])
 
 
 def sources_page(plans: Sequence[Plan], runs: Sequence[RunData], calibrated: Refreshed | None) -> Page:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
+from dsplan.render.failures_view import WORTH_A_LINE, outlook_of
 from dsplan.render.plan_view import dims_text, limit_bytes, rollout_text, verdict_line
 from dsplan.render.recommendation import bill, plans_table, scaling_table
 from dsplan.render.table_columns import Table, columns
@@ -61,8 +62,10 @@ Asked = Mapping[str, tuple[Request, Plan]]
 def scaling_pictures(questions: Asked) -> tuple[Picture, ...]:
     """Return how the first plan changes over GPUs, and all of them over micro-batches and sequence lengths."""
     request, first = next(iter(questions.values()))
+    over = over_devices(request, first)
     return (
-        *devices(over_devices(request, first), grows=any("--global-batch" in text for text in request.defaults)),
+        *devices(over, grows=any("--global-batch" in text for text in request.defaults)),
+        *goodput(request, over),
         *micro_batches({name: over_micro_batches(*pair) for name, pair in questions.items()}),
         *lengths({name: over_lengths(*pair) for name, pair in questions.items()}),
     )
@@ -373,6 +376,55 @@ def devices(plans: Sequence[Plan], *, grows: bool) -> Iterable[Picture]:
         signs={linear: "\u2504\u2504"},
         table=scaling_table(points),
     )
+
+
+def goodput(request: Request, plans: Sequence[Plan]) -> Iterable[Picture]:
+    """Draw the share of the throughput that failures leave over the number of GPUs, where that is worth a picture."""
+    aheads = [outlook_of(_on_its_nodes(request, plan), plan) for plan in plans]
+    seen = [(plan.configuration.world_size, ahead) for plan, ahead in zip(plans, aheads, strict=True) if ahead]
+    if not seen or min(ahead.goodput for _, ahead in seen) >= WORTH_A_LINE:
+        return
+    counts = [gpus for gpus, _ in seen]
+    left = [ahead.goodput for _, ahead in seen]
+    ranges = [ahead.goodput_range for _, ahead in seen]
+    line = {
+        "type": "scatter", "mode": "lines+markers", "x": counts, "y": left, "line": {"color": COLOURS[0]},
+        "marker": {"size": 9}, "hovertemplate": "%{x} GPUs: %{y:.1%}<extra></extra>",
+        "error_y": {
+            "type": "data", "symmetric": False,
+            "array": [high - share for share, (_, high) in zip(left, ranges, strict=True)],
+            "arrayminus": [share - low for share, (low, _) in zip(left, ranges, strict=True)],
+        },
+    }  # fmt: skip
+    layout = {
+        **_layout(320),
+        "xaxis": {"type": "log", "title": {"text": "GPUs"}, "tickvals": counts, "ticktext": list(map(str, counts))},
+        "yaxis": {"tickformat": ".0%", "title": {"text": "of the throughput"}},
+    }  # fmt: skip
+    rows = [
+        [
+            f"{gpus:,}", format_seconds(ahead.mttf_seconds), format_seconds(ahead.interval_seconds),
+            f"{ahead.goodput:.2%}", f"{low:.2%}", f"{high:.2%}",
+        ]
+        for (gpus, ahead), (low, high) in zip(seen, ranges, strict=True)
+    ]  # fmt: skip
+    names = columns(">GPUs", ">a failure every", ">saved every", ">goodput", ">at most failures", ">at fewest")
+    yield Picture(
+        name="goodput",
+        title="Goodput over GPUs",
+        caption=(
+            f"What failures and saving as often as is best leave of the throughput. {label(seen[-1][1].said)} says how"
+            " often nodes fail; whiskers reach to the rates of other publications."
+        ),
+        figure={"data": [line], "layout": layout},
+        table=Table(columns=names, rows=rows),
+    )
+
+
+def _on_its_nodes(request: Request, plan: Plan) -> Request:
+    """Return the request with as many nodes as a plan on another number of devices has."""
+    nodes, each = plan.cluster.get("nodes") or 1, plan.cluster.get("gpus_per_node") or 1
+    return replace(request, cluster=replace(request.cluster, nodes=nodes, gpus_per_node=each))
 
 
 def _why_above(points: Sequence[Rate]) -> str:

@@ -2,22 +2,26 @@
 
 from hardware_db.datasheets.loader import (
     devices,
+    failure_record,
     find_device,
     find_link,
     find_node_type,
     links,
     nccl_latency_constants,
     node_types,
+    recovery,
     sources,
 )
 
 __all__ = [
     "devices",
+    "failure_record",
     "find_device",
     "find_link",
     "find_node_type",
     "links",
     "nccl_latency_constants",
     "node_types",
+    "recovery",
     "sources",
 ]

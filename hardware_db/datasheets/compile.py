@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hardware_db.datasheets.loader import name_index
-from hardware_db.device import Device, Link, NodeType
+from hardware_db.device import Device, FailureRecord, Link, NodeType
 from hardware_db.errors import BrokenFile
 
 HERE = Path(__file__).parent
@@ -19,6 +19,8 @@ DEVICE_SOURCES = (
 )  # fmt: skip
 LINK_SOURCES = ("theoretical", "p2p", "busbw", "alpha")
 NODE_SOURCES = ("cpu", "ram", "network", "nvme", "gpu")
+FAILURE_SOURCES = ("rate", "range")
+RECOVERY_SOURCES = ("restart", "checkpoint")
 
 
 def compile_devices(path: Path = HERE / "devices.yaml") -> str:
@@ -32,12 +34,12 @@ def compile_devices(path: Path = HERE / "devices.yaml") -> str:
 
 
 def compile_interconnects(path: Path = HERE / "interconnects.yaml") -> str:
-    """`interconnects.yaml` as JSON text: links, node types, and NCCL's latency constants.
+    """`interconnects.yaml` as JSON text: links, node types, their failures, and NCCL's latency constants.
 
     Raises:
-        BrokenFile: the file is not YAML, or a row is not what `Link` or `NodeType` takes.
+        BrokenFile: the file is not YAML, or a row is not what `Link`, `NodeType` or `FailureRecord` takes.
     """
-    data = read_yaml(path, {"sources", "latency_constants", "links", "nodes"})
+    data = read_yaml(path, {"sources", "latency_constants", "links", "nodes", "failures", "recovery"})
     links = _table(data, "links", Link, LINK_SOURCES, path)
     nodes = _table(data, "nodes", NodeType, NODE_SOURCES, path)
     for row in nodes["rows"]:
@@ -46,7 +48,10 @@ def compile_interconnects(path: Path = HERE / "interconnects.yaml") -> str:
                 raise BrokenFile(
                     path, f"row {row['name']!r} key {key!r} names no link: {row[key]!r}", "name one of `links`"
                 )
-    return _json({**{key: data[key] for key in ("sources", "latency_constants")}, "links": links, "nodes": nodes})
+    failures = _table(data, "failures", FailureRecord, FAILURE_SOURCES, path)
+    check_sources({"name": "recovery", **data["recovery"]}, RECOVERY_SOURCES, data["sources"], path)
+    facts = {key: data[key] for key in ("sources", "latency_constants", "recovery")}
+    return _json({**facts, "links": links, "nodes": nodes, "failures": failures})
 
 
 def read_yaml(path: Path, keys: set[str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hardware_db.device import Device, Link, NodeType
+from hardware_db.device import Device, FailureRecord, Link, NodeType
 from hardware_db.errors import BrokenFile, UnknownName
 
 # How a catalogue name is compared: without case, spaces, dashes and underscores.
@@ -44,7 +44,7 @@ _VENDORS = re.compile(r"^(nvidia|amd|intel)?(geforce|tesla|instinct|quadro|radeo
 _GIGABYTES = re.compile(r"([0-9])gi?b?$")
 
 _HERE = Path(__file__).parent
-_Value = TypeVar("_Value", Device, Link, NodeType)
+_Value = TypeVar("_Value", Device, Link, NodeType, FailureRecord)
 
 
 def find_device(name: str) -> Device:
@@ -101,6 +101,20 @@ def node_types() -> tuple[NodeType, ...]:
 def nccl_latency_constants() -> Mapping[str, Any]:
     """NCCL's own latency table, microseconds by algorithm, protocol and kind of hop (`src/graph/tuning.cc`)."""
     constants: Mapping[str, Any] = _interconnects()["latency_constants"]["nccl"]
+    return constants
+
+
+def failure_record(device: str) -> FailureRecord | None:
+    """Return the published failures of nodes of this GPU, or None where there are none."""
+    table = _interconnects()["failures"]
+    position = table["names"].get(normalise(device.partition("-")[0]))
+    return None if position is None else _build(FailureRecord, table["rows"][position])
+
+
+@lru_cache(maxsize=1)
+def recovery() -> Mapping[str, Any]:
+    """Return what follows a failure where nobody says: `restart_minutes`, `checkpoint_gbs_per_node` (1e9 bytes/s)."""
+    constants: Mapping[str, Any] = _interconnects()["recovery"]
     return constants
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
@@ -90,19 +90,23 @@ class ImportCount:
 
 def export_text(store: Store) -> str:
     """Every measurement, then every rate, oldest first, as JSON lines; empty for an empty store."""
-    records: tuple[Record, ...] = (*reversed(store.list()), *reversed(store.rates()))
+    return to_lines((*reversed(store.list()), *reversed(store.rates())))
+
+
+def to_lines(records: Iterable[Record]) -> str:
+    """Return records as the text of an export."""
     return "".join(f"{json.dumps(to_document(record), allow_nan=False)}\n" for record in records)
 
 
 def import_file(store: Store, path: Path) -> ImportCount:
     """Add the records of an export, all or none.
 
-    Those made elsewhere by `dsplan run` or `dsplan bench` get the source `import`.
+    Those made elsewhere by `dsplan run` or `dsplan bench` get the source `import`, shared ones that of the file.
 
     Raises:
         BrokenFile: the file cannot be read, or a line (number, key and remedy are named) is no record.
     """
-    return import_records(store, tuple(_mark_imported(record) for record in read_export(path)))
+    return import_records(store, tuple(_mark_imported(record, path.name) for record in read_export(path)))
 
 
 def import_records(store: Store, records: Sequence[Record]) -> ImportCount:
@@ -126,14 +130,24 @@ def read_export(path: Path) -> tuple[Record, ...]:
         # A pipe would be waited for, and some devices never end.
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise BrokenFile(path, "is not a regular file", _FILE_REMEDY)
-        lines = path.read_text(encoding="utf-8").split("\n")
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise BrokenFile(path, f"cannot be read ({error.strerror})", _FILE_REMEDY) from error
     except UnicodeDecodeError as error:
         raise BrokenFile(path, f"is not UTF-8 text (byte {error.start})", _FILE_REMEDY) from error
-    records = tuple(_read_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip())
+    return read_lines(text, str(path))
+
+
+def read_lines(text: str, where: str) -> tuple[Record, ...]:
+    """Return the records in the text of an export, which is named in errors.
+
+    Raises:
+        BrokenFile: it holds nothing, or a line is no record.
+    """
+    lines = enumerate(text.split("\n"), 1)
+    records = tuple(_read_line(line, f"{where}, line {number}") for number, line in lines if line.strip())
     if not records:
-        raise BrokenFile(path, "holds no records", _FILE_REMEDY)
+        raise BrokenFile(where, "holds no records", _FILE_REMEDY)
     return records
 
 
@@ -180,5 +194,21 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return mapping
 
 
-def _mark_imported(record: Record) -> Record:
+SHARED = "shared"
+"""The source of a run that `dsplan db share` wrote; with a colon and where it came from once it was imported."""
+
+
+def is_shared(source: str) -> bool:
+    """Return whether a record was measured by a stranger."""
+    return source.partition(":")[0] == SHARED
+
+
+def mark_shared(record: Record, origin: str) -> Record:
+    """Return a record as a stranger's, from a file or an address; one that has come further keeps its own origin."""
+    return record if record.source.startswith(f"{SHARED}:") else replace(record, source=f"{SHARED}:{origin}")
+
+
+def _mark_imported(record: Record, file: str) -> Record:
+    if is_shared(record.source):
+        return mark_shared(record, file)
     return replace(record, source="import") if record.source in ("run", "bench") else record

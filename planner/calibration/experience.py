@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
@@ -67,42 +68,61 @@ def known_runs(measurements: Iterable[Measurement], inputs: Sections) -> dict[Co
     `measurements` come newest first and are those of one machine; of each configuration only the runs with the versions
     of its newest one count. `inputs` are the sections model, cluster and workload of a plan for the request.
     """
+    same_work = SameWork(inputs)
     runs: dict[Configuration, list[Measurement]] = {}
     for measurement in measurements:
-        plan = measurement.plan
-        if (
-            measurement.outcome != "completed"
-            or not measurement.measured.step_seconds
-            or not is_same_work(plan, inputs)
-        ):
+        if measurement.outcome != "completed" or not measurement.measured.step_seconds:
             continue
-        try:
-            configuration = configuration_from_dict(plan["plan"])
-        except DsplanError:
-            continue  # of a release that knew other words
+        configuration = same_work.configuration(measurement)
+        if configuration is None:
+            continue
         group = runs.setdefault(configuration, [])
         if not group or group[0].fingerprint.versions == measurement.fingerprint.versions:
             group.append(measurement)
     return {configuration: _known(group) for configuration, group in runs.items()}
 
 
-def is_same_work(plan: Mapping[str, object], inputs: Sections) -> bool:
-    """Return whether a stored plan is of the model, the devices and the work that a request's sections describe."""
-    from hardware_db.measurement import CIRCUMSTANCES
+class SameWork:
+    """Finds runs of the model, the devices and the work that a request's sections describe.
 
-    wanted: Mapping[str, object]
-    for name, wanted in (
-        ("model", inputs["model"]),
-        ("cluster", inputs["cluster"]),
-        ("workload", inputs["workload"]),
-    ):
-        section = plan.get(name)
-        if not isinstance(section, Mapping):
+    Stored plans differ in what was predicted of them and in the memory that was free, and are alike in most else: a
+    section is decoded once for all plans that have it.
+    """
+
+    def __init__(self, inputs: Sections) -> None:
+        self._inputs: Mapping[str, Mapping[str, object]] = {
+            "model": inputs["model"], "cluster": inputs["cluster"], "workload": inputs["workload"],
+        }  # fmt: skip
+        self._same: dict[tuple[str, bytes], bool] = {}
+        self._configurations: dict[bytes, Configuration | None] = {}
+
+    def configuration(self, measurement: Measurement) -> Configuration | None:
+        """Return the configuration of a run of this work; None for another, and for one of unknown words."""
+        sections = measurement.plan_sections
+        if not all(self._is_same(name, sections.get(name)) for name in self._inputs):
+            return None
+        written = sections["plan"]
+        if written not in self._configurations:
+            try:
+                self._configurations[written] = configuration_from_dict(json.loads(written))
+            except DsplanError:
+                self._configurations[written] = None  # of a release that knew other words
+        return self._configurations[written]
+
+    def _is_same(self, name: str, section: bytes | None) -> bool:
+        if section is None:
             return False
+        if (name, section) not in self._same:
+            self._same[name, section] = self._agrees(name, json.loads(section))
+        return self._same[name, section]
+
+    def _agrees(self, name: str, stored: object) -> bool:
+        from hardware_db.measurement import CIRCUMSTANCES
+
         left_out = CIRCUMSTANCES[name] | (_NAMES if name == "model" else frozenset())
-        if any(section.get(key) != value for key, value in wanted.items() if key not in left_out):
-            return False
-    return True
+        return isinstance(stored, dict) and all(
+            stored.get(key) == value for key, value in self._inputs[name].items() if key not in left_out
+        )
 
 
 def _known(group: list[Measurement]) -> KnownRun:

@@ -18,6 +18,7 @@ from hardware_db.measurement import HardwareKind, Measurement, RateMeasurement, 
 from hardware_db.probe import Machine
 from hardware_db.records import dataclass
 from hardware_db.store.contract import Store
+from hardware_db.store.transfer import is_shared
 from planner.calibration.calibration import FEWEST, Calibration, calibration_of, hardware_kind
 from planner.calibration.fit import TAILS, Fit, Noise, Prior, fit
 from planner.calibration.spread import FACTOR_SPREADS, INSIDE, interval, kind_of, slopes
@@ -302,7 +303,7 @@ def refresh(store: Store, machine: Machine, *, only: HardwareKind | None = None,
             skipped += 1
         elif only in (None, kind := hardware_kind(row.job.cluster)):
             groups.setdefault(kind, []).append((measurement, row))
-    kinds = tuple(_calibrate(store, kind, _doubt_older(group), keep=keep) for kind, group in groups.items())
+    kinds = tuple(_calibrate(store, kind, _with_doubts(group), keep=keep) for kind, group in groups.items())
     return Refreshed(kinds=kinds, skipped=skipped)
 
 
@@ -320,11 +321,21 @@ def _calibrate(store: Store, kind: HardwareKind, rows: Sequence[Row], *, keep: b
     return Calibrated(hardware=kind, lesson=lesson, is_new=is_new, rows=tuple(rows))
 
 
-def _doubt_older(group: Sequence[tuple[Measurement, Row]]) -> list[Row]:
-    """Return the rows, newest first; those of other versions of torch than the newest run's say less of the next."""
+def _with_doubts(group: Sequence[tuple[Measurement, Row]]) -> list[Row]:
+    """Return the rows, newest first.
+
+    Those of other versions of torch than the newest run's say less of the next, and so do strangers': their machines
+    differ from this one as those of publications do from each other.
+    """
     newest = group[0][0].fingerprint.versions.torch
     return [
-        row if measurement.fingerprint.versions.torch == newest else replace(row, doubt=OTHER_VERSIONS)
+        replace(
+            row,
+            doubt=math.hypot(
+                OTHER_VERSIONS * (measurement.fingerprint.versions.torch != newest),
+                FACTOR_SPREADS["compute"] * is_shared(measurement.source),
+            ),
+        )
         for measurement, row in group
     ]
 

@@ -31,7 +31,7 @@ from planner.cluster.probed import (
     probed_cluster,
 )
 from planner.errors import BrokenFile, ContradictoryRequest, UnknownName
-from planner.types.cluster import Cluster
+from planner.types.cluster import Cluster, Reliability
 
 __all__ = ["HardwareRequest", "probed_cluster", "resolve_cluster"]
 
@@ -305,8 +305,18 @@ _COUNTS = {
 }
 _SIZES = ("capacity_gb", "host_memory_gb", "nvme_gb")
 _PRICES = ("usd_per_gpu_hour",)
+_FAILURES = {
+    "failures_per_1000_node_days": limits.FAILURES,
+    "restart_minutes": limits.MINUTES,
+    "checkpoint_gbs_per_node": limits.GIGABYTES_PER_SECOND,
+    "save_seconds": limits.SECONDS,
+    "spare_nodes": limits.SPARES,
+    "repair_hours": limits.HOURS,
+}
+"""Fields of `Reliability`."""
 _NUMBERS = {
     **_COUNTS,
+    **_FAILURES,
     **dict.fromkeys(_SIZES, limits.GIGABYTES),
     **dict.fromkeys(_PRICES, limits.USD_PER_HOUR),
 }
@@ -371,6 +381,9 @@ def _with_figures(cluster: Cluster, given: dict[str, Any]) -> Cluster:
     ):
         if key in given:
             changes[field] = round(given[key] * scale)
+    stated = {key: given[key] for key in _FAILURES if key in given}
+    if stated:
+        changes["reliability"] = Reliability(**stated)
     if "usd_per_gpu_hour" in given:
         changes["usd_per_gpu_hour"] = float(given["usd_per_gpu_hour"])
     return replace(cluster, **changes)

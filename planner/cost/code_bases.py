@@ -98,6 +98,10 @@ class BlockTraits:
     """Of a gated MLP `composite` keeps the activated gate too, `fused` only what goes in and comes out."""
     qkv: Literal["split", "fused"] = "split"
     """`fused`: q, k and v are views of one product's output, which the value keeps alive as a whole."""
+    copies_value: bool = False
+    """Whether attention that is fused copies a value that is a view, once queries and keys are tensors of their own."""
+    weighs_experts: Literal["outputs", "activations"] = "outputs"
+    """Where the router's weights are multiplied in: an expert's output is kept for it, its activation is anyway."""
     repeats_keys: bool = False
     """Whether keys and values are copied to every query head."""
     sums: Literal["kept", "recomputed"] = "kept"
@@ -176,6 +180,8 @@ class CodeBase:
     """By precision: bytes per parameter of whole gradients beside those that are reduced."""
     whole_gradients: bool = False
     """Whether gradients lie in one buffer that is there from the first step on, which autograd adds to."""
+    fuses_gradients: bool = False
+    """Whether products add the gradients of their weights to that buffer themselves."""
     copies_shards: bool = False
     """Whether fewer ranks than there are can share ZeRO-1's states, in several copies."""
     whole_stages: bool = False

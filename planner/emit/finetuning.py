@@ -326,9 +326,9 @@ def torchtune(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
         }
     settings.setdefault("compile", False)
     kind = "full" if method == "full" else "lora"
-    place = "single_device" if configuration.strategy == "single" else "distributed"
-    launch = "tune run" if place == "single_device" else launch_command(plan).replace("torchrun", "tune run", 1)
-    command = f"\nexec {launch} {kind}_finetune_{place} --config torchtune.yaml"
+    devices = "single_device" if configuration.strategy == "single" else "distributed"
+    launch = "tune run" if devices == "single_device" else launch_command(plan).replace("torchrun", "tune run", 1)
+    command = f"\nexec {launch} {kind}_finetune_{devices} --config torchtune.yaml"
     return {
         "torchtune.yaml": config_text(plan, "torchtune", settings, options),
         "torchtune.sh": _script(plan, "torchtune.sh", command),

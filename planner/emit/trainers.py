@@ -240,14 +240,14 @@ def target_modules(plan: Plan, form: str) -> list[str]:
 
 
 def _targets(plan: Plan, trainer: Trainer) -> Settings:
-    known = trainer.words.get("targets")
-    if known is None:  # torchtune has flags of its own
+    spelling = trainer.words.get("targets")
+    if spelling is None:  # torchtune has flags of its own
         return {}
     if plan.workload.get("lora_targets") == "all-linear":
-        every: Settings = known["all-linear"]
+        every: Settings = spelling["all-linear"]
         return dict(every)
     modules = target_modules(plan, trainer.form)
-    return {known["other"]: ",".join(modules) if known.get("joined") else modules}
+    return {spelling["other"]: ",".join(modules) if spelling.get("joined") else modules}
 
 
 def _precision(plan: Plan, trainer: Trainer) -> Settings:

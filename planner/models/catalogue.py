@@ -57,6 +57,18 @@ def taken_for(name: str) -> str | None:
     return None if organisation.lower() in own else str(row["name"])
 
 
+def public_name(model: Mapping[str, Any]) -> str | None:
+    """Return what everybody may call the model of a plan's section: its Hub id in the catalogue, else kind and size.
+
+    None for a module of one's own, whose architecture is a secret too.
+    """
+    row = _row(str(model.get("name")))
+    if row is not None:
+        return str(row["name"])
+    kind, size = model.get("model_type"), model.get("parameters")
+    return None if not kind or model.get("kind") == "custom" else f"{kind} of {size} parameters"
+
+
 def find_model(name: str) -> ModelFacts:
     """Return the model with this Hub id or alias.
 

@@ -22,6 +22,7 @@ from planner.read.launchers import (
     override_settings,
     sbatch_settings,
 )
+from planner.read.manifests import only_document, task_of
 from planner.read.sharding import (
     close_accelerate,
     close_deepspeed,
@@ -122,7 +123,7 @@ class _Together:
 
     def read(self) -> Reading:
         scripts = [source for source in self.sources if _is_script(source)]
-        configs = [source for source in self.sources if source not in scripts]
+        configs = [only_document(source) for source in self.sources if source not in scripts]
         parsed = [(source, *parse_config(source)) for source in configs]
         for item in tuple(parsed):
             if (script_of := self._task_script(item[0], item[1])) is not None:
@@ -148,18 +149,15 @@ class _Together:
         return self._finish(main, files)
 
     def _task_script(self, source: Source, settings: Sequence[Setting]) -> Source | None:
-        """Return the command of a SkyPilot task, and read its GPUs; None of any other config."""
-        values = {item.key: str(item.value) for item in settings}
-        if "run" not in values or not {"num_nodes", "resources.accelerators"} & values.keys():
+        """Return the command of a manifest, and keep the GPUs that it asks for; None of any other config."""
+        task = task_of(source, settings)
+        if task is None:
             return None
-        cards = re.fullmatch(r"[\w-]+\s*:\s*([0-9]+)", values.get("resources.accelerators", ""))
-        written = values.get("num_nodes", "1")
-        nodes = int(written) if written.isdigit() else 1
-        if cards:
-            self.outer["gpus"] = int(cards[1]) * nodes
-        if nodes > 1:
-            self.outer["nodes"] = nodes
-        return Source(path=f"{source.path} (run)", text=values["run"], is_file=False)
+        if task.gpus is not None:
+            self.outer["gpus"] = task.gpus
+        if task.nodes > 1:
+            self.outer["nodes"] = task.nodes
+        return task.script
 
     # Scripts and commands.
 

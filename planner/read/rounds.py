@@ -157,12 +157,8 @@ def _read_nemo(book: Notebook) -> None:
         resources = f"{generation}colocated.resources."
         per_node = book.positive(f"{resources}gpus_per_node") or book.positive("cluster.gpus_per_node", 8) or 8
         gpus = per_node * (book.positive(f"{resources}num_nodes", 1) or 1)
-        _apart(
-            book,
-            gpus,
-            per_engine,
-            *(f"{generation}colocated.enabled", f"{resources}gpus_per_node", f"{resources}num_nodes"),
-        )
+        names = (f"{generation}colocated.enabled", f"{resources}gpus_per_node", f"{resources}num_nodes")
+        _apart(book, gpus, per_engine, *names)
     if book.flag("grpo.async_grpo.enabled"):
         keys = ("grpo.async_grpo.max_trajectory_age_steps", "grpo.async_grpo.enabled")
         book.answer("steps_off", book.positive(keys[0], 1), *keys)

@@ -10,14 +10,16 @@ from planner.cost.code_bases import code_base
 from planner.cost.combinations import Adapted, why_contradictory, why_refused
 from planner.cost.generation import engine_need, engines_of
 from planner.cost.memory import memory_estimate
-from planner.cost.memory.activations.figures import has_written_form
+from planner.cost.memory.activations.figures import blocks_on_stage, figures_of, has_written_form
 from planner.cost.memory.activations.instants import selective_saves
 from planner.cost.memory.host import loading_of
+from planner.cost.memory.ledger import bytes_at
 from planner.cost.memory.load import made_bytes
 from planner.cost.memory.overhead import NEAREST_FORM_ERROR, has_other_form
 from planner.cost.memory.states import is_uneven, nominal_states_of, states_of
 from planner.cost.memory.units import shards_of, shards_over, units_of
 from planner.cost.precision import EAGER_CAST_BYTES, recipe_of, scaled_products
+from planner.cost.split import micro_batches_in_flight
 from planner.cost.timing import step_time, throughput
 from planner.cost.verdict import Judgement, judge, limited_by
 from planner.errors import ContradictoryRequest
@@ -80,6 +82,28 @@ def resident_bytes(job: Job) -> float:
     """Weights, gradients and optimizer states on the device, all there when a backward pass ends."""
     states = states_of(job, recipe_of(job))
     return states.parameters + states.gradients + states.optimizer
+
+
+def least_bytes(job: Job) -> float:
+    """Return device memory that a job takes at least, whatever it recomputes.
+
+    That is what is there when a forward ends: what rests there, the inputs of all blocks of the micro-batches in flight
+    and the last block's weights where they are sharded; the first micro-batch of a step finds no gradients.
+    """
+    recipe = recipe_of(job)
+    states, figures, chosen = states_of(job, recipe), figures_of(job, recipe), job.configuration
+    inputs = 0.0
+    if not chosen.activations_on_host:
+        counts = blocks_on_stage(job, figures)
+        for count, block in zip(counts, figures.blocks, strict=True):
+            inputs += count * min(bytes_at(amount, job.sequences) for amount in (block.boundary, block.kept))
+    inputs *= micro_batches_in_flight(chosen, job.stage)
+    if recipe.frozen is None and chosen.state_shards > 1:
+        units, by_block = units_of(job), chosen.strategy in words.FSDP_STRATEGIES
+        gathered = units.largest_block if by_block else units.largest if chosen.zero_stage == 3 else 0
+        inputs += gathered * recipe.gather
+    gradients = states.gradients if chosen.gradient_accumulation_steps > 1 else 0.0
+    return states.parameters + states.optimizer + gradients + inputs
 
 
 def judge_job(job: Job, memory: MemoryEstimate, experience: Experience) -> Judgement:

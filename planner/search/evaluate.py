@@ -20,13 +20,14 @@ from dataclasses import replace
 
 from planner import vocabulary as words
 from planner.cost.memory.activations.instants import selective_saves
-from planner.cost.memory.host import host_load_bytes
+from planner.cost.memory.host import host_load_bytes, offloaded_bytes
 from planner.cost.precision import recipe_of
 from planner.cost.verdict import device_limit, host_limit
-from planner.search.estimate import Priced, job_of, price, resident_bytes, time_step
+from planner.search.estimate import Priced, job_of, least_bytes, price, resident_bytes, time_step
 from planner.search.ranking import ONE_STRATEGY, Timed, clearly_worse, order, worth
 from planner.search.request import Request
 from planner.search.space import CandidateLayout, configuration_of, micro_batches
+from planner.types.job import Job
 from planner.types.plan import Configuration, StepTime
 
 # A candidate is a layout on a number of devices with its micro-batches, evaluated lazily.
@@ -186,13 +187,9 @@ class Family:
         return self.members[0].bound()
 
     def is_hopeless(self) -> bool:
-        """Return whether weights, gradients and optimizer states alone do not fit, or loading them on the host."""
+        """Return whether what any of them takes at least does not fit, on the device or on the host."""
         first = self.members[0]
-        job = job_of(first.request, first.configuration(0))
-        on_host = host_limit(job.workload, job.cluster)
-        if 0 < on_host < host_load_bytes(job):
-            return True
-        return resident_bytes(job) > device_limit(job.workload, job.cluster)
+        return all(_is_hopeless(job_of(first.request, first.configuration(index))) for index in first.ends())
 
     def resident_bytes(self) -> float:
         """Device memory that any of them takes at least: what rests there when a backward pass ends."""
@@ -234,6 +231,16 @@ class Family:
                     yield member.timed(index)
                 elif member.seems_hopeless() and not self.fits_somehow():
                     return
+
+
+def _is_hopeless(job: Job) -> bool:
+    """Return whether what a job takes at least does not fit, nor what it loads or offloads on the host."""
+    on_host = host_limit(job.workload, job.cluster)
+    if on_host and not job.cluster.device.is_cpu:
+        offloaded = job.cluster.gpus_per_node * offloaded_bytes(job, recipe_of(job))
+        if max(host_load_bytes(job), offloaded) > on_host:
+            return True
+    return least_bytes(job) > device_limit(job.workload, job.cluster)
 
 
 def best(group: Sequence[Candidate], objective: words.Objective, limit: float = math.inf) -> Timed | None:

@@ -80,11 +80,12 @@ class Named(Protocol):
 def simplicity(plan: Named) -> tuple[int, ...]:
     """Return the simplicity of a plan, smaller is simpler.
 
-    Fewer degrees that layers, sequences and experts are split by go first, and of those the plan without a pipeline and
-    with whole stages; then all on the device before offload. Of whole models a replica goes before torch's shards, and
+    Fewer degrees that layers and sequences are split by go first, and of those the plan without a pipeline and with
+    whole stages; then all on the device before offload. Experts over ranks that have samples of their own are no degree
+    more beside others: a mixture is made to be spread so. Of whole models a replica goes before torch's shards, and
     those before ZeRO, which asks for one more library; what splits a model has one of its own for all of them.
     """
-    splits = sum(degree > 1 for degree in (plan.tp, plan.pp, plan.cp, plan.ep))
+    splits = sum(degree > 1 for degree in (plan.tp, plan.pp, plan.cp)) or int(plan.ep > 1)
     pipeline = (plan.pp > 1) + (plan.virtual_stages > 1)
     return splits + pipeline, words.OFFLOADS.index(plan.offload), 0 if splits else _sharding(plan)
 

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 from hardware_db.files import database_is_there
 from hardware_db.measurement import Measurement
 from planner.calibration.calibration import calibration_of
-from planner.calibration.experience import Experience, is_same_work
+from planner.calibration.experience import Experience, SameWork
 from planner.calibration.oom_history import OomRecord
 from planner.cost.memory import memory_estimate
-from planner.errors import DsplanError
 from planner.search.estimate import job_of
 from planner.search.request import Request
 from planner.types.cluster import NOTHING_MEASURED, Cluster
-from planner.types.job import Sections, sections_of
+from planner.types.job import sections_of
 from planner.types.plan import Configuration
-from planner.types.plan_io import configuration_from_dict
 
 if TYPE_CHECKING:
     # Imported where they are used: most questions are asked where there is no database, and start faster without.
@@ -44,15 +42,15 @@ def oom_records(
     least as much. Of a plan that offloads it is not known which memory was short, so only one of the same configuration
     does.
     """
-    inputs = sections_of(request)
+    same_work = SameWork(sections_of(request))
     completed_runs = [
         (measurement, ran)
         for measurement in completed
-        if (ran := _configuration(measurement, inputs, request)) is not None
+        if (ran := _configuration(measurement, same_work, request)) is not None
     ]
     records: dict[Configuration, OomRecord] = {}
     for measurement in failed:
-        configuration = _configuration(measurement, inputs, request)
+        configuration = _configuration(measurement, same_work, request)
         if configuration is None or configuration in records or _taken_back(measurement, configuration, completed_runs):
             continue
         records[configuration] = _oom_record(measurement, configuration, request)
@@ -77,14 +75,10 @@ def oom_record_of(
     )
 
 
-def _configuration(measurement: Measurement, inputs: Sections, request: Request) -> Configuration | None:
-    if not is_same_work(measurement.plan, inputs):
+def _configuration(measurement: Measurement, same_work: SameWork, request: Request) -> Configuration | None:
+    configuration, workload = same_work.configuration(measurement), request.workload
+    if configuration is None:
         return None
-    try:
-        configuration = configuration_from_dict(measurement.plan["plan"])
-    except DsplanError:
-        return None  # of a release that knew other words
-    workload = request.workload
     return configuration if all(getattr(configuration, name) == getattr(workload, name) for name in _WORK) else None
 
 
@@ -116,7 +110,7 @@ def _oom_record(measurement: Measurement, configuration: Configuration, request:
 
 
 _NEWEST = 200
-"""Runs of one size of model that are looked through: reading them takes 20 ms."""
+"""Runs of one size of model that are looked through: reading them takes 15 ms (`scripts/bench/database.py`)."""
 
 
 def recall(request: Request) -> Request:
@@ -166,13 +160,16 @@ def with_rates(store: Store, request: Request) -> Cluster:
 
 
 def _made(store: Store, request: Request, outcome: Outcome) -> tuple[Measurement, ...]:
-    """Return the newest runs of a model of this size on this machine."""
+    """Return the newest runs of a model of this size on this machine; a stranger's machine is never this one."""
     cluster = request.cluster
     if cluster.machine is None:
         return ()
-    return store.list(
+    from hardware_db.store.transfer import is_shared
+
+    runs = store.list(
         fingerprint=_machine_key(cluster), outcome=outcome, parameters=request.counts.total, limit=_NEWEST
     )
+    return tuple(run for run in runs if not is_shared(run.source))
 
 
 def _known(completed: tuple[Measurement, ...], request: Request) -> dict[Configuration, KnownRun]:

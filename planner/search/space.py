@@ -380,7 +380,10 @@ def _expert_degrees(request: Request, strategy: words.Strategy, *, tp: int, pp: 
 
 
 def _pipelines(request: Request, pp: int) -> tuple[tuple[words.Schedule, int], ...]:
-    """Schedules with their virtual stages. A pipeline inside one node is short enough without any."""
+    """Schedules with their virtual stages, each of which has a block of its own.
+
+    A pipeline inside one node is short enough without any.
+    """
     usual: tuple[words.Schedule, int] = ("1f1b", 1)
     if request.degrees is not None:
         return (_asked_pipeline(request.degrees),)
@@ -388,7 +391,8 @@ def _pipelines(request: Request, pp: int) -> tuple[tuple[words.Schedule, int], .
     if pp == 1 or request.cluster.nodes == 1 or one_forward:
         return (usual,)
     deepest = -(-request.facts.num_layers // pp)
-    pieces = [count for count in _powers_of_two(min(deepest, MOST_VIRTUAL_STAGES)) if count > 1]
+    most = min(request.facts.num_layers // pp, MOST_VIRTUAL_STAGES)
+    pieces = [count for count in _powers_of_two(most) if count > 1]
     divisors = [count for count in pieces if deepest % count == 0]
     interleaved: list[tuple[words.Schedule, int]] = [
         ("interleaved", count) for count in {*divisors[:1], *divisors[-1:]}

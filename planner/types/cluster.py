@@ -124,6 +124,27 @@ NOTHING_MEASURED = Rates()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Reliability:
+    """Figures of failures that a person gives; what is None is as published (`planner/cost/failures.py`)."""
+
+    failures_per_1000_node_days: float | None = None
+    """Failures that end a job, of one node."""
+    restart_minutes: float | None = None
+    """From a failure to the first step after it."""
+    checkpoint_gbs_per_node: float | None = None
+    """1e9 bytes/s that a node writes of a checkpoint while all of them write."""
+    save_seconds: float | None = None
+    """Seconds that training waits for a checkpoint, in place of its bytes at that rate."""
+    spare_nodes: int | None = None
+    """Nodes beside those that train; None: a failed node is replaced at once."""
+    repair_hours: float | None = None
+    """Until a failed node is a spare one."""
+
+
+PUBLISHED = Reliability()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
     """`nodes` equal nodes of `gpus_per_node` devices.
 
@@ -149,6 +170,7 @@ class Cluster:
     machine: Machine | None = field(default=None, compare=False)
     rates: Rates = NOTHING_MEASURED
     factors: Factors = SHIPPED
+    reliability: Reliability = PUBLISHED
 
     @property
     def gpus(self) -> int:

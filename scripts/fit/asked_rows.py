@@ -319,6 +319,8 @@ def strategy_of(row: Row, notes: Row, ranks: int, assumed: list[str]) -> str:
     if source.startswith(("torchtitan", "torchao", "nemo_automodel")):
         return "fsdp" if int(row["n_gpus"]) > 1 else "single"
     if source.startswith(("megatron_bridge", "nemo", "dgxc")):
+        if number(notes.get("fsdp")) > 1:
+            raise NotAskable("Megatron-FSDP, which is not counted of --code nemo")
         if notes.get("dist_optimizer", "not stated") == "not stated":
             assumed.append("distributed optimizer")
         return "zero1" if ranks > 1 else "ddp" if int(row["n_gpus"]) > 1 else "single"
@@ -391,7 +393,10 @@ def precision(row: Row, notes: Row, assumed: list[str]) -> Flags:
     stored = notes.get("params_stored", "")
     if row["source_id"].startswith("litgpt_peft"):  # "--precision bf16-true", above the table
         stored = "bf16"
-    if row["source_id"].startswith("nemo_automodel") and notes.get("peft"):  # torch_dtype: bf16
+    # from_config makes bf16 weights unless told otherwise, and torch's Adam moments like them, of the adapters' rows as
+    # of the others (NVIDIA-NeMo/Automodel@36044ad3d139 nemo_automodel/_transformers/auto_model.py line 846,
+    # examples/llm_benchmark, docs/guides/mixed-precision-training.mdx).
+    if row["source_id"].startswith("nemo_automodel"):
         stored = "bf16"
     if row["source_id"].startswith("fsdp_qlora"):  # --precision bf16, its default: both dtypes, no autocast
         stored = "bf16"

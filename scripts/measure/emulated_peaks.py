@@ -2,6 +2,7 @@
 
     python -m scripts.measure.emulated_peaks                      # hardware_db/measurements/memory_emulated.csv
     python -m scripts.measure.emulated_peaks --only fsdp --again  # some strategies, measured anew
+    python -m scripts.measure.emulated_peaks --trace              # what traces predict of all rows, without the cards
 
 The cards are those of `tests/emulated_cuda`: torch's Python and autograd, the rules of the caching allocator, numbers
 by the CPU's kernels. So the figures say what the allocator makes of a training step, and not what a card needs: there
@@ -31,12 +32,12 @@ from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import plan_to_dict
 from scripts.measure.measured_run import StepMemory, Subject, measure_subject
 from scripts.measure.memory_grid import SMALL
-from scripts.measure.memory_rows import asked, compared_to_emulated
+from scripts.measure.memory_rows import asked, compared_to_emulated, traced_emulated
 from tests.emulated_cuda import Card, environment
 
 ROWS = SHIPPED / "memory_emulated.csv"
 DEVICE = "H100-SXM5-80GB"
-RUN_SECONDS = 300.0
+RUN_SECONDS = 1200.0
 _LAYERS = {"num_hidden_layers": 3, "num_attention_heads": 8, "max_position_embeddings": 2048}
 MODELS = {
     "llama": {
@@ -158,9 +159,16 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", help="measure runs of so many cards alone")
     parser.add_argument("--model", nargs="*", help="measure these models alone")
     parser.add_argument("--again", action="store_true", help="measure anew what has a row")
+    parser.add_argument("--trace", action="store_true", help="trace the plans of the rows anew, and measure nothing")
     parser.add_argument("--out", type=Path, default=ROWS, help="the CSV file to add to")
     arguments = parser.parse_args()
     runs = {run.key: run for run in read_rows(EmulatedRun, arguments.out)}
+    if arguments.trace:
+        for run in (run for run in list(runs.values()) if not arguments.only or run.strategy in arguments.only):
+            runs[run.key] = traced_emulated(run)
+            write_rows(EmulatedRun, arguments.out, runs.values())
+            print(line_of(runs[run.key]), flush=True)
+        return
     with tempfile.TemporaryDirectory(prefix="dsplan-emulated-") as folder:
         os.environ.update(environment([Card(total_memory=8 * GIB)] * 8, Path(folder)))
         for ranks, cases in _by_ranks(arguments):
@@ -183,20 +191,21 @@ def _by_ranks(arguments: argparse.Namespace) -> Iterator[tuple[int, list[Case]]]
 
 
 def line_of(run: EmulatedRun) -> str:
-    """Return a run in a line, with the errors of its peaks."""
+    """Return a run in a line, with the errors of its peaks by the closed forms and by a trace."""
     how = [run.precision, run.optimizer, f"b{run.micro_batch_size}x{run.gradient_accumulation_steps}"]
     how += [word for word in (run.activation_checkpointing, run.offload) if word != "none"]
     how += [f"tp{run.tp}"] if run.tp > 1 else []
     name = f"{run.model:12} {run.strategy:13} x{run.world_size} {' '.join(how):34}"
     if run.outcome != "completed":
         return f"{name} {run.outcome}"
-    beside = compared_to_emulated(run)
-    phases = "  ".join(f"{phase} {100 * beside.error(phase):+5.1f}" for phase in run.phases if run.phases[phase])
-    return (
-        f"{name} {run.peak_allocated_bytes / MIB:7.1f} {100 * beside.error():+5.1f} %"
-        f" requested {100 * beside.requested_error:+5.1f} %"
-        f"  reserved {run.peak_reserved_bytes / MIB:7.1f} {100 * beside.reserved_error:+5.1f} %  {phases}"
-    )
+    compared = compared_to_emulated(run)
+    sizes = [f"{figure} {size / MIB:7.1f}" for figure, size in compared.measured.items()]
+    for predicted in filter(None, (compared.closed, compared.traced)):
+        sizes = [
+            f"{words} {100 * error:+5.1f} %"
+            for words, error in zip(sizes, compared.errors(predicted).values(), strict=True)
+        ]
+    return f"{name} {'  '.join(sizes)}"
 
 
 if __name__ == "__main__":

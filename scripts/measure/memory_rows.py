@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
 
 from hardware_db.measured_rows import EmulatedRun, MemoryRun, RunRow
 from planner.cost.memory.overhead import library_workspace
@@ -19,6 +19,7 @@ from planner.types.plan import Configuration, MemoryEstimate, Plan
 from planner.vocabulary import default_backend
 from scripts.measure.machines import measured_cluster
 from scripts.measure.memory_grid import Case
+from strategies.tracing import is_traced_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,44 +50,65 @@ def compared(run: MemoryRun) -> Compared:
     return Compared(run=run, memory=priced.memory, host_bytes=_host_tensors(priced.job))
 
 
+Peaks: TypeAlias = Mapping[str, float]
+"""Bytes that were `requested`, `allocated` and `reserved`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ComparedToEmulated(Compared):
-    """A run on emulated cards with its prediction, without the workspace of cuBLAS, which they have none of."""
+class ComparedToEmulated:
+    """A run on emulated cards with two predictions, which are without the workspace of cuBLAS, as the cards are.
 
-    workspace_bytes: float
-    requested_bytes: int
+    `closed` is that of the closed forms, which do not tell what is requested from what is allocated; `traced` that of a
+    trace and the simulated allocator, None where the run is not traced as a whole.
+    """
 
-    def predicted_bytes(self, phase: str = "") -> float:
-        """Return the peak of a phase, of the whole step without one: loading is not among what was measured."""
-        phases = self.memory.phases
-        size = phases[phase] if phase else max(phases[name] for name in self.run.phases if name in phases)
-        return size - self.workspace_bytes
-
-    @property
-    def predicted_reserved_bytes(self) -> float:
-        """Bytes that the allocator reserves."""
-        return self.memory.peak_reserved_bytes - self.workspace_bytes
+    run: EmulatedRun
+    closed: Peaks
+    traced: Peaks | None
 
     @property
-    def requested_error(self) -> float:
-        """The same of what tensors asked for: without what the allocator did not split off a block."""
-        return self.predicted_bytes() / self.requested_bytes - 1
+    def measured(self) -> Peaks:
+        """The measured peaks."""
+        run = self.run
+        peaks = run.peak_requested_bytes, run.peak_allocated_bytes, run.peak_reserved_bytes
+        return dict(zip(PEAKS, peaks, strict=True))
 
-    @property
-    def reserved_error(self) -> float:
-        """Signed: above 0 where the planner says more than was measured."""
-        return self.predicted_reserved_bytes / self.run.peak_reserved_bytes - 1
+    def errors(self, predicted: Peaks) -> Peaks:
+        """Signed: above 0 where more is predicted than was measured."""
+        return {name: predicted[name] / size - 1 for name, size in self.measured.items()}
+
+
+PEAKS = ("requested", "allocated", "reserved")
 
 
 def compared_to_emulated(run: EmulatedRun) -> ComparedToEmulated:
     """Ask today's planner about a run on emulated cards."""
     priced = price(*asked(run))
+    workspace, phases = library_workspace(priced.job), priced.memory.phases
+    # Loading is not among what was measured.
+    allocated = max(phases[name] for name in run.phases if name in phases) - workspace
+    traced = run.traced_requested_bytes, run.traced_allocated_bytes, run.traced_reserved_bytes
     return ComparedToEmulated(
         run=run,
-        memory=priced.memory,
-        host_bytes=0.0,
-        workspace_bytes=library_workspace(priced.job),
-        requested_bytes=run.peak_requested_bytes,
+        closed=dict(zip(PEAKS, (allocated, allocated, priced.memory.peak_reserved_bytes - workspace), strict=True)),
+        traced=dict(zip(PEAKS, traced, strict=True)) if all(traced) else None,
+    )
+
+
+def traced_emulated(run: EmulatedRun) -> EmulatedRun:
+    """Return the run with what a trace of its step predicts; as it is where that has not all of the step."""
+    # What only tracing needs is imported there: comparing needs no torch.
+    from strategies.tracing.step.build import subject_of
+    from strategies.tracing.step.step import trace_step
+
+    job = price(*asked(run)).job
+    if not is_traced_whole(job.configuration):
+        return run
+    sizes = {name: value for name, value in run.model_config.items() if name != "model_type"}
+    peaks = trace_step(job, subject_of(job.facts, attention=run.attention, overrides=sizes)).reserved.values()
+    workspace = round(library_workspace(job))
+    return replace(
+        run, **{f"traced_{name}_bytes": max(getattr(peak, name) for peak in peaks) - workspace for name in PEAKS}
     )
 
 

@@ -1,7 +1,7 @@
 """Has `dsplan check --fix` mend real configs that do not fit, and the trainers' own parsers read what came out.
 
     python -m scripts.peers.config_files fetch DIR           the projects' configs, at their commits
-    python -m scripts.peers.fixes DIR [--mirrors FOLDER]     every case below: fixes.json, and a table
+    python -m scripts.peers.fixes DIR [--mirrors FOLDER]     a line for every case below
 
 A case counts as mended if the changed file fits by the prediction and the trainer's own parser takes it. Parsers are
 TRL's and `TrainingArguments` as they are installed, and, of the projects' sources at their commits, axolotl's pydantic
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import datetime
 import hashlib
 import io
 import json
@@ -35,7 +36,6 @@ from planner.read.launchers import argument_settings, launches
 from planner.read.shell import parse_script
 from scripts.peers.config_files import PROJECTS, _mirror
 
-RESULTS = Path(__file__).with_name("fixes.json")
 _NEMO = "examples/configs/recipes/llm"
 CASES: tuple[tuple[str, str, str, int | None], ...] = (
     ("axolotl-ai-cloud/axolotl", "examples/LiquidAI/lfm2-350m-fft.yaml", "RTX-3060-12GB", 8),
@@ -59,9 +59,7 @@ CASES: tuple[tuple[str, str, str, int | None], ...] = (
         None,
     ),
     ("volcengine/verl", "examples/cispo_trainer/run_cispo_qwen2_5_0_5b_gsm8k.sh", "A100-SXM4-40GB", None),
-    ("volcengine/verl", "examples/grpo_trainer/run_qwen2_5_32b_grpo_npu.sh", "RTX-4090", None),
     ("OpenRLHF/OpenRLHF", "examples/scripts/train_dpo_llama.sh", "RTX-4090", 8),
-    ("OpenRLHF/OpenRLHF", "examples/scripts/train_ppo_ray_hybrid_engine.sh", "RTX-4090", None),
     ("huggingface/nanotron", "examples/config_qwen.yaml", "A100-SXM4-40GB", None),
     ("huggingface/nanotron", "examples/config_tiny_llama.yaml", "A100-SXM4-40GB", None),
     ("mosaicml/llm-foundry", "scripts/train/yamls/finetune/1b_local_data_sft.yaml", "RTX-3060-12GB", 8),
@@ -92,8 +90,9 @@ def mend(path: Path, gpu: str, gpus: int | None) -> dict[str, Any]:
     finally:
         for name, (old, _) in changed.items():
             Path(name).write_text(old, encoding="utf-8")
-    good = row["fits"] and row["parser"][1] == ""
-    return row | {"outcome": "mended" if good else "not mended"}
+    if row["parser_before"]:
+        return row | {"outcome": "fits, and its parser refuses the original too" if row["fits"] else "not mended"}
+    return row | {"outcome": "mended" if row["fits"] and row["parser"][1] == "" else "not mended"}
 
 
 def _need(checked: Checked) -> int:
@@ -226,10 +225,8 @@ def by_openrlhf(path: str, sources: dict[str, str]) -> None:
     last = next(number for number, node in enumerate(body) if "parse_args" in ast.unparse(node))
     parser = ast.Module(body=body[: last + 1], type_ignores=[])
     sys.argv = ["train", *(word.text for word in launch.arguments)]
-    exec(
-        compile(ast.fix_missing_locations(parser), str(module), "exec"),
-        {"argparse": argparse, "os": os, "__name__": "x"},
-    )
+    space = {"argparse": argparse, "os": os, "datetime": datetime.datetime, "__name__": "train"}
+    exec(compile(ast.fix_missing_locations(parser), str(module), "exec"), space)
 
 
 def by_verl(path: str, sources: dict[str, str]) -> None:
@@ -283,12 +280,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--mirrors", type=Path)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="Write every row there, as JSON.")
+    parser.add_argument("--only", nargs="+", default=[], metavar="OWNER/NAME")
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         _extract(arguments.directory, arguments.mirrors, Path(folder))
         base = Path.cwd()
-        for project, path, gpu, gpus in CASES:
+        cases = [case for case in CASES if not arguments.only or case[0] in arguments.only]
+        for project, path, gpu, gpus in cases:
             os.chdir(arguments.directory.resolve() / project.replace("/", "+"))
             try:
                 row = mend(Path(path), gpu, gpus)
@@ -300,7 +300,8 @@ def main() -> None:
             print(
                 project, path, gpu, *(f"{key}={row.get(key)}" for key in ("outcome", "fits", "lines", "keys", "parser"))
             )
-    replace_text(RESULTS, json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    if arguments.out is not None:
+        replace_text(arguments.out, json.dumps(rows, indent=1, sort_keys=True) + "\n")
     print(f"{sum(row['outcome'] == 'mended' for row in rows)} of {len(rows)} mended")
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.dsplan.cli import Cli
 
@@ -167,6 +170,44 @@ def test_a_folder_is_a_table(cli: Cli, config: Path, tmp_path: Path) -> None:
     assert cli(f"check . {CARD} --json").json[0]["why"].startswith("line 2: is not YAML")
 
 
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_hook_of_pre_commit(cli: Cli, config: Path, tmp_path: Path) -> None:
+    """Files that are handed over together are as many trainings; what is none of a trainer's fails no commit."""
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    command = hook["entry"].removeprefix("dsplan ")
+    (tmp_path / "small.yaml").write_text(AXOLOTL.replace("Llama-3.1-8B", "Llama-3.2-1B").replace(": 16 ", ": 1 "))
+    (tmp_path / "other.yaml").write_text("on: push\njobs: {}\n")
+    assert all(re.search(hook["files"], name) for name in ("train.yaml", "train.sh", "ds.json"))
+    assert cli(f"{command} {CARD} small.yaml other.yaml").status == 0
+    printed = cli(f"{command} {CARD} small.yaml train.yaml other.yaml")
+    assert printed.status == 1
+    assert "3 files: 1 fit, 1 do not, 1 without an estimate" in printed.out
+
+
+def test_the_action_fails_where_a_config_does_not_fit(config: Path, tmp_path: Path) -> None:
+    """Its own step, run by bash as GitHub's runner does."""
+    action = yaml.safe_load((ROOT / "action.yml").read_text())
+    *_, step = action["runs"]["steps"]
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "dsplan").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dsplan "$@"\n')
+    (programs / "dsplan").chmod(0o755)
+    given = {"PATHS": ".", "GPUS": "8", "GPU": "A100-SXM4-80GB", "ARGUMENTS": "--max-memory-gb 70"}
+    assert given.keys() == step["env"].keys()
+    environment = {
+        **os.environ, **given, "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"), "PYTHONPATH": str(ROOT),
+        "PATH": f"{programs}:{os.environ['PATH']}",
+    }  # fmt: skip
+    ended = subprocess.run(
+        ["bash", "-e", "-c", step["run"]], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "does not fit" in ended.stdout
+    assert "train.yaml" in (tmp_path / "summary.md").read_text()
+
+
 def _aliases(line: str) -> str:
     """Nine keys, each with nine times the one before: 9^10 values when they are written out."""
     names = "abcdefghij"
@@ -231,7 +272,6 @@ BROKEN: dict[str, str | bytes] = {
     "deep.toml": "[model]\na = " + "[" * 5000 + "]" * 5000,
     "words.sh": "swift sft " + "--a b " * 50_000,
     "doubles.sh": "A=xx\n" + "A=$A$A\n" * 60 + "swift sft --model $A\n",
-    "array.sh": "A=(x x)\n" + "A=(${A[@]} ${A[@]})\n" * 40 + "swift sft --model ${A[@]}\n",
     "brackets.sh": "(" * 5000 + "\n",
     "eval.sh": 'eval \'touch made\'; bash -c "touch made"; python -c \'open("made", "w")\'\n',
     "fork.sh": ":(){ :|:& };:\n",
@@ -309,8 +349,6 @@ def test_planning_needs_no_reader(tmp_path: Path) -> None:
         "ours = ('planner.read', 'planner.search.audit', 'dsplan.checking');"
         "print([name for name in sys.modules if name.startswith(ours)])"
     )
-    import sys
-
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.splitlines()[-1] == "[]"
     json.loads(out[: out.rindex("[]")])

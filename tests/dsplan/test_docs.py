@@ -28,7 +28,9 @@ GENERATED = {
     "report.public_scripts": 2,
     "report.public_recipes": 64,
     "report.first_plans": None,
+    "report.post_training": 2,
     "report.known_faults": None,
+    "report.failure_logs": None,
     "report.data_licences": 2,
     "report.config_files": 1,
 }
@@ -117,10 +119,20 @@ def shown_commands() -> list[str]:
     return sorted({line.split("#")[0].strip() for line in lines if "NAME" not in line})
 
 
+CONFIG = """\
+base_model: meta-llama/Llama-3.1-8B
+sequence_len: 2048
+micro_batch_size: 4
+"""
+"""A reader's own config, where a page names one."""
+
+
 @pytest.mark.parametrize("command", shown_commands())
 @pytest.mark.sweep(suite=lambda command: "--exact" not in command)  # traces take seconds; test_exact.py has small ones
 def test_commands_that_pages_show_work(command: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.yaml").write_text(CONFIG)
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
     assert cli("", *shlex.split(command)).status == 0
 
 

@@ -16,6 +16,7 @@ from dsplan.__main__ import main
 from dsplan.exact import cache
 from dsplan.render.show import progress
 from hardware_db.store import open_store
+from hardware_db.units import MIB
 from tests.dsplan.cli import Cli, Printed
 
 HARDWARE = "--gpu H100-SXM5-80GB --seq-len 64 --precision bf16"
@@ -43,9 +44,9 @@ def model(tmp_path: Path) -> Path:
 
 
 def upper_margin(plan: Any) -> float:
-    """How far the upper bound is above what is expected."""
+    """How far the upper bound is above the tensors' peak."""
     memory = plan["memory"]
-    return float(memory["device_used_upper_bytes"] - memory["device_used_bytes"])
+    return float(memory["device_used_upper_bytes"] - memory["peak_allocated_bytes"])
 
 
 def traced_rows() -> int:
@@ -143,9 +144,9 @@ def test_another_length_follows_from_three(cli: Cli, model: Path, monkeypatch: p
     assert "extrapolated from traces at sequence length 320, 352 and 384" in printed.json["notes"][0]
     monkeypatch.setenv("DSPLAN_HOME", str(model.parent / "another-home"))
     direct = cli(line, 400)
-    assert printed.json["memory"]["peak_allocated_bytes"] == pytest.approx(
-        direct.json["memory"]["peak_allocated_bytes"], rel=0.01
-    )
+    # What the allocator does not split off its blocks, a few MiB, only a trace of that length knows.
+    unsplit = direct.json["memory"]["peak_allocated_bytes"] - printed.json["memory"]["peak_allocated_bytes"]
+    assert 0 <= unsplit <= 6 * MIB
 
 
 def test_what_the_trace_does_not_cover_is_said(cli: Cli, model: Path) -> None:

@@ -49,6 +49,21 @@ def story_of_blocks() -> dict[str, Any]:
     return answers
 
 
+def history_of_blocks(events: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Bytes allocated and reserved after each event: a tensor of so many bytes under a number, or 0 to free it."""
+    torch.cuda.empty_cache()
+    tensors, answers = {}, []
+    for number, size in events:
+        if size:
+            tensors[number] = torch.empty(size, dtype=torch.uint8, device="cuda")
+        else:
+            del tensors[number]
+        answers.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    tensors.clear()
+    torch.cuda.empty_cache()
+    return answers
+
+
 def running_out() -> dict[str, Any]:
     """What an overflow says, and whether the card can be used after it."""
     answers: dict[str, Any] = {}

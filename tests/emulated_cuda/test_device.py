@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy
 import pytest
 
+from planner.cost.memory.allocator import CachingAllocator
 from tests.emulated_cuda import device_bodies as bodies
 from tests.emulated_cuda.fixtures import CardPool
 
@@ -47,6 +49,24 @@ def test_blocks_are_split_merged_and_used_again(card: CardPool) -> None:
             "empty": (0, 0),
         }
     ]
+
+
+def test_the_planners_allocator_gives_the_same(card: CardPool) -> None:
+    draw, alive, events = random.Random(25), list[int](), list[tuple[int, int]]()
+    for number in range(600):
+        if alive and draw.random() < 0.45:
+            events.append((alive.pop(draw.randrange(len(alive))), 0))
+        else:
+            alive.append(number)
+            events.append((number, round(2 ** draw.uniform(4, 24))))
+    allocator, blocks, answers = CachingAllocator(), {}, []
+    for number, size in events:
+        if size:
+            blocks[number] = allocator.request(size)
+        else:
+            allocator.release(blocks.pop(number))
+        answers.append((allocator.allocated, allocator.reserved))
+    assert card.run(bodies.history_of_blocks, events) == [answers]
 
 
 def test_running_out_is_an_error_after_which_the_card_works(card: CardPool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
 from planner.cost.memory.units import ALLOCATION_BYTES, trained_units_of
@@ -46,19 +47,22 @@ class WholeGradientBuffers:
 
     Megatron's main gradients are such (`core/distributed/param_and_grad_buffer.py`). The optimizer steps on fp32
     gradients in place; of narrower ones it makes an fp32 copy of what is the rank's own (`core/optimizer/optimizer.py`,
-    _copy_model_grads_to_main_grads).
+    _copy_model_grads_to_main_grads). Where weight products add to the buffer themselves, only the token table's
+    gradient is a tensor of its own (`core/tensor_parallel/layers.py`, gradient_accumulation_fusion).
     """
 
     def __init__(self, job: Job, recipe: Recipe) -> None:
         units = trained_units_of(job)
         self._made, self._largest = recipe.gather, units.largest
+        self._fuses = code_base(job.workload.code).fuses_gradients
         self._all = recipe.gradient * units.elements
         own = units.elements / job.configuration.state_shards
         self._widened = recipe.master * own if recipe.gradient < recipe.master else 0.0
 
     def at(self, instant: Instant) -> Ledger:
         """Return the buffer, and the newest gradient until it is added."""
-        newest = self._made * min(instant.unit_gradients, self._largest)
+        is_apart = instant.unit == "table" or not self._fuses
+        newest = self._made * min(instant.unit_gradients, self._largest) if is_apart else 0.0
         return Ledger(gradients=self._all + newest, temporaries=instant.cast)
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:

@@ -136,18 +136,23 @@ def _phases_of(job: Job, recipe: Recipe, states: States) -> dict[str, Ledger]:
     return phases
 
 
-def composed(job: Job, phases: Mapping[str, Ledger], margin: float) -> MemoryEstimate:
-    """Return the estimate that follows from the phases; `margin` is the share of the peak that is needed besides."""
-    return _composed(job, states_of(job, recipe_of(job)), phases, margin)
+def composed(job: Job, phases: Mapping[str, Ledger], margin: float, reserved: int = 0) -> MemoryEstimate:
+    """Return the estimate that follows from the phases; `margin` is the share of the peak that is needed besides.
+
+    `reserved` are the bytes that a caching allocator was seen to reserve for them; 0 leaves them to a share.
+    """
+    return _composed(job, states_of(job, recipe_of(job)), phases, margin, reserved)
 
 
-def _composed(job: Job, states: States, phases: Mapping[str, Ledger], margin: float) -> MemoryEstimate:
+def _composed(
+    job: Job, states: States, phases: Mapping[str, Ledger], margin: float, reserved: int = 0
+) -> MemoryEstimate:
     even = nominal_states_of(job, recipe_of(job))
     resting = states if is_uneven(states, even) else even
     peak_phase = max(phases, key=lambda name: phases[name].total)
     categories = phases[peak_phase].rounded()
     allocated = sum(categories.values())
-    use = device_use(job, allocated, margin, engine_bytes(job, peak_phase))
+    use = device_use(job, allocated, margin, engine_bytes(job, peak_phase), max(reserved, allocated) if reserved else 0)
     return MemoryEstimate(
         **{f"{name}_bytes": value for name, value in categories.items()},
         peak_allocated_bytes=allocated,

@@ -89,10 +89,11 @@ def has_other_form(job: Job) -> bool:
     return bool(figures_of(job, recipe_of(job)).differences)
 
 
-def device_use(job: Job, allocated: float, margin: float, engines: float = 0.0) -> DeviceUse:
+def device_use(job: Job, allocated: float, margin: float, engines: float = 0.0, with_room: float = 0.0) -> DeviceUse:
     """Return what a peak of allocated bytes makes of the device; `margin` is the share of it that is needed besides.
 
-    Of them `engines` are those of engines that generate, which take what they are given and no more.
+    Of them `engines` are those of engines that generate, which take what they are given and no more. `with_room` are
+    the bytes that the allocator reserves where there is room, 0 where no trace says so.
 
     The cache grows while there is room and gives way to what is asked for; it is counted up to where so little is left
     that the device would be called tight.
@@ -112,7 +113,7 @@ def device_use(job: Job, allocated: float, margin: float, engines: float = 0.0) 
     needed = segments + margin * own + largest
     least = segments + (LEFT_WHEN_SHORT + max(margin - FRAGMENTATION_UPPER, 0.0)) * own + beside
     most = max(needed, TIGHT_ABOVE * device_limit(job.workload, job.cluster)) - SEGMENT_BYTES
-    reserved = round(min(segments + _cache(job) * own, most - beside))
+    reserved = round(min(with_room or segments + _cache(job) * own, most - beside))
     headroom, varying = memory_headroom(job), needed - engines
     cached = min((1 + headroom.roomy) * varying + engines, most + SEGMENT_BYTES)
     upper = round(max((1 + headroom.crowded) * varying + engines, cached, reserved + beside))

@@ -199,7 +199,7 @@ def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
         (chosen.sequence_length, chosen.attention, chosen.activation_checkpointing, chosen.activations_on_host),
         (chosen.tp, chosen.pp, chosen.cp, chosen.ep, chosen.sequence_parallel),
         (chosen.virtual_stages, job.stage, micro_batches_in_flight(chosen, job.stage), chosen.pp_schedule == "gpipe"),
-        chosen.strategy in ("single", "ddp"),
+        (chosen.strategy in ("single", "ddp"), chosen.backend == "native"),
         (job.workload.code, job.workload.compile, job.workload.loss, job.workload.expert_imbalance, tiles_of(job)),
     )
 

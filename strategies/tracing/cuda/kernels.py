@@ -69,13 +69,13 @@ Allocation: TypeAlias = tuple[tuple[int, ...], int]
 """Shape and bytes per element."""
 
 
-def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Bytes at most alive inside the operation beside its arguments and results; 0 for operations that need none."""
-    return sum(math.prod(shape) * size for shape, size in scratch(func, args))
+def scratch_sizes(func: Any, args: tuple[Any, ...]) -> list[int]:
+    """Return the bytes of each tensor that is alive inside the operation beside its arguments and results."""
+    return [math.prod(shape) * size for shape, size in scratch(func, args)]
 
 
 def scratch(func: Any, args: tuple[Any, ...]) -> list[Allocation]:
-    """Return the same, one by one."""
+    """Return their shapes and the bytes of an item."""
     if func is _aten_ops._scaled_dot_product_flash_attention_backward.default:
         return _flash_backward(*args[:5])
     if func is _aten_ops._scaled_dot_product_efficient_attention_backward.default:

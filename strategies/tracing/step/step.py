@@ -7,7 +7,8 @@ import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hardware_db.device import Device
+from planner.cost.memory.allocator import Free, Mark, Peak, Request
+from planner.cost.memory.overhead import library_workspace
 from planner.cost.precision import keeps_adapters_wide
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES, POST_TRAINING
@@ -25,9 +28,10 @@ from strategies.parallel.pipeline import order_of
 from strategies.torch_compat.dispatch import FakeTensorMode, without_modes
 from strategies.torch_compat.sharding import context_parallel_attention
 from strategies.torch_compat.tensors import tree_leaves, tree_map
+from strategies.tracing import is_traced_whole
 from strategies.tracing.cuda.as_cuda import DEFAULT_CAPABILITY, as_cuda
 from strategies.tracing.cuda.attention import unpadded, windows_without_masks
-from strategies.tracing.cuda.kernels import cpu_outputs, scratch_bytes
+from strategies.tracing.cuda.kernels import cpu_outputs, scratch_sizes
 from strategies.tracing.example import arguments_of
 from strategies.tracing.step.build import Subject, subject_of, with_adapters
 from strategies.tracing.step.checkpointing import checkpoint_activations
@@ -45,6 +49,7 @@ from strategies.tracing.step.parallel import (
     weight_dtype,
 )
 from strategies.tracing.step.refusal import Following, TraceFailed
+from strategies.tracing.step.reservation import Recorded
 from strategies.tracing.step.split import (
     Chunk,
     chunks_of,
@@ -54,6 +59,7 @@ from strategies.tracing.step.split import (
     split_weights,
 )
 from strategies.tracing.step.storages import Category, Storages
+from strategies.tracing.step.zero import NativeZero
 
 
 def fake_copy(
@@ -110,11 +116,13 @@ class Traceable(Protocol):
 class TracedStep:
     """Bytes alive on rank 0 by phase and category, at the largest moment of each phase in the steady state.
 
-    Under ZeRO only activations and the 16-bit weights are traced: gradients are freed as they are made, no optimizer
-    runs, and states and buckets are left to the closed forms.
+    Under DeepSpeed's ZeRO only activations and the 16-bit weights are traced: gradients are freed as they are made, no
+    optimizer runs, and states and buckets are left to the closed forms.
     """
 
     phases: Mapping[str, Mapping[Category, int]]
+    reserved: Mapping[str, Peak] = field(default_factory=dict)
+    """The allocator's bytes by phase, with cuBLAS's workspace; none on a CPU or where the step is traced in part."""
 
     @property
     def totals(self) -> dict[str, int]:
@@ -146,7 +154,11 @@ def trace_step(job: Job, subject: Traceable | None = None) -> TracedStep:
     """
     steps = trace_stages(job, subject)
     largest = {name: max(steps, key=lambda step: step.totals.get(name, 0)) for name in PHASES}
-    return TracedStep(phases={name: step.phases[name] for name, step in largest.items() if name in step.phases})
+    reserved = max(
+        (step.reserved for step in steps), key=lambda peaks: max((p.reserved for p in peaks.values()), default=0)
+    )
+    phases = {name: step.phases[name] for name, step in largest.items() if name in step.phases}
+    return TracedStep(phases=phases, reserved=reserved)
 
 
 def trace_stages(job: Job, subject: Traceable | None = None) -> list[TracedStep]:
@@ -231,13 +243,17 @@ class _Run:
     def __init__(self, job: Job, subject: Traceable, mode: FakeTensorMode, meshes: Meshes, rank: int) -> None:
         self._job, self._configuration, self._rank = job, job.configuration, rank
         self._on_cpu = job.cluster.device.is_cpu
-        self._storages = Storages(mode, None if self._on_cpu else scratch_bytes)
+        self._storages = Storages(mode, None if self._on_cpu else scratch_sizes)
         dtype = None if keeps_adapters_wide(self._configuration, job.workload) else weight_dtype(self._configuration)
         self._batch = _cast_batch(self._batch_of(subject), dtype)
         self._phases: dict[str, Mapping[Category, int]] = {}
         self._in_forward = False
         whole, blocks = self._part_of(subject)
         self._module, self._blocks = fake_copy(whole, blocks, mode, dtype)
+        self._recorded = Recorded()
+        self._zero: NativeZero | None = None
+        numbers = count()
+        self._whole = [[(f"whole {next(numbers)}", weight.nbytes) for weight in unit] for unit in self._units()]
         for part in self._parts():
             self._prepare(part, meshes)
         for block in self._blocks:  # after FSDP2's own hook, which frees the block's all-gathered weights
@@ -284,19 +300,72 @@ class _Run:
 
     def steps(self) -> TracedStep:
         storages, module = self._storages, self._module
-        storages.label([*module.parameters(), *module.buffers()], "parameters")
+        self._label_weights()
         storages.label([leaf for leaf in tree_leaves(self._batch) if isinstance(leaf, torch.Tensor)], "activations")
         buckets = reduction_buckets(list(module.parameters())) if self._configuration.strategy == "ddp" else []
+        begun = len(storages.events)
         storages.label(buckets, "buffers")
+        again = storages.events[begun:]
         storages.take_casts_as_temporary(module.parameters())
         self._compile()
         self._watch_gradients(module.parameters())
+        recorded, events = self._recorded, storages.events
+        recorded.between = [*(Free(event.name) for event in again if isinstance(event, Request)), *again]
         with count_sharding(storages, self._watch_gradients), storages, Following(module, storages):
+            self._shard_states()
             optimizers = self._optimizers()
             self._phases = {}
+            begun = len(events)
             self._accumulate()
+            recorded.passes, begun = events[begun:], len(events)
             self._update(optimizers)
-        return TracedStep(phases={name: self._phases[name] for name in PHASES if name in self._phases})
+            recorded.updates = events[begun:]
+        return TracedStep(
+            phases={name: self._phases[name] for name in PHASES if name in self._phases}, reserved=self._reserved()
+        )
+
+    def _shard_states(self) -> None:
+        """Lay our own ZeRO out, whose weights come from a model that is there in the dtype it was loaded in."""
+        storages, chosen = self._storages, self._configuration
+        if chosen.zero_stage and is_traced_whole(chosen) and not self._on_cpu:
+            names = {weight: f"loaded {number}" for number, weight in enumerate(self._module.parameters())}
+            width = 4 if chosen.precision in ("bf16", "fp16") else 0
+            loaded = {name: weight.numel() * (width or weight.element_size()) for weight, name in names.items()}
+            storages.events += [Request(name, size) for name, size in loaded.items()]
+
+            def replaced(weights: Sequence[nn.Parameter]) -> None:
+                storages.events += [Free(names[weight]) for weight in weights]
+
+            with storages.making("parameters"):
+                self._zero = NativeZero(self._job, self._module, self._blocks, storages, replaced)
+            storages.label(self._zero.masters(), "optimizer")
+        self._recorded.makes = storages.events[:]
+
+    def _reserved(self) -> Mapping[str, Peak]:
+        is_whole = is_traced_whole(self._configuration) and not self._job.workload.compile
+        return self._recorded.peaks(round(library_workspace(self._job))) if is_whole and not self._on_cpu else {}
+
+    def _units(self) -> list[list[torch.Tensor]]:
+        """Return the weights of each block, and those in none."""
+        seen: set[int] = set()
+        units: list[list[torch.Tensor]] = []
+        for unit in (*self._blocks, self._module):
+            units.append([weight for weight in unit.parameters() if id(weight) not in seen])
+            seen.update(map(id, unit.parameters()))
+        return units
+
+    def _label_weights(self) -> None:
+        """Count the weights; of what FSDP2 shards the allocator has had the whole, unit after unit."""
+        storages, module = self._storages, self._module
+        if self._configuration.zero_stage and is_traced_whole(self._configuration) and not self._on_cpu:
+            storages.label(module.buffers(), "parameters")
+            return
+        if self._configuration.strategy in FSDP_STRATEGIES:
+            storages.events += [Request(name, size) for unit in self._whole for name, size in unit]
+            for unit, whole in zip(self._units(), self._whole, strict=True):
+                storages.label(unit, "parameters")
+                storages.events += [Free(name) for name, _ in whole]
+        storages.label([*module.parameters(), *module.buffers()], "parameters")
 
     def _compile(self) -> None:
         """Blocks that are compiled are traced by their first call, which is none of the step."""
@@ -312,6 +381,10 @@ class _Run:
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         """Return optimizers with states: two where DTensors are beside plain tensors, none under ZeRO."""
+        if self._zero is not None:
+            begun = len(self._storages.events)
+            self._zero.stand_in()
+            return self._with_states([self._zero.optimizer], begun)
         if self._configuration.zero_stage:
             return []
         trained = [weight for weight in self._module.parameters() if weight.requires_grad]
@@ -319,9 +392,16 @@ class _Run:
         plain = [weight for weight in trained if not isinstance(weight, DTensor)]
         name, on_cpu = self._configuration.optimizer, self._on_cpu
         optimizers = [make_optimizer(name, weights, on_cpu=on_cpu) for weights in (split, plain) if weights]
+        begun = len(self._storages.events)
         for weight in trained:
             weight.grad = torch.zeros_like(weight)
+        return self._with_states(optimizers, begun)
+
+    def _with_states(self, optimizers: list[torch.optim.Optimizer], begun: int) -> list[torch.optim.Optimizer]:
+        """Return the optimizers with states, made from gradients that came from event number `begun` on."""
+        self._recorded.stand_ins, begun = self._storages.events[begun:], len(self._storages.events)
         self._update(optimizers)
+        self._recorded.states = self._storages.events[begun:]
         return optimizers
 
     def _accumulate(self) -> None:
@@ -334,12 +414,17 @@ class _Run:
         for index in range(micro_batches):
             synchronize(self._module, self._configuration, reduces=index == micro_batches - 1)
             loss = self._forward()
+            if self._zero is not None:
+                self._zero.begin(reduces=index == micro_batches - 1)
             torch.autograd.backward(loss / self._configuration.gradient_accumulation_steps)
+            if self._zero is not None:
+                self._zero.finish()
             del loss
             self._end("backward")
 
     def _forward(self) -> torch.Tensor:
         self._storages.take_peak()
+        self._storages.events.append(Mark())
         self._in_forward = True
         positional, named = arguments_of(self._batch)
         with self._autocast():
@@ -354,7 +439,7 @@ class _Run:
         storages = self._storages
         storages.answers_items = True
         with storages.making("temporaries"):
-            for optimizer in optimizers:
+            for optimizer in optimizers if self._zero is None else (self._zero,):
                 optimizer.step()
         storages.answers_items = False
         self._end("step")
@@ -363,6 +448,8 @@ class _Run:
             storages.label([value for value in states if isinstance(value, torch.Tensor)], "optimizer")
             if not self._on_cpu:
                 storages.label(host_states(optimizer), "host")
+        if self._zero is not None:
+            self._zero.clear()
         self._module.zero_grad(set_to_none=True)
 
     def _block_done(self, *_arguments: object) -> None:
@@ -373,6 +460,7 @@ class _Run:
     def _end(self, phase: str) -> None:
         """Take what came since the last end for this phase; its largest moment counts."""
         peak = self._storages.take_peak()
+        self._storages.events.append(Mark(phase))
         sizes: dict[Category, int] = {name: size for name, size in peak.items() if name != "host"}
         if sum(sizes.values()) >= sum(self._phases.get(phase, {}).values()):
             self._phases[phase] = sizes
@@ -381,7 +469,9 @@ class _Run:
         keep = self._configuration.zero_stage == 0
 
         def made(parameter: torch.Tensor) -> None:
-            if keep:
+            if self._zero is not None and isinstance(parameter, nn.Parameter):
+                self._zero.take(parameter)
+            elif keep:
                 self._storages.label([parameter.grad], "gradients")
             else:
                 parameter.grad = None

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, Literal
 
 import torch
 
+from planner.cost.memory.allocator import Event, Free, Request
 from strategies.torch_compat.dispatch import FakeTensor, FakeTensorMode, TorchDispatchMode, schema_of, without_python
 from strategies.torch_compat.distributed import functional_collectives
 from strategies.torch_compat.tensors import storage_number
@@ -144,7 +146,7 @@ _DEVICE = torch.ops.prim.device.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _WAIT = functional_collectives().wait_tensor.default
-Scratch = Callable[[Any, tuple[Any, ...]], int]
+Scratch = Callable[[Any, tuple[Any, ...]], Sequence[int]]
 
 
 class Storages:
@@ -152,8 +154,9 @@ class Storages:
 
     DTensor has fake tensors of its own, with which it works out shapes; they do not count.
 
-    `category` is that of storages made from now on. `scratch` gives the bytes that an operation allocates and frees
-    inside. `answers_items` lets code read a number from a tensor (optimizers do, their step count): it reads one.
+    `category` is that of storages made from now on. `scratch` gives the bytes of each tensor that an operation makes
+    and frees inside. `events` is what all of this asks of the device's allocator, in its order. `answers_items` lets
+    code read a number from a tensor (optimizers do, their step count): it reads one.
     """
 
     def __init__(self, mode: FakeTensorMode, scratch: Scratch | None = None) -> None:
@@ -165,7 +168,10 @@ class Storages:
         self._total = 0
         self._peak_total = -1
         self._peak: dict[Category, int] = {}
-        self._known: dict[weakref.ref[torch.UntypedStorage], tuple[int, Category]] = {}
+        self._known: dict[weakref.ref[torch.UntypedStorage], tuple[int, Category, int]] = {}
+        self.events: list[Event] = []
+        self._numbers = count()
+        self._streams: dict[int, int] = {id(torch.cpu.current_stream()): 0}
         self._weights: set[weakref.ref[torch.UntypedStorage]] = set()
         self._active = contextlib.ExitStack()
 
@@ -227,7 +233,12 @@ class Storages:
         return result
 
     def _count_inside(self, func: Any, args: tuple[Any, ...]) -> None:
-        beside = self._scratch(func, args) if self._scratch is not None else 0
+        sizes = self._scratch(func, args) if self._scratch is not None else ()
+        beside = sum(sizes)
+        if sizes:
+            names = [next(self._numbers) for _ in sizes]
+            self.events += [self._request(name, size) for name, size in zip(names, sizes, strict=True)]
+            self.events += map(Free, names)
         if self._total + beside > self._peak_total:
             self._peak_total = self._total + beside
             self._peak = {**self._live, "temporaries": self._live["temporaries"] + beside}
@@ -246,15 +257,25 @@ class Storages:
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         reference = weakref.ref(storage, self._died)
-        _, category = self._known.get(reference, (0, self.category))
+        _, category, _ = self._known.get(reference, (0, self.category, 0))
         self._set(reference, storage.nbytes(), category)
 
     def _set(self, reference: weakref.ref[torch.UntypedStorage], nbytes: int, category: Category) -> None:
         size = -(-nbytes // _ROUNDING) * _ROUNDING
-        old_size, old_category = self._known.pop(reference, (0, category))
-        self._known[reference] = size, category
+        old_size, old_category, name = self._known.pop(reference, (0, category, -1))
+        on_device, was_on_device = size and category != "host", old_size and old_category != "host"
+        if was_on_device and (size != old_size or not on_device):
+            self.events.append(Free(name))
+        if on_device and (size != old_size or not was_on_device):
+            name = next(self._numbers)
+            self.events.append(self._request(name, nbytes))
+        self._known[reference] = size, category, name
         self._add(-old_size, old_category)
         self._add(size, category)
+
+    def _request(self, name: int, nbytes: int) -> Request:
+        stream = self._streams.setdefault(id(torch.cpu.current_stream()), len(self._streams))
+        return Request(name, nbytes, stream)
 
     def _add(self, size: int, category: Category) -> None:
         self._live[category] += size
@@ -265,7 +286,9 @@ class Storages:
             self._peak_total, self._peak = self._total, dict(self._live)
 
     def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        size, category = self._known.pop(reference, (0, "host"))
+        size, category, name = self._known.pop(reference, (0, "host", -1))
+        if size and category != "host":
+            self.events.append(Free(name))
         self._add(-size, category)
 
 

@@ -332,8 +332,12 @@ class CudaAllocator final : public c10::DeviceAllocator {
     shared_.set(c.memory.card, c.reserved + 1);
   }
 
+  // Of free blocks of one size the first by address is taken. Addresses go up here, so that no luck of the host's decides.
   char* map(size_t bytes, int device) {
-    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    static auto next = uintptr_t{1} << 44;
+    auto* hint = reinterpret_cast<void*>(next);
+    next += round_up(bytes, kSmallBuffer);
+    void* memory = mmap(hint, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     TORCH_CHECK(memory != MAP_FAILED, "emulated CUDA: the host has no address space left");
     auto begin = reinterpret_cast<uintptr_t>(memory);
     owners_[begin] = {begin + bytes, device};

@@ -135,7 +135,9 @@ class Fallback {
       at::AutoDispatchBelowADInplaceOrView below;
       std::optional<BorrowedGenerator> borrowed;
       if (random) borrowed.emplace(a_.device);
+      const auto narrow = widen_product(first);
       op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
+      if (narrow.has_value()) stack_->back() = stack_->back().toTensor().to(*narrow);
     }
     for (size_t i = 0; i < a_.cards.size(); ++i)
       if (a_.written[i]) follow_resize(a_.cards[i], a_.hosts[i], launch);
@@ -146,6 +148,17 @@ class Fallback {
  private:
   void consider(const at::Tensor& tensor) {
     if (tensor.defined() && tensor.is_cuda() && a_.device < 0) a_.device = tensor.get_device();
+  }
+
+  // Products of 16-bit numbers are summed in fp32, as on a card; a CPU without 16-bit units takes 100 times as long else.
+  std::optional<at::ScalarType> widen_product(size_t first) {
+    static const std::unordered_set<std::string> products{"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"};
+    if (products.count(schema_.name()) == 0 || !schema_.overload_name().empty()) return std::nullopt;
+    const auto type = a_.hosts.front().scalar_type();
+    if (type != at::kBFloat16 && type != at::kHalf) return std::nullopt;
+    for (size_t i = first; i < stack_->size(); ++i)
+      if ((*stack_)[i].isTensor()) (*stack_)[i] = (*stack_)[i].toTensor().to(at::kFloat);
+    return type;
   }
 
   void find_device(const c10::IValue& value) {
@@ -506,7 +519,11 @@ struct Attention {
   }
 
   std::tuple<at::Tensor, at::Tensor> forward() const {
-    if (dropout == 0.0) return at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, mask, scale);
+    if (dropout == 0.0) {
+      auto [out, lse] =
+          at::_scaled_dot_product_flash_attention_for_cpu(wide(q), wide(k), wide(v), 0.0, causal, wide_mask(), scale);
+      return {out.to(q.scalar_type()), lse};
+    }
     auto [weights, lse] = softmax();
     auto out = at::matmul(weights * kept(), v.to(at::kFloat)).to(q.scalar_type());
     return {out.transpose(1, 2).contiguous().transpose(1, 2), lse};
@@ -514,15 +531,16 @@ struct Attention {
 
   std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad, const at::Tensor& out, const at::Tensor& lse) const {
     if (dropout == 0.0) {
-      auto [dq, dk, dv] =
-          at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, mask, scale);
-      return {dq, summed(dk, times_), summed(dv, times_)};
+      auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+          wide(grad), wide(q), wide(k), wide(v), wide(out), lse, 0.0, causal, wide_mask(), scale);
+      auto type = q.scalar_type();
+      return {dq.to(type), summed(dk, times_).to(type), summed(dv, times_).to(type)};
     }
     auto weights = std::get<0>(softmax());
     auto drops = kept();
-    auto wide = grad.to(at::kFloat);
-    auto dv = at::matmul((weights * drops).transpose(2, 3), wide);
-    auto dweights = at::matmul(wide, v.to(at::kFloat).transpose(2, 3)) * drops;
+    auto given = wide(grad);
+    auto dv = at::matmul((weights * drops).transpose(2, 3), given);
+    auto dweights = at::matmul(given, v.to(at::kFloat).transpose(2, 3)) * drops;
     auto dscores = weights * (dweights - (dweights * weights).sum(-1, true)) * factor();
     auto dq = at::matmul(dscores, k.to(at::kFloat)), dk = at::matmul(dscores.transpose(2, 3), q.to(at::kFloat));
     auto narrow = [&](const at::Tensor& wider) { return wider.to(q.scalar_type()).transpose(1, 2).contiguous().transpose(1, 2); };
@@ -532,6 +550,10 @@ struct Attention {
   int64_t times() const { return times_; }
 
  private:
+  // 16-bit numbers are multiplied in fp32, as on a card: a CPU without 16-bit units takes many times as long else.
+  static at::Tensor wide(const at::Tensor& tensor) { return at::isReducedFloatingType(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor; }
+  std::optional<at::Tensor> wide_mask() const { return mask.has_value() ? std::optional(wide(*mask)) : std::nullopt; }
+
   double factor() const { return scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(3)))); }
 
   std::tuple<at::Tensor, at::Tensor> softmax() const {
@@ -670,6 +692,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("record_stream", record_stream);
   m.impl("histc", histc);
+  // A card has kernels of these; what torch composes where there are none makes more tensors.
+  m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("mish_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("_scaled_dot_product_flash_attention", flash);
   m.impl("_scaled_dot_product_flash_attention_backward", flash_backward);
   m.impl("_scaled_dot_product_efficient_attention", efficient);

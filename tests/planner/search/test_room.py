@@ -86,7 +86,7 @@ def test_a_pipeline_and_an_offload_go_first_only_where_they_win_by_more_than_the
     """OPT 6.7B on eight cards without NVLink: offloading is predicted 1.6x as fast as ZeRO-3, on hardware of which
     nothing was compared; of BERT large on 64 of them a pipeline is predicted 1.5x as fast as sharding."""
     for model, gpus in (("opt-6.7b", 8), ("bert-large", 64)):
-        answer = recommend(question(model, "rtx4090", gpus, top=30))
+        answer = recommend(question(model, "rtx4090", gpus, allow_unrunnable=True, top=30))
         first, fastest_of_all = answer.plans[0], min(answer.plans, key=lambda plan: plan.time.step_seconds)
         assert (first.configuration.offload, first.configuration.splits_model) == ("none", False)
         assert fastest_of_all.configuration.offload != "none" or fastest_of_all.configuration.pp > 1

@@ -108,7 +108,7 @@ def test_its_own_backend_is_refused_in_one_line(hiding: Path, tmp_path: Path) ->
         "dsplan.initialize(nn.Sequential(nn.Linear(4, 4)), strategy='zero2', backend='deepspeed',"
         " config={'train_batch_size': 4})\n"
     )
-    finished = _python(script, hides=hiding)
+    finished = _python("-m", "dsplan", "run", "--nproc", "1", script, hides=hiding)
     assert finished.returncode != 0
     assert "pip install dsplan[deepspeed]" in finished.stdout + finished.stderr
     assert "backend 'native'" in finished.stdout + finished.stderr

@@ -16,7 +16,7 @@ from torch.nn import functional
 from strategies.tracing.cuda import autocast
 from strategies.tracing.cuda.as_cuda import as_cuda
 from strategies.tracing.cuda.attention import Call, kernel_for
-from strategies.tracing.cuda.kernels import scratch_bytes
+from strategies.tracing.cuda.kernels import scratch_sizes
 from strategies.tracing.storage_tracker import StorageTracker
 
 B, H, S, D = 2, 4, 96, 32
@@ -111,11 +111,11 @@ def test_attention_backward_needs_room_inside(cuda: None) -> None:
     rows = B * H * 128  # 96 positions, rounded up
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
     in_place = query.transpose(1, 2).contiguous().transpose(1, 2)
-    alike = scratch_bytes(backward, (in_place, query, query, query, in_place))
+    alike = sum(scratch_sizes(backward, (in_place, query, query, query, in_place)))
     assert alike == rows * D * 4 + rows * 4
-    assert scratch_bytes(backward, (in_place, query, key, key, in_place)) == alike + 2 * B * H * S * D * 2
-    assert scratch_bytes(backward, (in_place, query, query, query, output)) == alike + output.nbytes
-    assert scratch_bytes(torch.ops.aten.mm.default, (query, key)) == 0
+    assert sum(scratch_sizes(backward, (in_place, query, key, key, in_place))) == alike + 2 * B * H * S * D * 2
+    assert sum(scratch_sizes(backward, (in_place, query, query, query, output))) == alike + output.nbytes
+    assert not scratch_sizes(torch.ops.aten.mm.default, (query, key))
 
 
 def test_dropout_keeps_a_byte_per_element(cuda: None) -> None:

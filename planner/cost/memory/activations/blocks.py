@@ -278,7 +278,9 @@ class _Writer:
         if traits.qkv == "fused":
             whole = add((query, key, key))
             self._linear("n1", "qkv", whole, add((query_weights, key_weights, key_weights)))
-            if rotates or facts.qk_norm:
+            if traits.copies_value and self._attention != "eager" and (rotates or facts.qk_norm):
+                self._sizes |= names
+            elif rotates or facts.qk_norm:
                 self._views["v"] = "qkv"
                 self._sizes |= {"v": key}
                 for name in ("q", "k"):
@@ -420,10 +422,8 @@ class _Writer:
                 source, out="shared out", batch="b", width="x", size=self._between(width), mark=" of shared"
             )
             parts.append("shared out")
-        self._add(
-            Operation(reads=tuple(parts), makes=("out",), keeps=("expert out",)),
-            out=self._between(width),
-        )
+        weighed = ("expert out",) if self._traits.weighs_experts == "outputs" else ()
+        self._add(Operation(reads=tuple(parts), makes=("out",), keeps=weighed), out=self._between(width))
 
 
 def _block_form(walk: Walk, traits: BlockTraits, boundary: Polynomial, held: Polynomial) -> BlockForm:

@@ -345,9 +345,11 @@ def _written_form(
 def has_written_form(facts: ModelFacts, code: str, length: int, *, compiled: bool) -> bool:
     """Return whether the code base's own blocks are counted, rather than transformers' eager ones.
 
-    They are of decoders whose windows, where they have some, are no shorter than a sample.
+    They are of decoders whose windows, where they have some, are no shorter than a sample or a matter of the code
+    base's own attention kernels.
     """
-    is_decoder = facts.kind == "decoder" and not facts.recorded_as and not 0 < facts.sliding_window < length
+    windowed = 0 < facts.sliding_window < length and not code_base(code).fuses_attention
+    is_decoder = facts.kind == "decoder" and not facts.recorded_as and not windowed
     return is_decoder and code_base(code).traits(compiled=compiled).block is not None
 
 

@@ -35,7 +35,8 @@ class Instant:
     finished their backward; `blocks_done`: blocks that have finished in this pass (forward or backward), out of
     `blocks`; `enters`: whether the unit has not begun its pass yet, so that nothing of it is alive but what a strategy
     fetches for it (in backward: the first block, when the head's gradients are all there and the logits gone);
-    `leaves`: whether it has just ended its backward, so that nothing of it is left but its gradients.
+    `leaves`: whether it has just ended its backward, so that nothing of it is left but its gradients; `takes`: whether
+    the strategy takes the unit's first gradient, when what the product was made from is gone (of our own ZeRO only).
     """
 
     phase: Literal["forward", "loss", "backward"]
@@ -48,6 +49,7 @@ class Instant:
     blocks: int = 0
     enters: bool = False
     leaves: bool = False
+    takes: bool = False
 
 
 def instants_of(job: Job, recipe: Recipe) -> list[Instant]:
@@ -121,8 +123,10 @@ class _Step:
         self._blocks = sum(self._counts)
         self._waiting = self._waiting_table()
         self._pieces = configuration.virtual_stages if configuration.pp_schedule == "interleaved" else 1
-        self._at_first, self._at_last = self._others()
+        self._at_first, self._at_last = self._others(0), self._others(self._pieces - 1)
         self._is_replica = configuration.strategy in ("single", "ddp")
+        self._takes_first = configuration.backend == "native" and not self._is_replica
+        self._product = self._product_input(recipe)
 
     def _kept(self, block: BlockFigures) -> Amount:
         if self._checkpointing == "none":
@@ -130,12 +134,13 @@ class _Step:
         boundary = NOTHING if self._parks else block.boundary
         return plus(boundary, block.products) if self._checkpointing == "selective" else boundary
 
-    def _others(self) -> tuple[Amount, Amount]:
-        """Return what other micro-batches in flight keep while the first block is at work, and while the last is.
+    def _others(self, piece: int) -> Amount:
+        """Return what other micro-batches in flight keep while a block of some piece is at work.
 
-        Of an interleaved pipeline one piece of a `virtual_stages`-th is at work at a time.
+        Of an interleaved pipeline one piece of a `virtual_stages`-th is at work at a time, and those before it are of
+        the same micro-batch.
         """
-        chosen, pieces = self._job.configuration, self._pieces
+        chosen = self._job.configuration
         flight = micro_batches_in_flight(chosen, self._job.stage)
         # Each forward pass under autocast casts the weights anew, and its graph keeps what it multiplied with.
         casts = self._earlier_casts[-1] if self._checkpointing == "none" else 0.0
@@ -143,9 +148,7 @@ class _Step:
         if chosen.pp_schedule == "gpipe" and self._job.is_last_stage and chosen.pp > 1:
             # Every forward, loss included, comes before the first backward.
             kept = plus(kept, self._after_loss())
-        messages = self._messages()
-        at_first, at_last = times(max(flight - 1 / pieces, 0.0), kept), times(max(flight - 1, 0.0), kept)
-        return plus(messages, at_first), plus(messages, at_last)
+        return plus(self._messages(), times(max(flight - (piece + 1) / self._pieces, 0.0), kept))
 
     def _messages(self) -> Amount:
         """Return what is on its way at the last stage of a pipeline that takes turns.
@@ -242,7 +245,7 @@ class _Step:
                 continue
             for blocks_done in sorted(self._places(count), reverse=True):
                 behind = finished + count - 1 - blocks_done
-                others = self._at_last if behind < self._blocks / self._pieces else self._at_first
+                others = self._others((self._blocks - 1 - behind) * self._pieces // self._blocks)
                 yield from self._block_backward(stack, blocks_done, behind=behind, others=others)
             finished += count
             if stack and self._job.facts.kind.endswith("encoder-decoder"):
@@ -286,6 +289,17 @@ class _Step:
         inside = plus(before, block.again) if recomputes and blocks_done == 0 else before
         for activations, cast, new_gradients in self._inside(block):
             yield instant(activations=plus(inside, activations), cast=casts + cast, unit_gradients=new_gradients)
+            if self._takes_first and new_gradients:
+                after = plus(inside, activations, times(-1, self._product))
+                yield instant(activations=after, cast=casts + cast, unit_gradients=new_gradients, takes=True)
+
+    def _product_input(self, recipe: Recipe) -> Amount:
+        """Return the input of a block's last product, which nothing else keeps: ReLU keeps its result itself."""
+        facts, chosen = self._job.facts, self._job.configuration
+        if facts.is_moe or facts.activation == "relu" or facts.kind == "custom":
+            return NOTHING
+        tokens = chosen.sequence_length / chosen.cp
+        return 0.0, tokens * facts.intermediate_size * recipe.compute / chosen.tp
 
     def _finished_table(self, stack: int) -> float:
         """Return the table's gradient while a speech model's encoder, which reads no tokens, is in its backward."""

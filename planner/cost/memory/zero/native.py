@@ -3,11 +3,15 @@
 Source: `strategies/backends/zero/gradient_reducer.py`, `units.py` and `collectives.py`; bucket sizes come from
 `planner.cost.zero_buckets`.
 
-* A gradient is freed when the bucket that it travels in has been summed; two buckets are on the way while a third
-  fills. Between ranks on CPUs every owner receives the others' runs of what is on the way; NCCL makes the sum alone.
+* A gradient is copied into its bucket, which is made whole for its first one and sent when the last one is there; a
+  tensor that has a bucket to itself travels as it is. Two buckets are on the way while a third fills, and what a rank
+  keeps of them is there when they are received. Between ranks on CPUs every owner receives the others' runs of what is
+  on the way; NCCL makes the sum alone.
 * Stage 1 keeps whole gradients from the first micro-batch to the last, stages 2 and 3 this rank's part. In the last
   they go as they are reduced; in one between the first and the last all of them are there to the end.
-* Stage 3 has the root's weights whole from the start of forward to the end of backward, and those of two blocks.
+* Stage 3 has the root's weights whole from the start of forward to the end of backward, and those of the block at work
+  and of the next, where there is one: none while the head is at work. Its buckets are each of one unit, or of the small
+  tensors that are never sharded.
 * The step turns gradients into the masters' dtype a sixteenth at a time and applies them tensor by tensor.
 * In 8 bits the buckets on the way are this rank's run in fp32 and what goes to and comes from the others; every rank
   remembers the rounding of what it sent.
@@ -16,16 +20,20 @@ Source: `strategies/backends/zero/gradient_reducer.py`, `units.py` and `collecti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 
+from hardware_db.records import dataclass
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
 from planner.cost.memory.states import tensor_step_temporaries
-from planner.cost.memory.units import trained_shards_of, trained_units_of, units_of
+from planner.cost.memory.units import Units, trained_shards_of, trained_units_of, units_of
 from planner.cost.memory.zero.offload import offload_split, weights_are_whole, window_bytes
 from planner.cost.memory.zero.partition import steps_whole_tensors
 from planner.cost.precision import ERROR_BYTES, INT8_BYTES, Recipe
-from planner.cost.zero_buckets import NATIVE_STEP_RUNS, native_buckets
+from planner.cost.zero_buckets import NATIVE_STEP_RUNS, bucket_members, native_buckets
 from planner.types.job import Job
 
 _ON_THE_WAY = 2
@@ -48,7 +56,6 @@ class NativeZeroBuffers:
         self._split = split = offload_split(job)
         self._ranks, self._whole = configuration.state_shards, trained.elements
         self._bucket = max(buckets.reduce, trained.largest)
-        self._in_buckets = (_ON_THE_WAY + 1) * buckets.reduce
         self._received = 1 / self._ranks if not on_cpu else 1 - 1 / self._ranks
         self._in_8_bits = configuration.gradient_compression == "int8" and self._ranks > 1
         others = 1 - 1 / self._ranks
@@ -63,27 +70,33 @@ class NativeZeroBuffers:
         self._going = 0.0 if on_cpu else recipe.gather * min(sum(split.on_host), _GOING_DOWN * split.largest)
         blocks = max((unit.elements for unit in units.blocks), default=0.0)
         is_sharded = not weights_are_whole(job)
-        # Stage 3 has buckets of every unit's own: the root's is begun by the head and full when the table's is there.
         by_unit = configuration.zero_stage == 3 and is_sharded
-        self._shared = min(float(buckets.reduce), blocks) if by_unit else float(buckets.reduce)
-        self._root = min(float(buckets.reduce), units.root.elements) if by_unit else 0.0
+        threshold = buckets.persistence_threshold if by_unit else None
+        self._fills = _fills(trained, buckets.reduce, threshold)
         self._block = recipe.gather * blocks if is_sharded else 0.0
         self._unsharded = recipe.gather * units.root.elements if is_sharded else 0.0
-        self._largest_bucket = max(self._shared, self._root, trained.largest) if by_unit else self._bucket
+        shared, root = min(float(buckets.reduce), blocks), min(float(buckets.reduce), units.root.elements)
+        self._largest_bucket = max(shared, root, trained.largest) if by_unit else self._bucket
         self._steps_together = configuration.optimizer == "adamw" and not on_cpu
 
     def at(self, instant: Instant) -> Ledger:
         """Gradients on their way and summed ones, and unsharded weights, at an instant."""
         with_gradients = instant.done_gradients + instant.unit_gradients
         going = min(self._going, self._recipe.gather * with_gradients / self._ranks)
-        blocks = 1 if instant.unit == "head" else 2  # the last one beside it, and otherwise one ahead
-        always = Ledger(buffers=self._unsharded + blocks * self._block + self._errors)
-        last = Ledger(gradients=going + self._waiting(with_gradients)) + self._moving(instant, with_gradients)
+        always = Ledger(buffers=self._unsharded + self._blocks_at(instant) * self._block + self._errors)
+        state, newest = self._fills.state(instant, with_gradients)
+        last = Ledger(gradients=going + self._waiting(with_gradients, state)) + self._moving(newest, state)
         if not self._keeps_whole:
             return always + last
         return always + max(
             last, self._unreduced(with_gradients, instant.unit_gradients), key=lambda ledger: ledger.total
         )
+
+    def _blocks_at(self, instant: Instant) -> int:
+        """Return how many blocks' weights are whole: the one at work, and the next one of the pass ahead of it."""
+        if instant.unit != "block":
+            return 0
+        return min(instant.blocks - instant.blocks_done, 2) - instant.leaves
 
     def _unreduced(self, with_gradients: float, newest: float) -> Ledger:
         """Return the ledger of a micro-batch whose gradients wait.
@@ -96,31 +109,18 @@ class NativeZeroBuffers:
         transient = self._recipe.gather * min(newest, self._largest) if added else 0.0
         return Ledger(gradients=self._recipe.gradient * before + transient)
 
-    def _moving(self, instant: Instant, with_gradients: float) -> Ledger:
-        """Buckets that fill, and that are on their way.
-
-        A shared one is made whole for its first gradient, which is copied into it; small units share buckets with those
-        before, a tensor of half a bucket or more travels as it is.
-        """
-        width, largest = self._recipe.gather, min(instant.unit_gradients, self._largest)
-        moving, newest = max(instant.unit_gradients, min(with_gradients, self._in_buckets)), 0.0
-        on_the_way = min(moving, _ON_THE_WAY * self._bucket)
-        if 2 * self._largest < self._shared and with_gradients:
-            full = with_gradients // self._shared * self._shared if with_gradients < self._whole else self._whole
-            begun = min(self._whole, full + self._shared) + (0.0 if full >= self._root else self._root)
-            on_the_way = min(full, _ON_THE_WAY * self._shared)
-            moving, newest = min(begun, self._whole, max(on_the_way + self._shared, self._root)), largest
-        filling = max(moving - on_the_way, 0.0)
-        with_gradients = moving
+    def _moving(self, newest: float, state: _State) -> Ledger:
+        """Return the buckets that fill and those on their way, beside the newest gradient."""
+        width = self._recipe.gather
         if self._in_8_bits:
             own = _WIDE / self._ranks
             return Ledger(
-                gradients=width * filling + own * on_the_way,
-                buffers=self._exchanged * on_the_way,
-                temporaries=2 * own * min(with_gradients, self._bucket),
+                gradients=width * (state.filling + newest) + own * state.on_the_way,
+                buffers=self._exchanged * state.on_the_way,
+                temporaries=2 * own * min(state.filling + state.on_the_way, self._bucket),
             )
-        received = self._received * on_the_way if self._ranks > 1 else 0.0
-        return Ledger(gradients=width * (filling + on_the_way + newest), buffers=width * received)
+        received = self._received * state.on_the_way if self._ranks > 1 else 0.0
+        return Ledger(gradients=width * (state.filling + state.on_the_way + newest), buffers=width * received)
 
     def own_moments(self) -> Sequence[tuple[str, Ledger]]:
         """Return the step, with gradients in the masters' dtype; the host's is the device's where that is a CPU."""
@@ -152,9 +152,106 @@ class NativeZeroBuffers:
             moments.append(Ledger(gradients=gradients, buffers=states, temporaries=working))
         return [("step", ledger + Ledger(buffers=self._errors)) for ledger in moments]
 
-    def _waiting(self, with_gradients: float) -> float:
+    def _waiting(self, with_gradients: float, state: _State) -> float:
         """Bytes of gradients that wait for the step."""
         width = self._recipe.gradient
+        received = self._staying * state.received / self._ranks
         if self._keeps_whole:
-            return width * max(self._whole - with_gradients, self._staying * with_gradients / self._ranks)
-        return self._staying * width * (self._whole if self._several else with_gradients) / self._ranks
+            return width * (max(self._whole - with_gradients, 0.0) + received)
+        return width * (self._staying * self._whole / self._ranks if self._several else received)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _State:
+    """Elements of gradients whose bucket fills, is on its way, and has been received."""
+
+    filling: float
+    on_the_way: float
+    received: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fill:
+    """A bucket of `elements`, begun and complete when so many elements of gradients have been made in a pass."""
+
+    begins: float
+    completes: float
+    elements: int
+
+
+class _Fills:
+    """The buckets of a rank in the order in which backward completes them.
+
+    `largest` is, by the unit at work, its largest tensor, and the largest of those that are copied into a bucket which
+    they share.
+    """
+
+    def __init__(self, buckets: Sequence[_Fill], largest: Mapping[str, tuple[float, float]]) -> None:
+        self._buckets = sorted(buckets, key=lambda bucket: bucket.completes)
+        self._completes = [bucket.completes for bucket in self._buckets]
+        self._elements = list(accumulate((bucket.elements for bucket in self._buckets), initial=0))
+        # Of the others the next one alone can have begun.
+        before = [0.0, *self._completes]
+        self._long = [bucket for bucket, end in zip(self._buckets, before, strict=False) if bucket.begins < end - _NEAR]
+        self._largest = largest
+
+    def state(self, instant: Instant, taken: float) -> tuple[_State, float]:
+        """Return where the buckets are, and the elements of the gradient that is beside them.
+
+        A unit's first gradient begins its bucket when it is taken, and what it was made from is gone by then.
+        """
+        largest, copied = self._largest["head" if instant.enters and not instant.blocks_done else instant.unit]
+        if instant.leaves or (instant.enters and (instant.phase != "backward" or instant.blocks_done)):
+            return self.at(taken), 0.0
+        if instant.enters:
+            return self.at(taken), copied
+        if instant.unit_gradients <= _WITH_BIAS * largest and not instant.takes:
+            return self.at(taken - instant.unit_gradients), instant.unit_gradients
+        return self.at(taken), min(instant.unit_gradients, copied)
+
+    def at(self, taken: float) -> _State:
+        """Return where the buckets are when so many elements of gradients have been made."""
+        complete = bisect_right(self._completes, taken + _NEAR)
+        begun = {id(bucket): bucket for bucket in (*self._buckets[complete : complete + 1], *self._long)}
+        filling = sum(
+            bucket.elements
+            for bucket in begun.values()
+            if bucket.begins < taken - _NEAR and bucket.completes > taken + _NEAR
+        )
+        received = self._elements[max(complete - _ON_THE_WAY, 0)]
+        return _State(filling=filling, on_the_way=self._elements[complete] - received, received=received)
+
+
+_WITH_BIAS = 1.02
+"""A product's gradient and its bias's over the former, at most: a bias is one of some hundred rows."""
+_NEAR = 0.5
+"""Elements within which two sums of them are one: blocks of an instant are counted by their mean."""
+
+
+@lru_cache(maxsize=64)
+def _fills(units: Units, limit: int, threshold: int | None) -> _Fills:
+    """Return the buckets of at most `limit` elements, as `strategies/backends/zero/sharded_model.py` deals them out.
+
+    With a `threshold` each unit has buckets of its own, and tensors of up to so many elements have some together.
+    """
+    blocks = [block.sizes for block in units.blocks for _ in range(round(block.repeats))]
+    members = [("root", size) for size in units.embedding]
+    members += [(str(number), size) for number, sizes in enumerate(blocks) for size in sizes]
+    members += [("root", size) for size in units.ending]
+    # Backward makes the gradients from the last tensor to the first.
+    completed = sum(size for _, size in members)
+    groups: dict[str, list[_Fill]] = {}
+    for owner, size in members:
+        group = owner if threshold is not None and size > threshold else "together"
+        groups.setdefault(group, []).append(_Fill(begins=completed - size, completes=completed, elements=size))
+        completed -= size
+    buckets = []
+    for tensors in groups.values():
+        for indices in bucket_members([tensor.elements for tensor in tensors], limit):
+            of = [tensors[index] for index in indices]
+            whole = sum(tensor.elements for tensor in of)
+            buckets.append(_Fill(begins=of[-1].begins, completes=of[0].completes, elements=whole))
+    sizes = {"head": units.ending, "table": units.embedding, "block": tuple(size for block in blocks for size in block)}
+    shared = {unit: [size for size in of if 2 * size < limit] for unit, of in sizes.items()}
+    largest = {unit: (float(max(of, default=0)), float(max(shared[unit], default=0))) for unit, of in sizes.items()}
+    return _Fills(buckets, largest)

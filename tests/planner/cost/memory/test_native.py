@@ -37,6 +37,8 @@ MIDDLE: Mapping[tuple[str, str], int] = {
     ("zero2", "bf16"): 264_400_000,
 }
 """Peak bytes of such a GPT-2 with three micro-batches of 32 words on 2 ranks, by `scripts/bench/zero.py --bytes`."""
+ONCE: Mapping[tuple[str, str], int] = {("zero2", "fp32"): 307_300_000, ("zero2", "bf16"): 232_600_000}
+"""The same with one micro-batch, by `scripts.measure.measured_run.measure_subject`."""
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def test_the_peak_is_as_measured(strategy: str, precision: str, bench: ModuleTyp
     setting = bench.Setting(model="gpt2-14m", precision=precision, accumulation=1)
     memory = bench.subject_of(setting, strategy, "native").plan["memory"]
     resident, peak = MEASURED[strategy, precision]
-    assert memory["peak_allocated_bytes"] == pytest.approx(peak, rel=0.06)
+    assert memory["peak_allocated_bytes"] == pytest.approx(peak, rel=0.01)
     states = memory["states"]
     assert states["parameters_bytes"] + states["optimizer_bytes"] == pytest.approx(resident, rel=0.02)
 
@@ -74,9 +76,11 @@ def test_a_middle_micro_batch_keeps_whole_gradients_where_they_wait(
         request, configuration = bench.question(case, "cpu")
         return int(estimate(request, replace(configuration, backend="native")).memory.peak_allocated_bytes)
 
-    waits = strategy == "zero1"
-    assert peak(3) == pytest.approx(MIDDLE[strategy, precision], rel=0.01 if waits else 0.03)
-    assert (peak(3) > peak(1)) if waits else (peak(3) == pytest.approx(peak(1), rel=0.1))
+    assert peak(3) == pytest.approx(MIDDLE[strategy, precision], rel=0.01)
+    if (strategy, precision) in ONCE:
+        assert peak(1) == pytest.approx(ONCE[strategy, precision], rel=0.01)
+    else:
+        assert peak(3) > peak(1)
 
 
 @pytest.mark.parametrize(("strategy", "precision"), WHOLE_TENSORS)

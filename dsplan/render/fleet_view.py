@@ -1,0 +1,137 @@
+"""Months of a plan on a cluster that fails, as tables and JSON (`dsplan simulate`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from dsplan.render.failures_view import finite, rate_text, rates_to_dict
+from dsplan.render.plan_view import describe, header, shown_unit
+from dsplan.render.show import Block, Text
+from dsplan.render.table_columns import Bar, Cell, Table, columns
+from hardware_db.units import DAY_SECONDS, format_bytes, format_count, format_seconds, three_digits
+from planner.cluster.budget import HOUR, bill_of
+from planner.fleet.month import Kind
+from planner.fleet.scenario import Circumstances, Scene
+from planner.search.request import Request
+from planner.types.plan import Plan
+
+_BAR = 24
+WORDS: Mapping[Kind, str] = {
+    "training": "steps that stay",
+    "slow": "slow or missing nodes",
+    "lost": "steps lost",
+    "saving": "saving",
+    "restarting": "restarting",
+    "waiting": "waiting for nodes",
+    "preempted": "preempted",
+}
+"""What the time of a month goes to, for people."""
+
+
+def scene_blocks(
+    request: Request, plan: Plan, seen: Scene, sizes: Sequence[Scene], circumstances: Circumstances
+) -> list[Block]:
+    """Return where the time of the months went, what is left of the throughput, and the same on other sizes."""
+    ahead = seen.outlook
+    blocks = [*header(plan, request.defaults), Text(text=describe(plan.configuration)), Text(text="")]
+    blocks.append(Text(text=f"{rate_text(ahead)}; {_save_text(seen)}"))
+    blocks.append(_time_table(seen, circumstances))
+    low, high = seen.spread
+    rate = plan.throughput.tokens_per_second_per_gpu * plan.configuration.world_size
+    left = f"goodput {seen.goodput:.1%} ({low:.1%} to {high:.1%} in {len(seen.months)} of them)"
+    of_all = f"{format_count(rate * seen.goodput)} of {format_count(rate)} {shown_unit(plan)}/s"
+    blocks.append(Text(text=f"{left}: {of_all}", style="heading"))
+    blocks += _bill_text(request, plan, seen)
+    blocks.append(_sizes_table(sizes, request.cluster.gpus_per_node))
+    note = "formula: failures alone, with a spare node always free"
+    return [*blocks, Text(text=note, style="faint")]
+
+
+def _save_text(seen: Scene) -> str:
+    ahead, every = seen.outlook, seen.fleet.interval_seconds
+    size, save = format_bytes(ahead.checkpoint_bytes), format_seconds(ahead.save_seconds)
+    often = "never saved" if math.isinf(every) else f"saved every {format_seconds(every)}"
+    return f"{size} in {save}, {often}; {format_seconds(ahead.restart_seconds)} to restart"
+
+
+def _time_table(seen: Scene, circumstances: Circumstances) -> Table:
+    whole = circumstances.days * DAY_SECONDS / HOUR
+    rows: list[list[Cell]] = []
+    for kind, words in WORDS.items():
+        hours = seen.hours(kind)
+        if hours:
+            share = hours / whole
+            rows.append([words, Bar(share=share, width=_BAR, of_limit=False), f"{share:.2%}", f"{hours:,.1f}"])
+    happened = [f"{seen.failures:,.0f} failures"]
+    for name in ("stragglers", "preemptions"):
+        count = fmean(getattr(month, name) for month in seen.months)
+        happened += [f"{count:,.0f} {name}"] if count else []
+    title = f"{circumstances.days:g} days, the mean of {len(seen.months)} simulated: {', '.join(happened)}"
+    return Table(title=title, columns=columns("where the time goes", "?share", ">of all", ">hours"), rows=rows)
+
+
+def _bill_text(request: Request, plan: Plan, seen: Scene) -> list[Block]:
+    bill = bill_of(plan.configuration, plan.time.step_seconds, request.usd_per_gpu_hour, request.budget)
+    if bill.days is None or not seen.goodput:
+        return []
+    days = f"the training takes {three_digits(bill.days / seen.goodput)} days instead of {three_digits(bill.days)}"
+    cost = "" if bill.usd is None else f", ${bill.usd / seen.goodput:,.0f} instead of ${bill.usd:,.0f}"
+    return [Text(text=days + cost)]
+
+
+def _sizes_table(sizes: Sequence[Scene], gpus_per_node: int) -> Table:
+    rows: list[list[Cell]] = []
+    for other in sizes:
+        ahead = other.outlook
+        every, save = format_seconds(other.fleet.interval_seconds), format_seconds(ahead.save_seconds)
+        bar = Bar(share=other.goodput, width=_BAR, of_limit=False)
+        shares = [f"{other.goodput:.1%}", f"{other.by_formula:.1%}"]
+        fails = format_seconds(ahead.mttf_seconds)
+        rows.append([f"{ahead.nodes * gpus_per_node:,}", fails, every, save, bar, *shares])
+    names = columns(">GPUs", ">a failure every", "?>saved every", "??>in", "???goodput", ">simulated", ">formula")
+    return Table(title="the same steps and checkpoint on other numbers of GPUs", columns=names, rows=rows)
+
+
+def scene_to_dict(
+    request: Request, plan: Plan, seen: Scene, sizes: Sequence[Scene], circumstances: Circumstances
+) -> dict[str, Any]:
+    """Return what `simulate --json` prints."""
+    low, high = seen.spread
+    chosen = plan.configuration
+    return {
+        "schema_version": plan.schema_version,
+        "model": plan.model["name"],
+        "gpus": chosen.world_size,
+        "nodes": request.cluster.nodes,
+        "strategy": chosen.strategy,
+        "step_seconds": plan.time.step_seconds,
+        "days": circumstances.days,
+        "months": len(seen.months),
+        "seed": circumstances.seed,
+        "rates": rates_to_dict(seen.outlook),
+        "checkpoint_seconds": finite(seen.fleet.interval_seconds),
+        "goodput": seen.goodput,
+        "goodput_low": low,
+        "goodput_high": high,
+        "goodput_by_formula": seen.by_formula,
+        "tokens_per_second": plan.throughput.tokens_per_second_per_gpu * chosen.world_size * seen.goodput,
+        "failures": seen.failures,
+        "preemptions": fmean(month.preemptions for month in seen.months),
+        "stragglers": fmean(month.stragglers for month in seen.months),
+        "hours": {kind: seen.hours(kind) for kind in WORDS},
+        "sizes": [
+            {
+                "gpus": other.outlook.nodes * request.cluster.gpus_per_node,
+                "nodes": other.outlook.nodes,
+                "mttf_seconds": finite(other.outlook.mttf_seconds),
+                "checkpoint_seconds": finite(other.fleet.interval_seconds),
+                "save_seconds": other.outlook.save_seconds,
+                "goodput": other.goodput,
+                "goodput_by_formula": other.by_formula,
+            }
+            for other in sizes
+        ],
+    }

@@ -1,0 +1,1 @@
+"""Months of a job on a cluster that fails, simulated."""

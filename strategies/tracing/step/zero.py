@@ -1,0 +1,314 @@
+"""Our own ZeRO in a trace: its flat buckets, gradients on their way and stepped pieces, on fake tensors.
+
+The engine itself (`strategies/backends/zero`) wants ranks that answer. Here is what rank 0 of it makes and frees in the
+steady state, in the same order, between ranks that NCCL connects: `flat_shard.py` and `weights.py` for what is laid
+out, `gradient_reducer.py` for gradients, `stages.py` and `unit_all_gather.py` for stage 3, `engine.py` for the step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.cost.precision import accumulates_in_fp32
+from planner.cost.zero_buckets import NATIVE_STEP_RUNS, bucket_members, native_buckets
+from planner.types.job import Job
+from strategies.torch_compat.tensors import tree_leaves
+from strategies.tracing.step.methods import make_optimizer
+from strategies.tracing.step.storages import Storages
+
+_ON_THE_WAY = 2
+"""Buckets that are reduced at once, while a third fills."""
+
+
+class _Bucket:
+    """Parameters side by side; names as in `strategies.backends.zero.flat_shard.Bucket`."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], ranks: int, *, widens: bool, keeps: bool) -> None:
+        self.parameters = parameters
+        self._starts = list(accumulate((parameter.numel() for parameter in parameters), initial=0))
+        self.elements = self._starts[-1]
+        self.run = -(-self.elements // ranks)
+        dtype = parameters[0].dtype
+        # In the dtype the model was loaded in, and then in that of compute.
+        original = torch.empty(self.run * ranks, dtype=torch.float32 if widens else dtype)
+        self.whole = original.to(dtype)
+        self.place()
+        self.part = self.whole[: self.run] if keeps else self.whole[: self.run].clone()
+        self.master = original[: self.run].to(torch.float32, copy=True) if widens else self.part
+        if not keeps:
+            self.part = self.master
+        self.pieces = [
+            self.master[min(start, self.run) : min(stop, self.run)].detach().requires_grad_()
+            for start, stop in zip(self._starts, self._starts[1:], strict=False)
+        ]
+        self.gradient: torch.Tensor | None = None
+        self.missing: set[nn.Parameter] = set()
+        self._buffer: torch.Tensor | None = None
+
+    def place(self) -> None:
+        """Make the parameters views of the whole."""
+        for parameter, start in zip(self.parameters, self._starts, strict=False):
+            parameter.data = self.whole[start : start + parameter.numel()].view(parameter.shape)
+
+    def empty(self) -> None:
+        """Free the whole; the parameters keep their shapes."""
+        nothing = self.whole.new_full((), torch.nan)
+        for parameter in self.parameters:
+            parameter.data = nothing.expand(parameter.shape)
+        self.whole.untyped_storage().resize_(0)
+
+    def fill(self) -> None:
+        """All-gather the whole."""
+        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+
+    def take(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Put in a gradient; the only one of a bucket that needs no padding becomes the buffer itself."""
+        self.missing.discard(parameter)
+        size = self.whole.numel()
+        if len(self.parameters) == 1 and gradient.numel() == size:
+            self._buffer = gradient.reshape(-1).to(self.whole.dtype)
+        elif self._buffer is None:
+            self._buffer = torch.empty(size, dtype=self.whole.dtype)
+
+    def emptied(self) -> torch.Tensor:
+        """Release the full buffer and return it."""
+        buffer, self._buffer = self._buffer, None
+        assert buffer is not None
+        return buffer
+
+    def attach(self) -> None:
+        """Give the pieces their gradients, in the master's dtype."""
+        if self.gradient is None:
+            return
+        self.gradient = self.gradient.to(self.master.dtype)
+        for piece, start, stop in zip(self.pieces, self._starts, self._starts[1:], strict=False):
+            piece.grad = self.gradient[min(start, self.run) : min(stop, self.run)]
+
+    def detach(self) -> None:
+        """Free the gradients."""
+        self.gradient = None
+        for piece in self.pieces:
+            piece.grad = None
+
+
+class _Unit:
+    """A block, or what is in none, in stage 3: whole from when it is needed to when its use is over."""
+
+    def __init__(self, module: nn.Module, buckets: Sequence[_Bucket], *, is_root: bool) -> None:
+        self.module, self.buckets, self.is_root = module, buckets, is_root
+        self.is_there, self.unmade = False, 0
+        for bucket in buckets:
+            bucket.empty()
+
+    def begin(self) -> None:
+        """Ask for the weights."""
+        if not self.is_there:
+            self.is_there = True
+            for bucket in self.buckets:
+                bucket.fill()
+
+    def need(self) -> None:
+        """Use the weights."""
+        self.begin()
+        for bucket in self.buckets:
+            bucket.place()
+
+    def release(self) -> None:
+        """Free the weights."""
+        if self.is_there:
+            self.is_there = False
+            for bucket in self.buckets:
+                bucket.empty()
+
+
+class NativeZero:
+    """Stages 1 to 3 of backend `native` over a module whose weights are fake tensors of rank 0's."""
+
+    def __init__(
+        self,
+        job: Job,
+        module: nn.Module,
+        blocks: Sequence[nn.Module],
+        storages: Storages,
+        replaced: Callable[[Sequence[nn.Parameter]], object],
+    ) -> None:
+        """Lay out the module's weights; `replaced` is called with those of each bucket when it has them."""
+        self._replaced = replaced
+        self._configuration, self._storages = job.configuration, storages
+        chosen = job.configuration
+        self._sizes = native_buckets(chosen.zero_stage, hidden_size=job.facts.hidden_size, on_cpu=False)
+        self._widens = chosen.precision in ("bf16", "fp16")
+        self._accumulate = torch.float32 if accumulates_in_fp32(chosen) else None
+        self._on_the_way: deque[tuple[_Bucket, torch.Tensor, torch.Tensor]] = deque()
+        self._waiting: dict[nn.Parameter, torch.Tensor] = {}
+        self._reduces, self._in_backward = True, False
+        self._units: list[_Unit] = []
+        self._buckets = self._laid_out(module, blocks)
+        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+        self._unit_of = {bucket: unit for unit in self._units for bucket in unit.buckets}
+        pieces: list[Any] = [piece for bucket in self._buckets for piece in bucket.pieces]
+        self._optimizer = make_optimizer(chosen.optimizer, pieces, on_cpu=False)
+
+    def _laid_out(self, module: nn.Module, blocks: Sequence[nn.Module]) -> list[_Bucket]:
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if self._configuration.zero_stage < 3:
+            return self._bucketed(trained, keeps=True)
+        limit = self._sizes.persistence_threshold
+        kept = self._bucketed([parameter for parameter in trained if parameter.numel() <= limit], keeps=True)
+        inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+        for unit in (module, *blocks):
+            own = [p for p in unit.parameters() if p.requires_grad and (unit is not module or id(p) not in inside)]
+            buckets = self._bucketed([parameter for parameter in own if parameter.numel() > limit], keeps=False)
+            self._units.append(_Unit(unit, buckets, is_root=unit is module))
+            unit.register_forward_pre_hook(self._before_forward, prepend=True)
+            unit.register_forward_hook(self._after_forward, always_call=True)
+        return kept + [bucket for unit in self._units for bucket in unit.buckets]
+
+    def _bucketed(self, parameters: Sequence[nn.Parameter], *, keeps: bool) -> list[_Bucket]:
+        buckets = []
+        for _, alike in groupby(parameters, key=lambda parameter: parameter.dtype):
+            group = list(alike)
+            for members in bucket_members([parameter.numel() for parameter in group], self._sizes.reduce):
+                tensors, ranks = [group[index] for index in members], self._configuration.state_shards
+                buckets.append(_Bucket(tensors, ranks, widens=self._widens, keeps=keeps))
+                self._replaced(tensors)
+        return buckets
+
+    # Stage 3's weights.
+
+    def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
+        number = self._number(module)
+        self._units[number].need()
+        if not self._in_backward and number + 1 < len(self._units):
+            self._units[number + 1].begin()
+
+    def _after_forward(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._in_backward:
+            return
+        number = self._number(module)
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        torch.autograd.graph.register_multi_grad_hook(
+            results, lambda _gradient: self._before_backward(number), mode="any"
+        )
+        if number:
+            self._units[number].release()
+
+    def _before_backward(self, number: int) -> None:
+        self._units[number].need()
+        if not number:
+            return
+        for later in self._units[number + 1 :]:
+            later.release()
+        if number > 1:
+            self._units[number - 1].begin()
+
+    def _number(self, module: nn.Module) -> int:
+        return next(number for number, unit in enumerate(self._units) if unit.module is module)
+
+    # Gradients.
+
+    def begin(self, *, reduces: bool) -> None:
+        """Prepare a backward pass, whose gradients are reduced or wait."""
+        each = self._configuration.zero_stage > 1 and self._configuration.sync_each_micro_batch
+        self._reduces, self._in_backward = reduces or each, True
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.parameters)
+        for unit in self._units:
+            unit.unmade = len(unit.buckets)
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Take a parameter's gradient of this backward pass, which is complete."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        with self._storages.making("gradients"):
+            if self._reduces:
+                self._hand_over(parameter, gradient)
+            elif parameter not in self._waiting:
+                self._waiting[parameter] = gradient.to(self._accumulate or gradient.dtype)
+
+    def _hand_over(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        gradient = self._waiting.pop(parameter, gradient)
+        bucket = self._bucket_of[parameter]
+        bucket.take(parameter, gradient)
+        if bucket.missing:
+            return
+        unit = self._unit_of.get(bucket)
+        if unit is not None:
+            unit.unmade -= 1
+            if not unit.unmade:
+                unit.release()
+        while len(self._on_the_way) >= _ON_THE_WAY:
+            self._receive()
+        buffer = bucket.emptied()
+        if self._configuration.state_shards > 1:
+            self._on_the_way.append((bucket, buffer.new_empty(bucket.run), buffer))
+        else:
+            self._on_the_way.append((bucket, buffer, buffer))
+
+    def _receive(self) -> None:
+        bucket, own, _ = self._on_the_way.popleft()
+        total = own.to(self._accumulate or bucket.whole.dtype)
+        bucket.gradient = total if bucket.gradient is None else bucket.gradient
+
+    def finish(self) -> None:
+        """Wait for what is on its way."""
+        with self._storages.making("gradients"):
+            while self._on_the_way:
+                self._receive()
+        self._in_backward = False
+        for unit in self._units:
+            unit.release()
+
+    # The step.
+
+    def step(self) -> None:
+        """Step the pieces, a part of them at a time where gradients must take the masters' dtype first."""
+        for run in self._runs():
+            for bucket in run:
+                bucket.attach()
+            self._optimizer.step()
+            for bucket in run:
+                bucket.detach()
+
+    def _runs(self) -> Iterator[Sequence[_Bucket]]:
+        widens = any(b.gradient is not None and b.gradient.dtype != b.master.dtype for b in self._buckets)
+        if not widens:
+            yield self._buckets
+            return
+        limit, run = sum(bucket.run for bucket in self._buckets) / NATIVE_STEP_RUNS, list[_Bucket]()
+        for bucket in self._buckets:
+            if run and sum(member.run for member in [*run, bucket]) > limit:
+                yield run
+                run = []
+            run.append(bucket)
+        yield run
+
+    def stand_in(self) -> None:
+        """Give every bucket a gradient, for a step that makes the optimizer's states."""
+        for bucket in self._buckets:
+            bucket.gradient = torch.empty(bucket.run, dtype=self._accumulate or bucket.whole.dtype)
+
+    def clear(self) -> None:
+        """Forget all gradients, after a step."""
+        self._waiting.clear()
+        for bucket in self._buckets:
+            bucket.gradient = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that steps the pieces."""
+        return self._optimizer
+
+    def weights(self) -> Iterable[torch.Tensor]:
+        """Return what is there of the weights between steps: whole ones, or this rank's part."""
+        return (bucket.part if bucket in self._unit_of else bucket.whole for bucket in self._buckets)
+
+    def masters(self) -> Iterable[torch.Tensor]:
+        """Return the copies in the optimizer's dtype, beside the weights."""
+        return (bucket.master for bucket in self._buckets if bucket.master is not bucket.part)
