@@ -53,7 +53,7 @@ def coverage_of(job: Job) -> Coverage:
     if wanted.precision in SCALED_PRECISIONS:
         remark = f"the trace does not cover {wanted.precision} products; the closed form is used, with a wider bound"
         return Coverage(job=None, remark=remark)
-    if is_traced_whole(wanted) and not (wanted.zero_stage and job.cluster.device.is_cpu):
+    if is_traced_whole(job):
         return Coverage(job=job)
     what = wanted.strategy if wanted.offload == "none" else f"{wanted.strategy} with --offload {wanted.offload}"
     remark = f"the trace does not run {what}: its activations are traced, its states and buffers are closed forms"

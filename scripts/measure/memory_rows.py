@@ -102,7 +102,7 @@ def traced_emulated(run: EmulatedRun) -> EmulatedRun:
     from strategies.tracing.step.step import trace_step
 
     job = price(*asked(run)).job
-    if not is_traced_whole(job.configuration):
+    if not is_traced_whole(job):
         return run
     sizes = {name: value for name, value in run.model_config.items() if name != "model_type"}
     peaks = trace_step(job, subject_of(job.facts, attention=run.attention, overrides=sizes)).reserved.values()

@@ -27,9 +27,10 @@ allocator with the caching allocator's rules follows it through the model's maki
 three. The models of these runs are of 13 million parameters, where a block of 1 MiB is half a percent. Offload and
 tensor parallelism beside ZeRO are not traced.
 
-Of LLaMA and Qwen only the runs of one card, ddp on 2 and fsdp on 2 have been measured since the emulated card has a
-kernel for the backward of SiLU and addresses of its own: in the others torch composed it of more tensors (1 to 3.5 MiB
-in 16 bit), and where the host's addresses lay decided between blocks of one size (28 MiB in the worst).
+Of LLaMA and Qwen only the runs of one card and LLaMA's of ddp, fsdp, fsdp-grad-op and zero1 on 2 have been measured
+since the emulated card has a kernel for the backward of SiLU and addresses of its own: in the others torch composed it
+of more tensors (1 to 3.5 MiB in 16 bit), and where the host's addresses lay decided between blocks of one size (28 MiB
+in the worst).
 
 Written by `python -m scripts.measure.emulated_peaks`.
 """

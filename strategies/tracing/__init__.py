@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from planner.types.plan import Configuration
+from planner.cost.memory.zero.partition import steps_whole_tensors
+from planner.types.job import Job
 
 
-def is_traced_whole(configuration: Configuration) -> bool:
-    """Return whether a trace has all of a step: replicas, FSDP2, and our own ZeRO where nothing of it is elsewhere.
+def is_traced_whole(job: Job) -> bool:
+    """Return whether a trace has all of a job's step: of replicas, FSDP2, and our own ZeRO on GPUs, plainly trained.
 
-    Of DeepSpeed's it has the activations, and what is on the host it does not run.
+    Of DeepSpeed's ZeRO it has the activations, and what is on the host it does not run.
     """
-    if configuration.offload != "none":
-        return False
-    if not configuration.zero_stage:
-        return True
-    is_plain = configuration.gradient_compression != "int8" and not configuration.splits_model
-    return configuration.backend == "native" and is_plain and configuration.dp_replicate == 1
+    chosen = job.configuration
+    if chosen.offload != "none" or not chosen.zero_stage:
+        return chosen.offload == "none"
+    is_plain = chosen.gradient_compression != "int8" and not chosen.splits_model and chosen.dp_replicate == 1
+    divides = not steps_whole_tensors(chosen) and not job.workload.freezes
+    return chosen.backend == "native" and is_plain and divides and not job.cluster.device.is_cpu

@@ -327,7 +327,7 @@ class _Run:
     def _shard_states(self) -> None:
         """Lay our own ZeRO out, whose weights come from a model that is there in the dtype it was loaded in."""
         storages, chosen = self._storages, self._configuration
-        if chosen.zero_stage and is_traced_whole(chosen) and not self._on_cpu:
+        if chosen.zero_stage and is_traced_whole(self._job):
             names = {weight: f"loaded {number}" for number, weight in enumerate(self._module.parameters())}
             width = 4 if chosen.precision in ("bf16", "fp16") else 0
             loaded = {name: weight.numel() * (width or weight.element_size()) for weight, name in names.items()}
@@ -342,10 +342,10 @@ class _Run:
         self._recorded.makes = storages.events[:]
 
     def _reserved(self) -> Mapping[str, Peak]:
-        is_whole = is_traced_whole(self._configuration) and not self._job.workload.compile
+        is_whole = is_traced_whole(self._job) and not self._job.workload.compile
         return self._recorded.peaks(round(library_workspace(self._job))) if is_whole and not self._on_cpu else {}
 
-    def _units(self) -> list[list[torch.Tensor]]:
+    def _units(self) -> list[list[nn.Parameter]]:
         """Return the weights of each block, and those in none."""
         seen: set[int] = set()
         units: list[list[torch.Tensor]] = []
@@ -357,7 +357,7 @@ class _Run:
     def _label_weights(self) -> None:
         """Count the weights; of what FSDP2 shards the allocator has had the whole, unit after unit."""
         storages, module = self._storages, self._module
-        if self._configuration.zero_stage and is_traced_whole(self._configuration) and not self._on_cpu:
+        if self._configuration.zero_stage and is_traced_whole(self._job):
             storages.label(module.buffers(), "parameters")
             return
         if self._configuration.strategy in FSDP_STRATEGIES:

@@ -305,10 +305,6 @@ class NativeZero:
         """The optimizer that steps the pieces."""
         return self._optimizer
 
-    def weights(self) -> Iterable[torch.Tensor]:
-        """Return what is there of the weights between steps: whole ones, or this rank's part."""
-        return (bucket.part if bucket in self._unit_of else bucket.whole for bucket in self._buckets)
-
     def masters(self) -> Iterable[torch.Tensor]:
         """Return the copies in the optimizer's dtype, beside the weights."""
         return (bucket.master for bucket in self._buckets if bucket.master is not bucket.part)
