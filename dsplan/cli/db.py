@@ -146,7 +146,7 @@ def share(file: Annotated[Path, typer.Argument(help="The file to write, for a pu
 @app.command("import", cls=GroupedCommand)
 def import_database(
     file: Annotated[
-        str,
+        Path,
         typer.Argument(
             metavar="FILE|URL",
             help="A file that `dsplan db export` or `dsplan db share` wrote, where one is published, or a run directory"
@@ -160,18 +160,19 @@ def import_database(
     """
     from dsplan.render.show import say
     from hardware_db.store import open_store
-    from hardware_db.store.shared import import_address, is_address
+    from hardware_db.store.shared import import_address, published_at
     from hardware_db.store.transfer import import_file, import_records
 
+    address = published_at(file)
     with open_store(thorough=True) as store:
-        if is_address(file):
-            count = import_address(store, file)
-        elif Path(file).is_dir():
+        if address is not None:
+            count = import_address(store, address)
+        elif file.is_dir():
             from dsplan.diagnostics.recorded_runs import recorded_runs
 
-            count = import_records(store, recorded_runs(Path(file)))
+            count = import_records(store, recorded_runs(file))
         else:
-            count = import_file(store, Path(file))
+            count = import_file(store, file)
     say(f"{count.added} records imported, {count.skipped} were there already")
 
 

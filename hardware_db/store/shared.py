@@ -6,6 +6,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hardware_db.errors import BrokenFile, DsplanError
@@ -61,9 +62,10 @@ def _named(facts: object, name: str) -> object:
     return facts | {"name": name} if isinstance(facts, dict) and "name" in facts else facts
 
 
-def is_address(text: str) -> bool:
-    """Return whether a text is where a collection is published, and no file."""
-    return text.startswith(("https://", "http://"))
+def published_at(path: Path) -> str | None:
+    """Return the address that a command line's path is, whose slashes paths write once; None for a file."""
+    scheme, _, rest = str(path).partition(":/")
+    return f"{scheme}://{rest}" if scheme in ("https", "http") and rest else None
 
 
 def import_address(store: Store, address: str) -> ImportCount:

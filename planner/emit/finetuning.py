@@ -240,13 +240,15 @@ def trl(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
     if task == "grpo":
         settings.pop("max_length")
         settings |= _trl_rounds(plan, own)
-    elif loss == "tiled" and task in ("causal-lm", "sft"):
-        settings["loss_type"] = "chunked_nll"
+    elif loss != "fused" and task in ("causal-lm", "sft"):
+        settings["loss_type"] = "chunked_nll" if loss == "tiled" else "nll"
     settings = _with_fsdps_recomputation(plan, settings, {"gradient_checkpointing": False})
     deepspeed = _deepspeed_file(plan, own.form, options)
     command = {"causal-lm": "sft"}.get(task, task)
     launch = f"\nexec trl {command} --config trl.yaml --accelerate_config {_ACCELERATE}"
-    if node_layout(plan)[0] > 1:
+    if task == "grpo":  # `trl grpo` checks a round against one process before it starts the others
+        launch = f"{_accelerate_launch(plan)} -m trl.scripts.grpo --config trl.yaml"
+    elif node_layout(plan)[0] > 1:
         meeting = ' --machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port'
         launch = f'{_NODE_VARIABLES}{launch}{meeting} "${{MASTER_PORT:-29500}}"'
     files = {

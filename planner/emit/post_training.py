@@ -256,6 +256,8 @@ def _nemo_rounds(plan: Plan, own: Trainer) -> Settings:
     if workload["num_iterations"] > 1:
         iterations = f"with {workload['num_iterations']} iterations over a round"
         raise refuse(plan, own.form, iterations, "plan with --num-iterations 1")
+    if workload["rollout"] == "colocate" and not workload["rollout_sleep"]:
+        raise refuse(plan, own.form, "with an engine that stays awake", "it sleeps there; plan with --rollout-sleep")
     nodes, per_node = node_layout(plan)
     settings: Settings = {
         "grpo.num_prompts_per_step": workload["prompts_per_step"],

@@ -508,6 +508,7 @@ def _program_form(launch: Launch) -> str:
     for pattern, form in (
         (r"axolotl\.cli\.train|scripts/finetune\.py", "axolotl"),
         (r"verl\.trainer\.|(^|/)main_ppo\.py$|recipe\.\w+\.main_\w+$", "verl"),
+        (r"trl\.scripts\.\w+$", "trl"),
         (r"openrlhf\.cli\.train_", "openrlhf"),
         (r"(^|/)run_train\.py$", "nanotron"),
         (r"(^|/)swift/cli/(sft|pt|rlhf)\.py|swift\.cli\.(sft|pt|rlhf)", "ms-swift"),

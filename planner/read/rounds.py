@@ -167,7 +167,11 @@ def _read_nemo(book: Notebook) -> None:
 
 def _read_openrlhf(book: Notebook) -> None:
     keys = ("data.prompt_max_len", "rollout.max_new_tokens")
-    _lengths(book, book.positive(keys[0], 1024), book.positive(keys[1], 1024), *keys)
+    completion, whole = book.positive(keys[1], 1024) or 1024, book.positive("data.max_len") or 0
+    if keys[0] not in book and whole > completion:  # since 0.9: of prompt and completion together
+        _lengths(book, whole - completion, completion, "data.max_len", keys[1])
+    else:
+        _lengths(book, book.positive(keys[0], 1024), completion, *keys)
     _number(book, "generations", "rollout.n_samples_per_prompt", 1)
     _number(book, "prompts_per_step", "rollout.batch_size", default_of("openrlhf", "rollout.batch_size"))
     _beta(book, "algo.kl.init_coef", float(default_of("openrlhf", "algo.kl.init_coef")))

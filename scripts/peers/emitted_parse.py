@@ -158,8 +158,13 @@ def trl(checkout: Path) -> Callable[[Files], None]:
     """TRL's own command-line parsers, as installed here."""
 
     def check(files: Files) -> None:
-        words = shlex.split(files["trl.sh"][files["trl.sh"].index("exec trl ") :])
-        module = importlib.import_module(f"trl.scripts.{words[2]}")
+        script = files["trl.sh"]
+        name = "grpo" if "trl.scripts.grpo" in script else shlex.split(script[script.index("exec trl ") :])[2]
+        module = importlib.import_module(f"trl.scripts.{name}")
+        if name == "grpo":  # a round is of all ranks
+            config: Any = importlib.import_module("trl").GRPOConfig
+            ranks = yaml_of(files["accelerate.yaml"])["num_processes"]
+            config.world_size = property(lambda self: ranks)
         Path("trl.yaml").write_text(files["trl.yaml"])
         with _deepspeed_here(files):
             module.make_parser().parse_args_and_config(["--config", "trl.yaml"])

@@ -41,9 +41,8 @@ Runs that others published, asked through the command line's own question. Nothi
   is what `nvidia-smi` would show, and seconds are compared only where the GPU is named. *Packed* samples are as long as
   the script says, *padded* ones at most: their memory is asked for the longest that it can be.
 * **NeMo-RL** prints seconds of a step. Phases are not printed, so that errors of generation, log-probabilities, update
-  and push cannot be told apart. Its colocated rounds take 50 to 130 s more than their phases, of dense models and of
-  experts alike, whatever the model's size: what the controller, rewards and the way of weights from trainer to engine
-  take is not in bytes or products.
+  and push cannot be told apart. Its colocated rounds take some 70 to 200 s more than the phases that are counted; the
+  cause is not known.
 * **verl** prints seconds by phase, and no mean length of completions, which decides them: none can be asked. Between
   its own rows the lengths differ: 512 prompts take 270 s of updates on 32 GPUs that also generate, and 157 s on 32
   that only train.

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as draw
 
+from dsplan.api import estimate
 from dsplan.question import Question
 from planner import vocabulary as words
 from planner.emit import emit
@@ -313,3 +314,44 @@ def test_many_plans_are_read_as_they_were_emitted(name: str) -> None:
         check_round_trip(plan, name)
 
     check()
+
+
+ROUNDS = {
+    "trl": ("trl.sh", {"strategy": "zero2", "loss": "tiled"}),
+    "verl": ("verl.sh", {"strategy": "fsdp", "loss": "plain"}),
+    "openrlhf": ("openrlhf.sh", {"strategy": "zero3", "loss": "plain"}),
+    "nemo-rl": ("nemo_rl.yaml", {"strategy": "fsdp", "loss": "plain"}),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_rounds_of_generation_are_read_as_they_were_emitted(name: str, tmp_path: Path) -> None:
+    script, way = ROUNDS[name]
+    asked_for = {"generations": 8, "prompt_len": 512, "completion_len": "512:1024", "beta": 0.04, "rollout_sleep": True}
+    plan = estimate(
+        model="llama-3-8b", gpu="h100", gpus=8, task="grpo", rollout="colocate", micro_batch=2, grad_accum=4,
+        optimizer="adamw-fused", checkpointing="full", **asked_for, **way,
+    )  # fmt: skip
+    for file, text in emit(plan, name).items():
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    answers = read_files([tmp_path / script]).answers
+    round_of = plan.workload
+    expected = {
+        "task": "grpo",
+        "strategy": way["strategy"],
+        "micro_batch": 2,
+        "optimizer": "adamw-fused",
+        "checkpointing": "full",
+        "generations": 8,
+        "completion_len": "1024",
+        "beta": 0.04,
+        "rollout": "colocate",
+        "rollout_tp": round_of["rollout_tp"],
+        "rollout_memory": round_of["rollout_memory"],
+        "rollout_sleep": True,
+    }
+    if name == "trl":  # which has no key for the prompt's length, and says rounds in micro-batches
+        expected |= {"steps_per_generation": 4, "grad_accum": 4}
+    else:
+        expected |= {"prompt_len": 512, "prompts_per_step": round_of["prompts_per_step"], "global_batch": 64}
+    assert {field: answers.get(field) for field in expected} == expected

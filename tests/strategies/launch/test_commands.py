@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from strategies.launch.commands import StartedScript, is_command, started_script
 from strategies.launch.options import RequestedPlacement
 from strategies.launch.prepare import RunRequest, prepare
 from strategies.run_directory.request import PlanRequest
-from tests.strategies.launch.command import run
+from tests.strategies.launch.command import EXAMPLES, run
 
 HERE = Path(__file__).parent
 
@@ -217,7 +218,7 @@ def test_deepspeeds_command_on_a_process(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_module_behind_torchrun_and_its_resumption(folder: Path) -> None:
+def test_a_module_behind_torchrun(folder: Path) -> None:
     finished = run(
         *("--run-dir", "run", "--json", "torchrun", "--nproc_per_node", "2", "-m", "package.train", "--x"), cwd=folder
     )
@@ -232,7 +233,9 @@ def test_accelerates_own_script_is_planned(folder: Path) -> None:
     """The precision and the strategy are those of accelerate's command, the batch of the plan's own."""
     (folder / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n")
     (folder / "out").mkdir()
-    script = str(HERE / "accelerate_script.py")
+    for source in (HERE / "accelerate_script.py", EXAMPLES / "stdlib_text.py"):
+        shutil.copy(source, folder)
+    script = "accelerate_script.py"
     finished = run(
         *("--json", "accelerate", "launch", "--config_file", "fsdp.yaml", "--mixed_precision", "bf16", script, "out"),
         cwd=folder,
