@@ -215,7 +215,7 @@ def run_script(
     from strategies.launch.prepare import prepare
     from strategies.launch.supervisor import Supervisor
 
-    launch = prepare(_request(script, arguments, planning, placement, supervision))
+    launch = prepare(*_understood(_request(script, arguments, planning, placement, supervision)))
     for sentence in filter(None, (*launch.notices, _warn_of_strays(launch.script, launch.spec.arguments))):
         notice(sentence)
     tracking = Tracking(launch.spec.directory, launch.spec.trackers)
@@ -303,3 +303,12 @@ def _request(
 def _part(kind: type[Part], flags: Any) -> Part:
     """Return the part of a request whose fields have the names of flags."""
     return kind(**{item.name: getattr(flags, item.name) for item in fields(kind)})  # type: ignore[arg-type]
+
+
+def _understood(request: RunRequest) -> tuple[RunRequest, tuple[str, ...]]:
+    """Return the request with the script that a command of another launcher starts, and what to tell of that."""
+    if request.script is None or request.script.suffix == ".py":
+        return request, ()
+    from dsplan.commands import understand  # with all readers of launchers
+
+    return understand(request)

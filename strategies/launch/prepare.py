@@ -139,8 +139,8 @@ class Launch:
         return tuple(lines)
 
 
-def prepare(request: RunRequest) -> Launch:
-    """Check the request against this machine and lay out its run directory.
+def prepare(request: RunRequest, notices: tuple[str, ...] = ()) -> Launch:
+    """Check the request against this machine and lay out its run directory; `notices` are told before its own.
 
     Raises:
         DsplanError: the script, the plan, or this machine does not allow the run; one line says which and what to do.
@@ -151,7 +151,6 @@ def prepare(request: RunRequest) -> Launch:
         request = _continue(request, earlier)
     elif request.resume_from:
         raise ContradictoryRequest("--resume-from says from where --resume resumes a run; add --resume DIR")
-    request, notices = _of_command(request)
     if request.script is None:
         raise DsplanError("SCRIPT is missing; name the Python file that trains your model, or --resume a run")
     check_script(request.script)
@@ -193,42 +192,6 @@ def prepare(request: RunRequest) -> Launch:
         resumes=request.resume is not None,
         resume_from=_resume_from(request),
     )
-
-
-def _of_command(request: RunRequest) -> tuple[RunRequest, tuple[str, ...]]:
-    """Return the request with the script that its command starts, and what to tell of that; flags of ours stay.
-
-    Raises:
-        DsplanError: the command starts no script that can be run.
-    """
-    if request.script is None or request.script.suffix == ".py":
-        return request, ()
-    from strategies.launch.commands import is_command, started_script  # with all readers of launchers
-
-    if not is_command(request.script):
-        return request, ()
-    started = started_script((str(request.script), *request.arguments))
-    placement, plan, notices = request.placement, request.plan, list(started.notices)
-    if placement.launcher is None:
-        placement = replace(started.placement, **named(placement))
-    decides = plan.plan_file is not None or plan.strategy is not None or named(plan.degrees)
-    if started.strategy is not None and not decides:
-        plan = replace(plan, strategy=started.strategy)
-        notices.append(f"accelerate's config chooses {started.strategy}: planned within it; --strategy names another")
-    supervision = request.supervision
-    if supervision.retries is None and started.retries is not None:
-        supervision = replace(supervision, retries=started.retries)
-    understood = replace(
-        request,
-        script=started.script,
-        arguments=started.arguments,
-        start=started.start,
-        processes=request.processes or (None if plan.plan_file else started.processes),
-        plan=plan,
-        placement=placement,
-        supervision=supervision,
-    )
-    return understood, tuple(notices)
 
 
 def check_script(path: Path) -> None:

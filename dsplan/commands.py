@@ -26,6 +26,8 @@ from planner.read.sharding import read_accelerate, read_deepspeed
 from planner.read.shell import Command, Word
 from strategies.errors import BackendMissing, CannotRun
 from strategies.launch.options import RequestedPlacement
+from strategies.launch.prepare import RunRequest
+from strategies.run_directory.request import named
 from strategies.run_directory.spec import ScriptStart
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -74,6 +76,40 @@ class StartedScript:
     notices: tuple[str, ...] = ()
 
 
+def understand(request: RunRequest) -> tuple[RunRequest, tuple[str, ...]]:
+    """Return the request with the script that its command starts, and what to tell of that; flags of ours stay.
+
+    Raises:
+        DsplanError: the command starts no script that can be run.
+    """
+    if request.script is None or request.script.suffix == ".py":
+        return request, ()
+    if not is_command(request.script):
+        return request, ()
+    started = started_script((str(request.script), *request.arguments))
+    placement, plan, notices = request.placement, request.plan, list(started.notices)
+    if placement.launcher is None:
+        placement = replace(started.placement, **named(placement))
+    decides = plan.plan_file is not None or plan.strategy is not None or named(plan.degrees)
+    if started.strategy is not None and not decides:
+        plan = replace(plan, strategy=started.strategy)
+        notices.append(f"accelerate's config chooses {started.strategy}: planned within it; --strategy names another")
+    supervision = request.supervision
+    if supervision.retries is None and started.retries is not None:
+        supervision = replace(supervision, retries=started.retries)
+    understood = replace(
+        request,
+        script=started.script,
+        arguments=started.arguments,
+        start=started.start,
+        processes=request.processes or (None if plan.plan_file else started.processes),
+        plan=plan,
+        placement=placement,
+        supervision=supervision,
+    )
+    return understood, tuple(notices)
+
+
 def is_command(word: str | Path) -> bool:
     """Return whether a word begins a command rather than names a script."""
     text = str(word)
@@ -110,7 +146,7 @@ def started_script(command: Sequence[str]) -> StartedScript:
     if _RAY.search(launch.program):
         raise CannotRun(f"{launch.program} starts its workers through Ray, not as ranks of a launcher; run it alone")
     if name in _TRAINERS:
-        launch = _of_trainer(launch, rest[: len(rest) - len(launch.arguments)][-1])
+        launch = _of_trainer(launch)
     if "no_python" in launch.flags:
         raise CannotRun("--no_python starts a program that is no Python; dsplan run needs the script itself")
     return _start(launch, variables)
@@ -154,14 +190,14 @@ def module_file(module: str) -> Path | None:
 # A trainer's own command, as the module that it starts.
 
 
-def _of_trainer(launch: Launch, recipe: str) -> Launch:
-    """Return the launch of a trainer's module; `recipe` is the word in front of its arguments.
+def _of_trainer(launch: Launch) -> Launch:
+    """Return the launch of a trainer's module.
 
     Raises:
         CannotRun: its subcommand trains nothing.
     """
-    if launch.program == "tune run":
-        return _of_torchtune(launch, recipe)
+    if launch.program.startswith("tune run "):
+        return _of_torchtune(launch, launch.program.removeprefix("tune run "))
     module = _MODULES.get(launch.program)
     if module is None:
         subcommands = ", ".join(name for name in _MODULES if name.split()[0] == launch.program.split()[0])

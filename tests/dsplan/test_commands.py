@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dsplan.commands import StartedScript, is_command, started_script, understand
 from hardware_db.errors import DsplanError
-from strategies.launch.commands import StartedScript, is_command, started_script
 from strategies.launch.options import RequestedPlacement
 from strategies.launch.prepare import RunRequest, prepare
 from strategies.run_directory.request import PlanRequest
@@ -111,7 +111,7 @@ def test_flags_of_dsplan_win(folder: Path) -> None:
     (folder / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 4\n")
     words = ("launch", "--config_file", "fsdp.yaml", "train.py", "--x")
     request = RunRequest(script=Path("accelerate"), arguments=words, run_directory=folder / "run")
-    launch = prepare(request)
+    launch = prepare(*understand(request))
     assert (launch.spec.processes, launch.spec.arguments) == (4, ("--x",))
     assert PlanRequest.of(launch.spec.environment).strategy == "fsdp"
     assert "chooses fsdp" in launch.notices[0]
@@ -119,7 +119,7 @@ def test_flags_of_dsplan_win(folder: Path) -> None:
         script=Path("accelerate"), arguments=words, processes=2, plan=PlanRequest(strategy="ddp"),
         run_directory=folder / "other",
     )  # fmt: skip
-    other = prepare(chosen)
+    other = prepare(*understand(chosen))
     assert (other.spec.processes, PlanRequest.of(other.spec.environment).strategy) == (2, "ddp")
 
 
