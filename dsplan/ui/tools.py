@@ -21,6 +21,7 @@ from dsplan.cli.flags import ConfigurationFlags, HardwareFlags, MaximumFlags, Mo
 from dsplan.ui.address import MOST_CONFIG_BYTES, Field, flag_fields, write
 from hardware_db.errors import DsplanError
 from hardware_db.handed_in import quote
+from hardware_db.notices import LABEL
 from hardware_db.records import dataclass
 from planner.models.resolve import named_model
 from planner.read.documents import MOST_BYTES
@@ -260,7 +261,7 @@ def _run(words: Sequence[str], folder: Path, seconds: float) -> Answer:
     lines = process.stderr.strip().splitlines() or [f"dsplan ended with status {process.returncode}"]
     if process.returncode == _BROKEN and process.stdout.strip():  # `check` without an estimate says what it read
         return Answer(value=json.loads(process.stdout))
-    return Answer(error=lines[-1].removeprefix("dsplan: "))
+    return Answer(error=lines[-1].removeprefix(LABEL))
 
 
 # The server.

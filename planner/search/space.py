@@ -380,9 +380,10 @@ def _expert_degrees(request: Request, strategy: words.Strategy, *, tp: int, pp: 
 
 
 def _pipelines(request: Request, pp: int) -> tuple[tuple[words.Schedule, int], ...]:
-    """Schedules with their virtual stages, each of which has a block of its own.
+    """Schedules with their virtual stages, each with a block of its own, but that of the embedding or the head.
 
-    A pipeline inside one node is short enough without any.
+    Llama 3 405B has 126 blocks in 128 of them (arXiv 2407.21783, section 3.3.2). A pipeline inside one node is short
+    enough without any.
     """
     usual: tuple[words.Schedule, int] = ("1f1b", 1)
     if request.degrees is not None:
@@ -391,7 +392,7 @@ def _pipelines(request: Request, pp: int) -> tuple[tuple[words.Schedule, int], .
     if pp == 1 or request.cluster.nodes == 1 or one_forward:
         return (usual,)
     deepest = -(-request.facts.num_layers // pp)
-    most = min(request.facts.num_layers // pp, MOST_VIRTUAL_STAGES)
+    most = min((request.facts.num_layers + 2) // pp, MOST_VIRTUAL_STAGES)
     pieces = [count for count in _powers_of_two(most) if count > 1]
     divisors = [count for count in pieces if deepest % count == 0]
     interleaved: list[tuple[words.Schedule, int]] = [

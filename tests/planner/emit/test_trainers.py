@@ -21,7 +21,7 @@ import yaml
 
 from dsplan.cli.plans import write_plans
 from planner.emit import FORMATS, EmitOptions, emit, fitting_formats, script_duties
-from planner.emit.common import TRAINERS
+from planner.emit.common import FINETUNERS, TRAINERS
 from planner.errors import ContradictoryRequest
 from planner.types.plan import Plan
 from tests.planner.emit.canaries import CANARIES
@@ -296,9 +296,10 @@ def test_a_plan_for_a_trainers_code_is_written_for_that_trainer(code: str, forma
 
 
 def test_trainers_formats_come_with_plans_that_dsplan_run_cannot_run() -> None:
-    assert set(fitting_formats(make_plan("fsdp"))) == set(FORMATS) - set(TRAINERS)
-    assert set(fitting_formats(split_plan())) == set(FORMATS)
-    assert set(fitting_formats(replace(make_plan("fsdp", precision="fp8"), runnable=False))) == set(FORMATS)
+    tuning = set(FINETUNERS)
+    assert set(fitting_formats(make_plan("fsdp"))) == set(FORMATS) - set(TRAINERS) - tuning
+    assert set(fitting_formats(split_plan())) == set(FORMATS) - tuning
+    assert set(fitting_formats(replace(make_plan("fsdp", precision="fp8"), runnable=False))) == set(FORMATS) - tuning
 
 
 def test_recommended_plans_are_written_for_their_trainer_or_for_the_others(tmp_path: Path) -> None:

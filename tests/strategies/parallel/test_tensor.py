@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dsplan.diagnostics.bench.rank_pool import RankPool
 from strategies.parallel.mesh import Mesh
-from strategies.parallel.model import _FirstRank
+from strategies.parallel.model import FirstRank
 from strategies.tracing.step.checkpointing import checkpoint_activations
 from tests.strategies import parallel_bodies
 from tests.strategies.parallel_bodies import Composition, Difference, Kind
@@ -108,7 +108,7 @@ def eight_imagined() -> Iterator[None]:
 
 @pytest.mark.usefixtures("eight_imagined")
 def test_ranks_that_shard_samples_and_states_make_no_warning() -> None:
-    there = _FirstRank(world_size=8)
+    there = FirstRank(world_size=8)
     for replicas, expected in ((1, [0, 1, 2, 3, 4, 5, 6, 7]), (2, [[0, 1, 2, 3], [4, 5, 6, 7]])):
         plan = Composition(strategy="hsdp", dp_replicate=replicas, dp_shard=4 // replicas, cp=2).plan()
         with warnings.catch_warnings():
