@@ -133,13 +133,13 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
 def _fuses_heads(job: Job) -> bool:
     """Return whether a traced form has one weight of three times the hidden width for queries, keys and values.
 
-    GPT-2's is one; forms that are written tell them from hidden states.
+    GPT-2's is one; forms that are written tell them from hidden states. A feed-forward width of three times the hidden
+    one makes a weight of the same shape, and is none.
     """
-    hidden, code = job.facts.hidden_size, code_base(job.workload.code)
+    facts, code = job.facts, code_base(job.workload.code)
     is_traced = code.traits(compiled=job.workload.compile).block is None
-    return is_traced and any(
-        sorted(shape) == [hidden, 3 * hidden] for block in job.counts.blocks for shape in block.shapes
-    )
+    widths = {facts.hidden_size, facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim}
+    return is_traced and facts.fused_qkv and len(widths) == 1
 
 
 def _adapter_traits(job: Job, recipe: Recipe) -> AdapterTraits:
