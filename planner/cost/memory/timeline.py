@@ -184,9 +184,17 @@ def _lines_between(held: Job, run: Job, recipe: Recipe, states: States) -> Seque
         _Line(phase=phase, ledger=ledger, fixed=0.0, grows=0.0, total=ledger.total)
         for phase, ledger in buffers.own_moments()
     ]
-    for instant in _instants(_Alike(run, recipe, _activations_key(run, recipe))):
-        ledger, (fixed, grows) = buffers.at(instant), instant.activations
-        lines.append(_Line(phase=instant.phase, ledger=ledger, fixed=fixed, grows=grows, total=ledger.total + fixed))
+    if held.configuration.pp > 1 and isinstance(buffers, NativeZeroBuffers) and buffers.keeps_whole:
+        # A stage's buckets fill in its last backward pass, beside which no other micro-batch is in flight.
+        alone = _of_steps(run, 1)
+        between = [(run, buffers.before_last), (alone, buffers.in_last)]
+    else:
+        between = [(run, buffers.at)]
+    for of, ledger_at in between:
+        for instant in _instants(_Alike(of, recipe, _activations_key(of, recipe))):
+            ledger, (fixed, grows) = ledger_at(instant), instant.activations
+            total = ledger.total + fixed
+            lines.append(_Line(phase=instant.phase, ledger=ledger, fixed=fixed, grows=grows, total=total))
     return lines
 
 

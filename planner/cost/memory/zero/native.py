@@ -79,18 +79,32 @@ class NativeZeroBuffers:
         self._largest_bucket = max(shared, root, trained.largest) if by_unit else self._bucket
         self._steps_together = configuration.optimizer == "adamw" and not on_cpu
 
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether whole gradients wait for the last micro-batch, in which alone buckets fill."""
+        return self._keeps_whole
+
     def at(self, instant: Instant) -> Ledger:
         """Gradients on their way and summed ones, and unsharded weights, at an instant."""
+        last = self.in_last(instant)
+        return max(last, self.before_last(instant), key=lambda ledger: ledger.total) if self._keeps_whole else last
+
+    def in_last(self, instant: Instant) -> Ledger:
+        """Return the ledger of a micro-batch whose gradients are reduced, beside those that wait."""
         with_gradients = instant.done_gradients + instant.unit_gradients
         going = min(self._going, self._recipe.gather * with_gradients / self._ranks)
-        always = Ledger(buffers=self._unsharded + self._blocks_at(instant) * self._block + self._errors)
         state, newest = self._fills.state(instant, with_gradients)
-        last = Ledger(gradients=going + self._waiting(with_gradients, state)) + self._moving(newest, state)
-        if not self._keeps_whole:
-            return always + last
-        return always + max(
-            last, self._unreduced(with_gradients, instant.unit_gradients), key=lambda ledger: ledger.total
-        )
+        gradients = going + self._waiting(with_gradients, state)
+        return self._always(instant) + Ledger(gradients=gradients) + self._moving(newest, state)
+
+    def before_last(self, instant: Instant) -> Ledger:
+        """Return the ledger of a micro-batch whose gradients wait."""
+        with_gradients = instant.done_gradients + instant.unit_gradients
+        return self._always(instant) + self._unreduced(with_gradients, instant.unit_gradients)
+
+    def _always(self, instant: Instant) -> Ledger:
+        """Return unsharded weights, and what compression leaves out."""
+        return Ledger(buffers=self._unsharded + self._blocks_at(instant) * self._block + self._errors)
 
     def _blocks_at(self, instant: Instant) -> int:
         """Return how many blocks' weights are whole: the one at work, and the next one of the pass ahead of it."""
