@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -252,8 +251,9 @@ class _Run:
         self._module, self._blocks = fake_copy(whole, blocks, mode, dtype)
         self._recorded = Recorded()
         self._zero: NativeZero | None = None
-        numbers = count()
-        self._whole = [[(f"whole {next(numbers)}", weight.nbytes) for weight in unit] for unit in self._units()]
+        self._whole = {f"whole {number}": weight.nbytes for number, weight in enumerate(self._module.parameters())}
+        names = dict(zip(self._module.parameters(), self._whole, strict=True))
+        self._whole_of_units = [[names[weight] for weight in unit] for unit in self._units()]
         for part in self._parts():
             self._prepare(part, meshes)
         for block in self._blocks:  # after FSDP2's own hook, which frees the block's all-gathered weights
@@ -355,16 +355,16 @@ class _Run:
         return units
 
     def _label_weights(self) -> None:
-        """Count the weights; of what FSDP2 shards the allocator has had the whole, unit after unit."""
+        """Count the weights; of what FSDP2 shards the allocator has had the whole, which goes unit after unit."""
         storages, module = self._storages, self._module
         if self._configuration.zero_stage and is_traced_whole(self._job):
             storages.label(module.buffers(), "parameters")
             return
         if self._configuration.strategy in FSDP_STRATEGIES:
-            storages.events += [Request(name, size) for unit in self._whole for name, size in unit]
-            for unit, whole in zip(self._units(), self._whole, strict=True):
+            storages.events += [Request(name, size) for name, size in self._whole.items()]
+            for unit, whole in zip(self._units(), self._whole_of_units, strict=True):
                 storages.label(unit, "parameters")
-                storages.events += [Free(name) for name, _ in whole]
+                storages.events += map(Free, whole)
         storages.label([*module.parameters(), *module.buffers()], "parameters")
 
     def _compile(self) -> None:
