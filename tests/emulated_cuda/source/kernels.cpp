@@ -137,7 +137,10 @@ class Fallback {
       if (random) borrowed.emplace(a_.device);
       const auto narrow = widen_product(first);
       op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
-      if (narrow.has_value()) stack_->back() = stack_->back().toTensor().to(*narrow);
+      if (narrow.defined()) {
+        const auto wide = stack_->back().toTensor();
+        stack_->back() = narrow.resize_(wide.sizes()).copy_(wide);
+      }
     }
     for (size_t i = 0; i < a_.cards.size(); ++i)
       if (a_.written[i]) follow_resize(a_.cards[i], a_.hosts[i], launch);
@@ -151,14 +154,17 @@ class Fallback {
   }
 
   // Products of 16-bit numbers are summed in fp32, as on a card; a CPU without 16-bit units takes 100 times as long else.
-  std::optional<at::ScalarType> widen_product(size_t first) {
+  // Returns where the narrow result belongs. Torch makes `mm` and the others of their forms with `out`.
+  at::Tensor widen_product(size_t first) {
     static const std::unordered_set<std::string> products{"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"};
-    if (products.count(schema_.name()) == 0 || !schema_.overload_name().empty()) return std::nullopt;
     const auto type = a_.hosts.front().scalar_type();
-    if (type != at::kBFloat16 && type != at::kHalf) return std::nullopt;
-    for (size_t i = first; i < stack_->size(); ++i)
+    if (products.count(schema_.name()) == 0 || schema_.overload_name() != "out") return {};
+    if (type != at::kBFloat16 && type != at::kHalf) return {};
+    auto narrow = stack_->back().toTensor();
+    for (size_t i = first; i + 1 < stack_->size(); ++i)
       if ((*stack_)[i].isTensor()) (*stack_)[i] = (*stack_)[i].toTensor().to(at::kFloat);
-    return type;
+    stack_->back() = at::empty(narrow.sizes(), at::kFloat);
+    return narrow;
   }
 
   void find_device(const c10::IValue& value) {
