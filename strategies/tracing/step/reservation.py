@@ -21,14 +21,16 @@ class Recorded:
     """Requests and frees of the parts of a traced step.
 
     `makes` is up to where the model is ready, `states` the update that makes the optimizer's states, of gradients
-    that are there for it alone (`stand_ins`), `passes` all micro-batches' forward and backward, `updates` the
-    update in the steady state, `between` what comes behind the first step only.
+    that are there for it alone (`stand_ins`), `passes` all micro-batches' forward and backward, `first` those of the
+    first step where they differ, `updates` the update in the steady state, `between` what comes behind the first step
+    only.
     """
 
     makes: Sequence[Event] = ()
     states: Sequence[Event] = ()
     stand_ins: Sequence[Event] = ()
     passes: Sequence[Event] = ()
+    first: Sequence[Event] = ()
     updates: Sequence[Event] = ()
     between: Sequence[Event] = field(default_factory=tuple)
 
@@ -43,17 +45,37 @@ class Recorded:
             if number == STEPS - 1:
                 replay.run([Mark()])
                 replay.peaks.clear()
-            replay.run(alive.consistent([*self.passes, *(self.updates if number else self._first_update())]))
             if number == 0:
-                replay.run(alive.consistent(self.between))
+                replay.run(alive.consistent([*(self.first or self.passes), *self._first_update(), *self.between]))
+            else:
+                replay.run(alive.consistent([*self.passes, *self.updates]))
         return {name: peak for name, peak in replay.peaks.items() if name}
 
     def _first_update(self) -> Iterator[Event]:
-        """Yield the update that makes the states, which frees the gradients of the passes before it."""
+        """Yield the update that makes the states; it frees the gradients of the passes before it, each in its turn."""
         foreign = {event.name for event in self.stand_ins if isinstance(event, Request)}
-        yield from (event for event in self.states if isinstance(event, Mark) or event.name not in foreign)
-        gradients = {event.name for event in self.passes if isinstance(event, Request)}
-        yield from (event for event in self.updates if isinstance(event, Free) and event.name in gradients)
+        left = _left_by(self.passes)
+        gradients = dict(zip(left, _left_by(self.first), strict=False)) if self.first else {name: name for name in left}
+        freed = [gradients[event.name] for event in self.updates if isinstance(event, Free) and event.name in gradients]
+        stand_ins = sum(isinstance(event, Free) and event.name in foreign for event in self.states)
+        in_turn, waiting = stand_ins == len(freed), iter(freed)
+        for event in self.states:
+            if isinstance(event, Mark) or event.name not in foreign:
+                yield event
+            elif isinstance(event, Free) and in_turn:
+                yield Free(next(waiting))
+        yield from map(Free, waiting)
+
+
+def _left_by(events: Iterable[Event]) -> list[Hashable]:
+    """Return the names of what was requested and not freed, in the order of the requests."""
+    left: dict[Hashable, None] = {}
+    for event in events:
+        if isinstance(event, Request):
+            left[event.name] = None
+        elif isinstance(event, Free):
+            left.pop(event.name, None)
+    return list(left)
 
 
 class _Alive:

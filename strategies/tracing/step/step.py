@@ -314,6 +314,11 @@ class _Run:
         with count_sharding(storages, self._watch_gradients), storages, Following(module, storages):
             self._shard_states()
             optimizers = self._optimizers()
+            if self._zero is not None and self._zero.learns_order:
+                begun = len(events)
+                self._accumulate()
+                recorded.first = events[begun:]
+                self._zero.clear()
             self._phases = {}
             begun = len(events)
             self._accumulate()

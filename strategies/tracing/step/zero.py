@@ -24,12 +24,18 @@ from strategies.tracing.step.storages import Storages
 
 _ON_THE_WAY = 2
 """Buckets that are reduced at once, while a third fills."""
+_Listener = Callable[[Sequence[nn.Parameter]], object]
 
 
 class _Bucket:
-    """Parameters side by side; names as in `strategies.backends.zero.flat_shard.Bucket`."""
+    """Parameters side by side; names as in `strategies.backends.zero.flat_shard.Bucket`.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], ranks: int, *, widens: bool, keeps: bool) -> None:
+    `replaced` is called with them when they are views of the bucket.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], ranks: int, replaced: _Listener, *, widens: bool, keeps: bool
+    ) -> None:
         self.parameters = parameters
         self._starts = list(accumulate((parameter.numel() for parameter in parameters), initial=0))
         self.elements = self._starts[-1]
@@ -39,6 +45,7 @@ class _Bucket:
         original = torch.empty(self.run * ranks, dtype=torch.float32 if widens else dtype)
         self.whole = original.to(dtype)
         self.place()
+        replaced(parameters)
         self.part = self.whole[: self.run] if keeps else self.whole[: self.run].clone()
         self.master = original[: self.run].to(torch.float32, copy=True) if widens else self.part
         if not keeps:
@@ -136,7 +143,7 @@ class NativeZero:
         module: nn.Module,
         blocks: Sequence[nn.Module],
         storages: Storages,
-        replaced: Callable[[Sequence[nn.Parameter]], object],
+        replaced: _Listener,
     ) -> None:
         """Lay out the module's weights; `replaced` is called with those of each bucket when it has them."""
         self._replaced = replaced
@@ -148,6 +155,7 @@ class NativeZero:
         self._on_the_way: deque[tuple[_Bucket, torch.Tensor, torch.Tensor]] = deque()
         self._waiting: dict[nn.Parameter, torch.Tensor] = {}
         self._reduces, self._in_backward = True, False
+        self._knows_order = False
         self._units: list[_Unit] = []
         self._buckets = self._laid_out(module, blocks)
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
@@ -176,16 +184,20 @@ class NativeZero:
             group = list(alike)
             for members in bucket_members([parameter.numel() for parameter in group], self._sizes.reduce):
                 tensors, ranks = [group[index] for index in members], self._configuration.state_shards
-                buckets.append(_Bucket(tensors, ranks, widens=self._widens, keeps=keeps))
-                self._replaced(tensors)
+                buckets.append(_Bucket(tensors, ranks, self._replaced, widens=self._widens, keeps=keeps))
         return buckets
 
     # Stage 3's weights.
 
+    @property
+    def learns_order(self) -> bool:
+        """Whether the first forward pass, which no order of units is known for, asks for none of them early."""
+        return bool(self._units) and not self._knows_order
+
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
         number = self._number(module)
         self._units[number].need()
-        if not self._in_backward and number + 1 < len(self._units):
+        if self._knows_order and not self._in_backward and number + 1 < len(self._units):
             self._units[number + 1].begin()
 
     def _after_forward(self, module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -216,7 +228,7 @@ class NativeZero:
     def begin(self, *, reduces: bool) -> None:
         """Prepare a backward pass, whose gradients are reduced or wait."""
         each = self._configuration.zero_stage > 1 and self._configuration.sync_each_micro_batch
-        self._reduces, self._in_backward = reduces or each, True
+        self._reduces, self._in_backward, self._knows_order = reduces or each, True, True
         for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)
         for unit in self._units:
