@@ -84,6 +84,7 @@ def test_a_script_that_calls_dsplan(tmp_path: Path) -> None:
     assert found["plan"]["plan"]["strategy"] == "fsdp"
 
 
+@pytest.mark.slow
 def test_zero2_in_a_deepspeed_script(tmp_path: Path) -> None:
     found = _train("deepspeed_loop", tmp_path, "--strategy", "zero2")
     _check_training(found)
