@@ -70,8 +70,9 @@ def _picked(cases: list[pytest.Function]) -> list[bool]:
         picked = [bool(suite(**{name: case.callspec.params[name] for name in names})) for case in cases]
     else:
         picked = [case.callspec.id in suite for case in cases]
+    fast = [is_picked and not case.get_closest_marker("slow") for case, is_picked in zip(cases, picked, strict=True)]
     numbers = itertools.count()
-    return [is_picked and next(numbers) % every == 0 for is_picked in picked]
+    return [is_fast and next(numbers) % every == 0 for is_fast in fast]
 
 
 def _unknown_cases(cases: list[pytest.Function]) -> set[str]:

@@ -42,6 +42,7 @@ def _check_memory(found: dict[str, Any]) -> None:
     assert 0.85 < found["measured"]["peak_allocated_bytes"] / predicted < 1.15
 
 
+@pytest.mark.slow
 def test_live_plan(tmp_path: Path) -> None:
     database_path().unlink()
     found = _train("hf_trainer", tmp_path)

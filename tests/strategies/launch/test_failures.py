@@ -102,6 +102,7 @@ def test_a_directory_without_a_measured_run_is_not_imported(tmp_path: Path, caps
     assert "run.jsonl: created_at is missing; correct or remove the line" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bad_input_to_the_engine_is_one_line_and_status_two(tmp_path: Path) -> None:
     source = "import dsplan, torch\ndsplan.initialize(model=torch.nn.Linear(2, 2), strategy='zero9')\n"
     finished = run("--nproc", "1", _script(tmp_path, source), cwd=tmp_path)
