@@ -58,9 +58,10 @@ def _save_text(seen: Scene) -> str:
     return f"{size} in {save}, {often}; {format_seconds(ahead.restart_seconds)} to restart"
 
 
-def _count_text(count: float) -> str:
+def _count_text(count: float, name: str) -> str:
     """A mean number of events: a tenth matters where there are few."""
-    return f"{count:,.1f}" if 0 < count < 10 and count % 1 else f"{count:,.0f}"
+    number = f"{count:,.1f}" if 0 < count < 10 and count % 1 else f"{count:,.0f}"
+    return f"{number} {name}" if number == "1" else f"{number} {name}s"
 
 
 def _time_table(seen: Scene, circumstances: Circumstances) -> Table:
@@ -71,10 +72,10 @@ def _time_table(seen: Scene, circumstances: Circumstances) -> Table:
         if hours:
             share = hours / whole
             rows.append([words, Bar(share=share, width=_BAR, of_limit=False), f"{share:.2%}", f"{hours:,.1f}"])
-    happened = [f"{_count_text(seen.failures)} failures"]
-    for name in ("stragglers", "preemptions"):
-        count = fmean(getattr(month, name) for month in seen.months)
-        happened += [f"{_count_text(count)} {name}"] if count else []
+    happened = [_count_text(seen.failures, "failure")]
+    for name in ("straggler", "preemption"):
+        count = fmean(getattr(month, f"{name}s") for month in seen.months)
+        happened += [_count_text(count, name)] if count else []
     mean = "one month" if len(seen.months) == 1 else f"the mean of {len(seen.months)}"
     title = f"{circumstances.days:g} days, {mean} simulated: {', '.join(happened)}"
     return Table(title=title, columns=columns("where the time goes", "?share", ">of all", ">hours"), rows=rows)
