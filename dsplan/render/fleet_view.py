@@ -59,7 +59,7 @@ def _save_text(seen: Scene) -> str:
 
 
 def _count_text(count: float, name: str) -> str:
-    """A mean number of events: a tenth matters where there are few."""
+    """Write a mean number of events, with a tenth where there are few."""
     number = f"{count:,.1f}" if 0 < count < 10 and count % 1 else f"{count:,.0f}"
     return f"{number} {name}" if number == "1" else f"{number} {name}s"
 
