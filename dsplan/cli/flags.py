@@ -337,6 +337,9 @@ class GoalFlags:
         typer.Option(help="Who runs ZeRO; deepspeed where it has the precision, else native."),
     ] = None
     offload: Annotated[words.Offload | None, typer.Option(help="Only plans with this offload; by default any.")] = None
+    shard: Annotated[
+        int | None, number(limits.GPUS, "Only plans where so many ranks share one set of states; by default any.")
+    ] = None
     all_plans: Annotated[
         bool, typer.Option("--all-plans", help="Rank plans that only other trainers run beside those of `dsplan run`.")
     ] = False
