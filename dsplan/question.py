@@ -171,7 +171,8 @@ class Goal:
 
     `price` is dollars per GPU-hour, `tokens` those of the whole training, as a number or such as 300B, `deadline` the
     time for them, such as 36h, 14d or 2w. `backend` runs ZeRO, None leaves it to what the device
-    has; with `offload` only plans count that offload so.
+    has; with `offload` only plans count that offload so, with `shard` those where so many ranks share one set of
+    states.
     """
 
     objective: words.Objective = "throughput"
@@ -183,14 +184,19 @@ class Goal:
     pareto: bool = False
     backend: words.Backend | None = None
     offload: words.Offload | None = None
+    shard: int | None = None
     all_plans: bool = False
 
     def ranking(self) -> dict[str, Any]:
         """Return the fields of the planner's request that say the same.
 
         Raises:
-            ContradictoryRequest: tokens or deadline are not what they should be, or there is a deadline for no tokens.
+            ContradictoryRequest: tokens or deadline are not what they should be, there is a deadline for no tokens, or
+                one rank is to share states.
         """
+        limits.GPUS.check("--shard", self.shard)
+        if self.shard == 1:
+            raise ContradictoryRequest("--shard 1 shares no states; leave it out, and ddp is among the plans")
         return {
             "objective": self.objective,
             "top": self.top,
@@ -199,6 +205,7 @@ class Goal:
             "budget": self._budget(),
             "zero_backend": self.backend,
             "offload": self.offload,
+            "shard": self.shard,
         }
 
     def _budget(self) -> Budget:

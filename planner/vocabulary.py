@@ -64,6 +64,9 @@ FP8_RECIPES: tuple[Fp8Recipe, ...] = get_args(Fp8Recipe)
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 CHECKPOINTINGS: tuple[Checkpointing, ...] = get_args(Checkpointing)
+RECOMPUTED_MODULES = ("core_attn", "layernorm", "mla_up_proj", "moe_act", "shared_experts", "mlp", "moe")
+"""Parts of a block that Megatron-Core's selective recomputation takes one by one (`recompute_modules`,
+NVIDIA/Megatron-LM@d98e8a64 megatron/core/transformer/transformer_config.py line 560)."""
 COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 TASKS: tuple[Task, ...] = get_args(Task)

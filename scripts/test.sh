@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up .venv, then lint, types, the site of docs/ (build/site) and the whole suite, three files at a time (tests wait for
-# processes: that is what two cores can do); how many tests were skipped, and why, stands above pytest's summary, which is
-# the last line.
+# Sets up .venv, then lint and the whole suite, three files at a time (tests wait for processes: that is what two cores can
+# do), and beside it types and the site of docs/ (build/site), which print what they complain of after it. How many tests
+# were skipped, and why, stands above pytest's summary, which is the last line otherwise.
 # Arguments go to pytest: scripts/test.sh tests/dsplan -k cli
 # Tests of pages need a browser, Debian's chromium or Chrome, those of a team's database a PostgreSQL server; where there is
 # none, root with apt gets it.
@@ -16,8 +16,12 @@ if [ "${#missing[@]}" -gt 0 ] && [ "$(id -u)" -eq 0 ] && command -v apt-get > /d
         echo "${missing[*]} could not be installed: the tests that need them are skipped" >&2
 fi
 ruff check .
-mypy
 lint-imports --no-logo --no-cache
-NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile all that they import
-exec python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" < /dev/null
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+{ mypy && NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet; } < /dev/null > "$log" 2>&1 & # a minute, while tests wait
+lint=$!
+python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" < /dev/null && status=0 || status=$?
+wait $lint || { cat "$log"; exit 1; }
+exit $status

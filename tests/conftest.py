@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import os
 import signal
 import sys
@@ -36,26 +37,48 @@ _PRELOAD = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks slow what a sweep leaves to the long checks: the cases that its `suite` does not pick. Files whose tests
-    last longest come first, so that no worker is left alone with one.
+    """Mark slow what a sweep leaves to the long checks. Files whose tests last longest come first, so that no worker
+    is left alone with one.
 
     Raises:
-        pytest.UsageError: a `suite` picks no case, so that the suite would lose the behaviour.
+        pytest.UsageError: a sweep picks no case, so that the suite would lose the behaviour, or names one that is none.
     """
     items.sort(key=lambda item: item.path.parent.name not in _STARTS_PROCESSES)
-    picked: dict[str, int] = {}
+    swept: dict[str, list[pytest.Function]] = {}
     for item in items:
-        sweep = item.get_closest_marker("sweep")
-        if sweep is not None and isinstance(item, pytest.Function):
-            suite = sweep.kwargs["suite"]
-            in_suite = suite(**{name: item.callspec.params[name] for name in inspect.signature(suite).parameters})
-            name = item.nodeid.partition("[")[0]
-            picked[name] = picked.get(name, 0) + bool(in_suite)
-            if not in_suite:
-                item.add_marker("slow")
-    empty = [name for name, cases in picked.items() if not cases]
-    if empty and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"no case is left in the suite of {', '.join(empty)}")
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sweep") is not None:
+            swept.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    is_whole = not any("::" in argument for argument in config.args)
+    for name, cases in swept.items():
+        picked = _picked(cases)
+        if is_whole and (not any(picked) or _unknown_cases(cases)):
+            raise pytest.UsageError(
+                f"the sweep of {name} picks no case, or names none of them: {_unknown_cases(cases)}"
+            )
+        for case, is_picked in zip(cases, picked, strict=True):
+            if not is_picked:
+                case.add_marker("slow")
+
+
+def _picked(cases: list[pytest.Function]) -> list[bool]:
+    """Return for each case of a test whether the suite runs it."""
+    sweep = cases[0].get_closest_marker("sweep")
+    assert sweep is not None
+    suite, every = sweep.kwargs.get("suite", lambda: True), sweep.kwargs.get("every", 1)
+    if callable(suite):
+        names = inspect.signature(suite).parameters
+        picked = [bool(suite(**{name: case.callspec.params[name] for name in names})) for case in cases]
+    else:
+        picked = [case.callspec.id in suite for case in cases]
+    fast = [is_picked and not case.get_closest_marker("slow") for case, is_picked in zip(cases, picked, strict=True)]
+    numbers = itertools.count()
+    return [is_fast and next(numbers) % every == 0 for is_fast in fast]
+
+
+def _unknown_cases(cases: list[pytest.Function]) -> set[str]:
+    sweep = cases[0].get_closest_marker("sweep")
+    suite = sweep.kwargs.get("suite") if sweep is not None else None
+    return set() if suite is None or callable(suite) else {*suite} - {case.callspec.id for case in cases}
 
 
 @pytest.hookimpl(wrapper=True)

@@ -273,6 +273,12 @@ class ConfigurationFlags:
     pp_schedule: Annotated[words.Schedule, typer.Option(help="Order of a pipeline's forwards and backwards.")] = "1f1b"
     virtual_stages: Annotated[int, number(limits.GPUS, "Stages per rank of an interleaved pipeline.", "V")] = 1
     checkpoint_every: Annotated[int, number(limits.GPUS, "Checkpoint every K-th block.", "K")] = 1
+    recompute_modules: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Parts of a block that Megatron's selective checkpointing drops: moe_act,layernorm."
+        ),
+    ] = None
     steps_per_generation: Annotated[
         int | None, number(limits.SAMPLES, "Micro-batches of one generation, as TRL counts them.", "N")
     ] = None
@@ -331,6 +337,9 @@ class GoalFlags:
         typer.Option(help="Who runs ZeRO; deepspeed where it has the precision, else native."),
     ] = None
     offload: Annotated[words.Offload | None, typer.Option(help="Only plans with this offload; by default any.")] = None
+    shard: Annotated[
+        int | None, number(limits.GPUS, "Only plans where so many ranks share one set of states; by default any.")
+    ] = None
     all_plans: Annotated[
         bool, typer.Option("--all-plans", help="Rank plans that only other trainers run beside those of `dsplan run`.")
     ] = False

@@ -41,7 +41,8 @@ def scene_blocks(
     blocks.append(_time_table(seen, circumstances))
     low, high = seen.spread
     rate = plan.throughput.tokens_per_second_per_gpu * plan.configuration.world_size
-    left = f"goodput {seen.goodput:.1%} ({low:.1%} to {high:.1%} in {len(seen.months)} of them)"
+    between = f" ({low:.1%} to {high:.1%} in {len(seen.months)} of them)" if len(seen.months) > 1 else ""
+    left = f"goodput {seen.goodput:.1%}{between}"
     of_all = f"{format_count(rate * seen.goodput)} of {format_count(rate)} {shown_unit(plan)}/s"
     blocks.append(Text(text=f"{left}: {of_all}", style="heading"))
     blocks += _bill_text(request, plan, seen)
@@ -57,6 +58,12 @@ def _save_text(seen: Scene) -> str:
     return f"{size} in {save}, {often}; {format_seconds(ahead.restart_seconds)} to restart"
 
 
+def _count_text(count: float, name: str) -> str:
+    """Write a mean number of events, with a tenth where there are few."""
+    number = f"{count:,.1f}" if 0 < count < 10 and count % 1 else f"{count:,.0f}"
+    return f"{number} {name}" if number == "1" else f"{number} {name}s"
+
+
 def _time_table(seen: Scene, circumstances: Circumstances) -> Table:
     whole = circumstances.days * DAY_SECONDS / HOUR
     rows: list[list[Cell]] = []
@@ -65,11 +72,12 @@ def _time_table(seen: Scene, circumstances: Circumstances) -> Table:
         if hours:
             share = hours / whole
             rows.append([words, Bar(share=share, width=_BAR, of_limit=False), f"{share:.2%}", f"{hours:,.1f}"])
-    happened = [f"{seen.failures:,.0f} failures"]
-    for name in ("stragglers", "preemptions"):
-        count = fmean(getattr(month, name) for month in seen.months)
-        happened += [f"{count:,.0f} {name}"] if count else []
-    title = f"{circumstances.days:g} days, the mean of {len(seen.months)} simulated: {', '.join(happened)}"
+    happened = [_count_text(seen.failures, "failure")]
+    for name in ("straggler", "preemption"):
+        count = fmean(getattr(month, f"{name}s") for month in seen.months)
+        happened += [_count_text(count, name)] if count else []
+    mean = "one month" if len(seen.months) == 1 else f"the mean of {len(seen.months)}"
+    title = f"{circumstances.days:g} days, {mean} simulated: {', '.join(happened)}"
     return Table(title=title, columns=columns("where the time goes", "?share", ">of all", ">hours"), rows=rows)
 
 

@@ -86,11 +86,17 @@ def describe(configuration: Configuration) -> str:
     words = [f"{configuration.strategy} ({configuration.backend})", dims_text(configuration), batch]
     words += [] if configuration.counts_samples else [f"sequence {configuration.sequence_length}"]
     words += [configuration.precision, configuration.optimizer]
-    words += [configuration.attention, f"checkpointing {configuration.activation_checkpointing}"]
+    words += [configuration.attention, f"checkpointing {recomputation_text(configuration)}"]
     words += [f"offload {offload_text(configuration)}"]
     words += ["activations on the host"] if configuration.activations_on_host else []
     compression = configuration.gradient_compression
     return ", ".join([*words, *([f"gradients in {compression}"] if compression != "none" else [])])
+
+
+def recomputation_text(configuration: Configuration) -> str:
+    """Return what is recomputed, with the modules where they are listed: `selective of moe_act, layernorm`."""
+    modules = ", ".join(configuration.recomputed)
+    return f"{configuration.activation_checkpointing}{f' of {modules}' if modules else ''}"
 
 
 def offload_text(configuration: Configuration) -> str:

@@ -41,7 +41,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "prompt_len", "completion_len", "generations", "prompts_per_step", "num_iterations", "beta", "rollout",
         "rollout_gpus", "rollout_tp", "rollout_memory", "rollout_sleep", "steps_off", "precompute_ref",
     ),
-    "Goal": ("objective", "price", "tokens", "deadline", "backend", "offload", "fastest", "all_plans"),
+    "Goal": ("objective", "price", "tokens", "deadline", "backend", "offload", "shard", "fastest", "all_plans"),
 }  # fmt: skip
 """Flags of `recommend` that the page has, by the part of the page. `--cluster` and `--out` name files of the server,
 and `--model-size` is what the page takes for a model too."""

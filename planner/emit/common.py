@@ -360,7 +360,8 @@ def recomputing_whole_blocks(plan: Plan) -> Plan:
     """
     if plan.configuration.activation_checkpointing != "selective":
         return plan
-    return replace(plan, configuration=replace(plan.configuration, activation_checkpointing="full"))
+    whole = replace(plan.configuration, activation_checkpointing="full", recompute_modules="")
+    return replace(plan, configuration=whole)
 
 
 def _checkpointing(plan: Plan, format: str) -> tuple[str, ...]:

@@ -364,7 +364,8 @@ def _recompute(plan: Plan) -> Fields:
     if configuration.activation_checkpointing == "none":
         return {}
     if configuration.activation_checkpointing == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        modules = list(configuration.recomputed) or ["core_attn"]
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
     fields: Fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if configuration.checkpoint_every > 1:
         layers = plan.model.get("num_layers", 1)

@@ -63,7 +63,6 @@ _GAPS: Mapping[str, str] = {
     "external_cuda_graph": "launches are counted as without CUDA graphs",
     "fine_grained_activation_offloading": "activations in host memory are not counted",
     "offload_modules": "activations in host memory are not counted",
-    "recompute_modules": "selective recomputation is counted of attention's core",
     "fp4_format": "fp4 products are counted in 16 bit",
     "multi_latent_attention": "latent attention is counted where its ranks are there",
     "experimental_attention_variant": "attention of another kind is counted as full attention",
@@ -442,6 +441,21 @@ def _read_recomputation(book: Notebook, trainer: str) -> None:
                 "recompute_num_layers", f"recomputation of {layers} blocks a stage is counted of all", matters=True
             )
     book.become("checkpointing", kind, "recompute_method", "recompute_num_layers")
+    if kind == "selective":
+        _read_recomputed_modules(book)
+    else:
+        book.become("checkpointing", kind, "recompute_modules")
+
+
+def _read_recomputed_modules(book: Notebook) -> None:
+    given = (book.text("recompute_modules") or "").replace(",", " ").split()
+    counted = [name for name in given if name in words.RECOMPUTED_MODULES]
+    if not counted:
+        return
+    book.answer("recompute_modules", ",".join(counted), "recompute_modules")
+    if len(counted) < len(given):
+        others = ", ".join(name for name in given if name not in counted)
+        book.leave("recompute_modules", f"recomputation of {others} is not counted", matters=True)
 
 
 def _read_states(book: Notebook, files: Files, trainer: str) -> None:

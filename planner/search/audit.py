@@ -221,7 +221,7 @@ def _nearer(request: Request, plan: Plan, other: Plan) -> list[Plan]:
     """
     now, then = plan.configuration, other.configuration
     batch = {name: getattr(now, name) for name in ("micro_batch_size", "gradient_accumulation_steps")}
-    recomputation = {name: getattr(now, name) for name in ("activation_checkpointing", "checkpoint_every")}
+    recomputation = {name: getattr(now, name) for name in _RECOMPUTATION}
     for kept in (batch | recomputation, batch, recomputation):
         is_same = all(getattr(then, name) == value for name, value in kept.items())
         if is_same or then.dims.data_parallel != now.dims.data_parallel:
@@ -235,6 +235,8 @@ def _nearer(request: Request, plan: Plan, other: Plan) -> list[Plan]:
             return [near]
     return []
 
+
+_RECOMPUTATION = ("activation_checkpointing", "checkpoint_every", "recompute_modules")
 
 Texts = Mapping[str, tuple[str, str]]
 

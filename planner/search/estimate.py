@@ -189,6 +189,8 @@ def _why_code_cannot(request: Request, configuration: Configuration) -> str | No
             return f"{code.title} has no {name}; use {name} 1 or another --code"
     if configuration.splits_model and configuration.strategy in code.whole_strategies:
         return f"{code.title} combines {configuration.strategy} with no other degree; use fsdp"
+    if configuration.recompute_modules and not code.lists_recomputed:
+        return f"{code.title} has no list of modules to recompute; leave --recompute-modules out"
     for word, value, allowed in (
         ("schedule", configuration.pp_schedule if configuration.pp > 1 else code.schedules[0], code.schedules),
         ("offload", configuration.offload, code.offloads),

@@ -47,6 +47,7 @@ class ExactOptions:
     pp_schedule: words.Schedule = "1f1b"
     virtual_stages: int = 1
     checkpoint_every: int = 1
+    recompute_modules: str | None = None
 
 
 def exact(request: Request, options: ExactOptions) -> tuple[Request, Configuration]:
@@ -81,6 +82,7 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
         virtual_stages=options.virtual_stages,
         sequence_parallel=_splits_sequence(request, options),
         checkpoint_every=options.checkpoint_every,
+        recompute_modules=options.recompute_modules or "",
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,
         global_batch_size=batch,

@@ -16,6 +16,7 @@ from hardware_db.units import DAY_SECONDS, format_bytes, format_seconds
 from planner import vocabulary as words
 from planner.calibration.spread import AGAIN, NINE_OF_TEN, OUTSIDE_OF_CPUS, spread_of
 from planner.cluster.budget import bill_of
+from planner.cost.code_bases import code_base
 from planner.cost.combinations import why_refused
 from planner.cost.intervals import memory_headroom, widest_half_width
 from planner.cost.timing import step_time
@@ -157,7 +158,21 @@ def preference(item: Timed) -> tuple[int, ...]:
     in both are ranked by their times alone.
     """
     chosen = item.configuration
+    if _gathers_beside_splits(item):
+        splits, *others = simplicity(chosen)
+        return (not item.has_room) + (chosen.offload != "none") + 1, splits + 1, *others
     return (not item.has_room) + (chosen.offload != "none") + chosen.splits_model, *simplicity(chosen)
+
+
+def _gathers_beside_splits(item: Timed) -> bool:
+    """Return whether ZeRO-3 all-gathers every weight over nodes where a code base's own layers split inside one.
+
+    Who trains with Megatron's layers splits them over a node's ranks first, and shards no more than the optimizer's
+    states (EleutherAI/pythia models/*/*.yml, BLOOM's arXiv 2211.05100 section 3.4, GPT-NeoX's arXiv 2204.06745).
+    """
+    chosen, code = item.configuration, code_base(item.priced.job.workload.code)
+    over_nodes = chosen.dp_shard > item.priced.job.cluster.gpus_per_node
+    return chosen.strategy == "zero3" and over_nodes and not code.runs_here and "tp" in code.degrees
 
 
 def worth(item: Timed, objective: words.Objective) -> float:

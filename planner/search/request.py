@@ -115,13 +115,14 @@ class Request:
     """A question: model, work, devices, and how plans are to be ranked.
 
     `defaults` are the sentences that say what was taken for granted. `strategies` limits the search where not None;
-    so does `micro_batch`, for scripts that cut their batches themselves. `simplest_first` lets a simpler plan go before
-    one that cannot be told to be faster. `experience` is what was measured before. `zero_backend` runs ZeRO stages.
-    `offload` and `offload_ratio` are what a script or a person decided, and `checkpointings` what they left to choose
-    from; None leaves them to the search. `gradient_compression` and `activations_on_host` hold for every plan, the
-    latter where it checkpoints; `zero_plus` for those of DeepSpeed's stage 3. `degrees` are those that every plan must
-    have; None leaves them to the search. `splits` are then the degrees that a live script can be run with, on CPUs too;
-    None: all, on GPUs. `to_the_limit` lets plans in that fit without every margin, where none fits with them.
+    so does `micro_batch`, for scripts that cut their batches themselves. `simplest_first` lets a simpler plan go
+    before one that cannot be told to be faster. `experience` is what was measured before. `zero_backend` runs ZeRO
+    stages. `offload` and `offload_ratio` are what a script or a person decided, and `checkpointings` what they left
+    to choose from; None leaves them to the search. `gradient_compression` and `activations_on_host` hold for every
+    plan, the latter where it checkpoints; `zero_plus` for those of DeepSpeed's stage 3. `degrees` are those that
+    every plan must have; None leaves them to the search; with `shard` alone so many ranks share one set of states.
+    `splits` are then the degrees that a live script can be run with, on CPUs too; None: all, on GPUs.
+    `to_the_limit` lets plans in that fit without every margin, where none fits with them.
     """
 
     facts: ModelFacts
@@ -145,6 +146,7 @@ class Request:
     activations_on_host: bool = False
     zero_plus: ZeroPlus | None = None
     degrees: Degrees | None = None
+    shard: int | None = None
     splits: tuple[words.Degree, ...] | None = None
     to_the_limit: bool = False
 

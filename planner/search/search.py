@@ -271,6 +271,11 @@ def _late(request: Request, late: Sequence[Timed], rejected: tuple[Rejection, ..
 def _nothing(request: Request, missing: Sequence[Priced], rejected: tuple[Rejection, ...]) -> Recommendation:
     if not missing:
         batch, gpus = request.workload.global_batch_size, request.cluster.gpus
+        shard = request.shard
+        if shard is not None and gpus % shard:
+            below = next((size for size in range(min(shard, gpus), 1, -1) if gpus % size == 0), None)
+            remedy = f"use {below}" if below else "leave it out"
+            raise ContradictoryRequest(f"--shard {shard} does not divide {gpus} GPU{'s' * (gpus > 1)}; {remedy}")
         raise ContradictoryRequest(_why_uneven(request) or f"global batch {batch} cannot be split over {gpus} GPUs")
     from planner.search.no_plan import remedies
 

@@ -85,7 +85,7 @@ def why_inapplicable(request: Request, strategy: words.Strategy) -> str | None:
         return "DeepSpeed casts weights, which 4-bit ones do not survive; --backend native does not"
     if strategy in words.FSDP_STRATEGIES and request.facts.kind == "vision-text":
         return "torch's FSDP2 cannot shard the scalar logit_scale"
-    is_chosen = request.degrees is not None and request.degrees.shard is not None
+    is_chosen = request.shard is not None or (request.degrees is not None and request.degrees.shard is not None)
     if strategy == "hsdp" and not is_chosen and (cluster.nodes == 1 or cluster.gpus_per_node == 1):
         return "is fsdp unless there are several nodes of several GPUs"
     return None
@@ -273,6 +273,9 @@ def _shards(request: Request, strategy: words.Strategy, split: _Split) -> Iterat
         if strategy not in ("single", "ddp"):
             yield shard_over(strategy, ranks, shard=request.degrees.shard, cp=split.cp)
         return
+    if request.shard is not None:
+        yield from _shards_as_asked(request, strategy, ranks, cp=split.cp, shard=request.shard)
+        return
     usual = default_shards(request, strategy, ranks)
     yield usual
     if request.cluster.nodes > 1 and _copies_shards(request, strategy):
@@ -280,6 +283,26 @@ def _shards(request: Request, strategy: words.Strategy, split: _Split) -> Iterat
         spreads_experts = size * split.cp * split.tp % split.ep == 0
         if 1 < size < ranks and size != usual[1] and spreads_experts:
             yield ranks // size, size
+
+
+def _shards_as_asked(
+    request: Request, strategy: words.Strategy, ranks: int, *, cp: int, shard: int
+) -> Iterator[tuple[int, int]]:
+    """Yield dp_replicate and dp_shard where so many ranks share one set of states; none where they cannot.
+
+    Copies of FSDP's shards are hsdp, and ZeRO's are our own ZeRO's or what the code base has.
+    """
+    if strategy in words.REPLICAS or shard % cp or ranks % max(shard // cp, 1):
+        return
+    code, has_copies = code_base(request.workload.code), shard < ranks * cp
+    if strategy in ("fsdp", "hsdp"):
+        can = has_copies == (strategy == "hsdp")
+    elif strategy in words.ZERO_STAGES:
+        can = not has_copies or code.runs_here or (code.copies_shards and strategy == "zero1")
+    else:
+        can = True
+    if can:
+        yield ranks * cp // shard, shard // cp
 
 
 def _copies_shards(request: Request, strategy: words.Strategy) -> bool:

@@ -62,14 +62,15 @@ SCHEMA_VERSION = 1
 class Configuration:
     """Way of running a job: the `plan` object of the JSON contract.
 
-    `sync_each_micro_batch` says that FSDP reduces gradients in every micro-batch, so that none are kept whole; False is
-    what `no_sync` (and HF Trainer) does: one reduction per step, at 4 bytes per parameter and rank more.
-    `offload_ratio` is the share of what `offload` names that leaves the device. `gradient_compression` is how gradients
-    travel between ranks; checkpointing takes one in `checkpoint_every` blocks; `virtual_stages` is how many stages of
-    an interleaved pipeline a rank has; with `sequence_parallel` the tp ranks split the sequence between their products.
-    `activations_on_host` keeps in host memory what checkpointing starts again from. Of ZeRO++ (arXiv 2306.10209),
-    `hpz_partition_size` ranks share a second copy of the weights, which backward all-gathers; `quantized_weights` and
-    `quantized_gradients` travel in 8 and in 4 bits.
+    `sync_each_micro_batch` says that FSDP reduces gradients in every micro-batch, so that none are kept whole;
+    False is what `no_sync` (and HF Trainer) does: one reduction per step, at 4 bytes per parameter and rank more.
+    `offload_ratio` is the share of what `offload` names that leaves the device. `gradient_compression` is how
+    gradients travel between ranks; checkpointing takes one in `checkpoint_every` blocks; `recompute_modules` are
+    the parts of a block, with commas between, that selective checkpointing drops where the code base has a list of
+    them; `virtual_stages` is how many stages of an interleaved pipeline a rank has; with `sequence_parallel` the tp
+    ranks split the sequence between their products. `activations_on_host` keeps in host memory what checkpointing
+    starts again from. Of ZeRO++ (arXiv 2306.10209), `hpz_partition_size` ranks share a second copy of the weights,
+    which backward all-gathers; `quantized_weights` and `quantized_gradients` travel in 8 and in 4 bits.
 
     Raises:
         ContradictoryRequest: a word is unknown, or micro-batch x accumulation x data-parallel ranks is not the global
@@ -96,6 +97,7 @@ class Configuration:
     attention: words.Attention = "sdpa"
     activation_checkpointing: words.Checkpointing = "none"
     checkpoint_every: int = 1
+    recompute_modules: str = ""
     offload: words.Offload = "none"
     offload_ratio: float = 1.0
     sync_each_micro_batch: bool = True
@@ -118,6 +120,8 @@ class Configuration:
             raise ContradictoryRequest(
                 "activations on the host are those that checkpointing keeps; choose full or selective"
             )
+        if self.recompute_modules:
+            self._check_recomputed()
         product = self.micro_batch_size * self.gradient_accumulation_steps * self.dims.data_parallel
         if product != self.global_batch_size:
             raise ContradictoryRequest(
@@ -125,6 +129,19 @@ class Configuration:
                 f" {self.dims.data_parallel} data-parallel ranks = {product} is not the global batch"
                 f" {self.global_batch_size}"
             )
+
+    def _check_recomputed(self) -> None:
+        unknown = [name for name in self.recomputed if name not in words.RECOMPUTED_MODULES]
+        if unknown:
+            choices = ", ".join(words.RECOMPUTED_MODULES)
+            raise ContradictoryRequest(f"recompute modules {', '.join(unknown)!r}: use some of {choices}")
+        if self.activation_checkpointing != "selective":
+            raise ContradictoryRequest("recompute modules are parts of selective checkpointing; choose selective")
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """The parts of a block that selective checkpointing drops; none where the code base has a way of its own."""
+        return tuple(name.strip() for name in self.recompute_modules.split(",")) if self.recompute_modules else ()
 
     @property
     def counts_samples(self) -> bool:

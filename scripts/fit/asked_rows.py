@@ -109,7 +109,7 @@ def starcoder2(row: Row) -> dict[str, Any]:
 
 def dropout_of(source: str) -> float:
     """Megatron-LM trains with 0.1 unless told otherwise."""
-    own = ("bigscience", "deepspeed_zero", "bmtrain", "vtrain", "megatron_golden")
+    own = ("bigscience", "deepspeed_zero", "bmtrain", "vtrain", "megatron_golden", "nemo_launcher")
     return 0.1 if source.startswith(own) else 0.0
 
 
@@ -319,7 +319,7 @@ def strategy_of(row: Row, notes: Row, ranks: int, assumed: list[str]) -> str:
     if source.startswith(("torchtitan", "torchao", "nemo_automodel")):
         return "fsdp" if int(row["n_gpus"]) > 1 else "single"
     if source.startswith(("megatron_bridge", "nemo", "dgxc")):
-        if number(notes.get("fsdp")) > 1:
+        if number(notes.get("fsdp")) > 1 or row["strategy"] == "fsdp":
             raise NotAskable("Megatron-FSDP, which is not counted of --code nemo")
         if notes.get("dist_optimizer", "not stated") == "not stated":
             assumed.append("distributed optimizer")
@@ -350,6 +350,9 @@ def work(row: Row, notes: Row, assumed: list[str]) -> Flags:
         flags |= {"checkpointing": "full", "checkpoint_every": int(checkpointing.removeprefix("selective:layer"))}
     elif checkpointing:
         flags["checkpointing"] = checkpointing.partition(":")[0]
+    elif modules := recomputed_modules(row, notes):
+        flags |= {"checkpointing": "selective", "recompute_modules": modules}
+        assumed.append(f"recomputation of {modules.replace(',', ' and ')}, as its recipe asks for")
     else:
         assumed.append("no recomputation")
         if source.startswith("qwen"):  # finetune_lora_*.sh beside the table: --gradient_checkpointing
@@ -374,6 +377,26 @@ def work(row: Row, notes: Row, assumed: list[str]) -> Flags:
     if row["torch_compile"] == "y":
         flags["compile"] = True
     return flags
+
+
+def recomputed_modules(row: Row, notes: Row) -> str:
+    """Return the modules that the performance recipe of a Megatron-Bridge row recomputes."""
+    release = notes.get("release", "")
+    if not row["source_id"].startswith("megatron_bridge") or release in DATA["before_recipes"]:
+        return ""
+    plan = {
+        "model": row["model_name"],
+        "gpu": row["gpu_name"],
+        "pp": int(row["pp"]),
+        "micro_batch": int(row["micro_batch_per_gpu"]),
+        "precision": row["precision"],
+    }
+    for recipe in DATA["recomputed"]:
+        if release in recipe.get("releases", [release]) and all(
+            plan[key] == recipe[key] for key in plan if key in recipe
+        ):
+            return str(recipe["modules"])
+    return ""
 
 
 def precision(row: Row, notes: Row, assumed: list[str]) -> Flags:
@@ -481,6 +504,7 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
     for index, row in enumerate(rows):
         source = row["source_id"]
         case = f"{source}-{index + 2}"
+        row = {**row, **DATA["corrected"].get(case, {})}
         stated, timed = memories.get(case), training.get(index)
         out = dict.fromkeys(COLUMNS, "") | {
             "case": case,
@@ -495,6 +519,8 @@ def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
         if source.startswith(("megatron_bridge", "nemo", "dgxc")):
             out["reading"] = "vendor"
         try:
+            if case in DATA["misprinted"]:
+                raise NotAskable(f"contradicts itself: {DATA['misprinted'][case]}")
             cluster: dict[str, Any]
             assumed = ""
             if timed is not None:

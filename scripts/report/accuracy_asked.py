@@ -35,8 +35,9 @@ fitted without it. No constant was fitted to memory.
 *Ran* counts runs whose plan is stated and that ran; a *false reject* is one of them that is called "does not fit", a
 *false fit* a run that went out of memory and is called "fits"; others of those are called "tight", which is where one
 real run in ten goes beyond the capacity. Runs tuned by a vendor (Megatron-Bridge,
-NeMo, dgxc) state neither recomputation nor how the optimizer is sharded: their speeds are asked with none and with the
-distributed optimizer, and their verdicts are not counted. Versions of a code base by year (`torchtitan-2024`) count
+NeMo, dgxc) state neither recomputation nor how the optimizer is sharded: they are asked with the modules that
+Megatron-Bridge's recipe of the same plan recomputes (`scripts/fit/asked_rows.yaml`), with none elsewhere, and with the
+distributed optimizer; their verdicts are not counted. Versions of a code base by year (`torchtitan-2024`) count
 with it; the tables by publication name them.
 """
 BEFORE_HEAD = """

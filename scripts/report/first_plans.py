@@ -42,7 +42,8 @@ HELD_OUT = """
 
 Thirty more, of other recipes, models and codes, written before any of them was asked. 24 were met then, and one ended
 in an error. What was mended are rules: the form of parallel residuals under Megatron's selective recomputation,
-pipelines of three times a power of two, and shards that only made an unfused optimizer faster.
+pipelines of three times a power of two, shards that only made an unfused optimizer faster, and ZeRO-3 over nodes
+beside layers that split inside one.
 """
 
 

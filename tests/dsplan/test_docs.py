@@ -37,9 +37,9 @@ GENERATED = {
 """The scripts that write pages, and the cores on which the suite has each write its page (None: it takes too long)."""
 
 
-@pytest.mark.sweep(suite=lambda script, cores: GENERATED[script] == cores)
 @pytest.mark.parametrize("cores", [1, 2, 8, 64])
 @pytest.mark.parametrize("script", GENERATED)
+@pytest.mark.sweep(suite=lambda script, cores: GENERATED[script] == cores)
 def test_generated_pages_are_fresh_on_any_machine(script: str, cores: int) -> None:
     """On cores that are not there, of a processor that is not here."""
     command = [sys.executable, "-m", "scripts.ci.other_machine", str(cores), f"scripts.{script}", "--check"]

@@ -121,6 +121,7 @@ def test_what_changes_the_answer_is_asked_anew(
     assert len(asked) == 2
 
 
+@pytest.mark.slow
 def test_another_micro_batch_follows_from_two(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = f"estimate {HARDWARE} --gpus 2 --strategy fsdp --exact --json --model {quoted(model)} --micro-batch"
     cli(line, 16)

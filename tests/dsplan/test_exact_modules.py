@@ -226,6 +226,7 @@ VALUE = "aten::_local_scalar_dense (Tensor.item, or a tensor as a condition)"
         ("Pair", "nothing is known of Pair's input 'right'; give it a method example_batch(samples, length)"),
     ],
 )
+@pytest.mark.sweep(every=2)
 def test_what_the_trace_cannot_follow_is_named(cli: Cli, module: str, factory: str, said: str) -> None:
     asked = f"estimate {HARDWARE} --json --model {module}:{factory}"
     closed, printed = cli(asked), cli(f"{asked} --exact")

@@ -231,7 +231,9 @@ def shown(checked: CheckedPage) -> CheckedPage:
 PARTS = ("Hardware", "Work", "Goal", "Another model")
 
 
-def test_everything_on_a_page_can_be_seen_and_reached(server: Server, open_page: OpenPage) -> None:
+@pytest.mark.parametrize("looks_at_all", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_everything_on_a_page_can_be_seen_and_reached(looks_at_all: bool, server: Server, open_page: OpenPage) -> None:
+    """axe-core takes seconds over a view: the suite has it look at the first in the light, the long checks at all."""
     checked = shown(open_page(f"{server.url}?{SMALL}"))
     page = checked.page
     assert page.title() == "dsplan"
@@ -243,14 +245,16 @@ def test_everything_on_a_page_can_be_seen_and_reached(server: Server, open_page:
     for part in PARTS:
         page.get_by_role("button", name=part).click()
     for number, view in enumerate(views(checked)):
-        assert checked.problems(within="#views" if number else None) == [], view
+        if looks_at_all or not number:
+            assert checked.problems(within="#views" if number else None) == [], view
     checked.changed_to(dark=True, width=NARROW)
     # The pictures were hidden behind the last view while the window became narrow.
     page.get_by_role("tab", name="Pictures").click()
     page.wait_for_function("[...document.querySelectorAll('.main-svg')].every(svg => svg.clientWidth < innerWidth)")
     assert checked.unreadable() == []
     for number, view in enumerate(views(checked)):
-        assert checked.problems(within="#views" if number else None, rule="color-contrast") == [], view
+        if looks_at_all:
+            assert checked.problems(within="#views" if number else None, rule="color-contrast") == [], view
 
 
 def views(checked: CheckedPage) -> Iterator[str]:
@@ -295,10 +299,12 @@ def test_a_changed_field_changes_the_answer_and_what_a_stranger_adds_is_text(
     assert after[1:] == before[1:]
     assert after[0].endswith(before[0])
     assert page.get_by_label("Sequence length").input_value() == "1024"
-    strange_names_and_configs_are_text_or_refused(server, checked)
+    assert page.evaluate("window.hacked") is None
 
 
-def strange_names_and_configs_are_text_or_refused(server: Server, checked: CheckedPage) -> None:
+@pytest.mark.slow
+def test_strange_names_and_configs_are_text_or_refused(server: Server, open_page: OpenPage) -> None:
+    checked = shown(open_page(f"{server.url}?{SMALL}"))
     page = checked.page
     field, alert = page.get_by_label("Model", exact=True), page.get_by_role("alert")
     for name, said in (

@@ -80,10 +80,10 @@ def test_the_command_line_shows_the_round(cli: Cli) -> None:
 
 def test_a_round_is_written_and_explained_and_its_largest_micro_batch_found(cli: Cli, tmp_path: Path) -> None:
     asked = f"{ASKED} --rollout colocate --rollout-tp 1 --rollout-sleep --rollout-memory 0.3"
-    written = cli(f"recommend {asked} --top 1 --out {tmp_path}")
+    written = cli(f"recommend {asked} --top 1 --out", tmp_path)
     assert written.status == 0
     assert "in tiles of tokens and words" in (tmp_path / "plan-1" / "accelerate" / "accelerate.yaml").read_text()
-    assert "a round of 16 prompts x 4 completions" in cli(f"explain {tmp_path / 'plan-1.yaml'}").out
+    assert "a round of 16 prompts x 4 completions" in cli("explain", tmp_path / "plan-1.yaml").out
     largest = cli("max --model qwen2.5-0.5b --gpu A100-SXM4-80GB --gpus 1 --task grpo --strategy single --json").json
     assert all(row["micro_batch_size"] for row in largest["maxima"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ FEW = "--model opt-1.3b --gpus 4 --gpu A100-SXM4-80GB"
 def cluster(tmp_path: Path) -> str:
     path = tmp_path / "cluster.yaml"
     path.write_text("gpu: H100-SXM5-80GB\nnodes: 256\nfailures_per_1000_node_days: 40\nrestart_minutes: 30\n")
-    return f"--cluster {path}"
+    return f"--cluster {shlex.quote(str(path))}"
 
 
 def test_recommend_has_failures_in_json_and_a_line_where_they_matter(cli: Cli, cluster: str) -> None:
@@ -40,7 +41,7 @@ def test_months_are_simulated_as_the_formula_says(cli: Cli, cluster: str, tmp_pa
     pytest.importorskip("simpy", reason="needs simpy (extra simulate)")
     pytest.importorskip("plotly", reason="needs plotly (extra report)")
     page = tmp_path / "months.html"
-    answer = cli(f"simulate {LARGE} {cluster} --months 3 --days 6 --out {page} --json").json
+    answer = cli(f"simulate {LARGE} {cluster} --months 3 --days 6 --out {shlex.quote(str(page))} --json").json
     assert answer["goodput"] == pytest.approx(answer["goodput_by_formula"], abs=0.03)
     assert sum(answer["hours"].values()) == pytest.approx(6 * 24)
     assert answer["failures"] == pytest.approx(6 * 24 / 2.34, rel=0.2)

@@ -96,6 +96,7 @@ def test_there_are_as_many_kinds_as_were_asked_for() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sweep(every=3)
 def test_a_hostile_checkpoint_is_refused_and_nothing_has_changed(kind: str, run: Path, never_tried: float) -> None:
     named, damage = KINDS[kind]
     damage(run / "step-00000001")
@@ -188,6 +189,7 @@ def test_a_disk_that_fails_after_all_was_read_says_that_the_engine_has_a_part(
         *((f"zero{stage}", backend) for backend in ("native", "deepspeed") for stage in (1, 2, 3)),
     ],
 )
+@pytest.mark.sweep(every=3)
 def test_if_one_rank_refuses_all_do_and_train_on_as_if_nothing_had_been(
     strategy: str, backend: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

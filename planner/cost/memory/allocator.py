@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from hardware_db.records import dataclass
 from hardware_db.units import MIB
 from planner.cost.memory.units import ALLOCATION_BYTES, round_up
 
@@ -61,15 +61,20 @@ class Mark(NamedTuple):
 Event: TypeAlias = Request | Free | Mark
 
 
-@dataclass(slots=True, eq=False)
 class _Block:
-    address: int
-    size: int
-    is_small: bool
-    stream: int
-    is_free: bool = False
-    before: _Block | None = None
-    after: _Block | None = None
+    __slots__ = ("address", "after", "before", "is_free", "is_small", "size", "stream")
+
+    def __init__(
+        self,
+        address: int,
+        size: int,
+        is_small: bool,
+        stream: int,
+        before: _Block | None = None,
+        after: _Block | None = None,
+    ) -> None:
+        self.address, self.size, self.is_small, self.stream = address, size, is_small, stream
+        self.is_free, self.before, self.after = False, before, after
 
 
 _Key: TypeAlias = tuple[int, int]

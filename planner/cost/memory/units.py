@@ -40,8 +40,12 @@ class Shards:
     evenly: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unit:
+class _Cached:
+    """Gives slotted records the `__dict__` that `cached_property` writes to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit(_Cached):
     """The tensors of one unit.
 
     `repeats` like units are on the rank. `has_experts`: its three-dimensional tensors hold routed experts, one beside
@@ -104,8 +108,8 @@ _STACKED = 3
 """Dimensions of a tensor of all experts: [experts, outputs, inputs]."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Units:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Units(_Cached):
     """All parameters of one rank: the blocks in the order they run, and the root around them.
 
     The root's first `tables` tensors are the embedding's, which come before the blocks.

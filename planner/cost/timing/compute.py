@@ -24,7 +24,7 @@ from planner.cost.timing.flops import (
     trained_share,
 )
 from planner.cost.timing.optimizer import TENSORS_PER_BLOCK
-from planner.cost.timing.stacks import USUAL_MATMULS, Matmuls, Stack
+from planner.cost.timing.stacks import USUAL_MATMULS, Matmuls, Stack, recomputed_products
 from planner.types.job import Job
 
 
@@ -135,6 +135,24 @@ def _elementwise_seconds(stack: Stack, tokens: float, rates: DeviceRates, tp: in
     )
 
 
+def _recomputed_elementwise_seconds(stack: Stack, job: Job, tokens: float, rates: DeviceRates) -> float:
+    """Return what recomputed modules of a block take outside products: norms, activations, rotation."""
+    chosen, code, element = job.configuration, rates.code, tokens * rates.element_bytes
+    norm = code.rms_norm_passes if stack.root_mean_square_norm else code.layer_norm_passes
+    split = chosen.tp if chosen.sequence_parallel else 1
+    seconds = 0.0
+    if "layernorm" in chosen.recomputed:
+        seconds += rates.elementwise(stack.norms * norm * stack.hidden / split * element, 2 * stack.hidden * element)
+    if {"moe_act", "shared_experts", "mlp", "moe"} & {*chosen.recomputed}:
+        passes = code.gated_passes if stack.gated else code.activation_passes
+        inner = stack.mlp_width / chosen.tp
+        seconds += rates.elementwise(passes * inner * element, 2 * inner * element)
+    if "mla_up_proj" in chosen.recomputed:
+        rotated = (stack.attention_width + stack.key_value_width) / chosen.tp
+        seconds += rates.elementwise(code.rotary_passes * rotated * element, 2 * rotated * element)
+    return seconds
+
+
 def _attention_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
     """Attention in one block on one rank: of its heads, and of its part of the queries, with all keys."""
     tp = job.configuration.tp * job.configuration.cp
@@ -194,6 +212,10 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     again = _with_host(products - skipped + elementwise + attention.forward + drawn, host + hooks, rates)
     checkpointing = job.configuration.activation_checkpointing
     selective = elementwise + rates.code.selective_products * products
+    if job.configuration.recomputed:
+        selective = products * recomputed_products(job.facts, job.configuration.recomputed) / matmuls.active
+        selective += _recomputed_elementwise_seconds(stack, job, tokens, rates)
+        selective += attention.forward if "core_attn" in job.configuration.recomputed else 0.0
     recomputed = {"none": 0.0, "full": again, "selective": selective}[checkpointing]
     forward *= 1 + job.extra_forwards
     return Passes(

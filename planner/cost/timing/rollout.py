@@ -114,7 +114,8 @@ def forward_seconds(job: Job, rates: DeviceRates) -> float:
     """Return the seconds of one forward pass without gradients over all samples of a round, as they are spread."""
     chosen, post = job.configuration, post_of(job)
     passes = post.samples / (chosen.micro_batch_size * chosen.dims.data_parallel)
-    once = replace(job, configuration=replace(chosen, activation_checkpointing="none", activations_on_host=False))
+    kept = replace(chosen, activation_checkpointing="none", recompute_modules="", activations_on_host=False)
+    once = replace(job, configuration=kept)
     where, pipeline = layout(once), stages(once, rates)
     busiest = max(pipeline, key=lambda stage: stage.forward)
     inside = exchanges(once, where, busiest, rates)

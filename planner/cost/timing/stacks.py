@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Literal
 
@@ -179,6 +180,26 @@ def _mlp(facts: ModelFacts) -> Matmuls:
     sparse = routed + _product(hidden, _shared_width(facts)) * products + _product(hidden, facts.num_experts)
     plain_share = facts.first_k_dense / facts.num_layers
     return sparse * (1 - plain_share) + plain * plain_share
+
+
+def recomputed_products(facts: ModelFacts, modules: Collection[str]) -> float:
+    """Return weight elements that a token passes again in an average block, of `Configuration.recomputed` modules."""
+    hidden, products = facts.hidden_size, 3 if facts.gated_mlp else 2
+    width = facts.moe_intermediate_size or facts.intermediate_size
+    plain_share = facts.first_k_dense / facts.num_layers if facts.is_moe else 1.0
+    shared = products * hidden * _shared_width(facts) * (1 - plain_share) if facts.is_moe else 0.0
+    again = 0.0
+    if "mla_up_proj" in modules and facts.mla is not None:
+        mla, heads = facts.mla, facts.num_heads
+        again += (mla.q_lora_rank or 0) * heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        again += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    if "mlp" in modules:
+        again += products * hidden * facts.intermediate_size * plain_share
+    if "moe" in modules and facts.is_moe:
+        again += (products * width * facts.experts_per_token + facts.num_experts) * hidden * (1 - plain_share) + shared
+    elif "shared_experts" in modules:
+        again += shared
+    return again
 
 
 def _mlp_width(facts: ModelFacts) -> int:

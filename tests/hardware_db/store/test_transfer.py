@@ -122,6 +122,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.sweep(every=3)
 def test_a_broken_line_is_named_and_nothing_is_imported(store: Store, exported: Path, case: str) -> None:
     line, problem = BROKEN[case]
     exported.write_text(exported.read_text() + line + "\n", encoding="utf-8")

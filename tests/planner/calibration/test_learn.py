@@ -42,6 +42,7 @@ def _errors(request: Request, runs: list[Measurement]) -> list[float]:
 
 
 @pytest.mark.parametrize("user", [User(), User(model="meta-llama/Llama-3.2-1B", noise=0.04), on_this_machine()])
+@pytest.mark.sweep(every=2)
 def test_after_ten_runs_the_error_on_the_next_ten_is_at_most_half(user: User) -> None:
     runs = user.runs(20)
     store = _store(*runs[:10])

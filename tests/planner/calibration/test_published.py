@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import statistics
 
+import pytest
+
 from scripts.fit.calibration_users import users
 from scripts.fit.time_accuracy import read_left_out
 
 
+@pytest.mark.slow
 def test_ten_runs_of_a_published_user_improve_the_next_ten() -> None:
     left_out = users(read_left_out())
     assert len(left_out) >= 10

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import dsplan
 from hardware_db.errors import BrokenFile, UnknownName
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.code_bases import code_base, code_names
@@ -74,6 +75,61 @@ def test_a_block_of_llama_in_transformer_engine() -> None:
     assert block is not None
     kept = code_blocks(find_model("llama-3-8b"), block, "pure", "flash")["block"].kept
     assert kept == {"b h s": 8, "b s": 8, "a b d s": 2 + 2, "b d g s": 2 + 2, "a b s": 4, "b f s": 6}
+
+
+def dropped(model: str, kind: str, *modules: str) -> dict[str, float]:
+    """Bytes that a block of Transformer Engine's keeps no more when modules of it are recomputed."""
+    block = code_base("nemo").eager.block
+    assert block is not None
+    form = code_blocks(find_model(model), block, "pure", "flash", recomputed=modules)[kind]
+    left = {term: form.kept[term] - form.products.get(term, 0) for term in form.kept}
+    return {term: size for term, size in left.items() if size and term != "b h s"} | {
+        "b h s": left["b h s"] - form.boundary["b h s"]
+    }
+
+
+def test_what_recomputed_modules_drop() -> None:
+    """By the list of `recompute_modules` in Megatron-Core's transformer_config.py, in two bytes."""
+    assert dropped("deepseek-v3", "expert", "moe_act") == {"b k m s": 2, "b h s": 0}
+    assert dropped("deepseek-v3", "expert", "shared_experts") == {"b s x": 6, "b h s": 0}
+    assert dropped("deepseek-v3", "expert", "layernorm") == {"b h s": 4}
+    assert dropped("deepseek-v3", "dense", "layernorm") == {"b h s": 2}, "a dense MLP's norm is in its first product"
+    assert dropped("deepseek-v3", "dense", "mlp") == {"b f s": 6, "b h s": 2}
+    assert dropped("deepseek-v3", "expert", "mlp") == {"b h s": 0}
+    latent = {"a b n s": 4, "a b o s": 4, "a b s v": 2, "b ql s": 2, "b kl s": 2, "b h s": 0}
+    assert dropped("deepseek-v3", "expert", "mla_up_proj") == latent
+    assert dropped("llama-3-8b", "block", "mla_up_proj", "layernorm", "moe") == {"b h s": 0}, "it has none of them"
+    whole = dropped("deepseek-v3", "expert", "moe")
+    assert (whole["b k m s"], whole["b s x"]) == (6, 6), "the experts inside, and the shared one"
+
+
+def test_recomputed_modules_cost_memory_and_time_in_turn() -> None:
+    options = {"model": "deepseek-v3", "gpus": 256, "gpu": "B200-SXM-180GB", "code": "nemo", "strategy": "zero1"}
+    options |= {"pp": 16, "ep": 8, "micro_batch": 1, "grad_accum": 128, "seq_len": 4096, "attention": "flash"}
+    options |= {"precision": "fp8", "fp8_recipe": "mxfp8"}
+    none = dsplan.estimate(**options)
+    plans = [
+        dsplan.estimate(**options, checkpointing="selective", recompute_modules=modules)
+        for modules in ("moe_act", "moe_act,layernorm", "moe_act,layernorm,mla_up_proj")
+    ]
+    for less, more in zip([none, *plans[:-1]], plans, strict=True):
+        assert more.memory.activations_bytes < less.memory.activations_bytes
+        assert more.time.step_seconds > less.time.step_seconds
+    assert plans[-1].time.step_seconds < dsplan.estimate(**options, checkpointing="full").time.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"code": "torchtitan"}, "has no list of modules to recompute"),
+        ({"checkpointing": "full"}, "parts of selective checkpointing; choose selective"),
+        ({"recompute_modules": "moe_acts"}, "moe_acts.: use some of core_attn, layernorm"),
+    ],
+)
+def test_modules_that_cannot_be_recomputed(options: dict[str, Any], why: str) -> None:
+    asked_for = {"code": "nemo", "checkpointing": "selective", "recompute_modules": "moe_act", **options}
+    with pytest.raises(ContradictoryRequest, match=why):
+        dsplan.estimate(model="llama-3-8b", gpus=8, gpu="H100-SXM5-80GB", **asked_for)
 
 
 @pytest.mark.parametrize(("strategy", "bytes_per_parameter"), [("ddp", 18), ("zero1", 6 + 12 / 8)])

@@ -25,6 +25,7 @@ def test_torchrun_starts_the_ranks_and_passes_the_arguments_on(tmp_path: Path) -
     assert ranks == [{"RANK": rank, "LOCAL_RANK": rank, **same} for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_several_nodes_meet_at_master_addr(tmp_path: Path) -> None:
     """Two nodes of one rank each, both on this machine."""
     write(emit(make_plan("ddp", gpus=2, nodes=2), "torchrun"), tmp_path)

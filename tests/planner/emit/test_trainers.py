@@ -61,6 +61,15 @@ GRID = {
     "gpt2": split_plan("gpt2", "ddp", dp_shard=1, dp_replicate=8, tp=1, pp=1, sequence_length=1024),
     "mixtral ep": split_plan("mixtral-8x7b", dp_shard=32, tp=2, pp=1, ep=8),
     "deepseek-v3": split_plan("deepseek-v3", dp_shard=64, tp=1, pp=16, ep=64),
+    "deepseek-v3 modules": split_plan(
+        "deepseek-v3",
+        dp_shard=64,
+        tp=1,
+        pp=16,
+        ep=64,
+        activation_checkpointing="selective",
+        recompute_modules="moe_act,layernorm",
+    ),
     "deepseek-v3 fsdp": split_plan("deepseek-v3", "fsdp", dp_shard=256, tp=1, pp=1, ep=64),
     "fp8": split_plan("llama-3-8b", pp=1, precision="fp8", workload={"fp8_recipe": "blockwise", "loss": "fused"}),
     "fp8 titan": split_plan(
@@ -68,6 +77,13 @@ GRID = {
     ),
     "fp4": split_plan("llama-3-8b", pp=1, precision="fp4"),
 }
+
+
+def test_recomputed_modules_are_in_megatrons_flags() -> None:
+    written = emit(GRID["deepseek-v3 modules"], "megatron")
+    assert any("--recompute-modules moe_act layernorm" in text for text in written.values())
+    bridge = emit(GRID["deepseek-v3 modules"], "megatron-bridge")["bridge_plan.py"]
+    assert 'recompute_modules=["moe_act", "layernorm"]' in bridge
 
 
 def every_file(format: str) -> dict[str, tuple[Plan, dict[str, str]]]:

@@ -58,6 +58,7 @@ def test_the_base_of_rotary_positions_is_read_from_either_key(keys: dict[str, An
 
 
 @pytest.mark.parametrize("facts", FIRST_OF_TYPE.values(), ids=lambda facts: str(facts.model_type))
+@pytest.mark.sweep(every=3)
 def test_count_of_a_small_config_is_that_of_the_model_built_from_it(facts: ModelFacts) -> None:
     small = builder.shortened(facts, 2)
     config = builder.hf_config(small)

@@ -52,7 +52,7 @@ def _name(facts: ModelFacts) -> str:
 
 
 @pytest.mark.parametrize("facts", BUILDABLE, ids=_name)
-@pytest.mark.sweep(suite=lambda facts: FIRST_OF_TYPE.get(facts.model_type, facts) is facts)
+@pytest.mark.sweep(every=3, suite=lambda facts: FIRST_OF_TYPE.get(facts.model_type, facts) is facts)
 def test_count_is_that_of_the_model_on_the_meta_device(facts: ModelFacts) -> None:
     model = meta_model(builder.hf_config(facts), facts)
     assert count_parameters(facts).total == facts.parameters == real_count(model)

@@ -28,6 +28,7 @@ MODELS = pytest.mark.parametrize("facts", OF_TRANSFORMERS, ids=lambda facts: fac
 
 
 @MODELS
+@pytest.mark.sweep(every=3)
 def test_the_count_is_that_of_the_module(facts: ModelFacts) -> None:
     module = meta_model(builder.hf_config(facts), facts)
     counts = counts_from_module(module)

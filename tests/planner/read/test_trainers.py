@@ -62,7 +62,7 @@ ARGS=(
     --num-layers-per-virtual-pipeline-stage 6
     --sequence-parallel
     --use-distributed-optimizer
-    --recompute-granularity selective
+    --recompute-granularity selective --recompute-modules moe_act layernorm
     --bf16 --train-iters 100
     --tokenizer-type Llama2Tokenizer
     --untie-embeddings-and-output-weights
@@ -175,12 +175,18 @@ def test_megatron(tmp_path: Path) -> None:
     assert reading.format == "megatron"
     holds(reading, gpus=16, nodes=2, micro_batch=2, global_batch=64, seq_len=4096, tp=2, pp=2, virtual_stages=2)
     holds(reading, strategy="zero1", checkpointing="selective", precision="bf16", sequence_parallel=True)
+    holds(reading, recompute_modules="moe_act,layernorm")
     facts = facts_from_config(reading.answers["model_config"], "megatron")
     assert (facts.num_layers, facts.hidden_size, facts.gated_mlp, facts.vocab_size) == (24, 2048, True, 32000)
     assert reading.steps == 100
     setting = reading.settings["micro_batch_size"]
     assert MEGATRON[setting.start : setting.end] == "2"
     assert not reading.gaps
+    others = read(tmp_path, train_sh=MEGATRON.replace("moe_act layernorm", "mlp mhc"))
+    holds(others, recompute_modules="mlp")
+    assert [(gap.key, gap.reason) for gap in others.gaps] == [
+        ("recompute_modules", "recomputation of mhc is not counted")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,7 @@ def test_plans_that_mostly_wait_are_last_resorts() -> None:
     ("model", "gpu", "gpus"),
     [("opt-6.7b", "a100-80gb", 8), ("llama-3-70b", "h100", 64), ("gpt2", "4090", 4), ("mixtral-8x7b", "h100", 32)],
 )
+@pytest.mark.sweep(every=2)
 def test_no_runnable_plan_beats_the_first_by_a_fifth(model: str, gpu: str, gpus: int) -> None:
     request = question(model, gpu, gpus)
     first = recommend(request).plans[0]
@@ -343,6 +344,7 @@ def test_what_only_others_run_is_ranked_where_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("model", "gpu", "gpus"), [("llama-3.1-405b", "rtx3070", 1), ("mixtral-8x22b", "t4", 8)])
+@pytest.mark.sweep(every=2)
 def test_where_nothing_fits_there_is_a_closest_miss(model: str, gpu: str, gpus: int) -> None:
     answer = recommend(question(model, gpu, gpus))
     assert not answer.plans
@@ -351,7 +353,7 @@ def test_where_nothing_fits_there_is_a_closest_miss(model: str, gpu: str, gpus: 
 
 @pytest.mark.parametrize("options", [{}, {"strategies": ("fsdp",)}, {"allow_unrunnable": True}])
 @pytest.mark.parametrize(("model", "gpu", "gpus"), [("llama-3-8b", "h100", 8), ("llama-3-70b", "a100-80gb", 16)])
-@pytest.mark.sweep(suite=lambda gpus, options: (gpus == 16) == ("strategies" in options))
+@pytest.mark.sweep(every=2, suite=lambda gpus, options: (gpus == 16) == ("strategies" in options))
 def test_something_is_found_to_fit_where_anything_does(
     model: str, gpu: str, gpus: int, options: dict[str, object]
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 import dsplan
 from planner import vocabulary as words
+from planner.errors import ContradictoryRequest
 from planner.search.estimate import estimate
 from planner.search.evaluate import Candidate, families_of
 from planner.search.space import enumerate_candidates
@@ -157,6 +158,42 @@ def test_hpz_keeps_a_second_copy_of_the_weights() -> None:
     more = second.memory.phases["backward"] - plain.memory.phases["backward"]
     assert more == pytest.approx(2 * PSI / 8, rel=0.01)
     assert second.time.communication_seconds < plain.time.communication_seconds
+
+
+def test_recommend_keeps_to_the_ranks_that_are_to_share_states() -> None:
+    options: dict[str, Any] = {"model": "opt-1.3b", "gpus": 16, "gpu": "a100-80gb", "seq_len": 512, "global_batch": 64}
+    free, eight = dsplan.recommend(**options), dsplan.recommend(**options, shard=8)
+    assert free.plans[0].configuration.state_shards != 8
+    assert len(eight.plans) > 3
+    for chosen in eight.plans:
+        assert chosen.configuration.state_shards == 8
+        same = dsplan.estimate(**options, **_as_asked(chosen), shard=8)
+        assert same.configuration == chosen.configuration
+        assert same.memory == chosen.memory
+    copies = {item.configuration.strategy for item in eight.plans if item.configuration.dp_replicate > 1}
+    assert "hsdp" in copies
+    assert "fsdp" not in copies, "its copies are hsdp's"
+
+
+def _as_asked(chosen: Plan) -> dict[str, Any]:
+    of = chosen.configuration
+    return {
+        "strategy": of.strategy,
+        "backend": of.backend,
+        "micro_batch": of.micro_batch_size,
+        "checkpointing": of.activation_checkpointing,
+        "offload": of.offload,
+        **{name: getattr(of, name) for name in ("tp", "pp", "cp", "ep", "pp_schedule", "virtual_stages")},
+    }
+
+
+@pytest.mark.parametrize(
+    ("shard", "why"),
+    [(3, "--shard 3 does not divide 16 GPUs; use 2"), (32, "use 16"), (1, "--shard 1 shares no states")],
+)
+def test_ranks_that_cannot_share_states(shard: int, why: str) -> None:
+    with pytest.raises(ContradictoryRequest, match=why):
+        dsplan.recommend(model="opt-1.3b", gpus=16, gpu="a100-80gb", global_batch=64, shard=shard)
 
 
 def test_the_search_weighs_copies_of_the_fewest_nodes_that_hold_the_states() -> None:

@@ -145,7 +145,7 @@ def test_bytes_on_the_wire_fall_as_the_arithmetic_says(strategy: str, compressio
 
 
 @pytest.mark.parametrize("strategy", STAGES)
-@pytest.mark.sweep(suite=lambda strategy: strategy != "zero2")
+@pytest.mark.sweep(suite=lambda strategy: strategy == "zero1")
 def test_errors_take_two_bytes_of_what_the_others_own(strategy: str, ranks: RankPool) -> None:
     """Between steps, as `planner/cost/precision.py` counts them."""
 
@@ -176,15 +176,7 @@ def uncompressed(ranks: RankPool) -> list[float]:
         *(("zero1", "bf16"), ("zero3", "fp16"), ("ddp", "bf16"), ("ddp", "fp16"), ("fsdp", "bf16"), ("fsdp", "fp16")),
     ],
 )
-@pytest.mark.sweep(
-    suite=lambda strategy, compression: (
-        (strategy, compression)
-        in (
-            *(("zero1", "int8"), ("zero3", "int8"), ("ddp", "int8"), ("zero2", "int8 without feedback")),
-            *(("zero3", "fp16"), ("ddp", "fp16"), ("fsdp", "bf16")),
-        )
-    )
-)
+@pytest.mark.sweep(suite={"zero1-int8", "zero3-fp16", "zero2-int8 without feedback"})
 def test_real_text_is_learned_as_without_compression(
     strategy: str, compression: str, uncompressed: list[float], ranks: RankPool
 ) -> None:

@@ -36,6 +36,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
 @pytest.mark.parametrize(("strategy", "offload"), PLACES)
+@pytest.mark.sweep(every=3)
 def test_training_is_the_same_wherever_states_live(
     strategy: str, offload: str, ratio: float, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -50,7 +51,7 @@ def test_training_is_the_same_wherever_states_live(
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("strategy", "offload"), PLACES)
-@pytest.mark.sweep(suite=lambda accumulation: accumulation == 2)
+@pytest.mark.sweep(every=3, suite=lambda accumulation: accumulation == 2)
 def test_not_a_bit_is_lost_on_the_way(
     strategy: str, offload: str, accumulation: int, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -74,6 +75,7 @@ def test_nvme_where_the_device_is_the_host(ranks: RankPool, three_ranks: RankPoo
 
 @pytest.mark.parametrize("optimizer", zero_bodies.OPTIMIZERS)
 @pytest.mark.parametrize("offload", ["optimizer", "nvme"])
+@pytest.mark.sweep(every=2)
 def test_any_optimizer(offload: str, optimizer: str, ranks: RankPool, tmp_path: Path) -> None:
     """States that come late, of parameters unused at first, find their place too."""
     recipe = zero_bodies.OddRecipe(strategy="zero2", optimizer=optimizer)

@@ -46,6 +46,7 @@ def replicas(four_ranks: RankPool) -> Trained:
 
 
 @pytest.mark.parametrize("strategy", EVERY)
+@pytest.mark.sweep(suite={"fsdp", "zero3"})
 def test_copies_of_shards_train_as_replicas_do(strategy: str, four_ranks: RankPool, replicas: Trained) -> None:
     """Clipped, so that a norm that counts a copy twice gives other weights."""
     for trained in four_ranks.run(training_bodies.train, two_copies(strategy, accumulation=3, clipping=0.5, steps=10)):
@@ -73,6 +74,7 @@ def test_the_norm_counts_every_gradient_once(strategy: str, four_ranks: RankPool
         ("zero2", {"optimizer": "muon"}, 1e-6),
     ],
 )
+@pytest.mark.sweep(every=2)
 def test_two_copies_train_as_one(strategy: str, how: dict[str, Any], tolerance: float, four_ranks: RankPool) -> None:
     body = training_bodies.train_with_planned_optimizer if "optimizer" in how else training_bodies.train
     one, two = (four_ranks.run(body, recipe(strategy, **how))[0] for recipe in (one_copy, two_copies))
@@ -88,6 +90,7 @@ def test_between_copies_a_step_sends_its_shards_once(strategy: str, four_ranks: 
 
 
 @pytest.mark.parametrize("strategy", ZERO)
+@pytest.mark.sweep(suite={"zero3"})
 def test_a_rank_of_two_copies_has_what_one_of_half_as_many_ranks_has(
     strategy: str, four_ranks: RankPool, ranks: RankPool
 ) -> None:
@@ -108,6 +111,7 @@ def test_mics_of_a_config_is_run_by_our_own_zero(four_ranks: RankPool) -> None:
         four_ranks.run(zero_bodies.train_by_config, {"stage": 3, "mics_shard_size": 3}, 1)
 
 
+@pytest.mark.slow
 def test_hpz_of_a_config_is_planned_and_run_by_deepspeed(deepspeed_ranks: DeepSpeedRanks) -> None:
     zero = {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
     for (backend, degrees, losses), second, whole in deepspeed_ranks.run(zero_bodies.train_with_hpz, zero, 4):

@@ -31,6 +31,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.sweep(every=2)
 def test_any_model_and_any_optimizer_that_works_element_by_element(
     strategy: str, optimizer: str, ranks: RankPool
 ) -> None:
@@ -41,6 +42,7 @@ def test_any_model_and_any_optimizer_that_works_element_by_element(
 
 
 @pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.sweep(every=2)
 def test_three_ranks(strategy: str, three_ranks: RankPool) -> None:
     odd = OddRecipe(strategy=strategy, optimizer="adam amsgrad", world_size=3)
     assert_equal(three_ranks.run(zero_bodies.train_odd, odd)[2], zero_bodies.reference_odd(odd))
@@ -63,6 +65,7 @@ def test_one_rank_alone(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.sweep(every=2)
 def test_bf16_steps_masters_in_fp32(strategy: str, ranks: RankPool) -> None:
     """What is lost is the rounding of weights to 8 bits of mantissa, 2^-9 each, and not of their sum of updates: after
     30 steps at 2e-3 the losses of DDP under autocast, whose weights are fp32, are within that of the largest weight."""
@@ -153,7 +156,7 @@ def test_stage_3_is_whole_where_it_must_be(ranks: RankPool) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", STAGES)
-@pytest.mark.sweep(suite=lambda precision, world_size: (precision, world_size) in (("fp32", 3), ("bf16", 2)))
+@pytest.mark.sweep(every=2, suite=lambda precision, world_size: (precision, world_size) in (("fp32", 3), ("bf16", 2)))
 def test_live_bytes_are_those_of_the_zero_arithmetic(
     strategy: str, precision: str, world_size: int, request: pytest.FixtureRequest
 ) -> None:

@@ -23,7 +23,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("optimizer", LEARNING)
 @pytest.mark.parametrize("strategy", STAGES)
-@pytest.mark.sweep(suite=lambda strategy: strategy in ("zero2", "zero3"))
+@pytest.mark.sweep(every=2, suite=lambda strategy: strategy in ("zero2", "zero3"))
 def test_optimizers_learn_what_one_process_learns(strategy: str, optimizer: str, ranks: RankPool) -> None:
     run = Run(strategy=strategy, optimizer=optimizer)
     expected = ranks.run(bodies.reference, run)[0]  # on a rank, whose one thread rounds as those that train
@@ -32,7 +32,7 @@ def test_optimizers_learn_what_one_process_learns(strategy: str, optimizer: str,
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon and signs", "lamb", "8-bit"])
-@pytest.mark.sweep(suite=lambda optimizer: optimizer in ("adafactor", "muon and signs"))
+@pytest.mark.sweep(every=2, suite=lambda optimizer: optimizer in ("adafactor", "muon and signs"))
 def test_their_checkpoints_go_everywhere(
     optimizer: str, ranks: RankPool, three_ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -48,6 +48,7 @@ def test_their_checkpoints_go_everywhere(
 
 @pytest.mark.parametrize(("optimizer", "tolerance"), [("adafactor", 1e-5), ("sparse adam", 1e-5), ("8-bit", 1e-4)])
 @pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.sweep(every=3)
 def test_three_ranks_accumulate_and_clip(
     strategy: str, optimizer: str, tolerance: float, three_ranks: RankPool
 ) -> None:
@@ -113,7 +114,7 @@ def test_ddp_and_fsdp_step_what_they_can(strategy: str, optimizer: str, toleranc
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 @pytest.mark.parametrize("how", ["held", "added"])
 @pytest.mark.parametrize("strategy", STAGES)
-@pytest.mark.sweep(suite=lambda strategy, optimizer: optimizer == "adamw" or strategy == "zero3")
+@pytest.mark.sweep(every=3, suite=lambda strategy, optimizer: optimizer == "adamw" or strategy == "zero3")
 def test_parameters_join_late(strategy: str, how: str, optimizer: str, ranks: RankPool) -> None:
     """Unfrozen after `initialize`, and given to the optimizer before it or by `add_param_group`."""
     run = Run(strategy=strategy, optimizer=optimizer, accumulation=2)

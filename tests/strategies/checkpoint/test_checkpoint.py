@@ -100,6 +100,7 @@ def test_nothing_is_unpickled(saved: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("name", ["state.json", "tensors.json", "rank-00000.safetensors", "checksums.json"])
 @pytest.mark.parametrize("damage", ["a flipped bit", "cut", "missing"])
+@pytest.mark.sweep(every=2)
 def test_damaged_checkpoints_are_named_with_the_newest_that_is_whole(saved: Path, damage: str, name: str) -> None:
     engine = training_bodies.make_engine(Recipe())
     engine.load_checkpoint(saved)

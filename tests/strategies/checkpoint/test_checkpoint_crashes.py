@@ -56,6 +56,7 @@ def save_for_ever(engine: Any, directory: Path, *, asynchronous: bool) -> Callab
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.sweep(suite={"True"})
 def test_killed_at_random_moments_the_last_published_checkpoint_loads(tmp_path: Path, asynchronous: bool) -> None:
     chance = random.Random(12)
     writer, reader = training_bodies.make_engine(Recipe()), training_bodies.make_engine(Recipe())

@@ -50,6 +50,7 @@ def _check(cases: Cases, answers: Mapping[str, Any]) -> None:
         assert answers[name]["resumed"] == close, name
 
 
+@pytest.mark.slow
 def test_trainer_takes_what_is_emitted_for_cards(cuda_environment: Mapping[str, str], tmp_path: Path) -> None:
     # Beside FSDP's own recomputation Trainer refuses its own, which these arguments ask for by default. The norm of
     # gradients that are offloaded is reduced over ranks on the CPU.

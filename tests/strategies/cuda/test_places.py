@@ -12,6 +12,7 @@ from tests.strategies import seed_bodies, tensor_bodies
 from tests.strategies.cuda import place_bodies as bodies
 
 
+@pytest.mark.slow
 def test_mpi_does_not_receive_into_memory_of_a_card(card: CardPool, tmp_path: Path) -> None:
     assert card.run(bodies.written_through_mpi, tmp_path) == [(False, [0.0, 1.0, 2.0])]
 
@@ -97,6 +98,7 @@ def test_counters_of_a_fused_optimizer_come_back_to_the_card(card: CardPool, tmp
     assert resumed == pytest.approx(unbroken, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_what_two_cards_split_drops_out_differently(two_cards: CardPool) -> None:
     first, second = two_cards.run(tensor_bodies.dropped_out)
     assert first["shared"] == second["shared"]

@@ -69,6 +69,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.sweep(every=2)
 def test_a_missing_variable_is_named(launcher: Launcher, starter: Starter, script: Path) -> None:
     names = [name for starts, name in MISSING if starts is launcher and (starts, name) not in HARMLESS]
     ended = starter.run(script, [without({**launcher(1, 2, free_port()), **LIMIT}, name) for name in names])
@@ -165,6 +166,7 @@ def test_a_first_rank_elsewhere_is_told_that_its_address_is_not_its_own(starter:
     assert "MASTER_ADDR 198.51.100.254 is no address of" in line
 
 
+@pytest.mark.slow
 def test_another_program_at_the_address_is_reported_without_pages(starter: Starter, script: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         variables = {**torchrun(1, 2, other.getsockname()[1]), **LIMIT}
@@ -202,6 +204,7 @@ def test_without_a_limit_of_its_own_a_malformed_start_ends_long_before_torch_alo
         assert f"within {FIRST_SECONDS:g} s" in line
 
 
+@pytest.mark.slow
 def test_an_interpreter_of_its_own_says_one_line_and_ends_with_status_two(script: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "2", "WORLD_SIZE": "2"}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=200)

@@ -147,6 +147,7 @@ def test_an_address_that_nobody_answers_is_named(pool: RankPool) -> None:
         ({"RANK": "0", "WORLD_SIZE": "2", "DSPLAN_RENDEZVOUS_SECONDS": "soon"}, "must be a number of seconds above 0"),
     ],
 )
+@pytest.mark.sweep(every=2)
 def test_what_a_lone_process_can_know_is_reported(variables: dict[str, str], complaint: str) -> None:
     script = (
         "from strategies.distributed.environment import join\n"

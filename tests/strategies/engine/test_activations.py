@@ -44,7 +44,7 @@ def recipe_of(strategy: str, **how: object) -> Recipe:
     ids=str,
 )
 @pytest.mark.parametrize("strategy", SPREAD)
-@pytest.mark.sweep(suite=lambda strategy, choice: strategy in ENGINES or choice.on_host)
+@pytest.mark.sweep(every=2, suite=lambda strategy, choice: strategy in ENGINES or choice.on_host)
 def test_chosen_modules_train_as_without(strategy: str, choice: Choice, pool_of: PoolOf) -> None:
     recipe = recipe_of(strategy, steps=3)
     trained = pool_of(strategy).run(activation_bodies.train_choosing, recipe, choice)[0]
@@ -55,7 +55,7 @@ def test_chosen_modules_train_as_without(strategy: str, choice: Choice, pool_of:
 
 
 @pytest.mark.parametrize("strategy", SPREAD)
-@pytest.mark.sweep(suite=lambda strategy: strategy in ENGINES)
+@pytest.mark.sweep(suite={"ddp", "native zero3"})
 def test_memory_falls_as_a_trace_predicts(strategy: str, pool_of: PoolOf) -> None:
     """What forward keeps for backward; gathered weights and the like are the same with and without checkpointing."""
     pool, recipe, none = pool_of(strategy), recipe_of(strategy), Choice()

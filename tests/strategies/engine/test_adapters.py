@@ -44,6 +44,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("recipe", "method"), WAYS)
+@pytest.mark.sweep(every=2)
 def test_adapters_learn_as_in_one_process(recipe: Recipe, method: str, pool_of: PoolOf, one_rank: RankPool) -> None:
     expected = one_rank.run(bodies.adapters_after, Recipe(), method)[0]
     pool = pool_of("" if recipe.backend == "native" else recipe.strategy)
@@ -91,6 +92,7 @@ def test_the_adapters_of_all_stages_are_exported(ranks: RankPool, tmp_path: Path
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
+@pytest.mark.sweep(every=2)
 def test_adapters_learn_in_bf16(strategy: str, ranks: RankPool, one_rank: RankPool) -> None:
     expected = one_rank.run(bodies.adapters_after, Recipe(precision="bf16"), "lora")[0]
     backend = "native" if strategy.startswith("zero") else ""

@@ -72,6 +72,7 @@ def recipe_of(strategy: str) -> Recipe:
     ],
     ids=lambda value: value if isinstance(value, str) else value["optimizer"]["type"],
 )
+@pytest.mark.sweep(every=3)
 def test_a_config_trains_as_plain_torch_does(pool_of: PoolOf, strategy: str, config: Mapping[str, Any]) -> None:
     recipe = recipe_of(strategy)
     expected = config_bodies.plain_by_config(recipe, config)

@@ -46,6 +46,7 @@ def test_bert_is_fine_tuned_from_what_pretraining_exported(ranks: RankPool, tmp_
     )
 
 
+@pytest.mark.slow
 def test_gpt2_resumes_from_its_checkpoint_under_another_strategy(ranks: RankPool, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
     expected = train(ranks, "train_gpt2", "ddp", tmp_path / "unbroken", "--steps", "6")

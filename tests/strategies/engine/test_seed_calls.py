@@ -87,6 +87,7 @@ def of(**config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("body", seed_bodies.BODIES, ids=lambda body: body.__name__)
+@pytest.mark.sweep(every=2)
 def test_calls(body: Callable[[str], None], ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(body, str(tmp_path))
 
@@ -127,6 +128,7 @@ def test_calls(body: Callable[[str], None], ranks: RankPool, tmp_path: Path) -> 
     ],
     ids=str,
 )
+@pytest.mark.sweep(every=3)
 def test_configs_train(config: Mapping[str, Any], strategy: str, ranks: RankPool) -> None:
     name, _, offload = ranks.run(seed_bodies.by_config, config, "native" if strategy else None)[0]
     if strategy:

@@ -16,11 +16,12 @@ SHORT = {"steps": 21, "pause": 0.03}
     "names",
     [
         ("kill -9 of a rank that saves", "kill -9 of the agent"),
-        pytest.param(("out of memory", "a rank sleeps"), marks=pytest.mark.slow),
-        pytest.param(("full disk",), marks=pytest.mark.slow),
+        ("out of memory", "a rank sleeps"),
+        ("full disk",),
     ],
     ids=lambda names: ", ".join(names),
 )
+@pytest.mark.slow
 def test_a_run_survives(names: tuple[str, ...], tmp_path: Path, reference: Reference) -> None:
     faults = tuple(FAULTS[name] for name in names)
     plan = Plan() if faults[0].ending == "out_of_memory" else PLANS[0]

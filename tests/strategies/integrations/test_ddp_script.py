@@ -30,6 +30,7 @@ SUITE = ("nanoGPT's flag, clipped", "reduced each time, scheduled")
 
 
 @pytest.mark.parametrize("how", [how if how in SUITE else pytest.param(how, marks=pytest.mark.slow) for how in HOW])
+@pytest.mark.sweep(every=2)
 def test_losses_weights_and_states_are_those_of_ddp(how: str, ranks: RankPool) -> None:
     expected = ranks.run(bodies.train, Loop(**HOW[how]))
     for strategy in SHARDING:
@@ -63,6 +64,7 @@ def test_a_rank_holds_its_part(strategy: str, weights: float, ranks: RankPool) -
 
 @pytest.mark.parametrize("loads_after", [False, True])
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "zero3"])
+@pytest.mark.sweep(every=2)
 def test_a_script_resumes_from_what_it_saved(strategy: str, loads_after: bool, ranks: RankPool) -> None:
     unbroken, resumed = ranks.run(bodies.resume, strategy, loads_after)[0]
     assert resumed == pytest.approx(unbroken, rel=FP32)

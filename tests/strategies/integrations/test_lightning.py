@@ -47,9 +47,9 @@ def require_same(expected: list[Any], found: list[Any], *, within: float = 1e-5)
             assert (weight - other["weights"][name]).abs().max() <= within, name
 
 
-@pytest.mark.sweep(suite=lambda strategy, settings: settings in ("accumulated", _IN_SUITE.get(strategy)))
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.sweep(suite={"fsdp-accumulated", "ddp-by hand", "zero2-accumulated"})
 def test_trains_as_under_lightnings_ddp(ranks: RankPool, reference: Any, strategy: str, settings: str) -> None:
     require_same(reference(settings), ranks.run(bodies.fit, asked(strategy), *SETTINGS[settings]))
 

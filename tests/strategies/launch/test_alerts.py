@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.strategies.launch.command import run
 
 SCRIPT = """
@@ -33,6 +35,7 @@ for x, y in loader:
 """
 
 
+@pytest.mark.slow
 def test_alerts_are_in_the_journal_and_on_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     finished = run("--nproc", "2", "--run-dir", "here", "train.py", cwd=tmp_path)

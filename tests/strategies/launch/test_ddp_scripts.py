@@ -29,6 +29,7 @@ def by_ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     return trained(folder, ""), folder / "run-"
 
 
+@pytest.mark.slow
 def test_ddp_stays_where_nothing_is_asked_and_is_predicted_and_measured(by_ddp: tuple[Finished, Path]) -> None:
     finished, directory = by_ddp
     assert finished.status == 0, finished.err
@@ -63,10 +64,11 @@ def test_a_strategy_takes_the_place_of_ddp_with_its_results(
     ("strategy", "wrapper", "line"),
     [
         ("zero3", "fsdp", "ddp_script.py, line 51: the script shards its model itself, so strategy 'zero3' cannot be"),
-        pytest.param("fsdp", "fsdp", "", marks=pytest.mark.slow),
-        pytest.param("hsdp", "ddp", "strategy 'hsdp' needs at least 4 ranks", marks=pytest.mark.slow),
+        ("fsdp", "fsdp", ""),
+        ("hsdp", "ddp", "strategy 'hsdp' needs at least 4 ranks"),
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_take_the_place_is_refused(strategy: str, wrapper: str, line: str, tmp_path: Path) -> None:
     finished = trained(tmp_path, strategy, wrapper, who="rank 0" if line else "all")
     assert finished.status == (2 if line else 0), finished.err

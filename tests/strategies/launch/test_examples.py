@@ -42,6 +42,7 @@ def _check_memory(found: dict[str, Any]) -> None:
     assert 0.85 < found["measured"]["peak_allocated_bytes"] / predicted < 1.15
 
 
+@pytest.mark.slow
 def test_live_plan(tmp_path: Path) -> None:
     database_path().unlink()
     found = _train("hf_trainer", tmp_path)
@@ -84,6 +85,7 @@ def test_a_script_that_calls_dsplan(tmp_path: Path) -> None:
     assert found["plan"]["plan"]["strategy"] == "fsdp"
 
 
+@pytest.mark.slow
 def test_zero2_in_a_deepspeed_script(tmp_path: Path) -> None:
     found = _train("deepspeed_loop", tmp_path, "--strategy", "zero2")
     _check_training(found)

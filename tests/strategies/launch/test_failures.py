@@ -102,6 +102,7 @@ def test_a_directory_without_a_measured_run_is_not_imported(tmp_path: Path, caps
     assert "run.jsonl: created_at is missing; correct or remove the line" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bad_input_to_the_engine_is_one_line_and_status_two(tmp_path: Path) -> None:
     source = "import dsplan, torch\ndsplan.initialize(model=torch.nn.Linear(2, 2), strategy='zero9')\n"
     finished = run("--nproc", "1", _script(tmp_path, source), cwd=tmp_path)
@@ -110,6 +111,7 @@ def test_bad_input_to_the_engine_is_one_line_and_status_two(tmp_path: Path) -> N
     assert "Traceback" not in finished.err
 
 
+@pytest.mark.slow
 def test_killing_the_command_stops_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "pids"
     folder.mkdir()
@@ -125,6 +127,7 @@ def test_killing_the_command_stops_every_rank(tmp_path: Path, monkeypatch: pytes
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_stops_every_rank_at_once_and_the_run_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +151,7 @@ def test_a_second_interrupt_stops_every_rank_at_once_and_the_run_is_stored(
         assert [row.outcome for row in store.list()] == ["interrupted"]
 
 
+@pytest.mark.slow
 def test_a_script_that_trains_nothing_is_run(tmp_path: Path) -> None:
     source = "import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\nsys.exit(0)\n"
     finished = run("--nproc", "1", _script(tmp_path, source), "--nproc", "7", cwd=tmp_path)

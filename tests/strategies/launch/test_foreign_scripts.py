@@ -35,6 +35,7 @@ def _script(folder: Path, files: dict[str, str]) -> Path:
     return folder / next(iter(files))
 
 
+@pytest.mark.slow
 def test_a_loop_that_nobody_plans_for_is_measured_and_stored(tmp_path: Path) -> None:
     script = _script(tmp_path, {"loop.py": LOOP})
     finished = run("--nproc", "1", "--json", script, str(tmp_path / "stepped"), cwd=tmp_path)
@@ -54,6 +55,7 @@ def test_a_loop_that_nobody_plans_for_is_measured_and_stored(tmp_path: Path) -> 
     assert stored.predicted.step_seconds is None
 
 
+@pytest.mark.slow
 def test_what_cannot_be_applied_is_refused_before_the_first_step(tmp_path: Path) -> None:
     script = _script(tmp_path, {"loop.py": LOOP})
     finished = run("--nproc", "1", "--strategy", "zero3", script, str(tmp_path / "stepped"), cwd=tmp_path)

@@ -228,6 +228,7 @@ def test_every_next_plan_is_smaller_by_a_growing_share(monkeypatch: pytest.Monke
     assert peaks[3] <= 0.8 * peaks[2]
 
 
+@pytest.mark.slow
 def test_a_chain_of_failures_ends_with_the_smallest_plan_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     request, failed = _request(2), list[Plan]()
     refusal = ""

@@ -72,6 +72,7 @@ def test_the_tests_really_hide_it(hiding: Path) -> None:
     ],
     ids=["recommend", "recommend in little memory", "estimate deepspeed", "estimate native"],
 )
+@pytest.mark.sweep(every=2)
 def test_plans_are_the_same(arguments: tuple[str, ...], with_and_without: Dsplan) -> None:
     found, without = with_and_without(*arguments)
     assert found == without

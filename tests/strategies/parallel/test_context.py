@@ -23,7 +23,9 @@ CP = Composition(strategy="fsdp", cp=2)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "gpt"])
-@pytest.mark.sweep(suite=lambda kind: kind in ("llama", "mixtral"))  # the others are in the stages of a pipeline below
+@pytest.mark.sweep(
+    every=2, suite=lambda kind: kind in ("llama", "mixtral")
+)  # the others are in the stages of a pipeline below
 def test_two_ranks_train_as_one_process(ranks: RankPool, kind: Kind) -> None:
     composition = replace(CP, clipping=0.5, checkpointing="full", accumulation=2)
     for found in ranks.run(parallel_bodies.train, kind, composition):
@@ -36,9 +38,10 @@ def test_two_ranks_train_as_one_process(ranks: RankPool, kind: Kind) -> None:
     [("none", False, 1), ("full", False, 2), ("selective", False, 2), ("none", True, 2)],
 )
 @pytest.mark.sweep(
+    every=2,
     suite=lambda strategy, checkpointing, is_chosen_by_script: (
         (strategy == "fsdp") == (checkpointing == "full" or is_chosen_by_script)
-    )
+    ),
 )
 def test_attention_over_all_tokens_is_computed_again(
     ranks: RankPool, strategy: str, checkpointing: str, is_chosen_by_script: bool, passes: int
@@ -72,6 +75,7 @@ STAGES = replace(CP, pp=2, accumulation=4, steps=2)
         ("gpt2", replace(STAGES, strategy="zero2", schedule="gpipe")),
     ],
 )
+@pytest.mark.sweep(suite={"gpt-composition1"})
 def test_stages_of_a_pipeline_share_sequences(four_ranks: RankPool, kind: Kind, composition: Composition) -> None:
     for found in four_ranks.run(parallel_bodies.train, kind, composition):
         assert max(found.loss, found.parameter, found.norm) < 1e-5, found

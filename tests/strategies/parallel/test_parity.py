@@ -214,7 +214,7 @@ def test_the_page_counts_what_is_the_same_and_says_what_is_not() -> None:
         Composition(cp=2, steps=2, strategy="fsdp"),
     ],
 )
-@pytest.mark.sweep(suite=lambda kind, composition: (kind == "qwen3") == (composition.pp == 2))
+@pytest.mark.sweep(every=3, suite=lambda kind, composition: (kind == "qwen3") == (composition.pp == 2))
 def test_a_loss_without_logits_goes_with_every_split(ranks: RankPool, kind: Kind, composition: Composition) -> None:
     for found in ranks.run(parallel_bodies.train, kind, composition, None, {"linear_cross_entropy": "chunked"}):
         assert max(found.loss, found.parameter) < 1e-5, found

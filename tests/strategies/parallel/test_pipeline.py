@@ -49,6 +49,7 @@ def _worst(found: list[Difference]) -> Difference:
         ("llama", replace(PP, strategy="zero1", precision="bf16")),
     ],
 )
+@pytest.mark.sweep(every=2)
 def test_two_stages_train_as_one_process(ranks: RankPool, kind: Kind, composition: Composition) -> None:
     worst = _worst(ranks.run(parallel_bodies.train, kind, composition))
     assert max(worst.loss, worst.parameter) < (2e-2 if composition.precision == "bf16" else 1e-5), worst
@@ -110,6 +111,7 @@ def test_what_a_rank_has_done_before_does_not_count(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+@pytest.mark.sweep(every=2)
 def test_train_batch_is_the_loop_of_calls(ranks: RankPool, strategy: str) -> None:
     parts = {"dp_replicate": 2} if strategy == "ddp" else {"dp_shard": 2}
     for found in ranks.run(

@@ -26,6 +26,7 @@ def _worst(found: list[Difference]) -> Difference:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mixtral", "gpt", "numbered"])
+@pytest.mark.sweep(every=2)
 def test_two_ranks_train_as_one_process(ranks: RankPool, kind: Kind) -> None:
     worst = _worst(ranks.run(parallel_bodies.train, kind, replace(TP, clipping=0.5)))
     assert max(worst.loss, worst.parameter, worst.norm) < 1e-5, worst

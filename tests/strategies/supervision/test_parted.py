@@ -139,12 +139,13 @@ elif how == "on":
     ("strategy", "how", "minutes"),
     [
         ("zero3", "on", "0.1"),
-        pytest.param("zero3", "barrier", "15", marks=pytest.mark.slow),
-        pytest.param("fsdp", "barrier", "15", marks=pytest.mark.slow),
-        pytest.param("fsdp", "on", "0", marks=pytest.mark.slow),
-        pytest.param("fsdp", "ended", "15", marks=pytest.mark.slow),
+        ("zero3", "barrier", "15"),
+        ("fsdp", "barrier", "15"),
+        ("fsdp", "on", "0"),
+        ("fsdp", "ended", "15"),
     ],
 )
+@pytest.mark.slow
 def test_evaluation_on_rank_0_alone_ends_long_before_a_hang_counts(
     strategy: str, how: str, minutes: str, tmp_path: Path
 ) -> None:

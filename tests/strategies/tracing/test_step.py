@@ -79,6 +79,7 @@ def llama(depth: int = 2) -> Subject:
         ("mixtral-8x7b", {**GROUPED, "num_local_experts": 4}, {"precision": "bf16", "optimizer": "adafactor"}),
     ],
 )
+@pytest.mark.sweep(every=2)
 def test_a_trace_is_what_a_real_step_of_one_process_uses(
     model: str, overrides: dict[str, object], chosen: dict[str, Any]
 ) -> None:
@@ -98,6 +99,7 @@ def pool(new_pool: Callable[..., RankPool]) -> Iterator[RankPool]:
     ("strategy", "precision", "accumulation"),
     [("ddp", "bf16", 1), ("fsdp", "bf16", 1), ("fsdp", "fp32", 2), ("fsdp-grad-op", "bf16", 1)],
 )
+@pytest.mark.sweep(every=2)
 def test_a_trace_is_what_a_rank_among_others_uses(
     pool: RankPool, strategy: str, precision: str, accumulation: int
 ) -> None:
@@ -117,6 +119,7 @@ MEASURED = {
 @pytest.mark.parametrize(
     ("model", "strategy"), [("t5", "ddp"), ("mixtral", "fsdp"), ("gemma2", "fsdp"), ("opt", "fsdp-grad-op")]
 )
+@pytest.mark.sweep(every=2)
 def test_a_trace_is_what_was_measured_of_the_engine(model: str, strategy: str) -> None:
     run = MEASURED[model, strategy]
     facts = facts_from_config(run.model_config, model)
@@ -178,6 +181,7 @@ def test_weights_without_gradients_change_nothing_in_a_sharded_step() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.sweep(every=2)
 def test_what_is_planned_for_frozen_weights_is_what_a_trace_shows(strategy: str) -> None:
     module = subject_of(find_model("llama-3-8b"), layers=4, overrides=GROUPED).module.requires_grad_(False)
     for name, parameter in module.named_parameters():
@@ -198,6 +202,7 @@ def test_what_is_planned_for_frozen_weights_is_what_a_trace_shows(strategy: str)
     )
 
 
+@pytest.mark.slow
 def test_what_is_planned_for_a_part_of_a_module_is_what_a_trace_of_its_step_shows() -> None:
     tp = cp = 2
     module = language_module({"own": "example", "layers": 3, "width": 128, "heads": 4, "length": LENGTH})

@@ -135,6 +135,7 @@ def test_a_module_that_cannot_be_split_is_taken_as_whole() -> None:
     assert split.traced["fp32"].of(tp=1, cp=2) == whole.traced["fp32"]
 
 
+@pytest.mark.slow
 def test_experts_are_traced_as_if_all_were_chosen_alike() -> None:
     sizes = {"own": "example", "layers": 2, "width": 64, "heads": 4, "length": LENGTH, "experts": 4}
     model, batch = language_module(sizes), token_batch(BATCH, LENGTH)

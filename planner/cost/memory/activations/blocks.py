@@ -18,7 +18,7 @@ from dataclasses import field, replace
 
 from hardware_db.records import dataclass
 from planner.cost.code_bases import BlockTraits, LogitBytes, Traits
-from planner.cost.memory.activations.form import ZERO, BlockForm, Form, Moment, Polynomial, add, scale, subtract
+from planner.cost.memory.activations.form import ZERO, BlockForm, Form, Moment, Polynomial, add, scale
 from planner.models.facts import ModelFacts
 from planner.vocabulary import Loss
 
@@ -28,6 +28,8 @@ WIDTHS = {"autocast": (2, 4), "mixed": (2, 2), "pure": (2, 2), "fp32": (4, 4)}
 COPIED: LogitBytes = {"forward": (1, 8), "backward": (0, 12)}
 """torch's cross-entropy of fp32 logits: the logits, their fp32 copy and its log-softmax; then that, its gradient and
 the logits' gradient."""
+DEFAULT_RECOMPUTED = ("core_attn",)
+"""What Megatron-Core's selective recomputation drops unless told otherwise (its transformer_config.py line 1941)."""
 CHUNKS = 8
 """Chunks of the tokens whose logits are made one after the other (torchtitan `ChunkedLossWrapper.Config.num_chunks`,
 torchtune `LinearCrossEntropyLoss`, both 8)."""
@@ -82,6 +84,11 @@ class Walk:
     def kept(self) -> Polynomial:
         """Tensors that some operation keeps for its backward."""
         return add(self._kept_by(self._operations).values())
+
+    def kept_beside(self, dropped: Iterable[str]) -> Polynomial:
+        """Return what is kept where recomputation drops some tensors and makes them again before they are needed."""
+        kept = self._kept_by(self._operations)
+        return add(size for name, size in kept.items() if name not in dropped)
 
     @property
     def keeps_its_input(self) -> bool:
@@ -426,13 +433,38 @@ class _Writer:
         self._add(Operation(reads=tuple(parts), makes=("out",), keeps=weighed), out=self._between(width))
 
 
-def _block_form(walk: Walk, traits: BlockTraits, boundary: Polynomial, held: Polynomial) -> BlockForm:
+def _dropped(modules: Iterable[str], facts: ModelFacts, *, routed: bool) -> frozenset[str]:
+    """Return the tensors of a block that recomputing some of its modules drops.
+
+    Transformer Engine's linear layers have the norm before them inside, latent attention's first ones and routed
+    experts have not: "layernorm" takes the norms that are modules of their own, "mlp" a dense MLP with its norm
+    (NVIDIA/Megatron-LM@d98e8a64 megatron/core, models/gpt/gpt_layer_specs.py and transformer_layer.py line 474).
+    """
+    dense, experts, shared = (
+        {f"gate{mark}", f"gate{mark} opened", f"gate{mark} tanh", f"up{mark}", f"made{mark}"}
+        for mark in ("", " of experts", " of shared")
+    )
+    is_latent = facts.mla is not None
+    tensors = {
+        "core_attn": {"scores"},
+        "layernorm": {*(["n1"] if is_latent else []), *(["n2"] if routed else [])},
+        "mla_up_proj": {"q normed", "q", "q turned", "kv normed", "kv", "k", "v"} if is_latent else set(),
+        "moe_act": {"made of experts"},
+        "shared_experts": shared,
+        "mlp": set() if routed else {*dense, "n2"},
+        "moe": {*experts, *shared, "routes", "copies", "expert out"} if routed else set(),
+    }
+    return frozenset(name for module in modules for name in tensors[module])
+
+
+def _block_form(
+    walk: Walk, traits: BlockTraits, boundary: Polynomial, held: Polynomial, dropped: frozenset[str]
+) -> BlockForm:
     kept = add((walk.kept, boundary)) if walk.keeps_its_input else walk.kept
     again = walk.without_the_end()
     chosen = walk.products(traits.selective)
     if traits.selective == "attention":
-        beyond = subtract(kept, boundary if walk.keeps_its_input else ZERO)
-        products: Polynomial = {term: size for term, size in beyond.items() if term != "a b s s"}
+        products = walk.kept_beside(dropped)
         unused = ZERO
         replayed: tuple[Moment, ...] = again.backward(held)[-1:]
     else:
@@ -462,12 +494,19 @@ def _with(moments: Iterable[Moment], held: Polynomial) -> tuple[Moment, ...]:
 
 
 def code_form(
-    facts: ModelFacts, traits: Traits, mode: str, attention: str, *, adds_in_place: bool, frozen: bool = False
+    facts: ModelFacts,
+    traits: Traits,
+    mode: str,
+    attention: str,
+    *,
+    adds_in_place: bool,
+    frozen: bool = False,
+    recomputed: Sequence[str] = DEFAULT_RECOMPUTED,
 ) -> Form:
     """Return the form of a decoder as a code base runs it.
 
     `adds_in_place` says that gradients go to a buffer of their own, so that a tied head's does not wait for its
-    table's. `frozen` weights have none.
+    table's. `frozen` weights have none. `recomputed` are the modules that selective recomputation drops.
     """
     block = traits.block or BlockTraits()
     width, residual = WIDTHS[mode]
@@ -484,7 +523,7 @@ def code_form(
     tokens = {"b s": 20.0}
     dropped = {"b h s": 1.0} if facts.hidden_dropout else ZERO
     return Form(
-        blocks=code_blocks(facts, block, mode, attention, held, frozen=frozen),
+        blocks=code_blocks(facts, block, mode, attention, held, frozen=frozen, recomputed=recomputed),
         buffers=ZERO,
         before=Moment(activations=add((stream, dropped, {"b s": 16.0})), cast=ZERO, gradients=ZERO),
         loss=(Moment(activations=add((ending, tokens, forward)), cast=head_cast, gradients=ZERO),),
@@ -517,13 +556,15 @@ def code_blocks(
     held: Polynomial = ZERO,
     *,
     frozen: bool = False,
+    recomputed: Sequence[str] = DEFAULT_RECOMPUTED,
 ) -> dict[str, BlockForm]:
     """Return the kinds of blocks of a decoder, by the names that `dimensions.block_kinds` gives them."""
     boundary = {"b h s": float(WIDTHS[mode][1])}
 
     def form(*, routed: bool) -> BlockForm:
         writer = _Writer(facts, traits, mode, attention, frozen=frozen)
-        return _block_form(writer.routed() if routed else writer.dense(), traits, boundary, held)
+        walk, dropped = writer.routed() if routed else writer.dense(), _dropped(recomputed, facts, routed=routed)
+        return _block_form(walk, traits, boundary, held, dropped)
 
     if not facts.is_moe:
         return {"block": form(routed=False)}

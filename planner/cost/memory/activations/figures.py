@@ -84,6 +84,8 @@ class _Question:
     """Ranks among which a token's logits are split."""
     imbalance: float
     """Tokens of the busiest rank's experts over the mean."""
+    recomputed: tuple[str, ...] = ()
+    """Modules that selective recomputation drops; none where the code base has a way of its own."""
     fuses_heads: bool = False
     """One weight makes queries, keys and values."""
     training: Training | None = None
@@ -120,6 +122,7 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
         loss=job.workload.loss,
         logit_parts=logit_parts(job),
         imbalance=job.workload.expert_imbalance,
+        recomputed=configuration.recomputed,
         fuses_heads=configuration.tp > 1 and _fuses_heads(job),
         tiles=tiles_of(job),
     )
@@ -165,24 +168,16 @@ def _with_scaled_inputs(figures: Figures, job: Job, scaled: ScaledProducts) -> F
 
     Of blocks with experts the tokens that are dispatched go in; without a hidden width nothing is known.
     """
-    facts, tp = job.facts, job.configuration.tp
-    if scaled.saved is None or not facts.hidden_size or not figures.blocks:
+    if scaled.saved is None or not job.facts.hidden_size or not figures.blocks:
         return figures
-    chosen = job.configuration
-    parts = tp if chosen.sequence_parallel and keeps_sequence_shards(job) else 1
-    hidden, width = facts.hidden_size / parts, facts.intermediate_size / tp
-    routed = hidden
-    if facts.is_moe:
-        width = (facts.experts_per_token * facts.moe_intermediate_size + shared_width(facts)) / tp
-        routed *= facts.experts_per_token
-    copies = (3, 2 if facts.gated_mlp else 1) if scaled.saved_apart else (1, 1)
-    less = hidden * (2 - copies[0] * scaled.saved) + routed * (2 - copies[1] * scaled.saved)
-    less += width * (2 - scaled.saved) - scaled.saved * facts.num_heads * facts.head_dim / tp
-    each = (0.0, -scaled.blocks * less * chosen.sequence_length / chosen.cp)
+    each, replayed = (_narrowed_inputs(job, scaled, modules) for modules in ((), job.configuration.recomputed))
+    block_traits = code_base(job.workload.code).traits(compiled=job.workload.compile).block
+    drops_modules = block_traits is not None and block_traits.selective == "attention"
     blocks = [
         replace(
             block,
             kept=plus(block.kept, each),
+            products=plus(block.products, replayed) if drops_modules else block.products,
             backward=_add_activations(block.backward, each),
             recomputed=_add_activations(block.recomputed, each),
             replayed=_add_activations(block.replayed, each),
@@ -190,6 +185,34 @@ def _with_scaled_inputs(figures: Figures, job: Job, scaled: ScaledProducts) -> F
         for block in figures.blocks
     ]
     return replace(figures, blocks=blocks)
+
+
+def _narrowed_inputs(job: Job, scaled: ScaledProducts, recomputed: Sequence[str]) -> Amount:
+    """Return what a block's inputs in 8 or 4 bits take more than in 16; what is recomputed is not there at all.
+
+    A module whose output is dropped keeps no input of the product behind it (Transformer Engine's
+    `set_save_original_input`).
+    """
+    facts, chosen = job.facts, job.configuration
+    saved, tp = scaled.saved or 0.0, chosen.tp
+    parts = tp if chosen.sequence_parallel and keeps_sequence_shards(job) else 1
+    hidden, routed = facts.hidden_size / parts, facts.hidden_size / parts
+    width, shared = facts.intermediate_size / tp, 0.0
+    if facts.is_moe:
+        width, shared = facts.experts_per_token * facts.moe_intermediate_size / tp, shared_width(facts) / tp
+        routed *= facts.experts_per_token
+    if "moe" in recomputed or (not facts.is_moe and "mlp" in recomputed):
+        routed, width, shared = 0.0, 0.0, 0.0
+    if "moe_act" in recomputed and facts.is_moe:
+        width = 0.0
+    if "shared_experts" in recomputed:
+        shared = 0.0
+    if "layernorm" in recomputed and facts.mla is not None:
+        hidden = 0.0
+    copies = (3, 2 if facts.gated_mlp else 1) if scaled.saved_apart else (1, 1)
+    less = hidden * (2 - copies[0] * saved) + routed * (2 - copies[1] * saved)
+    less += (width + shared) * (2 - saved) - saved * facts.num_heads * facts.head_dim / tp
+    return 0.0, -scaled.blocks * less * chosen.sequence_length / chosen.cp
 
 
 def _add_activations(peaks: Sequence[Peak], amount: Amount) -> Sequence[Peak]:
@@ -322,7 +345,10 @@ def _written_form(
     traits = code.traits(compiled=question.compiled)
     if blocks and code.eager.block is not None:
         in_place = code.whole_gradients
-        form = known.code_form(facts, traits, mode, question.attention, adds_in_place=in_place, frozen=fixed)
+        recomputed = question.recomputed or known.DEFAULT_RECOMPUTED
+        form = known.code_form(
+            facts, traits, mode, question.attention, adds_in_place=in_place, frozen=fixed, recomputed=recomputed
+        )
         differences = 0
     else:
         form, differences = _traced_form(facts, question, _frozen_modes(frozen))

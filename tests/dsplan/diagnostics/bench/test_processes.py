@@ -74,6 +74,7 @@ def test_a_killed_benchmark_resumes_where_it_was(tmp_path: Path, dsplan_home: Pa
     assert (third["stored_before"], third["measured"]) == (len(points), [])
 
 
+@pytest.mark.slow
 def test_an_interrupted_benchmark_says_how_to_resume(tmp_path: Path, dsplan_home: Path) -> None:
     points = launches(30, ranks=2)
     stopped = start_bench("--plan", plan_file(tmp_path, points), "--json", cwd=tmp_path)

@@ -99,6 +99,7 @@ def test_ranks_of_all_pools_are_forked_from_one_process_that_has_imported_what_t
 
 
 @pytest.mark.parametrize("preload", [(), ("torch",)], ids=["spawned", "forked"])
+@pytest.mark.sweep(suite={"forked"})
 def test_ranks_end_with_their_parent(preload: tuple[str, ...]) -> None:
     script = textwrap.dedent("""
         import os, sys

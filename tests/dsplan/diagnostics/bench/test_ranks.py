@@ -54,6 +54,7 @@ def test_what_torch_refuses_is_an_answer_and_leaves_the_ranks_alive(three: RankP
 
 
 @pytest.mark.usefixtures("dsplan_home")
+@pytest.mark.slow
 def test_a_strategy_is_trained_and_stored_beside_what_was_predicted() -> None:
     machine = probe()
     whole = make_bench_plan(Wanted(ranks=(2,), kinds=("training",), deepspeed=False), probed_cluster(machine))
