@@ -97,7 +97,10 @@ def read_files(paths: Sequence[Path], command: Sequence[str] = (), format: str |
         BrokenFile: a file cannot be read or is none that a trainer takes.
         NoTraining: what is there trains nothing.
         UnknownName: `format` is no name of one.
+        DsplanError: neither a file nor a command is named.
     """
+    if not paths and not command:
+        raise DsplanError("nothing to read: name a config or a script, or give a command")
     if format is not None and format not in FORMATS:
         raise UnknownName("format", format, FORMATS, hint=f"give one of {', '.join(FORMATS)}")
     sources = [read_source(path) for path in paths]

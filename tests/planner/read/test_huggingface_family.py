@@ -161,6 +161,30 @@ def test_trl_and_accelerate(tmp_path: Path) -> None:
         holds(reading, gpus=8, strategy="fsdp", precision="bf16", method="lora", lora_rank=16, seq_len=512)
 
 
+@pytest.mark.parametrize(
+    ("more", "precision", "load_dtype"),
+    [
+        ("", "bf16", None),
+        ("dtype: auto\n", "bf16-pure", None),
+        ("dtype: bfloat16\n", "bf16-pure", None),
+        ("use_peft: true\n", "bf16", "fp32"),
+        ("use_peft: true\ndtype: bfloat16\n", "bf16", None),
+        ("use_peft: true\nload_in_4bit: true\n", "bf16", "nf4"),
+        ("use_peft: true\ndeepspeed: '{\"zero_optimization\": {\"stage\": 3}}'\n", "bf16", None),
+    ],
+)
+def test_trl_loads_weights_in_fp32_unless_it_is_told(
+    tmp_path: Path, more: str, precision: str, load_dtype: str | None
+) -> None:
+    text = "model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: stanfordnlp/imdb\n"
+    holds(read(tmp_path, train_yaml=text + more), precision=precision, load_dtype=load_dtype)
+
+
+def test_no_file_and_no_command_is_one_line() -> None:
+    with pytest.raises(DsplanError, match="nothing to read: name a config"):
+        read_files([])
+
+
 def test_huggingface_flags() -> None:
     command = (
         "torchrun --nproc_per_node=4 run_clm.py --model_name_or_path gpt2 --block_size 256 --bf16 True --max_steps 100"
