@@ -8,7 +8,7 @@ from dataclasses import replace
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.read.documents import Files, parse_json_settings
-from planner.read.form import COMMAND, Notebook, Source
+from planner.read.form import COMMAND, Notebook
 from planner.read.rounds import counts_rounds, read_rounds
 from planner.read.sharding import (
     KEPT_IN_16_BITS,
@@ -152,7 +152,7 @@ def read_deepspeed_of(book: Notebook, key: str, files: Files) -> None:
     if text not in files.written and book.raw(key) is None:
         return
     if text.startswith("{"):
-        source = Source(path=f"{setting.source.path} ({key})", text=text, is_file=False)
+        source = replace(setting.source, path=f"{setting.source.path} ({key})", text=text, is_file=False)
         reason = ""
     else:
         found_source, reason = files.find(text, setting.source)

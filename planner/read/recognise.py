@@ -11,7 +11,7 @@ from typing import Any
 
 from hardware_db.errors import BrokenFile, DsplanError, UnknownName
 from hardware_db.records import dataclass
-from planner.read.documents import Files, parse_config, read_source
+from planner.read.documents import Files, handed_in, parse_config, read_source
 from planner.read.form import COMMAND, Notebook, Reading, Setting, Source
 from planner.read.launchers import (
     Launch,
@@ -106,8 +106,22 @@ def read_files(paths: Sequence[Path], command: Sequence[str] = (), format: str |
     sources = [read_source(path) for path in paths]
     if command:
         text = " ".join(map(_quote_word, command))
-        sources.append(Source(path="the command", text=text, is_file=False))
+        sources.append(Source(path="the command", text=text, is_file=False, reach="anywhere"))
     return _Together(sources, format).read()
+
+
+def read_texts(texts: Mapping[str, str]) -> Reading:
+    """Return what texts, by the names of their files, say of one training; no file of this machine is looked at.
+
+    Raises:
+        BrokenFile: one is none that a trainer takes.
+        NoTraining: what is there trains nothing.
+        DsplanError: there is none.
+    """
+    if not texts:
+        raise DsplanError("nothing to read: name a config or a script")
+    reading = _Together([handed_in(name, text) for name, text in texts.items()], None).read()
+    return replace(reading, looks_at_files=False)
 
 
 def _quote_word(word: str) -> str:
