@@ -119,7 +119,13 @@ def check_page(checked: Checked, command: str) -> Page:
         both = [plan] if better is None else [plan, better.plan]
         parts[0] = replace(verdict, pictures=plans_pictures(both))
     if better is not None:
-        parts.append(Section(name="better", title="The better plan", html=wide(check_view.better_html(better, plan), "The better plan")))
+        parts.append(
+            Section(
+                name="better",
+                title="The better plan",
+                html=wide(check_view.better_html(better, plan), "The better plan"),
+            )
+        )
     parts.append(blocks_section("read", "The config as it was read", check_view.reading_blocks(checked.reading)))
     if plan is not None:
         parts.append(_assumptions(plan, outcome.request.defaults if outcome.request is not None else (), command))

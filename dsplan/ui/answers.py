@@ -131,7 +131,9 @@ def check(task: Task) -> Answer:
         question = question_of_reading(reading, {name: value for name, value in hardware.items() if value})
     except DsplanError:  # the check says why nothing can be planned
         return {"html": html}
-    texts = {name: write(getattr(question.question, name)) for name in page_fields() if name in Question.__dataclass_fields__}
+    texts = {
+        name: write(getattr(question.question, name)) for name in page_fields() if name in Question.__dataclass_fields__
+    }
     config = reading.answers.get("model_config")
     if config is None and question.facts is not None:
         texts["model"] = question.facts.name

@@ -64,8 +64,8 @@ PICTURES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 FILES = f"""<div id="files-in"><label for="trainer-files">A trainer's own config or script</label>
 <input type="file" id="trainer-files" multiple aria-describedby="files-hint">
-<p id="files-hint">axolotl, TRL, DeepSpeed, Megatron and others: chosen here or dropped on the page. It is read and never
-run; at most {MOST_FILES} files of one training.</p></div>"""
+<p id="files-hint">axolotl, TRL, DeepSpeed, Megatron and others: chosen here or dropped on the page. It is read and
+never run; at most {MOST_FILES} files of one training.</p></div>"""
 """Where files are chosen; `page.js` reads them."""
 NO_PICTURES = "<p>No plan is here to be drawn; the text above says what fits.</p>"
 """Shown in place of pictures before there is an answer, and where no plan fits."""

@@ -16,7 +16,7 @@ from strategies.launch.prepare import RunRequest, prepare
 from strategies.run_directory.request import PlanRequest
 from tests.strategies.launch.command import EXAMPLES, run
 
-HERE = Path(__file__).parent
+LAUNCHED = Path(__file__).parents[1] / "strategies" / "launch"
 
 # A loop that writes down how it was started.
 LOOP = """
@@ -233,7 +233,7 @@ def test_accelerates_own_script_is_planned(folder: Path) -> None:
     """The precision and the strategy are those of accelerate's command, the batch of the plan's own."""
     (folder / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n")
     (folder / "out").mkdir()
-    for source in (HERE / "accelerate_script.py", EXAMPLES / "stdlib_text.py"):
+    for source in (LAUNCHED / "accelerate_script.py", EXAMPLES / "stdlib_text.py"):
         shutil.copy(source, folder)
     script = "accelerate_script.py"
     finished = run(

@@ -170,7 +170,7 @@ def test_trl_and_accelerate(tmp_path: Path) -> None:
         ("use_peft: true\n", "bf16", "fp32"),
         ("use_peft: true\ndtype: bfloat16\n", "bf16", None),
         ("use_peft: true\nload_in_4bit: true\n", "bf16", "nf4"),
-        ("use_peft: true\ndeepspeed: '{\"zero_optimization\": {\"stage\": 3}}'\n", "bf16", None),
+        ('use_peft: true\ndeepspeed: \'{"zero_optimization": {"stage": 3}}\'\n', "bf16", None),
     ],
 )
 def test_trl_loads_weights_in_fp32_unless_it_is_told(
