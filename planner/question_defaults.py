@@ -9,3 +9,6 @@ EXPERT_IMBALANCE = 1.25
 with, beyond which tokens are dropped (Fedus et al. 2021, arXiv 2101.03961, section 2.2; recalled)."""
 PLANS_SHOWN = 5
 """Plans that an answer has at the most (`--top`)."""
+ASSUMED_GPU = "A100-SXM4-80GB"
+ASSUMED_COUNT = 8
+"""Hardware that is planned for where none is named and none is here: the devices and how many in a node."""

@@ -11,14 +11,10 @@ from dsplan.exact.reading import Reading, Refusal, Sizes
 from dsplan.exact.source import ModelSource
 from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.instants import instants_of
+from planner.cost.memory.allocator import FRAGMENTATION
 from planner.cost.memory.estimate import composed, phases_of
 from planner.cost.memory.ledger import Ledger, bytes_at
-from planner.cost.memory.overhead import (
-    FRAGMENTATION,
-    FRAGMENTATION_UPPER,
-    closed_form_margin,
-    library_workspace,
-)
+from planner.cost.memory.overhead import FRAGMENTATION_UPPER, closed_form_margin, library_workspace
 from planner.cost.precision import recipe_of
 from planner.cost.timing import step_time
 from planner.search.estimate import Priced, judge_job, plan_of, require_possible

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from hardware_db.store.contract import Store
 
 
-FEWEST = 3
-"""Different configurations that must have run before they correct the time model: one to fit to, one to try it on, and
-one that tells chance from truth."""
 Vector: TypeAlias = "tuple[float, ...]"
 Matrix: TypeAlias = "tuple[Vector, ...]"
 

@@ -19,7 +19,7 @@ from hardware_db.probe import Machine
 from hardware_db.records import dataclass
 from hardware_db.store.contract import Store
 from hardware_db.store.transfer import is_shared
-from planner.calibration.calibration import FEWEST, Calibration, calibration_of, hardware_kind
+from planner.calibration.calibration import Calibration, calibration_of, hardware_kind
 from planner.calibration.fit import TAILS, Fit, Noise, Prior, fit
 from planner.calibration.spread import FACTOR_SPREADS, INSIDE, interval, kind_of, slopes
 from planner.cluster.rates import rates_from_measurements
@@ -109,6 +109,9 @@ def _section(plan: Mapping[str, object], name: str) -> Mapping[str, Any]:
     return section
 
 
+FEWEST = 3
+"""Different configurations that must have run before they correct the time model: one to fit to, one to try it on, and
+one that tells chance from truth."""
 _FOLDS = 5
 _LEAVE_ONE_OUT = 12
 _MODELS_TO_SPLIT_BY = 2

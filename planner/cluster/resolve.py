@@ -31,12 +31,10 @@ from planner.cluster.probed import (
     probed_cluster,
 )
 from planner.errors import BrokenFile, ContradictoryRequest, UnknownName
+from planner.question_defaults import ASSUMED_COUNT, ASSUMED_GPU
 from planner.types.cluster import Cluster, Reliability
 
 __all__ = ["HardwareRequest", "probed_cluster", "resolve_cluster"]
-
-ASSUMED_GPU = "A100-SXM4-80GB"
-ASSUMED_COUNT = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

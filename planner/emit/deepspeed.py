@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from planner.cost.zero_buckets import zero_buckets
+from planner.cost.zero_bucket_sizes import zero_buckets
 from planner.emit.common import (
     DEFAULTS,
     EmitOptions,

@@ -28,7 +28,8 @@ from hardware_db.files import replace_text
 from planner.calibration.fit import Fit
 from planner.cost.code_bases import code_names, of_any_year
 from planner.cost.intervals import Regime, Stratum, stratum_of
-from planner.cost.memory.overhead import FRAGMENTATION_UPPER, SEGMENT_BYTES
+from planner.cost.memory.allocator import SEGMENT_BYTES
+from planner.cost.memory.overhead import FRAGMENTATION_UPPER
 from planner.cost.timing import step_time
 from planner.search.estimate import job_of
 from planner.types.plan import MemoryEstimate
@@ -50,7 +51,7 @@ FITTED_ROWS = 10
 """Of a publication, what constants are fitted to anew, and what is predicted with them: more would weigh no more."""
 CROWDED = 0.75
 """Share of a device's memory from which on the allocator has begun to give its cache back: it holds up to a third of
-what is allocated and more (`planner.cost.memory.overhead.CACHE`)."""
+what is allocated and more (`planner.cost.memory.allocator.CACHE`)."""
 MOST_CROSSED = 6
 """Of those, the ones that are asked under other code bases as well."""
 

@@ -13,7 +13,7 @@ from planner.cost.code_bases import code_base
 from planner.cost.memory.ledger import Ledger, States
 from planner.cost.memory.units import mean_width, trained_units_of, units_of
 from planner.cost.precision import LOADED_BYTES, Recipe, has_own_states, load_dtype_of
-from planner.cost.zero_buckets import zero_buckets
+from planner.cost.zero_bucket_sizes import zero_buckets
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES
 

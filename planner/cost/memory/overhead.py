@@ -10,6 +10,7 @@ from hardware_db.records import dataclass
 from hardware_db.units import GIB, MIB
 from planner.cost.intervals import memory_headroom
 from planner.cost.memory.activations.figures import figures_of
+from planner.cost.memory.allocator import CACHE, FRAGMENTATION, LEFT_WHEN_SHORT, SEGMENT_BYTES
 from planner.cost.memory.host import CPU_PROCESS_BYTES
 from planner.cost.memory.ledger import Ledger
 from planner.cost.precision import recipe_of
@@ -27,10 +28,6 @@ COMMUNICATOR_BYTES = 688e6
 """One NCCL communicator over more than two ranks, 4 x A100 [2]."""
 COMMUNICATOR_UPPER_BYTES = 1.6e9
 """The same, largest report [2]."""
-FRAGMENTATION = 0.05
-"""Share of the allocated bytes that no request fits into: what compressed-tensors keeps free [3]."""
-LEFT_WHEN_SHORT = 0.024
-"""The same at the least: what was left when a 79 GiB device ran out [3]."""
 CLOSED_FORM_ERROR = 0.03
 """How far a closed form may lie under a trace of the same job; docs/reference/accuracy.md has the errors measured."""
 FRAGMENTATION_UPPER = FRAGMENTATION + CLOSED_FORM_ERROR
@@ -41,13 +38,6 @@ of thumb, and HF models of one width differ twofold in theirs [5]."""
 NEAREST_FORM_ERROR = 0.21
 """How far under a trace one case in twenty lies where a model's structure has no form of its own and the nearest one's
 is taken, found by leaving the forms of their own structure out (`scripts/fit/nearest_forms.py`)."""
-CACHE = {"fsdp": 0.20, "zero": 0.10, "replica": 0.08}
-"""Reserved over allocated while memory is plentiful [3]: FSDP, whose gathers and reductions have streams and so block
-pools of their own, 0.19 to 0.62 in nine reports; ZeRO 0.15, one 0.11 to 0.12 for one process. The allocator gives these
-blocks back before a request fails, so that they do not count as needed."""
-SEGMENT_BYTES = 22 * MIB
-"""A segment of 2 MiB for small blocks and one of 20 MiB for those up to 10 MiB, the smallest that the allocator takes
-(torch `c10/cuda/CUDACachingAllocator`)."""
 CUBLAS_WORKSPACE_BYTES = {"hopper": 32 * MIB, "blackwell": 32 * MIB}
 """Workspace of one handle, allocated through torch (pytorch#120925); 8,519,680 bytes on older devices."""
 CUBLAS_WORKSPACE_DEFAULT_BYTES = 8_519_680

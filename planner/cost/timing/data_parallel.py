@@ -16,7 +16,7 @@ from planner.cost.timing.collectives import Collective, Group, collective_second
 from planner.cost.timing.efficiency import DeviceRates
 from planner.cost.timing.layout import QUANTIZED_WEIGHT_BYTES, SERIAL_SLOWDOWN, SLOWDOWN, Layout, beside
 from planner.cost.timing.pipeline import Stage
-from planner.cost.zero_buckets import zero_buckets
+from planner.cost.zero_bucket_sizes import zero_buckets
 from planner.types.job import Job
 
 DDP_BUCKET_BYTES = 25 * MIB

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
-from planner.cost.zero_buckets import NATIVE_STEP_RUNS
+from planner.cost.zero_bucket_sizes import NATIVE_STEP_RUNS
 from strategies.backends.zero.collectives import collectives_for, collectives_over
 from strategies.backends.zero.compress import collectives_factory
 from strategies.backends.zero.flat_shard import Bucket, Kind, Place, Ranks, owners_of

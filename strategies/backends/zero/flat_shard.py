@@ -19,7 +19,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from planner.cost.zero_buckets import bucket_members, owning_ranks
+from planner.cost.zero_bucket_sizes import bucket_members, owning_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

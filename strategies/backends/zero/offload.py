@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from planner.cost.zero_buckets import OffloadRatio
+from planner.cost.zero_bucket_sizes import OffloadRatio
 from strategies.backends.zero.collectives import Arrival, Arrived
 from strategies.backends.zero.flat_shard import Bucket, Place
 from strategies.backends.zero.nvme import Disk

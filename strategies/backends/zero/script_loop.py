@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.cost.zero_buckets import native_buckets
+from planner.cost.zero_bucket_sizes import native_buckets
 from planner.types.plan import Configuration
 from strategies.backends.zero.collectives import collectives_for
 from strategies.backends.zero.engine import Latecomers

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from planner.cost.precision import accumulates_in_fp32
-from planner.cost.zero_buckets import native_buckets
+from planner.cost.zero_bucket_sizes import native_buckets
 from planner.types.plan import Configuration
 from planner.vocabulary import Offload
 from strategies.errors import CannotRun

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from planner.cost.precision import accumulates_in_fp32
-from planner.cost.zero_buckets import NATIVE_STEP_RUNS, bucket_members, native_buckets
+from planner.cost.zero_bucket_sizes import NATIVE_STEP_RUNS, bucket_members, native_buckets
 from planner.types.job import Job
 from strategies.torch_compat.tensors import tree_leaves
 from strategies.tracing.step.methods import make_optimizer

@@ -14,8 +14,8 @@ from hardware_db.files import canonical_json
 from hardware_db.fingerprint import Versions
 from hardware_db.measurement import Measurement, calibration_record
 from hardware_db.store import MemoryStore
-from planner.calibration.calibration import FEWEST, Calibration, hardware_kind
-from planner.calibration.learn import Rebuilder, learn, refresh
+from planner.calibration.calibration import Calibration, hardware_kind
+from planner.calibration.learn import FEWEST, Rebuilder, learn, refresh
 from planner.models.resolve import resolve_model
 from planner.search.estimate import estimate, time_step
 from planner.search.estimate import price as priced

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner.cost.zero_buckets import NATIVE_CPU_BUCKET
+from planner.cost.zero_bucket_sizes import NATIVE_CPU_BUCKET
 from strategies.backends.zero.flat_shard import Bucket, Layout, Ranks, Slot, buckets_of
 from strategies.backends.zero.settings import ZeroSettings, read_settings
 from strategies.backends.zero.unit_all_gather import members_of

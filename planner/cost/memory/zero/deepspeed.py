@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO besides weights, optimizer states and activations, moment by moment: stages 1 and 2.
 
 Source: DeepSpeed 0.19's `runtime/zero/stage_1_and_2.py`; `zero3.py` has stage 3. Bucket sizes come from
-`planner.cost.zero_buckets`. A gradient that backward makes is copied into a bucket at once, so that of a unit's
+`planner.cost.zero_bucket_sizes`. A gradient that backward makes is copied into a bucket at once, so that of a unit's
 gradients only the newest is a tensor of its own. A full bucket, and the last one when backward ends, is reduced: its
 slices are copied into one tensor for the all-reduce, unless one rank owns them all, and what the rank's part touches
 is copied to a tensor that holds all of these gradients. The buckets are made with a micro-batch's first gradient and
@@ -19,7 +19,7 @@ from planner.cost.memory.states import flat_step_temporaries
 from planner.cost.memory.units import mean_width, round_up
 from planner.cost.memory.zero.partition import flat_partition, tensor_partitions, trained_partitions
 from planner.cost.precision import Recipe
-from planner.cost.zero_buckets import zero_buckets
+from planner.cost.zero_bucket_sizes import zero_buckets
 from planner.types.job import Job
 
 # Buffers of DeepSpeed's ZeRO-3, moment by moment.

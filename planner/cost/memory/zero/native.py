@@ -1,7 +1,7 @@
 """Our own ZeRO besides weights, optimizer states and activations, moment by moment.
 
 Source: `strategies/backends/zero/gradient_reducer.py`, `units.py` and `collectives.py`; bucket sizes come from
-`planner.cost.zero_buckets`.
+`planner.cost.zero_bucket_sizes`.
 
 * A gradient is copied into its bucket, which is made whole for its first one and sent when the last one is there; a
   tensor that has a bucket to itself travels as it is. Two buckets are on the way while a third fills, and what a rank
@@ -33,7 +33,7 @@ from planner.cost.memory.units import Units, trained_shards_of, trained_units_of
 from planner.cost.memory.zero.offload import offload_split, weights_are_whole, window_bytes
 from planner.cost.memory.zero.partition import steps_whole_tensors
 from planner.cost.precision import ERROR_BYTES, INT8_BYTES, Recipe
-from planner.cost.zero_buckets import NATIVE_STEP_RUNS, bucket_members, native_buckets
+from planner.cost.zero_bucket_sizes import NATIVE_STEP_RUNS, bucket_members, native_buckets
 from planner.types.job import Job
 
 _ON_THE_WAY = 2

@@ -14,7 +14,7 @@ from hardware_db.records import dataclass
 from planner.cost.memory.ledger import States
 from planner.cost.memory.zero.partition import flat_partition, largest_share, tensor_partitions, trained_tensors_of
 from planner.cost.precision import Recipe
-from planner.cost.zero_buckets import OffloadRatio, bucket_members, native_buckets, zero_buckets
+from planner.cost.zero_bucket_sizes import OffloadRatio, bucket_members, native_buckets, zero_buckets
 from planner.types.job import Job
 
 # Host buffers of DeepSpeed's offload on one rank.

@@ -10,7 +10,7 @@ from itertools import accumulate
 from hardware_db.records import dataclass
 from planner.cost.memory.units import Units, trained_units_of, units_of
 from planner.cost.precision import QUANTISED_STATES
-from planner.cost.zero_buckets import owning_ranks
+from planner.cost.zero_bucket_sizes import owning_ranks
 from planner.types.job import Job
 from planner.types.plan import Configuration
 

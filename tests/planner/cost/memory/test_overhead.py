@@ -9,15 +9,14 @@ import pytest
 from hardware_db.probe import probe_hardware
 from planner.cluster.resolve import HardwareRequest, probed_cluster, resolve_cluster
 from planner.cost.intervals import memory_headroom
+from planner.cost.memory.allocator import CACHE, SEGMENT_BYTES
 from planner.cost.memory.estimate import phases_of
 from planner.cost.memory.host import CPU_PROCESS_BYTES
 from planner.cost.memory.ledger import Ledger
 from planner.cost.memory.overhead import (
-    CACHE,
     COMMUNICATOR_UPPER_BYTES,
     CONTEXT_UPPER_BYTES,
     FRAGMENTATION_UPPER,
-    SEGMENT_BYTES,
     closed_form_margin,
     device_use,
     has_other_form,

@@ -12,7 +12,7 @@ from planner.cost.memory.states import states_of
 from planner.cost.memory.zero.deepspeed import zero_buffers
 from planner.cost.memory.zero.partition import FlatPartition, flat_partition, tensor_partitions
 from planner.cost.precision import recipe_of
-from planner.cost.zero_buckets import ZeroBuckets
+from planner.cost.zero_bucket_sizes import ZeroBuckets
 from planner.models.counting.count import count_parameters
 from planner.models.from_hf.config import facts_from_config
 from planner.search.request import WorkOptions, make_request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.cost.zero_buckets import OffloadRatio, bucket_members, owning_ranks
+from planner.cost.zero_bucket_sizes import OffloadRatio, bucket_members, owning_ranks
 
 
 @pytest.mark.parametrize(
