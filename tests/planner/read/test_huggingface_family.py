@@ -259,3 +259,21 @@ def test_unresolved_values_are_gaps(tmp_path: Path) -> None:
     (gap,) = reading.gaps
     assert gap.key == "gradient_accumulation_steps"
     assert "known when it runs" in gap.reason
+
+
+@pytest.mark.parametrize(
+    ("texts", "task"),
+    [
+        ({"train_sh": "swift rlhf --rlhf_type simpo --model Qwen/Qwen2.5-3B --dataset x"}, "orpo"),
+        ({"train_sh": "swift rlhf --rlhf_type cpo --model Qwen/Qwen2.5-3B --dataset x"}, "orpo"),
+        ({"train_sh": "swift rlhf --rlhf_type dpo --model Qwen/Qwen2.5-3B --dataset x"}, "dpo"),
+        ({"train_yaml": f"{AXOLOTL}rl: simpo\n"}, "orpo"),
+        ({"train_yaml": f"{AXOLOTL}rl: ipo\n"}, "dpo"),
+        *(
+            ({"train_yaml": f"model_name_or_path: x\nstage: dpo\ndo_train: true\npref_loss: {loss}\n"}, task)
+            for loss, task in (("simpo", "orpo"), ("orpo", "orpo"), ("sigmoid", "dpo"), ("ipo", "dpo"))
+        ),
+    ],
+)  # fmt: skip
+def test_pairs_without_a_reference_model(tmp_path: Path, texts: dict[str, str], task: str) -> None:
+    holds(read(tmp_path, **texts), task=task)
