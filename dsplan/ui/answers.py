@@ -119,12 +119,12 @@ def check(task: Task) -> Answer:
     from dsplan.checking import check_reading, question_of_reading
     from dsplan.render.check_view import check_html
 
-    asked, _ = read_address(task.query)
-    reading, hardware = read_texts(_texts(task.files)), asked.hardware()
+    address, _ = read_address(task.query)
+    reading, hardware = read_texts(_texts(task.files)), address.hardware()
     if reading.answers.get("gpus") and not hardware["node_type"]:
         hardware = {name: value for name, value in hardware.items() if name not in ("gpus", "nodes")}
     if not {"model", "model_config"} & reading.answers.keys():
-        own = {"model_config": asked.own_config()} if asked.config else {"model": asked.values["model"]}
+        own = {"model_config": address.own_config()} if address.config else {"model": address.values["model"]}
         reading = replace(reading, answers={**reading.answers, **own})
     html = check_html(check_reading(reading, hardware=hardware))
     try:

@@ -42,7 +42,7 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Called:
-    """A call by the name of what is called; its arguments may be set anew, those by place are named by it."""
+    """A call by the name of what is called; its arguments may be set anew, those by index are named by it."""
 
     name: str
     arguments: dict[str, Written] = field(default_factory=dict)
@@ -132,8 +132,8 @@ class _Reader:
         for parameter, default in defaults:
             values[parameter.arg] = self.evaluate(default, {})
         for key, value in (arguments or {}).items():
-            place = int(key) if key.isdigit() else -1
-            values[parameters[place].arg if 0 <= place < len(parameters) else key] = value
+            index = int(key) if key.isdigit() else -1
+            values[parameters[index].arg if 0 <= index < len(parameters) else key] = value
         returned = self._body(function.body, values)
         self.depth -= 1
         return returned
@@ -209,7 +209,7 @@ class _Reader:
 
     def _call(self, node: ast.Call, values: Mapping[str, Written]) -> Any:
         name = ast.unparse(node.func)
-        arguments = {str(place): self.evaluate(item, values) for place, item in enumerate(node.args)}
+        arguments = {str(index): self.evaluate(item, values) for index, item in enumerate(node.args)}
         arguments |= {item.arg: self.evaluate(item.value, values) for item in node.keywords if item.arg is not None}
         if name in self.functions:
             returned = self.call(name, arguments)
