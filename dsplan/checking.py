@@ -81,6 +81,17 @@ def check_files(
         DsplanError: a file cannot be read, trains nothing, or a flag is none that can be planned with.
     """
     reading = read_files(paths, command, format)
+    return check_reading(reading, hardware=hardware, model=model, seq_len=seq_len)
+
+
+def check_reading(
+    reading: Reading, *, hardware: Mapping[str, Any], model: str | None = None, seq_len: int | None = None
+) -> Checked:
+    """Say what a reading comes to; `hardware`, `model` and `seq_len` as of `check_files`.
+
+    Raises:
+        DsplanError: a flag is none that can be planned with.
+    """
     answers = {name: value for name, value in reading.answers.items() if value is not None}
     answers |= {name: value for name, value in (("model", model), ("seq_len", seq_len)) if value is not None}
     chosen = _hardware(answers, hardware)
@@ -142,7 +153,15 @@ def question_of(paths: Sequence[Path], flags: Mapping[str, Any]) -> Asked:
     Raises:
         DsplanError: a file cannot be read or trains nothing, or no file and no flag names the model.
     """
-    reading = read_files(paths)
+    return question_of_reading(read_files(paths), flags)
+
+
+def question_of_reading(reading: Reading, flags: Mapping[str, Any]) -> Asked:
+    """Return the question that a reading asks, with flags in the place of what it says, as `question_of` does.
+
+    Raises:
+        DsplanError: neither it nor a flag names the model.
+    """
     answers = {name: value for name, value in reading.answers.items() if value is not None}
     answers = {**answers, **{name: flags[name] for name in ("model", "seq_len") if name in flags}}
     names_model = "model" in flags or "model_size" in flags
@@ -233,10 +252,11 @@ def _model(answers: Mapping[str, Any], reading: Reading, *, is_flag: bool) -> tu
 
 def _named(name: str, reading: Reading) -> ModelFacts:
     """Return a model by its name, or by a config.json in the folder of the file that names it."""
-    base = Path(reading.files[0]).parent.resolve()
-    inside = (base / name).resolve()
-    if inside.is_relative_to(base) and (inside / "config.json").is_file():
-        return resolve_model(str(inside))
+    if reading.looks_at_files:
+        base = Path(reading.files[0]).parent.resolve()
+        inside = (base / name).resolve()
+        if inside.is_relative_to(base) and (inside / "config.json").is_file():
+            return resolve_model(str(inside))
     name = name.rstrip("/")
     dateless = _DATE.sub("", name)
     if dateless != name and not knows_model(name) and knows_model(dateless):

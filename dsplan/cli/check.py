@@ -15,6 +15,7 @@ from planner import limits
 
 if TYPE_CHECKING:
     from dsplan.checking import Checked
+    from dsplan.report.page import Page
 
 SEPARATOR = "--"
 
@@ -67,6 +68,10 @@ def check_config(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the changed file there; the file itself stays.")
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="PAGE", help="Write it as an HTML page that needs no network (extra report)."),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Read a trainer's own config or script: does it fit, how fast is it, what is wrong with it.
@@ -85,15 +90,20 @@ def check_config(
     options = {**asdict(hardware), "max_memory_gb": max_memory_gb}
     is_folder = len(paths) == 1 and os.path.isdir(paths[0]) and not command  # False for names that no file can have
     if is_folder or each:
-        _check_each([Path(path) for path in paths], options, is_folder=is_folder, json=json)
+        _check_each([Path(path) for path in paths], options, is_folder=is_folder, json=json, report=report)
     checked = check_files(
         [Path(path) for path in paths], command, format=format, hardware=options, model=model, seq_len=seq_len
     )
     if fix or out is not None:
         _write(checked, out, prints=fix and not json)
+    if report is not None:
+        from dsplan.cli.report import typed_command
+        from dsplan.report.make import check_page
+
+        _write_page(check_page(checked, typed_command()), report)
     if json:
         show_json(check_to_dict(checked))
-    elif not fix and out is None:
+    elif not fix and out is None and report is None:
         show(check_blocks(checked))
     if checked.status == 2:
         notice(f"no estimate: {checked.audit.why}")
@@ -138,13 +148,33 @@ def _write(checked: Checked, out: Path | None, *, prints: bool) -> None:
         replace_text(out, next(iter(better.texts.values()))[1])
 
 
-def _check_each(paths: list[Path], options: dict[str, Any], *, is_folder: bool, json: bool) -> None:
+def _write_page(page: Page, out: Path) -> None:
+    """Write a page and say so, on the other stream than what is printed of the check itself.
+
+    Raises:
+        DsplanError: plotly is not installed, or the file cannot be written.
+    """
+    from dsplan.render.show import say
+    from dsplan.report.page import page_html
+    from hardware_db.files import replace_text
+
+    replace_text(out, page_html(page))
+    say(f"{out}: {page.title}", stderr=True)
+
+
+def _check_each(
+    paths: list[Path], options: dict[str, Any], *, is_folder: bool, json: bool, report: Path | None
+) -> None:
     """Check files, or every config and script below a folder, by themselves; end with 1 where any does not fit."""
     from dsplan.checking import check_each, check_folder
     from dsplan.render.check_view import check_to_dict, folder_blocks
     from dsplan.render.show import show, show_json
 
     rows = check_folder(paths[0], options) if is_folder else check_each(paths, options)
+    if report is not None:
+        from dsplan.report.make import folder_page
+
+        _write_page(folder_page(rows, str(paths[0]) if is_folder else f"{len(rows)} configs"), report)
     if json:
         show_json(
             [
@@ -152,6 +182,6 @@ def _check_each(paths: list[Path], options: dict[str, Any], *, is_folder: bool, 
                 for path, outcome in rows
             ]
         )
-    else:
+    elif report is None:
         show(folder_blocks(rows))
     raise typer.Exit(any(not isinstance(outcome, str) and outcome.status == 1 for _, outcome in rows))

@@ -64,7 +64,7 @@ def _of_question(model: ModelFlags, hardware: HardwareFlags, work: WorkFlags, go
 
     question = Question(**asdict(model), **asdict(hardware), **asdict(work))
     answer = recommend_ways(question.requests(**Goal(**asdict(goal)).ranking()), with_front=True)
-    return answer_page(answer, _command()), bool(answer.plans)
+    return answer_page(answer, typed_command()), bool(answer.plans)
 
 
 def _of_sources(sources: list[Path], flags: list[str], *, calibration: bool) -> Page:
@@ -98,6 +98,6 @@ def _set_flags(*groups: Any) -> list[str]:
     ]
 
 
-def _command() -> str:
+def typed_command() -> str:
     """Return what was typed, for whoever reads the page."""
     return shlex.join(["dsplan", *sys.argv[1:]])

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from dsplan.render.html import blocks_html, plain
 from dsplan.render.plan_view import (
     VERDICT_STYLES,
     describe,
@@ -22,7 +23,7 @@ from planner.types.plan import Plan
 
 if TYPE_CHECKING:
     from dsplan.checking import Checked
-    from planner.read.form import Finding, Understood
+    from planner.read.form import Finding, Reading, Understood, Unread
     from planner.search.audit import Better
 
 SCHEMA_VERSION = 1
@@ -32,18 +33,54 @@ _STYLES: Mapping[str, Style] = {"error": "bad", "warning": "warning", "info": "f
 def check_blocks(checked: Checked) -> list[Block]:
     """Return what was read and what was not, the estimate, findings worst first, and the better plan."""
     reading, outcome = checked.reading, checked.audit
-    blocks: list[Block] = [Text(text=f"{reading.trainer}: {', '.join(reading.files)}", style="heading")]
-    blocks += _read_table(reading.read)
-    blocks += _unread_blocks(checked)
+    heading = Text(text=f"{reading.trainer}: {', '.join(reading.files)}", style="heading")
+    estimate = [Text(text=""), *estimate_blocks(checked)]
+    return [
+        *(heading, *reading_blocks(reading), *estimate),
+        *finding_blocks(outcome.findings),
+        *better_blocks(outcome.better, outcome.plan),
+    ]
+
+
+def check_title(checked: Checked) -> str:
+    """Return the verdict on a config in a line."""
+    plan, files = checked.audit.plan, ", ".join(checked.reading.files)
+    return f"{files}: {'no estimate' if plan is None else plan.verdict.replace('_', ' ')}"
+
+
+def check_html(checked: Checked) -> str:
+    """Return the verdict, the findings, the better plan with its change of the files, and what was read, as HTML."""
+    outcome, reading = checked.audit, checked.reading
+    seen = [*estimate_blocks(checked), *finding_blocks(outcome.findings)]
+    read = f"<details><summary>What was read of it</summary>{blocks_html(reading_blocks(reading))}</details>"
+    return (
+        f"<section><h2>{plain(check_title(checked))}</h2>{blocks_html(seen)}"
+        f"{better_html(outcome.better, outcome.plan)}{read}</section>"
+    )
+
+
+def better_html(better: Better | None, now: Plan | None) -> str:
+    """Return the better plan and the diff of the files that it takes, as HTML; empty where there is none."""
+    diff = ""
+    if better is not None and better.texts:
+        text = plain(better.diff, most=None)
+        diff = f'<pre tabindex="0" role="region" aria-label="The change as a diff">{text}</pre>'
+    return blocks_html(better_blocks(better, now, with_diff=True)) + diff
+
+
+def estimate_blocks(checked: Checked) -> list[Block]:
+    """Return the estimate of what files say, with the length of the run, or why there is none."""
+    outcome = checked.audit
     if outcome.plan is None:
-        blocks += [Text(text=""), Text(text=f"no estimate: {outcome.why}", style="bad")]
-    else:
-        taken = outcome.request.defaults if outcome.request is not None else ()
-        blocks += [Text(text=""), *header(outcome.plan, taken), *figure_blocks(outcome.plan)]
-        blocks += _run_length(outcome.plan, reading.steps)
-    blocks += _finding_blocks(outcome.findings)
-    blocks += _better_blocks(outcome.better, outcome.plan)
-    return blocks
+        return [Text(text=f"no estimate: {outcome.why}", style="bad")]
+    taken = outcome.request.defaults if outcome.request is not None else ()
+    run = _run_length(outcome.plan, checked.reading.steps)
+    return [*header(outcome.plan, taken), *figure_blocks(outcome.plan), *run]
+
+
+def reading_blocks(reading: Reading) -> list[Block]:
+    """Return what was read and what was not."""
+    return [*_read_table(reading.read), *_unread_blocks(reading.unread)]
 
 
 def _at(file: str, line: int, several: bool) -> str:
@@ -64,8 +101,7 @@ def _value(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
-def _unread_blocks(checked: Checked) -> list[Block]:
-    unread = checked.reading.unread
+def _unread_blocks(unread: Sequence[Unread]) -> list[Block]:
     gaps = [item for item in unread if item.matters]
     several = len({item.file for item in unread}) > 1
     blocks: list[Block] = []
@@ -86,7 +122,8 @@ def _run_length(plan: Plan, steps: int | None) -> list[Block]:
     return [Text(text=f"the run: {steps:,} steps, {format_seconds(seconds)} without evaluation and saving")]
 
 
-def _finding_blocks(findings: Sequence[Finding]) -> list[Block]:
+def finding_blocks(findings: Sequence[Finding]) -> list[Block]:
+    """Return findings, worst first, with their places."""
     if not findings:
         return [Text(text=""), Text(text="no findings", style="good")]
     blocks: list[Block] = [Text(text=""), Text(text="findings", style="heading")]
@@ -96,7 +133,8 @@ def _finding_blocks(findings: Sequence[Finding]) -> list[Block]:
     return blocks
 
 
-def _better_blocks(better: Better | None, now: Plan | None) -> list[Block]:
+def better_blocks(better: Better | None, now: Plan | None, *, with_diff: bool = False) -> list[Block]:
+    """Return the plan that the same trainer can run, and what it is better in; `with_diff` where its diff follows."""
     if better is None or now is None:
         return []
     plan = better.plan
@@ -112,7 +150,8 @@ def _better_blocks(better: Better | None, now: Plan | None) -> list[Block]:
             style=VERDICT_STYLES[plan.verdict],
         ),
     ]
-    hint = "--fix prints it as a diff of the file" if better.texts else "the file has no single key for it"
+    diff = "as a change of the file:" if with_diff else "--fix prints it as a diff of the file"
+    hint = diff if better.texts else "the file has no single key for it"
     return [*blocks, Text(text=hint, style="faint")]
 
 

@@ -31,6 +31,7 @@ from planner.types.plan import Plan
 from planner.types.plan_io import load_plan
 
 if TYPE_CHECKING:
+    from dsplan.checking import Checked
     from planner.fleet.scenario import Circumstances, Scene
 
 MOST_SOURCES = 24
@@ -104,6 +105,38 @@ def months_page(
     name = _short(str(plan.model.get("name", "")))
     title = f"{name}: {seen.goodput:.1%} of its throughput where nodes fail"
     return _page(title, _where(plan), [blocks_section("months", "The months", blocks, pictures)])
+
+
+def check_page(checked: Checked, command: str) -> Page:
+    """Return the page of a checked config: the verdict, findings, the better plan with its diff, and what was read."""
+    from dsplan.render import check_view
+
+    outcome = checked.audit
+    plan, better = outcome.plan, outcome.better
+    verdict = blocks_section("verdict", "The verdict", check_view.estimate_blocks(checked))
+    parts = [verdict, blocks_section("findings", "Findings", check_view.finding_blocks(outcome.findings))]
+    if plan is not None:
+        both = [plan] if better is None else [plan, better.plan]
+        parts[0] = replace(verdict, pictures=plans_pictures(both))
+    if better is not None:
+        parts.append(
+            Section(
+                name="better",
+                title="The better plan",
+                html=wide(check_view.better_html(better, plan), "The better plan"),
+            )
+        )
+    parts.append(blocks_section("read", "The config as it was read", check_view.reading_blocks(checked.reading)))
+    if plan is not None:
+        parts.append(_assumptions(plan, outcome.request.defaults if outcome.request is not None else (), command))
+    return _page(_short(check_view.check_title(checked)), _where(plan), parts)
+
+
+def folder_page(rows: Sequence[tuple[str, Checked | str]], title: str) -> Page:
+    """Return the page of configs that were checked each by itself, a line for each."""
+    from dsplan.render.check_view import folder_blocks
+
+    return _page(_short(title), "", [blocks_section("files", "Configs", folder_blocks(rows))])
 
 
 def sources_page(plans: Sequence[Plan], runs: Sequence[RunData], calibrated: Refreshed | None) -> Page:

@@ -53,6 +53,8 @@ MOST_LETTERS = 100
 """Of a name or a pattern."""
 MOST_CONFIG_BYTES = 128 * 2**10
 """Of a config.json; those of the Hub have 1 to 10 KiB, with thousands of labels 100."""
+MOST_FILES = 8
+"""Of a check: a config with what it names."""
 MOST_ADDRESS_BYTES = 16 * 2**10
 """Of a question as an address: proxies refuse longer ones."""
 CONFIG, PLAN = "config", "plan"
@@ -210,15 +212,35 @@ class Asked:
             DsplanError: no model or no hardware is named, or a name is in no catalogue.
         """
         values = dict(self.values)
-        facts = _own_model(self.config) if self.config else _model(str(values["model"] or ""))
-        if not values["gpu"] and not values["node_type"]:
-            raise DsplanError("no hardware is named; choose a GPU or a node type")
-        if values["gpu"]:
-            find_device(str(values["gpu"]))  # `cpu` would mean the server's own
+        facts = _own_model(self.own_config()) if self.config else _model(str(values["model"] or ""))
+        self.hardware()
         goals = {item.name for item in fields(Goal)}
         goal = Goal(**{name: value for name, value in values.items() if name in goals})  # type: ignore[arg-type]
         work: dict[str, Any] = {name: value for name, value in values.items() if name not in goals}
         return Question(**work | {"model": None}), facts, goal
+
+    def own_config(self) -> dict[str, Any]:
+        """Return the config.json of the question.
+
+        Raises:
+            DsplanError: it is no object.
+        """
+        document = parse_json(self.config, "config.json", "paste the whole config.json of the model")
+        if not isinstance(document, dict):
+            raise DsplanError("config.json: is not an object; paste the whole config.json of the model")
+        return document
+
+    def hardware(self) -> dict[str, Value]:
+        """Return the fields of the hardware, which is never that of the server.
+
+        Raises:
+            DsplanError: none is named, or one that is not known.
+        """
+        if not self.values["gpu"] and not self.values["node_type"]:
+            raise DsplanError("no hardware is named; choose a GPU or a node type")
+        if self.values["gpu"]:
+            find_device(str(self.values["gpu"]))  # `cpu` would mean the server's own
+        return {name: self.values[name] for name in ("gpu", *SECTIONS["Hardware"], "gpus")}
 
 
 def read_values(written: Mapping[str, str], config: str = "") -> Asked:
@@ -329,16 +351,13 @@ def _model(name: str) -> ModelFacts:
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 
 
-def _own_model(config: str) -> ModelFacts:
+def _own_model(document: dict[str, Any]) -> ModelFacts:
     """Return the model of a config.json, named as it says where that is a name and nothing else.
 
     Emitted scripts have it.
     """
     from planner.models.from_hf.config import facts_from_config
 
-    document = parse_json(config, "config.json", "paste the whole config.json of the model")
-    if not isinstance(document, dict):
-        raise DsplanError("config.json: is not an object; paste the whole config.json of the model")
     name = str(document.get("_name_or_path") or "")
     facts = facts_from_config(document, "config.json")
     return replace(facts, name=name if len(name) <= MOST_LETTERS and _SAFE_NAME.fullmatch(name) else "config.json")

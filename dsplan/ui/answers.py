@@ -11,17 +11,22 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from dsplan.question import Question
 from dsplan.render.answer_html import answer_html, rejected_html
 from dsplan.render.html import blocks_html
 from dsplan.render.plan_view import dims_text, figure_blocks
 from dsplan.report import plans as pictures
-from dsplan.ui.address import read_address
+from dsplan.ui.address import MOST_FILES, page_fields, read_address, write
 from hardware_db.errors import DsplanError
+from hardware_db.handed_in import parse_json
 from hardware_db.records import dataclass
 from planner.cost.timing.timeline import step_timeline
 from planner.emit import EmitOptions, fitting_configs, script_duties
+from planner.read.documents import MOST_BYTES
+from planner.read.recognise import read_texts
 from planner.search.estimate import job_of
 from planner.search.search import Recommendation, recommend
 from planner.types.plan import Plan
@@ -40,6 +45,8 @@ class Task:
     kind: str
     query: str
     plan: int = 1
+    files: str = ""
+    """Of a check: JSON of the texts of files by their names."""
 
 
 Answer = Mapping[str, Any]
@@ -103,12 +110,58 @@ def report(task: Task) -> Answer:
     return {"report": page_html(answer_page(answer, read.command()))}
 
 
+def check(task: Task) -> Answer:
+    """Return what a trainer's own files come to on the page's hardware, and the question that they ask.
+
+    `html` is the check, `fields` are texts of the page's fields by name, `config` is a config.json in the place of the
+    model. The files' own number of GPUs counts where they name one.
+    """
+    from dsplan.checking import check_reading, question_of_reading
+    from dsplan.render.check_view import check_html
+
+    address, _ = read_address(task.query)
+    reading, hardware = read_texts(_texts(task.files)), address.hardware()
+    if reading.answers.get("gpus") and not hardware["node_type"]:
+        hardware = {name: value for name, value in hardware.items() if name not in ("gpus", "nodes")}
+    if not {"model", "model_config"} & reading.answers.keys():
+        own = {"model_config": address.own_config()} if address.config else {"model": address.values["model"]}
+        reading = replace(reading, answers={**reading.answers, **own})
+    html = check_html(check_reading(reading, hardware=hardware))
+    try:
+        question = question_of_reading(reading, {name: value for name, value in hardware.items() if value})
+    except DsplanError:  # the check says why nothing can be planned
+        return {"html": html}
+    texts = {
+        name: write(getattr(question.question, name)) for name in page_fields() if name in Question.__dataclass_fields__
+    }
+    config = reading.answers.get("model_config")
+    if config is None and question.facts is not None:
+        texts["model"] = question.facts.name
+    return {"html": html, "fields": texts, "config": "" if config is None else json.dumps(config)}
+
+
+def _texts(files: str) -> dict[str, str]:
+    """Return the texts of files by name.
+
+    Raises:
+        DsplanError: there are too many, they are too large, or they are no texts.
+    """
+    texts = parse_json(files, "the files", "choose them again")
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise DsplanError("the files are no texts by name; choose them again")
+    if len(texts) > MOST_FILES:
+        raise DsplanError(f"{len(texts)} files are there; choose at most {MOST_FILES}: those of one training")
+    if sum(len(text.encode(errors="replace")) for text in texts.values()) > MOST_BYTES:
+        raise DsplanError(f"the files are larger than {MOST_BYTES // 2**20} MiB; choose the config, not the data")
+    return texts
+
+
 OF_PLANS: Mapping[str, Callable[[Sequence[Plan]], pictures.Drawn]] = {
     "memory": pictures.memory,
     "seconds": pictures.seconds,
     "trade": pictures.trade,
 }
-KINDS: Mapping[str, Callable[[Task], Answer]] = {"plans": plans, "plan": plan, "report": report}
+KINDS: Mapping[str, Callable[[Task], Answer]] = {"plans": plans, "plan": plan, "report": report, "check": check}
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)

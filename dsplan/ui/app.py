@@ -111,10 +111,14 @@ def page(answers: Answers) -> gr.Blocks:
         gr.HTML(_HEADING, padding=False)
         with gr.Row(elem_id="columns"):
             with gr.Column(scale=1, min_width=280, elem_id="question"):
+                gr.HTML(pieces.FILES, padding=False)
+                files = gr.Textbox(visible=False)
+                check = gr.Button("Check", elem_id="check-files")  # pressed by the script, when files are there
                 fields, config = _question_fields()
             with gr.Column(scale=3, min_width=340, elem_id="answer"):
                 outputs = _answer_fields()
         _connect(blocks, answers, fields, config, outputs)
+        _connect_files(answers, files, check, {**fields, "config": config}, outputs)
     blocks.queue(max_size=_MOST_WAITING, default_concurrency_limit=_AT_ONCE, api_open=False)
     return blocks
 
@@ -192,6 +196,7 @@ def _answer_fields() -> dict[str, Any]:
     with gr.Row(elem_id="sharing"):
         components["copy"] = gr.Button("Copy link", size="sm", elem_id="copy-link", scale=0, min_width=120)
         components["command"] = gr.HTML("", elem_id="command", padding=False)
+    components["check"] = gr.HTML("", elem_id="check", padding=False)
     components["plans"] = gr.HTML("", elem_id="plans", padding=False)
     components["choice"] = gr.Radio([], label="Plan", elem_id="plan-choice", visible=False)
     with gr.Tabs(elem_id="views"):
@@ -246,8 +251,7 @@ def _connect(blocks: gr.Blocks, answers: Answers, fields: dict[str, Any], config
             return [address, pieces.failure_html(str(error)), None, ""]
         return _in_order(_OF_A_PLAN, _plan_parts(query, answer))
 
-    hidden = {"show_progress": "minimal", "show_progress_on": shown["plans"], "api_visibility": "private"}
-    show_address = {"fn": None, "inputs": [shown["address"]], "js": "(address) => window.dsplanAddress(address)"}
+    hidden, show_address = _hidden(shown), _show_address(shown)
     immediate = [field.input for field in fields.values() if not isinstance(field, gr.Textbox)]
     finished = [event for field in inputs if isinstance(field, gr.Textbox) for event in (field.submit, field.blur)]
     gr.on(
@@ -260,6 +264,40 @@ def _connect(blocks: gr.Blocks, answers: Answers, fields: dict[str, Any], config
         **show_address
     )
     shown["copy"].click(None, js="() => window.dsplanCopy()")
+
+
+def _connect_files(answers: Answers, files: Any, check: Any, inputs: dict[str, Any], shown: dict[str, Any]) -> None:
+    """Return what happens when somebody drops or chooses a trainer's own files: check them, and ask what they ask."""
+
+    def checked(handed_in: str, *values: Any) -> list[Any]:
+        texts = {name: write(value) for name, value in zip(inputs, values, strict=True)}
+        config = texts.pop("config")
+        try:
+            query = read_values(texts, config).address()
+            answer = answers.ask(Task(kind="check", query=query, files=handed_in))
+        except DsplanError as error:
+            answer = {"error": str(error)}
+        if "fields" not in answer:
+            text = pieces.failure_html(answer["error"]) if "error" in answer else answer["html"]
+            return [text, *(gr.skip() for _ in outputs[1:])]
+        texts, config = {**texts, **answer["fields"]}, answer["config"]
+        updates = _update_answer(answers, texts, config) or {}
+        filled = [_component_value(field, texts.get(name, "")) for name, field in page_fields().items()]
+        return [answer["html"], *filled, config, *_in_order(_OF_AN_ANSWER, updates)]
+
+    outputs = [shown["check"], *inputs.values(), *(shown[name] for name in _OF_AN_ANSWER)]
+    check.click(
+        checked, [files, *inputs.values()], outputs, js="(_, ...others) => [window.dsplanFiles, ...others]",
+        trigger_mode="always_last", **_hidden(shown),
+    ).then(**_show_address(shown))  # fmt: skip
+
+
+def _hidden(shown: dict[str, Any]) -> dict[str, Any]:
+    return {"show_progress": "minimal", "show_progress_on": shown["plans"], "api_visibility": "private"}
+
+
+def _show_address(shown: dict[str, Any]) -> dict[str, Any]:
+    return {"fn": None, "inputs": [shown["address"]], "js": "(address) => window.dsplanAddress(address)"}
 
 
 def _in_order(names: tuple[str, ...], updates: Mapping[str, Any]) -> list[Any]:

@@ -39,3 +39,30 @@ addEventListener("click", ({ target }) => {
     setTimeout(() => dispatchEvent(new Event("resize")), 50)
   }
 })
+
+// Files that are chosen or dropped are read here, and their texts are sent. What is cut is refused as too large.
+window.dsplanFiles = ""
+const MOST_BYTES = 2 ** 20
+const check = async (files) => {
+  const texts = {}
+  let left = MOST_BYTES + 1
+  for (const file of [...files].slice(0, 9)) {
+    texts[file.name] = await file.slice(0, left).text()
+    left = Math.max(left - file.size, 0)
+  }
+  window.dsplanFiles = JSON.stringify(texts)
+  document.getElementById("check-files")?.click()
+}
+addEventListener("change", ({ target }) => {
+  if (target instanceof Element && target.id === "trainer-files" && target.files.length) {
+    check(target.files).then(() => (target.value = "")) // the same file may be chosen again when it has changed
+  }
+})
+addEventListener("dragover", (event) => {
+  if (event.dataTransfer?.types.includes("Files")) event.preventDefault()
+})
+addEventListener("drop", (event) => {
+  if (!event.dataTransfer?.files.length) return
+  event.preventDefault()
+  check(event.dataTransfer.files)
+})

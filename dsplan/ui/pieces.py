@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 from dsplan.render.html import plain
 from dsplan.report import plans as pictures
+from dsplan.ui.address import MOST_FILES
 from hardware_db.records import dataclass
 
 
@@ -61,6 +62,11 @@ PICTURES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 """What each picture shows and what its colours mean, in the order of the page."""
 
 
+FILES = f"""<div id="files-in"><label for="trainer-files">A trainer's own config or script</label>
+<input type="file" id="trainer-files" multiple aria-describedby="files-hint">
+<p id="files-hint">axolotl, TRL, DeepSpeed, Megatron and others: chosen here or dropped on the page. It is read and
+never run; at most {MOST_FILES} files of one training.</p></div>"""
+"""Where files are chosen; `page.js` reads them."""
 NO_PICTURES = "<p>No plan is here to be drawn; the text above says what fits.</p>"
 """Shown in place of pictures before there is an answer, and where no plan fits."""
 

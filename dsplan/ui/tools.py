@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dsplan.cli.flags import ConfigurationFlags, HardwareFlags, MaximumFlags, ModelFlags, RankingFlags, WorkFlags
-from dsplan.ui.address import MOST_CONFIG_BYTES, Field, flag_fields, write
+from dsplan.ui.address import MOST_CONFIG_BYTES, MOST_FILES, Field, flag_fields, write
 from hardware_db.errors import DsplanError
 from hardware_db.handed_in import quote
 from hardware_db.notices import LABEL
@@ -27,8 +28,6 @@ from planner.models.resolve import named_model
 from planner.read.documents import MOST_BYTES
 from planner.read.recognise import FORMATS
 
-MOST_FILES = 8
-"""Of a check: a config with what it names."""
 MOST_WORDS = 400
 """Of a command that is checked."""
 _OF_FILES = frozenset({"cluster", "out", "plot", "exact"})
@@ -243,8 +242,10 @@ def _check_words(arguments: Mapping[str, Any], folder: Path) -> list[str]:
     if not isinstance(command, Sequence) or isinstance(command, str) or len(command) > MOST_WORDS:
         raise DsplanError(f"command is a list of at most {MOST_WORDS} words; give it word by word")
     if command:
-        # A command finds its files by itself; a config beside it is the one that it names.
-        words = [*(word for word in words if word.startswith("--")), "--", *map(str, command)]
+        # As a script it finds the files beside it by itself, and none outside of their folder.
+        script = next(name for name in ("command.sh", "the-command.sh") if name not in files)
+        text = shlex.join(map(str, command))
+        words = [*(word for word in words if word.startswith("--")), _write(folder, script, text, MOST_BYTES)]
     return words
 
 

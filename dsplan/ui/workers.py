@@ -168,7 +168,7 @@ class Remembered:
             future.set_exception(error)
             raise
         with self._lock:
-            self._sizes[task] = _size(answer)
+            self._sizes[task] = _size(answer) + len(task.files)
             while sum(self._sizes.values()) > self._most_bytes and len(self._sizes) > 1:
                 oldest = next(task for task in self._known if task in self._sizes)
                 del self._known[oldest], self._sizes[oldest]

@@ -52,11 +52,29 @@ def read_source(path: Path) -> Source:
         if content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # of UTF-32 little-endian too
             raise BrokenFile(shown, "is text in UTF-16 or UTF-32", "save it as UTF-8") from None
         raise BrokenFile(shown, f"is not text in UTF-8 (byte {problem.start})", "name a config or a script") from None
-    if "\0" in text:
+    return _checked(Source(path=str(path), text=text), shown)
+
+
+def handed_in(name: str, text: str) -> Source:
+    """Return a text that somebody hands in under a name; no file of this machine is looked at for it.
+
+    Raises:
+        BrokenFile: it is over 1 MiB, or is no text.
+    """
+    shown = quote_path(Path(name))
+    if len(text.encode(errors="replace")) > MOST_BYTES:
+        raise BrokenFile(shown, f"is larger than {MOST_BYTES // 2**20} MiB", "name the config, not the data")
+    if "\ufffd" in text:  # of a browser, for bytes that are no UTF-8
+        raise BrokenFile(shown, "is not text in UTF-8", "name a config or a script")
+    return _checked(Source(path=shown, text=text.removeprefix("\ufeff"), reach="nowhere"), shown)
+
+
+def _checked(source: Source, shown: str) -> Source:
+    if "\0" in source.text:
         raise BrokenFile(shown, "holds NUL characters", "name a config or a script")
-    if not text.strip():
+    if not source.text.strip():
         raise BrokenFile(shown, "is empty", "name a config or a script")
-    return Source(path=str(path), text=text)
+    return source
 
 
 def parse_config(source: Source) -> tuple[list[Setting], str]:
@@ -351,7 +369,8 @@ class Files:
     """Files that configs name: those that were given beside them, and those inside of their own folders.
 
     A path that leads out of the folder of the file that names it, and out of the working directory where that holds the
-    file, is not followed, links included; what a command on the command line names is the person's own.
+    file, is not followed, links included; what a command on the command line names is the person's own. Of a text that
+    was handed in no path is followed.
     """
 
     def __init__(self, given: list[Source], written: dict[str, Source] | None = None) -> None:
@@ -365,14 +384,16 @@ class Files:
             return self.written[name], ""
         if Path(name).name in self.given:
             return self.given[Path(name).name], ""
+        if near.reach == "nowhere":
+            return None, "is not there; hand it in beside this one"
         working = Path.cwd().resolve()
         folder = near.folder.resolve()
         roots = [folder, working] if folder.is_relative_to(working) else [folder]
         reason = "is not there; name it on the command line too"
-        for base in roots if near.is_file else [working]:
+        for base in roots if near.reach == "folder" else [working]:
             try:
                 path = (base / name).resolve()
-                if near.is_file and not any(path.is_relative_to(root) for root in roots):
+                if near.reach == "folder" and not any(path.is_relative_to(root) for root in roots):
                     reason = "lies outside of its folder; name it on the command line too"
                 elif path.is_file():
                     source = read_source(path)

@@ -166,9 +166,13 @@ def changes_to(reading: Reading, now: Configuration, then: Configuration) -> dic
     The global batch stays, so that micro-batch and accumulation change together.
     """
     names = _names_of(reading)
-    if names is None or any(
-        getattr(now, name) != getattr(then, name)
-        for name in ("tp", "pp", "cp", "ep", "virtual_stages", "global_batch_size", "optimizer", "attention")
+    if (
+        names is None
+        or reading.files[0].endswith(".py")
+        or any(
+            getattr(now, name) != getattr(then, name)
+            for name in ("tp", "pp", "cp", "ep", "virtual_stages", "global_batch_size", "optimizer", "attention")
+        )
     ):
         return None
     if now.precision != then.precision and (now.strategy == then.strategy or now.precision != "bf16-pure"):

@@ -16,6 +16,8 @@ from hardware_db.records import dataclass
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 """Worst first."""
+Reach = Literal["anywhere", "folder", "nowhere"]
+"""Which files the names in a text may mean: any, those of its own folder, or none of this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +27,8 @@ class Source:
     path: str
     text: str
     is_file: bool = True
+    reach: Reach = "folder"
+    """Only what a person types themselves reaches anywhere; a text that a stranger hands in reaches nowhere."""
 
     @property
     def folder(self) -> Path:
@@ -116,6 +120,8 @@ class Reading:
     answers: Mapping[str, Any]
     settings: Mapping[str, Setting]
     steps: int | None = None
+    looks_at_files: bool = True
+    """Whether names in it may mean files of this machine."""
 
     @property
     def gaps(self) -> tuple[Unread, ...]:

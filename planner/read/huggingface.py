@@ -8,7 +8,7 @@ from dataclasses import replace
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.read.documents import Files, parse_json_settings
-from planner.read.form import COMMAND, Notebook, Source
+from planner.read.form import COMMAND, Notebook
 from planner.read.rounds import counts_rounds, read_rounds
 from planner.read.sharding import (
     KEPT_IN_16_BITS,
@@ -152,7 +152,7 @@ def read_deepspeed_of(book: Notebook, key: str, files: Files) -> None:
     if text not in files.written and book.raw(key) is None:
         return
     if text.startswith("{"):
-        source = Source(path=f"{setting.source.path} ({key})", text=text, is_file=False)
+        source = replace(setting.source, path=f"{setting.source.path} ({key})", text=text, is_file=False)
         reason = ""
     else:
         found_source, reason = files.find(text, setting.source)
@@ -223,7 +223,8 @@ _LENGTH_KEYS = (
 def read_trl(book: Notebook, files: Files, command: str) -> None:
     """Read TRL's keys; `command` is its subcommand or script (`sft`, `dpo.py`).
 
-    TRL 1.16: `SFTConfig` and its base turn bf16 and recomputation on; `ModelConfig.dtype` is auto.
+    TRL 1.16 (`trl/trainer/base_config.py`, `trl/trainer/model_config.py`): bf16 and recomputation are on, and weights
+    are loaded in float32 where `dtype` names nothing else (`create_model_from_path` has the same default).
     """
     method = next(
         (word for word in ("sft", "dpo", "grpo", "kto", "rloo", "reward", "orpo", "ppo", "cpo") if word in command), ""
@@ -240,10 +241,13 @@ def read_trl(book: Notebook, files: Files, command: str) -> None:
     is_fp16 = book.flag("fp16")
     if "bf16" not in book and not is_fp16:
         book.assume("bf16 is on, as TRL has it by default")
-    dtype = book.word("dtype") or book.word("torch_dtype") or "auto"
+    dtype = book.word("dtype") or book.word("torch_dtype") or str(default_of("trl", "dtype"))
     book.become("load_dtype", dtype, "dtype", "torch_dtype")
     loading = Loading(in_16_bits=dtype in ("auto", "bfloat16", "bf16", "float16"))
     read_training(book, files, loading=loading, recomputes=True, trainer="trl", precision="bf16")
+    if dtype == "float32" and book.answers.get("method", "full") != "full" and "load_dtype" not in book.answers:
+        book.answers["load_dtype"] = "fp32"
+        book.assume("frozen weights are loaded in fp32, as TRL does unless dtype says bfloat16, which halves them")
     if counts_rounds(method):
         read_rounds(book, "trl", COMMAND, method)
     _read_packing(book)

@@ -153,6 +153,8 @@ def read(book: Notebook, files: Files) -> None:
     book.answer("model", book.text("model_name_or_path"), "model_name_or_path")
     stage = book.word("stage", str(default_of("llama-factory", "stage") or "sft"))
     set_task(book, "stage", stage)
+    if stage == "dpo" and book.word("pref_loss") in ("orpo", "simpo"):  # its `use_ref_model`, finetuning_args.py
+        book.answer("task", "orpo", "stage", "pref_loss")
     length = book.positive("cutoff_len", default_of("llama-factory", "cutoff_len"))
     book.answer("seq_len", length, "cutoff_len")
     _read_method(book)

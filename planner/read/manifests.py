@@ -56,7 +56,7 @@ def task_of(source: Source, settings: Sequence[Setting]) -> Task | None:
 def _of_skypilot(source: Source, values: Mapping[str, Any]) -> Task:
     cards = re.fullmatch(r"[\w-]+\s*:\s*([0-9]+)", str(values.get("resources.accelerators", "")))
     nodes = _count(values.get("num_nodes")) or 1
-    script = Source(path=f"{source.path} (run)", text=str(values["run"]), is_file=False)
+    script = replace(source, path=f"{source.path} (run)", text=str(values["run"]), is_file=False)
     return Task(script=script, gpus=int(cards[1]) * nodes if cards else None, nodes=nodes)
 
 
@@ -75,7 +75,7 @@ def _of_kubernetes(source: Source, values: Mapping[str, Any]) -> Task | None:
                 per_node = per_node or _count(values.get(f"{prefix}.resources.{kind}.{name}"))
                 per_node = per_node or _count(values.get(f"{prefix}.resourcesPerNode.{kind}.{name}"))
         text = "\n".join([*_variables(values, prefix), _command(words)])
-        script = Source(path=f"{source.path} (command)", text=text, is_file=False)
+        script = replace(source, path=f"{source.path} (command)", text=text, is_file=False)
         return Task(script=script, gpus=None if per_node is None else per_node * nodes, nodes=nodes)
     return None
 

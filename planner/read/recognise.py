@@ -11,7 +11,7 @@ from typing import Any
 
 from hardware_db.errors import BrokenFile, DsplanError, UnknownName
 from hardware_db.records import dataclass
-from planner.read.documents import Files, parse_config, read_source
+from planner.read.documents import Files, handed_in, parse_config, read_source
 from planner.read.form import COMMAND, Notebook, Reading, Setting, Source
 from planner.read.launchers import (
     Launch,
@@ -97,14 +97,37 @@ def read_files(paths: Sequence[Path], command: Sequence[str] = (), format: str |
         BrokenFile: a file cannot be read or is none that a trainer takes.
         NoTraining: what is there trains nothing.
         UnknownName: `format` is no name of one.
+        DsplanError: neither a file nor a command is named.
     """
+    if not paths and not command:
+        raise DsplanError("nothing to read: name a config or a script, or give a command")
     if format is not None and format not in FORMATS:
         raise UnknownName("format", format, FORMATS, hint=f"give one of {', '.join(FORMATS)}")
-    sources = [read_source(path) for path in paths]
+    chosen = [_OF_REGISTRY.fullmatch(str(path)) for path in paths]
+    sources = [read_source(Path(match[1]) if match else path) for path, match in zip(paths, chosen, strict=True)]
+    config = next((match[2] for match in chosen if match), None)
     if command:
         text = " ".join(map(_quote_word, command))
-        sources.append(Source(path="the command", text=text, is_file=False))
-    return _Together(sources, format).read()
+        sources.append(Source(path="the command", text=text, is_file=False, reach="anywhere"))
+    return _Together(sources, format, config).read()
+
+
+_OF_REGISTRY = re.compile(r"(.+\.py):([A-Za-z_]\w*)", re.DOTALL)
+"""A config of a Python registry: its file and its function."""
+
+
+def read_texts(texts: Mapping[str, str]) -> Reading:
+    """Return what texts, by the names of their files, say of one training; no file of this machine is looked at.
+
+    Raises:
+        BrokenFile: one is none that a trainer takes.
+        NoTraining: what is there trains nothing.
+        DsplanError: there is none.
+    """
+    if not texts:
+        raise DsplanError("nothing to read: name a config or a script")
+    reading = _Together([handed_in(name, text) for name, text in texts.items()], None).read()
+    return replace(reading, looks_at_files=False)
 
 
 def _quote_word(word: str) -> str:
@@ -114,8 +137,8 @@ def _quote_word(word: str) -> str:
 class _Together:
     """Reads several sources as one training: a script or command with its config, accelerate's and DeepSpeed's."""
 
-    def __init__(self, sources: Sequence[Source], format: str | None) -> None:
-        self.sources, self.format = list(sources), format
+    def __init__(self, sources: Sequence[Source], format: str | None, config: str | None = None) -> None:
+        self.sources, self.format, self.config = list(sources), format, config
         self.books: list[Notebook] = []
         self.outer: dict[str, Any] = {}
         self.sides: dict[str, Notebook] = {}
@@ -123,13 +146,15 @@ class _Together:
 
     def read(self) -> Reading:
         scripts = [source for source in self.sources if _is_script(source)]
-        configs = [only_document(source) for source in self.sources if source not in scripts]
-        parsed = [(source, *parse_config(source)) for source in configs]
+        registries = [source for source in self.sources if source not in scripts and source.path.endswith(".py")]
+        others = [source for source in self.sources if source not in [*scripts, *registries]]
+        parsed = [(source, *parse_config(source)) for source in map(only_document, others)]
         for item in tuple(parsed):
             if (script_of := self._task_script(item[0], item[1])) is not None:
                 parsed.remove(item)
                 scripts.append(script_of)
         launch, script = self._launch(scripts)
+        parsed += [(source, self._registered(source, launch), "python") for source in registries]
         files = Files(self.sources, script.written if script else None)
         main: tuple[str, list[Setting], str] | None = None
         for source, settings, _ in parsed:
@@ -147,6 +172,15 @@ class _Together:
             form = next(iter(self.sides))
             main = form, list(self.sides.pop(form).settings.values()), ""
         return self._finish(main, files)
+
+    def _registered(self, source: Source, launch: Launch | None) -> list[Setting]:
+        """Return the settings of the config of a registry that was named, by a launch's flag where by nothing else."""
+        from planner.read.registry import registry_settings
+
+        flags = {} if launch is None else {item.key: item for item in argument_settings(launch.arguments, source)[0]}
+        of_launch = flags.get("config")
+        name = self.config or (None if of_launch is None else str(of_launch.value))
+        return registry_settings(source, name)
 
     def _task_script(self, source: Source, settings: Sequence[Setting]) -> Source | None:
         """Return the command of a manifest, and keep the GPUs that it asks for; None of any other config."""
@@ -239,11 +273,12 @@ class _Together:
         """Return the config file that a command names, or the one that was given beside it."""
         if main is not None:
             return main[0], main[1]
+        flags = {item.key: str(item.value) for item in given}
+        if {"module", "config"} <= flags.keys() and _program_form(launch) == "torchtitan":
+            return self._of_registry(launch, flags["module"], files)
         plain = [word.text for word in loose if "=" not in word.text]
         names = [name for name in plain if name.endswith((".yaml", ".yml", ".json", ".toml"))]
-        names += [
-            str(item.value) for item in given if item.key in ("config", "config_file") and isinstance(item.value, str)
-        ]
+        names += [str(item.value) for item in given if item.key in _CONFIG_FLAGS and isinstance(item.value, str)]
         for name in names:
             source, reason = files.find(name, launch.source)
             if source is None:
@@ -252,6 +287,19 @@ class _Together:
             self.names.append(source.path)
             return self._form_of(settings, source, alone=False), settings
         return None
+
+    def _of_registry(self, launch: Launch, module: str, files: Files) -> tuple[str, list[Setting]]:
+        """Return the config that torchtitan finds by `--module` and `--config`, of a copy of its tree that is there."""
+        for folder in (
+            *(f"torchtitan/{part}/{module}" for part in ("models", "experiments")),
+            module.replace(".", "/"),
+        ):
+            source, _ = files.find(f"{folder}/config_registry.py", launch.source)
+            if source is not None:
+                self.names.append(source.path)
+                return "torchtitan", self._registered(source, launch)
+        where = f"{launch.source.path}, line {launch.line}"
+        raise NoTraining(f"{where}: the registry of {module} is not there; name its config_registry.py too")
 
     def _accelerate_of(self, launch: Launch, files: Files) -> None:
         """Read the config that `accelerate launch --config_file` names, and the launcher's flags over it."""
@@ -351,6 +399,7 @@ _SHIPPED_BY_TRL: Mapping[str, Mapping[str, Any]] = {
     **{f"zero{stage}": {"distributed_type": "DEEPSPEED", "deepspeed_config.zero_stage": stage} for stage in (1, 2, 3)},
 }
 """huggingface/trl@f2cd5771 `trl/accelerate_configs/`."""
+_CONFIG_FLAGS = ("config", "config_file", "job.config_file")
 _DEEPSPEED_FLAGS = frozenset({"zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag"})
 
 
@@ -452,7 +501,7 @@ def _is_script(source: Source) -> bool:
     suffix = Path(source.path).suffix.lower()
     if not source.is_file or suffix in (".sh", ".bash", ".slurm", ".sbatch"):
         return True
-    if suffix in (".yaml", ".yml", ".json", ".jsonc", ".toml"):
+    if suffix in (".yaml", ".yml", ".json", ".jsonc", ".toml", ".py"):
         return False
     return bool(_SHEBANG.search(source.text) or _SHELL_WORDS.search(source.text))
 
@@ -509,6 +558,7 @@ def _program_form(launch: Launch) -> str:
         (r"axolotl\.cli\.train|scripts/finetune\.py", "axolotl"),
         (r"verl\.trainer\.|(^|/)main_ppo\.py$|recipe\.\w+\.main_\w+$", "verl"),
         (r"trl\.scripts\.\w+$", "trl"),
+        (r"torchtitan[./]train(\.py)?$", "torchtitan"),
         (r"openrlhf\.cli\.train_", "openrlhf"),
         (r"(^|/)run_train\.py$", "nanotron"),
         (r"(^|/)swift/cli/(sft|pt|rlhf)\.py|swift\.cli\.(sft|pt|rlhf)", "ms-swift"),

@@ -487,3 +487,5 @@ def merge_accelerate(book: Notebook, outer: Mapping[str, Any]) -> None:
             or (field == "checkpointing" and outer[field] == "full")
         ):
             book.answers[field] = outer[field]
+    if book.answers.get("load_dtype") == "fp32" and str(book.answers.get("strategy")).startswith("zero"):
+        del book.answers["load_dtype"]  # DeepSpeed casts what it is given to its precision

@@ -11,6 +11,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from hardware_db.errors import BrokenFile
 from hardware_db.records import dataclass
@@ -163,7 +164,9 @@ class _Run:
         pieces = _Reader(self, body, start).double_quoted_all()
         if target:
             text = "".join(letter for piece in pieces for letter, _ in piece.letters)
-            self.written[target[-1]] = Source(path=f"{self.source.path} ({target[-1]})", text=text)
+            self.written[target[-1]] = replace(
+                self.source, path=f"{self.source.path} ({target[-1]})", text=text, is_file=True
+            )
         elif words and _literal(words[0]) == "read":
             self.values[_literal(words[-1])] = [_without_continuations(pieces)]
             words.clear()

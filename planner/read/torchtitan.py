@@ -1,6 +1,7 @@
-"""torchtitan's TOML and flags, and Primus' YAML of the same keys.
+"""torchtitan's registry, TOML and flags, and Primus' YAML of the same keys.
 
-pytorch/torchtitan@b5bcd76c `torchtitan/config/configs.py`; of older releases `torchtitan/config/job_config.py`.
+pytorch/torchtitan@b5bcd76c `torchtitan/config/configs.py`, whose batches are counted in tokens, and
+`torchtitan/trainer.py`; of older releases `torchtitan/config/job_config.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 from planner import vocabulary as words
 from planner.read.documents import Files
 from planner.read.form import Notebook, Setting
-from planner.read.trainers import read_optimizer, without_effect
+from planner.read.trainers import lora_targets, read_optimizer, without_effect
 
 _GAPS: Mapping[str, str] = {
     "parallelism.pipeline_parallel_layers_per_stage": "stages are counted as equal",
@@ -31,7 +32,9 @@ _PLAIN = re.compile(
     r"""(job|profiling|metrics|lr_scheduler|checkpoint|comm|fault_tolerance|validation|validator|debug|sink_level|.*_sink_level|trainer
     |model\.(print.*|tokenizer.*|hf_assets.*|norm_type|name|flavor|use_flex.*)|training\.(dataset.*|gc_.*|seed|deterministic|max_norm
     |mock_data|enable_.*|data.*|debug.*|mixed_precision_reduce|warmup.*)|optimizer\.(lr|beta.*|eps|weight_decay|fused|foreach)
-    |compile\.components|activation_checkpoint\.(early_stop|per_op.*|selective.*|memory_budget|visualize.*)|float8\..*|quantize\..*\.fil.*
+    |compile\.(components|backend)|module|dataloader|profiler|tokenizer|hf_assets_path|dump_folder|loss
+    |training\.disable_cuda_graphs|parallelism\.(spmd_backend|enable_sequence.*|context_parallel_load.*|context_parallel_ptrr.*)
+    |model\.(attn_backend|moe_comm_backend)|lora\..*|activation_checkpoint\.(early_stop|per_op.*|selective.*|memory_budget|visualize.*)|float8\..*|quantize\..*\.fil.*
     |parallelism\.(context_parallel_rotate.*|fsdp_reshard.*|module.*|disable_loss.*|enable_compiled.*|enable_loss.*|pipeline_parallel_split.*)
     |modules\.\w+\.(framework|config|model)|work_group|user_name|exp_name|workspace|rank|config)(\..*)?$""",
     re.VERBOSE,
@@ -62,6 +65,8 @@ def recognise(keys: frozenset[str]) -> bool:
         "model.flavor",
         "activation_checkpoint.mode",
         "training.batch_size",
+        "training.num_tokens_per_microbatch_per_dp_rank",
+        "training.max_context_length",
     }
     return len(own & plain) > 1
 
@@ -79,6 +84,54 @@ def read(book: Notebook, files: Files) -> None:
     """Read torchtitan's sections."""
     _read_model(book)
     _read_degrees(book)
+    if _TOKENS in book or _CONTEXT in book:
+        _read_tokens(book)
+    else:
+        _read_samples(book)
+    steps = book.positive("training.steps")
+    if steps:
+        book.steps = steps
+        book.become("steps", steps, "training.steps")
+    _read_recomputation(book)
+    for key in ("compile.enable", "training.compile", "model.compile"):
+        if book.flag(key):
+            book.answer("compile", True, key)
+    _read_precision(book)
+    _read_optimizer(book)
+    if book.word("loss").startswith("chunked"):
+        book.answer("loss", "chunked", "loss")
+    if "lora" in book.word("model.converters"):
+        book.answer("method", "lora", "model.converters")
+        book.answer("lora_rank", book.positive("lora.rank", 8), "lora.rank")
+        if "lora.target_modules" in book:
+            book.answer("lora_targets", lora_targets(book.raw("lora.target_modules")), "lora.target_modules")
+    book.close(without_effect=lambda key: _PLAIN.match(key) is not None or without_effect(key), gaps=_GAPS, names=())
+
+
+_TOKENS, _CONTEXT = "training.num_tokens_per_microbatch_per_dp_rank", "training.max_context_length"
+
+
+def _read_tokens(book: Notebook) -> None:
+    """Read batches that are counted in tokens; a sample is one whole context."""
+    tokens, context = book.positive(_TOKENS, 16384) or 1, book.positive(_CONTEXT, 2048) or 1
+    length = min(tokens, context)
+    book.answer("seq_len", length, _CONTEXT)
+    book.answer("micro_batch", tokens // length, _TOKENS)
+    if book.answers["pp"] > 1:
+        book.answer("grad_accum", book.positive(_PIECES, 1), _PIECES)
+    else:
+        book.leave(_PIECES, "counts under a pipeline only", matters=False)
+    total = book.whole("training.num_tokens_per_train_step", -1)
+    if total is not None and total > 0:
+        book.answer("global_batch", total // length, "training.num_tokens_per_train_step")
+        book.answers.pop("grad_accum", None)
+
+
+_PIECES = "parallelism.num_pp_microbatches"
+
+
+def _read_samples(book: Notebook) -> None:
+    """Read batches as releases before that count them."""
     micro = "training.local_batch_size" if "training.local_batch_size" in book else "training.batch_size"
     at_once = book.positive(micro, 8)
     if book.answers["pp"] > 1:  # the schedule cuts the samples of a rank's step
@@ -91,31 +144,35 @@ def read(book: Notebook, files: Files) -> None:
     if total is not None and total > 0:
         book.answer("global_batch", total, "training.global_batch_size")
     book.answer("seq_len", book.positive("training.seq_len", 2048), "training.seq_len")
-    steps = book.positive("training.steps")
-    if steps:
-        book.steps = steps
-        book.become("steps", steps, "training.steps")
+
+
+def _read_recomputation(book: Notebook) -> None:
     mode, key = book.word("activation_checkpoint.mode", "none"), "activation_checkpoint.mode"
     book.answer("checkpointing", mode if mode in ("none", "full", "selective") else "full", key)
     if mode == "selective" and book.word("activation_checkpoint.selective_ac_option", "op").isdigit():
         every = book.positive("activation_checkpoint.selective_ac_option") or 1
         book.answers["checkpointing"] = "full"
         book.answer("checkpoint_every", every, "activation_checkpoint.selective_ac_option")
-    for key in ("compile.enable", "training.compile", "model.compile"):
-        if book.flag(key):
-            book.answer("compile", True, key)
-    _read_precision(book)
+
+
+def _read_optimizer(book: Notebook) -> None:
+    if book.word("optimizer") == "default_adamw":  # of a registry
+        book.answer("optimizer", "adamw-fused", "optimizer")
+        return
     read_optimizer(book, "optimizer.name", "adamw-fused")
     if book.answers["optimizer"].startswith("adamw"):
         kind = _IMPLEMENTATIONS.get(book.word("optimizer.implementation", "fused"), "adamw-fused")
         book.answer("optimizer", kind, "optimizer.name", "optimizer.implementation")
-    book.close(without_effect=lambda key: _PLAIN.match(key) is not None or without_effect(key), gaps=_GAPS, names=())
 
 
 def _read_model(book: Notebook) -> None:
     preset = next((key for key in book.settings if re.fullmatch(r"modules\.\w+\.model", key)), "")
     if preset:
         book.answer("model", re.sub(r"\.ya?ml$", "", book.text(preset) or ""), preset)
+        return
+    assets = (book.text("hf_assets_path") or "").rstrip("/").rpartition("/")[2]
+    if assets and "tokenizer" not in assets:
+        book.answer("model", assets, "hf_assets_path", "model.flavor")
         return
     name, flavor = book.text("model.name") or "", book.text("model.flavor") or ""
     if name and flavor:
@@ -159,9 +216,11 @@ def _read_precision(book: Notebook) -> None:
         precision = "bf16-pure"
     converters = book.text("model.converters", "") or ""
     recipes = [key for key in book.settings if key.startswith(("float8.", "quantize."))]
-    if "float8" in converters or "mx" in converters:
+    if "float8" in converters.lower() or "mx" in converters.lower():
         precision = "fp8"
         name = next((book.word(key) for key in recipes if key.endswith("recipe_name")), "tensorwise")
         book.answer("fp8_recipe", name if name in words.FP8_RECIPES else "tensorwise", *recipes[:1])
+    if "nvfp4" in converters.lower():
+        book.leave("model.converters", "products in NVFP4 are counted as of bf16", matters=True)
     keys = ("training.mixed_precision_param", "training.dtype", "model.converters")
     book.answer("precision", precision, *keys)

@@ -265,15 +265,18 @@ def lora_targets(value: Any) -> str:
 
 
 def set_task(book: Notebook, key: str, word: str) -> None:
-    """Fill in the task of a training method's word; of one that is not planned, count its update as supervised."""
+    """Fill in the task of a training method's word; of one that is not planned, count its update as supervised.
+
+    CPO and SimPO are pairs without a reference model, as ORPO: modelscope/ms-swift@3602360a refuses one
+    (`swift/arguments/rlhf_args.py`), and axolotl@067b021c makes TRL's CPO of SimPO (`src/axolotl/core/builders/rl.py`).
+    """
     tasks: Mapping[str, str] = {
         **dict.fromkeys(("sft", "pt", "pretrain", "pretraining", "cpt", "causal_lm", "full"), "causal-lm"),
         "rm": "reward",
         "reward": "reward",
         "dpo": "dpo",
         "ipo": "dpo",
-        "simpo": "dpo",
-        "cpo": "dpo",
+        **dict.fromkeys(("simpo", "cpo"), "orpo"),
         "seq_cls": "seq-cls",
         "reranker": "seq-cls",
         "kto": "kto",

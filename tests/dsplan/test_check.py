@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,23 @@ def test_json_says_what_the_contract_says(cli: Cli, config: Path) -> None:
     assert best["gain"] is None
     assert best["plan"]["plan"]["global_batch_size"] == answer["estimate"]["plan"]["global_batch_size"]
     assert best["diff"].startswith("--- train.yaml\n+++ train.yaml\n")
+
+
+def test_a_report_has_what_the_text_has(cli: Cli, config: Path) -> None:
+    pytest.importorskip("plotly", reason="needs plotly (extra report)")
+    printed = cli(f"check train.yaml {CARD} --report page.html")
+    assert (printed.status, printed.out) == (1, "")
+    assert "page.html: train.yaml: does not fit" in printed.err
+    page = Path("page.html").read_text(encoding="utf-8")
+    answer = cli(f"check train.yaml {CARD} --json").json
+    for finding in answer["findings"]:
+        assert escape(finding["message"]) in page
+    assert escape(answer["best"]["diff"]) in page
+    drawn = json.loads(page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0])
+    steps = drawn["figures"]["seconds"]["data"][-1]["x"]
+    assert steps == [plan["time"]["step_seconds"] for plan in (answer["estimate"], answer["best"]["plan"])]
+    assert cli(f"check . {CARD} --report folder.html").status == 1
+    assert "1 files: 0 fit, 1 do not" in Path("folder.html").read_text(encoding="utf-8")
 
 
 def test_the_question_is_that_of_estimate(cli: Cli, config: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,10 @@ from hardware_db.errors import DsplanError
 from strategies.launch.options import RequestedPlacement
 from strategies.launch.prepare import RunRequest, prepare
 from strategies.run_directory.request import PlanRequest
+from tests.strategies.faults.faulty_run import FaultyRun
 from tests.strategies.launch.command import EXAMPLES, run
 
-HERE = Path(__file__).parent
+LAUNCHED = Path(__file__).parents[1] / "strategies" / "launch"
 
 # A loop that writes down how it was started.
 LOOP = """
@@ -233,7 +237,7 @@ def test_accelerates_own_script_is_planned(folder: Path) -> None:
     """The precision and the strategy are those of accelerate's command, the batch of the plan's own."""
     (folder / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n")
     (folder / "out").mkdir()
-    for source in (HERE / "accelerate_script.py", EXAMPLES / "stdlib_text.py"):
+    for source in (LAUNCHED / "accelerate_script.py", EXAMPLES / "stdlib_text.py"):
         shutil.copy(source, folder)
     script = "accelerate_script.py"
     finished = run(
@@ -246,3 +250,103 @@ def test_accelerates_own_script_is_planned(folder: Path) -> None:
     assert finished.json["measured"]["steps"] == 8
     assert finished.json["trained_with"] == "accelerate"
     assert len(json.loads((folder / "out" / "losses.json").read_text())) == 8
+
+
+def test_a_run_of_a_command_is_resumed_as_it_began(folder: Path) -> None:
+    """`--resume DIR` alone starts what the command started: module, arguments, variables, accelerate's flags."""
+    (folder / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 3\n")
+    for number, command in enumerate(
+        (
+            "accelerate launch --config_file fsdp.yaml --mixed_precision bf16 train.py --x 1",
+            "env MARK=one torchrun --nproc_per_node 3 --max_restarts 7 -m package.train --y",
+            "deepspeed --num_gpus 3 train.py --deepspeed ds.json",
+        )
+    ):
+        directory = folder / f"run{number}"
+        first, *rest = command.split()
+        begun = prepare(*understand(RunRequest(script=Path(first), arguments=tuple(rest), run_directory=directory)))
+        begun.spec.save()
+        resumed = prepare(*understand(RunRequest(resume=directory)))
+        assert resumed.resumes
+        assert resumed.spec == replace(begun.spec, environment=resumed.spec.environment)
+        assert PlanRequest.of(resumed.spec.environment) == PlanRequest.of(begun.spec.environment)
+        again = prepare(*understand(RunRequest(script=Path(first), arguments=tuple(rest), resume=directory)))
+        assert again.spec == resumed.spec
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("launcher", ["accelerate launch --num_processes 2", "torchrun --nproc_per_node 2"])
+def test_a_killed_rank_of_a_command_changes_no_loss(folder: Path, launcher: str) -> None:
+    """HF Trainer behind another launcher: `kill -9` of a rank behind step 8 of 10, saved every 3."""
+    for source in (LAUNCHED / "trainer_script.py", EXAMPLES / "stdlib_text.py"):
+        shutil.copy(source, folder)
+    trained = {}
+    for word in ("quiet", "faulty"):
+        output = folder / word
+        command = (*launcher.split(), "trainer_script.py", str(output), word)
+        finished = run("--strategy", "ddp", "--retries", "1", "--json", *command, cwd=folder)
+        assert finished.status == 0, finished.err
+        trained[word] = json.loads(output.with_suffix(".losses").read_text())
+    endings = [attempt["ending"]["kind"] for attempt in finished.json["attempts"] if attempt["ending"]]
+    assert endings == ["killed"]
+    assert "resumes at step 6 from" in finished.err
+    assert (len(trained["quiet"]), trained["faulty"]) == (10, trained["quiet"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_command_killed_whole_is_resumed_at_its_step(tmp_path: Path) -> None:
+    """`kill -9` of everything behind step 9 of 20, saved every 4, then `--resume DIR` and nothing else."""
+    sizes = ("--steps", "20", "--layers", "2", "--hidden", "64", "--heads", "4", "--sequence-length", "64")
+    command = ("torchrun", "--nproc_per_node", "2", str(EXAMPLES / "train_gpt.py"), *sizes)
+    options = ("--strategy", "fsdp", "--checkpoint-steps", "4")
+    found = {}
+    for name in ("quiet", "killed"):
+        with FaultyRun(tmp_path / name, {}, options=options, script=command) as faulty:
+            faulty.start()
+            if name == "killed":
+                assert faulty.until(lambda: len(noted(faulty)) >= 9, "step 9", every=0.01), faulty.out
+                for pid in faulty.processes():
+                    os.kill(pid, signal.SIGKILL)
+                assert faulty.wait() == -signal.SIGKILL
+                faulty.resume()
+            assert faulty.wait() == 0, faulty.out
+            found[name] = noted(faulty)
+    assert faulty.events("attempt")[-1]["saved"] in (8, 12)
+    assert found["killed"] == found["quiet"]
+    assert len(found["quiet"]) == 20
+
+
+def noted(faulty: FaultyRun) -> dict[int, float]:
+    """The last loss that rank 0 has noted of each step, of lines that are whole."""
+    path = faulty.run_directory / "metrics-rank0.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    return {row["global_step"]: row["loss"] for row in rows if row["event"] == "step"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_loop_of_accelerates_is_not_begun_again_in_silence(folder: Path) -> None:
+    """It saves by itself alone: one line says that dsplan has no checkpoint of it, and nothing is trained twice."""
+    for source in (LAUNCHED / "accelerate_script.py", EXAMPLES / "stdlib_text.py"):
+        shutil.copy(source, folder)
+    script = (folder / "accelerate_script.py").read_text()
+    dies = (
+        "done += 1\n                if done == 6 and not resumes: __import__('os').kill(__import__('os').getpid(), 9)"
+    )
+    assert script.count("done += 1") == 1
+    saves = 'accelerator.save_state(str(output / "state"))'
+    noted = f'{saves}\n            (output / "losses.json").write_text(json.dumps(losses))'
+    assert script.count(saves) == 1
+    (folder / "dying.py").write_text(script.replace("done += 1", dies).replace(saves, noted))
+    (folder / "out").mkdir()
+    command = ("accelerate", "launch", "--num_processes", "2", "dying.py", "out")
+    finished = run("--run-dir", "run", "--strategy", "ddp", *command, cwd=folder)
+    assert finished.status not in (0, 2), finished.err
+    assert "killed" in finished.err
+    resumed = run("--resume", "run", *command, "resume", cwd=folder)
+    assert resumed.status == 0, resumed.err
+    assert "resumes from what its own code loads: dsplan keeps no checkpoint of it" in resumed.err
+    assert len(json.loads((folder / "out" / "resumed.json").read_text())) == 8

@@ -42,7 +42,7 @@ from planner.calibration.learn import refresh
 from planner.search.search import recommend
 from tests.dsplan.browser import NARROW, WIDE, CheckedPage, OpenPage
 from tests.dsplan.report.test_runs import run_directory
-from tests.dsplan.test_ui import LLAMA
+from tests.dsplan.test_ui import AXOLOTL, LLAMA
 from tests.planner.calibration.runs import HERE, User
 
 # The checks see what they are there to see.
@@ -300,6 +300,33 @@ def test_a_changed_field_changes_the_answer_and_what_a_stranger_adds_is_text(
     assert after[0].endswith(before[0])
     assert page.get_by_label("Sequence length").input_value() == "1024"
     assert page.evaluate("window.hacked") is None
+
+
+_DROP = """([name, text]) => {
+  const files = new DataTransfer()
+  files.items.add(new File([text], name))
+  document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: files, bubbles: true, cancelable: true }))
+}"""
+
+
+def test_a_file_that_is_dropped_or_chosen_is_checked_and_asked(
+    server: Server, open_page: OpenPage, tmp_path: Path
+) -> None:
+    checked = shown(open_page(f"{server.url}?{SMALL}"))
+    page = checked.page
+    page.evaluate(_DROP, ["train.yaml", AXOLOTL])
+    expect(page.locator("#check h2")).to_contain_text("train.yaml: does not fit")
+    page.wait_for_url("**seq-len=2048**")
+    assert page.get_by_label("Sequence length").input_value() == "2048"
+    assert page.get_by_label("Model", exact=True).input_value() == "meta-llama/Llama-3.1-8B"
+    expect(page.locator("#plans")).to_contain_text("Llama-3.1-8B")
+    assert checked.problems(within="#check") == []
+    (tmp_path / f"{HACK.replace('/', '')}.yaml").write_text(f"{HACK}: [1")
+    (broken,) = tmp_path.iterdir()
+    page.get_by_label("A trainer's own config").set_input_files(broken)
+    expect(page.locator("#check [role=alert]")).to_contain_text("is not YAML")
+    assert page.evaluate("window.hacked") is None
+    assert page.get_by_label("Sequence length").input_value() == "2048"
 
 
 @pytest.mark.slow

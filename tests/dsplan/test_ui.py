@@ -143,6 +143,82 @@ def test_no_file_and_no_other_machine_is_asked_for_a_model(monkeypatch: pytest.M
             read_values({"model": model, "gpu": "H100"}).question()
 
 
+# A trainer's own files on the page.
+
+CHECKED = "model=opt-125m&gpus=2&gpu=A100-SXM4-80GB&objective=cost&price=2"
+AXOLOTL = """\
+base_model: meta-llama/Llama-3.1-8B
+datasets: [{path: tatsu-lab/alpaca}]
+sequence_len: 2048
+micro_batch_size: 32
+gradient_accumulation_steps: 2
+optimizer: adamw_torch_fused
+bf16: true
+deepspeed: ds.json
+"""
+
+
+def checked(files: object, query: str = CHECKED) -> Any:
+    return answers.answer(Task(kind="check", query=query, files=json.dumps(files)))
+
+
+def test_files_of_a_trainer_are_checked_and_fill_the_question() -> None:
+    answer = checked({"train.yaml": AXOLOTL, "ds.json": '{"zero_optimization": {"stage": 1}}'})
+    assert "<h2>train.yaml, ds.json: does not fit</h2>" in answer["html"]
+    assert "+micro_batch_size: " in answer["html"]
+    fields = {name: text for name, text in answer["fields"].items() if text}
+    assert fields.items() >= {"model": "meta-llama/Llama-3.1-8B", "gpus": "2", "gpu": "A100-SXM4-80GB"}.items()
+    assert fields.items() >= {"seq_len": "2048", "global_batch": "128", "precision": "bf16"}.items()
+    assert not {"objective", "price"} & answer["fields"].keys()
+    asked = read_values(answer["fields"], answer["config"])
+    assert asked.question()[0].global_batch == 128
+
+
+def test_a_script_brings_its_gpus_and_the_page_what_no_file_says() -> None:
+    script = "accelerate launch --num_processes 4 sft.py --model_name_or_path gpt2 --dataset_name x"
+    assert checked({"run.sh": script})["fields"]["gpus"] == "4"
+    deepspeed = {"ds.json": '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}'}
+    assert checked(deepspeed)["fields"]["model"] == "facebook/opt-125m"
+    own = read_values({"gpu": "H100", "gpus": "8"}, json.dumps(LLAMA)).address()
+    assert json.loads(checked(deepspeed, own)["config"]) == LLAMA
+
+
+@pytest.mark.parametrize(
+    ("files", "line"),
+    [
+        ([], "no texts by name"),
+        ({"a.yaml": 1}, "no texts by name"),
+        ({}, "nothing to read"),
+        ({f"{count}.yaml": "a: 1" for count in range(9)}, "9 files are there; choose at most 8"),
+        ({"a.yaml": "é" * 2**20}, "larger than 1 MiB"),
+        ({"a.yaml": "a: \ufffd"}, "not text in UTF-8"),
+        ({"a.yaml": "a: \0"}, "holds NUL characters"),
+        ({"a.yaml": "a: !!python/object/apply:os.system [reboot]"}, "which nothing here carries out"),
+        ({"<b>.yaml": "a: [1"}, "is not YAML"),
+        ({"a\n.sh": "rm -rf /"}, "starts no training"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_files_that_cannot_be_read_are_one_line(files: object, line: str) -> None:
+    error = checked(files)["error"]
+    assert line in error
+    assert "\n" not in error
+
+
+def test_no_file_of_the_server_is_read_for_what_a_trainers_file_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret.yaml").write_text(AXOLOTL)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text(json.dumps(LLAMA))
+    for name in ("secret.yaml", str(tmp_path / "secret.yaml")):
+        assert "hand it in" in checked({"run.sh": f"axolotl train {name}"})["error"]
+        manifest = {"run": f"axolotl train {name}", "resources": {"accelerators": "A100:8"}}
+        assert "hand it in" in checked({"sky.yaml": json.dumps(manifest)})["error"]
+    assert "unknown model" in checked({"train.yaml": AXOLOTL.replace("meta-llama/Llama-3.1-8B", "own")})["html"]
+
+
 # Who answers.
 
 

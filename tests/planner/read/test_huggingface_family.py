@@ -161,6 +161,30 @@ def test_trl_and_accelerate(tmp_path: Path) -> None:
         holds(reading, gpus=8, strategy="fsdp", precision="bf16", method="lora", lora_rank=16, seq_len=512)
 
 
+@pytest.mark.parametrize(
+    ("more", "precision", "load_dtype"),
+    [
+        ("", "bf16", None),
+        ("dtype: auto\n", "bf16-pure", None),
+        ("dtype: bfloat16\n", "bf16-pure", None),
+        ("use_peft: true\n", "bf16", "fp32"),
+        ("use_peft: true\ndtype: bfloat16\n", "bf16", None),
+        ("use_peft: true\nload_in_4bit: true\n", "bf16", "nf4"),
+        ('use_peft: true\ndeepspeed: \'{"zero_optimization": {"stage": 3}}\'\n', "bf16", None),
+    ],
+)
+def test_trl_loads_weights_in_fp32_unless_it_is_told(
+    tmp_path: Path, more: str, precision: str, load_dtype: str | None
+) -> None:
+    text = "model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: stanfordnlp/imdb\n"
+    holds(read(tmp_path, train_yaml=text + more), precision=precision, load_dtype=load_dtype)
+
+
+def test_no_file_and_no_command_is_one_line() -> None:
+    with pytest.raises(DsplanError, match="nothing to read: name a config"):
+        read_files([])
+
+
 def test_huggingface_flags() -> None:
     command = (
         "torchrun --nproc_per_node=4 run_clm.py --model_name_or_path gpt2 --block_size 256 --bf16 True --max_steps 100"
@@ -235,3 +259,21 @@ def test_unresolved_values_are_gaps(tmp_path: Path) -> None:
     (gap,) = reading.gaps
     assert gap.key == "gradient_accumulation_steps"
     assert "known when it runs" in gap.reason
+
+
+@pytest.mark.parametrize(
+    ("texts", "task"),
+    [
+        ({"train_sh": "swift rlhf --rlhf_type simpo --model Qwen/Qwen2.5-3B --dataset x"}, "orpo"),
+        ({"train_sh": "swift rlhf --rlhf_type cpo --model Qwen/Qwen2.5-3B --dataset x"}, "orpo"),
+        ({"train_sh": "swift rlhf --rlhf_type dpo --model Qwen/Qwen2.5-3B --dataset x"}, "dpo"),
+        ({"train_yaml": f"{AXOLOTL}rl: simpo\n"}, "orpo"),
+        ({"train_yaml": f"{AXOLOTL}rl: ipo\n"}, "dpo"),
+        *(
+            ({"train_yaml": f"model_name_or_path: x\nstage: dpo\ndo_train: true\npref_loss: {loss}\n"}, task)
+            for loss, task in (("simpo", "orpo"), ("orpo", "orpo"), ("sigmoid", "dpo"), ("ipo", "dpo"))
+        ),
+    ],
+)  # fmt: skip
+def test_pairs_without_a_reference_model(tmp_path: Path, texts: dict[str, str], task: str) -> None:
+    holds(read(tmp_path, **texts), task=task)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hardware_db.errors import DsplanError
 from planner.models.from_hf.config import facts_from_config
 from planner.read.form import Reading
 from planner.read.recognise import FORMATS, NoTraining, form_of_keys, read_files
@@ -307,3 +308,103 @@ def test_keys_and_defaults_have_their_source() -> None:
     assert {"base_model", "sequence_len"} <= keys_of("axolotl")
     assert set(FORMATS) == set(TRAINERS)
     assert form_of_keys(frozenset({"a", "b"})) is None
+
+
+REGISTRY = """\
+from torchtitan.trainer import Trainer
+import os
+os.system("touch ran")
+
+
+def _training(samples=2) -> TrainingConfig:
+    return TrainingConfig(num_tokens_per_microbatch_per_dp_rank=samples * 8192, max_context_length=8192, steps=1000)
+
+
+def llama3_8b() -> Trainer.Config:
+    model_spec = model_registry("8B")
+    return Trainer.Config(
+        loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=size_of(model_spec))),
+        hf_assets_path="./assets/hf/Llama-3.1-8B",
+        model_spec=model_spec,
+        optimizer=default_adamw(lr=3e-4),
+        training=_training(),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2),
+        activation_checkpoint=FullAC.Config(),
+    )
+
+
+def llama3_8b_float8() -> Trainer.Config:
+    config = llama3_8b()
+    config.training.num_tokens_per_train_step = 64 * 8192
+    config.activation_checkpoint = None
+    config.compile = CompileConfig(enable=True, components=["model"])
+    config.model_spec = model_registry("8B", converters=[Float8LinearConverter.Config(recipe_name="rowwise")])
+    return config
+
+
+def llama3_8b_lora() -> Trainer.Config:
+    config = dataclasses.replace(llama3_8b(), training=_training(samples=1))
+    config.model_spec = model_registry("8B", converters=[LoRAConverter.Config(rank=4, target_modules=["wq", "wo"])])
+    if os.environ["DEEP"]:
+        config.parallelism.pipeline_parallel_degree = 2
+    config.parallelism.tensor_parallel_degree = int(os.environ["TP"])
+    return config
+
+
+def of_another_file() -> Trainer.Config:
+    return wrapped(base())
+"""
+
+
+def registered(folder: Path, name: str = "", text: str = REGISTRY) -> Reading:
+    path = folder / "config_registry.py"
+    path.write_text(text)
+    return read_files([Path(f"{path}:{name}") if name else path])
+
+
+def test_a_registry_of_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    reading = registered(tmp_path, "llama3_8b")
+    holds(reading, model="Llama-3.1-8B", micro_batch=2, seq_len=8192, tp=2, checkpointing="full", loss="chunked")
+    holds(reading, precision="bf16", optimizer="adamw-fused", strategy="fsdp", global_batch=None)
+    assert (reading.steps, reading.gaps) == (1000, ())
+    assert became(reading)["hf_assets_path"] == ("model", "Llama-3.1-8B")
+    assert next(item.line for item in reading.read if item.key == "hf_assets_path") == 14
+    float8 = registered(tmp_path, "llama3_8b_float8")
+    holds(float8, precision="fp8", fp8_recipe="rowwise", global_batch=64, checkpointing="none", compile=True)
+    lora = registered(tmp_path, "llama3_8b_lora")
+    holds(lora, method="lora", lora_rank=4, lora_targets="wq,wo", micro_batch=1, pp=1, tp=1)
+    assert {item.key for item in lora.gaps} == {"parallelism.tensor_parallel_degree", "line 35"}
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_command_of_torchtitan_names_a_config_of_a_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "torchtitan" / "models" / "llama3"
+    folder.mkdir(parents=True)
+    registered(folder, "llama3_8b")
+    command = "torchrun --nproc_per_node=4 -m torchtitan.train --module llama3 --config llama3_8b_float8"
+    reading = read_files([], [*command.split(), "--training.max_context_length", "4096"])
+    holds(reading, gpus=4, model="Llama-3.1-8B", seq_len=4096, micro_batch=4, global_batch=128)
+    with pytest.raises(NoTraining, match="the registry of qwen3 is not there"):
+        read_files([], command.replace("llama3 ", "qwen3 ").split())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("", REGISTRY, "holds 4 configs .llama3_8b, .* name one: .*config_registry.py:llama3_8b"),
+        ("llama3_9b", REGISTRY, "unknown config 'llama3_9b'; nearest: llama3_8b"),
+        ("of_another_file", REGISTRY, "line 41: of_another_file builds on wrapped"),
+        ("", "def f(:\n", "line 1: is not Python"),
+        ("", "x = 1\n", "no function that returns a Trainer.Config"),
+        ("a", "def a() -> Trainer.Config:\n    return a()\n", "a calls itself without end"),
+        ("a", "def a() -> Trainer.Config:\n    return 3\n", "returns no config that its text says"),
+        ("a", f"def a() -> Trainer.Config:\n    return {'1+' * 900}1\n", "nested too deep"),
+        ("", f"x = {'(' * 400}1{')' * 400}\n", "is not Python"),
+    ],
+)
+def test_a_registry_that_says_nothing_is_one_line(tmp_path: Path, name: str, text: str, line: str) -> None:
+    with pytest.raises(DsplanError, match=line) as caught:
+        registered(tmp_path, name, text)
+    assert "\n" not in str(caught.value)
