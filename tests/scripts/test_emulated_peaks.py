@@ -14,10 +14,10 @@ RUNS = [run for run in read_rows(EmulatedRun, ROWS) if run.outcome == "completed
 TRACED = [run for run in RUNS if run.traced_reserved_bytes]
 
 
-# Native: 5 % and 8 % are one run of tp 2, whose activations the closed form has 2 MiB short, and which was measured
-# when the emulated card composed SiLU's backward of more tensors (2 MiB more).
+# Native: the closed form has no moment at which the final norm's backward runs beside the first bucket (2.5 MiB of 94
+# with tp 2, 0.5 MiB else), and counts 2 to 4 % too much of states on the host.
 @pytest.mark.parametrize(
-    ("backend", "requested", "allocated"), [("torch", 0.03, 0.055), ("native", 0.055, 0.085)], ids=["torch", "native"]
+    ("backend", "requested", "allocated"), [("torch", 0.002, 0.035), ("native", 0.05, 0.06)], ids=["torch", "native"]
 )
 def test_closed_forms_are_near_the_peaks_of_emulated_cards(backend: str, requested: float, allocated: float) -> None:
     runs = [run for run in RUNS if run.backend == backend]
