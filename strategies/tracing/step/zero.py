@@ -191,7 +191,7 @@ class NativeZero:
 
     @property
     def learns_order(self) -> bool:
-        """Whether the first forward pass, which no order of units is known for, asks for none of them early."""
+        """True before the first forward pass, which asks for no unit early, since no order of them is known."""
         return bool(self._units) and not self._knows_order
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
