@@ -246,7 +246,8 @@ def test_accelerates_own_script_is_planned(folder: Path) -> None:
     )
     assert finished.status == 0, finished.err
     plan = finished.json["plan"]["plan"]
-    assert (plan["strategy"], plan["precision"], plan["world_size"]) == ("fsdp", "bf16", 2)
+    assert (plan["strategy"], plan["precision"], plan["dp_shard"]) == ("fsdp", "bf16", 2)
+    assert finished.json["measured"]["ranks"] == 2
     assert finished.json["measured"]["steps"] == 8
     assert finished.json["trained_with"] == "accelerate"
     assert len(json.loads((folder / "out" / "losses.json").read_text())) == 8

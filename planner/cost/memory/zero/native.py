@@ -81,7 +81,7 @@ class NativeZeroBuffers:
 
     @property
     def keeps_whole(self) -> bool:
-        """Whether whole gradients wait for the last micro-batch, in which alone buckets fill."""
+        """True where whole gradients wait for the last micro-batch, in which alone buckets fill."""
         return self._keeps_whole
 
     def at(self, instant: Instant) -> Ledger:
