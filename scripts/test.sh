@@ -19,6 +19,7 @@ ruff check .
 lint-imports --no-logo --no-cache
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile all that they import
 log=$(mktemp)
+mkdir -p build # made before the tests, each of which looks for what it left behind
 trap 'rm -f "$log"' EXIT
 { mypy && NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet; } < /dev/null > "$log" 2>&1 & # a minute, while tests wait
 lint=$!
