@@ -67,6 +67,8 @@ CHECKPOINTINGS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 RECOMPUTED_MODULES = ("core_attn", "layernorm", "mla_up_proj", "moe_act", "shared_experts", "mlp", "moe")
 """Parts of a block that Megatron-Core's selective recomputation takes one by one (`recompute_modules`,
 NVIDIA/Megatron-LM@d98e8a64 megatron/core/transformer/transformer_config.py line 560)."""
+DEFAULT_RECOMPUTED = ("core_attn",)
+"""What it drops unless told otherwise (the same file, line 1941)."""
 COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 TASKS: tuple[Task, ...] = get_args(Task)

@@ -267,7 +267,7 @@ def _connect(blocks: gr.Blocks, answers: Answers, fields: dict[str, Any], config
 
 
 def _connect_files(answers: Answers, files: Any, check: Any, inputs: dict[str, Any], shown: dict[str, Any]) -> None:
-    """Return what happens when somebody drops or chooses a trainer's own files: check them, and ask what they ask."""
+    """Connect files that somebody drops or chooses: a trainer's own are checked, and the page asks what they ask."""
 
     def checked(handed_in: str, *values: Any) -> list[Any]:
         texts = {name: write(value) for name, value in zip(inputs, values, strict=True)}

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +244,7 @@ def _check_words(arguments: Mapping[str, Any], folder: Path) -> list[str]:
         raise DsplanError(f"command is a list of at most {MOST_WORDS} words; give it word by word")
     if command:
         # As a script it finds the files beside it by itself, and none outside of their folder.
-        script = next(name for name in ("command.sh", "the-command.sh") if name not in files)
+        script = next(name for name in map("command-{}.sh".format, count()) if name not in files)
         text = shlex.join(map(str, command))
         words = [*(word for word in words if word.startswith("--")), _write(folder, script, text, MOST_BYTES)]
     return words

@@ -24,6 +24,7 @@ from planner.emit.common import (
 from planner.emit.launchers import launch_script
 from planner.models.facts import ModelFacts
 from planner.types.plan import Plan
+from planner.vocabulary import DEFAULT_RECOMPUTED
 
 _CODE = code_base("megatron")
 _ABILITIES = Abilities(
@@ -364,7 +365,7 @@ def _recompute(plan: Plan) -> Fields:
     if configuration.activation_checkpointing == "none":
         return {}
     if configuration.activation_checkpointing == "selective":
-        modules = list(configuration.recomputed) or ["core_attn"]
+        modules = list(configuration.recomputed or DEFAULT_RECOMPUTED)
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     fields: Fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if configuration.checkpoint_every > 1:

@@ -29,6 +29,7 @@ _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
 }
 _MOST = 2**63
+_NOT_FOLLOWED = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.AugAssign, ast.Delete)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +149,9 @@ class _Reader:
                     self._assign(target, value, values)
             elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
                 self._assign(statement.target, self.evaluate(statement.value, values), values)
-            elif isinstance(statement, ast.If | ast.For | ast.While | ast.With | ast.Try):
+            elif isinstance(statement, _NOT_FOLLOWED) or (
+                isinstance(statement, ast.Expr) and not isinstance(statement.value, ast.Constant)
+            ):
                 self._leave(statement, values)
         return None
 
@@ -161,7 +164,7 @@ class _Reader:
                 owner.arguments[target.attr] = value
 
     def _leave(self, statement: ast.stmt, values: dict[str, Written]) -> None:
-        """Note in every config at hand that a branch or a loop was not followed."""
+        """Note in every config at hand that a statement, such as a branch or a loop, was not followed."""
         text = ast.unparse(statement).partition("\n")[0]
         note = Written(value=Unresolved(text=text), node=ast.Constant(value=text, lineno=statement.lineno))
         for value in values.values():
@@ -225,7 +228,7 @@ class _Reader:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST
 
 
 _MODES: Mapping[str, str] = {"FullAC.Config": "full", "SelectiveAC.Config": "selective"}

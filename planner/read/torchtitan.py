@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from planner import vocabulary as words
 from planner.read.documents import Files
-from planner.read.form import Notebook, Setting
+from planner.read.form import Notebook, Setting, Unresolved
 from planner.read.trainers import lora_targets, read_optimizer, without_effect
 
 _GAPS: Mapping[str, str] = {
@@ -105,6 +105,9 @@ def read(book: Notebook, files: Files) -> None:
         book.answer("lora_rank", book.positive("lora.rank", 8), "lora.rank")
         if "lora.target_modules" in book:
             book.answer("lora_targets", lora_targets(book.raw("lora.target_modules")), "lora.target_modules")
+    for key, setting in book.settings.items():
+        if key.startswith("line ") and isinstance(setting.value, Unresolved):  # of a registry
+            book.leave(key, f"{setting.value.text!r} is not followed", matters=True)
     book.close(without_effect=lambda key: _PLAIN.match(key) is not None or without_effect(key), gaps=_GAPS, names=())
 
 

@@ -114,6 +114,13 @@ def test_every_schema_is_bounded() -> None:
             assert bounds or part["type"] == "boolean", name
 
 
+def test_a_command_is_a_script_beside_the_files_whatever_they_are_called(tmp_path: Path) -> None:
+    files = dict.fromkeys(("command.sh", "the-command.sh", "command-0.sh", "x.yaml"), "a: 1")
+    words = command_words("check", {"files": files, "command": ["torchrun", "x.py"]}, tmp_path)
+    assert (tmp_path / words[-1]).read_text() == "torchrun x.py"
+    assert {path.name for path in tmp_path.iterdir()} == {*files, Path(words[-1]).name}
+
+
 def test_other_commands_do_not_import_the_sdk() -> None:
     code = (
         "import sys; from dsplan.cli.app import COMMANDS, load_command;"

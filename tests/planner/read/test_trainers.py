@@ -378,6 +378,24 @@ def test_a_registry_of_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / "ran").exists()
 
 
+CHANGED = f"""
+
+def changed() -> Trainer.Config:
+    config = llama3_8b()
+    config.training.steps = {"9" * 400} / 2
+    config.training.update(max_context_length=64)
+    config.parallelism.tensor_parallel_degree *= 2
+    return config
+"""
+
+
+def test_what_the_text_of_a_registry_does_not_settle_is_named(tmp_path: Path) -> None:
+    reading = registered(tmp_path, "changed", REGISTRY + CHANGED)
+    holds(reading, model="Llama-3.1-8B", seq_len=8192, tp=2)
+    assert reading.steps is None
+    assert {"training.steps", "line 48", "line 49"} <= {item.key for item in reading.unread}
+
+
 def test_a_command_of_torchtitan_names_a_config_of_a_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "torchtitan" / "models" / "llama3"

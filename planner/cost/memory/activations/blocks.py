@@ -20,7 +20,7 @@ from hardware_db.records import dataclass
 from planner.cost.code_bases import BlockTraits, LogitBytes, Traits
 from planner.cost.memory.activations.form import ZERO, BlockForm, Form, Moment, Polynomial, add, scale
 from planner.models.facts import ModelFacts
-from planner.vocabulary import Loss
+from planner.vocabulary import DEFAULT_RECOMPUTED, Loss
 
 WIDTHS = {"autocast": (2, 4), "mixed": (2, 2), "pure": (2, 2), "fp32": (4, 4)}
 """Bytes of what products compute in, and of the residual stream, by precision mode; `mixed` is autocast over frozen
@@ -28,8 +28,6 @@ WIDTHS = {"autocast": (2, 4), "mixed": (2, 2), "pure": (2, 2), "fp32": (4, 4)}
 COPIED: LogitBytes = {"forward": (1, 8), "backward": (0, 12)}
 """torch's cross-entropy of fp32 logits: the logits, their fp32 copy and its log-softmax; then that, its gradient and
 the logits' gradient."""
-DEFAULT_RECOMPUTED = ("core_attn",)
-"""What Megatron-Core's selective recomputation drops unless told otherwise (its transformer_config.py line 1941)."""
 CHUNKS = 8
 """Chunks of the tokens whose logits are made one after the other (torchtitan `ChunkedLossWrapper.Config.num_chunks`,
 torchtune `LinearCrossEntropyLoss`, both 8)."""

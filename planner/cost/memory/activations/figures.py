@@ -50,7 +50,7 @@ from planner.cost.split import (
 from planner.models.facts import ModelFacts, TracedActivations
 from planner.models.figures import BlockFigures, Figures, Peak
 from planner.types.job import Job
-from planner.vocabulary import Loss
+from planner.vocabulary import DEFAULT_RECOMPUTED, Loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -345,7 +345,7 @@ def _written_form(
     traits = code.traits(compiled=question.compiled)
     if blocks and code.eager.block is not None:
         in_place = code.whole_gradients
-        recomputed = question.recomputed or known.DEFAULT_RECOMPUTED
+        recomputed = question.recomputed or DEFAULT_RECOMPUTED
         form = known.code_form(
             facts, traits, mode, question.attention, adds_in_place=in_place, frozen=fixed, recomputed=recomputed
         )

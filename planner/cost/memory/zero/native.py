@@ -46,7 +46,10 @@ _FUSED_ON_HOST = ("adamw", "adamw-fused")
 
 
 class NativeZeroBuffers:
-    """Stages 1 to 3 of backend `native`."""
+    """Stages 1 to 3 of backend `native`.
+
+    With `keeps_whole`, whole gradients wait for the last micro-batch, in which alone buckets fill.
+    """
 
     def __init__(self, job: Job, recipe: Recipe) -> None:
         configuration, units, trained = job.configuration, units_of(job), trained_units_of(job)
@@ -64,7 +67,7 @@ class NativeZeroBuffers:
         self._micro_batches, self._largest = configuration.gradient_accumulation_steps, trained.largest
         self._several = self._micro_batches > 1
         once = configuration.zero_stage == 1 or not configuration.sync_each_micro_batch
-        self._keeps_whole = self._several and once
+        self.keeps_whole = self._several and once
         # On a CPU the gradients of states that are on disk stay in memory, which is where they go from a GPU.
         self._staying = 1.0 if on_cpu else split.on_device / split.local
         self._going = 0.0 if on_cpu else recipe.gather * min(sum(split.on_host), _GOING_DOWN * split.largest)
@@ -79,15 +82,10 @@ class NativeZeroBuffers:
         self._largest_bucket = max(shared, root, trained.largest) if by_unit else self._bucket
         self._steps_together = configuration.optimizer == "adamw" and not on_cpu
 
-    @property
-    def keeps_whole(self) -> bool:
-        """True where whole gradients wait for the last micro-batch, in which alone buckets fill."""
-        return self._keeps_whole
-
     def at(self, instant: Instant) -> Ledger:
         """Gradients on their way and summed ones, and unsharded weights, at an instant."""
         last = self.in_last(instant)
-        return max(last, self.before_last(instant), key=lambda ledger: ledger.total) if self._keeps_whole else last
+        return max(last, self.before_last(instant), key=lambda ledger: ledger.total) if self.keeps_whole else last
 
     def in_last(self, instant: Instant) -> Ledger:
         """Return the ledger of a micro-batch whose gradients are reduced, beside those that wait."""
@@ -170,7 +168,7 @@ class NativeZeroBuffers:
         """Bytes of gradients that wait for the step."""
         width = self._recipe.gradient
         received = self._staying * state.received / self._ranks
-        if self._keeps_whole:
+        if self.keeps_whole:
             return width * (max(self._whole - with_gradients, 0.0) + received)
         return width * (self._staying * self._whole / self._ranks if self._several else received)
 
