@@ -28,13 +28,21 @@ def pool(new_pool: Callable[..., RankPool]) -> Iterator[RankPool]:
         yield ranks
 
 
+GIVEN_OUT: set[int] = set()
+"""Ports that this process has given to a test already."""
+
+
 def free_port() -> int:
-    """A port that no connection takes by itself: below the range for outgoing ones."""
+    """A port that no connection takes by itself, below the range for outgoing ones, and no other test was given."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    entropy = random.SystemRandom()  # a seed that every process sets would give all of them one port
     for _ in range(100):
         with socket.socket() as opened, contextlib.suppress(OSError):
-            port = random.randrange(20000, 32000)
+            port = 20000 + worker + 8 * entropy.randrange(1500)
             opened.bind(("127.0.0.1", port))
-            return port
+            if port not in GIVEN_OUT:
+                GIVEN_OUT.add(port)
+                return port
     raise RuntimeError("no free port between 20000 and 32000")
 
 
