@@ -210,6 +210,7 @@ def test_torchtune_recipes_by_name(folder: Path, package: Package) -> None:
         started("tune run none --config x")
 
 
+@pytest.mark.slow
 def test_deepspeeds_command_on_a_process(folder: Path) -> None:
     """The script of `deepspeed` gets the rank on its node as a flag, as from DeepSpeed's own launcher."""
     finished = run("--nproc", "1", "--json", "env", "MARK=one", "deepspeed", "train.py", "--x", "a b", cwd=folder)

@@ -128,7 +128,9 @@ micro_batch_size: 4
 
 
 @pytest.mark.parametrize("command", shown_commands())
-@pytest.mark.sweep(suite=lambda command: "--exact" not in command)  # traces take seconds; test_exact.py has small ones
+@pytest.mark.sweep(
+    every=2, suite=lambda command: "--exact" not in command
+)  # traces take seconds; test_exact.py has small ones
 def test_commands_that_pages_show_work(command: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.yaml").write_text(CONFIG)
@@ -143,6 +145,7 @@ def test_the_planning_snippet_of_the_start_page_runs() -> None:
     assert names["best"].verdict in ("fits", "tight")  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_the_training_script_of_the_docs_trains_and_resumes(tmp_path: Path) -> None:
     page = (ROOT / "docs/tutorials/first-training.md").read_text(encoding="utf-8")
     script = tmp_path / "train.py"

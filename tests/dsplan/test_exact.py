@@ -66,6 +66,7 @@ def traced_rows() -> int:
         ),
     ],
 )
+@pytest.mark.sweep(every=3)
 def test_memory_is_that_of_a_trace(cli: Cli, model: Path, line: str, who: str) -> None:
     asked = f"estimate {HARDWARE} {line} --json --model"
     closed, printed = cli(asked, model), cli(asked, model, "--exact")

@@ -59,7 +59,7 @@ def test_every_number_of_the_command_line_has_both_limits() -> None:
 
 
 @pytest.mark.parametrize(("command", "flag"), numeric_flags())
-@pytest.mark.sweep(every=3)
+@pytest.mark.sweep(every=6)
 def test_a_flag_takes_plain_numbers_only(cli: Cli, command: str, flag: str) -> None:
     """What its type takes, and one of the others, another for each flag, are given to the whole command."""
     (parameter,) = (parameter for parameter in load_command(command).params if flag in parameter.opts)
@@ -152,6 +152,7 @@ def test_memory_limits_as_keywords(gigabytes: float) -> None:
     ],
     ids=range(21),
 )
+@pytest.mark.sweep(every=2)
 def test_files_that_people_hand_in(tmp_path: Path, text: str, words: str) -> None:
     (path := tmp_path / "file.yaml").write_text(text)
     with pytest.raises(BrokenFile) as caught:
@@ -246,6 +247,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (("alternatives",), [{"strategy": "ddp"}]),
     ],
 )
+@pytest.mark.sweep(every=2)
 def test_figures_of_a_plan(
     cli: Cli, tmp_path: Path, plan: dict[str, Any], keys: tuple[str, ...], given: object
 ) -> None:

@@ -60,6 +60,7 @@ def is_text(printed: str) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted({*COMMANDS} - APART))
+@pytest.mark.sweep(every=3)
 def test_whatever_a_flag_is_given_is_printed_as_text(cli: Cli, here: Path, name: str) -> None:
     for command, flag in texts(name, load_command(name)):
         beside = {

@@ -266,6 +266,7 @@ def views(checked: CheckedPage) -> Iterator[str]:
         yield view.inner_text()
 
 
+@pytest.mark.slow
 def test_a_changed_field_changes_the_answer_and_what_a_stranger_adds_is_text(
     server: Server, open_page: OpenPage
 ) -> None:

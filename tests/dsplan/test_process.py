@@ -57,6 +57,7 @@ def run(*arguments: str, blocked: frozenset[str] = frozenset(), **environment: s
         ("--help",),
     ],
 )
+@pytest.mark.sweep(every=3)
 def test_planning_works_with_the_base_dependencies_alone(arguments: tuple[str, ...]) -> None:
     done = run(*arguments, blocked=frozenset(TRAINING | PAGES | TRACKERS | {"pydantic"}))
     assert done.returncode == 0, done.stderr

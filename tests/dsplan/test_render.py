@@ -179,6 +179,7 @@ def test_throughput_over_gpus_is_drawn_beside_linear_growth(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("objective", get_args(vocabulary.Objective))
+@pytest.mark.sweep(every=3)
 def test_why_the_first_plan_is_first_is_one_line(objective: vocabulary.Objective) -> None:
     answer = dsplan.recommend(model="opt-6.7b", gpus=8, gpu="A100-SXM4-80GB", objective=objective)
     (line,) = [line for line in plain_text(recommendation_blocks(answer)).splitlines() if line.startswith("first: ")]

@@ -296,6 +296,7 @@ MANY = settings(max_examples=600, deadline=None, suppress_health_check=list(Heal
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.sweep(every=2)
 def test_a_plan_is_read_as_it_was_emitted(name: str) -> None:
     @QUICK
     @given(plan=plans(FORMATS[name]))

@@ -9,6 +9,7 @@ from tests.emulated_cuda.fixtures import CardPool
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.05)])
+@pytest.mark.sweep(every=2)
 def test_backward_drops_the_weights_that_forward_dropped(card: CardPool, dtype: str, tolerance: float) -> None:
     ((first, second, back, peak),) = card.run(attention_bodies.drop_weights, dtype)
     # The output is linear in the values, under the same dropped weights.

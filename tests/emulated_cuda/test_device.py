@@ -132,6 +132,7 @@ def test_what_was_saved_is_read_to_a_card(card: CardPool) -> None:
 
 
 @pytest.mark.parametrize("mode", ["plain", "foreach", "fused"])
+@pytest.mark.sweep(every=3)
 def test_losses_are_those_of_the_cpu(card: CardPool, mode: str) -> None:
     [on_card], [on_cpu] = card.run(bodies.losses, "cuda", mode), card.run(bodies.losses, "cpu", mode)
     assert on_card == pytest.approx(on_cpu, rel=1e-6)

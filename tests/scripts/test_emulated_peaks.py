@@ -46,7 +46,7 @@ def test_traces_have_the_allocators_peaks() -> None:
 _IN_SUITE = ("gpt2 ddp 2", "gpt2 fsdp 2", "gpt2 zero3 2")
 
 
-@pytest.mark.sweep(suite=lambda row: f"{row.model} {row.strategy} {row.world_size}" in _IN_SUITE)
+@pytest.mark.sweep(every=3, suite=lambda row: f"{row.model} {row.strategy} {row.world_size}" in _IN_SUITE)
 @pytest.mark.parametrize("row", TRACED, ids=lambda row: f"{row.model}-{row.strategy}-{row.world_size}")
 def test_traces_are_those_of_today(row: EmulatedRun) -> None:
     """Where this fails the trace has changed: run python -m scripts.measure.emulated_peaks --trace."""

@@ -31,6 +31,7 @@ def test_there_are_sixty_of_ten_projects() -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
+@pytest.mark.sweep(every=2)
 def test_a_first_plan_meets_what_is_insisted_on(name: str) -> None:
     answer = ask(ROWS[name])
     assert not answer.misses, answer.first

@@ -133,6 +133,7 @@ def test_geforce_cards_lack_ecc_mig_and_nvlink_without_fuss(geforce: NvmlAnswer)
     sorted({key.split(" ")[0] for key in recording("8xh100_troubled")["common"]}),
 )
 @pytest.mark.parametrize("code", [3, 4, 13, 15, 999])
+@pytest.mark.sweep(every=3)
 def test_any_call_may_fail_without_a_traceback(function: str, code: int) -> None:
     broken = recording("8xh100_troubled")
     broken["system"]["nvmlDeviceGetCount_v2"] = 2

@@ -31,7 +31,7 @@ def configuration(
 
 
 @pytest.mark.parametrize(("model", "gpus", "limit", "batch"), CASES)
-@pytest.mark.sweep(every=3, suite=lambda gpus, batch, limit: (gpus == 1) == (batch == 1) and (gpus == 8 or limit == 24))
+@pytest.mark.sweep(every=6, suite=lambda gpus, batch, limit: (gpus == 1) == (batch == 1) and (gpus == 8 or limit == 24))
 def test_every_key_the_guide_reads(model: str, gpus: int, limit: int, batch: int) -> None:
     config = configuration(model, gpus, batch, limit)
     steps = config.get("gradient_accumulation_steps", 1)
@@ -108,6 +108,7 @@ def test_basic_selection() -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.sweep(every=2)
 def test_more_memory_never_makes_the_plan_slower(gpus: int) -> None:
     for model in MODELS:
         seconds = [configuration(model, gpus, 8, limit).plan.time.step_seconds for limit in (16, 24, 40, 80)]

@@ -53,6 +53,7 @@ def asked_so(flags: dict[str, object], flag: str) -> dict[str, object]:
         ({"model": "gpt-oss-20b", "gpus": 8, "gpu": "h100", "global_batch": 8}, {"--attention flash"}),
     ],
 )
+@pytest.mark.sweep(every=2)
 def test_what_is_promised_is_what_asking_so_gives(flags: dict[str, object], expected: set[str]) -> None:
     given = answer(**flags)
     advice = given.advice()

@@ -44,7 +44,7 @@ def searched(request: Request) -> dict[str, Timed]:
 
 
 @pytest.mark.parametrize(("model", "gpu", "gpus", "options"), QUESTIONS)
-@pytest.mark.sweep(every=2, suite=lambda model, gpus, options: "code" in options or (gpus < 16 and model != "opt-1.3b"))
+@pytest.mark.sweep(every=4, suite=lambda model, gpus, options: "code" in options or (gpus < 16 and model != "opt-1.3b"))
 def test_the_best_of_every_group_is_that_of_an_exhaustive_search(
     model: str, gpu: str, gpus: int, options: dict[str, object]
 ) -> None:
@@ -90,7 +90,7 @@ def _every_candidate(request: Request) -> Iterator[Candidate]:
 
 
 @pytest.mark.parametrize(("model", "gpu", "gpus", "options"), QUESTIONS[2:6])
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_the_first_plan_alone_is_the_first_of_all(model: str, gpu: str, gpus: int, options: dict[str, object]) -> None:
     request = question(model, gpu, gpus, **options)
     first = first_plan(request)

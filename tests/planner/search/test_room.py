@@ -36,6 +36,7 @@ def test_llama_7b_on_eight_a100s_leaves_room() -> None:
 
 @pytest.mark.parametrize("model", ["llama-7b", "mixtral-8x7b", "bert-large", "opt-6.7b"])
 @pytest.mark.parametrize("gpu", ["a100-80gb", "rtx4090"])
+@pytest.mark.sweep(every=2)
 def test_room_costs_no_more_than_what_can_be_told_apart(model: str, gpu: str) -> None:
     """Beside plans that neither pipe nor offload where the first does not: those have to win by more than that.
 

@@ -353,7 +353,7 @@ def test_where_nothing_fits_there_is_a_closest_miss(model: str, gpu: str, gpus: 
 
 @pytest.mark.parametrize("options", [{}, {"strategies": ("fsdp",)}, {"allow_unrunnable": True}])
 @pytest.mark.parametrize(("model", "gpu", "gpus"), [("llama-3-8b", "h100", 8), ("llama-3-70b", "a100-80gb", 16)])
-@pytest.mark.sweep(every=2, suite=lambda gpus, options: (gpus == 16) == ("strategies" in options))
+@pytest.mark.sweep(every=4, suite=lambda gpus, options: (gpus == 16) == ("strategies" in options))
 def test_something_is_found_to_fit_where_anything_does(
     model: str, gpu: str, gpus: int, options: dict[str, object]
 ) -> None:

@@ -26,7 +26,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize(("strategy", "name"), TRAINED)
-@pytest.mark.sweep(suite=lambda strategy: strategy in ("native zero3", "ddp"))
+@pytest.mark.sweep(every=4, suite=lambda strategy: strategy in ("native zero3", "ddp"))
 def test_it_trains_as_in_plain_torch(strategy: str, name: str, ranks: RankPool) -> None:
     losses, parameters = awkward_bodies.reference(name)
     for rank, found in enumerate(ranks.run(awkward_bodies.train, strategy, name)):
@@ -49,7 +49,7 @@ BETWEEN = [
 
 
 @pytest.mark.parametrize(("strategy", "how"), BETWEEN)
-@pytest.mark.sweep(suite=lambda strategy: strategy in ("native zero3", "fsdp"))
+@pytest.mark.sweep(every=2, suite=lambda strategy: strategy in ("native zero3", "fsdp"))
 def test_between_steps(strategy: str, how: str, ranks: RankPool, plain: dict[str, torch.Tensor]) -> None:
     for found in ranks.run(awkward_bodies.disturbed, strategy, how):
         assert_equal(found, plain)

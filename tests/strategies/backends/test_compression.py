@@ -133,6 +133,7 @@ def test_what_does_not_run_is_refused_in_one_line(
     ("strategy", "compression"),
     [*product(STAGES, ("none", "bf16", "int8")), ("ddp", "bf16"), ("ddp", "int8")],
 )
+@pytest.mark.sweep(every=4)
 def test_bytes_on_the_wire_fall_as_the_arithmetic_says(strategy: str, compression: str, ranks: RankPool) -> None:
     """Ψ(N-1)/N values to their owners: 4 bytes each, 2, or 1 and a scale for each block; DDP sends them back as well.
 
@@ -176,7 +177,7 @@ def uncompressed(ranks: RankPool) -> list[float]:
         *(("zero1", "bf16"), ("zero3", "fp16"), ("ddp", "bf16"), ("ddp", "fp16"), ("fsdp", "bf16"), ("fsdp", "fp16")),
     ],
 )
-@pytest.mark.sweep(suite={"zero1-int8", "zero3-fp16", "zero2-int8 without feedback"})
+@pytest.mark.sweep(every=3, suite={"zero1-int8", "zero3-fp16", "zero2-int8 without feedback"})
 def test_real_text_is_learned_as_without_compression(
     strategy: str, compression: str, uncompressed: list[float], ranks: RankPool
 ) -> None:

@@ -91,7 +91,7 @@ LAYOUTS = {*VARIANTS} - {*EVERYWHERE, "accumulation"}
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("strategy", SPREAD)
 @pytest.mark.sweep(
-    suite=lambda strategy, variant: variant == "clipping" or (strategy in SHARDERS and variant in LAYOUTS)
+    every=2, suite=lambda strategy, variant: variant == "clipping" or (strategy in SHARDERS and variant in LAYOUTS)
 )
 def test_training_equals_one_process(strategy: str, variant: str, pool_of: PoolOf) -> None:
     recipe = ten_steps(strategy, 2, **VARIANTS[variant])
@@ -101,7 +101,7 @@ def test_training_equals_one_process(strategy: str, variant: str, pool_of: PoolO
 
 @pytest.mark.parametrize("variant", EVERYWHERE)
 @pytest.mark.parametrize("strategy", SPREAD)
-@pytest.mark.sweep(suite=lambda strategy, variant: variant == "clipping" and strategy in (*SHARDERS, "hsdp"))
+@pytest.mark.sweep(every=2, suite=lambda strategy, variant: variant == "clipping" and strategy in (*SHARDERS, "hsdp"))
 def test_training_on_three_ranks_equals_one_process(strategy: str, variant: str, pool_of: PoolOf) -> None:
     recipe = ten_steps(strategy, 3, **VARIANTS[variant])
     for trained in pool_of(strategy, 3).run(training_bodies.train, recipe):
@@ -112,7 +112,8 @@ def test_training_on_three_ranks_equals_one_process(strategy: str, variant: str,
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("strategy", SPREAD)
 @pytest.mark.sweep(
-    suite=lambda strategy, world_size, variant: strategy in ENGINES and (world_size, variant) == (2, "clipping")
+    every=2,
+    suite=lambda strategy, world_size, variant: strategy in ENGINES and (world_size, variant) == (2, "clipping"),
 )
 def test_bf16_training_equals_one_process(strategy: str, world_size: int, variant: str, pool_of: PoolOf) -> None:
     recipe = ten_steps(strategy, world_size, precision="bf16", **VARIANTS[variant])
@@ -137,7 +138,7 @@ def test_single_equals_plain_torch(variant: str) -> None:
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp16", 0.005), ("bf16-pure", 0.02)])
 @pytest.mark.parametrize("strategy", SPREAD)
-@pytest.mark.sweep(every=2, suite=lambda strategy: strategy in ENGINES)
+@pytest.mark.sweep(every=4, suite=lambda strategy: strategy in ENGINES)
 def test_sixteen_bits_learn_the_same_within_rounding(
     strategy: str, precision: str, tolerance: float, pool_of: PoolOf
 ) -> None:
@@ -150,7 +151,7 @@ def test_sixteen_bits_learn_the_same_within_rounding(
 
 
 @pytest.mark.parametrize("strategy", SPREAD)
-@pytest.mark.sweep(suite=lambda strategy: strategy in ENGINES)
+@pytest.mark.sweep(every=2, suite=lambda strategy: strategy in ENGINES)
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(strategy: str, pool_of: PoolOf) -> None:
     """The scheduler does not move either, and training resumes from the weights it had."""
     recipe = ten_steps(strategy, 2, precision="fp16", accumulation=3)
@@ -168,7 +169,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(stra
 
 
 @pytest.mark.parametrize("strategy", SPREAD)
-@pytest.mark.sweep(suite=lambda strategy: strategy in ENGINES)
+@pytest.mark.sweep(every=2, suite=lambda strategy: strategy in ENGINES)
 def test_a_resumed_run_continues_the_same_losses(strategy: str, pool_of: PoolOf, tmp_path: Path) -> None:
     recipe = replace(recipe_of(strategy), accumulation=3)
     for unbroken, resumed, client_state in pool_of(strategy).run(
@@ -217,6 +218,7 @@ def test_fsdp_offloads_to_the_host(ranks: RankPool) -> None:
     ("strategy", "offload"),
     [*product((*NATIVE, *ZERO_STAGES), ["optimizer"]), ("native zero3", "all"), ("zero3", "all")],
 )
+@pytest.mark.sweep(every=3)
 def test_zero_offloads_to_the_host(strategy: str, offload: str, pool_of: PoolOf) -> None:
     """On CPU ranks the states are on the host anyway; test_offload.py keeps ours apart."""
     recipe = replace(recipe_of(strategy), offload=offload, clipping=0.5, accumulation=3)

@@ -36,7 +36,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
 @pytest.mark.parametrize(("strategy", "offload"), PLACES)
-@pytest.mark.sweep(every=3)
+@pytest.mark.sweep(every=6)
 def test_training_is_the_same_wherever_states_live(
     strategy: str, offload: str, ratio: float, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -51,7 +51,7 @@ def test_training_is_the_same_wherever_states_live(
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("strategy", "offload"), PLACES)
-@pytest.mark.sweep(every=3, suite=lambda accumulation: accumulation == 2)
+@pytest.mark.sweep(every=6, suite=lambda accumulation: accumulation == 2)
 def test_not_a_bit_is_lost_on_the_way(
     strategy: str, offload: str, accumulation: int, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -75,7 +75,7 @@ def test_nvme_where_the_device_is_the_host(ranks: RankPool, three_ranks: RankPoo
 
 @pytest.mark.parametrize("optimizer", zero_bodies.OPTIMIZERS)
 @pytest.mark.parametrize("offload", ["optimizer", "nvme"])
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=6)
 def test_any_optimizer(offload: str, optimizer: str, ranks: RankPool, tmp_path: Path) -> None:
     """States that come late, of parameters unused at first, find their place too."""
     recipe = zero_bodies.OddRecipe(strategy="zero2", optimizer=optimizer)
@@ -136,7 +136,9 @@ def test_checkpoints_continue_with_and_without_offload(ranks: RankPool, tmp_path
 
 
 @pytest.mark.parametrize(("strategy", "precision"), [*product(("zero2", "zero3"), ("fp32", "bf16"))])
-@pytest.mark.sweep(suite=lambda strategy, precision: (strategy, precision) in (("zero2", "fp32"), ("zero3", "bf16")))
+@pytest.mark.sweep(
+    every=2, suite=lambda strategy, precision: (strategy, precision) in (("zero2", "fp32"), ("zero3", "bf16"))
+)
 def test_live_bytes_fall_by_masters_and_moments(strategy: str, precision: str, ranks: RankPool, tmp_path: Path) -> None:
     """Weights alone stay in memory: all of them in stage 2, half of them on each of two ranks in stage 3. States too
     small for a place in the file, and the steps' counts, take 64 KiB, where masters and moments would be 8 to 13 MB."""

@@ -46,7 +46,7 @@ def replicas(four_ranks: RankPool) -> Trained:
 
 
 @pytest.mark.parametrize("strategy", EVERY)
-@pytest.mark.sweep(suite={"fsdp", "zero3"})
+@pytest.mark.sweep(every=2, suite={"fsdp", "zero3"})
 def test_copies_of_shards_train_as_replicas_do(strategy: str, four_ranks: RankPool, replicas: Trained) -> None:
     """Clipped, so that a norm that counts a copy twice gives other weights."""
     for trained in four_ranks.run(training_bodies.train, two_copies(strategy, accumulation=3, clipping=0.5, steps=10)):
@@ -74,7 +74,7 @@ def test_the_norm_counts_every_gradient_once(strategy: str, four_ranks: RankPool
         ("zero2", {"optimizer": "muon"}, 1e-6),
     ],
 )
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_two_copies_train_as_one(strategy: str, how: dict[str, Any], tolerance: float, four_ranks: RankPool) -> None:
     body = training_bodies.train_with_planned_optimizer if "optimizer" in how else training_bodies.train
     one, two = (four_ranks.run(body, recipe(strategy, **how))[0] for recipe in (one_copy, two_copies))
@@ -90,7 +90,7 @@ def test_between_copies_a_step_sends_its_shards_once(strategy: str, four_ranks: 
 
 
 @pytest.mark.parametrize("strategy", ZERO)
-@pytest.mark.sweep(suite={"zero3"})
+@pytest.mark.slow
 def test_a_rank_of_two_copies_has_what_one_of_half_as_many_ranks_has(
     strategy: str, four_ranks: RankPool, ranks: RankPool
 ) -> None:
@@ -170,6 +170,7 @@ def test_checkpoints_go_from_copies_to_every_strategy_and_back(
         Composition(strategy="zero1", dp_replicate=2, pp=2, accumulation=2, clipping=0.5),
     ],
 )
+@pytest.mark.sweep(every=2)
 def test_copies_of_split_models(composition: Composition, four_ranks: RankPool) -> None:
     for found in four_ranks.run(parallel_bodies.train, "llama", composition):
         assert max(found.loss, found.parameter, found.norm) < 1e-5, found

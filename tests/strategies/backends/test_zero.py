@@ -31,7 +31,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", STAGES)
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=6)
 def test_any_model_and_any_optimizer_that_works_element_by_element(
     strategy: str, optimizer: str, ranks: RankPool
 ) -> None:
@@ -42,7 +42,7 @@ def test_any_model_and_any_optimizer_that_works_element_by_element(
 
 
 @pytest.mark.parametrize("strategy", STAGES)
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_three_ranks(strategy: str, three_ranks: RankPool) -> None:
     odd = OddRecipe(strategy=strategy, optimizer="adam amsgrad", world_size=3)
     assert_equal(three_ranks.run(zero_bodies.train_odd, odd)[2], zero_bodies.reference_odd(odd))
@@ -65,7 +65,7 @@ def test_one_rank_alone(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STAGES)
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_bf16_steps_masters_in_fp32(strategy: str, ranks: RankPool) -> None:
     """What is lost is the rounding of weights to 8 bits of mantissa, 2^-9 each, and not of their sum of updates: after
     30 steps at 2e-3 the losses of DDP under autocast, whose weights are fp32, are within that of the largest weight."""
@@ -93,6 +93,7 @@ def test_no_sync_sends_nothing_and_changes_nothing(strategy: str, ranks: RankPoo
 
 @pytest.mark.parametrize("compression", ["none", "int8"])
 @pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.sweep(every=2)
 def test_gradients_are_reduced_while_backward_runs(strategy: str, compression: str, ranks: RankPool) -> None:
     """With a bucket for each matrix, sums are under way after the first and half of them there before the last gradient
     of the step is made."""

@@ -23,7 +23,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("optimizer", LEARNING)
 @pytest.mark.parametrize("strategy", STAGES)
-@pytest.mark.sweep(every=2, suite=lambda strategy: strategy in ("zero2", "zero3"))
+@pytest.mark.sweep(every=6, suite=lambda strategy: strategy in ("zero2", "zero3"))
 def test_optimizers_learn_what_one_process_learns(strategy: str, optimizer: str, ranks: RankPool) -> None:
     run = Run(strategy=strategy, optimizer=optimizer)
     expected = ranks.run(bodies.reference, run)[0]  # on a rank, whose one thread rounds as those that train
@@ -104,6 +104,7 @@ def test_what_other_backends_cannot_step(
     ("strategy", "optimizer", "tolerance"),
     [("ddp", "sparse adam", 1e-5), ("ddp", "8-bit", 1e-5), ("fsdp", "lamb", 1e-5), ("fsdp", "muon", 2**-6)],
 )
+@pytest.mark.sweep(every=2)
 def test_ddp_and_fsdp_step_what_they_can(strategy: str, optimizer: str, tolerance: float, ranks: RankPool) -> None:
     """Muon works in bf16 (8 bits of mantissa), and FSDP2 adds the products of its shards in another order."""
     run = Run(strategy=strategy, optimizer=optimizer)

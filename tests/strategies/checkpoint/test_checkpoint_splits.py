@@ -70,6 +70,7 @@ def require_same(folder: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.sweep(every=3)
 def test_what_ranks_split_is_written_as_one_process_writes_it(
     writer: Composition, single: tuple[Path, Norms], written: dict[Composition, tuple[Path, Any]]
 ) -> None:

@@ -36,9 +36,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("strategy", "backend"), ENGINES)
 @pytest.mark.sweep(
+    every=2,
     suite=lambda strategy, backend, precision: (
         (strategy, precision) in (("ddp", "fp32"), ("fsdp", "fp32")) or (backend == "native" and precision == "bf16")
-    )
+    ),
 )
 def test_data_parallel_ranks_train_as_with_a_model_that_has_them(
     strategy: str, backend: str, precision: str, ranks: RankPool, tiny: str
@@ -61,7 +62,7 @@ def test_what_lies_on_the_host_is_read_there(offload: str, ranks: RankPool, tiny
 
 
 @pytest.mark.parametrize("strategy", ZERO)
-@pytest.mark.sweep(suite=lambda strategy: strategy == "zero3")
+@pytest.mark.slow
 def test_deepspeed_is_given_them_too(strategy: str, pool_of: PoolOf, tiny: str) -> None:
     recipe = Recipe(strategy=strategy, backend="deepspeed", world_size=2, steps=2)
     losses, _ = pool_of(strategy).run(stream_bodies.train_tiny, recipe, tiny)[0]
@@ -117,7 +118,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, str]:
 
 @pytest.mark.parametrize("number", range(len(TWO)))
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sweep(suite=lambda kind, number: (kind, number) in CHOSEN)
+@pytest.mark.sweep(every=3, suite=lambda kind, number: (kind, number) in CHOSEN)
 def test_ranks_that_split_a_model_read_their_parts(
     kind: Kind, number: int, ranks: RankPool, written: dict[Kind, str]
 ) -> None:

@@ -98,6 +98,7 @@ def test_two_cards_train_alike_under_every_strategy(
     _check(cases, _train(2, cases, cuda_environment, tmp_path))
 
 
+@pytest.mark.slow
 def test_a_profile_on_a_card_writes_nothing_to_standard_error(card: CardPool, tmp_path: Path) -> None:
     [(files, stderr)] = card.run(profile_bodies.profile_on_card, tmp_path)
     assert sorted(files) == ["profile-rank0.memory.pickle", "profile-rank0.trace.json"]

@@ -9,6 +9,7 @@ from tests.strategies.cuda import measured_bodies
 
 
 @pytest.mark.parametrize(("left_mib", "sizes"), [(150, [2]), (1000, [64, 2])])
+@pytest.mark.sweep(every=2)
 def test_a_point_without_room_on_any_card_is_left_out(two_cards: CardPool, left_mib: int, sizes: list[int]) -> None:
     """It ended the run, which would have found room for its training."""
     assert two_cards.run(measured_bodies.measured_beside, left_mib) == [{"sizes": sizes, "kept": 0}] * 2

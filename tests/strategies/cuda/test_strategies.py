@@ -85,7 +85,7 @@ _SPLITS = {
 
 
 @pytest.mark.parametrize("split", _SPLITS)
-@pytest.mark.sweep(suite=lambda split: split in ("tp and sequence parallelism", "pp"))
+@pytest.mark.sweep(every=2, suite=lambda split: split in ("tp and sequence parallelism", "pp"))
 def test_split_models_have_the_losses_of_the_cpu(split: str, two_cards: CardPool, ranks: RankPool) -> None:
     composition = replace(_SPLITS[split], steps=3)
     arguments = ("mixtral" if composition.ep > 1 else "gpt", composition)

@@ -69,7 +69,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_a_missing_variable_is_named(launcher: Launcher, starter: Starter, script: Path) -> None:
     names = [name for starts, name in MISSING if starts is launcher and (starts, name) not in HARMLESS]
     ended = starter.run(script, [without({**launcher(1, 2, free_port()), **LIMIT}, name) for name in names])

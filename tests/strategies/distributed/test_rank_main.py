@@ -64,7 +64,7 @@ def processes_of(run: Run, processes: list[Variables]) -> list[tuple[Variables, 
 
 
 @pytest.mark.parametrize(("variables", "launcher", "size"), STARTED_BY)
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_ranks_that_do_not_fit_end_before_the_script(
     variables: Launcher, launcher: LauncherName, size: str, starter: Starter, tmp_path: Path
 ) -> None:

@@ -44,7 +44,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("recipe", "method"), WAYS)
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_adapters_learn_as_in_one_process(recipe: Recipe, method: str, pool_of: PoolOf, one_rank: RankPool) -> None:
     expected = one_rank.run(bodies.adapters_after, Recipe(), method)[0]
     pool = pool_of("" if recipe.backend == "native" else recipe.strategy)

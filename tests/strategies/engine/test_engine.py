@@ -56,6 +56,7 @@ def first_norms() -> list[float]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", *NATIVE])
+@pytest.mark.sweep(every=2)
 def test_what_is_not_finite_on_one_rank_is_learned_on_none(strategy: str, precision: str, pool_of: PoolOf) -> None:
     for found in pool_of(strategy).run(engine_bodies.poisoned, recipe_of(strategy, precision=precision)):
         assert found["unchanged"]
@@ -92,7 +93,7 @@ def test_a_narrower_sum_than_the_gradients_is_refused() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", SPREAD)
-@pytest.mark.sweep(suite=lambda strategy, precision: precision == "bf16" or strategy in ENGINES)
+@pytest.mark.sweep(every=3, suite=lambda strategy, precision: precision == "bf16" or strategy in ENGINES)
 def test_whole_weights_are_read_used_and_changed(strategy: str, precision: str, pool_of: PoolOf) -> None:
     first, second = pool_of(strategy).run(engine_bodies.changed_weights, recipe_of(strategy, precision=precision))
     for found in (first, second):
@@ -115,6 +116,7 @@ def test_a_trained_gpt2_generates_the_same_tokens_under_every_strategy(inside: b
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", *DEEPSPEED, *NATIVE])
+@pytest.mark.sweep(every=2)
 def test_the_memory_report_tells_states_apart(strategy: str, pool_of: PoolOf) -> None:
     """Weights, gradients and optimizer states of fp32 AdamW, after a step: 4, 0 and 8 bytes of what is whole or cut."""
     stage = int(strategy[-1]) if strategy[-1].isdigit() else 3 if strategy == "fsdp" else 0

@@ -186,7 +186,7 @@ def example_losses() -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.sweep(suite=lambda strategy: strategy in ("fsdp", "zero2"))
+@pytest.mark.sweep(every=2, suite=lambda strategy: strategy in ("fsdp", "zero2"))
 def test_the_example_has_the_same_losses_under_every_strategy(
     strategy: str, pool_of: PoolOf, tmp_path: Path, dsplan_home: Path, example_losses: dict[str, list[float]]
 ) -> None:

@@ -29,7 +29,7 @@ DDP = Recipe(strategy="ddp", world_size=2)
         ("zero2", "deepspeed", 1),
     ],
 )
-@pytest.mark.sweep(suite={"fsdp-torch-1", "ddp-torch-3", "zero3-native-1"})
+@pytest.mark.sweep(every=2, suite={"fsdp-torch-1", "ddp-torch-3", "zero3-native-1"})
 def test_a_run_stopped_on_the_way_resumes_at_the_exact_step_and_sample(
     pool_of: PoolOf, tmp_path: Path, strategy: str, backend: str, accumulation: int
 ) -> None:

@@ -64,7 +64,7 @@ def test_a_rank_holds_its_part(strategy: str, weights: float, ranks: RankPool) -
 
 @pytest.mark.parametrize("loads_after", [False, True])
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "zero3"])
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=6)
 def test_a_script_resumes_from_what_it_saved(strategy: str, loads_after: bool, ranks: RankPool) -> None:
     unbroken, resumed = ranks.run(bodies.resume, strategy, loads_after)[0]
     assert resumed == pytest.approx(unbroken, rel=FP32)
@@ -85,6 +85,7 @@ def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(strategy: s
         ("zero2", bodies.compiled),
     ],
 )
+@pytest.mark.sweep(every=2)
 def test_dataclasses_and_compiled_models_train_alike(strategy: str, body: Any, ranks: RankPool) -> None:
     assert ranks.run(body, strategy)[0] == pytest.approx(ranks.run(body, "ddp")[0], rel=FP32)
 

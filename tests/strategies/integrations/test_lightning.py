@@ -49,7 +49,7 @@ def require_same(expected: list[Any], found: list[Any], *, within: float = 1e-5)
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.sweep(suite={"fsdp-accumulated", "ddp-by hand", "zero2-accumulated"})
+@pytest.mark.sweep(every=2, suite={"fsdp-accumulated", "ddp-by hand", "zero2-accumulated"})
 def test_trains_as_under_lightnings_ddp(ranks: RankPool, reference: Any, strategy: str, settings: str) -> None:
     require_same(reference(settings), ranks.run(bodies.fit, asked(strategy), *SETTINGS[settings]))
 
@@ -71,6 +71,7 @@ def test_deepspeed_is_told_which_backward_pass_is_the_last(deepspeed_ranks: Rank
     require_same(reference("by hand"), found)
 
 
+@pytest.mark.slow
 def test_mixed_precision_is_the_engines(ranks: RankPool) -> None:
     options = {"precision": "bf16-mixed"}
     own = ranks.run(bodies.fit, None, options, {})
@@ -118,6 +119,7 @@ def test_weights_alone_are_a_file_that_lightning_reads(ranks: RankPool, tmp_path
     assert all((weight - weights[name]).abs().max() == 0 for name, weight in trained["weights"].items())
 
 
+@pytest.mark.slow
 def test_the_norm_to_clip_to_may_be_the_modules_or_the_configs(ranks: RankPool) -> None:
     own = ranks.run(bodies.fit, None, {}, {"clips": 0.3})
     require_same(own, ranks.run(bodies.fit, asked("zero1"), {}, {"clips": 0.3}))

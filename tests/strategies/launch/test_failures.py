@@ -74,6 +74,7 @@ def test_a_failing_rank_is_named_with_its_last_words_and_its_log(tmp_path: Path)
     assert "session.py" not in finished.err
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_is_stored_as_such_and_comes_back_from_the_run_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

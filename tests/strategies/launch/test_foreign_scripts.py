@@ -107,6 +107,7 @@ def main():
 }
 
 
+@pytest.mark.slow
 def test_a_subclass_of_trainer_behind_two_lines_trains_under_a_plan(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     finished = run("--nproc", "1", "--json", _script(tmp_path, TRAINER), cwd=tmp_path)

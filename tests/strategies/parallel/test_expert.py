@@ -26,7 +26,7 @@ EP = Composition(strategy="fsdp", dp_shard=2, ep=2)
         ("deepseek", replace(EP, checkpointing="selective", steps=2)),
     ],
 )
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_two_ranks_train_as_one_process(ranks: RankPool, kind: Kind, composition: Composition) -> None:
     for found in ranks.run(parallel_bodies.train, kind, composition):
         assert max(found.loss, found.parameter, found.norm) < 1e-5, found
@@ -44,7 +44,7 @@ TENSOR = replace(EP, dp_shard=1, tp=2, sequence_parallel=True, steps=3)
         ("qwen2_moe", replace(TENSOR, strategy="ddp")),
     ],
 )
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_experts_lie_whole_on_ranks_that_split_layers(ranks: RankPool, kind: Kind, composition: Composition) -> None:
     for found in ranks.run(parallel_bodies.train, kind, composition):
         assert max(found.loss, found.parameter, found.norm) < 1e-5, found

@@ -97,6 +97,7 @@ def _kind(chosen: Configuration) -> _Layout:
 
 
 @pytest.mark.parametrize(("model", "ranks"), [("gpt2", 2), ("mixtral", 4)])
+@pytest.mark.sweep(every=2)
 def test_nothing_that_the_planner_calls_runnable_is_left_out(model: str, ranks: int) -> None:
     trained = [plan.configuration for plan in compositions(model, ranks, "fp32", every=True)]
     assert len({_kind(chosen) for chosen in trained}) == len(trained)

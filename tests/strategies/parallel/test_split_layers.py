@@ -28,7 +28,7 @@ def check(runs: list[SplitRun], composition: Composition) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.sweep(every=2, suite=lambda model, sequence_parallel: sequence_parallel == (model in ("llama", "gpt2")))
+@pytest.mark.sweep(every=4, suite=lambda model, sequence_parallel: sequence_parallel == (model in ("llama", "gpt2")))
 def test_two_ranks_share_a_model(ranks: RankPool, model: str, sequence_parallel: bool) -> None:
     composition = Composition(model=model, sequence_parallel=sequence_parallel)
     runs = ranks.run(bodies.train_split, composition)
@@ -59,7 +59,7 @@ def test_two_ranks_share_a_model(ranks: RankPool, model: str, sequence_parallel:
     ],
     ids=str,
 )
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_four_ranks_share_a_model_and_its_samples(four_ranks: RankPool, composition: Composition) -> None:
     runs = four_ranks.run(bodies.train_split, composition)
     check(runs, composition)

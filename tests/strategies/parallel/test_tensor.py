@@ -26,7 +26,7 @@ def _worst(found: list[Difference]) -> Difference:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mixtral", "gpt", "numbered"])
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_two_ranks_train_as_one_process(ranks: RankPool, kind: Kind) -> None:
     worst = _worst(ranks.run(parallel_bodies.train, kind, replace(TP, clipping=0.5)))
     assert max(worst.loss, worst.parameter, worst.norm) < 1e-5, worst
@@ -53,7 +53,7 @@ def test_layers_split_over_other_ranks_than_the_plans_are_refused(four_ranks: Ra
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-@pytest.mark.sweep(suite=lambda kind, strategy: (kind, strategy) in (("llama", "fsdp"), ("mixtral", "ddp")))
+@pytest.mark.sweep(every=2, suite=lambda kind, strategy: (kind, strategy) in (("llama", "fsdp"), ("mixtral", "ddp")))
 def test_split_sequences_train_as_one_process(ranks: RankPool, kind: Kind, strategy: str) -> None:
     split = replace(TP, strategy=strategy, sequence_parallel=True, accumulation=2, checkpointing="full", clipping=0.5)
     worst = _worst(ranks.run(parallel_bodies.train, kind, split))

@@ -25,6 +25,7 @@ SECTIONS = ("forward", "backward", "step", "preparing", "whole_step", "communica
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "native zero2"])
+@pytest.mark.sweep(every=2)
 def test_steps_are_logged(strategy: str, pool_of: PoolOf, tmp_path: Path) -> None:
     backend, _, name = strategy.rpartition(" ")
     recipe = Recipe(strategy=name, backend=backend, world_size=2)

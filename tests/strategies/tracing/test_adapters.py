@@ -51,7 +51,7 @@ def job_with_adapters(model: str, checkpointing: Any, samples: int, length: int,
         ("llama-3-8b", "none", 2, {"load_dtype": "bf16"}),
     ],
 )
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_closed_forms_say_what_is_traced_of_adapters_and_frozen_parts(
     model: str, checkpointing: str, samples: int, work: dict[str, Any]
 ) -> None:
@@ -92,7 +92,7 @@ def test_names_are_those_of_the_real_module(name: str) -> None:
     ("method", "targets", "checkpointing"),
     [("lora", "all-linear", "none"), ("lora", "q_proj,v_proj", "full"), ("dora", "q_proj,v_proj", "none")],
 )
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_real_adapters_on_a_cpu_take_what_is_predicted(
     method: Any, targets: str, checkpointing: Any, tmp_path: Path
 ) -> None:

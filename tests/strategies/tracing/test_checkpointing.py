@@ -60,6 +60,7 @@ def peaks(kind: str, *, on_host: bool, chosen: type[nn.Module] = bodies.Block) -
 
 @pytest.mark.parametrize(("kind", "on_host"), WAYS)
 @pytest.mark.parametrize("chosen", [bodies.Block, nn.Linear])
+@pytest.mark.sweep(every=2)
 def test_memory_falls_as_traced(kind: str, on_host: bool, chosen: type[nn.Module], host_rooms: list[int]) -> None:
     predicted, measured = peaks(kind, on_host=on_host, chosen=chosen)
     assert measured == pytest.approx(predicted, rel=0.001)

@@ -38,6 +38,7 @@ VISION = {
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.sweep(every=2)
 def test_a_model_that_reads_the_grid_of_its_patches_is_traced_as_it_runs(model_type: str) -> None:
     """Windows and images are cut by values, which fake tensors do not have."""
     config = AutoConfig.for_model(

@@ -79,7 +79,7 @@ def llama(depth: int = 2) -> Subject:
         ("mixtral-8x7b", {**GROUPED, "num_local_experts": 4}, {"precision": "bf16", "optimizer": "adafactor"}),
     ],
 )
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=6)
 def test_a_trace_is_what_a_real_step_of_one_process_uses(
     model: str, overrides: dict[str, object], chosen: dict[str, Any]
 ) -> None:
@@ -99,7 +99,7 @@ def pool(new_pool: Callable[..., RankPool]) -> Iterator[RankPool]:
     ("strategy", "precision", "accumulation"),
     [("ddp", "bf16", 1), ("fsdp", "bf16", 1), ("fsdp", "fp32", 2), ("fsdp-grad-op", "bf16", 1)],
 )
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_a_trace_is_what_a_rank_among_others_uses(
     pool: RankPool, strategy: str, precision: str, accumulation: int
 ) -> None:
@@ -119,7 +119,7 @@ MEASURED = {
 @pytest.mark.parametrize(
     ("model", "strategy"), [("t5", "ddp"), ("mixtral", "fsdp"), ("gemma2", "fsdp"), ("opt", "fsdp-grad-op")]
 )
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_a_trace_is_what_was_measured_of_the_engine(model: str, strategy: str) -> None:
     run = MEASURED[model, strategy]
     facts = facts_from_config(run.model_config, model)

@@ -106,6 +106,7 @@ def shared_by_two() -> ModelFacts:
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [("ddp", {"tp": 2}), ("fsdp", {"tp": 2, "dp_shard": 2}), ("ddp", {"tp": 2, "pp": 2})]
 )
+@pytest.mark.sweep(every=2)
 def test_a_rank_that_shares_layers_needs_what_real_ranks_measured(
     strategy: str, ranks: dict[str, int], shared_by_two: ModelFacts
 ) -> None:
@@ -205,6 +206,7 @@ def measured_peak(module: nn.Module, batch: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("samples", [2, 8, 64])
 @pytest.mark.parametrize(("make", "shape"), [(Convolved, (3, 32, 32)), (tabular, (64,))])
+@pytest.mark.sweep(every=3)
 def test_the_plan_of_a_module_without_tokens_has_the_memory_of_a_real_step(
     make: Callable[[], nn.Module], shape: tuple[int, ...], samples: int
 ) -> None:

@@ -137,6 +137,7 @@ def test_more_ranks_than_gpus_are_refused(eight: Cluster) -> None:
 
 
 @pytest.mark.parametrize("name", [None, "gpt2"])
+@pytest.mark.sweep(every=2)
 def test_a_plan_comes_back_from_its_file(name: str | None, host: Cluster, eight: Cluster, tmp_path: Path) -> None:
     for cluster in (host, eight):
         model = None if name is None else resolve_model(name)

@@ -51,6 +51,7 @@ def wait_until(condition: object, seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_killed_benchmark_resumes_where_it_was(tmp_path: Path, dsplan_home: Path) -> None:
     points = launches(30, ranks=2)
     plan = plan_file(tmp_path, points)

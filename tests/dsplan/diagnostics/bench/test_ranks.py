@@ -26,6 +26,7 @@ def three(new_pool: Callable[..., RankPool]) -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize("name", ["barrier", "all_reduce_latency", *COLLECTIVES])
+@pytest.mark.sweep(every=3)
 def test_ranks_agree_on_the_rate_of_a_collective(name: str, three: RankPool) -> None:
     latency = name in ("barrier", "all_reduce_latency")
     point = Point(operation=name, dtype="" if latency else "fp32", size=0 if latency else SIZE, ranks=3)

@@ -53,7 +53,7 @@ IN_SUITE = (("ddp", "fp32"), ("fsdp", "bf16"), ("zero2", "bf16"), ("zero3", "fp3
 
 
 @pytest.mark.parametrize(("strategy", "precision"), CASES)
-@pytest.mark.sweep(every=2, suite=lambda strategy, precision: (strategy, precision) in IN_SUITE)
+@pytest.mark.sweep(every=4, suite=lambda strategy, precision: (strategy, precision) in IN_SUITE)
 def test_the_peak_while_a_model_is_placed(
     strategy: Strategy, precision: Precision, pool: RankPool, tmp_path: Path
 ) -> None:

@@ -57,7 +57,7 @@ STEPS += [(ODD, {"strategy": "fsdp", "dp_shard": 8, "optimizer": name}) for name
 
 
 @pytest.mark.parametrize(("sizes", "options"), [*SHARDED, *WHOLE, *STEPS], ids=str)
-@pytest.mark.sweep(every=3)
+@pytest.mark.sweep(every=6)
 def test_a_strategy_holds_what_was_planned(sizes: Sizes, options: dict[str, Any]) -> None:
     configuration = configuration_of(**options)
     true = true_peaks(sizes, configuration, OPTIMIZERS[configuration.optimizer])

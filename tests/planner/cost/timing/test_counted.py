@@ -65,7 +65,7 @@ IN_SUITE = (
 
 
 @pytest.mark.parametrize("facts", list(smallest_of_every_type()), ids=lambda facts: facts.model_type)
-@pytest.mark.sweep(every=2, suite=lambda facts: facts.model_type in IN_SUITE)
+@pytest.mark.sweep(every=6, suite=lambda facts: facts.model_type in IN_SUITE)
 def test_operations_are_those_that_torch_counts(facts: ModelFacts) -> None:
     if facts.kind in SEES_IMAGES:
         pytest.skip("its text is counted as gemma3_text, its images as vit")
