@@ -1,11 +1,11 @@
-"""A whole training step of a job on fake tensors: what is alive on rank 0 at the peak of each phase."""
+"""A whole training step of a job on fake tensors: what is alive at the peak of each phase."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -323,11 +323,37 @@ class _Run:
             begun = len(events)
             self._accumulate()
             recorded.passes, begun = events[begun:], len(events)
+            sums = self._names_of_sums()
             self._update(optimizers)
             recorded.updates = events[begun:]
-        return TracedStep(
-            phases={name: self._phases[name] for name in PHASES if name in self._phases}, reserved=self._reserved()
-        )
+            phases = {name: self._phases[name] for name in PHASES if name in self._phases}
+            del optimizers
+            ranks = [recorded, *self._other_ranks(recorded, sums)]
+        return TracedStep(phases=phases, reserved=self._reserved(ranks))
+
+    def _names_of_sums(self) -> list[Hashable]:
+        """Return the allocator's names of the gradients that wait for our own ZeRO's step."""
+        return [] if self._zero is None else [self._storages.name_of(sum_) for sum_ in self._zero.gradients if sum_ is not None]
+
+    def _other_ranks(self, recorded: Recorded, sums: Sequence[Hashable]) -> Iterator[Recorded]:
+        """Yield what ranks record whose optimizers step other pieces; their passes are those of rank 0."""
+        if self._zero is None:
+            return
+        events = self._storages.events
+        for rank in self._zero.other_ranks():
+            self._recorded = replace(recorded)
+            self._zero.become(rank)
+            optimizers = self._optimizers()
+            self._zero.stand_in()
+            renamed = dict(zip(self._names_of_sums(), sums, strict=True))
+            begun = len(events)
+            self._update(optimizers)
+            del optimizers
+            updates = events[begun:]
+            self._recorded.updates = [
+                Free(renamed.get(event.name, event.name)) if isinstance(event, Free) else event for event in updates
+            ]
+            yield self._recorded
 
     def _shard_states(self) -> None:
         """Lay our own ZeRO out, whose weights come from a model that is there in the dtype it was loaded in."""
@@ -346,9 +372,16 @@ class _Run:
             storages.label(self._zero.masters(), "optimizer")
         self._recorded.makes = storages.events[:]
 
-    def _reserved(self) -> Mapping[str, Peak]:
-        is_whole = is_traced_whole(self._job) and not self._job.workload.compile
-        return self._recorded.peaks(round(library_workspace(self._job))) if is_whole and not self._on_cpu else {}
+    def _reserved(self, ranks: Iterable[Recorded]) -> Mapping[str, Peak]:
+        """Return the allocator's peaks, each that of the rank which has most."""
+        if not is_traced_whole(self._job) or self._job.workload.compile or self._on_cpu:
+            return {}
+        workspace = round(library_workspace(self._job))
+        most: dict[str, Peak] = {}
+        for recorded in ranks:
+            for phase, peak in recorded.peaks(workspace).items():
+                most[phase] = peak.beside(most.get(phase, Peak()))
+        return most
 
     def _units(self) -> list[list[nn.Parameter]]:
         """Return the weights of each block, and those in none."""

@@ -201,6 +201,10 @@ class Storages:
                 storage = part.untyped_storage()
                 self._set(weakref.ref(storage, self._died), storage.nbytes(), category)
 
+    def name_of(self, tensor: torch.Tensor) -> int:
+        """Return the name that events have for the storage of a tensor that counts."""
+        return self._known[weakref.ref(tensor.untyped_storage(), self._died)][2]
+
     def take_casts_as_temporary(self, weights: Iterable[torch.Tensor]) -> None:
         """Take copies of these weights in another dtype, which autocast makes, for temporaries."""
         self._weights = {weakref.ref(part.untyped_storage()) for weight in weights for part in plain_parts(weight)}

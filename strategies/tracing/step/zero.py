@@ -1,8 +1,11 @@
 """Our own ZeRO in a trace: its flat buckets, gradients on their way and stepped pieces, on fake tensors.
 
-The engine itself (`strategies/backends/zero`) wants ranks that answer. Here is what rank 0 of it makes and frees in the
-steady state, in the same order, between ranks that NCCL connects: `flat_shard.py` and `weights.py` for what is laid
+The engine itself (`strategies/backends/zero`) wants ranks that answer. Here is what one rank of it makes and frees in
+the steady state, in the same order, between ranks that NCCL connects: `flat_shard.py` and `weights.py` for what is laid
 out, `gradient_reducer.py` for gradients, `stages.py` and `unit_all_gather.py` for stage 3, `engine.py` for the step.
+
+Buckets are padded to runs of one length, so that all ranks make the same up to the step. A run begins and ends inside
+other parameters on each rank, though: optimizers make states and temporaries of other sizes, and the allocator blocks.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from strategies.tracing.step.storages import Storages
 
 _ON_THE_WAY = 2
 """Buckets that are reduced at once, while a third fills."""
+_MOST_RANKS = 15
+"""Ranks beside rank 0 whose steps are traced. Beyond that a job's time would go into ranks that differ by less."""
 _Listener = Callable[[Sequence[nn.Parameter]], object]
 
 
@@ -50,13 +55,21 @@ class _Bucket:
         self.master = original[: self.run].to(torch.float32, copy=True) if widens else self.part
         if not keeps:
             self.part = self.master
-        self.pieces = [
-            self.master[min(start, self.run) : min(stop, self.run)].detach().requires_grad_()
-            for start, stop in zip(self._starts, self._starts[1:], strict=False)
-        ]
+        self.pieces: list[torch.Tensor] = []
+        self.cut(0)
         self.gradient: torch.Tensor | None = None
         self.missing: set[nn.Parameter] = set()
         self._buffer: torch.Tensor | None = None
+
+    def cut(self, rank: int) -> None:
+        """Make the pieces those of a rank."""
+        self._ranges = self.ranges(rank)
+        self.pieces = [self.master[start:stop].detach().requires_grad_() for start, stop in self._ranges]
+
+    def ranges(self, rank: int) -> list[tuple[int, int]]:
+        """Return where in a rank's run each parameter begins and ends."""
+        inside = [min(max(start - rank * self.run, 0), self.run) for start in self._starts]
+        return list(zip(inside, inside[1:], strict=False))
 
     def place(self) -> None:
         """Make the parameters views of the whole."""
@@ -94,8 +107,8 @@ class _Bucket:
         if self.gradient is None:
             return
         self.gradient = self.gradient.to(self.master.dtype)
-        for piece, start, stop in zip(self.pieces, self._starts, self._starts[1:], strict=False):
-            piece.grad = self.gradient[min(start, self.run) : min(stop, self.run)]
+        for piece, (start, stop) in zip(self.pieces, self._ranges, strict=True):
+            piece.grad = self.gradient[start:stop]
 
     def detach(self) -> None:
         """Free the gradients."""
@@ -135,7 +148,7 @@ class _Unit:
 
 
 class NativeZero:
-    """Stages 1 to 3 of backend `native` over a module whose weights are fake tensors of rank 0's."""
+    """Stages 1 to 3 of backend `native` over a module whose weights are fake tensors; of rank 0 at first."""
 
     def __init__(
         self,
@@ -160,8 +173,31 @@ class NativeZero:
         self._buckets = self._laid_out(module, blocks)
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._unit_of = {bucket: unit for unit in self._units for bucket in unit.buckets}
+        self._optimizer = self._made_optimizer()
+
+    def _made_optimizer(self) -> torch.optim.Optimizer:
         pieces: list[Any] = [piece for bucket in self._buckets for piece in bucket.pieces]
-        self._optimizer = make_optimizer(chosen.optimizer, pieces, on_cpu=False)
+        return make_optimizer(self._configuration.optimizer, pieces, on_cpu=False)
+
+    def other_ranks(self) -> list[int]:
+        """Return one rank for each set of pieces that rank 0 has not, at most `_MOST_RANKS`, from all over the job."""
+        first: dict[Any, int] = {}
+        for rank in range(self._configuration.state_shards):
+            pieces = tuple(stop - start for bucket in self._buckets for start, stop in bucket.ranges(rank))
+            first.setdefault(pieces, rank)
+        others = list(first.values())[1:]
+        return others if len(others) <= _MOST_RANKS else others[:: -(-len(others) // _MOST_RANKS)]
+
+    def become(self, rank: int) -> None:
+        """Have the pieces of another rank, and an optimizer of them without states."""
+        for bucket in self._buckets:
+            bucket.cut(rank)
+        self._optimizer = self._made_optimizer()
+
+    @property
+    def gradients(self) -> list[torch.Tensor | None]:
+        """The sum that each bucket has."""
+        return [bucket.gradient for bucket in self._buckets]
 
     def _laid_out(self, module: nn.Module, blocks: Sequence[nn.Module]) -> list[_Bucket]:
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
