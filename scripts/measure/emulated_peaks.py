@@ -171,23 +171,22 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="dsplan-emulated-") as folder:
         os.environ.update(environment([Card(total_memory=8 * GIB)] * 8, Path(folder)))
-        for ranks, cases in _by_ranks(arguments):
-            pool = RankPool(ranks, timeout_seconds=RUN_SECONDS, backend="cpu:gloo,cuda:nccl")
-            with pool:
-                for row, plan in map(question, cases):
-                    if row.key in runs and runs[row.key].outcome == "completed" and not arguments.again:
-                        continue
-                    runs[row.key] = measured = measure(row, plan, pool)
-                    write_rows(EmulatedRun, arguments.out, runs.values())
-                    print(line_of(measured), flush=True)
+        for case in _chosen(arguments):
+            row, plan = question(case)
+            if row.key in runs and runs[row.key].outcome == "completed" and not arguments.again:
+                continue
+            # Processes of its own, as a job has them: what an earlier run left in segments would decide what is reserved.
+            with RankPool(case.ranks, timeout_seconds=RUN_SECONDS, backend="cpu:gloo,cuda:nccl") as pool:
+                runs[row.key] = measured = measure(row, plan, pool)
+            write_rows(EmulatedRun, arguments.out, runs.values())
+            print(line_of(measured), flush=True)
 
 
-def _by_ranks(arguments: argparse.Namespace) -> Iterator[tuple[int, list[Case]]]:
+def _chosen(arguments: argparse.Namespace) -> list[Case]:
     cases = [case for case in grid() if not arguments.only or case.strategy in arguments.only]
     cases = [case for case in cases if not arguments.model or case.model in arguments.model]
-    for ranks in sorted({case.ranks for case in cases}):
-        if not arguments.ranks or ranks in arguments.ranks:
-            yield ranks, [case for case in cases if case.ranks == ranks]
+    cases = [case for case in cases if not arguments.ranks or case.ranks in arguments.ranks]
+    return sorted(cases, key=lambda case: case.ranks)
 
 
 def line_of(run: EmulatedRun) -> str:

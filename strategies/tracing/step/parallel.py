@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -118,18 +119,21 @@ def synchronize(module: nn.Module, configuration: Configuration, *, reduces: boo
         module.set_requires_gradient_sync(reduces or configuration.sync_each_micro_batch)
 
 
-def reduction_buckets(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """Return the buckets that DistributedDataParallel keeps with its defaults: a second copy of the gradients.
+def reduction_buckets(parameters: Iterable[nn.Parameter], *, first: bool = False) -> list[int]:
+    """Return the bytes of the buckets that DistributedDataParallel keeps by default: a second copy of the gradients.
+
+    `parameters` are in the order in which their gradients are made. The buckets of the `first` step, in which DDP learns
+    this order, have all parameters of a dtype each (`torch/nn/parallel/distributed.py`: `sys.maxsize` unless unused
+    parameters are looked for).
 
     torch's reducer, which is C++, does not run on fake tensors; its own function says how it cuts the buckets.
     """
     # What tensor parallelism splits is a DTensor, of which DDP sees the local part.
-    local: list[Any] = [part for weight in reversed(parameters) if weight.requires_grad for part in plain_parts(weight)]
-    trained: list[torch.Tensor] = local
-    return [
-        torch.empty(sum(trained[index].numel() for index in bucket), dtype=trained[bucket[0]].dtype)
-        for bucket in ddp_buckets(trained, [_FIRST_BUCKET_BYTES, _BUCKET_BYTES])
-    ]
+    trained: list[torch.Tensor] = []
+    for weight in parameters:
+        trained += plain_parts(weight) if weight.requires_grad else ()
+    limits = [sys.maxsize] if first else [_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
+    return [sum(trained[index].nbytes for index in bucket) for bucket in ddp_buckets(trained, limits)]
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hardware_db.device import Device
-from planner.cost.memory.allocator import Free, Mark, Peak, Request
+from planner.cost.memory.allocator import Event, Free, Mark, Peak, Request
 from planner.cost.memory.overhead import library_workspace
 from planner.cost.precision import keeps_adapters_wide
 from planner.types.job import Job
@@ -251,6 +251,8 @@ class _Run:
         self._module, self._blocks = fake_copy(whole, blocks, mode, dtype)
         self._recorded = Recorded()
         self._zero: NativeZero | None = None
+        self._buckets: list[torch.Tensor] = []
+        self._order: dict[Any, None] = {}
         self._whole = {f"whole {number}": weight.nbytes for number, weight in enumerate(self._module.parameters())}
         names = dict(zip(self._module.parameters(), self._whole, strict=True))
         self._whole_of_units = [[names[weight] for weight in unit] for unit in self._units()]
@@ -302,15 +304,12 @@ class _Run:
         storages, module = self._storages, self._module
         self._label_weights()
         storages.label([leaf for leaf in tree_leaves(self._batch) if isinstance(leaf, torch.Tensor)], "activations")
-        buckets = reduction_buckets(list(module.parameters())) if self._configuration.strategy == "ddp" else []
-        begun = len(storages.events)
-        storages.label(buckets, "buffers")
-        again = storages.events[begun:]
+        if self._configuration.strategy == "ddp":
+            self._reduction_buckets()
         storages.take_casts_as_temporary(module.parameters())
         self._compile()
         self._watch_gradients(module.parameters())
         recorded, events = self._recorded, storages.events
-        recorded.between = [*(Free(event.name) for event in again if isinstance(event, Request)), *again]
         with count_sharding(storages, self._watch_gradients), storages, Following(module, storages):
             self._shard_states()
             optimizers = self._optimizers()
@@ -323,6 +322,7 @@ class _Run:
             begun = len(events)
             self._accumulate()
             recorded.passes, begun = events[begun:], len(events)
+            recorded.between = list(self._rebuilt_buckets())
             sums = self._names_of_sums()
             self._update(optimizers)
             recorded.updates = events[begun:]
@@ -330,6 +330,23 @@ class _Run:
             del optimizers
             ranks = [recorded, *self._other_ranks(recorded, sums)]
         return TracedStep(phases=phases, reserved=self._reserved(ranks))
+
+    def _reduction_buckets(self) -> None:
+        """Count DDP's buckets, of which the allocator has those of the first step."""
+        parameters, events = list(self._module.parameters())[::-1], self._storages.events
+        begun = len(events)
+        self._buckets = [torch.empty(size, dtype=torch.uint8) for size in reduction_buckets(parameters)]
+        self._storages.label(self._buckets, "buffers")
+        sizes = enumerate(reduction_buckets(parameters, first=True))
+        events[begun:] = [Request(f"first bucket {number}", size) for number, size in sizes]
+
+    def _rebuilt_buckets(self) -> Iterator[Event]:
+        """Yield what DDP does behind its first step: it frees its buckets, and makes those that it keeps."""
+        for event in self._recorded.makes:
+            if isinstance(event, Request) and str(event.name).startswith("first bucket"):
+                yield Free(event.name)
+        for number, size in enumerate(reduction_buckets(self._order) if self._buckets else ()):
+            yield Request(f"bucket {number}", size)
 
     def _names_of_sums(self) -> list[Hashable]:
         """Return the allocator's names of the gradients that wait for our own ZeRO's step."""
@@ -507,6 +524,7 @@ class _Run:
         keep = self._configuration.zero_stage == 0
 
         def made(parameter: torch.Tensor) -> None:
+            self._order[parameter] = None
             if self._zero is not None and isinstance(parameter, nn.Parameter):
                 self._zero.take(parameter)
             elif keep:
