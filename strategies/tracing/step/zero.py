@@ -300,7 +300,8 @@ class NativeZero:
             self._on_the_way.append((bucket, buffer, buffer))
 
     def _receive(self) -> None:
-        bucket, own, _ = self._on_the_way.popleft()
+        bucket, own, buffer = self._on_the_way.popleft()
+        del buffer  # what NCCL holds it drops when it is waited for, before the sum takes a wider dtype
         total = own.to(self._accumulate or bucket.whole.dtype)
         bucket.gradient = total if bucket.gradient is None else bucket.gradient
 
