@@ -175,7 +175,7 @@ def main() -> None:
             row, plan = question(case)
             if row.key in runs and runs[row.key].outcome == "completed" and not arguments.again:
                 continue
-            # Processes of its own, as a job has them: what an earlier run left in segments would decide what is reserved.
+            # In processes of its own: what an earlier run left in segments would decide what is reserved.
             with RankPool(case.ranks, timeout_seconds=RUN_SECONDS, backend="cpu:gloo,cuda:nccl") as pool:
                 runs[row.key] = measured = measure(row, plan, pool)
             write_rows(EmulatedRun, arguments.out, runs.values())

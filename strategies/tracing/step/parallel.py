@@ -6,7 +6,6 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,9 +121,9 @@ def synchronize(module: nn.Module, configuration: Configuration, *, reduces: boo
 def reduction_buckets(parameters: Iterable[nn.Parameter], *, first: bool = False) -> list[int]:
     """Return the bytes of the buckets that DistributedDataParallel keeps by default: a second copy of the gradients.
 
-    `parameters` are in the order in which their gradients are made. The buckets of the `first` step, in which DDP learns
-    this order, have all parameters of a dtype each (`torch/nn/parallel/distributed.py`: `sys.maxsize` unless unused
-    parameters are looked for).
+    `parameters` are in the order in which their gradients are made. In the `first` step DDP learns this order, and its
+    buckets have all parameters of a dtype each (`torch/nn/parallel/distributed.py`: `sys.maxsize` unless unused ones
+    are looked for).
 
     torch's reducer, which is C++, does not run on fake tensors; its own function says how it cuts the buckets.
     """

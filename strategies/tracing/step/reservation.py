@@ -22,8 +22,8 @@ class Recorded:
 
     `makes` is up to where the model is ready, `states` the update that makes the optimizer's states, of gradients
     that are there for it alone (`stand_ins`), `passes` all micro-batches' forward and backward, `first` those of the
-    first step where they differ, `updates` the update in the steady state, `between` what comes behind the first step
-    only.
+    first step where they differ, `sums` the names of gradients of `passes` with those of the same in `first`, `updates`
+    the update in the steady state, `between` what comes behind the first step only.
     """
 
     makes: Sequence[Event] = ()
@@ -31,6 +31,7 @@ class Recorded:
     stand_ins: Sequence[Event] = ()
     passes: Sequence[Event] = ()
     first: Sequence[Event] = ()
+    sums: Mapping[Hashable, Hashable] = field(default_factory=dict)
     updates: Sequence[Event] = ()
     between: Sequence[Event] = field(default_factory=tuple)
 
@@ -54,8 +55,7 @@ class Recorded:
     def _first_update(self) -> Iterator[Event]:
         """Yield the update that makes the states; it frees the gradients of the passes before it, each in its turn."""
         foreign = {event.name for event in self.stand_ins if isinstance(event, Request)}
-        left = _left_by(self.passes)
-        gradients = dict(zip(left, _left_by(self.first), strict=False)) if self.first else {name: name for name in left}
+        gradients = self.sums if self.first else {name: name for name in _left_by(self.passes)}
         freed = [gradients[event.name] for event in self.updates if isinstance(event, Free) and event.name in gradients]
         stand_ins = sum(isinstance(event, Free) and event.name in foreign for event in self.states)
         in_turn, waiting = stand_ins == len(freed), iter(freed)

@@ -313,17 +313,18 @@ class _Run:
         with count_sharding(storages, self._watch_gradients), storages, Following(module, storages):
             self._shard_states()
             optimizers = self._optimizers()
-            if self._zero is not None and self._zero.learns_order:
-                begun = len(events)
-                self._accumulate()
-                recorded.first = events[begun:]
-                self._zero.clear()
-            self._phases = {}
-            begun = len(events)
+            self._phases, begun = {}, len(events)
+            sums_of_first: list[Hashable] = []
             self._accumulate()
+            if self._zero is not None and self._zero.has_learnt_order:
+                recorded.first, sums_of_first = events[begun:], self._names_of_sums()
+                self._zero.clear()
+                self._phases, begun = {}, len(events)
+                self._accumulate()
             recorded.passes, begun = events[begun:], len(events)
             recorded.between = list(self._rebuilt_buckets())
             sums = self._names_of_sums()
+            recorded.sums = dict(zip(sums, sums_of_first, strict=False))
             self._update(optimizers)
             recorded.updates = events[begun:]
             phases = {name: self._phases[name] for name in PHASES if name in self._phases}
@@ -350,7 +351,8 @@ class _Run:
 
     def _names_of_sums(self) -> list[Hashable]:
         """Return the allocator's names of the gradients that wait for our own ZeRO's step."""
-        return [] if self._zero is None else [self._storages.name_of(sum_) for sum_ in self._zero.gradients if sum_ is not None]
+        gradients = () if self._zero is None else self._zero.gradients
+        return [self._storages.name_of(gradient) for gradient in gradients if gradient is not None]
 
     def _other_ranks(self, recorded: Recorded, sums: Sequence[Hashable]) -> Iterator[Recorded]:
         """Yield what ranks record whose optimizers step other pieces; their passes are those of rank 0."""

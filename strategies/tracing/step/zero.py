@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class _Bucket:
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """Return where in a rank's run each parameter begins and ends."""
         inside = [min(max(start - rank * self.run, 0), self.run) for start in self._starts]
-        return list(zip(inside, inside[1:], strict=False))
+        return list(pairwise(inside))
 
     def place(self) -> None:
         """Make the parameters views of the whole."""
@@ -87,11 +87,11 @@ class _Bucket:
         """All-gather the whole."""
         self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
 
-    def take(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Put in a gradient; the only one of a bucket that needs no padding becomes the buffer itself."""
+    def take(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """Put in a gradient, None for zeros; the only one of a bucket without padding becomes the buffer itself."""
         self.missing.discard(parameter)
         size = self.whole.numel()
-        if len(self.parameters) == 1 and gradient.numel() == size:
+        if len(self.parameters) == 1 and gradient is not None and gradient.numel() == size:
             self._buffer = gradient.reshape(-1).to(self.whole.dtype)
         elif self._buffer is None:
             self._buffer = torch.empty(size, dtype=self.whole.dtype)
@@ -171,13 +171,19 @@ class NativeZero:
         self._knows_order = False
         self._units: list[_Unit] = []
         self._buckets = self._laid_out(module, blocks)
+        self._order, self._ready = self._buckets[::-1], list[_Bucket]()
+        self._sent, self._has_adopted = 0, False
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._unit_of = {bucket: unit for unit in self._units for bucket in unit.buckets}
         self._optimizer = self._made_optimizer()
 
     def _made_optimizer(self) -> torch.optim.Optimizer:
-        pieces: list[Any] = [piece for bucket in self._buckets for piece in bucket.pieces]
-        return make_optimizer(self._configuration.optimizer, pieces, on_cpu=False)
+        pieces: dict[nn.Parameter, Any] = {}
+        for bucket in self._buckets:
+            pieces |= zip(bucket.parameters, bucket.pieces, strict=True)
+        in_turn = [pieces[parameter] for parameter in self._trained]
+        return make_optimizer(self._configuration.optimizer, in_turn, on_cpu=False)
 
     def other_ranks(self) -> list[int]:
         """Return one rank for each set of pieces that rank 0 has not, at most `_MOST_RANKS`, from all over the job."""
@@ -226,9 +232,9 @@ class NativeZero:
     # Stage 3's weights.
 
     @property
-    def learns_order(self) -> bool:
-        """True before the first forward pass, which asks for no unit early, since no order of them is known."""
-        return bool(self._units) and not self._knows_order
+    def has_learnt_order(self) -> bool:
+        """True if passes differ from the first: stage 3 asks for units early, or buckets are sent in another order."""
+        return bool(self._units) or self._order != self._buckets[::-1]
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
         number = self._number(module)
@@ -265,6 +271,8 @@ class NativeZero:
         """Prepare a backward pass, whose gradients are reduced or wait."""
         each = self._configuration.zero_stage > 1 and self._configuration.sync_each_micro_batch
         self._reduces, self._in_backward, self._knows_order = reduces or each, True, True
+        self._sent = 0
+        self._ready.clear()
         for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)
         for unit in self._units:
@@ -280,7 +288,7 @@ class NativeZero:
             elif parameter not in self._waiting:
                 self._waiting[parameter] = gradient.to(self._accumulate or gradient.dtype)
 
-    def _hand_over(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    def _hand_over(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
         gradient = self._waiting.pop(parameter, gradient)
         bucket = self._bucket_of[parameter]
         bucket.take(parameter, gradient)
@@ -291,6 +299,12 @@ class NativeZero:
             unit.unmade -= 1
             if not unit.unmade:
                 unit.release()
+        self._ready.append(bucket)
+        while self._sent < len(self._order) and not self._order[self._sent].missing:
+            self._send(self._order[self._sent])
+            self._sent += 1
+
+    def _send(self, bucket: _Bucket) -> None:
         while len(self._on_the_way) >= _ON_THE_WAY:
             self._receive()
         buffer = bucket.emptied()
@@ -306,10 +320,15 @@ class NativeZero:
         bucket.gradient = total if bucket.gradient is None else bucket.gradient
 
     def finish(self) -> None:
-        """Wait for what is on its way."""
+        """Send what parameters without a gradient held back, and wait for what is on its way."""
         with self._storages.making("gradients"):
+            for bucket in self._order if self._reduces else ():
+                for parameter in [parameter for parameter in bucket.parameters if parameter in bucket.missing]:
+                    self._hand_over(parameter, None)
             while self._on_the_way:
                 self._receive()
+        if self._reduces and not self._has_adopted:  # from now on in the order in which they were ready
+            self._order, self._has_adopted = list(self._ready), True
         self._in_backward = False
         for unit in self._units:
             unit.release()
