@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,11 @@ VAGUE = {"found", "place", "made", "known", "asked", "way", "said", "done"}
 QUESTIONS = {"What", "Whether", "How", "Where", "Why", "Which", "When", "Who", "Whose"}
 
 
-def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def bound_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield line and name of every variable, argument and loop variable, but for fields of classes."""
-    classes = (node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    classes = (node.body for node in nodes if isinstance(node, ast.ClassDef))
     fields = {id(line.target) for body in classes for line in body if isinstance(line, ast.AnnAssign)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in fields:
             continue
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -27,9 +27,9 @@ def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.arg
 
 
-def first_words(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def first_words(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield line and first word of every docstring."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             words = (ast.get_docstring(node) or "").split()
             if words:
@@ -38,17 +38,17 @@ def first_words(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def test_both_are_seen() -> None:
     body = ('    """How."""', "    with x as (found, _):", "        for place in y:", "            (done := 1)")
-    tree = ast.parse("\n".join(("def f(way):", *body, "class C:", "    known: int = 0")))
-    assert {name for _, name in bound_names(tree)} == {"way", "found", "_", "place", "done"}
-    assert list(first_words(tree)) == [(1, "How.")]
+    nodes = [*ast.walk(ast.parse("\n".join(("def f(way):", *body, "class C:", "    known: int = 0"))))]
+    assert {name for _, name in bound_names(nodes)} == {"way", "found", "_", "place", "done"}
+    assert list(first_words(nodes)) == [(1, "How.")]
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_names_and_docstrings_are_plain(room: str) -> None:
     problems = []
     for path in sorted((ROOT / room).rglob("*.py")):
-        tree = ast.parse(path.read_text("utf-8"))
-        named = [(line, f"{name} does not say what it holds") for line, name in bound_names(tree) if name in VAGUE]
-        begun = [(line, f"a docstring begins with {word}") for line, word in first_words(tree) if word in QUESTIONS]
+        nodes = [*ast.walk(ast.parse(path.read_text("utf-8")))]
+        named = [(line, f"{name} does not say what it holds") for line, name in bound_names(nodes) if name in VAGUE]
+        begun = [(line, f"a docstring begins with {word}") for line, word in first_words(nodes) if word in QUESTIONS]
         problems += [f"{path.relative_to(ROOT)}:{line}: {problem}" for line, problem in sorted(named + begun)]
     assert not problems, "\n".join(problems)

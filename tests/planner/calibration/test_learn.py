@@ -152,6 +152,7 @@ def test_fewer_configurations_than_needed_store_nothing_and_say_so() -> None:
     assert store.calibrations() == ()
 
 
+@pytest.mark.slow
 def test_a_dry_run_stores_nothing_and_a_second_run_nothing_new() -> None:
     store = _store(*User().runs(10))
     assert refresh(store, HERE, keep=False).kinds[0].is_new

@@ -80,6 +80,7 @@ def test_mixed_precision_is_the_engines(ranks: RankPool) -> None:
     require_same(own, ranks.run(bodies.fit, asked("zero2"), options, {}), within=0.05)
 
 
+@pytest.mark.slow
 def test_resumes_under_any_strategy_where_it_was(ranks: RankPool, tmp_path: Path) -> None:
     """In the midst of an epoch, with dropout and shuffled data: what is trained then is what would have been."""
     undisturbed = ranks.run(bodies.saved, asked("zero2"), str(tmp_path), 3)

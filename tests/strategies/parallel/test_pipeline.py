@@ -130,6 +130,7 @@ def _lies_on(ranks: int) -> Callable[[int], int]:
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [*itertools.product((2, 3, 4, 8), (1, 2, 8, 16, 24))])
 @pytest.mark.parametrize("schedule", get_args(Schedule))
+@pytest.mark.sweep(every=3)
 def test_schedules_end(schedule: Schedule, ranks: int, micro_batches: int) -> None:
     virtual = 2 if schedule == "interleaved" else 1
     if schedule in ("interleaved", "zero-bubble") and micro_batches % ranks:
