@@ -20,13 +20,17 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for room in ROOMS for path in (
 LIGHT = [path for path in FILES if not path.startswith(MAY_BE_HEAVY)]
 
 
+def _last_name(function: ast.expr) -> str:
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
 def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module or ""
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _last_name(node.func) == "import_module":
             literals = (item.value for item in node.args if isinstance(item, ast.Constant))
             yield from (value for value in literals if isinstance(value, str))
 

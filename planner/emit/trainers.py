@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from hardware_db.files import read_shipped_yaml
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.emit.accelerate import require_whole_offload
@@ -47,9 +48,7 @@ class Trainer:
 
 @lru_cache(maxsize=1)
 def _document() -> Mapping[str, Any]:
-    import yaml
-
-    document: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    document: Mapping[str, Any] = read_shipped_yaml(Path(__file__).with_suffix(".yaml"))
     return document
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hardware_db.datasheets.compile import check_row, read_yaml
 from hardware_db.datasheets.loader import name_index
+from hardware_db.files import read_shipped_yaml
 from planner.errors import BrokenFile
 from planner.models.counting.count import active_parameters, count_parameters
 from planner.models.facts import MlaFacts, ModelFacts, TowerFacts
@@ -103,9 +104,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _read_entries(path: Path) -> dict[str, Any]:
-    import yaml  # slow to import, and only the compiler of catalogues needs it
-
-    entries: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    entries: dict[str, Any] = read_shipped_yaml(path)
     for name, entry in entries.items():
         unknown = [key for key in entry if key not in _ENTRY_KEYS]
         unknown += [fact for section in ("facts", "read") for fact in entry.get(section, {}) if fact not in _FACTS]

@@ -17,9 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from hardware_db.files import replace_text
+from hardware_db.files import read_shipped_yaml, replace_text
 from hardware_db.units import GIB
 from scripts.fit.published_code import BY_SOURCE
 from scripts.fit.published_rows import MEASUREMENTS, document_of
@@ -51,7 +49,7 @@ class NotAskable(Exception):
     """Why a row is no question."""
 
 
-DATA: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+DATA: Mapping[str, Any] = read_shipped_yaml(Path(__file__).with_suffix(".yaml"))
 """Of sources, GPUs and models, each with where it is from."""
 CODES: Mapping[str, str] = {**DATA["codes"], **BY_SOURCE}
 AUTOMODEL: Mapping[str, Flags] = DATA["automodel"]

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from hardware_db.files import read_shipped_yaml
 from scripts.generate.generated import REFERENCE, ROOT, write_or_check
 from scripts.report.accuracy_tables import table
 
@@ -147,10 +146,17 @@ def cited(file: str) -> set[str]:
     Raises:
         KeyError: nobody has said where the file comes from.
     """
-    text = (ROOT / file).read_text(encoding="utf-8")
-    readers: dict[str, Callable[[str], Any]] = {".yaml": yaml.safe_load, ".json": json.loads}
-    data = readers.get(Path(file).suffix, lambda rows: list(csv.DictReader(rows.splitlines())))(text)
+    readers: dict[str, Callable[[Path], Any]] = {".yaml": read_shipped_yaml, ".json": _read_json}
+    data = readers.get(Path(file).suffix, _read_rows)(ROOT / file)
     return {" ".join(source.split()).replace("|", "/") for source in _CITING[file](data)}
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
 
 
 def page() -> str:

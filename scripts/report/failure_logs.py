@@ -15,8 +15,8 @@ from statistics import fmean
 from typing import Any
 
 from hardware_db.datasheets import recovery
+from hardware_db.files import read_shipped_yaml
 from hardware_db.from_json import from_json
-from hardware_db.handed_in import read_yaml
 from hardware_db.units import DAY_SECONDS, GB, three_digits
 from planner.cluster.budget import HOUR
 from planner.cost.failures import best_interval
@@ -96,7 +96,7 @@ _FIGURES: Mapping[str, Callable[[Sequence[Month], Given], float]] = {
 
 def logs() -> list[Log]:
     """Return the rows of the file."""
-    rows: Any = read_yaml(str(LOGS), "correct it")
+    rows: Any = read_shipped_yaml(LOGS)
     return [from_json(Log, row) for row in rows]
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from dsplan.question import Goal, Question
 from dsplan.render.plan_view import dims_text
 from hardware_db.errors import DsplanError
+from hardware_db.files import read_shipped_yaml
 from hardware_db.from_json import from_json
-from hardware_db.handed_in import read_yaml
 from hardware_db.units import format_seconds
 from planner.search.search import recommend
 from planner.types.plan import Configuration, Plan
@@ -113,7 +113,7 @@ class Answer:
 
 def rows(part: str = "questions") -> list[Row]:
     """Return the questions, or those that were `held_out`."""
-    return [from_json(Row, row) for row in read_yaml(str(ROWS), "correct the row")[part]]
+    return [from_json(Row, row) for row in read_shipped_yaml(ROWS)[part]]
 
 
 def ask(row: Row) -> Answer:

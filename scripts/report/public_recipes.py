@@ -21,8 +21,7 @@ from typing import Any
 from dsplan.question import Goal, Question
 from dsplan.render.plan_view import dims_text
 from hardware_db.errors import DsplanError
-from hardware_db.files import replace_text
-from hardware_db.handed_in import read_yaml
+from hardware_db.files import read_shipped_yaml, replace_text
 from planner.search.request import Request
 from planner.search.search import recommend
 from planner.search.space import CandidateLayout, enumerate_candidates
@@ -193,7 +192,7 @@ def answers() -> list[Beside]:
 
 def _files() -> Iterator[Asked]:
     """Recipes that stand in files of their tools and name model and GPUs; those with a speed are rows above."""
-    for recipe in read_yaml(str(FILES), "correct the recipe")["recipes"]:
+    for recipe in read_shipped_yaml(FILES)["recipes"]:
         if recipe["model"] and recipe["gpus"] and recipe["gpu"] and "published" not in recipe:
             yield _of_file(recipe)
 

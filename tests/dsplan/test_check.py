@@ -299,6 +299,7 @@ BROKEN: dict[str, str | bytes] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.sweep(every=2)
 def test_broken_files_are_one_line(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     content = BROKEN[name]

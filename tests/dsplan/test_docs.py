@@ -48,6 +48,7 @@ def test_generated_pages_are_fresh_on_any_machine(script: str, cores: int) -> No
 
 
 @pytest.mark.parametrize("model", ["opt-125m", "bert-large"])
+@pytest.mark.sweep(every=2)
 def test_recommendations_are_fresh(model: str) -> None:
     """Two models of the page, which the long checks make whole."""
     page = recommendation_table.TARGET.read_text(encoding="utf-8")

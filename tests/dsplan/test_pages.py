@@ -310,6 +310,7 @@ _DROP = """([name, text]) => {
 }"""
 
 
+@pytest.mark.slow
 def test_a_file_that_is_dropped_or_chosen_is_checked_and_asked(
     server: Server, open_page: OpenPage, tmp_path: Path
 ) -> None:
@@ -441,6 +442,7 @@ def answer_to(server: Server, query: str) -> str:
     raise AssertionError("no answer")
 
 
+@pytest.mark.slow
 def test_eight_at_once_have_their_own_answers_of_the_same_processes(server: Server) -> None:
     """`scripts/bench/ui.py` has the seconds."""
     before = processes_of(server)

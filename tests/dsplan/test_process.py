@@ -101,7 +101,7 @@ def test_recommend_stays_within_its_import_budget() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437", "utf-8"])
-@pytest.mark.sweep(suite=lambda encoding: encoding in ("ascii", "cp437"))
+@pytest.mark.sweep(every=2, suite=lambda encoding: encoding in ("ascii", "cp437"))
 def test_any_encoding_prints(encoding: str) -> None:
     for arguments in (RECOMMEND, ("models",), ("devices", "--nodes"), ("probe",)):
         assert run(*arguments, PYTHONIOENCODING=encoding).returncode == 0

@@ -299,6 +299,7 @@ def test_only_so_much_is_remembered_and_the_latest_longest() -> None:
 # Where it is served.
 
 
+@pytest.mark.slow
 def test_it_is_served_on_this_machine_alone_unless_asked(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     def served(self: Any, sockets: list[socket.socket]) -> None:
         addresses.append(sockets[0].getsockname()[0])

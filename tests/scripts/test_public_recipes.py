@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from dsplan.cli.flags import ConfigurationFlags, WorkFlags
 from hardware_db.datasheets.loader import find_device
+from hardware_db.files import read_shipped_yaml
 from planner import vocabulary as words
 from planner.models.catalogue import knows_model
 
-RECIPES: list[dict[str, Any]] = yaml.safe_load(
-    (Path(__file__).parents[2] / "scripts" / "report" / "public_recipes.yaml").read_text()
+RECIPES: list[dict[str, Any]] = read_shipped_yaml(
+    Path(__file__).parents[2] / "scripts" / "report" / "public_recipes.yaml"
 )["recipes"]
 
 

@@ -96,7 +96,7 @@ def test_there_are_as_many_kinds_as_were_asked_for() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sweep(every=3)
+@pytest.mark.sweep(every=6)
 def test_a_hostile_checkpoint_is_refused_and_nothing_has_changed(kind: str, run: Path, never_tried: float) -> None:
     named, damage = KINDS[kind]
     damage(run / "step-00000001")

@@ -122,6 +122,7 @@ def test_a_damaged_database_is_rebuilt_from_what_can_be_read(
 
 
 @pytest.mark.parametrize("damage", HOPELESS)
+@pytest.mark.sweep(every=2)
 def test_a_database_that_cannot_be_opened_is_set_aside_whole_and_says_how_runs_come_back(
     path: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

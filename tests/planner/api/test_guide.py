@@ -76,6 +76,7 @@ def check_strategy(config: TrainingConfig) -> None:
     assert arguments["gradient_accumulation_steps"] == config["gradient_accumulation_steps"]
 
 
+@pytest.mark.slow
 def test_the_cases_meet_every_strategy_word() -> None:
     """Otherwise the checks above would not have been reached."""
     words = {configuration(model, gpus, 8, limit)["strategy"] for model, gpus, limit, _ in CASES if gpus == 8}

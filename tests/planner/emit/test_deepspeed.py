@@ -48,7 +48,7 @@ def recommended_configs() -> list[list[Any]]:
     and the ranks it is for."""
     selector = HardwareSelector(gpu="A100-SXM4-40GB")
     configs = []
-    for model, gpus in itertools.product(MODELS, (8, 64)):
+    for model, gpus in zip(MODELS, itertools.cycle((8, 64))):
         plan = selector.get_distributed_training_config(None, model, gpu_count=gpus).plan
         files: dict[str, dict[str, str]] = {}
         for format in FORMATS:

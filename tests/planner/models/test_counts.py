@@ -52,7 +52,7 @@ def _name(facts: ModelFacts) -> str:
 
 
 @pytest.mark.parametrize("facts", BUILDABLE, ids=_name)
-@pytest.mark.sweep(every=3, suite=lambda facts: FIRST_OF_TYPE.get(facts.model_type, facts) is facts)
+@pytest.mark.sweep(every=6, suite=lambda facts: FIRST_OF_TYPE.get(facts.model_type, facts) is facts)
 def test_count_is_that_of_the_model_on_the_meta_device(facts: ModelFacts) -> None:
     model = meta_model(builder.hf_config(facts), facts)
     assert count_parameters(facts).total == facts.parameters == real_count(model)
@@ -91,6 +91,7 @@ def test_active_parameters_of_mixtures_agree_with_their_column() -> None:
 
 
 @pytest.mark.parametrize("facts", FIRST_OF_TYPE.values(), ids=lambda facts: str(facts.model_type))
+@pytest.mark.sweep(every=2)
 def test_blocks_are_those_of_the_real_model(facts: ModelFacts) -> None:
     """Size, number, experts and largest tensor of the blocks, found in the module by the class in the catalogue."""
     short = builder.shortened(facts, 3)
@@ -108,6 +109,7 @@ def test_blocks_are_those_of_the_real_model(facts: ModelFacts) -> None:
 
 
 @pytest.mark.parametrize("facts", FIRST_OF_TYPE.values(), ids=lambda facts: str(facts.model_type))
+@pytest.mark.sweep(every=2)
 def test_shapes_are_those_of_the_real_weights(facts: ModelFacts) -> None:
     short = builder.shortened(facts, 3)
     counts = count_parameters(short)
@@ -119,6 +121,7 @@ def test_shapes_are_those_of_the_real_weights(facts: ModelFacts) -> None:
 
 
 @pytest.mark.parametrize("model_type", FIRST_OF_TYPE)
+@pytest.mark.sweep(every=2)
 def test_block_classes_are_what_transformers_calls_them(model_type: str) -> None:
     short = builder.shortened(FIRST_OF_TYPE[model_type], 2)
     model = meta_model(builder.hf_config(short), short)

@@ -40,6 +40,7 @@ def test_counts_are_those_of_the_published_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("facts", DENOISERS, ids=lambda facts: facts.recorded_as)
+@pytest.mark.sweep(every=2)
 def test_the_module_has_these_weights(facts: ModelFacts) -> None:
     pytest.importorskip("diffusers")
     from strategies.tracing.live import counts_from_module

@@ -109,7 +109,7 @@ def test_the_first_plan_alone_is_the_first_of_all(model: str, gpu: str, gpus: in
         ("mixtral-8x22b", "t4", 64, {}, 400, 2679),
     ],
 )
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_a_small_part_of_the_configurations_is_priced(
     model: str,
     gpu: str,

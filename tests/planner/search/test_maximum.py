@@ -27,6 +27,7 @@ def fits(row: Maximum, gpu: str, gpus: int, micro_batch: int = 1, **asked: objec
 
 
 @pytest.mark.parametrize(("model", "gpu", "gpus"), CASES)
+@pytest.mark.sweep(every=2)
 def test_what_is_found_fits_and_the_next_does_not(model: str, gpu: str, gpus: int) -> None:
     request = question(model, gpu, gpus)
     rows = maxima(request, MaximumOptions())

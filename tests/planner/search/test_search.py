@@ -32,7 +32,7 @@ def every(answer: Recommendation) -> list[str]:
     return [plan.configuration.strategy for plan in answer.plans] + [item.strategy for item in answer.rejected]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     model=some.sampled_from(["gpt2", "opt-1.3b", "llama-3-8b", "bert-large", "t5-3b", "mixtral-8x7b"]),
     gpu=some.sampled_from(["rtx4090", "a100-40gb", "h100"]),
@@ -105,6 +105,7 @@ def test_a_batch_that_cannot_be_split_names_its_neighbours() -> None:
     assert reasons["ddp"] == "global batch 60 cannot be split over 8 data-parallel ranks"
 
 
+@pytest.mark.slow
 def test_objectives_rank_by_what_they_name() -> None:
     fast = recommend(question("opt-1.3b", "a100-80gb", 8)).plans[0]
     small = recommend(question("opt-1.3b", "a100-80gb", 8, objective="memory")).plans[0]
@@ -309,6 +310,7 @@ def test_machines_that_are_rented_whole_are_not_priced_in_parts() -> None:
     assert min(plan.configuration.world_size for plan in recommend(own).plans) < 8
 
 
+@pytest.mark.slow
 def test_a_far_deadline_is_answered_with_the_devices_and_the_batch() -> None:
     request = question("llama-3-8b", "h100", 8)
     budget = Budget(tokens=1e12, deadline_days=30)

@@ -56,6 +56,7 @@ def test_between_steps(strategy: str, how: str, ranks: RankPool, plain: dict[str
 
 
 @pytest.mark.parametrize("strategy", SPREAD)
+@pytest.mark.sweep(every=2)
 def test_evaluation_between_micro_batches(strategy: str, ranks: RankPool, plain: dict[str, torch.Tensor]) -> None:
     for found in ranks.run(awkward_bodies.evaluate_between_micro_batches, strategy):
         assert_equal(found, plain)
@@ -75,6 +76,7 @@ def test_parameters_frozen_and_thawed_on_the_way(strategy: str, ranks: RankPool)
 
 
 @pytest.mark.parametrize("strategy", SPREAD)
+@pytest.mark.sweep(every=2)
 def test_one_backward_pass_through_two_engines(strategy: str, ranks: RankPool) -> None:
     for found in ranks.run(awkward_bodies.two_engines, strategy):
         assert_equal(found, awkward_bodies.reference_two_engines())

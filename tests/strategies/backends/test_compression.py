@@ -203,6 +203,7 @@ def test_every_rank_has_the_same_weights(strategy: str, three_ranks: RankPool) -
 
 @pytest.mark.parametrize("strategy", [*STAGES, "ddp"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.sweep(every=3)
 def test_what_is_not_a_number_on_one_rank_is_learned_by_none(strategy: str, precision: str, ranks: RankPool) -> None:
     """In fp16 the scale halves, and the errors of the steps before with it."""
     for stayed, skipped, losses in ranks.run(

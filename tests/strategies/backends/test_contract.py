@@ -91,7 +91,8 @@ LAYOUTS = {*VARIANTS} - {*EVERYWHERE, "accumulation"}
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("strategy", SPREAD)
 @pytest.mark.sweep(
-    every=2, suite=lambda strategy, variant: variant == "clipping" or (strategy in SHARDERS and variant in LAYOUTS)
+    every=4,
+    suite=lambda strategy, variant: variant == "clipping" or (strategy in SHARDERS and variant in LAYOUTS),
 )
 def test_training_equals_one_process(strategy: str, variant: str, pool_of: PoolOf) -> None:
     recipe = ten_steps(strategy, 2, **VARIANTS[variant])

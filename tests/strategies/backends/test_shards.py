@@ -141,6 +141,7 @@ def test_live_bytes_are_as_planned(strategy: str, four_ranks: RankPool) -> None:
         assert step.peak_bytes == pytest.approx(planned.memory.peak_allocated_bytes, rel=0.03)
 
 
+@pytest.mark.slow
 def test_checkpoints_go_from_copies_to_every_strategy_and_back(
     four_ranks: RankPool, ranks: RankPool, tmp_path: Path
 ) -> None:

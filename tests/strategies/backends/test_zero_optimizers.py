@@ -64,7 +64,7 @@ def test_a_dense_gradient_is_named_where_rows_are_stepped(ranks: RankPool) -> No
 
 @pytest.mark.parametrize("is_built", [True, False])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero3", "deepspeed"])
-@pytest.mark.sweep(suite=lambda strategy, is_built: not is_built or strategy == "zero3")
+@pytest.mark.sweep(every=2, suite=lambda strategy, is_built: not is_built or strategy == "zero3")
 def test_an_optimizer_that_computes_the_loss_itself_is_refused(
     strategy: str, is_built: bool, request: pytest.FixtureRequest
 ) -> None:

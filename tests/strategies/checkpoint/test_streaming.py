@@ -140,7 +140,7 @@ FOUR = (
 
 @pytest.mark.parametrize("number", range(len(FOUR)))
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-@pytest.mark.sweep(suite=lambda kind, number: kind == "llama" and number == 0)
+@pytest.mark.slow
 def test_four_ranks_read_their_parts_of_parts(
     kind: Kind, number: int, four_ranks: RankPool, written: dict[Kind, str]
 ) -> None:

@@ -44,7 +44,7 @@ def recipe_of(strategy: str, **how: object) -> Recipe:
     ids=str,
 )
 @pytest.mark.parametrize("strategy", SPREAD)
-@pytest.mark.sweep(every=2, suite=lambda strategy, choice: strategy in ENGINES or choice.on_host)
+@pytest.mark.sweep(every=6, suite=lambda strategy, choice: strategy in ENGINES or choice.on_host)
 def test_chosen_modules_train_as_without(strategy: str, choice: Choice, pool_of: PoolOf) -> None:
     recipe = recipe_of(strategy, steps=3)
     trained = pool_of(strategy).run(activation_bodies.train_choosing, recipe, choice)[0]

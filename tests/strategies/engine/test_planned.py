@@ -160,6 +160,7 @@ def test_wishes_that_cannot_be_planned(arguments: dict[str, Any], words: str) ->
         ("deepspeed", "lacks AVX512-FP16; use backend native, whose ZeRO shards the same, or precision fp32 or bf16"),
     ],
 )
+@pytest.mark.sweep(every=2)
 def test_zero_in_fp16_runs_where_deepspeed_has_none(backend: str | None, expected: str, ranks: RankPool) -> None:
     config = {"train_batch_size": 12, "zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}
     for found in ranks.run(config_bodies.planned_on_avx2, config, backend):

@@ -21,7 +21,7 @@ def reference(ranks: RankPool) -> Any:
     return cache(lambda accumulation: ranks.run(bodies.fabric_loop, None, accumulation))
 
 
-@pytest.mark.sweep(every=2, suite=lambda strategy, accumulation: accumulation == 2)
+@pytest.mark.sweep(every=4, suite=lambda strategy, accumulation: accumulation == 2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_trains_as_under_fabrics_ddp(ranks: RankPool, reference: Any, strategy: str, accumulation: int) -> None:

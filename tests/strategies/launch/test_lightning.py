@@ -40,6 +40,7 @@ def test_every_strategy_trains_alike_and_a_killed_run_makes_the_same_steps(tmp_p
         assert found == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_plans_strategy_takes_the_place_of_the_scripts(ranks: RankPool) -> None:
     for found in ranks.run(taken_place):
         assert found == {

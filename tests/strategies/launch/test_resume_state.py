@@ -322,6 +322,7 @@ def test_a_run_whose_nodes_have_not_all_come_begins_with_other_degrees(
         run.request(ResumeState(ranks=2, most_ranks=2), tp=2, pp=2)
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_ones_own_module_is_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = _Run(monkeypatch, tmp_path)
     run.model = parallel_bodies.build("gpt")

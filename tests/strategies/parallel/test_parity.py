@@ -118,6 +118,7 @@ def test_every_degree_schedule_and_recomputation_has_its_turn() -> None:
     assert all(each.gradient_accumulation_steps > 1 for each in chosen)
 
 
+@pytest.mark.slow
 def test_on_many_ranks_each_split_of_each_strategy_is_trained_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def splits(model: str) -> list[_Layout]:
         plans = [plan for name in PRECISIONS for plan in compositions(model, 4, name)]

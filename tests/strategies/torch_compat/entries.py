@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 import strategies.torch_compat
+from hardware_db.files import read_shipped_yaml
 
-LISTED: Mapping[str, Any] = yaml.safe_load(
-    Path(strategies.torch_compat.__file__).with_name("entries.yaml").read_text("utf-8")
-)
+LISTED: Mapping[str, Any] = read_shipped_yaml(Path(strategies.torch_compat.__file__).with_name("entries.yaml"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

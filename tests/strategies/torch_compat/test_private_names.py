@@ -56,18 +56,22 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def own_names(trees: dict[str, ast.Module]) -> set[str]:
+Nodes = list[ast.AST]
+"""All of a module."""
+
+
+def own_names(modules: dict[str, Nodes]) -> set[str]:
     """Names that begin with an underscore which the rooms define themselves."""
-    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    nodes = [node for module in modules.values() for node in module]
     defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     defined |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
     return defined | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
-def from_torch(tree: ast.Module) -> set[str]:
+def from_torch(nodes: Nodes) -> set[str]:
     """Names that a module's imports bind to torch or to something in it."""
     bound = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             bound |= {alias.asname or "torch" for alias in node.names if alias.name.split(".")[0] == "torch"}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -81,10 +85,10 @@ def root_of(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def reaches(tree: ast.Module, own: set[str]) -> Iterator[str]:
+def reaches(nodes: Nodes, own: set[str]) -> Iterator[str]:
     """What in a module reaches into torch's private parts, with its line."""
-    torch_names = from_torch(tree)
-    for node in ast.walk(tree):
+    torch_names = from_torch(nodes)
+    for node in nodes:
         if isinstance(node, ast.Import):
             paths = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -120,15 +124,19 @@ def _is_reach(node: ast.Attribute, torch_names: set[str], own: set[str]) -> bool
     return node.attr in NAMED or node.attr not in own | FOREIGN
 
 
-def trees_of(rooms: tuple[str, ...]) -> dict[str, ast.Module]:
-    paths = [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
-    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in paths}
+def parsed(code: str) -> Nodes:
+    return list(ast.walk(ast.parse(code)))
+
+
+def modules_in(*folders: str) -> dict[str, Nodes]:
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): parsed(path.read_text("utf-8")) for path in paths}
 
 
 def test_private_names_of_torch_are_used_in_one_package_alone() -> None:
-    trees = trees_of(ROOMS)
-    own = own_names(trees)
-    found = {path: list(reaches(tree, own)) for path, tree in trees.items() if not path.startswith(COMPAT)}
+    modules = modules_in(*ROOMS)
+    own = own_names(modules)
+    found = {path: list(reaches(nodes, own)) for path, nodes in modules.items() if not path.startswith(COMPAT)}
     assert not {path: lines for path, lines in found.items() if lines}
 
 
@@ -149,7 +157,7 @@ def test_private_names_of_torch_are_used_in_one_package_alone() -> None:
     ],
 )
 def test_a_use_elsewhere_is_found(code: str) -> None:
-    assert list(reaches(ast.parse(code), own={"_parameters", "_world"}))
+    assert list(reaches(parsed(code), own={"_parameters", "_world"}))
 
 
 @pytest.mark.parametrize(
@@ -157,16 +165,16 @@ def test_a_use_elsewhere_is_found(code: str) -> None:
     ["self._parameters", "import torch\ntorch.ops.aten._to_copy", "os._exit(0)", "other._own", "'torch._C is it'"],
 )
 def test_what_is_not_torchs_is_left_alone(code: str) -> None:
-    assert not list(reaches(ast.parse(code), own={"_own", "_parameters"}))
+    assert not list(reaches(parsed(code), own={"_own", "_parameters"}))
 
 
 def test_every_private_name_of_the_package_is_listed() -> None:
-    trees = {path: tree for path, tree in trees_of(("strategies",)).items() if path.startswith(COMPAT)}
-    own = own_names(trees)
+    modules = modules_in(COMPAT)
+    own = own_names(modules)
     used = {
         part
-        for path, tree in trees.items()
-        for line in reaches(tree, own)
+        for nodes in modules.values()
+        for line in reaches(nodes, own)
         for part in re.findall(r"\b_[A-Za-z]\w*", line.partition(": ")[2])
     }
     assert used - own <= NAMED | OPERATION_PARTS

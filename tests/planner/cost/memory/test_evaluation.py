@@ -35,7 +35,7 @@ GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 25
     ],
     ids=["llama", "wide-llama", "gpt2", "gpt2-many-words"],
 )
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 def test_a_forward_pass_without_gradients(config: dict[str, object]) -> None:
     cluster = probed_cluster(probe_hardware(), ranks=1)
     options = WorkOptions(seq_len=LENGTH, global_batch=1, precision="fp32")
