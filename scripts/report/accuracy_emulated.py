@@ -27,10 +27,10 @@ allocator with the caching allocator's rules follows it through the model's maki
 three. The models of these runs are of 13 million parameters, where a block of 1 MiB is half a percent. Offload and
 tensor parallelism beside ZeRO are not traced.
 
-A trace follows rank 0, and the table has the busiest rank, which differs under our own ZeRO. Of LLaMA's zero1 on 4,
-its zero3 on 2 and Qwen's zero3 on 2 every rank was looked at in a run of its own: rank 0 reserved what its trace says
-(148, 184 and 144 MiB), and had allocated within 0.7 % of it. Of six runs that were repeated LLaMA's zero3 on 2 alone
-differed, with 1 MiB less allocated and 10 MiB more reserved.
+The table has the rank that needs most, and so has a trace: under our own ZeRO a rank's run of a bucket begins and ends
+inside other parameters than its neighbour's, its optimizer makes states and temporaries of other sizes, and LLaMA's
+four ranks of zero1 reserve 148, 150, 148 and 170 MiB. Every run has processes of its own: in those of earlier runs,
+what these left in segments moved zero3's reserved bytes by up to 16 MiB.
 
 Written by `python -m scripts.measure.emulated_peaks`.
 """
