@@ -101,8 +101,8 @@ class StepRows:
 
     def restart_clock(self) -> None:
         """Begin the next step only now: what was done since the last one ended was no part of it."""
+        self._started = time.perf_counter()  # before the device's: what it measures is a part of the step
         self._ready.step_starts()
-        self._started = time.perf_counter()
 
     def _share(self, count: int) -> float:
         return count / self._sharing if count % self._sharing else count // self._sharing

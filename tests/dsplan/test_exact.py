@@ -137,6 +137,7 @@ def test_another_micro_batch_follows_from_two(cli: Cli, model: Path, monkeypatch
         assert printed.json["memory"]["phases"][name] == pytest.approx(size, rel=0.01), name
 
 
+@pytest.mark.slow
 def test_another_length_follows_from_three(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = f"estimate {HARDWARE} --gpus 1 --attention eager --micro-batch 16 --exact --json --model {quoted(model)}"
     line += " --seq-len"

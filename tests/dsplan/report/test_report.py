@@ -79,6 +79,7 @@ def test_the_file_asks_for_nothing_and_runs_nothing_but_its_own_scripts(page: Pa
     assert not re.findall(r"\son[a-z]+=", text)
 
 
+@pytest.mark.slow
 def test_a_hostile_name_is_text(cli: Cli, tmp_path: Path, page: Path) -> None:
     assert cli(f"recommend {ASKED} --out", tmp_path / "plans").status == 0
     plan = tmp_path / "plans" / "plan-1.yaml"

@@ -54,6 +54,7 @@ def test_after_ten_runs_the_error_on_the_next_ten_is_at_most_half(user: User) ->
     assert statistics.median(_errors(after, runs[10:])) <= statistics.median(_errors(before, runs[10:])) / 2
 
 
+@pytest.mark.slow
 def test_every_run_brings_the_prediction_nearer_on_average() -> None:
     user = User()
     runs = user.runs(24)
@@ -162,6 +163,7 @@ def test_a_dry_run_stores_nothing_and_a_second_run_nothing_new() -> None:
     assert len(store.calibrations()) == 1
 
 
+@pytest.mark.slow
 def test_each_kind_of_hardware_learns_from_its_own_runs() -> None:
     here = on_this_machine(truth=Factors(compute=0.5))
     store = _store(*User().runs(10), *here.runs(10))
@@ -205,6 +207,7 @@ def test_a_run_whose_adapters_lie_beside_nothing_known_is_left_out() -> None:
     assert refreshed.kinds[0].lesson.rows == 3
 
 
+@pytest.mark.slow
 def test_runs_of_other_versions_say_less() -> None:
     truth = Factors(compute=0.7)
     user = User(truth=truth, noise=0.0)

@@ -105,6 +105,7 @@ def test_a_batch_that_cannot_be_split_names_its_neighbours() -> None:
     assert reasons["ddp"] == "global batch 60 cannot be split over 8 data-parallel ranks"
 
 
+@pytest.mark.slow
 def test_objectives_rank_by_what_they_name() -> None:
     fast = recommend(question("opt-1.3b", "a100-80gb", 8)).plans[0]
     small = recommend(question("opt-1.3b", "a100-80gb", 8, objective="memory")).plans[0]

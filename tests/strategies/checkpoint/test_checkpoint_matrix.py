@@ -89,7 +89,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ("strategy", "backend"),
     [*((name, "torch") for name in TORCH), *((name, engine) for engine in ("native", "deepspeed") for name in ZERO)],
 )
-@pytest.mark.sweep(every=3, suite=lambda strategy, backend, world_size: (strategy, backend, world_size) in READERS)
+@pytest.mark.sweep(every=6, suite=lambda strategy, backend, world_size: (strategy, backend, world_size) in READERS)
 def test_every_checkpoint_continues_under_every_strategy(
     strategy: str, backend: str, world_size: int, on: Ranks, written: dict[Who, tuple[str, object]]
 ) -> None:

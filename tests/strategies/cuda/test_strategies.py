@@ -46,7 +46,7 @@ _IN_SUITE = {
 
 
 @pytest.mark.parametrize(("strategy", "variant"), _CASES)
-@pytest.mark.sweep(suite={"ddp-accumulation", "fsdp-all on the host", "zero3-states on a disk"})
+@pytest.mark.sweep(every=2, suite={"ddp-accumulation", "fsdp-all on the host", "zero3-states on a disk"})
 def test_losses_are_those_of_the_cpu(
     strategy: str, variant: str, two_cards: CardPool, ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -105,7 +105,7 @@ def test_whole_weights_are_read_used_and_changed(strategy: str, precision: str, 
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["whole", "gathered as it runs"])
-@pytest.mark.sweep(every=2)
+@pytest.mark.slow
 def test_a_trained_gpt2_generates_the_same_tokens_under_every_strategy(inside: bool, pool_of: PoolOf) -> None:
     expected_loss, expected = engine_bodies.gpt2_tokens(Recipe(), inside=inside)
     assert len(expected[0]) > training_bodies.LENGTH

@@ -87,7 +87,7 @@ def of(**config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("body", seed_bodies.BODIES, ids=lambda body: body.__name__)
-@pytest.mark.sweep(every=4)
+@pytest.mark.sweep(every=8)
 def test_calls(body: Callable[[str], None], ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(body, str(tmp_path))
 

@@ -104,6 +104,7 @@ def test_resumes_on_another_number_of_ranks(ranks: RankPool, one_rank: RankPool,
     assert all((weight - alone["weights"][name]).abs().max() < 1e-5 for name, weight in first["weights"].items())
 
 
+@pytest.mark.slow
 def test_evaluates_in_and_after_training_and_without_it(ranks: RankPool, tmp_path: Path) -> None:
     trained = ranks.run(bodies.saved, asked("fsdp"), str(tmp_path), 3)
     for paths, tested in ((item["paths"], item["tested"]) for item in trained):

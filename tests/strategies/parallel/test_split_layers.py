@@ -116,7 +116,7 @@ def test_ranks_that_share_samples_count_their_share(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.sweep(suite=lambda sequence_parallel: sequence_parallel)
+@pytest.mark.slow
 def test_adapters_are_split_with_their_layers(ranks: RankPool, sequence_parallel: bool) -> None:
     for found in ranks.run(bodies.adapters_trained, sequence_parallel):
         assert max(found["loss"], found["weights"]) < 1e-5

@@ -51,7 +51,7 @@ def job_with_adapters(model: str, checkpointing: Any, samples: int, length: int,
         ("llama-3-8b", "none", 2, {"load_dtype": "bf16"}),
     ],
 )
-@pytest.mark.sweep(every=4)
+@pytest.mark.sweep(every=8)
 def test_closed_forms_say_what_is_traced_of_adapters_and_frozen_parts(
     model: str, checkpointing: str, samples: int, work: dict[str, Any]
 ) -> None:

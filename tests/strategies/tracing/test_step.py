@@ -170,6 +170,7 @@ def test_sharding_divides_states_and_gathers_weights() -> None:
     assert many.phases["backward"]["buffers"] == pytest.approx(few.phases["backward"]["buffers"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_weights_without_gradients_change_nothing_in_a_sharded_step() -> None:
     """DTensor works out the shapes of a step that it has not seen, which leaves out what has no gradient."""
     subject, unused = llama(), 4096 * 64
@@ -181,7 +182,7 @@ def test_weights_without_gradients_change_nothing_in_a_sharded_step() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.sweep(every=2)
+@pytest.mark.slow
 def test_what_is_planned_for_frozen_weights_is_what_a_trace_shows(strategy: str) -> None:
     module = subject_of(find_model("llama-3-8b"), layers=4, overrides=GROUPED).module.requires_grad_(False)
     for name, parameter in module.named_parameters():
@@ -225,6 +226,7 @@ def test_a_frozen_table_leaves_a_model_what_its_config_says() -> None:
     assert facts.parameters - facts.measured_counts.trained.total == positions.weight.numel()
 
 
+@pytest.mark.slow
 def test_more_micro_batches_change_nothing_after_the_second() -> None:
     facts, subject = find_model("llama-3-8b"), llama()
     two, four = (
@@ -294,6 +296,7 @@ def test_a_plan_that_is_not_traced_is_refused() -> None:
         trace_step(job_of(find_model("gpt2"), offloaded))
 
 
+@pytest.mark.slow
 def test_layers_that_a_rule_splits_are_traced_as_real_ranks_have_them() -> None:
     """GPT-2, for which transformers has no tensor-parallel plan, with dropout."""
     runs = (run for run in read_compositions() if run.model == "gpt2" and run.strategy == "ddp")

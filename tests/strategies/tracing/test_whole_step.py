@@ -31,7 +31,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("precision", "checkpointing"), WAYS)
 @pytest.mark.parametrize(("model_type", "attention"), CASES)
-@pytest.mark.sweep(every=6)
+@pytest.mark.sweep(every=12)
 def test_a_step_needs_what_was_planned(
     model_type: str, attention: Attention, precision: Precision, checkpointing: Checkpointing
 ) -> None:
