@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _answer(sys.argv[1:] if arguments is None else arguments)
         if own:
             _end_at_once_when_interrupted()
+            _spare_the_last_collection()
         return status
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -62,6 +63,16 @@ def _prepare() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def _spare_the_last_collection() -> None:
+    """Keep Python from looking through all objects for cycles once more while it exits, a tenth of a plan's time.
+
+    What is open is closed where it was used, functions of `atexit` run, and the system takes the memory back.
+    """
+    import gc
+
+    gc.freeze()
 
 
 def _answer(arguments: Sequence[str]) -> int:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal
 
 from hardware_db.device import Device
 from hardware_db.records import dataclass
 from planner.cost.code_bases import CodeBase, code_base, code_names
-from planner.cost.memo import memo_by_identity
+from planner.cost.memo import memo_by_fields
 from planner.types.job import Job, Workload
 from planner.types.plan import Configuration
 from planner.vocabulary import (
@@ -115,6 +116,12 @@ class Recipe:
         return self.quantised is not None
 
 
+RECIPE_FIELDS = (
+    *("strategy", "backend", "precision", "optimizer", "gradient_compression", "offload"),
+    *("dp_shard", "cp", "tp", "pp", "accumulates"),
+)
+"""What a recipe reads of a configuration."""
+
 NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
 """bitsandbytes' nf4 with double quantisation: half a byte, and for 64 values a scale of one byte, of which 256 share
 an fp32 (QLoRA, arXiv 2305.14314, section 3; bitsandbytes `functional.quantize_4bit`, compress_statistics)."""
@@ -123,7 +130,7 @@ INT8_LOADED_BYTES = 1.0
 LOADED_BYTES: dict[LoadDtype, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": INT8_LOADED_BYTES, "nf4": NF4_BYTES}
 
 
-@memo_by_identity
+@memo_by_fields(*RECIPE_FIELDS)
 def recipe_of(job: Job) -> Recipe:
     """Return the recipe that a backend follows for a precision.
 
@@ -267,7 +274,7 @@ def accumulates_in_fp32(configuration: Configuration) -> bool:
 
     Sums over micro-batches lose bits in 16-bit types; a sum over ranks alone is rounded once.
     """
-    return configuration.precision in MIXED_PRECISIONS and configuration.gradient_accumulation_steps > 1
+    return configuration.precision in MIXED_PRECISIONS and configuration.accumulates
 
 
 def _native_recipe(configuration: Configuration) -> Recipe:
@@ -417,11 +424,19 @@ def scaled_products(job: Job) -> ScaledProducts | None:
         products = _TRANSFORMER_ENGINE.get(recipe, _TRANSFORMER_ENGINE["tensorwise"])
         # Sharded weights are cast after each all-gather.
         casts = 4.0 if job.configuration.strategy in _SHARDED else products.weight_casts
-        return replace(products, weight_casts=casts, casts_shards=True)
+        return _with_casts(products, products.activation_casts, casts, casts_shards=True)
     products = _TORCHAO[recipe]
     if job.workload.compile:
         return products
-    return replace(products, activation_casts=EAGER_CAST_BYTES, weight_casts=EAGER_CAST_BYTES)
+    return _with_casts(products, EAGER_CAST_BYTES, EAGER_CAST_BYTES, casts_shards=products.casts_shards)
+
+
+@lru_cache(maxsize=64)
+def _with_casts(
+    products: ScaledProducts, activation_casts: float, weight_casts: float, *, casts_shards: bool
+) -> ScaledProducts:
+    """Return the products with other casts, the same object each time: memos tell it apart by identity."""
+    return replace(products, activation_casts=activation_casts, weight_casts=weight_casts, casts_shards=casts_shards)
 
 
 def usual_recipe(device: Device, precision: Precision) -> Fp8Recipe:

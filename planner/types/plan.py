@@ -122,11 +122,13 @@ class Configuration:
             )
         if self.recompute_modules:
             self._check_recomputed()
-        product = self.micro_batch_size * self.gradient_accumulation_steps * self.dims.data_parallel
+        if self.ep > 1:
+            self.dims  # noqa: B018  # refuses a degree that does not divide its ranks
+        product = self.micro_batch_size * self.gradient_accumulation_steps * self.dp_replicate * self.dp_shard
         if product != self.global_batch_size:
             raise ContradictoryRequest(
                 f"micro-batch {self.micro_batch_size} x accumulation {self.gradient_accumulation_steps} x"
-                f" {self.dims.data_parallel} data-parallel ranks = {product} is not the global batch"
+                f" {self.dp_replicate * self.dp_shard} data-parallel ranks = {product} is not the global batch"
                 f" {self.global_batch_size}"
             )
 
@@ -142,6 +144,16 @@ class Configuration:
     def recomputed(self) -> tuple[str, ...]:
         """The parts of a block that selective checkpointing drops; none where the code base has a way of its own."""
         return tuple(name.strip() for name in self.recompute_modules.split(",")) if self.recompute_modules else ()
+
+    @property
+    def accumulates(self) -> bool:
+        """True if a step has more than one micro-batch."""
+        return self.gradient_accumulation_steps > 1
+
+    @property
+    def fetches_by_module(self) -> bool:
+        """True if DeepSpeed's ZeRO-3 fetches and releases the parameters of each module."""
+        return self.strategy == "zero3" and self.backend == "deepspeed"
 
     @property
     def counts_samples(self) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
+from planner.cost.memo import memo_by_fields
 from planner.cost.memory.ledger import States
 from planner.cost.memory.units import (
     ALLOCATION_BYTES,
@@ -32,6 +33,11 @@ from planner.cost.precision import LOADED_BYTES, Recipe
 from planner.models.facts import Shape
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES, Optimizer
+
+_by_shards = memo_by_fields(
+    *("strategy", "backend", "dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "virtual_stages"),
+    *("optimizer", "offload", "offload_ratio", "accumulates"),
+)
 
 # Optimizer states between steps, tensor by tensor.
 
@@ -114,12 +120,14 @@ def moment_bytes(optimizer: Optimizer, shape: Shape, width: int, *, in_block: bo
     return round_up(size * width) if optimizer == "lion" else 0
 
 
+@_by_shards
 def states_of(job: Job, recipe: Recipe) -> States:
     """Resident states of the busiest rank as the allocator gives them."""
     states = _by_arithmetic(job, recipe) if job.configuration.zero_stage else _of_tensors(job, recipe)
     return _with_copies(job, recipe, _offloaded(job, recipe, states))
 
 
+@_by_shards
 def nominal_states_of(job: Job, recipe: Recipe) -> States:
     """Resident states by the ZeRO arithmetic, without the allocator's rounding and FSDP2's padding."""
     return _with_copies(job, recipe, _offloaded(job, recipe, _by_arithmetic(job, recipe)))

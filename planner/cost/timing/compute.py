@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from hardware_db.records import dataclass
 from planner.cost.memory.activations.adapters import DEQUANTISED_BYTES
-from planner.cost.precision import ScaledProducts, recipe_of
+from planner.cost.precision import Recipe, ScaledProducts
 from planner.cost.timing.efficiency import BACKWARD, DeviceRates, Waste, block_waste
 from planner.cost.timing.flops import (
     ALL_TRAINED,
@@ -182,8 +182,8 @@ def _attention_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRate
     return Passes(forward=forward + drawn, backward=backward)
 
 
-def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) -> Passes:
-    """One block of a stack on one micro-batch of one rank."""
+def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates, frozen: Recipe | None) -> Passes:
+    """One block of a stack on one micro-batch of one rank; `frozen` is the job's recipe where something is frozen."""
     tp = job.configuration.tp
     matmuls, ep = _on_rank(stack, job), job.configuration.ep
     tokens = shape.samples * stack.length(shape.sequence, shape.source) / job.configuration.cp
@@ -201,7 +201,7 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates) ->
     device = products_backward + BACKWARD * elementwise + attention.backward
     share = trained_share(job.counts)
     if share is not ALL_TRAINED:
-        beside = _adapter_passes(job, tokens, rates) if stack.norms else NOTHING
+        beside = _adapter_passes(job, frozen, tokens, rates) if stack.norms and frozen is not None else NOTHING
         device -= products_backward * (1 - (share.passed + share.weights) / 2)
         device += beside.backward - (1 - share.passed) * (BACKWARD * elementwise + attention.backward)
         elementwise += beside.forward
@@ -242,13 +242,13 @@ ADAPTER_KERNELS = 7
 """Casts or dequantisation, two products, scaling and sum of an adapter's forward (PEFT `lora/layer.py`, `bnb.py`)."""
 
 
-def _adapter_passes(job: Job, tokens: float, rates: DeviceRates) -> Passes:
+def _adapter_passes(job: Job, recipe: Recipe, tokens: float, rates: DeviceRates) -> Passes:
     """Return the passes of an average block's adapters; `recomputed` is the host's time to launch them.
 
     They are products of rank width, which move much more than they compute, casts of inputs and their gradients where
     adapters are fp32 under autocast, and what is made of frozen matrices.
     """
-    recipe, forward, backward, launched = recipe_of(job), 0.0, 0.0, 0.0
+    forward, backward, launched = 0.0, 0.0, 0.0
     widened = recipe.autocast and not recipe.dequantises
     width = rates.element_bytes
     for adapter, often in adapters_of(job.counts):
@@ -352,7 +352,7 @@ README.md, samples of 256 and 512 tokens), and 1.0 on 16 V100 of 2021 (microsoft
 def _hook_seconds(stack: Stack, job: Job) -> float:
     """Return the seconds of the host in which DeepSpeed's ZeRO-3 fetches and releases an average block's parameters."""
     chosen, blocks = job.configuration, job.counts.blocks
-    if chosen.strategy != "zero3" or chosen.backend != "deepspeed" or not (stack.norms and blocks):
+    if not (chosen.fetches_by_module and stack.norms and blocks):
         return 0.0
     tensors = sum(block.repeats * (len(block.shapes) or TENSORS_PER_BLOCK) for block in blocks)
     return HOOK_SECONDS * tensors / sum(block.repeats for block in blocks)

@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 from hardware_db.device import Device
 from hardware_db.records import dataclass
-from planner.cost.code_bases import TRANSFORMERS, Implementation
-from planner.cost.precision import ScaledProducts
+from planner.cost.code_bases import TRANSFORMERS, Implementation, code_base
+from planner.cost.memo import memo_by_fields
+from planner.cost.precision import ScaledProducts, scaled_products
 from planner.cost.timing.stacks import USUAL_MATMULS, Stack
 from planner.types.cluster import Cluster, Factors, Rates
+from planner.types.job import Job
 from planner.vocabulary import SCALED_PRECISIONS, Precision
 
 # Tile and wave quantization of matrix products on a GPU.
@@ -295,6 +297,17 @@ def device_rates(
         scaled=scaled,
         scaled_flops=_scaled_flops(device, precision, factors) * _product_share(device, code) if scaled else 0.0,
     )
+
+
+def rates_of(job: Job) -> DeviceRates:
+    """Return the rates of a job's devices, for its precision and as its code runs."""
+    traits = code_base(job.workload.code).traits(compiled=job.workload.compile)
+    return _job_rates(job, traits.time, scaled_products(job))
+
+
+@memo_by_fields("precision")
+def _job_rates(job: Job, code: Implementation, scaled: ScaledProducts | None) -> DeviceRates:
+    return device_rates(job.cluster, job.configuration.precision, code, scaled)
 
 
 def _computes_in_fp32(device: Device, precision: Precision) -> bool:

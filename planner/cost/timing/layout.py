@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from hardware_db.records import dataclass
-from planner.cost.precision import Recipe, communication_bytes, recipe_of
+from planner.cost.memo import memo_by_fields
+from planner.cost.precision import RECIPE_FIELDS, Recipe, communication_bytes, recipe_of
 from planner.cost.split import blocks_per_stage
 from planner.cost.timing.collectives import Group, group
 from planner.cost.timing.flops import executed_layers, job_stacks
@@ -169,6 +170,10 @@ def _communication_bytes(configuration: Configuration, recipe: Recipe) -> float:
     return communication_bytes(configuration.gradient_compression, recipe.reduce)
 
 
+@memo_by_fields(
+    *RECIPE_FIELDS,
+    *("dp_replicate", "ep", "virtual_stages", "sequence_length", "hpz_partition_size", "quantized_gradients"),
+)
 def layout(job: Job) -> Layout:
     """Return the layout of a job's busiest stage."""
     configuration, counts = job.configuration, job.counts

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hardware_db.records import dataclass
+from planner.cost.memo import memo_by_fields
+from planner.cost.precision import Recipe, recipe_of
 from planner.cost.split import attention_exchange, attention_widths, blocks_per_stage
 from planner.cost.timing.collectives import (
     Collective,
@@ -213,10 +215,18 @@ class Stage:
 
 def stages(job: Job, rates: DeviceRates) -> tuple[Stage, ...]:
     """One stage per pipeline rank: layers as even as they go, the first ones getting what is left over."""
+    return _stages(job, rates, None if job.counts.trains_all else recipe_of(job))
+
+
+@memo_by_fields(
+    *("tp", "pp", "cp", "ep", "virtual_stages", "sequence_parallel", "micro_batch_size", "sequence_length"),
+    *("attention", "activation_checkpointing", "recompute_modules", "fetches_by_module"),
+)
+def _stages(job: Job, rates: DeviceRates, frozen: Recipe | None) -> tuple[Stage, ...]:
     shape = geometry(job)
     blocks = NOTHING
     for stack in job_stacks(job):
-        blocks = blocks + block_passes(stack, job, shape, rates) * stack.layers
+        blocks = blocks + block_passes(stack, job, shape, rates, frozen) * stack.layers
     layers, pp = executed_layers(job), job.configuration.pp
     block, head = blocks * (1 / layers), head_passes(job, shape, rates)
     if pp == 1:

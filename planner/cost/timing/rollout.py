@@ -14,11 +14,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from planner.cost.code_bases import code_base
 from planner.cost.generation import Engines, engines_of, post_of, scores_again, value_bytes
-from planner.cost.precision import scaled_products
 from planner.cost.timing.collectives import collective_seconds, group
-from planner.cost.timing.efficiency import DeviceRates, device_rates
+from planner.cost.timing.efficiency import DeviceRates, rates_of
 from planner.cost.timing.flops import executed_layers, head_weights, job_stacks
 from planner.cost.timing.layout import exposed_seconds, layout
 from planner.cost.timing.pipeline import REDUCTIONS_EACH_WAY, boundary_seconds, exchanges, stages
@@ -74,7 +72,7 @@ def round_time(job: Job) -> StepTime:
     post, update = post_of(job), parts_of(job).time
     steps = post.updates(job.configuration.global_batch_size)
     is_ppo = job.workload.task == "ppo"
-    rates = _rates(job)
+    rates = rates_of(job)
     scoring = forward_seconds(job, rates)
     phases = {
         "generate": generation_seconds(job, rates),
@@ -103,11 +101,6 @@ def _step_of_round(update: StepTime, phases: Mapping[str, float], whole: float, 
         phases={name: seconds for name, seconds in phases.items() if seconds},
         round_seconds=whole,
     )
-
-
-def _rates(job: Job) -> DeviceRates:
-    traits = code_base(job.workload.code).traits(compiled=job.workload.compile)
-    return device_rates(job.cluster, job.configuration.precision, traits.time, scaled_products(job))
 
 
 def forward_seconds(job: Job, rates: DeviceRates) -> float:

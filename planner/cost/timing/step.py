@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hardware_db.records import dataclass
-from planner.cost.code_bases import code_base
-from planner.cost.precision import scaled_products
 from planner.cost.timing.data_parallel import Communication, data_parallel
-from planner.cost.timing.efficiency import DeviceRates, compute_dtype, device_rates
+from planner.cost.timing.efficiency import DeviceRates, compute_dtype, rates_of
 from planner.cost.timing.flops import model_flops
 from planner.cost.timing.layout import Layout, layout, slowest_share
 from planner.cost.timing.offload import OffloadCost, offload_cost
@@ -49,8 +47,7 @@ class Parts:
 def parts_of(job: Job) -> Parts:
     """Return the optimizer step and what it is put together from, without the rest of a round of post-training."""
     steps = job.configuration.gradient_accumulation_steps
-    traits = code_base(job.workload.code).traits(compiled=job.workload.compile)
-    rates = device_rates(job.cluster, job.configuration.precision, traits.time, scaled_products(job))
+    rates = rates_of(job)
     where = layout(job)
     pipeline = stages(job, rates)
     busiest = max(pipeline, key=lambda stage: stage.total)

@@ -12,6 +12,7 @@ from typing import Any
 
 from hardware_db.records import dataclass
 from planner.cost.code_bases import code_base
+from planner.cost.memo import memo_by_fields
 from planner.cost.memory.activations.adapters import (
     AdapterTraits,
     Addition,
@@ -98,6 +99,14 @@ class _Question:
 
 def figures_of(job: Job, recipe: Recipe) -> Figures:
     """Return the figures of a job's model on one device, its heads and widths divided by the tensor-parallel degree."""
+    return _figures_of(job, recipe, tiles_of(job))
+
+
+@memo_by_fields(
+    *("strategy", "backend", "precision", "sequence_length", "attention", "recompute_modules"),
+    *("tp", "pp", "cp", "ep", "sequence_parallel"),
+)
+def _figures_of(job: Job, recipe: Recipe, tiles: Tiles | None) -> Figures:
     facts = job.facts
     if facts.kind == "custom":
         traced, chosen = facts.traced.get(precision_mode(recipe)), job.configuration
@@ -124,7 +133,7 @@ def figures_of(job: Job, recipe: Recipe) -> Figures:
         imbalance=job.workload.expert_imbalance,
         recomputed=configuration.recomputed,
         fuses_heads=configuration.tp > 1 and _fuses_heads(job),
-        tiles=tiles_of(job),
+        tiles=tiles,
     )
     if job.workload.freezes and not job.counts.trains_all:
         adapter_traits = _adapter_traits(job, recipe)

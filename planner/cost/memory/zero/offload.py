@@ -44,7 +44,7 @@ def zero_host_buffers(job: Job, recipe: Recipe, moments_per_parameter: float) ->
         return _by_tensor(job, recipe, moments_per_parameter)
     flat = flat_partition(job)
     # Stage 2 adds gradients up on the host, stage 1 unreduced on the device.
-    adds_up = job.configuration.zero_stage == 2 and job.configuration.gradient_accumulation_steps > 1
+    adds_up = job.configuration.zero_stage == 2 and job.configuration.accumulates
     master = float(recipe.master * flat.size)
     accumulated = (recipe.gradient * float(flat.touched),) if adds_up else ()
     return HostBuffers(
