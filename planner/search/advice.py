@@ -16,7 +16,7 @@ from hardware_db.units import format_seconds
 from planner.cluster.budget import NO_BUDGET
 from planner.cost.code_bases import code_base, facts_for_code
 from planner.errors import ContradictoryRequest
-from planner.search.device_counts import on_fewer_devices
+from planner.search.device_counts import device_counts, on_fewer_devices
 from planner.search.request import Degrees, Request
 from planner.types.job import Workload
 from planner.types.plan import Plan
@@ -51,9 +51,16 @@ def advise(request: Request, plan: Plan, first: First) -> tuple[Advice, ...]:
     """Return the changes that are worth most beside a request's first plan, best first."""
     if request.cluster.device.is_cpu or request.strategies is not None or request.degrees is not None:
         return ()  # what a script decided is not for a plan to change
-    offered = [*_by_workload(request, plan, first), *_by_code(request, plan, first), *_by_fewer(request, plan, first)]
+    there = _on_the_devices_of(plan, request)
+    offered = [*_by_workload(there, plan, first), *_by_code(there, plan, first), *_by_fewer(request, plan, first)]
     offered.sort(key=lambda item: -item.speed)
     return tuple(offered[:MOST_OFFERED])
+
+
+def _on_the_devices_of(plan: Plan, request: Request) -> Request:
+    """Return the request on as many devices as the plan takes, which are fewer where cost counts."""
+    gpus = plan.configuration.world_size
+    return next((option for option in device_counts(request) if option.cluster.gpus == gpus), request)
 
 
 def _by_workload(request: Request, plan: Plan, first: First) -> Iterator[Advice]:

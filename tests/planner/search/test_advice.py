@@ -68,6 +68,18 @@ def test_what_is_promised_is_what_asking_so_gives(flags: dict[str, object], expe
         assert item.speed >= 1 + WORTH_SAYING or item.flag.startswith("--gpus")
 
 
+def test_where_cost_counts_a_change_is_compared_on_the_devices_of_the_plan() -> None:
+    """More devices than the cheapest plan takes would make anything faster."""
+    request = Question(model="llama-3-8b", gpus=32, gpu="h100", global_batch=64).request(objective="cost")
+    cheapest = recommend(request)
+    gpus = cheapest.plans[0].configuration.world_size
+    assert gpus < 32
+    fewer = recommend(Question(model="llama-3-8b", gpus=gpus, gpu="h100", global_batch=64, compile=True).request())
+    advice = {item.flag: item.speed for item in cheapest.advice()}
+    gain = fewer.plans[0].throughput.samples_per_second / cheapest.plans[0].throughput.samples_per_second
+    assert 1 + WORTH_SAYING <= advice["--compile"] < 1.15 * gain  # all 32 were 4.1 times as fast
+
+
 def test_nothing_is_advised_of_a_busy_cluster_and_of_scripts() -> None:
     busy = {"model": "llama-3.1-70b", "gpus": 64, "gpu": "h100", "code": "megatron", "seq_len": 8192}
     assert answer(**busy, global_batch=512).advice() == ()
