@@ -120,6 +120,16 @@ def test_objective_memory_puts_the_smallest_first(cli: Cli) -> None:
     assert used == sorted(used)
 
 
+def test_a_stage_of_a_pipeline_may_train_nothing(cli: Cli) -> None:
+    """The head alone lies on the last one; the first keeps the weights that it does not train."""
+    printed = cli(
+        f"estimate --json --model llama-2-7b {HARDWARE} --strategy zero1 --pp 2 --micro-batch 1 --train-only lm_head"
+    )
+    assert printed.status == 0
+    assert (printed.json["plan"]["pp"], printed.json["verdict"]) == (2, "fits")
+    assert printed.json["memory"]["parameters_bytes"] > 0
+
+
 def test_what_does_not_fit_ends_with_status_1(cli: Cli) -> None:
     printed = cli("estimate --model opt-6.7b --gpus 1 --gpu RTX-4090 --strategy single")
     assert printed.status == 1

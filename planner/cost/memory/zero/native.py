@@ -69,7 +69,8 @@ class NativeZeroBuffers:
         once = configuration.zero_stage == 1 or not configuration.sync_each_micro_batch
         self.keeps_whole = self._several and once
         # On a CPU the gradients of states that are on disk stay in memory, which is where they go from a GPU.
-        self._staying = 1.0 if on_cpu else split.on_device / split.local
+        # A stage of a pipeline may train nothing.
+        self._staying = 1.0 if on_cpu or not split.local else split.on_device / split.local
         self._going = 0.0 if on_cpu else recipe.gather * min(sum(split.on_host), _GOING_DOWN * split.largest)
         blocks = max((unit.elements for unit in units.blocks), default=0.0)
         is_sharded = not weights_are_whole(job)
