@@ -28,7 +28,8 @@ from strategies.tracing.step.storages import Storages
 _ON_THE_WAY = 2
 """Buckets that are reduced at once, while a third fills."""
 _MOST_RANKS = 15
-"""Ranks beside rank 0 whose steps are traced. Beyond that a job's time would go into ranks that differ by less."""
+"""Ranks beside rank 0 whose steps are traced, a choice: each takes as long as an update. Of more that differ they are
+evenly spread, and the one that needs most may lie between."""
 _Listener = Callable[[Sequence[nn.Parameter]], object]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.strategies.launch.command import Finished, run
 
+pytestmark = pytest.mark.slow  # each starts ranks that import torch
 SCRIPT = Path(__file__).with_name("ddp_script.py")
 
 
@@ -29,7 +30,6 @@ def by_ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     return trained(folder, ""), folder / "run-"
 
 
-@pytest.mark.slow
 def test_ddp_stays_where_nothing_is_asked_and_is_predicted_and_measured(by_ddp: tuple[Finished, Path]) -> None:
     finished, directory = by_ddp
     assert finished.status == 0, finished.err
@@ -42,7 +42,6 @@ def test_ddp_stays_where_nothing_is_asked_and_is_predicted_and_measured(by_ddp: 
     assert all(row["loss"] > 1 for row in steps)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp", "fsdp-grad-op", "zero1", "zero3"])
 def test_a_strategy_takes_the_place_of_ddp_with_its_results(
     strategy: str, by_ddp: tuple[Finished, Path], tmp_path: Path
@@ -66,14 +65,12 @@ def test_a_strategy_takes_the_place_of_ddp_with_its_results(
         ("hsdp", "ddp", "strategy 'hsdp' needs at least 4 ranks"),
     ],
 )
-@pytest.mark.slow
 def test_what_cannot_take_the_place_is_refused(strategy: str, wrapper: str, line: str, tmp_path: Path) -> None:
     finished = trained(tmp_path, strategy, wrapper, who="rank 0" if line else "all")
     assert finished.status == (2 if line else 0), finished.err
     assert line in finished.err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
 def test_rank_0_alone_is_named_by_the_line(strategy: str, tmp_path: Path) -> None:
     finished = trained(tmp_path, strategy, who="rank 0")
