@@ -126,9 +126,10 @@ def test_a_rank_that_never_comes_is_named(pool: RankPool) -> None:
 
 def test_a_first_rank_that_began_later_still_says_who_is_missing(pool: RankPool) -> None:
     late = Role(rank=0, world_size=3, late_seconds=1.5)
-    lines = outcomes(pool, late, None, Role(rank=2, world_size=3), seconds=6.0)
+    # Patience begins with each rank: on busy cores the first has begun 5 seconds later than it should.
+    lines = outcomes(pool, late, None, Role(rank=2, world_size=3), seconds=15.0)
     assert lines[0] == lines[2]
-    assert "rank 1 has not come within 6 s" in lines[0]
+    assert "rank 1 has not come within 15 s" in lines[0]
 
 
 def test_one_gpu_for_two_ranks_is_refused_on_both(pool: RankPool) -> None:
