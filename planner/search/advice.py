@@ -1,8 +1,9 @@
 """Advice: changes of a question that help more than another plan would, each tried before it is offered.
 
 A trial keeps the first plan's strategy and degrees and searches what is left, so that it costs a fraction of a search
-and promises no more than that plan keeps; only beside a plan that offloads it looks for any that does not. What is
-offered changes the code, the numerics or the training: it stays the user's to decide.
+and promises no more than that plan keeps; only beside a plan that offloads, what frees memory may give up the offload
+for any degrees of the plan's strategy. What is offered changes the code, the numerics or the training: it stays the
+user's to decide.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from planner.search.device_counts import device_counts, on_fewer_devices
 from planner.search.request import Degrees, Request
 from planner.types.job import Workload
 from planner.types.plan import Plan
-from planner.vocabulary import POST_TRAINING, REPLICAS, Strategy
+from planner.vocabulary import POST_TRAINING, REPLICAS, Objective, Strategy
 
 First = Callable[[Request, float], Plan | None]
 """The first plan of a request; None without one that takes at most so many seconds a step."""
@@ -30,6 +31,8 @@ WORTH_SAYING = 0.10
 MOST_OFFERED = 3
 BATCH_TIMES = 4
 """By how much a larger global batch is tried."""
+FREES_MEMORY = frozenset({"attention", "loss", "precision"})
+"""Fields of the work whose changes may make an offload needless; an 8-bit optimizer is the fourth."""
 KEEPS_SPEED = 0.85
 """Share of the speed that fewer GPUs have to keep for the others to be called idle; a choice."""
 
@@ -66,7 +69,8 @@ def _on_the_devices_of(plan: Plan, request: Request) -> Request:
 def _by_workload(request: Request, plan: Plan, first: First) -> Iterator[Advice]:
     """Yield changes of the work that make it faster."""
     for change, flag, changes in _changes(request, plan):
-        changed = _alike(request, plan, workload=replace(request.workload, **changes))
+        frees = not FREES_MEMORY.isdisjoint(changes) or "8bit" in changes.get("optimizer", "")
+        changed = _alike(request, plan, workload=replace(request.workload, **changes), frees_memory=frees)
         tried = _tried(first, changed, plan, 1 + WORTH_SAYING)
         speed = 0.0 if tried is None else _speed(tried) / _speed(plan)
         if tried is not None and speed >= 1 + WORTH_SAYING:
@@ -147,12 +151,17 @@ def _by_fewer(request: Request, plan: Plan, first: First) -> Iterator[Advice]:
     )
 
 
-def _alike(request: Request, plan: Plan, *, workload: Workload) -> Request:
-    """Return the request with other work, for plans of the same strategy and degrees, or any on the devices alone."""
+def _alike(request: Request, plan: Plan, *, workload: Workload, frees_memory: bool = False) -> Request:
+    """Return the request with other work, for plans of the same strategy, degrees and offload.
+
+    Where the work `frees_memory` that the plan offloads: for plans of that strategy, or fsdp, on the devices alone.
+    """
     chosen = plan.configuration
-    free = replace(request, workload=workload, objective="throughput", budget=NO_BUDGET, to_the_limit=False)
-    if chosen.offload != "none" and request.offload is None:
-        return replace(free, offload="none")
+    objective: Objective = "memory" if request.objective == "memory" else "throughput"  # like is compared with like
+    free = replace(request, workload=workload, objective=objective, budget=NO_BUDGET, to_the_limit=False)
+    if frees_memory and chosen.offload != "none" and request.offload is None:
+        others: tuple[Strategy, ...] = () if chosen.strategy in (*REPLICAS, "fsdp") else ("fsdp",)
+        return replace(free, strategies=(chosen.strategy, *others), offload="none")
     degrees = Degrees(
         tp=chosen.tp,
         pp=chosen.pp,
