@@ -13,7 +13,7 @@ from planner.cost.memory import memory_estimate
 from planner.cost.memory.activations.figures import blocks_on_stage, figures_of, has_written_form
 from planner.cost.memory.activations.instants import selective_saves
 from planner.cost.memory.host import loading_of
-from planner.cost.memory.ledger import bytes_at
+from planner.cost.memory.ledger import bytes_at, plus
 from planner.cost.memory.load import made_bytes
 from planner.cost.memory.overhead import NEAREST_FORM_ERROR, has_other_form
 from planner.cost.memory.states import is_uneven, nominal_states_of, states_of
@@ -85,10 +85,11 @@ def resident_bytes(job: Job) -> float:
 
 
 def least_bytes(job: Job) -> float:
-    """Return device memory that a job takes at least, whatever it recomputes.
+    """Return device memory that a job takes at least.
 
-    That is what is there when a forward ends: what rests there, the inputs of all blocks of the micro-batches in flight
-    and the last block's weights where they are sharded; the first micro-batch of a step finds no gradients.
+    That is what is there when a forward ends: what rests there, what all blocks keep of the micro-batches in flight,
+    their inputs at least, and the last block's weights where they are sharded. Before the first backward pass of a step
+    there are no gradients.
     """
     recipe = recipe_of(job)
     states, figures, chosen = states_of(job, recipe), figures_of(job, recipe), job.configuration
@@ -96,13 +97,19 @@ def least_bytes(job: Job) -> float:
     if not chosen.activations_on_host:
         counts = blocks_on_stage(job, figures)
         for count, block in zip(counts, figures.blocks, strict=True):
-            inputs += count * min(bytes_at(amount, job.sequences) for amount in (block.boundary, block.kept))
-    inputs *= micro_batches_in_flight(chosen, job.stage)
+            kept = bytes_at(block.kept, job.sequences)
+            if chosen.activation_checkpointing == "full":
+                kept = min(kept, bytes_at(block.boundary, job.sequences))
+            elif chosen.activation_checkpointing == "selective":
+                kept = min(kept, bytes_at(plus(block.boundary, block.products), job.sequences))
+            inputs += count * kept
+    in_flight = micro_batches_in_flight(chosen, job.stage)
+    inputs *= in_flight
     if recipe.frozen is None and chosen.state_shards > 1:
         units, by_block = units_of(job), chosen.strategy in words.FSDP_STRATEGIES
         gathered = units.largest_block if by_block else units.largest if chosen.zero_stage == 3 else 0
         inputs += gathered * recipe.gather
-    gradients = states.gradients if chosen.gradient_accumulation_steps > 1 else 0.0
+    gradients = states.gradients if chosen.gradient_accumulation_steps > in_flight else 0.0
     return states.parameters + states.optimizer + gradients + inputs
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -52,6 +52,8 @@ class Candidate:
         self._priced: dict[int, Priced] = {}
         self._times: dict[int, StepTime] = {}
         self._verdicts: tuple[words.Verdict, ...] = ("fits", "tight")
+        self._possible: dict[int, bool] = {}
+        self._largest: int | None = None
 
     def with_room(self) -> Candidate:
         """Return the same candidate, of which only what has room in memory fits; both share their results."""
@@ -92,6 +94,10 @@ class Candidate:
         """Return whether this machine has run it and it still fits, with room or without, which the run has shown."""
         return self.is_known(index) and self.priced(index).judgement.verdict != "does_not_fit"
 
+    def least_bytes(self, index: int) -> float:
+        """Memory of a device that one of the micro-batches takes at least, for much less work than what it takes."""
+        return least_bytes(job_of(self.request, self.configuration(index)))
+
     def is_known(self, index: int) -> bool:
         """Return whether this machine has run it, so that what it takes is not what is predicted."""
         known_runs = self.request.experience.known_runs
@@ -121,16 +127,35 @@ class Candidate:
         """Return the seconds of a step as they are expected."""
         return self.time(index).step_seconds
 
-    def bound(self) -> float:
-        """Seconds that a step takes at least: the work of the largest micro-batch and the bubble of the smallest."""
-        largest = self.time(len(self.micros) - 1)
-        bubble = self.time(0).bubble_seconds - largest.bubble_seconds if self.layout.pp > 1 else 0.0
+    def largest_possible(self) -> int:
+        """Return the largest micro-batch that may fit by what it takes at least; the smallest if none may."""
+        if self._largest is None:
+            last = len(self.micros) - 1
+            if self._may_fit(last):
+                self._largest = last
+            else:
+                self._largest = max(bisect_left(range(last), True, key=lambda index: not self._may_fit(index)) - 1, 0)
+        return self._largest
+
+    def _may_fit(self, index: int) -> bool:
+        if index not in self._possible:
+            self._possible[index] = not _is_hopeless(job_of(self.request, self.configuration(index)))
+        return self._possible[index]
+
+    def may_fit(self) -> bool:
+        """Return whether any micro-batch may fit by what it takes at least."""
+        return any(self._may_fit(index) for index in self.ends())
+
+    def bound(self, largest: int) -> float:
+        """Seconds that a step takes at least up to a micro-batch: the work of that and the bubble of the smallest."""
+        step = self.time(largest)
+        bubble = self.time(0).bubble_seconds - step.bubble_seconds if self.layout.pp > 1 else 0.0
         slack = 1.0 if self.layout.sync_each_micro_batch else TILES
-        return (largest.step_seconds + bubble) * (CACHES if self.request.cluster.device.is_cpu else slack)
+        return (step.step_seconds + bubble) * (CACHES if self.request.cluster.device.is_cpu else slack)
 
     def fastest_fitting(self, seconds: float) -> int | None:
         """Return the fastest micro-batch, of those not run, that fits and takes at most so many seconds a step."""
-        index = self._fastest(self._rivals(len(self.micros) - 1))
+        index = self._fastest(self._rivals(self.largest_possible()))
         if index is None or self.seconds(index) > seconds:
             return None
         if self.fits(index):  # as it often does
@@ -183,13 +208,12 @@ class Family:
         self.gpus = members[0].request.cluster.gpus
 
     def bound(self) -> float:
-        """Seconds that a step of any of them takes at least."""
-        return self.members[0].bound()
+        """Seconds that a step of any of them takes at least: without recomputation, of what may fit with it."""
+        return self.members[0].bound(self.members[-1].largest_possible())
 
     def is_hopeless(self) -> bool:
         """Return whether what any of them takes at least does not fit, on the device or on the host."""
-        first = self.members[0]
-        return all(_is_hopeless(job_of(first.request, first.configuration(index))) for index in first.ends())
+        return not self.members[-1].may_fit()
 
     def resident_bytes(self) -> float:
         """Device memory that any of them takes at least: what rests there when a backward pass ends."""
@@ -224,7 +248,7 @@ class Family:
     def within(self, seconds: float) -> Iterator[Timed]:
         """Ever faster configurations that fit and take at most so many seconds a step."""
         for member in self.members:
-            if member.bound() <= seconds:
+            if member.may_fit() and member.bound(member.largest_possible()) <= seconds:
                 index = member.fastest_fitting(seconds)
                 if index is not None:
                     seconds = member.seconds(index)
@@ -289,12 +313,15 @@ def _fast(group: Sequence[Candidate], objective: words.Objective, limit: float) 
         if run.time.step_seconds <= limit:
             least_worth = min(least_worth, worth(run, objective))
             yield run
-    families = _with_devices_enough([family for family in families_of(group) if not family.is_hopeless()])
+    families = [family for family in families_of(group) if not family.is_hopeless()]
+    has_devices_enough = _devices_enough(families)
     weights = [family.gpus if objective == "cost" else 1 for family in families]
     bounds = [family.bound() * weight for family, weight in zip(families, weights, strict=True)]
     for index in sorted(range(len(families)), key=bounds.__getitem__):
         if bounds[index] > least_worth:
             return
+        if not has_devices_enough(families[index]):
+            continue
         for member in families[index].within(min(least_worth / weights[index], limit)):
             least_worth = min(least_worth, worth(member, objective))
             yield member
@@ -331,18 +358,27 @@ def families_of(group: Iterable[Candidate]) -> list[Family]:
 _RECOMPUTED: dict[words.Checkpointing, int] = {"none": 0, "selective": 1, "full": 2}
 
 
-def _with_devices_enough(families: Sequence[Family]) -> list[Family]:
-    """Those that fit somehow, where the same family is there over several numbers of devices, the largest first."""
+def _devices_enough(families: Sequence[Family]) -> Callable[[Family], bool]:
+    """Return a check whether a family fits where the same is there over several numbers of devices, the largest first.
+
+    How many are enough is looked for at the first of them that is asked about.
+    """
     alike: dict[tuple[object, ...], list[Family]] = {}
     for family in families:
         alike.setdefault(family.split, []).append(family)
-    enough = []
-    for descending in alike.values():
-        count = len(descending)
-        if count > 1:
-            count = bisect_left(descending, True, key=lambda family: not family.fits_somehow())
-        enough += descending[:count]
-    return enough
+    fewest: dict[tuple[object, ...], float] = {}
+
+    def has_enough(family: Family) -> bool:
+        split = family.split
+        descending = alike[split]
+        if len(descending) == 1:
+            return True
+        if split not in fewest:
+            count = bisect_left(descending, True, key=lambda smaller: not smaller.fits_somehow())
+            fewest[split] = descending[count - 1].gpus if count else math.inf
+        return family.gpus >= fewest[split]
+
+    return has_enough
 
 
 def _smallest(group: Sequence[Candidate], limit: float) -> Iterator[Timed]:
@@ -350,15 +386,25 @@ def _smallest(group: Sequence[Candidate], limit: float) -> Iterator[Timed]:
     if limit < math.inf:
         yield from _in_time(group, limit)
         return
-    needs = []
-    for candidate in group:
-        ends = (candidate.priced(index) for index in candidate.ends() if candidate.fits(index))
-        used = [priced.memory.device_used_bytes for priced in ends]
-        needs.append(min(used, default=None))
-    least = min((need for need in needs if need is not None), default=None)
-    for candidate, need in zip(group, needs, strict=True):
-        if need is not None and need == least:
-            yield from (candidate.timed(index) for index in range(len(candidate.micros)) if candidate.fits(index))
+    at_least = {
+        (place, index): candidate.least_bytes(index)
+        for place, candidate in enumerate(group)
+        for index in candidate.ends()
+    }
+    least, smallest = math.inf, set()
+    for (place, index), at_least_bytes in sorted(at_least.items(), key=lambda item: item[1]):
+        if at_least_bytes > least:
+            break
+        if not group[place].fits(index):
+            continue
+        used = group[place].used_bytes(index)
+        if used < least:
+            least, smallest = used, set()
+        if used == least:
+            smallest.add(place)
+    for place in sorted(smallest):
+        candidate = group[place]
+        yield from (candidate.timed(index) for index in range(len(candidate.micros)) if candidate.fits(index))
 
 
 def _in_time(group: Iterable[Candidate], limit: float) -> Iterator[Timed]:

@@ -85,7 +85,7 @@ def _unbeaten(family: Family, unbeaten: list[tuple[_Point, Timed]], objective: w
     # What is computed again takes no more memory, so that the last member says what all of them take at least.
     at_first, at_last = (family.members[-1].used_bytes(index) for index in (0, len(family.members[-1].micros) - 1))
     for member in family.members:
-        if beaten(member.bound(), min(at_first, at_last)):
+        if not member.may_fit() or beaten(member.bound(member.largest_possible()), min(at_first, at_last)):
             continue
         least, last = at_first, len(member.micros) - 1
         for index in range(last):

@@ -56,6 +56,31 @@ def test_the_best_of_every_group_is_that_of_an_exhaustive_search(
     assert few
 
 
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus", "options"),
+    [
+        ("llama-3-70b", "h100", 32, {}),
+        ("mixtral-8x7b", "h100", 16, {"global_batch": 32}),
+        ("t5-3b", "a100-40gb", 4, {}),
+        ("bert-large", "v100-32gb", 4, {"precision": "fp16"}),
+        ("llama-2-13b", "rtx4090", 4, {"method": "qlora"}),
+        ("llama-3-8b", "a100-80gb", 8, {"method": "lora", "loss": "fused"}),
+        ("llama-3-8b", "a100-80gb", 8, {"task": "dpo"}),
+        ("llama-3-8b", "h100", 16, MEGATRON),
+    ],
+)
+def test_nothing_takes_less_than_it_is_left_out_for(
+    model: str, gpu: str, gpus: int, options: dict[str, object]
+) -> None:
+    looked_at = 0
+    for group in group_candidates(question(model, gpu, gpus, **options)).values():
+        for candidate in group[::5]:
+            for index in range(0, len(candidate.micros), 2):
+                assert candidate.least_bytes(index) <= candidate.priced(index).memory.device_least_bytes
+                looked_at += 1
+    assert looked_at > 15
+
+
 @pytest.mark.parametrize("objective", ["throughput", "cost"])
 def test_the_front_is_that_of_every_configuration(objective: str) -> None:
     request = question("opt-1.3b", "rtx4090", 2, objective=objective, global_batch=8)
