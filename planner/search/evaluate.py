@@ -386,24 +386,25 @@ def _smallest(group: Sequence[Candidate], limit: float) -> Iterator[Timed]:
     if limit < math.inf:
         yield from _in_time(group, limit)
         return
-    at_least = {
-        (place, index): candidate.least_bytes(index)
-        for place, candidate in enumerate(group)
+    bounds = [
+        (candidate.least_bytes(index), number, index)
+        for number, candidate in enumerate(group)
         for index in candidate.ends()
-    }
-    least, smallest = math.inf, set()
-    for (place, index), at_least_bytes in sorted(at_least.items(), key=lambda item: item[1]):
-        if at_least_bytes > least:
+    ]
+    least: float = math.inf
+    smallest: set[int] = set()
+    for bound_bytes, number, index in sorted(bounds):
+        if bound_bytes > least:
             break
-        if not group[place].fits(index):
+        if not group[number].fits(index):
             continue
-        used = group[place].used_bytes(index)
+        used = group[number].used_bytes(index)
         if used < least:
             least, smallest = used, set()
         if used == least:
-            smallest.add(place)
-    for place in sorted(smallest):
-        candidate = group[place]
+            smallest.add(number)
+    for number in sorted(smallest):
+        candidate = group[number]
         yield from (candidate.timed(index) for index in range(len(candidate.micros)) if candidate.fits(index))
 
 
