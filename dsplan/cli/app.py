@@ -82,7 +82,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dsplan run -- accelerate launch --mixed_precision bf16 train.py --epochs 3",
     ),
     "track": ("dsplan track runs/2026-11-23 --to wandb,mlflow",),
-    "watch": ("dsplan watch runs/2026-11-23", "dsplan watch runs/2026-11-23 --once --json"),
+    "watch": ("dsplan watch runs/2026-11-23", "dsplan watch runs/2026-11-23 --once --json", "dsplan watch --runs runs"),
     "bench": ("dsplan bench --minutes 5",),
     "db": ("dsplan db list", "dsplan db calibrate"),
     "db list": ("dsplan db list", "dsplan db list --model opt-6.7b --strategy fsdp --limit 5"),
