@@ -38,7 +38,9 @@ from strategies.telemetry.metrics import Row, parse_row, step_number
 State = Literal["running", "resumed", "stalled", "ended", "failed"]
 STATES: tuple[State, ...] = ("running", "resumed", "stalled", "ended", "failed")
 """`resumed` goes on after a restart, `ended` completed or was stopped on purpose, `failed` is every other end."""
-TROUBLES: tuple[str, ...] = (*get_args(AlertKind), *(kind for kind in ENDING_KINDS if kind not in STOPS))
+TROUBLES: tuple[str, ...] = tuple(
+    dict.fromkeys((*get_args(AlertKind), *(kind for kind in ENDING_KINDS if kind not in STOPS)))
+)
 """Kinds of alerts, and of endings that were none on purpose."""
 
 STALLED_SECONDS = 60.0
@@ -276,7 +278,7 @@ class RunFollower:
             checkpoint_age_seconds=max(0.0, until - saved["time"]) if saved else None,
             quiet_seconds=quiet,
             alerts=alerts,
-            last_words=last_words,
+            last_words=last_words if alive or last.ending is None else last.ending.reason,
         )
 
     def _launch(self) -> LaunchSpec | None:
