@@ -215,8 +215,8 @@ class RunFollower:
             if self._ended is not None and not has_news and not is_held(self._directory):
                 return self._ended
             status = self._status(time.time())
-        except (AttributeError, KeyError, TypeError, ValueError, BrokenFile):
-            return None  # rows or files that another version wrote
+        except (AttributeError, KeyError, TypeError, ValueError, OSError, BrokenFile):
+            return None  # files that another version wrote, or that somebody removes
         self._ended = None if status is None or status.is_alive else status
         return status
 
@@ -394,7 +394,8 @@ class _Steps:
         if self._last is before and not is_first:
             return
         self.stepped_at = 0.0 if is_first else now
-        self._others = [row for rank, path in files.items() if rank != leader and (row := self._last_of(path))]
+        others = [self._last_of(path) for rank, path in files.items() if rank != leader]
+        self._others = [row for row in others if row is not None]
 
     def _take(self, row: Row) -> None:
         event = row.get("event")

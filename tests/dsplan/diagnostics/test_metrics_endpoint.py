@@ -21,7 +21,8 @@ from tests.dsplan.cli import Cli
 from tests.dsplan.run_directories import append, restarted_run, steps
 from tests.strategies.launch.command import start_run
 
-DASHBOARD = Path(__file__).parents[3] / "scripts" / "examples" / "grafana.json"
+ROOT = Path(__file__).parents[3]
+DASHBOARD = ROOT / "scripts" / "examples" / "grafana.json"
 SAMPLE = re.compile(r"^(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 SCRIPT = """
 import time
@@ -125,6 +126,12 @@ def test_the_dashboard_queries_what_is_exported() -> None:
     grouped = {label for by in grouped for label in by.split(", ")}
     assert grouped <= labels
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_the_docs_name_what_is_exported() -> None:
+    page = (ROOT / "docs" / "how-to" / "watching.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(dsplan_\w+)(?:\{.*\})?` \| (.*) \|$", page, re.MULTILINE))
+    assert rows == {figure.exported_name: figure.help for figure in FIGURES}
 
 
 def test_metrics_that_cannot_be_served_start_no_run(
