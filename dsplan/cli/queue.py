@@ -22,7 +22,7 @@ def queue(
     ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """The number of GPUs that ends first: how long its plan trains, and when SLURM would start it.
+    """Find the number of GPUs that ends first: how long its plan trains, and when SLURM would start it.
 
     On all the GPUs, half of them, and so on; needs --tokens. Nothing is submitted. Exit status 1 if nothing fits or
     the queue refuses every plan.
