@@ -76,7 +76,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dsplan report --model opt-6.7b --gpus 8 --gpu A100-SXM4-80GB --out report.html",
         "dsplan report runs/2026-11-23 runs/2026-11-24 --out runs.html",
     ),
-    "ui": ("dsplan ui", "dsplan ui --port 8080"),
+    "ui": ("dsplan ui", "dsplan ui --port 8080", "dsplan ui --runs runs"),
     "mcp": ("dsplan mcp", "dsplan mcp --seconds 60"),
     "run": (
         "dsplan run train.py --epochs 3",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hardware_db.datasheets import find_node_type
+from hardware_db.errors import BrokenFile
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
 from strategies.launch.run_lock import RunLock
@@ -180,3 +181,19 @@ def test_flags_that_do_not_go_together_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert complaint in cli.refuses(f"watch {flags}")
+
+
+def test_many_readers_of_the_served_page_look_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsplan.ui.runs import RunsPage
+
+    with pytest.raises(BrokenFile):
+        RunsPage(tmp_path / "none")
+    page = RunsPage(tmp_path)
+    first = page.html()
+    assert "no runs" in first
+    completed_run(tmp_path / "<b>ann", at=0.0, seconds=10.0, count=3)
+    assert page.html() == first
+    monkeypatch.setattr("dsplan.ui.runs.REFRESH_SECONDS", 0)
+    assert "&lt;b&gt;ann" in page.html()
+    shutil.rmtree(tmp_path)
+    assert "is gone" in page.html()
