@@ -54,7 +54,7 @@ def _usd_total(runs: Iterable[RunStatus], price: float | None) -> float | None:
 
 def _table(runs: Sequence[RunStatus], price: float | None) -> Table:
     names = [
-        "run", "state", ">step", "??>loss", "???>step time", "????>tokens/s", "?>goodput", "?>cost", "??>saved",
+        "run", "state", ">step", "???>loss", "???>step time", "????>tokens/s", "?>goodput", "??>cost", "???>saved",
         "alerts",
     ]  # fmt: skip
     return Table(columns=columns(*names), rows=[_row(run, price) for run in runs])
