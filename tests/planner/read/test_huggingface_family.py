@@ -197,6 +197,18 @@ def test_huggingface_flags() -> None:
     assert reading.steps == 100
 
 
+def test_deepspeed_chats_flags(tmp_path: Path) -> None:
+    script = "deepspeed --num_gpus 8 main.py --model_name_or_path facebook/opt-6.7b --max_seq_len 512 %s --deepspeed\n"
+    reading = read(tmp_path, train_sh=script % "--zero_stage 2 --lora_dim 128 --only_optimize_lora")
+    assert reading.answers.items() >= {"strategy": "zero2", "method": "lora", "lora_rank": 128}.items()
+    assert became(reading)["deepspeed"] == ("backend", "deepspeed")
+    assert not reading.gaps
+    beside = read(tmp_path, train_sh=script % "--zero_stage 2 --lora_dim 128")
+    assert {item.key for item in beside.gaps} == {"lora_dim"}
+    without = read(tmp_path, train_sh=script % "--task_name mnli")
+    assert {item.key: "writes its DeepSpeed config itself" in item.reason for item in without.gaps} == {"deepspeed": True}
+
+
 def test_deepspeed_alone(tmp_path: Path) -> None:
     zero = '"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}'
     text = f'{{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "fp16": {{"enabled": true}}, {zero}}}'
