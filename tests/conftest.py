@@ -20,6 +20,7 @@ import pytest
 from dsplan.__main__ import COLLECT_AFTER
 from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.emulated_cuda.fixtures import CardPool, card, cuda_environment, emulated, two_cards  # noqa: F401
+from tests.preload import PRELOAD
 
 # Variables through which one test could change what the next one does.
 _GUARDED = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CUDA_VISIBLE", "DSPLAN_", "DS_", "ACCELERATE_", "FSDP_")
@@ -29,12 +30,6 @@ _THREAD_SECONDS = 30.0
 
 # Folders with tests of half a minute each.
 _STARTS_PROCESSES = ("run", "emit", "faults", "launchers", "launch", "bench")
-
-# What every rank would import for itself, each in seconds of processor time.
-_PRELOAD = (
-    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "strategies.engine.initialize",
-    "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
-)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -164,7 +159,7 @@ def new_pool(request: pytest.FixtureRequest) -> Callable[..., RankPool]:
     """RankPool, with ranks that are forked from one process which has imported what all of them need."""
     if request.config.getoption("--cards"):
         return cast("Callable[..., RankPool]", request.getfixturevalue("new_card_pool"))
-    return partial(RankPool, preload=_PRELOAD)
+    return partial(RankPool, preload=PRELOAD)
 
 
 @pytest.fixture(scope="session")

@@ -156,6 +156,10 @@ class SupervisionFlags:
         float | None,
         number(limits.MINUTES, f"Save every so many minutes; {CHECKPOINT_MINUTES:g}, or 0 for not by the clock.", "M"),
     ] = None
+    mttf_hours: Annotated[
+        float | None,
+        number(limits.MTTF_HOURS, "Mean hours between failures: save as often as is best for them.", "H"),
+    ] = None
     hang_minutes: Annotated[
         float | None,
         number(limits.MINUTES, f"Restart after so long without progress; {HANG_SECONDS / 60:g}, or 0 for never.", "M"),

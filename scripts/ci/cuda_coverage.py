@@ -22,7 +22,7 @@ from tests.emulated_cuda.lines import ROOMS, ROOT, lines_of
 Line = tuple[str, int]
 _TESTS = "tests/strategies tests/dsplan/diagnostics tests/hardware_db tests/dsplan/report tests/dsplan/mpi"
 _BEFORE = f"python -m pytest -n 2 --dist loadfile -p no:cacheprovider {_TESTS} --ignore=tests/strategies/cuda"
-_AFTER = "scripts/ci/cuda.sh; scripts/ci/cuda.sh -m slow -k 'commands or places or deepspeed_steps or split_models'"
+_AFTER = "scripts/ci/cuda.sh; scripts/ci/cuda.sh -m slow"
 _LEAST = 0.95
 _REASONS = {
     "strategies/modules/adapters.py:device = ": "bitsandbytes is not there: its kernels are compiled for real cards",
@@ -43,7 +43,8 @@ def lines_run_by(command: str) -> set[Line]:
     """Run a shell's command and return what its processes ran of the lines."""
     with tempfile.TemporaryDirectory(prefix="cuda-lines-") as folder:
         path = os.pathsep.join([str(HERE / "startup"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-        variables = {**os.environ, "CUDA_LINES": folder, "PYTHONPATH": path}
+        programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        variables = {**os.environ, "CUDA_LINES": folder, "PYTHONPATH": path, "PATH": programs}
         subprocess.run(["bash", "-c", command], env=variables, cwd=ROOT, check=False)
         return lines_in(Path(folder))
 

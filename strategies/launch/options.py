@@ -67,6 +67,7 @@ class RequestedSupervision:
     checkpoint_steps: int | None = None
     checkpoint_minutes: float | None = None
     """0: not by the clock."""
+    mttf_hours: float | None = None
     hang_minutes: float | None = None
     grace_seconds: float | None = None
     tune: bool = False
@@ -80,6 +81,7 @@ class RequestedSupervision:
         limits.RETRIES.check("--retries", self.retries)
         limits.STEPS.check("--checkpoint-steps", self.checkpoint_steps)
         limits.MINUTES.check("--checkpoint-minutes", self.checkpoint_minutes)
+        limits.MTTF_HOURS.check("--mttf-hours", self.mttf_hours)
         limits.MINUTES.check("--hang-minutes", self.hang_minutes)
         limits.GRACE_SECONDS.check("--grace-seconds", self.grace_seconds)
         changes: dict[str, Any] = named(self)

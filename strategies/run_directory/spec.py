@@ -92,6 +92,8 @@ class SupervisionOptions:
     """How often they do; None: not by the clock."""
     checkpoint_steps: int | None = None
     """The same in optimizer steps; None: not by steps."""
+    mttf_hours: float | None = None
+    """Mean hours between failures of the job, for which ranks save as often as is best; None: not by that."""
     hang_seconds: float
     """Time without progress that ends an attempt; 0: none does."""
     grace_seconds: float

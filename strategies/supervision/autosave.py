@@ -35,6 +35,7 @@ class _Look:
     has_room: bool
     is_written: bool
     problem: str
+    save_seconds: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +82,7 @@ class AutomaticSaves:
         self._has_room: bool | None = None
         self._is_saving = False
         self._begun: lineage.RunCheckpoint | None = None
+        self._save_seconds: float | None = None
         self.complete: lineage.RunCheckpoint | None = None
         self.seconds: float | None = None
 
@@ -101,10 +103,14 @@ class AutomaticSaves:
         looks = self._look()
         if self._begun is not None and (looks[0].is_written or any(look.problem for look in looks)):
             self.finish()
-        is_due = self._clock.is_due(step, looks[0].now) and looks[0].may_save
+        is_due = self._clock.is_due(step, looks[0].now, looks[0].save_seconds) and looks[0].may_save
+        if (change := self._clock.change(looks[0].save_seconds)) and self._engine.is_main:
+            notice(change)
         if is_due and all(look.is_clean for look in looks):
+            begun = time.monotonic()
             self.finish()
-            self.save(asynchronous=all(look.has_room for look in looks))
+            if self.save(asynchronous=all(look.has_room for look in looks)) is not None:
+                self._save_seconds = time.monotonic() - begun
 
     def save(self, *, asynchronous: bool) -> Path | None:
         """Save now. Return None if that was not possible, which is reported and does not end the training."""
@@ -200,6 +206,7 @@ class AutomaticSaves:
                 has_room=self._room(),
                 is_written=checkpoints.is_written,
                 problem=checkpoints.problem,
+                save_seconds=self._save_seconds,
             )
         )
 

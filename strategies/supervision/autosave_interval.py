@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from hardware_db.units import format_seconds
+from planner.cost.failures import best_interval
 from strategies.run_directory.spec import SupervisionOptions
 
 CHECKPOINT_MINUTES = 10.0
@@ -13,20 +15,31 @@ _FURTHEST_LOOK = 50
 _CLOSE = 0.02
 """Share of the interval by which a save may come early."""
 _RETRY_SECONDS = 60.0
+_WORTH_SAYING = 0.25
+"""Share by which the best interval has to differ from the one that was last said."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """Interval of saves: so many seconds, and every multiple of so many steps; None: not by that."""
+    """Interval of saves: so many seconds, and every multiple of so many steps; None: not by that.
+
+    With `mttf`, the mean seconds between failures of the job, the seconds are those with the largest goodput as soon as
+    a save has shown how long it keeps training waiting.
+    """
 
     seconds: float | None = None
     steps: int | None = None
+    mttf: float | None = None
 
     @classmethod
     def of(cls, options: SupervisionOptions) -> Interval:
         """Return the interval that a run's options ask for."""
-        minutes = options.checkpoint_minutes
-        return cls(seconds=None if minutes is None else 60 * minutes, steps=options.checkpoint_steps)
+        minutes, hours = options.checkpoint_minutes, options.mttf_hours
+        return cls(
+            seconds=None if minutes is None else 60 * minutes,
+            steps=options.checkpoint_steps,
+            mttf=None if hours is None else 3600 * hours,
+        )
 
     @property
     def is_set(self) -> bool:
@@ -46,10 +59,17 @@ class SaveClock:
         self._counts_from: float | None = None
         self._looked_at, self._looked_step = 0.0, step
         self._has_failed = False
+        self._said_seconds = 0.0
         self.next_look = step + 1
 
-    def is_due(self, step: int, now: float) -> bool:
-        """Return whether to save at this step, a look; set the next one. `now` is rank 0's time in seconds."""
+    def is_due(self, step: int, now: float, save_seconds: float | None = None) -> bool:
+        """Return whether to save at this step, a look; set the next one.
+
+        `now` is rank 0's time in seconds, `save_seconds` what its last save kept training waiting; None: unknown.
+        """
+        mttf = self._interval.mttf
+        if save_seconds is not None and mttf is not None:
+            self._interval = replace(self._interval, seconds=best_interval(save_seconds, mttf))
         every = self._interval.steps
         if self._counts_from is None:
             self._counts_from = now
@@ -58,6 +78,17 @@ class SaveClock:
         self._set_next(step, now, left)
         is_time = left is not None and left <= _CLOSE * (self._interval.seconds or 0.0)
         return is_time or (every is not None and step % every == 0)
+
+    def change(self, save_seconds: float | None) -> str | None:
+        """Return the interval that follows from the length of a save, where it is not about the one last said."""
+        seconds, mttf = self._interval.seconds, self._interval.mttf
+        if save_seconds is None or mttf is None or seconds is None:
+            return None
+        if abs(seconds - self._said_seconds) <= _WORTH_SAYING * self._said_seconds:
+            return None
+        self._said_seconds = seconds
+        often = f"checkpoints every {format_seconds(seconds)} lose least time"
+        return f"{often}: one takes {format_seconds(save_seconds)}, and a failure comes every {format_seconds(mttf)}"
 
     def saved(self) -> None:
         """Begin to count anew: a checkpoint was begun, by whomever."""

@@ -118,6 +118,8 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
         self._progress = _Progress()
         self._finite = FiniteWatch(self._progress, sees_gradients=False)
         self._saves_now = False
+        self._save_begun: float | None = None
+        self._save_seconds: float | None = None
         self._leaves: Request | None = None
 
     def loss_is(self, loss: Any) -> None:
@@ -148,8 +150,12 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
         if self._stopping.is_at(step):
             self._stop(step, control)
         elif self._interval.is_set and step >= self._clock.next_look and not control.should_save:
-            now = on_rank_zero(time.monotonic)
-            self._saves_now = control.should_save = self._clock.is_due(step, now)
+            now, save_seconds = on_rank_zero(lambda: (time.monotonic(), self._save_seconds))
+            self._saves_now = control.should_save = self._clock.is_due(step, now, save_seconds)
+            if (change := self._clock.change(save_seconds)) and self._environment.is_main:
+                notice(change)
+            # Trainer evaluates before it saves, which is no part of a save.
+            self._save_begun = time.monotonic() if self._saves_now and not control.should_evaluate else None
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -161,6 +167,8 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
         if self._environment.local_rank == 0:
             self._note(path, state.global_step)
         self._clock.saved()
+        if self._save_begun is not None:
+            self._save_seconds, self._save_begun = time.monotonic() - self._save_begun, None
         if self._leaves is not None:
             self._leave(self._leaves, f"stopped at step {state.global_step} and saved", path)
         if self._environment.is_main:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hardware_db.probe.cgroup import Limits
+from planner.cost.failures import best_interval
 from strategies.supervision import autosave, lineage
 from tests.strategies import supervised_bodies
 from tests.strategies.conftest import PoolOf
@@ -55,6 +56,12 @@ def test_a_trainer_resumes_in_the_middle_of_a_loader_that_keeps_no_place(pool_of
     whole, failed, resumed = trained("whole", None), trained("run", (2, 4)), trained("run", None)
     assert [found[0]["steps"] for found in (whole, failed, resumed)] == [15, 9, 15]
     assert all(torch.equal(whole[0][name], value) for name, value in resumed[0].items() if name != "steps")
+
+
+def test_ranks_save_as_often_as_is_best_for_what_the_first_ones_save_took(pool_of: PoolOf, tmp_path: Path) -> None:
+    (seconds, took), (other, _) = pool_of("ddp").run(supervised_bodies.saving_for_failures, DDP, str(tmp_path / "run"))
+    assert took is not None
+    assert seconds == other == pytest.approx(best_interval(took, 36_000.0))
 
 
 def test_the_newest_two_automatic_checkpoints_stay(pool_of: PoolOf, tmp_path: Path) -> None:

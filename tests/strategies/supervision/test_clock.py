@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from planner.cost.failures import best_interval
 from strategies.supervision.autosave_interval import Interval, SaveClock
 
 
@@ -36,6 +37,28 @@ def test_by_time_saves_come_within_a_twentieth_of_the_interval_or_a_step(step_se
     assert len(saves) >= 5
     assert all(600 * 0.95 - step_seconds <= gap <= 600 * 1.05 + 3 * step_seconds for gap in gaps)
     assert looks <= 0.03 * steps + 60
+
+
+@pytest.mark.parametrize(("save", "hours"), [(3.0, 1.0), (20.0, 4.0), (90.0, 0.5)])
+def test_saves_come_as_often_as_is_best_for_what_they_take_and_for_failures(save: float, hours: float) -> None:
+    interval = Interval(seconds=600.0, mttf=3600 * hours)
+    clock, now, begun, took, said = SaveClock(interval, step=0), 0.0, [], None, []
+    for step in range(1, 40_000):
+        now += 1.0
+        if step >= clock.next_look:
+            is_due = clock.is_due(step, now, took)
+            said += filter(None, [clock.change(took)])
+            if is_due:
+                begun.append(now)
+                now += save
+                took = save * (1.05 if len(begun) % 2 else 1.0)
+                clock.saved()
+    gaps = [later - earlier - save for earlier, later in itertools.pairwise(begun)]
+    assert begun[0] == pytest.approx(600, rel=0.05)
+    assert gaps[0] == pytest.approx(best_interval(save, 3600 * hours), rel=0.08)
+    assert max(gaps) <= 1.1 * gaps[0]
+    (line,) = said  # two saves that take about as long change nothing
+    assert line.startswith("checkpoints every ")
 
 
 def test_steps_that_become_slower_are_noticed() -> None:
