@@ -173,7 +173,8 @@ def test_torchtitan(tmp_path: Path) -> None:
 
 def test_replicas_of_torchtitan_beside_cp_are_hsdp(tmp_path: Path) -> None:
     degrees = "data_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 1\n"
-    text = f"[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nlocal_batch_size = 1\n[parallelism]\n{degrees}context_parallel_degree = "
+    model = "[model]\nname = 'llama3'\nflavor = '8B'\n"
+    text = f"{model}[training]\nlocal_batch_size = 1\n[parallelism]\n{degrees}context_parallel_degree = "
     holds(read(tmp_path, train_toml=text + "2\n"), strategy="hsdp", shard=2, cp=2)
     replicas = read(tmp_path, train_toml=text + "1\n")
     holds(replicas, strategy="ddp")
