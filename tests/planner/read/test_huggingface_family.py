@@ -227,6 +227,19 @@ def test_accelerate_beside_deepspeed(tmp_path: Path) -> None:
     assert "contradiction" in ids(read_files([train, accelerate]))
 
 
+def test_accelerates_replicas_beside_cp_need_shards(tmp_path: Path) -> None:
+    sizes = "".join(
+        f"  parallelism_config_{name}_size: {size}\n"
+        for name, size in {"dp_replicate": 2, "cp": 2, "dp_shard": 4}.items()
+    )
+    text = f"distributed_type: FSDP\nnum_processes: 16\nfsdp_config: {{fsdp_version: 2}}\nparallelism_config:\n{sizes}"
+    refused = read(tmp_path, accelerate_yaml=text.replace("dp_shard_size: 4", "dp_shard_size: 1"))
+    assert [item.id for item in refused.findings if item.severity == "error"] == ["replicas-without-shards"]
+    taken = read(tmp_path, accelerate_yaml=text)
+    assert taken.answers.items() >= {"strategy": "hsdp", "shard": 8, "cp": 2}.items()
+    assert not [item for item in taken.findings if item.severity == "error"]
+
+
 def test_recomputed_twice(tmp_path: Path) -> None:
     train, accelerate = write(
         tmp_path,
