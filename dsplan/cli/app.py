@@ -25,6 +25,7 @@ COMMANDS: dict[str, str] = {
     "recommend": "dsplan.cli.plans:recommend",
     "max": "dsplan.cli.plans:maximum",
     "simulate": "dsplan.cli.simulate:simulate",
+    "queue": "dsplan.cli.queue:queue",
     "explain": "dsplan.cli.plans:explain",
     "emit": "dsplan.cli.plans:emit",
     "check": "dsplan.cli.check:check",
@@ -58,6 +59,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "simulate": (
         "dsplan simulate --model llama-3.1-405b --gpus 16384 --gpu H100-SXM5-80GB",
         "dsplan simulate --model opt-66b --gpus 512 --gpu A100-SXM4-80GB --spares 2 --repair-hours 72 --elastic",
+    ),
+    "queue": (
+        "dsplan queue --model llama-3.1-8b --gpus 64 --gpu H100-SXM5-80GB --tokens 5B",
+        "dsplan queue --model opt-6.7b --gpus 16 --gpu A100-SXM4-80GB --tokens 1B --slurm-option=--partition=a100",
     ),
     "explain": ("dsplan explain plans/plan-1.yaml",),
     "emit": ("dsplan emit plans/plan-1.yaml --format accelerate --out configs",),

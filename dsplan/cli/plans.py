@@ -212,9 +212,9 @@ def emit(
         str,
         typer.Option(
             metavar="NAME",
-            help="deepspeed, accelerate, huggingface, torchrun, slurm, mpi, kubernetes, torchtitan, megatron,"
-            " megatron-bridge, nemo, nanotron, axolotl, llama-factory, ms-swift, trl, torchtune, verl, openrlhf or"
-            " nemo-rl.",
+            help="deepspeed, accelerate, huggingface, torchrun, slurm, mpi, kubernetes, skypilot, dstack,"
+            " torchtitan, megatron, megatron-bridge, nemo, nanotron, axolotl, llama-factory, ms-swift, trl, torchtune,"
+            " verl, openrlhf or nemo-rl.",
             show_default=False,
             autocompletion=among("planner.emit:FORMATS"),
         ),

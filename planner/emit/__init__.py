@@ -22,6 +22,8 @@ FORMATS: dict[str, str] = {
     "slurm": "planner.emit.launchers:slurm",
     "mpi": "planner.emit.launchers:mpi",
     "kubernetes": "planner.emit.launchers:kubernetes",
+    "skypilot": "planner.emit.launchers:skypilot",
+    "dstack": "planner.emit.launchers:dstack",
     "torchtitan": "planner.emit.torchtitan:emit",
     "megatron": "planner.emit.megatron:emit",
     "megatron-bridge": "planner.emit.megatron:emit_bridge",

@@ -172,7 +172,7 @@ def is_zero(plan: Plan) -> bool:
 
 
 _ATTENTION = {"flash": "flash_attention_2", "eager": "eager", "sdpa": "sdpa"}
-_LAUNCH_SCRIPTS = ("torchrun", "slurm", "mpi", "kubernetes")
+_LAUNCH_SCRIPTS = ("torchrun", "slurm", "mpi", "kubernetes", "skypilot", "dstack")
 _OPTIMIZERS = {
     "adamw": "torch.optim.AdamW",
     "adamw-fused": "torch.optim.AdamW(fused=True)",

@@ -15,7 +15,7 @@ from tests.planner.emit.plans import make_plan
 
 def test_formats_are_these() -> None:
     assert list(FORMATS) == [
-        *("deepspeed", "accelerate", "huggingface", "torchrun", "slurm", "mpi", "kubernetes"),
+        *("deepspeed", "accelerate", "huggingface", "torchrun", "slurm", "mpi", "kubernetes", "skypilot", "dstack"),
         *("torchtitan", "megatron", "megatron-bridge", "nemo", "nanotron"),
         *("axolotl", "llama-factory", "ms-swift", "trl", "torchtune", "verl", "openrlhf", "nemo-rl"),
     ]

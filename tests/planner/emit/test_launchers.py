@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,55 @@ def test_a_train_job_asks_for_the_plans_nodes_and_gpus(vendor: str, resource: st
     trainer = job["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
     assert trainer.get("resourcesPerNode") == (resource and {"limits": {resource: 8}})
+
+
+def test_tasks_for_clouds_ask_for_the_plans_nodes_and_gpus() -> None:
+    plan = make_plan("fsdp", gpus=16, nodes=2)
+    plan = replace(plan, cluster={**plan.cluster, "device": "H100-SXM5-80GB"})
+    sky, of_dstack = (yaml.safe_load(next(iter(emit(plan, name).values()))) for name in ("skypilot", "dstack"))
+    assert (sky["num_nodes"], sky["resources"]) == (2, {"accelerators": "H100:8"})
+    assert (of_dstack["nodes"], of_dstack["resources"]) == (2, {"gpu": "H100:80GB:8"})
+    on_cpu = make_plan("ddp", gpus=2, vendor="cpu")
+    for name in ("skypilot", "dstack"):
+        assert "resources" not in yaml.safe_load(next(iter(emit(on_cpu, name).values())))
+
+
+@pytest.mark.parametrize(
+    ("device", "sky", "of_dstack"),
+    [
+        ("A100-SXM4-80GB", "A100-80GB:8", "A100:80GB:8"),
+        ("A100-PCIE-40GB", "A100:8", "A100:40GB:8"),
+        ("V100-SXM2-32GB", "V100-32GB:8", "V100:32GB:8"),
+        ("RTX-4090", "RTX4090:8", "RTX4090:8"),
+        ("RTX-6000-Ada", "RTX6000-Ada:8", "RTX6000-Ada:8"),
+        ("L40S", "L40S:8", "L40S:8"),
+        ("H200-SXM5-141GB", "H200:8", "H200:141GB:8"),
+    ],
+)
+def test_clouds_call_a_gpu_by_their_own_name(device: str, sky: str, of_dstack: str) -> None:
+    plan = make_plan("fsdp", gpus=8)
+    plan = replace(plan, cluster={**plan.cluster, "device": device})
+    assert f"accelerators: {sky}\n" in emit(plan, "skypilot")["task.yaml"]
+    assert f"gpu: {of_dstack}\n" in emit(plan, "dstack")["train.dstack.yml"]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("name", ["skypilot", "dstack"])
+def test_a_cloud_task_starts_torchrun_on_every_node(name: str, nodes: int, tmp_path: Path) -> None:
+    task = yaml.safe_load(next(iter(emit(make_plan("fsdp", gpus=8 * nodes, nodes=nodes), name).values())))
+    script = task["run"] if name == "skypilot" else task["commands"][-1]
+    fake = tmp_path / "torchrun"
+    fake.write_text('#!/bin/sh\necho "$@"\n')
+    fake.chmod(0o755)
+    given = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SCRIPT": "train.py --lr 1e-4",
+        "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.9",
+        "SKYPILOT_TASK_ID": "sky-1",
+        "DSTACK_MASTER_NODE_IP": "10.0.0.7",
+        "DSTACK_RUN_NAME": "dsplan",
+    }
+    started = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, env=given, check=True).stdout
+    assert f"--nnodes={nodes} --nproc-per-node=8" in started
+    assert started.endswith(" train.py --lr 1e-4\n")
+    assert ("--rdzv-endpoint=10.0.0.7:29500" in started) is (nodes > 1)
