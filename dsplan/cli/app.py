@@ -76,7 +76,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dsplan report --model opt-6.7b --gpus 8 --gpu A100-SXM4-80GB --out report.html",
         "dsplan report runs/2026-11-23 runs/2026-11-24 --out runs.html",
     ),
-    "ui": ("dsplan ui", "dsplan ui --port 8080"),
+    "ui": ("dsplan ui", "dsplan ui --port 8080", "dsplan ui --runs runs"),
     "mcp": ("dsplan mcp", "dsplan mcp --seconds 60"),
     "run": (
         "dsplan run train.py --epochs 3",
@@ -87,7 +87,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dsplan run -- accelerate launch --mixed_precision bf16 train.py --epochs 3",
     ),
     "track": ("dsplan track runs/2026-11-23 --to wandb,mlflow",),
-    "watch": ("dsplan watch runs/2026-11-23", "dsplan watch runs/2026-11-23 --once --json"),
+    "watch": ("dsplan watch runs/2026-11-23", "dsplan watch runs/2026-11-23 --once --json", "dsplan watch --runs runs"),
     "bench": ("dsplan bench --minutes 5",),
     "db": ("dsplan db list", "dsplan db calibrate"),
     "db list": ("dsplan db list", "dsplan db list --model opt-6.7b --strategy fsdp --limit 5"),

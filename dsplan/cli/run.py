@@ -23,6 +23,7 @@ from strategies.supervision.autosave_interval import CHECKPOINT_MINUTES
 from strategies.supervision.hang_detection import HANG_SECONDS
 
 if TYPE_CHECKING:
+    from dsplan.diagnostics.metrics_endpoint import RunCollector
     from strategies.launch.prepare import RunRequest
     from strategies.launch.report import RunReport
 
@@ -186,6 +187,14 @@ class SupervisionFlags:
             help="Leave a Chrome trace and a memory snapshot of these steps in the run directory, for every rank.",
         ),
     ] = None
+    metrics_port: Annotated[
+        int | None,
+        number(limits.PORTS, "Serve Prometheus metrics of the run at this port; from beside the ranks.", "PORT"),
+    ] = None
+    metrics_host: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Address of the metrics; by default only this machine reaches them."),
+    ] = None
 
 
 run = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -211,6 +220,15 @@ def run_script(
     json: JsonFlag = False,
 ) -> None:
     """Train with SCRIPT under a plan: the one given, or one made from the script's own model and this machine."""
+    from dsplan.diagnostics.metrics_endpoint import serve_metrics
+
+    with serve_metrics(supervision.metrics_port, supervision.metrics_host) as metrics:
+        exit_code = _run(_request(script, arguments, planning, placement, supervision), metrics, json=json)
+    raise typer.Exit(exit_code)
+
+
+def _run(request: RunRequest, metrics: RunCollector, *, json: bool) -> int:
+    """Run a request to its end, print its last page, and return the exit status."""
     from dsplan.diagnostics.recorded_runs import record_attempt, record_run
     from dsplan.diagnostics.tracking.feed import Tracking
     from dsplan.render.run_report import report_blocks, report_to_dict
@@ -219,7 +237,8 @@ def run_script(
     from strategies.launch.prepare import prepare
     from strategies.launch.supervisor import Supervisor
 
-    launch = prepare(*_understood(_request(script, arguments, planning, placement, supervision)))
+    launch = prepare(*_understood(request))
+    metrics.follow(launch.spec.directory)
     for sentence in filter(None, (*launch.notices, _warn_of_strays(launch.script, launch.spec.arguments))):
         notice(sentence)
     tracking = Tracking(launch.spec.directory, launch.spec.trackers)
@@ -240,7 +259,7 @@ def run_script(
     if report.outcome.reason:
         where = f"rank {report.outcome.rank}: " if report.outcome.rank is not None else ""
         notice(f"{where}{report.outcome.reason}; log: {report.outcome.log}")
-    raise typer.Exit(report.outcome.exit_code)
+    return report.outcome.exit_code
 
 
 def _keep_page(report: RunReport, stored: str) -> None:

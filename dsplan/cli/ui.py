@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,6 +24,12 @@ def ui(
         int | None, number(limits.PROCESSES, "Processes that answer; one for every core, at most 4, if left open.")
     ] = None,
     seconds: Annotated[float, number(limits.ANSWER_SECONDS, "The longest that one answer may take.", "SECONDS")] = 20.0,
+    runs: Annotated[
+        Path | None,
+        typer.Option(
+            "--runs", metavar="DIR", help="Also serve the runs below this directory, as watch --runs lists them."
+        ),
+    ] = None,
 ) -> None:
     """Plans, their figures and configs on a page in the browser. Only this machine reaches it unless --host says more.
 
@@ -30,7 +37,7 @@ def ui(
     """
     from dsplan.ui.server import ServerOptions, serve
 
-    serve(ServerOptions(host=host, port=port, share=share, workers=workers, seconds=seconds))
+    serve(ServerOptions(host=host, port=port, share=share, workers=workers, seconds=seconds, runs=runs))
 
 
 def mcp(

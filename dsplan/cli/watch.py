@@ -1,4 +1,4 @@
-"""`dsplan watch` and `dsplan track`: a run while it goes, or when it is over, from another terminal."""
+"""`dsplan watch` and `dsplan track`: runs while they go, or when they are over, from another terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,19 @@ from planner import limits
 
 
 def watch(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run directory of `dsplan run`.")],
+    directory: Annotated[Path | None, typer.Argument(metavar="DIR", help="The run directory of `dsplan run`.")] = None,
+    runs: Annotated[
+        Path | None,
+        typer.Option(
+            "--runs", metavar="DIR", help="List all runs below this directory instead, and their cost so far."
+        ),
+    ] = None,
+    price: Annotated[
+        float | None,
+        number(
+            limits.USD_PER_HOUR, "With --runs: what one GPU costs per hour, by default its node type's price.", "USD"
+        ),
+    ] = None,
     steps: Annotated[
         int | None,
         number(limits.STEPS, "Steps it shall have, where the script was not told by --steps or --max-steps."),
@@ -22,7 +34,49 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Show the run as it is now, and end.")] = False,
     json: JsonFlag = False,
 ) -> None:
-    """Ranks, loss, speed, memory, GPU use and alerts of a run that goes on. Ends with the run; reads files only."""
+    """Ranks, loss, speed, memory, GPU use and alerts of a run that goes on; with --runs, a line for each of many runs.
+
+    A run's page ends with the run. Files alone are read.
+    """
+    if runs is not None:
+        _check_many(directory, steps)
+        _watch_many(runs, price, every, once=once, json=json)
+        return
+    from planner.errors import ContradictoryRequest
+
+    if directory is None:
+        raise ContradictoryRequest("no run is named; give a run directory, or --runs with the directory of many")
+    if price is not None:
+        raise ContradictoryRequest("--price is for the cost of many runs; add --runs DIR or leave it out")
+    _watch_one(directory, steps, every, once=once, json=json)
+
+
+def _check_many(directory: Path | None, steps: int | None) -> None:
+    from planner.errors import ContradictoryRequest
+
+    if directory is not None:
+        raise ContradictoryRequest(f"{directory} is one run and --runs names many; leave one out")
+    if steps is not None:
+        raise ContradictoryRequest("--steps says how many steps one run shall have; leave it or --runs out")
+
+
+def _watch_many(parent: Path, price: float | None, every: float, *, once: bool, json: bool) -> None:
+    from dsplan.render.runs_view import runs_blocks, runs_to_dict
+    from dsplan.render.show import can_redraw, show, show_json
+    from strategies.launch.run_status import RunsFollower
+
+    follower = RunsFollower(parent)
+    if json:
+        show_json(runs_to_dict(follower.look(), price))
+    elif once or not can_redraw(sys.stdout):
+        show(runs_blocks(follower.look(), price))
+    else:
+        from dsplan.render.live_frames import follow_runs
+
+        follow_runs(follower.look, every, price)
+
+
+def _watch_one(directory: Path, steps: int | None, every: float, *, once: bool, json: bool) -> None:
     from dsplan.render.show import can_redraw, room, show, show_json
     from dsplan.render.watch_view import RunWatch, frame_blocks, frame_of, frame_to_dict
 

@@ -1,4 +1,4 @@
-"""A run's frames drawn over each other on a terminal."""
+"""Frames of a run, or of many runs, drawn over each other on a terminal."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
+from typing import Generic, TypeVar
 
 from rich.console import Console, Group
 from rich.live import Live
 
-from dsplan.render.show import print_blocks, renderables, takes_blocks, terminal
+from dsplan.render.runs_view import runs_blocks
+from dsplan.render.show import Block, print_blocks, renderables, takes_blocks, terminal
 from dsplan.render.watch_view import DETAILS, Detail, Frame, frame_blocks
+from strategies.launch.run_status import RunStatus
+
+Seen = TypeVar("Seen")
 
 _GLANCE_SECONDS = 0.1
 """Between two looks at the size of the terminal."""
@@ -24,30 +30,64 @@ _SHARE = 0.2
 """Of the time, at most, for looking at a run: it is its machine that looks."""
 
 
-def follow(look: Callable[[], Frame], seconds: float) -> None:
-    """Look again every so many seconds until the run ends, on a screen of its own.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View(Generic[Seen]):
+    """Something that is looked at again and again, and how it is drawn."""
 
-    The last frame stays behind, whole, also where the page is interrupted or ended.
+    look: Callable[[], Seen]
+    page: Callable[[Seen, Console], Group]
+    """As much of it as there is room for."""
+    whole: Callable[[Seen, Console], Sequence[Block]]
+    """All of it, which stays behind at the end."""
+    continues: Callable[[Seen], bool]
+
+
+def follow(look: Callable[[], Frame], seconds: float) -> None:
+    """Draw a run every so many seconds until it ends."""
+
+    def whole(frame: Frame, console: Console) -> Sequence[Block]:
+        return frame_blocks(frame, console.width, unicode=takes_blocks(console))
+
+    draw(View(look=look, page=page, whole=whole, continues=lambda frame: frame.run.is_running), seconds)
+
+
+def follow_runs(look: Callable[[], Sequence[RunStatus]], seconds: float, price: float | None) -> None:
+    """Draw many runs every so many seconds until the page is interrupted."""
+    draw(
+        View(
+            look=look,
+            page=lambda runs, console: runs_page(runs, console, price),
+            whole=lambda runs, console: runs_blocks(runs, price),
+            continues=lambda runs: True,
+        ),
+        seconds,
+    )
+
+
+def draw(view: View[Seen], seconds: float) -> None:
+    """Look again every so many seconds while there is something to see, on a screen of its own.
+
+    What was seen last stays behind, whole, also where the page is interrupted or ended.
     """
     console = terminal()
-    frame = look()
+    seen = view.look()
     ended = signal.signal(signal.SIGTERM, _end)
     stopped = signal.getsignal(signal.SIGTSTP)
     try:
-        if frame.run.is_running:
+        if view.continues(seen):
             with Live(console=console, auto_refresh=False, screen=True) as live:
                 signal.signal(signal.SIGTSTP, lambda *_: _pause(live))
-                while frame.run.is_running:
+                while view.continues(seen):
                     began = time.monotonic()
-                    live.update(page(frame, console), refresh=True)
-                    _wait(live, frame, began + seconds)
+                    live.update(view.page(seen, console), refresh=True)
+                    _wait(live, partial(view.page, seen), began + seconds)
                     began = time.monotonic()
-                    frame = look()
+                    seen = view.look()
                     seconds = max(seconds, (time.monotonic() - began) / _SHARE)
     finally:
         signal.signal(signal.SIGTERM, ended)
         signal.signal(signal.SIGTSTP, stopped)
-        print_blocks(frame_blocks(frame, console.width, unicode=takes_blocks(console)))
+        print_blocks(view.whole(seen, console))
 
 
 def _end(number: int, _: FrameType | None) -> None:
@@ -67,13 +107,13 @@ def stop_process() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _wait(live: Live, frame: Frame, until: float) -> None:
+def _wait(live: Live, drawn: Callable[[Console], Group], until: float) -> None:
     """Draw again at once where the terminal changes its size."""
     size = live.console.size
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(left, _GLANCE_SECONDS))
         if size != (size := live.console.size):
-            live.update(page(frame, live.console), refresh=True)
+            live.update(drawn(live.console), refresh=True)
 
 
 def page(frame: Frame, console: Console) -> Group:
@@ -96,3 +136,14 @@ def page(frame: Frame, console: Console) -> Group:
             return drawn(replace(detail, ranks=_SOME_RANKS + left))
     lowest = DETAILS[-1]
     return drawn(replace(lowest, ranks=max(0, 1 + spare(replace(lowest, ranks=1)))))
+
+
+def runs_page(runs: Sequence[RunStatus], console: Console, price: float | None) -> Group:
+    """As many of the runs as there is room for, those first that go on."""
+    most = min(len(runs), console.height)
+    while True:
+        drawn = Group(*renderables(runs_blocks(runs, price, most=most), console, names_left_out=False))
+        over = len(console.render_lines(drawn, pad=False)) - console.height
+        if over <= 0 or not most:
+            return drawn
+        most = max(0, most - max(1, over // 3))  # a run's line may be folded, and have a reason below the table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +21,10 @@ from hardware_db.records import dataclass
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan import Plan
 from strategies.launch.report import metrics_of
+from strategies.launch.run_status import requested_steps
 from strategies.run_directory.files import heartbeat_path, profiles_in
 from strategies.telemetry.metrics import Row
 
-_STEPS_FLAG = re.compile(r"--(?:max[-_]|train[-_]|num[-_]|total[-_])?(?:steps|iters)(?:=(\d+))?")
 _RECENT = 20
 _ROOM_FOR_SPANS = 60
 
@@ -121,18 +120,9 @@ def _frame(directory: Path, steps: int | None, metrics: Sequence[Sequence[Row]])
         ranks=tuple(
             _rank_now(directory, rank, metrics[rank] if rank < len(metrics) else (), now) for rank in range(ranks)
         ),
-        steps=steps or _requested_steps(run.report.spec.arguments),
+        steps=steps or requested_steps(run.report.spec.arguments),
         time=now,
     )
-
-
-def _requested_steps(arguments: Sequence[str]) -> int | None:
-    """Return what the script was told by a flag such as `--max-steps`."""
-    for flag, following in zip(arguments, [*arguments[1:], ""], strict=False):
-        if match := _STEPS_FLAG.fullmatch(flag):
-            given = match[1] or following
-            return int(given) if given.isdecimal() and int(given) else None
-    return None
 
 
 def _rank_now(directory: Path, rank: int, rows: Sequence[Row], now: float) -> RankNow:

@@ -65,7 +65,7 @@ def page_html(page: Page) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_policy(library, own)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<meta name="referrer" content="no-referrer">\n'
-        f"<title>{title}</title>\n<style>{(_HERE / 'page.css').read_text(encoding='utf-8')}</style>\n</head>\n<body>\n"
+        f"<title>{title}</title>\n<style>{style()}</style>\n</head>\n<body>\n"
         '<a class="skip" href="#content">Skip to the content</a>\n'
         f"<header><h1>{title}</h1><p>{plain(page.about)}</p></header>\n"
         f'<nav aria-label="Parts of this page"><ul>{links}</ul></nav>\n'
@@ -74,6 +74,11 @@ def page_html(page: Page) -> str:
         f'<script type="application/json" id="data">{data}</script>\n'
         f"<script>{library}</script>\n<script>{own}</script>\n</body>\n</html>\n"
     )
+
+
+def style() -> str:
+    """Return the looks of the page, for others that stand beside it."""
+    return (_HERE / "page.css").read_text(encoding="utf-8")
 
 
 def _section(section: Section) -> str:

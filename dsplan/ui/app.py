@@ -30,6 +30,7 @@ from dsplan.ui.address import (
 )
 from dsplan.ui.answers import OF_PLANS, Answer, Task
 from dsplan.ui.gate import Gate
+from dsplan.ui.runs import RunsPage
 from dsplan.ui.workers import Answers
 from hardware_db.errors import DsplanError
 from hardware_db.handed_in import quote
@@ -48,11 +49,15 @@ _HINTS: Mapping[str, str] = {
 _UNSAID = "by default"
 
 
-def application(answers: Answers) -> fastapi.FastAPI:
-    """Return the server's application: the page at `/`, the files of a plan at `/files`, a report at `/report`."""
+def application(answers: Answers, runs: RunsPage | None = None) -> fastapi.FastAPI:
+    """Return the server's application: the page at `/`, the files of a plan at `/files`, a report at `/report`.
+
+    The table of a team's runs is at `/runs`, where there is one.
+    """
     server = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     server.add_api_route("/files", _files_route(answers), methods=["GET"])
     server.add_api_route("/report", _report_route(answers), methods=["GET"])
+    server.add_api_route("/runs", _runs_route(runs), methods=["GET"])
     gr.mount_gradio_app(
         server,
         page(answers),
@@ -396,6 +401,16 @@ def _report_route(answers: Answers) -> Any:
         return fastapi.Response(text, media_type="text/html; charset=utf-8", headers=named)
 
     return report
+
+
+def _runs_route(runs: RunsPage | None) -> Any:
+    def listed() -> fastapi.Response:
+        """Return the table of runs as a page; nobody is told of one that is not there."""
+        if runs is None:
+            return fastapi.responses.PlainTextResponse("not found", status_code=404)
+        return fastapi.responses.HTMLResponse(runs.html())
+
+    return listed
 
 
 def _ask_or_raise(answers: Answers, query: str, kind: str) -> Answer:

@@ -8,7 +8,7 @@ from typing import Any
 MOST_BODY_BYTES = 4 * 2**20
 """Of a request. A megabyte of text in a field gets through, to be refused in a line that people see."""
 OPEN = re.compile(
-    r"/(files|report|config|theme\.css|favicon\.ico|manifest\.json|robots\.txt|(assets|static)/.*)?"
+    r"/(files|report|runs|config|theme\.css|favicon\.ico|manifest\.json|robots\.txt|(assets|static)/.*)?"
     r"|/gradio_api/(info|app_id|startup-events|queue/(join|data)|heartbeat/\w+|cancel|reset)/?"
 )
 """Addresses that the page itself asks for. Gradio's others read, write and pass on files, and are not needed."""

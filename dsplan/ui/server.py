@@ -7,11 +7,13 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
 from hardware_db.probe.cgroup import usable_cores
 from hardware_db.records import dataclass
+from strategies.launch.run_status import run_directories
 
 LOCAL = "127.0.0.1"
 PORT = 7860
@@ -35,14 +37,18 @@ class ServerOptions:
     """Processes that answer; None means one for every core, and at most four."""
     seconds: float = 20.0
     """The longest that one answer may take."""
+    runs: Path | None = None
+    """The folder whose runs stand on a page of their own; None: there is none."""
 
 
 def serve(options: ServerOptions) -> None:
     """Serve the page until the process is interrupted.
 
     Raises:
-        DsplanError: Gradio is not installed, or the address cannot be had.
+        DsplanError: Gradio is not installed, the address cannot be had, or the folder of runs is none.
     """
+    if options.runs is not None:
+        run_directories(options.runs)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     with _open_listener(options) as listener:  # before Gradio is imported, which takes seconds
         _serve(options, listener)
@@ -53,17 +59,21 @@ def _serve(options: ServerOptions, listener: socket.socket) -> None:
         import uvicorn
 
         from dsplan.ui.app import application
+        from dsplan.ui.runs import RunsPage
         from dsplan.ui.workers import Remembered, Workers
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in ("dsplan", "planner", "hardware_db"):
             raise
         raise DsplanError(f"dsplan ui cannot serve a page here ({error}); pip install 'dsplan[ui]'") from None
+    runs = None if options.runs is None else RunsPage(options.runs)
     with Workers(options.workers or _usual_workers(), seconds=options.seconds) as workers:
         port = listener.getsockname()[1]
         config = uvicorn.Config(
-            application(Remembered(workers)), log_level="warning", timeout_graceful_shutdown=_END_SECONDS
+            application(Remembered(workers), runs), log_level="warning", timeout_graceful_shutdown=_END_SECONDS
         )
         notice(f"the page is at http://{_readable(options.host)}:{port} (Ctrl+C ends it)", stream="stdout")
+        if runs is not None:
+            notice(f"the runs are at http://{_readable(options.host)}:{port}/runs", stream="stdout")
         if options.share:
             notice(f"and for everybody at {_public_address(port)}, through Gradio's servers", stream="stdout")
         uvicorn.Server(config).run(sockets=[listener])

@@ -85,10 +85,15 @@ def group(name: str) -> str:
 
 def parse_row(line: str) -> dict[str, Any] | None:
     """Read a metrics line; None for one cut short by the end of its process."""
+    import msgspec
+
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        return None
+        row = msgspec.json.decode(line)  # a quarter of the time of json, which takes NaN and Infinity too
+    except msgspec.DecodeError:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            return None
     return row if isinstance(row, dict) else None
 
 

@@ -42,6 +42,7 @@ from planner.calibration.learn import refresh
 from planner.search.search import recommend
 from tests.dsplan.browser import NARROW, WIDE, CheckedPage, OpenPage
 from tests.dsplan.report.test_runs import run_directory
+from tests.dsplan.run_directories import completed_run
 from tests.dsplan.test_ui import AXOLOTL, LLAMA
 from tests.planner.calibration.runs import HERE, User
 
@@ -187,13 +188,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     place = tmp_path_factory.mktemp("ui")
     (place / "sitecustomize.py").write_text(_LISTENER.format(log=str(place / "reached")))
     (place / "reached").touch()
+    completed_run(place / "runs" / "<b>ann", at=0.0, seconds=100.0, count=50)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     paths = os.pathsep.join([str(place), str(ROOT), os.environ.get("PYTHONPATH", "")])
     with (place / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dsplan", "ui", "--port", str(port), "--workers", "2"],
+            [sys.executable, "-m", "dsplan", "ui", "--port", str(port), "--workers", "2", "--runs", "runs"],
             env={**os.environ, "PYTHONPATH": paths, "DSPLAN_HOME": str(place / "home"), "TMPDIR": str(place)},
             stdout=log,
             stderr=log,
@@ -226,6 +228,18 @@ def shown(checked: CheckedPage) -> CheckedPage:
     """The page once its first answer is there."""
     expect(checked.page.locator("#plans :is(table, [role=alert])").first).to_be_visible()
     return checked
+
+
+def test_runs_have_a_page_of_their_own(server: Server, open_page: OpenPage) -> None:
+    checked = open_page(f"{server.url}runs")
+    assert checked.page.title() == "dsplan runs"
+    cells = checked.page.locator("tbody td").all_inner_texts()
+    assert cells[:4] == ["<b>ann", "ended", "50", "2.5000"]
+    assert not checked.violations()
+    completed_run(server.reached.parent / "runs" / "bob", at=9.0, seconds=100.0, count=7)
+    expect(checked.page.get_by_text("2 runs: 2 ended")).to_be_visible(timeout=30_000)
+    assert not checked.complaints
+    assert not checked.outside
 
 
 PARTS = ("Hardware", "Work", "Goal", "Another model")
