@@ -46,6 +46,18 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 """Flags of `recommend` that the page has, by the part of the page. `--cluster` and `--out` name files of the server,
 and `--model-size` is what the page takes for a model too."""
 
+_LABELS: Mapping[str, str] = {
+    "model": "Model", "gpus": "GPUs in total", "gpu": "GPU", "seq_len": "Sequence length",
+    "global_batch": "Global batch", "method": "Method", "nodes": "Nodes", "node_type": "Node type",
+    "interconnect": "Link between nodes",
+    "max_memory_gb": "GPU memory limit in GB", "host_memory_gb": "Host memory in GB", "lora_rank": "LoRA rank",
+    "lora_targets": "LoRA targets", "load_dtype": "Weights loaded as", "fp8_recipe": "FP8 recipe",
+    "source_len": "Encoder tokens", "eval_batch": "Evaluation batch", "eval_keep": "Evaluation logits kept",
+    "ema": "Average of the weights", "price": "Price of a GPU-hour in USD", "tokens": "Tokens of the training",
+    "compile": "torch.compile", "fastest": "By predicted figures alone", "all_plans": "Plans of other trainers too",
+}  # fmt: skip
+"""Of fields that are not called as their flag is."""
+
 START: Mapping[str, str] = {"model": "llama-3-8b", "gpus": "8", "gpu": "H100-SXM5-80GB"}
 """What an address that is silent about the model, or about the hardware, asks for."""
 
@@ -85,6 +97,11 @@ class Field:
         """The name of the command line's flag, without its dashes."""
         return self.name.replace("_", "-")
 
+    @property
+    def label(self) -> str:
+        """The name of the field on the page."""
+        return _LABELS.get(self.name, self.flag.replace("-", " ").capitalize())
+
     def read(self, text: str) -> Value:
         """Return the value that a person wrote; empty is the default.
 
@@ -95,9 +112,9 @@ class Field:
         if not written:
             return self.default
         if len(written) > MOST_LETTERS:
-            raise DsplanError(f"{self.flag} is {quote(written)}; write at most {MOST_LETTERS} characters")
+            raise DsplanError(f"--{self.flag} is {quote(written)}; write at most {MOST_LETTERS} characters")
         if not written.isprintable():
-            raise DsplanError(f"{self.flag} is {quote(written)}; write it in letters that can be seen")
+            raise DsplanError(f"--{self.flag} is {quote(written)}; write it in letters that can be seen")
         return self._parse_typed(written)
 
     def _parse_typed(self, written: str) -> Value:
@@ -109,12 +126,12 @@ class Field:
             return self._parse_choice(written, self.choices)
         limit = limits.Limit(least=self.least, most=self.most, fraction=self.kind == "fraction")
         value = self._number(written)
-        limit.check(self.flag, written if value is None else value)
+        limit.check(f"--{self.flag}", written if value is None else value)
         return value
 
     def _parse_choice(self, written: str, choices: tuple[str, ...]) -> str:
         if written not in choices:
-            raise DsplanError(f"{self.flag} is {quote(written)}; give one of {', '.join(choices)}")
+            raise DsplanError(f"--{self.flag} is {quote(written)}; give one of {', '.join(choices)}")
         return written
 
     def _number(self, written: str) -> int | float | None:
@@ -168,6 +185,22 @@ def _field(name: str, hint: Any, default: Any) -> Field:
         most=option.max or 0,
         suffixes=option.metavar == WITH_SUFFIX,
     )
+
+
+_TAG_OR_FLAG = re.compile(r"<(code|pre)\b.*?</\1>|<[^>]*>|(?<![\w-])--([a-z][a-z0-9-]*)", re.DOTALL)
+
+
+def with_labels(html: str) -> str:
+    """Return HTML, or escaped text, that speaks of the page's fields by their labels and not by their flags.
+
+    Flags that the page has no field for, and what stands in `code` and `pre`, which is for a terminal, stay.
+    """
+    labels = {field.flag: field.label for field in page_fields().values()}
+
+    def say(match: re.Match[str]) -> str:
+        return f"“{labels[match[2]]}”" if match[2] in labels else match[0]
+
+    return _TAG_OR_FLAG.sub(say, html)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from dsplan.render.answer_html import answer_html, rejected_html
 from dsplan.render.html import blocks_html
 from dsplan.render.plan_view import dims_text, figure_blocks
 from dsplan.report import plans as pictures
-from dsplan.ui.address import MOST_FILES, page_fields, read_address, write
+from dsplan.ui.address import MOST_FILES, page_fields, read_address, with_labels, write
 from hardware_db.errors import DsplanError
 from hardware_db.handed_in import parse_json
 from hardware_db.records import dataclass
@@ -53,12 +53,17 @@ Answer = Mapping[str, Any]
 """JSON. `error` is a line for the person who asked, and then all there is."""
 
 
+_HTML = ("html", "rejected", "plan")
+"""Parts of an answer that the page shows as they are."""
+
+
 def answer(task: Task) -> Answer:
     """Return what the page shows for a task."""
     try:
-        return KINDS[task.kind](task)
+        given = KINDS[task.kind](task)
     except DsplanError as error:
         return {"error": str(error)}
+    return {**given, **{name: with_labels(given[name]) for name in _HTML if name in given}}
 
 
 def plans(task: Task) -> Answer:

@@ -40,16 +40,6 @@ _HERE = Path(__file__).parent
 _AT_ONCE = 32
 """Answers that the page waits for at once; others wait in line."""
 _MOST_WAITING = 200
-_LABELS: Mapping[str, str] = {
-    "model": "Model", "gpus": "GPUs in total", "gpu": "GPU", "seq_len": "Sequence length",
-    "global_batch": "Global batch", "method": "Method", "nodes": "Nodes", "node_type": "Node type",
-    "interconnect": "Link between nodes",
-    "max_memory_gb": "GPU memory limit in GB", "host_memory_gb": "Host memory in GB", "lora_rank": "LoRA rank",
-    "lora_targets": "LoRA targets", "load_dtype": "Weights loaded as", "fp8_recipe": "FP8 recipe",
-    "source_len": "Encoder tokens", "eval_batch": "Evaluation batch", "eval_keep": "Evaluation logits kept",
-    "ema": "Average of the weights", "price": "Price of a GPU-hour in USD", "tokens": "Tokens of the training",
-    "compile": "torch.compile", "fastest": "By predicted figures alone", "all_plans": "Plans of other trainers too",
-}  # fmt: skip
 _HINTS: Mapping[str, str] = {
     "model": "Name, Hub id, or a size such as 7B.", "gpus": "Over all nodes.", "gpu": "Or a node type, under Hardware.",
     "node_type": "What a node is: GPUs, links, host.", "interconnect": "4xNAME for four in a node.",
@@ -150,9 +140,8 @@ def _question_fields() -> tuple[dict[str, Any], Any]:
 
 def _component(field: Field) -> Any:
     """Return the input of a field; its hint ends with the flag that it stands for."""
-    label = _LABELS.get(field.name, field.flag.replace("-", " ").capitalize())
     info = f"{_HINTS.get(field.name, field.help)} `--{field.flag}`"
-    named = {"label": label, "info": info, "elem_id": f"field-{field.flag}"}
+    named = {"label": field.label, "info": info, "elem_id": f"field-{field.flag}"}
     if field.kind == "switch":
         return gr.Checkbox(value=False, **named)
     if field.kind == "choice":

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from dsplan.render.html import plain
 from dsplan.report import plans as pictures
-from dsplan.ui.address import MOST_FILES
+from dsplan.ui.address import MOST_FILES, with_labels
 from hardware_db.records import dataclass
 
 
@@ -88,7 +88,7 @@ def command_html(address: str, command: str) -> str:
 
 def failure_html(error: str) -> str:
     """Return why there is no answer, where screen readers say it at once."""
-    return f'<p class="style-bad" role="alert">{plain(error)}</p>'
+    return f'<p class="style-bad" role="alert">{with_labels(plain(error))}</p>'
 
 
 def unknown_html(names: Sequence[str]) -> str:

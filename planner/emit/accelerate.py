@@ -89,6 +89,9 @@ def _refuse_what_accelerate_lacks(plan: Plan, options: EmitOptions) -> None:
         # accelerate 1.15, ParallelismConfig: FSDP shards over dp_shard x cp, which then has no ranks.
         reason = f"with tp {configuration.tp} over all its ranks"
         raise refuse(plan, _FORM, reason, "accelerate's FSDP needs ranks to shard over; plan with a smaller --tp")
+    if sharded and configuration.dp_replicate > 1 and configuration.dp_shard == 1:
+        # accelerate 1.15, ParallelismConfig: replicas without shards are DDP, which it combines with neither tp nor cp.
+        raise refuse(plan, _FORM, "with dp_shard 1", "plan fsdp, or hsdp with two shards or more; alone it is ddp")
     if sharded:
         require_whole_offload(plan, _FORM)
     elif not is_zero(plan) and configuration.offload != "none":

@@ -152,6 +152,9 @@ def _find_lack_of_toml(plan: Plan, flavor: _Flavor) -> str | None:
     recipe, configuration = _recipe(plan), plan.configuration
     if not flavor.in_release:
         return f"{flavor.module} {flavor.name}"
+    if configuration.strategy == "hsdp" and configuration.dp_shard * configuration.cp == 1:
+        # parallelize_llama: neither dp_shard nor cp makes it DDP, which it does not combine with tp or pp.
+        return "hsdp over one shard"
     return recipe if recipe not in ("", "tensorwise", "rowwise", "mxfp8") or configuration.precision == "fp4" else None
 
 

@@ -26,6 +26,9 @@ _GAPS: Mapping[str, str] = {
     "model.num_hidden_layers": "the model is counted with all its layers",
     "freeze_config": "of models that see, the language model is counted",
     "distributed.pipeline": "stages are counted as equal",
+    "distributed.enable_async_tensor_parallel": "exchanges of tensor parallelism are counted as exposed",
+    "distributed.enable_fsdp2_prefetch": "prefetching is counted as torch's own",
+    "peft.moe_rank_scaling": "adapters of experts are counted at their full rank",
     "distributed.moe": "experts are counted as FSDP2's of their ranks",
     "distributed.mp_policy": "reductions are counted in fp32",
     "distributed.defer_fsdp_grad_sync": "gradients are counted as reduced in every micro-batch",
@@ -43,7 +46,8 @@ _PLAIN = re.compile(
     |clip_grad_norm|tokenizer|skypilot|slurm|processor|logger|tool_call.*|prewarm|neftune|kd_ratio|separate_meshes|max_grad_norm|logging
     |step_scheduler\.(?!global_batch|local_batch|max_steps).*|optimizer\.(?!_target_).*|loss_fn\.(?!_target_).*|packed_sequence\.(packing|max_packs|split).*
     |distributed\.(strategy|sequence_parallel|use_hf.*|dp_size|dp_replicate_size|activation_checkpointing.*|.*reshard.*|patch.*|backend|timeout.*)
-    |model\.(_target_|trust_remote_code|cache_dir|revision|torch_dtype|output_hidden.*|use_cache|is_meta.*|use_liger.*|tie_.*|dtype|pad_token.*)
+    |model\.(_target_|trust_remote_code|cache_dir|revision|torch_dtype|output_hidden.*|use_cache|is_meta.*|use_liger.*|tie_.*|dtype|pad_token.*
+        |use_sdpa_patching|force_hf|mtp_loss_scaling_factor)
     |peft\.(_target_|alpha|dropout.*|use_triton|lora_A.*|exclude_modules|lora_dtype|use_memory.*)|compile\..*|quantization\..*)(\..*)?$""",
     re.VERBOSE,
 )
@@ -159,7 +163,17 @@ def _read_sharding(book: Notebook) -> None:
         book.answer("sequence_parallel", True, f"{section}sequence_parallel")
     for key in (f"{section}activation_checkpointing", "model.activation_checkpointing"):
         if key in book:
-            book.answer("checkpointing", "full" if book.flag(key) else "none", key)
+            book.answer("checkpointing", _recomputed(book, key), key)
     for key in (f"{section}offload_policy", f"{section}cpu_offload"):
         if key in book or any(book.under(key)):
             book.answer("offload", "all", key)
+
+
+def _recomputed(book: Notebook, key: str) -> words.Checkpointing:
+    """Return what is recomputed: `_normalize_activation_checkpointing` of `nemo_automodel/recipes/_dist_utils.py`."""
+    word = book.word(key)
+    if word in ("full", "enabled"):
+        return "full"
+    if word == "selective":
+        return "selective"
+    return "full" if word not in ("none", "disabled") and book.flag(key) else "none"

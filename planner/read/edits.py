@@ -76,7 +76,7 @@ _MEGATRON = Names(
 )
 NAMES: Mapping[str, Names] = {
     "huggingface": _HF,
-    "trl": _HF,
+    "trl": replace(_HF, strategy={"fsdp": {"fsdp": True}}),
     "llama-factory": Names(
         micro=_HF_MICRO,
         accumulation=_HF_ACCUMULATION,
@@ -148,6 +148,8 @@ def _names_of(reading: Reading) -> Names | None:
         return None
     if reading.format == "nemo-rl" and reading.answers.get("code") == "megatron":
         return replace(names, recompute=_switch("policy.megatron_cfg.activation_checkpointing"), offload={})
+    if reading.format == "trl" and ("strategy" in reading.answers or not reading.files[0].endswith((".yaml", ".yml"))):
+        return replace(names, strategy={})  # what another key or file says of sharding stands against it
     if reading.format == "torchtune" and "single_device" in reading.files[-1]:
         return replace(names, offload={})  # its recipes for one GPU have no FSDP
     if reading.format == "automodel" and "model.activation_checkpointing" in reading.settings:

@@ -146,7 +146,10 @@ def keep_in_16_bits(book: Notebook, loading: Loading) -> None:
 def read_deepspeed_of(book: Notebook, key: str, files: Files) -> None:
     """Read the DeepSpeed config that a key names: a file, JSON text, or a name that says its stage."""
     setting = book.settings.get(key)
-    if setting is None or setting.value is None or setting.value is True or not str(setting.value).strip():
+    if setting is not None and setting.value is True:
+        _read_switch(book, key)
+        return
+    if setting is None or setting.value is None or not str(setting.value).strip():
         return
     text = str(setting.value).strip()
     if text not in files.written and book.raw(key) is None:
@@ -161,6 +164,14 @@ def read_deepspeed_of(book: Notebook, key: str, files: Files) -> None:
             return
         source = found_source
     _merge_read(book, Notebook(parse_json_settings(source), "DeepSpeed"), key)
+
+
+def _read_switch(book: Notebook, key: str) -> None:
+    """Read `--deepspeed` without a value, with which scripts of their own switch DeepSpeed on."""
+    if "zero_stage" in book or "deepspeed_config" in book:
+        book.become("backend", "deepspeed", key)
+    else:
+        book.leave(key, "the script writes its DeepSpeed config itself, and it is not counted", matters=True)
 
 
 def _read_nested_deepspeed(book: Notebook, key: str, inner: tuple[str, ...]) -> None:
@@ -306,6 +317,29 @@ def _read_stage(book: Notebook) -> None:
     book.answers["backend"] = "deepspeed" if stage else "torch"
 
 
+_OF_SCRIPTS = frozenset({"deepspeed_mpi", "task_name", "num_padding_at_beginning", "do_lower_case", "lora_module_name"})
+"""Flags of DeepSpeedExamples' own scripts: data, and how ranks find each other."""
+
+
+def _read_chat_adapters(book: Notebook) -> None:
+    """Read DeepSpeed-Chat's adapters, which stand in all linear layers below `lora_module_name`; dimension 0 is none.
+
+    microsoft/DeepSpeedExamples@83757d9c `dschat/utils/module/lora.py`.
+    """
+    rank = book.whole("lora_dim")
+    if not rank:
+        return
+    book.answer("method", "lora", "lora_dim")
+    book.answer("lora_rank", rank, "lora_dim")
+    book.answer("lora_targets", "all-linear", "lora_module_name")
+    if book.flag("only_optimize_lora"):
+        book.become("method", "lora", "only_optimize_lora")
+    else:
+        book.leave(
+            "lora_dim", "embeddings and norms, which are trained beside the adapters, are not counted", matters=True
+        )
+
+
 def read_flags(book: Notebook, files: Files, command: str) -> None:
     """Read the flags of a script, or a JSON of `TrainingArguments`, whose model and length stand under usual names."""
     _read_model(book)
@@ -315,6 +349,7 @@ def read_flags(book: Notebook, files: Files, command: str) -> None:
     if not lengths:
         book.assume("no key says how long samples are; the model's own length counts")
     _read_adapters(book)
+    _read_chat_adapters(book)
     dtype = book.word("dtype") or book.word("torch_dtype")
     book.become("load_dtype", dtype, "dtype", "torch_dtype")
     if dtype in ("bfloat16", "bf16") and "bf16" not in book:
@@ -324,4 +359,4 @@ def read_flags(book: Notebook, files: Files, command: str) -> None:
     read_training(book, files, loading=loading, recomputes=False, trainer="huggingface", precision=precision)
     _read_packing(book)
     _read_stage(book)
-    book.close(without_effect=without_effect, gaps=GAPS, names=())
+    book.close(without_effect=lambda key: key in _OF_SCRIPTS or without_effect(key), gaps=GAPS, names=())

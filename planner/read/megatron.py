@@ -16,7 +16,15 @@ from planner.models.catalogue import find_model, knows_model
 from planner.read.documents import Files
 from planner.read.form import Notebook, Setting
 from planner.read.huggingface import read_deepspeed_of, read_quantisation
-from planner.read.trainers import default_of, keys_of, lora_targets, read_optimizer, set_task, without_effect
+from planner.read.trainers import (
+    default_of,
+    keys_of,
+    lora_targets,
+    read_optimizer,
+    read_recomputed_modules,
+    set_task,
+    without_effect,
+)
 
 VOCABULARIES: Mapping[str, int] = {
     "gpt2bpetokenizer": 50257,
@@ -82,6 +90,16 @@ _GAPS: Mapping[str, str] = {
     "moe_use_legacy_grouped_gemm": "experts are counted as grouped products",
     "enable_primus_turbo": "Primus Turbo's kernels are counted as Transformer Engine's",
     "turbo_sync_free_moe_stage": "what experts keep more without synchronisation is not counted",
+    "enable_turbo_attention_float8": "attention in 8 bits is counted in 16",
+    "lora": "adapters of these modules are counted as of all linear layers",
+    "offload_model": "generation is not counted",
+    "offload_optimizer": "generation is not counted",
+    "offload_bridge": "generation is not counted",
+    "sleep_level": "generation is not counted",
+    "steps_per_generation": "generation is not counted",
+    "vllm_max_model_len": "generation is not counted",
+    "vllm_gpu_memory_utilization": "generation is not counted",
+    "vllm_tensor_parallel_size": "generation is not counted",
     "recompute_layer_ids": "recomputation is counted as of all blocks",
     "encoder_num_layers": "encoder-decoders are not counted from arguments",
     "router_aux_loss_coef": "the router's loss is not counted",
@@ -120,7 +138,9 @@ _PLAIN = re.compile(
     | ENV.* | no_data.* | position_embedding.* | add_.*bias.* | model_(author|name|type|provider) | load_data.*
     | .*mcore.* | bf16 | fp16 | TEST_TYPE | LAUNCHER | MODE | .*_SCRIPT | TEST_.* | METRICS.* | SKIP.* | work_group
     | workspace | verify_integrity | async_.* | accumulate_allreduce.* | attention_softmax.* | sync_tp.*
-    | pp_partition.* | optim_.* | .*moment.* | .*muon.*
+    | pp_partition.* | optim_.* | .*moment.* | .*muon.* | enable_experimental | stage | sft_conversation_format
+    | lora\.(alpha|dropout.*|lora_.*) | loss_type | beta | rpo_alpha | (un)?desirable_weight | use_ray
+    | center_rewards_coefficient | epsilon(_high)? | overlong_filter
     )$""",
     re.VERBOSE,
 )
@@ -132,6 +152,8 @@ _OF_INFERENCE = (
     "max_tokens_to_oom",
 )
 _PREFIXES = ("MODEL_ARGS.", "modules.")
+_LINEAR = frozenset({"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"})
+"""Linear layers of a block as Megatron calls them."""
 
 
 def recognise(keys: frozenset[str]) -> bool:
@@ -160,6 +182,9 @@ def why_no_training(book: Notebook) -> str:
     """Return what arguments are for where that is no training; empty where it is."""
     if any(key in book for key in _OF_INFERENCE):
         return "is for inference and trains nothing"
+    kinds = [book.word(key) for key in book.settings if re.fullmatch(r"modules\.\w+\.trainer_class", key)]
+    if any(kind.startswith("flux") for kind in kinds):
+        return "trains a diffusion model, which no reader counts"
     framework = next(
         (book.word(key) for key in book.settings if re.fullmatch(r"modules\.\w+\.framework", key)), "megatron"
     )
@@ -190,6 +215,7 @@ def read(book: Notebook, files: Files, *, is_swift: bool = False) -> None:
         _read_swift(book)
     else:
         _read_model(book)
+        _read_adapters(book)
     _read_modules(book)
     _read_batch(book, trainer)
     _read_degrees(book)
@@ -442,20 +468,9 @@ def _read_recomputation(book: Notebook, trainer: str) -> None:
             )
     book.become("checkpointing", kind, "recompute_method", "recompute_num_layers")
     if kind == "selective":
-        _read_recomputed_modules(book)
+        read_recomputed_modules(book, "recompute_modules")
     else:
         book.become("checkpointing", kind, "recompute_modules")
-
-
-def _read_recomputed_modules(book: Notebook) -> None:
-    given = (book.text("recompute_modules") or "").replace(",", " ").split()
-    counted = [name for name in given if name in words.RECOMPUTED_MODULES]
-    if not counted:
-        return
-    book.answer("recompute_modules", ",".join(counted), "recompute_modules")
-    if len(counted) < len(given):
-        others = ", ".join(name for name in given if name not in counted)
-        book.leave("recompute_modules", f"recomputation of {others} is not counted", matters=True)
 
 
 def _read_states(book: Notebook, files: Files, trainer: str) -> None:
@@ -479,6 +494,20 @@ def _read_states(book: Notebook, files: Files, trainer: str) -> None:
     if "use_distributed_optimizer" not in book and trainer == "megatron-swift":
         shards = bool(default_of(trainer, "use_distributed_optimizer"))
     book.answer("strategy", "zero1" if shards else "ddp", "use_distributed_optimizer")
+
+
+def _read_adapters(book: Notebook) -> None:
+    """Read Primus' adapters, of the modules that Megatron-Bridge names."""
+    if not book.flag("lora.enabled"):
+        for key in book.under("lora"):
+            book.leave(key, "belongs to adapters, which are off", matters=False)
+        return
+    book.answer("method", "lora", "lora.enabled")
+    book.answer("lora_rank", book.positive("lora.dim", 32), "lora.dim")  # megatron/bridge/peft/lora.py
+    book.answer("lora_targets", "all-linear")
+    targets = set((book.text("lora.target_modules") or "").replace(",", " ").split())
+    if not targets or targets >= _LINEAR:
+        book.become("lora_targets", "all-linear", "lora.target_modules")
 
 
 def _read_swift(book: Notebook) -> None:

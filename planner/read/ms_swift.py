@@ -126,6 +126,7 @@ _PLAIN = frozenset(
             "response_prefix",
             "undesirable_weight",
             "desirable_weight",
+            "dataloader_drop_last",
             "cosine_min_len_value_wrong",
             "config",
         ),

@@ -6,13 +6,14 @@ NVIDIA-NeMo/RL@7ea279ab `examples/configs/` and `nemo_rl/models/policy/`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
 
 from planner import vocabulary as words
 from planner.read.documents import Files, parse_config
 from planner.read.form import Notebook, Setting, follow_references
 from planner.read.rounds import ROUND, read_rounds
-from planner.read.trainers import lora_targets, read_optimizer, set_task, without_effect
+from planner.read.trainers import lora_targets, read_optimizer, read_recomputed_modules, set_task, without_effect
 
 _GAPS: Mapping[str, str] = {
     "grpo": ROUND,
@@ -26,6 +27,9 @@ _GAPS: Mapping[str, str] = {
     "policy.reward_model_cfg": "a head of its own is counted as the language model's",
     "policy.hf_config_overrides": "changes of the model's own config are not counted",
     "policy.megatron_cfg.moe_per_layer_logging": "",
+    "policy.megatron_cfg.model_overrides": "changes of the model's own config are not counted",
+    "policy.megatron_cfg.fine_grained_activation_offloading": "activations in host memory are not counted",
+    "policy.megatron_cfg.cuda_graph_impl": "launches are counted as without CUDA graphs",
     "policy.megatron_cfg.fp8_cfg": "fp8 products are counted where they are enabled",
     "policy.megatron_cfg.distributed_data_parallel_config": "buckets are counted as dsplan's own",
     "policy.megatron_cfg.mtp_num_layers": "layers that predict further tokens are not counted",
@@ -44,11 +48,12 @@ _GAPS: Mapping[str, str] = {
     "reward": "a further model is not counted",
 }
 _PLAIN = re.compile(
-    r"""(data_plane|checkpointing|logger|data|loss_fn|sft|dpo|rm|tokenizer|defaults|async_rl|eval|cluster|ppo|policy\.(tokenizer|max_grad_norm|scheduler|optimizer
+    r"""(data_plane|reward_penalties|checkpointing|logger|data|loss_fn|sft|dpo|rm|tokenizer|defaults|async_rl|eval|cluster|ppo|policy\.(tokenizer|max_grad_norm|scheduler|optimizer
     |make_sequence.*|refit.*|logprob.*|env_vars|precision|model_name|dtensor_cfg\.(_v2|env_vars|custom_.*|clear_cache.*|lora_cfg.*|enabled|dp_.*
     |sequence_parallel)|megatron_cfg\.(checkpoint|empty_.*|scheduler|optimizer|converter.*|env_vars|force_.*|moe_router.*|freeze.*|moe_permute.*
     |apply_rope.*|bias_.*|gradient_.*|moe_.*|enabled|use_.*|fused.*|layernorm.*|defer.*|track.*|rope.*|peft.*|lora.*|pipeline_dtype|attention.*
-    |context.*|tensor.*|pipeline.*|expert.*|sequence.*|train_iters|activation.*|linear.*|distributed.*|overlap.*|cross_entropy.*|keep.*))
+    |context.*|tensor.*|pipeline.*|expert.*|sequence.*|train_iters|activation.*|linear.*|distributed.*|overlap.*|cross_entropy.*|keep.*
+    |mtp_(?!num_layers).*|cuda_graph_(modules|warmup.*)|offload_modules))
     |grpo\.(seed|val_.*|max_.*|normalize.*|use_.*|overlong.*|adv.*|reward.*|seq_.*|skip.*|calculate.*|log.*|batch.*|async.*|dynamic.*))(\..*)?$""",
     re.VERBOSE,
 )
@@ -61,6 +66,9 @@ _SECTIONS = frozenset(
     }
 )
 """Sections of a config over another one's."""
+_OF_EVALUATION = frozenset({"defaults", "eval", "generation", "data", "env", "tokenizer", "cluster"})
+_PRODUCT = re.compile(r"\$\{mul:\s*(\d+)\s*,\s*(\d+)\s*\}")
+"""A resolver that NeMo-RL registers with OmegaConf (`nemo_rl/utils/config.py`)."""
 
 
 def recognise(keys: frozenset[str]) -> bool:
@@ -68,8 +76,22 @@ def recognise(keys: frozenset[str]) -> bool:
     first = {key.partition(".")[0] for key in keys}
     if "defaults" in keys and first <= _SECTIONS and not {"generation", "eval"} & first:
         return True
+    if _evaluates(first):
+        return True
     has_policy = any(key.startswith("policy.") for key in keys)
     return "policy.model_name" in keys or (has_policy and ("defaults" in keys or "cluster.num_nodes" in keys))
+
+
+def _evaluates(sections: Set[str]) -> bool:
+    """Return whether sections are those of `examples/run_eval.py`, which generates answers and scores them."""
+    return {"generation", "data"} <= sections <= _OF_EVALUATION
+
+
+def why_no_training(book: Notebook) -> str:
+    """Return what a config is for where that is no training; empty where it is."""
+    return (
+        "evaluates a model and trains nothing" if _evaluates({key.partition(".")[0] for key in book.settings}) else ""
+    )
 
 
 def prepare(settings: Iterable[Setting], files: Files) -> list[Setting]:
@@ -85,7 +107,15 @@ def prepare(settings: Iterable[Setting], files: Files) -> list[Setting]:
         layers[0] = [item for item in layers[0] if item.key != "defaults"]
         layers.insert(0, parse_config(source)[0])
     merged = {item.key: item for layer in layers for item in layer}
-    return follow_references(merged.values())
+    return [_multiplied(item) for item in follow_references(merged.values())]
+
+
+def _multiplied(setting: Setting) -> Setting:
+    """Return a setting whose value is a number where it is written as the product of two."""
+    product = _PRODUCT.fullmatch(setting.value) if isinstance(setting.value, str) else None
+    if product is None:
+        return setting
+    return replace(setting, value=int(product[1]) * int(product[2]), start=-1, end=-1)
 
 
 def read(book: Notebook, files: Files) -> None:
@@ -181,7 +211,14 @@ def _read_megatron(book: Notebook) -> None:
     sharded = book.flag(f"{section}optimizer.use_distributed_optimizer", True)
     book.answer("strategy", "zero1" if sharded else "ddp", f"{section}optimizer.use_distributed_optimizer")
     recomputes = book.flag(f"{section}activation_checkpointing")
-    book.answer("checkpointing", "full" if recomputes else "none", f"{section}activation_checkpointing")
+    depth: words.Checkpointing = "selective" if book.word(f"{section}recompute_granularity") == "selective" else "full"
+    keys = (f"{section}activation_checkpointing", f"{section}recompute_granularity")
+    book.answer("checkpointing", depth if recomputes else "none", *keys)
+    modules = f"{section}recompute_modules"
+    if book.answers["checkpointing"] == "selective":
+        read_recomputed_modules(book, modules)
+    else:
+        book.leave(modules, "is for selective recomputation", matters=False)
     read_optimizer(book, f"{section}optimizer.optimizer", "adamw-fused")
     if book.flag(f"{section}fp8_cfg.enabled"):
         book.answer("precision", "fp8", f"{section}fp8_cfg.enabled")

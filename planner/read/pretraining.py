@@ -20,7 +20,7 @@ _NANOTRON_GAPS: Mapping[str, str] = {
     "parallelism.tp_recompute_allgather": "what is all-gathered again is counted as kept",
 }
 _NANOTRON_PLAIN = re.compile(
-    r"(checkpoints|data_stages|general|lighteval|logging|profiler|tokenizer|metrics_logging|s3_upload|model|optimizer|tokens|parallelism)(\..*)?$"
+    r"(checkpoints|data|doremi|data_stages|general|lighteval|logging|profiler|tokenizer|metrics_logging|s3_upload|model|optimizer|tokens|parallelism)(\..*)?$"
 )
 _FOUNDRY_GAPS: Mapping[str, str] = {
     "model.loss_fn": "the loss is counted as torch's own",

@@ -425,6 +425,9 @@ def _accelerate_degrees(book: Notebook) -> None:
         if book.answers.get("strategy") != "fsdp-grad-op":
             book.answer("strategy", "hsdp", f"{prefix}dp_replicate_size")
         book.answer("shard", (sizes["dp_shard"] or 1) * (sizes["cp"] or 1), f"{prefix}dp_shard_size")
+    elif (sizes["dp_replicate"] or 1) > 1 and max(sizes["tp"] or 1, sizes["cp"] or 1) > 1:
+        message = "accelerate refuses dp_replicate_size without dp_shard_size beside tp or cp; shard over two or more"
+        book.find("error", "replicas-without-shards", message, f"{prefix}dp_replicate_size")
     for name in ("dp_replicate", "dp_shard"):
         book.become(name, sizes[name], f"{prefix}{name}_size")
 

@@ -187,7 +187,9 @@ def _read_degrees(book: Notebook) -> None:
     section = "parallelism."
     replicate = book.whole(f"{section}data_parallel_replicate_degree", 1) or 1
     shard = book.whole(f"{section}data_parallel_shard_degree", -1) or -1
-    strategy: words.Strategy = "fsdp" if replicate == 1 else "ddp" if shard == 1 else "hsdp"
+    # Ranks of cp are among those that share states: with them it is HSDP, and without shards DDP.
+    context = book.positive(f"{section}context_parallel_degree", 1) or 1
+    strategy: words.Strategy = "fsdp" if replicate == 1 else "ddp" if shard == context == 1 else "hsdp"
     keys = (f"{section}data_parallel_replicate_degree", f"{section}data_parallel_shard_degree")
     book.answer("strategy", strategy, *keys)
     for field, name in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
@@ -195,8 +197,8 @@ def _read_degrees(book: Notebook) -> None:
         book.answer(field, book.positive(key, 1), key)
     if replicate == shard == 1 and all(book.answers[field] == 1 for field in words.DEGREES):
         book.answer("strategy", "single", *keys)
-    elif strategy == "hsdp" and shard > 1:
-        book.answer("shard", shard * book.answers["cp"], keys[1])
+    elif strategy == "hsdp" and shard > 0:
+        book.answer("shard", shard * context, keys[1])
     if book.answers["pp"] > 1:
         key = f"{section}pipeline_parallel_schedule"
         schedule = _SCHEDULES.get(book.word(key, "1f1b"), "1f1b")

@@ -40,7 +40,7 @@ _PLAIN = re.compile(
     |reward_checkpointer|collate_fn|output_dir|model_type|base_model_path|name|device|log_.*|save_.*|resume_.*|shuffle|epochs|max_steps.*
     |clip_grad_norm|run_val.*|batch_size_val|low_cpu_ram|max_generated.*|temperature|top_k|kd_ratio|lmbda|gamma|kl_coeff|whiten.*|cudnn.*
     |penalise.*|min_response.*|reward_.*|stop_token.*|num_steps|forward_batch.*|fsdp_reshard.*|use_distributed.*|device_type|safe.*
-    |parallel_dims|inference.*|num_output.*|router_.*|data|log|seed|model\.(lora_(alpha|dropout)|max_seq_len|_component_|component|use_.*)
+    |parallel_dims|fsdp|inference.*|num_output.*|router_.*|data|log|seed|model\.(lora_(alpha|dropout)|max_seq_len|_component_|component|use_.*)
     |optimizer\.(?!_component_).*|loss\.(?!_component_).*|enable_kv_cache|user_prompt|separate_.*)(\..*)?$""",
     re.VERBOSE,
 )

@@ -256,6 +256,18 @@ def read_attention(book: Notebook, key: str, default: words.Attention = "sdpa") 
     return attention
 
 
+def read_recomputed_modules(book: Notebook, key: str) -> None:
+    """Fill in the modules that Megatron's selective recomputation drops; of those that are not counted, say so."""
+    given = (book.text(key) or "").replace(",", " ").split()
+    counted = [name for name in given if name in words.RECOMPUTED_MODULES]
+    if not counted:
+        return
+    book.answer("recompute_modules", ",".join(counted), key)
+    if len(counted) < len(given):
+        others = ", ".join(name for name in given if name not in counted)
+        book.leave(key, f"recomputation of {others} is not counted", matters=True)
+
+
 def lora_targets(value: Any) -> str:
     """Return the targets of adapters as `--lora-targets` takes them."""
     if isinstance(value, list):

@@ -33,8 +33,12 @@ _GAPS: Mapping[str, str] = {
     "data.gen_batch_size": "generation is not counted",
     "distillation": "a further model is not counted",
     "engine": "the engine's further arguments are not counted",
+    "use_remove_padding": "samples are counted at their full length",
+    "config_name": "what the config of this name sets is not read",
     "ulysses_sequence_parallel_size": "Ulysses is counted as context parallelism",
 }
+_OWN_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
+"""Of `verl/trainer/config/`, whose defaults are those that are read here."""
 _PLAIN = re.compile(
     r"""(data|algorithm|trainer|optim|custom_reward_function|ray_kwargs|ray_init|global_profiler|transfer_queue|reward_manager|hydra.*
     |--config.*|reward_kwargs|overlong_buffer|actor_rollout_ref\.(nccl_timeout|actor\.(optim|kl_.*|use_kl.*|entropy_coeff|clip.*|loss.*|grad_clip
@@ -93,7 +97,11 @@ def _read_actor(book: Notebook) -> None:
     read_rounds(book, "verl", "algorithm.adv_estimator", "ppo" if estimator == "gae" else "grpo")
     _read_optimizer(book, f"{actor}optim.")
     read_attention(book, f"{model}override_config.attn_implementation", "flash")
-    if book.word(f"{actor}strategy", "fsdp") == "megatron" or any(book.under(f"{actor}megatron")):
+    name = book.word("config_name").removesuffix(".yaml")
+    if name in _OWN_CONFIGS:
+        book.become("code", "megatron" if "megatron" in name else "fsdp", "config_name")
+    default = "megatron" if name == "ppo_megatron_trainer" else "fsdp"
+    if book.word(f"{actor}strategy", default) == "megatron" or any(book.under(f"{actor}megatron")):
         _read_megatron(book, f"{actor}megatron.")
     else:
         _read_fsdp(book, f"{actor}fsdp_config.", f"{actor}ulysses_sequence_parallel_size")

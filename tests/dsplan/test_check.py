@@ -125,6 +125,23 @@ def test_a_script_is_fixed_where_its_variable_is_set(cli: Cli, tmp_path: Path, m
     assert "gradient_accumulation_steps 1 " in diff
 
 
+def test_trl_shards_where_its_weights_in_fp32_do_not_fit(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, cards = "model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: imdb\n", "--gpus 8 --gpu RTX-3060-12GB"
+    (tmp_path / "train.yaml").write_text(text)
+    assert cli(f"check train.yaml {cards} --json").status == 1
+    assert cli(f"check train.yaml {cards} --out fixed.yaml").status in (0, 1)
+    assert "\nfsdp: true\n" in (tmp_path / "fixed.yaml").read_text()
+    assert cli(f"check fixed.yaml {cards} --json").status == 0
+    (tmp_path / "train.yaml").write_text(f"{text}deepspeed: z1.json\n")
+    (tmp_path / "z1.json").write_text('{"zero_optimization": {"stage": 1}}')
+    beside = cli(f"check train.yaml {cards} --json")
+    assert beside.status == 1
+    assert "fsdp" not in (beside.json["best"] or {}).get("diff", "")
+
+
 def test_text(cli: Cli, config: Path) -> None:
     printed = cli(f"check train.yaml {CARD}")
     assert printed.status == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import runpy
 import socket
 import threading
@@ -20,7 +21,7 @@ import psutil
 import pytest
 
 from dsplan.cli.flags import HardwareFlags, ModelFlags, RankingFlags, WorkFlags
-from dsplan.ui import address, answers, gate
+from dsplan.ui import address, answers, gate, pieces
 from dsplan.ui.address import page_fields, read_address, read_values
 from dsplan.ui.answers import Task
 from dsplan.ui.workers import Remembered, Unanswered, Workers
@@ -113,6 +114,32 @@ def test_what_cannot_be_asked_is_refused_in_one_line(query: str, said: str) -> N
     assert said in error
     assert "\n" not in error
     assert len(error) < 400
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("model=llama-3-8b&gpus=8&gpu=H100&shard=3", "“Shard” 3 does not divide 8 GPUs"),
+        ("model=llama-3-8b&gpus=8&gpu=H100&lora-rank=4", "“LoRA rank” is for “Method” lora"),
+        ("model=7B&gpus=1e3&gpu=H100", "“GPUs in total” is &#x27;1e3&#x27;; give a whole number"),
+    ],
+)
+def test_the_page_names_its_fields_where_the_command_line_names_flags(query: str, said: str) -> None:
+    error = answers.answer(Task(kind="plans", query=query))["error"]
+    shown = pieces.failure_html(error)
+    assert "--" in error
+    assert said in shown
+    assert "--" not in shown
+
+
+def test_answers_name_fields_and_leave_commands_and_other_flags_alone() -> None:
+    answer = answers.answer(Task(kind="plans", query="model=llama-2-70b&gpus=1&gpu=RTX-3060-12GB"))
+    assert "(“Precision”)" in answer["html"]
+    assert "(“GPUs in total” " in answer["html"]
+    assert not re.search("--[a-z]", answer["html"])
+    assert "--gpus 1" in answer["command"]
+    kept = '<b style="--price:1">--micro-batch 2</b><code>--gpus 8</code><pre class="x">\n--gpus 8</pre>'
+    assert address.with_labels(kept) == kept
 
 
 def test_a_packed_config_that_grows_without_end_is_refused() -> None:

@@ -75,6 +75,7 @@ REFUSED = [
     ("accelerate", make_plan("zero2", dp_shard=4, cp=2), "with cp 2"),
     ("accelerate", make_plan("fsdp", dp_shard=4, cp=2, attention="flash"), "with cp and attention flash"),
     ("accelerate", make_plan("fsdp", dp_shard=1, tp=8), "with tp 8 over all its ranks"),
+    ("accelerate", make_plan("hsdp", nodes=2, dp_replicate=2, dp_shard=1, cp=4), "with dp_shard 1"),
 ]
 
 

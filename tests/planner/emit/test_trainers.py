@@ -209,6 +209,14 @@ def check_titan_degrees(plan: Plan, section: dict[str, Any]) -> None:
     assert sizes == [*degrees, configuration.cp, configuration.ep]
 
 
+def test_torchtitans_release_combines_replicas_without_shards_with_cp_alone() -> None:
+    degrees = {"nodes": 2, "gpus": 4, "dp_replicate": 2, "dp_shard": 1, "model": catalogue_model("llama-3-8b")}
+    assert set(emit(make_plan("hsdp", **degrees, cp=2), "torchtitan")) == {
+        "torchtitan.toml", "torchtitan_plan.py", "torchtitan.sh",
+    }  # fmt: skip
+    assert set(emit(make_plan("hsdp", **degrees, tp=2), "torchtitan")) == {"torchtitan_plan.py", "torchtitan.sh"}
+
+
 def test_torchtitans_python_counts_tokens_for_the_whole_step() -> None:
     plan = GRID["llama-3-70b fsdp interleaved"]
     text = emit(plan, "torchtitan")["torchtitan_plan.py"]

@@ -197,6 +197,20 @@ def test_huggingface_flags() -> None:
     assert reading.steps == 100
 
 
+def test_deepspeed_chats_flags(tmp_path: Path) -> None:
+    script = "deepspeed --num_gpus 8 main.py --model_name_or_path facebook/opt-6.7b --max_seq_len 512 %s --deepspeed\n"
+    reading = read(tmp_path, train_sh=script % "--zero_stage 2 --lora_dim 128 --only_optimize_lora")
+    assert reading.answers.items() >= {"strategy": "zero2", "method": "lora", "lora_rank": 128}.items()
+    assert became(reading)["deepspeed"] == ("backend", "deepspeed")
+    assert not reading.gaps
+    beside = read(tmp_path, train_sh=script % "--zero_stage 2 --lora_dim 128")
+    assert {item.key for item in beside.gaps} == {"lora_dim"}
+    without = read(tmp_path, train_sh=script % "--task_name mnli")
+    assert [(item.key, item.reason.partition(",")[0]) for item in without.gaps] == [
+        ("deepspeed", "the script writes its DeepSpeed config itself")
+    ]
+
+
 def test_deepspeed_alone(tmp_path: Path) -> None:
     zero = '"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}'
     text = f'{{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "fp16": {{"enabled": true}}, {zero}}}'
@@ -211,6 +225,19 @@ def test_accelerate_beside_deepspeed(tmp_path: Path) -> None:
         tmp_path, train_yaml=f"{FACTORY}deepspeed: ds.json\n", accelerate_yaml=ACCELERATE, ds_json=DEEPSPEED
     )
     assert "contradiction" in ids(read_files([train, accelerate]))
+
+
+def test_accelerates_replicas_beside_cp_need_shards(tmp_path: Path) -> None:
+    sizes = "".join(
+        f"  parallelism_config_{name}_size: {size}\n"
+        for name, size in {"dp_replicate": 2, "cp": 2, "dp_shard": 4}.items()
+    )
+    text = f"distributed_type: FSDP\nnum_processes: 16\nfsdp_config: {{fsdp_version: 2}}\nparallelism_config:\n{sizes}"
+    refused = read(tmp_path, accelerate_yaml=text.replace("dp_shard_size: 4", "dp_shard_size: 1"))
+    assert [item.id for item in refused.findings if item.severity == "error"] == ["replicas-without-shards"]
+    taken = read(tmp_path, accelerate_yaml=text)
+    assert taken.answers.items() >= {"strategy": "hsdp", "shard": 8, "cp": 2}.items()
+    assert not [item for item in taken.findings if item.severity == "error"]
 
 
 def test_recomputed_twice(tmp_path: Path) -> None:

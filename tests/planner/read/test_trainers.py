@@ -171,6 +171,16 @@ def test_torchtitan(tmp_path: Path) -> None:
     assert reading.steps == 1000
 
 
+def test_replicas_of_torchtitan_beside_cp_are_hsdp(tmp_path: Path) -> None:
+    degrees = "data_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 1\n"
+    model = "[model]\nname = 'llama3'\nflavor = '8B'\n"
+    text = f"{model}[training]\nlocal_batch_size = 1\n[parallelism]\n{degrees}context_parallel_degree = "
+    holds(read(tmp_path, train_toml=text + "2\n"), strategy="hsdp", shard=2, cp=2)
+    replicas = read(tmp_path, train_toml=text + "1\n")
+    holds(replicas, strategy="ddp")
+    assert "shard" not in replicas.answers
+
+
 def test_megatron(tmp_path: Path) -> None:
     reading = read(tmp_path, train_sh=MEGATRON)
     assert reading.format == "megatron"
@@ -254,6 +264,69 @@ def test_nemo_rl_over_another_config(tmp_path: Path) -> None:
     holds(reading, model="Qwen/Qwen2.5-1.5B", micro_batch=4, global_batch=64, gpus=16, nodes=2, checkpointing="full")
     (tmp_path / "base.yaml").unlink()
     assert "defaults" in {item.key for item in read_files([tmp_path / "train.yaml"]).gaps}
+
+
+def test_what_nemo_rl_recomputes_and_multiplies(tmp_path: Path) -> None:
+    text = """\
+grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 16, max_num_steps: 5}
+reward_penalties: {penalize_unwanted_tokens: true}
+policy:
+  model_name: Qwen/Qwen2.5-1.5B
+  train_global_batch_size: "${mul:${grpo.num_prompts_per_step}, ${grpo.num_generations_per_prompt}}"
+  max_total_sequence_length: 512
+  megatron_cfg:
+    enabled: true
+    activation_checkpointing: true
+    recompute_granularity: selective
+    recompute_modules: [moe_act, layernorm]
+    cuda_graph_impl: none
+    fine_grained_activation_offloading: true
+    mtp_loss_scaling_factor: 0.1
+    model_overrides: {}
+"""
+    reading = read(tmp_path, train_yaml=text)
+    holds(reading, global_batch=128, checkpointing="selective", recompute_modules="moe_act,layernorm")
+    section = "policy.megatron_cfg."
+    gaps = {item.key.removeprefix(section): item.reason for item in reading.gaps if item.key.startswith(section)}
+    assert gaps == {"fine_grained_activation_offloading": "activations in host memory are not counted"}
+    holds(read(tmp_path, train_yaml=text.replace("selective", "full")), checkpointing="full")
+    evaluation = "generation: {backend: vllm}\ndata: {max_input_seq_length: 2048}\nenv: {math: {num_workers: 8}}\n"
+    with pytest.raises(NoTraining, match="evaluates a model"):
+        read(tmp_path, train_yaml=evaluation)
+
+
+def test_automodel_recomputes_selectively(tmp_path: Path) -> None:
+    def checkpointing(word: str) -> object:
+        text = AUTOMODEL.replace("activation_checkpointing: true", f"activation_checkpointing: {word}")
+        return read(tmp_path, train_yaml=text).answers["checkpointing"]
+
+    assert {word: checkpointing(word) for word in ("selective", "full", "disabled", "false")} == {
+        "selective": "selective", "full": "full", "disabled": "none", "false": "none",
+    }  # fmt: skip
+    with pytest.raises(DsplanError, match="give true or false"):
+        checkpointing("sometimes")
+
+
+def test_adapters_of_primus(tmp_path: Path) -> None:
+    adapters = "      lora: {enabled: true, dim: 16, alpha: 32, target_modules: [linear_qkv, linear_proj%s]}\n"
+    whole = read(tmp_path, train_yaml=PRIMUS + adapters % ", linear_fc1, linear_fc2")
+    holds(whole, method="lora", lora_rank=16, lora_targets="all-linear")
+    some = read(tmp_path, train_yaml=PRIMUS + adapters % "")
+    assert {item.key for item in some.gaps} - {item.key for item in whole.gaps} == {"lora.target_modules"}
+    without = read(tmp_path, train_yaml=PRIMUS + (adapters % "").replace("enabled: true", "enabled: false"))
+    assert "method" not in without.answers
+    with pytest.raises(NoTraining, match="diffusion"):
+        read(tmp_path, train_yaml=PRIMUS.replace("    model:", "    trainer_class: FluxPretrainTrainer\n    model:"))
+
+
+def test_the_name_of_verls_config_says_its_engine(tmp_path: Path) -> None:
+    named = VERL.replace("main_ppo ", "main_ppo --config-name=%s ")
+    megatron = read(tmp_path, train_sh=named % "'ppo_megatron_trainer.yaml'")
+    holds(megatron, code="megatron", strategy="zero1")
+    assert "config_name" not in {item.key for item in megatron.gaps}
+    other = read(tmp_path, train_sh=named % "gsm8k_multiturn_grpo")
+    holds(other, strategy="fsdp")
+    assert "config_name" in {item.key for item in other.gaps}
 
 
 def test_verl(tmp_path: Path) -> None:
