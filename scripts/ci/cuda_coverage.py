@@ -3,8 +3,8 @@
     python -m scripts.ci.cuda_coverage [--before COMMAND] [--after COMMAND]
 
 Prints the share of each command and every line that `--after` left out, with the reason where `_REASONS` has one. The
-usual commands are some tests of ranks as the suite has them, and all that runs with emulated cards (scripts/ci/cuda.sh),
-which takes an hour. The status is 1 below 95 %.
+usual commands are some tests of ranks as the suite has them, and all that runs with emulated cards, scripts/ci/cuda.sh
+with its long checks, which takes an hour. The status is 1 below 95 %.
 """
 
 from __future__ import annotations
