@@ -3,8 +3,8 @@
     python -m scripts.ci.cuda_coverage [--before COMMAND] [--after COMMAND]
 
 Prints the share of each command and every line that `--after` left out, with the reason where `_REASONS` has one. The
-usual commands are some tests of ranks as the suite has them, and all that runs with emulated cards, scripts/ci/cuda.sh
-with its long checks, which takes an hour. The status is 1 below 95 %.
+usual commands are some tests of ranks as the suite has them, and all that runs with emulated cards or traces for cards,
+which takes an hour. The status is 1 below 95 %.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from tests.emulated_cuda.lines import ROOMS, ROOT, lines_of
 Line = tuple[str, int]
 _TESTS = "tests/strategies tests/dsplan/diagnostics tests/hardware_db tests/dsplan/report tests/dsplan/mpi"
 _BEFORE = f"python -m pytest -n 2 --dist loadfile -p no:cacheprovider {_TESTS} --ignore=tests/strategies/cuda"
-_AFTER = "scripts/ci/cuda.sh; scripts/ci/cuda.sh -m slow"
+_CARDS = "python -m pytest --cards tests/strategies/telemetry/test_step_profile.py"
+_TRACES = "python -m pytest -n 2 --dist loadfile tests/strategies/tracing"
+_AFTER = f"scripts/ci/cuda.sh; scripts/ci/cuda.sh -m slow; {_CARDS}; {_TRACES}"
 _LEAST = 0.95
 _REASONS = {
     "strategies/modules/adapters.py:device = ": "bitsandbytes is not there: its kernels are compiled for real cards",
