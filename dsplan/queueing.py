@@ -25,7 +25,11 @@ from planner.search.search import first_plan
 from planner.types.plan import Plan
 
 _ANSWER_SECONDS = 60.0
-_START = re.compile(r"to start at (\S+)(?: using \d+ processors)?(?: on nodes \S+)?(?: in partition (\S+))?")
+_MOST_MINUTES = 100 * 365 * 24 * 60
+"""A century: a choice, well below what SLURM and calendars count to."""
+_START = re.compile(
+    r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?: using \d+ processors)?(?: on nodes \S+)?(?: in partition (\S+))?"
+)
 _REFUSAL = re.compile(r"(?:allocation failure|sbatch: error(?!: Batch job)|Batch job submission failed): (.+)")
 
 
@@ -100,6 +104,8 @@ def _trained(request: Request) -> Iterator[Turn]:
 
 def _in_queue(turn: Turn, request: Request, options: Sequence[str]) -> Turn:
     """Return the turn with what the queue says of it."""
+    if turn.limit_minutes > _MOST_MINUTES:
+        return replace(turn, refusal="it would train for more than a century")
     nodes, per_node = node_layout(turn.plan)
     words = [f"--nodes={nodes}", f"--ntasks-per-node={per_node}", f"--time={turn.limit_minutes}"]
     if not request.cluster.device.is_cpu:

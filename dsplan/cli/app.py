@@ -25,7 +25,7 @@ COMMANDS: dict[str, str] = {
     "recommend": "dsplan.cli.plans:recommend",
     "max": "dsplan.cli.plans:maximum",
     "simulate": "dsplan.cli.simulate:simulate",
-    "queue": "dsplan.cli.queue:queue",
+    "queue": "dsplan.cli.simulate:queue",
     "explain": "dsplan.cli.plans:explain",
     "emit": "dsplan.cli.plans:emit",
     "check": "dsplan.cli.check:check",

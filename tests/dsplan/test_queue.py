@@ -78,6 +78,19 @@ def test_a_queue_that_refuses_says_why(cli: Cli, slurm: Path) -> None:
     assert "first to end" not in printed.out
 
 
+def test_what_no_calendar_reaches_is_refused_without_asking(cli: Cli, slurm: Path) -> None:
+    printed = cli(f"{SIXTEEN} --tokens {10**18}")
+    assert printed.status == 1
+    assert "16 x A100-SXM4-80GB: it would train for more than a century" in printed.out
+    assert not slurm.exists()
+
+
+def test_a_start_that_nobody_knows_is_one_line(cli: Cli, slurm: Path) -> None:
+    command = slurm.parent / "bin" / "sbatch"
+    command.write_text("#!/bin/sh\necho 'sbatch: Job 7 to start at N/A in partition a100' >&2\n")
+    assert "neither when a job would start nor why not" in cli.refuses(f"{SIXTEEN} --tokens 1B")
+
+
 def test_what_cannot_be_asked_is_said_in_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "give --tokens" in cli.refuses(SIXTEEN)
     monkeypatch.setenv("PATH", str(tmp_path))
