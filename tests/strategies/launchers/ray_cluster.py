@@ -60,7 +60,8 @@ def ray_cluster(nodes: int) -> Iterator[RayCluster]:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / f"{_SLOW}.py").write_text('raise ImportError("its grammar is compiled for seconds")\n')
         # Ray runs what it starts at niceness 15, which on a machine that is busy is hardly at all.
-        variables = {"PYTHONPATH": f"{directory}:{ROOT}", "RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+        path = os.pathsep.join(filter(None, (directory, str(ROOT), os.environ.get("PYTHONPATH"))))
+        variables = {"PYTHONPATH": path, "RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
         with mock.patch.dict(os.environ, variables):
             cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **_settings()})
         try:
