@@ -17,7 +17,7 @@ QUESTIONS = {"What", "Whether", "How", "Where", "Why", "Which", "When", "Who", "
 
 MAY_BIND = re.compile(rf"\b(?:{'|'.join(VAGUE)})\s*(?:[=:,)\]]|$|\bin\b)", re.MULTILINE)
 """Text beside which one of these names may be bound: a file without any is not looked through."""
-MAY_BEGIN = re.compile(rf"""["']{{3}}\\?\s*(?:{'|'.join(QUESTIONS)})\b|["'](?:{'|'.join(QUESTIONS)})\b""")
+MAY_BEGIN = re.compile(rf"""["']\\?\s*(?:{"|".join(QUESTIONS)})\b""")
 """The same of docstrings."""
 
 
