@@ -65,7 +65,7 @@ def node_resources(placement: Placement, processes: int) -> dict[str, float]:
                 f"--launcher-option {quote(option)} is no resource of Ray; write NAME=NUMBER per node, such as CPU=32"
             )
         resources[match[1]] = float(match[2])
-    return resources
+    return {name: amount for name, amount in resources.items() if amount}
 
 
 def check_address(address: str | None) -> None:

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -120,16 +120,22 @@ def connect(spec: LaunchSpec) -> None:
 
 
 def _local_cpus(spec: LaunchSpec) -> int:
-    return int(max(node_resources(spec.placement, spec.processes)["CPU"], 1))
+    return int(max(node_resources(spec.placement, spec.processes).get("CPU", 0), 1))
 
 
 def bundle_of(spec: LaunchSpec, nodes: Iterable[Mapping[str, Any]]) -> Bundle:
-    """Return the bundle of a node: a CPU per rank, and a GPU where the cluster has any and they are not hidden."""
+    """Return the bundle of a node: a CPU per rank, and a GPU where the cluster has any and they are not hidden.
+
+    Raises:
+        DsplanError: the options leave nothing of it.
+    """
     resources = node_resources(spec.placement, spec.processes)
     if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(
         (node.get("Resources") or {}).get("GPU") for node in nodes if node["Alive"]
     ):
         resources = {"GPU": float(spec.processes), **resources}
+    if not resources:
+        raise DsplanError("--launcher-option CPU=0 leaves nothing to reserve on a node; name a resource that it has")
     return Bundle(resources=resources)
 
 
@@ -180,27 +186,33 @@ def _shortage(spec: LaunchSpec, bundle: Bundle) -> str:
     return f"{where} has {needed} nodes with {bundle} each that the run needs, and not all are free"
 
 
-@dataclass(kw_only=True)
+def _alive() -> set[str]:
+    return {str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
+
+
 class Attempt:
-    """The ranks of one attempt on the nodes that were reserved, from their start to `result`."""
+    """The ranks of one attempt on the nodes that were reserved: `run` it, then `result` says how it ended."""
 
-    spec: LaunchSpec
-    bundle: Bundle
-    group: PlacementGroup
-    requests: Requests
-    codes: dict[int, int] = field(default_factory=dict)
-    """Exit statuses of the ranks that have ended."""
-    verdict: dict[str, object] = field(default_factory=dict)
-    """The kind and the reason of an end that the ranks cannot know of."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, spec: LaunchSpec, bundle: Bundle, group: PlacementGroup, requests: Requests) -> None:
+        self._spec, self._bundle, self._group, self._requests = spec, bundle, group, requests
+        self._codes: dict[int, int] = {}
+        self._verdict: dict[str, object] = {}
         self._actors: list[Any] = []
         self._nodes: list[NodeAddress] = []
         self._runs: dict[Any, int] = {}
-        self._elders = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        self._elders = _alive()
         self._looked = time.monotonic()
         self._regrouping: float | None = None
         self._signalled = float("-inf")
+
+    @property
+    def result(self) -> dict[str, object]:
+        """The content of `result.json`; with a kind where the ranks cannot know why they ended."""
+        failures = {rank: code for rank, code in self._codes.items() if code}
+        verdict = self._verdict
+        if not verdict and failures and self._regrouping is not None:
+            verdict = {"kind": "regrouped", "reason": "nodes came"}
+        return {"failures": failures, **verdict}
 
     def run(self) -> int:
         """Start the ranks and watch them to their end; return 0 where all have ended with 0.
@@ -211,34 +223,33 @@ class Attempt:
         """
         try:
             self._start()
-            while self._runs and not self.verdict and all(code in (0, STOPPED) for code in self.codes.values()):
+            while self._runs and not self._verdict and all(code in (0, STOPPED) for code in self._codes.values()):
                 self._watch()
         finally:
             self._end()
-        return 0 if not self.verdict and all(code == 0 for code in self.codes.values()) else 1
+        return 0 if not self._verdict and all(code == 0 for code in self._codes.values()) else 1
 
     def _start(self) -> None:
-        count = self.group.bundle_count
+        count = self._group.bundle_count
         for index in range(count):
             actor = ray.remote(NodeRanks).options(
-                name=f"{self.spec.run_id}-{index}",
-                num_cpus=self.bundle.resources["CPU"],
-                num_gpus=self.bundle.resources.get("GPU", 0),
+                name=f"{self._spec.run_id}-{index}",
+                num_cpus=self._bundle.resources.get("CPU", 0),
+                num_gpus=self._bundle.resources.get("GPU", 0),
                 max_restarts=0,
                 max_concurrency=4,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
             )
             self._actors.append(actor.remote())
-        asked = [actor.address.remote() for actor in self._actors]
-        for reference in asked:
-            self._nodes.append(self._answer(reference))
+        references = [actor.address.remote() for actor in self._actors]
+        self._nodes = [self._answer(reference) for reference in references]
         for index, actor in enumerate(self._actors):
             start = NodeStart(
-                spec_path=str(self.spec.path),
-                first_rank=index * self.spec.processes,
-                world_size=count * self.spec.processes,
+                spec_path=str(self._spec.path),
+                first_rank=index * self._spec.processes,
+                world_size=count * self._spec.processes,
                 meeting_point=self._nodes[0],
-                has_gpus="GPU" in self.bundle.resources,
+                has_gpus="GPU" in self._bundle.resources,
                 directory=str(Path.cwd()),
                 variables=dict(os.environ),
             )
@@ -248,7 +259,7 @@ class Attempt:
         """Wait for an actor to say where it is."""
         deadline = time.monotonic() + _ACTOR_SECONDS
         while True:
-            self.requests.check()
+            self._requests.check()
             try:
                 address: NodeAddress = ray.get(reference, timeout=1)
             except GetTimeoutError:
@@ -266,34 +277,33 @@ class Attempt:
 
     def _watch(self) -> None:
         """Wait a moment for ranks to end, and hand signals on."""
-        self.requests.check()
-        for number in self.requests.take():
+        self._requests.check()
+        for number in self._requests.take():
             self._signal(number)
         ended, _ = ray.wait(list(self._runs), num_returns=len(self._runs), timeout=_LOOK_SECONDS)
         for reference in ended:
             self._take(reference)
-        if self.spec.placement.is_elastic and self._runs and not self.verdict:
+        if self._spec.placement.is_elastic and self._runs and not self._verdict:
             self._look_for_nodes()
 
     def _take(self, reference: Any) -> None:
         """Take what a node says of its ranks' end, or what Ray says of the node's."""
         index = self._runs.pop(reference)
         try:
-            self.codes |= ray.get(reference)
+            self._codes |= ray.get(reference)
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, DsplanError) else None
             if cause is None:
                 raise
             raise DsplanError(str(cause)) from None
         except (RayActorError, OutOfMemoryError) as error:
-            self.verdict = self._verdict_of(self._nodes[index], error)
+            self._verdict = self._verdict_of(self._nodes[index], error)
 
     def _verdict_of(self, node: NodeAddress, error: RayError) -> dict[str, object]:
-        alive = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
         if isinstance(error, OutOfMemoryError):
             reason = f"Ray has ended the ranks on {node.host}, whose memory was all but used"
             return {"kind": "out_of_memory", "reason": reason, "node": node.host}
-        if node.node_id not in alive:
+        if node.node_id not in _alive():
             return {"kind": "lost", "reason": f"Ray has lost the node {node.host} ({node.address})", "node": node.host}
         return {"kind": "killed", "reason": f"Ray's process on {node.host} was killed", "node": node.host}
 
@@ -301,23 +311,18 @@ class Attempt:
         """Have all ranks save and stop where nodes have come that the run can take."""
         now = time.monotonic()
         if self._regrouping is not None:
-            if now - self._regrouping > self.spec.supervision.grace_seconds:
-                self.verdict |= {"kind": "regrouped", "reason": "nodes came, and the ranks could not save in time"}
+            if now - self._regrouping > self._spec.supervision.grace_seconds:
+                self._verdict |= {"kind": "regrouped", "reason": "nodes came, and the ranks could not save in time"}
             elif now - self._signalled >= SIGNAL_SECONDS:
                 self._signalled = now
                 self._signal(signal.SIGUSR1)
             return
-        if now - self._looked < _NODES_LOOK_SECONDS or len(self._actors) >= self.spec.placement.most_nodes:
+        if now - self._looked < _NODES_LOOK_SECONDS or len(self._actors) >= self._spec.placement.most_nodes:
             return
         self._looked = now
-        came = [node for node in ray.nodes() if self.bundle.fits(node) and node["NodeID"] not in self._elders]
-        if came and claimed_kind(self.spec.directory) in SAVING:
+        came = [node for node in ray.nodes() if self._bundle.fits(node) and node["NodeID"] not in self._elders]
+        if came and claimed_kind(self._spec.directory) in SAVING:
             self._regrouping = now
-
-    @property
-    def is_regrouping(self) -> bool:
-        """True if the ranks were asked to stop because nodes came."""
-        return self._regrouping is not None
 
     def _signal(self, number: int) -> None:
         for index in self._runs.values():
@@ -326,19 +331,19 @@ class Attempt:
     def _end(self) -> None:
         """End the ranks that are left, and the actors; return when none of them runs."""
         seconds = _LAST_WORDS_SECONDS
-        if self.requests.stop:
+        if self._requests.stop:
             seconds = _STOP_SECONDS
             self._signal(signal.SIGTERM)
         ends = [self._actors[index].end.remote(seconds) for index in self._runs.values()]
         ended, _ = ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS) if ends else ([], [])
         for reference in ended:
             try:
-                self.codes |= ray.get(reference)
+                self._codes |= ray.get(reference)
             except RayError:
                 continue  # its process is gone, and its ranks with it
         for actor in self._actors:
             ray.kill(actor)
-        remove_placement_group(self.group)
+        remove_placement_group(self._group)
 
 
 def end_left(spec: LaunchSpec) -> None:
@@ -359,14 +364,9 @@ def main(spec_path: str) -> int:
         requests = Requests()
         end_left(spec)
         bundle = bundle_of(spec, ray.nodes())
-        attempt = Attempt(spec=spec, bundle=bundle, group=reserve(spec, bundle, requests), requests=requests)
-        try:
-            status = attempt.run()
-        finally:
-            failures = {rank: code for rank, code in attempt.codes.items() if code}
-            if attempt.is_regrouping and not attempt.verdict:
-                attempt.verdict = {"kind": "regrouped", "reason": "nodes came"}
-            result = {"failures": failures, **(attempt.verdict if failures or attempt.verdict else {})}
+        attempt = Attempt(spec, bundle, reserve(spec, bundle, requests), requests)
+        status = attempt.run()
+        result = attempt.result
     except Stopped:
         status = 128 + signal.SIGTERM
     except DsplanError as error:
@@ -374,7 +374,7 @@ def main(spec_path: str) -> int:
         status, result = error.exit_code, {"failures": {}, "kind": "refused", "reason": str(error)}
     except RayError as error:
         first = str(error).strip().splitlines()[0]
-        status, result = 1, {"failures": {}, "kind": "lost", "reason": f"the Ray cluster is gone: {first}"}
+        status, result = 1, {"failures": {}, "kind": "lost", "reason": f"Ray has lost the attempt: {first}"}
     keep_result(spec.directory, result)
     ray.shutdown()
     return status
