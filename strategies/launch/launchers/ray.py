@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from hardware_db.errors import DsplanError
 from hardware_db.handed_in import quote
-from strategies.distributed.network import why_unanswered
+from strategies.distributed.network import speaks_http, why_unanswered
 from strategies.launch.launchers.process import ProcessLauncher
 from strategies.run_directory.spec import Placement
 
@@ -72,7 +72,7 @@ def check_address(address: str | None) -> None:
     """Refuse an address at which no Ray can be.
 
     Raises:
-        DsplanError: it is of Ray's client, is no address, or nothing answers there.
+        DsplanError: it is of Ray's client, is no address, or nothing or a web server answers there.
     """
     if address in (None, "auto"):
         return
@@ -87,3 +87,8 @@ def check_address(address: str | None) -> None:
         why = problem.strerror
     if why:
         raise DsplanError(f"--ray-address {address}: no Ray answers there ({why}); {_HOW_TO_REACH}")
+    if speaks_http(host.strip("[]"), int(port)):
+        raise DsplanError(
+            f"--ray-address {address}: a web server answers there, such as Ray's dashboard; name the port that"
+            " `ray start` says, 6379 by default"
+        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from strategies.run_directory.spec import SAVING, STOPPED, LaunchSpec
 from strategies.variables import RENDEZVOUS_SECONDS
 
 _NAMESPACE = "dsplan"
+_CONNECT_SECONDS = 120.0  # a cluster answers in a second, a Ray of this machine starts in ten or on a busy one in sixty
 _NODES_SECONDS = 600.0  # an autoscaler's nodes take minutes, as those of the local launcher may
 _TELL_SECONDS = 3.0  # a cluster with room answers sooner
 _FEWER_SECONDS = 5.0  # before an elastic run takes fewer nodes than it could have
@@ -109,6 +111,9 @@ def connect(spec: LaunchSpec) -> None:
     if address is None:
         settings |= {"num_cpus": _local_cpus(spec), "include_dashboard": False}
         settings["object_store_memory"] = _OBJECT_STORE_BYTES
+    giving_up = threading.Timer(_CONNECT_SECONDS, _give_up, (spec,))
+    giving_up.daemon = True
+    giving_up.start()
     try:
         ray.init(address=address or "local", **settings)
     except Exception as error:  # whose kinds are many, plain ones among them
@@ -117,6 +122,17 @@ def connect(spec: LaunchSpec) -> None:
             raise DsplanError(f"Ray does not start on this machine: {first}") from None
         remedy = "start dsplan run on a node of it, or by `ray job submit`"
         raise DsplanError(f"the Ray cluster at --ray-address {address} cannot be joined: {first}; {remedy}") from None
+    finally:
+        giving_up.cancel()
+
+
+def _give_up(spec: LaunchSpec) -> None:
+    """End this process, which Ray would have try for many minutes to join what is no cluster."""
+    where = "this machine" if spec.placement.ray_address is None else f"--ray-address {spec.placement.ray_address}"
+    refused = DsplanError(f"Ray at {where} has not answered in {_CONNECT_SECONDS:g} s; see what listens there")
+    print(f"error: {refused}", flush=True)
+    keep_result(spec.directory, {"failures": {}, "kind": "refused", "reason": str(refused)})
+    os._exit(refused.exit_code)
 
 
 def _local_cpus(spec: LaunchSpec) -> int:

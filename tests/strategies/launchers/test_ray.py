@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,8 +138,8 @@ class TestOnACluster:
         with ray_cluster(1) as cluster, on(cluster, tmp_path, {"DSPLAN_RENDEZVOUS_SECONDS": "5"}) as run:
             assert run.wait(run.start(*cluster.options, "--nodes", "2")) == 2, run.out
             has = f"the Ray cluster at {cluster.address} has 1 of the 2 nodes with 1 CPU each that the run needs"
-            assert f"dsplan: {has}; waiting up to 5.0 s for more" in run.out
-            assert f"{has} (waited 5.0 s); add nodes or wait for them" in run.out
+            assert f"dsplan: {has}; waiting up to 5 s for more" in run.out
+            assert f"{has} (waited 5 s); add nodes or wait for them" in run.out
 
     def test_a_ray_of_this_machine(self, reference: list[float], tmp_path: Path) -> None:
         with ray_cluster(0) as cluster, on(cluster, tmp_path, {"PAUSE": "0"}) as run:
@@ -159,6 +161,16 @@ def test_an_address_at_which_no_ray_is(address: str, says: str) -> None:
     with pytest.raises(DsplanError, match="--ray-address") as refusal:
         launcher.check_address(address)
     assert says in str(refusal.value)
+
+
+def test_a_web_server_is_no_ray() -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(DsplanError, match="a web server answers there"):
+                launcher.check_address(f"127.0.0.1:{server.server_address[1]}")
+        finally:
+            server.shutdown()
 
 
 def test_an_option_is_a_resource_of_every_node() -> None:
