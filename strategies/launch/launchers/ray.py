@@ -6,6 +6,7 @@ Sources: the Ray documentation of `ray.init`, placement groups and "Actor fault 
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from importlib.util import find_spec
 
@@ -42,7 +43,7 @@ class RayLauncher(ProcessLauncher):
             variables |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
         return variables
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: signal.Signals) -> None:
         """Hand a signal to the driver, which hands it on to every rank on every node."""
         self.hand_signal(number)
 
