@@ -90,7 +90,7 @@ class NodeRanks:
                 rank_command(spec),
                 stdin=subprocess.DEVNULL,
                 cwd=directory,
-                env=_rank_variables(start, spec.processes, local_rank),
+                env=rank_variables(start, spec.processes, local_rank),
                 # Ctrl-C in a terminal with a Ray of this machine is the command's alone.
                 start_new_session=True,
             )
@@ -125,7 +125,7 @@ class NodeRanks:
         return {rank: code for rank, code in codes.items() if code is not None}
 
 
-def _rank_variables(start: NodeStart, processes: int, local_rank: int) -> dict[str, str]:
+def rank_variables(start: NodeStart, processes: int, local_rank: int) -> dict[str, str]:
     """Return a rank's environment: the command's, with the GPUs that Ray has reserved, and torchrun's variables."""
     own = {name: os.environ[name] for name in _VISIBLE if start.has_gpus and name in os.environ}
     return {
