@@ -341,6 +341,7 @@ class Attempt:
         self._why = self._why_regroup()
         if self._why and claimed_kind(self._spec.directory) in SAVING:
             self._regrouping = now
+            notice(f"{self._why}; the ranks save and start again", stream="stdout")
 
     def _why_regroup(self) -> str:
         """Return why the attempt should be started again on other nodes; empty where it should not."""

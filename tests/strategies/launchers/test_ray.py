@@ -156,6 +156,7 @@ class TestOnACluster:
             run.hurry()
             assert run.wait(process) == 0, run.out
             assert [row["kind"] for row in endings(run)] == ["lost", "regrouped"]
+            assert "dsplan: 1 node came; the ranks save and start again" in run.out
             assert run.losses() == pytest.approx(alone.losses(), rel=1e-4)
 
     def test_a_cluster_that_is_too_small(self, tmp_path: Path) -> None:
