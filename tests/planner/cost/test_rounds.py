@@ -182,3 +182,20 @@ def test_micro_batches_count_the_samples_of_a_generation() -> None:
 def test_contradictions_are_refused(asked: dict[str, Any], problem: str) -> None:
     with pytest.raises(ContradictoryRequest, match=problem):
         plan(**asked)
+
+
+def test_a_value_model_takes_states_as_the_trained_one_and_less_time() -> None:
+    """verl's quick start: 344 tokens of Qwen2.5-0.5B, updates of the critic 15.7 s beside the actor's 20.3 (0.77).
+
+    Its card is not named. Of its seconds without generation 0.78 are updates, and 8.3 references make one.
+    """
+    asked: dict[str, Any] = {"prompt_len": 104, "completion_len": "239:256", "generations": 1, "beta": 0.001}
+    asked |= {"prompts_per_step": 256, "global_batch": 64, "rollout": "colocate", "rollout_sleep": True}
+    ppo, grpo = (
+        plan("Qwen/Qwen2.5-0.5B", 1, "L4-24GB", 4, task=task, strategy="single", **asked) for task in ("ppo", "grpo")
+    )
+    updates = ppo.time.phases["update"], grpo.time.phases["update"]
+    assert updates[0] / updates[1] - 1 == pytest.approx(0.77, rel=0.1)
+    assert updates[0] / ppo.time.phases["reference"] == pytest.approx(8.3, rel=0.1)
+    assert ppo.memory.optimizer_bytes == pytest.approx(2 * grpo.memory.optimizer_bytes, rel=0.01)
+    assert ppo.memory.phases["reward"] > grpo.memory.phases["reference"]
