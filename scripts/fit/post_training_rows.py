@@ -125,7 +125,9 @@ def of_swift(row: Row, checkout: Path) -> tuple[Flags, str, str]:
     is_padded = not is_free or "without padding_free" in row["note"]
     tokens = sample_length(text, flags, checkout, is_padded=is_padded)
     how = "padded" if is_padded else "not padded"
-    assumed = f"on {SWIFT_GPU}" if tokens is None else f"on {SWIFT_GPU}; samples of {tokens} tokens, as its data has them"
+    assumed = (
+        f"on {SWIFT_GPU}" if tokens is None else f"on {SWIFT_GPU}; samples of {tokens} tokens, as its data has them"
+    )
     return flags if tokens is None else flags | {"seq_len": tokens}, how, assumed
 
 

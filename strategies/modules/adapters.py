@@ -171,7 +171,9 @@ def method_of(model: nn.Module) -> TrainingMethod | None:
     return TrainingMethod(
         method="dora" if config.use_dora else "lora",
         rank=config.r,
-        targets=targets if isinstance(targets, str) else ",".join(sorted({name.rpartition(".")[2] for name in targets})),
+        targets=targets
+        if isinstance(targets, str)
+        else ",".join(sorted({name.rpartition(".")[2] for name in targets})),
         load_dtype=_DTYPES.get(frozen),
     )
 

@@ -161,7 +161,7 @@ def _plan_if_possible(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan
 def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     ranks = int(os.environ["WORLD_SIZE"])
     cluster = probed_cluster(own_machine(), ranks=ranks)
-    facts, adapters = _facts_of(job.module)
+    facts, adapters = facts_of(job.module)
     task, length = work_of(facts, job.module, job.example, _longest(job, facts))
     options = WorkOptions(
         task=task,
@@ -189,7 +189,7 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     return best_plan(with_measured_rates(request, measured))
 
 
-def _facts_of(module: nn.Module) -> tuple[ModelFacts, dict[str, Any]]:
+def facts_of(module: nn.Module) -> tuple[ModelFacts, dict[str, Any]]:
     """Return a model's facts, and the options that say which adapters of PEFT's are beside its weights.
 
     Adapters that no option says, or that are counted otherwise, leave the model as one that is known from a trace.

@@ -22,9 +22,12 @@ from planner.types.post_training import PostTraining
 GIB = 1 << 30
 
 
+CHOSEN = ("strategy", "backend", "checkpointing", "steps_per_generation")
+
+
 def plan(model: str = "llama-3-8b", gpus: int = 8, gpu: str = "H100-SXM5-80GB", micro: int = 2, **asked: Any) -> Plan:
     """Return the estimate of a question, `strategy` and `checkpointing` among what is asked."""
-    chosen = {name: asked.pop(name) for name in ("strategy", "checkpointing", "steps_per_generation") if name in asked}
+    chosen = {name: asked.pop(name) for name in CHOSEN if name in asked}
     options = WorkOptions(**{"task": "grpo", **asked})
     cluster = training_cluster(resolve_cluster(HardwareRequest(gpus=gpus, gpu=gpu)), options)
     request = make_request(find_model(model), cluster, options)
@@ -57,6 +60,15 @@ def test_dpo_of_a_7b_does_not_fit_where_it_ran_out_of_memory() -> None:
     precomputed = plan("llama-2-7b", gpu="A100-SXM4-40GB", micro=4, task="dpo", seq_len=2048, precompute_ref=True)
     assert dpo.memory.parameters_bytes - precomputed.memory.parameters_bytes == pytest.approx(2 * 6.738e9, rel=0.01)
     assert precomputed.time.compute_seconds < 0.85 * dpo.time.compute_seconds
+
+
+@pytest.mark.parametrize(("backend", "width"), [("deepspeed", 2 / 8), ("native", 4)])
+def test_a_reference_is_sharded_by_deepspeed_and_not_by_our_own_zero(backend: str, width: float) -> None:
+    """TRL's `prepare_deepspeed` cuts it, in 16 bits; under our own work its `prepare_model` leaves it as it is."""
+    asked: dict[str, Any] = {"model": "llama-2-7b", "task": "dpo", "seq_len": 1024, "strategy": "zero3"}
+    dpo, alone = (plan(backend=backend, precompute_ref=without, **asked) for without in (False, True))
+    reference = dpo.memory.phases["step"] - alone.memory.phases["step"]
+    assert reference == pytest.approx(width * 6.738e9, rel=0.05)
 
 
 def test_tasks_have_the_loss_of_their_trainer() -> None:

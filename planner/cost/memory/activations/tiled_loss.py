@@ -55,10 +55,10 @@ def tiles_of(job: Job) -> Tiles | None:
 
 
 PICKED_IN_32 = (4, 16)
-"""Bytes per logit in fp32, forward and backward: the logits; beside them gradients by sequence, all of them stacked, and
-those of the picked words. Autocast's output is made fp32 first, of two bytes more."""
+"""Bytes per logit in fp32, forward and backward: the logits; beside them gradients by sequence, all of them stacked,
+and those of the picked words. Autocast's output is made fp32 first, of two bytes more."""
 PICKED_IN_16 = 4
-"""The same in 16 bits: logits, and log-probabilities that are kept; backward the gradients of them and of the logits."""
+"""The same in 16 bits: logits, and log-probabilities that are kept; backward gradients of both."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
