@@ -95,7 +95,7 @@ def check_reading(
     answers = {name: value for name, value in reading.answers.items() if value is not None}
     answers |= {name: value for name, value in (("model", model), ("seq_len", seq_len)) if value is not None}
     chosen = _hardware(answers, hardware)
-    question = {**{key: value for key, value in answers.items() if key != "model_config"}, **chosen}
+    question = {**{key: value for key, value in answers.items() if key not in _NO_FLAGS}, **chosen}
     reading = replace(reading, answers=answers)
     try:
         facts, notes = _model(answers, reading, is_flag=model is not None)
@@ -114,9 +114,15 @@ def check_reading(
         if any(word in str(error) for word in ("--gpu ", "--cluster", "--node", "--interconnect", "unknown GPU")):
             raise
         return _without_plan(reading, question, str(error), "impossible")
-    return Checked(reading=reading, audit=audit(request, reading, answers), question={**question, "code": code})
+    outcome = audit(request, reading, answers)
+    if "copies" in answers and outcome.plan is not None:
+        now = outcome.plan.configuration
+        question |= {"strategy": now.strategy, **({"shard": now.dp_shard * now.cp} if now.strategy == "hsdp" else {})}
+    return Checked(reading=reading, audit=outcome, question={**question, "code": code})
 
 
+_NO_FLAGS = frozenset({"model_config", "copies"})
+"""Answers that are no flags of `estimate`: a model's own config, and copies, which `--shard` says by their ranks."""
 _ROUNDS = tuple(item.name for item in fields(PostTrainingOptions))
 
 

@@ -153,6 +153,8 @@ def _read_sharding(book: Notebook) -> None:
     replicate = book.whole(f"{section}dp_replicate_size", 1) or 1
     strategy: words.Strategy = "ddp" if "ddp" in word else "hsdp" if replicate > 1 else "fsdp"
     book.answer("strategy", strategy, f"{section}strategy", f"{section}_target_", f"{section}dp_replicate_size")
+    if strategy == "hsdp":
+        book.answer("copies", replicate, f"{section}dp_replicate_size")
     if "megatron" in word:
         book.leave(f"{section}strategy", "Megatron-FSDP is counted as FSDP2", matters=True)
     for field in ("tp", "cp", "pp", "ep"):

@@ -272,6 +272,8 @@ def _read_sharding(book: Notebook, files: Files) -> None:
     replicate, shard = book.positive("dp_replicate_size", 1) or 1, book.positive("dp_shard_size", 1) or 1
     if shard > 1:
         book.answer("strategy", "hsdp" if replicate > 1 else "fsdp", "dp_shard_size", "dp_replicate_size")
+        if replicate > 1:
+            book.answer("copies", replicate, "dp_replicate_size")
         sharing = book.answers.get("tp", 1) * book.answers.get("cp", 1)
         book.answer("gpus", replicate * shard * sharing, "dp_shard_size", "dp_replicate_size")
 

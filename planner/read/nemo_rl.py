@@ -174,8 +174,10 @@ def _read_dtensor(book: Notebook) -> None:
         ("ep", "expert_parallel_size"),
     ):
         book.answer(field, book.positive(f"{section}{name}", 1), f"{section}{name}")
-    if (book.whole(f"{section}dp_replicate_size", 1) or 1) > 1:
+    copies = book.whole(f"{section}dp_replicate_size", 1) or 1
+    if copies > 1:
         book.answer("strategy", "hsdp", f"{section}dp_replicate_size")
+        book.answer("copies", copies, f"{section}dp_replicate_size")
     if book.flag(f"{section}sequence_parallel") and book.answers["tp"] > 1:
         book.answer("sequence_parallel", True, f"{section}sequence_parallel")
     offloads = book.flag(f"{section}cpu_offload")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import prod
 
 from planner import vocabulary as words
 from planner.read.documents import Files
@@ -197,8 +198,12 @@ def _read_degrees(book: Notebook) -> None:
         book.answer(field, book.positive(key, 1), key)
     if replicate == shard == 1 and all(book.answers[field] == 1 for field in words.DEGREES):
         book.answer("strategy", "single", *keys)
-    elif strategy == "hsdp" and shard > 0:
-        book.answer("shard", shard * context, keys[1])
+    elif strategy == "hsdp":
+        book.answer("copies", replicate, keys[0])
+        if shard > 0:
+            book.answer("shard", shard * context, keys[1])
+    if shard > 0:  # the degrees multiply to the ranks (`ParallelDims._validate`)
+        book.answer("gpus", replicate * shard * prod(book.answers[field] for field in ("tp", "pp", "cp")), keys[1])
     if book.answers["pp"] > 1:
         key = f"{section}pipeline_parallel_schedule"
         schedule = _SCHEDULES.get(book.word(key, "1f1b"), "1f1b")

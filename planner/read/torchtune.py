@@ -98,9 +98,13 @@ def read(book: Notebook, files: Files) -> None:
         degree = book.positive(key)
         if degree is not None and degree > 1:
             book.answer(field, degree, key)
-    if (book.whole("data_parallel_replicate_dim", 1) or 1) > 1:
+    copies, shard = book.whole("data_parallel_replicate_dim", 1) or 1, book.whole("data_parallel_shard_dim", -1) or -1
+    if copies > 1:
         book.answer("strategy", "hsdp", "data_parallel_replicate_dim")
-    book.become("dp_shard", book.raw("data_parallel_shard_dim"), "data_parallel_shard_dim")
+        book.answer("copies", copies, "data_parallel_replicate_dim")
+        if shard > 1:
+            book.answer("shard", shard * book.answers.get("cp", 1), "data_parallel_shard_dim")
+    book.become("dp_shard", shard, "data_parallel_shard_dim")
     book.close(without_effect=lambda key: _PLAIN.match(key) is not None or without_effect(key), gaps=_GAPS, names=())
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from hardware_db.errors import DsplanError
+from planner.errors import ContradictoryRequest
 from planner.models.from_hf.config import facts_from_config
 from planner.read.form import Reading
 from planner.read.recognise import FORMATS, NoTraining, form_of_keys, read_files
 from planner.read.trainers import TRAINERS, default_of, keys_of, sources
+from planner.search.audit import exact_options
 from tests.planner.read.readers import became, read, write
 
 TORCHTUNE = """\
@@ -179,6 +181,20 @@ def test_replicas_of_torchtitan_beside_cp_are_hsdp(tmp_path: Path) -> None:
     replicas = read(tmp_path, train_toml=text + "1\n")
     holds(replicas, strategy="ddp")
     assert "shard" not in replicas.answers
+
+
+def test_replicas_of_torchtitan_share_what_ranks_are_left(tmp_path: Path) -> None:
+    model = "[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nlocal_batch_size = 1\n"
+    degrees = "[parallelism]\ndata_parallel_replicate_degree = 2\ntensor_parallel_degree = 2\n"
+    answers = read(tmp_path, train_toml=f"{model}{degrees}data_parallel_shard_degree = -1\n").answers
+    assert [exact_options(answers, gpus).shard for gpus in (8, 32)] == [2, 8]
+    assert (exact_options(answers, 4).strategy, exact_options(answers, 4).shard) == ("ddp", None)
+    with pytest.raises(ContradictoryRequest, match="2 copies .* 1 ranks that share one x 2 of tp and pp = 4 ranks, not 6"):
+        exact_options(answers, 6)
+    answers = read(tmp_path, train_toml=f"{model}{degrees}data_parallel_shard_degree = 4\n").answers
+    assert answers["gpus"] == 16
+    with pytest.raises(ContradictoryRequest, match="= 16 ranks, not 8"):
+        exact_options(answers, 8)
 
 
 def test_megatron(tmp_path: Path) -> None:
