@@ -136,7 +136,7 @@ _PLAIN = re.compile(
     | val_dataset | system | stream | truncation.* | merge_lora | adapters | to_hf | save_safetensors | loss_scale
     | agent.* | external_plugins | log_completions | create_.* | import_.* | config | rank | group_query_attention
     | ENV.* | no_data.* | position_embedding.* | add_.*bias.* | model_(author|name|type|provider) | load_data.*
-    | .*mcore.* | bf16 | fp16 | TEST_TYPE | LAUNCHER | MODE | .*_SCRIPT | TEST_.* | METRICS.* | SKIP.* | work_group
+    | .*mcore.* | mock | flavor | peft(\.|_)(alpha|dropout) | pretrained_checkpoint | model\.moe_router.* | bf16 | fp16 | TEST_TYPE | LAUNCHER | MODE | .*_SCRIPT | TEST_.* | METRICS.* | SKIP.* | work_group
     | workspace | verify_integrity | async_.* | accumulate_allreduce.* | attention_softmax.* | sync_tp.*
     | pp_partition.* | optim_.* | .*moment.* | .*muon.* | enable_experimental | stage | sft_conversation_format
     | lora\.(alpha|dropout.*|lora_.*) | loss_type | beta | rpo_alpha | (un)?desirable_weight | use_ray
@@ -185,14 +185,18 @@ def why_no_training(book: Notebook) -> str:
     kinds = [book.word(key) for key in book.settings if re.fullmatch(r"modules\.\w+\.trainer_class", key)]
     if any(kind.startswith("flux") for kind in kinds):
         return "trains a diffusion model, which no reader counts"
-    framework = next(
-        (book.word(key) for key in book.settings if re.fullmatch(r"modules\.\w+\.framework", key)), "megatron"
-    )
-    if framework not in ("megatron", "torchtitan"):
+    framework = _framework(book)
+    if framework not in ("megatron", "megatron_bridge"):
         return f"has Primus run {framework}, whose keys are not read here"
     if not {"micro_batch_size", "num_layers", "train_iters", "global_batch_size", "seq_length"} & book.settings.keys():
         return "has no batch, no layers and no steps: it is no training's"
     return ""
+
+
+def _framework(book: Notebook) -> str:
+    """Return the framework that Primus runs; Megatron where it is not Primus that does."""
+    keys = (key for key in book.settings if re.fullmatch(r"modules\.\w+\.framework", key))
+    return next(map(book.word, keys), "megatron")
 
 
 def _read_modules(book: Notebook) -> None:
@@ -225,6 +229,8 @@ def read(book: Notebook, files: Files, *, is_swift: bool = False) -> None:
     if book.answers["optimizer"] == "adamw":  # core/optimizer: Transformer Engine's or Apex's FusedAdam
         book.answer("optimizer", "adamw-fused", "optimizer")
     _read_states(book, files, trainer)
+    if _framework(book) == "megatron_bridge":
+        _read_bridge(book)
     backend = book.word("attention_backend")
     attention: words.Attention = (
         "eager" if backend in ("unfused", "local") else "flash" if "flash" in backend else "sdpa"
@@ -254,8 +260,8 @@ def _read_model(book: Notebook) -> None:
     """Read the sizes of a model as transformers' config of the same shape has them."""
     preset = next((key for key in book.settings if re.fullmatch(r"modules\.\w+\.model", key)), "")
     if preset and "num_layers" not in book:
-        name = re.sub(r"\.ya?ml$", "", book.text(preset) or "")
-        book.answer("model", name, preset)
+        name = re.sub(r"(_lora\w*)?(\.ya?ml)?$", "", book.text(preset) or "")
+        book.answer("model", re.sub(r"^(llama)3([1-3])_", r"\1-3.\2-", name), preset)
         return
     layers, hidden, heads = (book.positive(key) for key in ("num_layers", "hidden_size", "num_attention_heads"))
     if not layers or not hidden or not heads:
@@ -494,6 +500,27 @@ def _read_states(book: Notebook, files: Files, trainer: str) -> None:
     if "use_distributed_optimizer" not in book and trainer == "megatron-swift":
         shards = bool(default_of(trainer, "use_distributed_optimizer"))
     book.answer("strategy", "zero1" if shards else "ddp", "use_distributed_optimizer")
+
+
+def _read_bridge(book: Notebook) -> None:
+    """Read what Megatron-Bridge's recipes add, as Primus passes it on.
+
+    NVIDIA-NeMo/Megatron-Bridge@067f987d `src/megatron/bridge/recipes/common.py`, `training/mixed_precision.py` and
+    `peft/lora.py`: bf16 with the distributed optimizer, adapters of rank 32 on all linear layers.
+    """
+    kind = book.word("peft", "none")
+    book.answer("method", "lora" if "lora" in kind else "full", "peft")
+    if book.answers["method"] == "lora":
+        book.answer("lora_rank", book.positive("peft.dim") or book.positive("peft_dim", 32), "peft.dim", "peft_dim")
+        book.answer("lora_targets", "all-linear")
+    named = book.word("precision_config", "bf16_mixed")
+    if "fp8" in named:
+        book.answer("precision", "fp8", "precision_config")
+    book.become("precision", book.answers["precision"], "precision_config")
+    if book.flag("use_distributed_optimizer", book.answers["method"] == "full"):
+        book.answer("strategy", "zero1", "use_distributed_optimizer")
+    if book.flag("packed_sequence"):
+        book.become("packing", "samples are full", "packed_sequence")
 
 
 def _read_adapters(book: Notebook) -> None:

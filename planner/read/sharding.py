@@ -244,14 +244,18 @@ def merge_deepspeed(book: Notebook, config: Notebook, key: str) -> None:
     """Take over what a DeepSpeed config says into the book of the trainer that names it; HF Trainer fills in `auto`.
 
     HF Trainer stops where both name a figure and differ (transformers, `integrations/deepspeed.py`, `fill_match`).
+    `deepspeed_config` is a flag of scripts of their own (`deepspeed.add_config_arguments`), for which the config counts.
     """
+    names = {"micro_batch": "micro-batch", "grad_accum": "accumulation", "precision": "precision"}
+    flags = {"micro_batch": "per_device_train_batch_size", "grad_accum": "gradient_accumulation_steps"}
     for field, value in config.answers.items():
         theirs = book.answers.get(field)
         is_pure = field == "precision" and value == "bf16-pure" and theirs in (None, "bf16")
         if field in ("strategy", "backend", "offload", "optimizer", "gradient_compression", *_ZERO_PLUS) or is_pure:
             book.answers[field] = value
-        elif field in ("micro_batch", "grad_accum", "precision") and theirs is not None and theirs != value:
-            names = {"micro_batch": "micro-batch", "grad_accum": "accumulation", "precision": "precision"}
+        elif key == "deepspeed_config" and field in names and flags.get(field, "bf16") not in book:
+            book.answers[field] = value
+        elif field in names and theirs is not None and theirs != value:
             message = f"the DeepSpeed config's {names[field]} is {value}, the trainer's {theirs}, which stops the run"
             book.find("error", "contradiction", message, key)
         elif field == "global_batch":

@@ -15,7 +15,7 @@ from planner.cost.verdict import device_limit, host_limit
 from planner.errors import ContradictoryRequest
 from planner.read.edits import changes_to, edited, unified
 from planner.read.form import SEVERITIES, Finding, Reading
-from planner.read.trainers import TRAINERS
+from planner.read.trainers import PER_NODE, TRAINERS
 from planner.search.estimate import estimate, is_last_resort
 from planner.search.exact import ExactOptions, exact
 from planner.search.ranking import ONE_STRATEGY
@@ -52,8 +52,8 @@ class Audit:
     better: Better | None = None
 
 
-def exact_options(answers: Mapping[str, Any], gpus: int) -> ExactOptions:
-    """Return the configuration that a config's answers say, on so many GPUs.
+def exact_options(answers: Mapping[str, Any], gpus: int, nodes: int = 1) -> ExactOptions:
+    """Return the configuration that a config's answers say, on so many GPUs of so many nodes.
 
     Raises:
         ContradictoryRequest: copies of the model times the ranks that share one are not those GPUs.
@@ -71,7 +71,7 @@ def exact_options(answers: Mapping[str, Any], gpus: int) -> ExactOptions:
     if options.get("activations_on_host") and options.get("checkpointing", "none") == "none":
         options.pop("activations_on_host")
     if options.get("strategy") == "hsdp" and (copies := answers.get("copies")):
-        _share_between(options, copies, gpus)
+        _share_between(options, nodes if copies == PER_NODE else copies, gpus)
     return ExactOptions(**options)
 
 
@@ -85,8 +85,8 @@ def _share_between(options: dict[str, Any], copies: int, gpus: int) -> None:
             f"{copies} copies of the model x {shard} ranks that share one{of_split} ="
             f" {copies * shard * split} ranks, not {gpus}; change one of them"
         )
-    if shard == 1:
-        options["strategy"] = "ddp"
+    if 1 in (shard, copies):
+        options["strategy"] = "ddp" if shard == 1 else "fsdp"
         options.pop("shard", None)
     else:
         options["shard"] = shard
@@ -96,7 +96,7 @@ def audit(request: Request, reading: Reading, answers: Mapping[str, Any]) -> Aud
     """Price what a config says, find what is wrong with it, and search what its trainer can run instead."""
     findings = list(reading.findings)
     try:
-        options = exact_options(answers, request.cluster.gpus)
+        options = exact_options(answers, request.cluster.gpus, request.cluster.nodes)
         options, batch = _without_contradiction(request, options)
         findings += batch
         exact_request, configuration = exact(request, options)
