@@ -359,6 +359,11 @@ _OF_EXAMPLES: Mapping[str, str] = {
     "pretrained_dir_student": "a further model is not counted",
     "max_num_image_per_sample": "images are not counted",
     "enable_mmca_attention": "attention of images is not counted",
+    "ds_inference": "generation is not counted",
+    **dict.fromkeys(
+        ("train_batch_size", "batch_size", "batchsize"), "the script's own batch is counted as HF Trainer's default"
+    ),
+    **dict.fromkeys(("multiprocessing_distributed", "seq_len", "num_expand"), "the script's own model is not read"),
     **dict.fromkeys(("a", "arch", "batch_norm", "img_size", "model_type"), "the script's own model is not read"),
 }
 """Gaps of DeepSpeedExamples' own scripts."""
@@ -373,14 +378,24 @@ _CHAT_GAPS: Mapping[str, str] = {
     "per_device_generation_batch_size": "a round is counted as one step's samples",
     "generation_batches": "a round is counted as one step's samples",
 }
-_OF_SCRIPTS = frozenset({
+_OF_SCRIPTS = frozenset(
+    {
         *("deepspeed_mpi", "task_name", "num_padding_at_beginning", "do_lower_case", "lora_module_name", "dropout"),
         *("critic_learning_rate", "critic_weight_decay", "critic_lora_module_name", "critic_lora_learning_rate"),
         *("lora_learning_rate", "data_split", "print_answers", "enable_test_mode", "test_stop_step"),
         *("tp_gather_partition_size", "max_prompt_seq_len", "release_inference_cache", "unpin_actor_parameters"),
         *("compute_fp32_loss", "align_overflow", "predict_batch_size", "doc_stride", "ckpt_type", "ckpt_to_save"),
-        *("load_training_checkpoint", "load_checkpoint_id", "save_best_model", "clean_best_model", "eval_step", "pad_to_max_length"),
+        *(
+            "load_training_checkpoint",
+            "load_checkpoint_id",
+            "save_best_model",
+            "clean_best_model",
+            "eval_step",
+            "pad_to_max_length",
+        ),
         *("data_path_prefix", "use_pretrain", "rewarmup", "lr_schedule", "lr_offset", "preln", "token_based_lr_decay"),
+        *("analyzing_task", "analyzing_metric", "analyzing_num_threads", "analyzing_num_threads_reduce"),
+        *("analyzing_worker_id", "sample_input", "vis_proj", "cuda", "p"),
     }
 )
 """Flags of DeepSpeedExamples' own scripts: data, and how ranks find each other."""
@@ -431,5 +446,7 @@ def read_flags(book: Notebook, files: Files, command: str) -> None:
     _read_packing(book)
     _read_stage(book)
     book.close(
-        without_effect=lambda key: key in _OF_SCRIPTS or without_effect(key), gaps={**GAPS, **_OF_EXAMPLES, **_CHAT_GAPS}, names=()
+        without_effect=lambda key: key in _OF_SCRIPTS or without_effect(key),
+        gaps={**GAPS, **_OF_EXAMPLES, **_CHAT_GAPS},
+        names=(),
     )

@@ -59,7 +59,13 @@ _NAMES: Mapping[str, str] = {"deepseek2-16b": "deepseek-v2-lite", "deepseek_v2_1
 def recognise(keys: frozenset[str]) -> bool:
     """Return whether these are MaxText's keys, or Primus' of its framework."""
     plain = {_plain(key) for key in keys}
-    own = {"per_device_batch_size", "max_target_length", "remat_policy", "ici_fsdp_parallelism", "base_output_directory"}
+    own = {
+        "per_device_batch_size",
+        "max_target_length",
+        "remat_policy",
+        "ici_fsdp_parallelism",
+        "base_output_directory",
+    }
     return len(own & plain) > 2
 
 
@@ -91,7 +97,9 @@ def read(book: Notebook, files: Files) -> None:
     kind: words.Checkpointing = "full" if policy == "full" else "none" if policy == "none" else "selective"
     book.answer("checkpointing", kind, "remat_policy")
     if kind == "selective":
-        book.leave("remat_policy", f"{policy} is counted as recomputation by torchtitan's choice of products", matters=True)
+        book.leave(
+            "remat_policy", f"{policy} is counted as recomputation by torchtitan's choice of products", matters=True
+        )
     attention = book.word("attention")
     book.answer("attention", "eager" if attention == "dot_product" else "flash", "attention")
     read_optimizer(book, "opt_type", "adamw-fused")

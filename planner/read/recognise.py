@@ -591,13 +591,15 @@ def _program_form(launch: Launch) -> str:
             return form
     flags = _flags_of(launch)
     if {"micro_batch_size", "num_layers"} <= flags or (
-        re.search(r"(^|/)pretrain_\w+\.py$", program) and "num_layers" in flags
+        re.search(r"(^|/)pretrain_\w+\.py$", program) and {"num_layers", "encoder_num_layers"} & flags
     ):
         return "megatron"
     if _TRL_SCRIPTS.search(program) and ("model_name_or_path" in flags or "config" in flags):
         return "trl"
     batch = {"per_device_train_batch_size", "deepspeed_config", "deepspeed", "train_batch_size", "model_name_or_path"}
-    is_training = bool({"per_device_train_batch_size", "actor_model_name_or_path"} & flags) or ("model_name_or_path" in flags and bool(batch & flags))
+    is_training = bool({"per_device_train_batch_size", "actor_model_name_or_path"} & flags) or (
+        "model_name_or_path" in flags and bool(batch & flags)
+    )
     if is_training or "deepspeed_config" in flags:
         return "huggingface"
     configs = [

@@ -70,6 +70,10 @@ def exact_options(answers: Mapping[str, Any], gpus: int, nodes: int = 1) -> Exac
         options.pop("backend")
     if options.get("activations_on_host") and options.get("checkpointing", "none") == "none":
         options.pop("activations_on_host")
+    split = prod(int(options.get(name) or 1) for name in ("tp", "pp"))
+    if options.get("strategy") == "hsdp" and (options.get("shard") or 0) * split == gpus and "copies" not in answers:
+        options["strategy"] = "fsdp"
+        options.pop("shard")
     if options.get("strategy") == "hsdp" and (copies := answers.get("copies")):
         _share_between(options, nodes if copies == PER_NODE else copies, gpus)
     return ExactOptions(**options)

@@ -189,7 +189,9 @@ def test_replicas_of_torchtitan_share_what_ranks_are_left(tmp_path: Path) -> Non
     answers = read(tmp_path, train_toml=f"{model}{degrees}data_parallel_shard_degree = -1\n").answers
     assert [exact_options(answers, gpus).shard for gpus in (8, 32)] == [2, 8]
     assert (exact_options(answers, 4).strategy, exact_options(answers, 4).shard) == ("ddp", None)
-    with pytest.raises(ContradictoryRequest, match="2 copies .* 1 ranks that share one x 2 of tp and pp = 4 ranks, not 6"):
+    with pytest.raises(
+        ContradictoryRequest, match=r"2 copies .* 1 ranks that share one x 2 of tp and pp = 4 ranks, not 6"
+    ):
         exact_options(answers, 6)
     answers = read(tmp_path, train_toml=f"{model}{degrees}data_parallel_shard_degree = 4\n").answers
     assert answers["gpus"] == 16
@@ -559,7 +561,8 @@ ZERO=$1
 if [ "$ZERO" == "" ]; then
     ZERO=3
 fi
-deepspeed --num_gpus 8 main.py --actor_model_name_or_path facebook/opt-13b --critic_model_name_or_path facebook/opt-350m \\
+deepspeed --num_gpus 8 main.py --actor_model_name_or_path facebook/opt-13b \\
+   --critic_model_name_or_path facebook/opt-350m \\
    --per_device_training_batch_size 16 --max_answer_seq_len 256 --max_prompt_seq_len 128 --actor_zero_stage $ZERO \\
    --actor_gradient_checkpointing --deepspeed --enable_hybrid_engine
 """
