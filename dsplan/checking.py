@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -11,6 +12,7 @@ from typing import Any
 
 from dsplan.question import Question
 from hardware_db.errors import DsplanError
+from hardware_db.handed_in import quote
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.models.catalogue import knows_model
@@ -252,7 +254,8 @@ def _model(answers: Mapping[str, Any], reading: Reading, *, is_flag: bool) -> tu
         if not sizes:
             raise DsplanError(f"{error}; or give --model NAME") from None
         size = f"{sizes[0][0]}{sizes[0][1].upper()}"
-        message = f"{name} is not known here; a decoder like LLaMA of {size} is counted (--model names a better one)"
+        shown = name if name.isprintable() and len(name) < _MOST_SHOWN else quote(name)
+        message = f"{shown} is not known here; a decoder like LLaMA of {size} is counted (--model names a better one)"
         return model_of_size(size), [Finding(severity="warning", id="model-by-size", message=message)]
 
 
@@ -261,7 +264,7 @@ def _named(name: str, reading: Reading) -> ModelFacts:
     if reading.looks_at_files:
         base = Path(reading.files[0]).parent.resolve()
         inside = (base / name).resolve()
-        if inside.is_relative_to(base) and (inside / "config.json").is_file():
+        if inside.is_relative_to(base) and os.path.isfile(inside / "config.json"):  # False for names too long
             return resolve_model(str(inside))
     name = name.rstrip("/")
     dateless = _DATE.sub("", name)
@@ -270,6 +273,8 @@ def _named(name: str, reading: Reading) -> ModelFacts:
     return named_model(name)
 
 
+_MOST_SHOWN = 100
+"""Letters of a model's name that are shown as they are."""
 _SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".sh", ".slurm", ".sbatch")
 MOST_FILES = 5000
 

@@ -185,7 +185,7 @@ def _read_peft(book: Notebook) -> None:
 def _read_sharding(book: Notebook) -> None:
     section = "distributed."
     word = book.word(f"{section}strategy") or book.word(f"{section}_target_") or "fsdp2"
-    replicate = book.whole(f"{section}dp_replicate_size", 1) or 1
+    replicate = book.positive(f"{section}dp_replicate_size", 1) or 1
     strategy: words.Strategy = "ddp" if "ddp" in word else "hsdp" if replicate > 1 else "fsdp"
     book.answer("strategy", strategy, f"{section}strategy", f"{section}_target_", f"{section}dp_replicate_size")
     if strategy == "hsdp":

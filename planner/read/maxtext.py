@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
 
+from planner import limits
 from planner import vocabulary as words
 from planner.read.documents import Files
 from planner.read.form import Notebook, Setting
@@ -122,6 +123,8 @@ def _read_model(book: Notebook) -> None:
 def _read_batch(book: Notebook) -> None:
     """Read the samples of a step: so many for each device, those that split a sample among them (`pyconfig.py`)."""
     samples = book.number("per_device_batch_size", 12)
+    if samples is not None and not 0 < samples < limits.SAMPLES.most:
+        raise book.broken("per_device_batch_size", "give a number above 0")
     if samples is not None and (samples < 1 or samples != int(samples)):
         book.leave("per_device_batch_size", "a part of a sample on a device is counted as one", matters=True)
         samples = 1

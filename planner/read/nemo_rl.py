@@ -185,7 +185,7 @@ def _read_dtensor(book: Notebook) -> None:
         ("ep", "expert_parallel_size"),
     ):
         book.answer(field, book.positive(f"{section}{name}", 1), f"{section}{name}")
-    copies = book.whole(f"{section}dp_replicate_size", 1) or 1
+    copies = book.positive(f"{section}dp_replicate_size", 1) or 1
     if copies > 1:
         book.answer("strategy", "hsdp", f"{section}dp_replicate_size")
         book.answer("copies", copies, f"{section}dp_replicate_size")

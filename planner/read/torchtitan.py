@@ -186,8 +186,10 @@ def _read_model(book: Notebook) -> None:
 
 def _read_degrees(book: Notebook) -> None:
     section = "parallelism."
-    replicate = book.whole(f"{section}data_parallel_replicate_degree", 1) or 1
-    shard = book.whole(f"{section}data_parallel_shard_degree", -1) or -1
+    replicate = book.positive(f"{section}data_parallel_replicate_degree", 1) or 1
+    shard = book.whole(f"{section}data_parallel_shard_degree", -1)
+    if shard is None or shard < -1 or shard == 0:
+        raise book.broken(f"{section}data_parallel_shard_degree", "give -1 or a whole number of at least 1")
     # Ranks of cp are among those that share states: with them it is HSDP, and without shards DDP.
     context = book.positive(f"{section}context_parallel_degree", 1) or 1
     strategy: words.Strategy = "fsdp" if replicate == 1 else "ddp" if shard == context == 1 else "hsdp"

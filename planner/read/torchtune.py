@@ -104,7 +104,10 @@ def read(book: Notebook, files: Files) -> None:
         degree = book.positive(key)
         if degree is not None and degree > 1:
             book.answer(field, degree, key)
-    copies, shard = book.whole("data_parallel_replicate_dim", 1) or 1, book.whole("data_parallel_shard_dim", -1) or -1
+    copies, shard = (
+        book.positive("data_parallel_replicate_dim", 1) or 1,
+        book.whole("data_parallel_shard_dim", -1) or -1,
+    )
     if copies > 1:
         book.answer("strategy", "hsdp", "data_parallel_replicate_dim")
         book.answer("copies", copies, "data_parallel_replicate_dim")

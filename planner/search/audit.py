@@ -9,6 +9,7 @@ from typing import Any
 
 from hardware_db.records import dataclass
 from hardware_db.units import format_bytes
+from planner import limits
 from planner import vocabulary as words
 from planner.cost.code_bases import code_base
 from planner.cost.verdict import device_limit, host_limit
@@ -56,7 +57,8 @@ def exact_options(answers: Mapping[str, Any], gpus: int, nodes: int = 1) -> Exac
     """Return the configuration that a config's answers say, on so many GPUs of so many nodes.
 
     Raises:
-        ContradictoryRequest: copies of the model times the ranks that share one are not those GPUs.
+        ContradictoryRequest: copies of the model times the ranks that share one are not those GPUs, or nobody has so
+            many samples.
     """
     names = ExactOptions.__dataclass_fields__
     options = {name: value for name, value in answers.items() if name in names and value is not None}
@@ -70,6 +72,9 @@ def exact_options(answers: Mapping[str, Any], gpus: int, nodes: int = 1) -> Exac
         options.pop("backend")
     if options.get("activations_on_host") and options.get("checkpointing", "none") == "none":
         options.pop("activations_on_host")
+    samples = int(options.get("micro_batch") or 1) * int(options.get("grad_accum") or 1) * gpus
+    if not limits.SAMPLES.allows(samples):
+        raise ContradictoryRequest(f"a step would take {samples:,} samples; give {limits.SAMPLES}")
     split = prod(int(options.get(name) or 1) for name in ("tp", "pp"))
     if options.get("strategy") == "hsdp" and (options.get("shard") or 0) * split == gpus and "copies" not in answers:
         options["strategy"] = "fsdp"

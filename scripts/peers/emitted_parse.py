@@ -59,7 +59,21 @@ _ABSENT = (
         "kagglehub",
         "sentencepiece",
     ),
-    *("attrdict", "dacite", "binpacking", "gradio", "trackio", "jieba", "rouge", "nltk", "schedulefree", "comet_ml"),
+    *(
+        "attrdict",
+        "dacite",
+        "binpacking",
+        "gradio",
+        "trackio",
+        "matplotlib",
+        "soundfile",
+        "scipy",
+        "jieba",
+        "rouge",
+        "nltk",
+        "schedulefree",
+        "comet_ml",
+    ),
 )
 
 
@@ -190,6 +204,9 @@ def verl(checkout: Path) -> Callable[[Files], None]:
 
     sys.path.insert(0, str(checkout))
     transformers.AutoModelForVision2Seq = MagicMock()  # which verl imports, and transformers 5 calls otherwise
+    config = MagicMock(architectures=["LlamaForCausalLM"])  # of the critic's model, from the Hub
+    transformers.AutoConfig.from_pretrained = MagicMock(return_value=config)
+    transformers.AutoTokenizer.from_pretrained = MagicMock()
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -242,12 +259,19 @@ def nemo_rl(checkout: Path) -> Callable[[Files], None]:
 
     Keys are those of the config that it is laid over.
     """
+    import typing
+
+    import typing_extensions
     from omegaconf import OmegaConf
 
     spec = importlib.util.spec_from_file_location("nemo_config", checkout / "nemo_rl/utils/config.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    import transformers
+
+    transformers.__version__ = "5.11.0"  # newer ones are refused for a patch of a tokenizer
+    typing.TypedDict = typing_extensions.TypedDict  # which pydantic asks for below Python 3.12
     sys.path.insert(0, str(checkout))
     spec.loader.exec_module(module)
     module.register_omegaconf_resolvers()
