@@ -318,7 +318,7 @@ def _read_stage(book: Notebook) -> None:
     book.answers["backend"] = "deepspeed" if stage else "torch"
 
 
-_CHAT_CRITIC = "the critic is counted as a copy of the actor, and the reward model not"
+_CHAT_CRITIC = "the critic is counted as a copy of the actor; reward model, and the reference beside adapters, are not"
 
 
 def _read_chat_rounds(book: Notebook) -> None:
