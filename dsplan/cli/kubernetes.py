@@ -168,10 +168,10 @@ def _follow(cluster: Cluster, job: Job, flags: KubernetesFlags, *, json: bool) -
     from strategies.launch.grace_period import StopRequests
     from strategies.launch.kubernetes.submitted import FollowedJob, job_to_dict
 
-    place = f"--launcher kubernetes{_place(cluster, flags)}"
+    options = f"--launcher kubernetes{_location(cluster, flags)}"
     outcome: Outcome | None = None
     if flags.detach:
-        notice(f"watch it from anywhere: dsplan watch {job.name} {place}")
+        notice(f"watch it from anywhere: dsplan watch {job.name} {options}")
     else:
         with StopRequests() as requests:
             followed = FollowedJob(cluster, job, requests)
@@ -185,11 +185,11 @@ def _follow(cluster: Cluster, job: Job, flags: KubernetesFlags, *, json: bool) -
     if outcome.reason:
         notice(outcome.reason)
     elif outcome.name != "completed":
-        notice(f"resume it from anywhere: dsplan run {place} --resume {job.name}")
+        notice(f"resume it from anywhere: dsplan run {options} --resume {job.name}")
     return outcome.exit_code
 
 
-def _place(cluster: Cluster, flags: KubernetesFlags) -> str:
+def _location(cluster: Cluster, flags: KubernetesFlags) -> str:
     context = f" --kube-context {flags.kube_context}" if flags.kube_context else ""
     return f" --kube-namespace {cluster.namespace}{context}"
 

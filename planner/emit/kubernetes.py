@@ -97,7 +97,7 @@ def _train_job(job: ClusterJob) -> dict[str, Any]:
         "numProcPerNode": job.processes,
         **({"resourcesPerNode": {"limits": dict(job.limits)}} if job.limits else {}),
     }
-    spec = {"runtimeRef": {"name": name, **({"kind": kind} if kind else {})}, "trainer": trainer}
+    spec: dict[str, Any] = {"runtimeRef": {"name": name, **({"kind": kind} if kind else {})}, "trainer": trainer}
     if patch := _pod(job, {"name": CONTAINERS["TrainJob"], **_mounts(job)}):
         node = {"name": "node", "template": {"spec": {"template": {"spec": patch}}}}
         runtime = {"template": {"spec": {"replicatedJobs": [node]}}}

@@ -17,4 +17,5 @@ if [ "${#missing[@]}" -gt 0 ]; then
         echo "skipped are the tests that need ${missing[*]}: installing them takes root and apt" >&2
     fi
 fi
+python -c "import kubernetes" 2> /dev/null || python -m pip install -qq -c constraints.txt kubernetes
 exec python -m pytest tests/strategies/launchers -m "slow or not slow" -rs --durations=0 "$@"

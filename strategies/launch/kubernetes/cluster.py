@@ -29,11 +29,6 @@ _JOB_LABELS: dict[JobKind, str] = {
     "PyTorchJob": "training.kubeflow.org/job-name={}",
     "JobSet": "jobset.sigs.k8s.io/jobset-name={},jobset.sigs.k8s.io/replicatedjob-name=node",
 }
-_SUSPEND: dict[JobKind, str] = {
-    "TrainJob": "/spec/suspend",
-    "PyTorchJob": "/spec/runPolicy/suspend",
-    "JobSet": "/spec/suspend",
-}
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _ENDS = {"Complete": "completed", "Completed": "completed", "Succeeded": "completed", "Failed": "failed"}
 """Conditions of the three kinds that end a job."""
@@ -157,11 +152,13 @@ class Cluster:
 
     # Jobs.
 
-    def create(self, manifest: Mapping[str, Any]) -> Job:
-        """Submit a job."""
+    def create(self, manifest: Mapping[str, Any], *, is_trial: bool = False) -> Job:
+        """Submit a job; a trial only has the cluster judge it."""
         kind: JobKind = manifest["kind"]
-        doing = f"create {_PLURALS[kind]}"
-        document = self._ask(doing, self._objects.create_namespaced_custom_object, *self._place(kind), dict(manifest))
+        words = (*self._place(kind), dict(manifest))
+        options: dict[str, Any] = {"dry_run": "All"} if is_trial else {}
+        create = self._objects.create_namespaced_custom_object
+        document = self._ask(f"create {_PLURALS[kind]}", create, *words, **options)
         return Job(kind=kind, document=document)
 
     def find(self, name: str, kind: JobKind | None = None) -> Job | None:
@@ -177,20 +174,23 @@ class Cluster:
         """Have the job's pods saved and ended, or started again; one in a queue through Kueue, which owns the field."""
         if job.queue:
             group, version = "kueue.x-k8s.io", "v1beta1"
-            place = (group, version, self.namespace, "workloads")
-            listed = self._ask("list workloads", self._objects.list_namespaced_custom_object, *place)
-            path, value = "/spec/active", not suspend
+            address = (group, version, self.namespace, "workloads")
+            listed = self._ask("list workloads", self._objects.list_namespaced_custom_object, *address)
+            change: dict[str, Any] = {"active": not suspend}
             names = [item["metadata"]["name"] for item in listed["items"] if _is_owned(item, job.uid)]
         else:
-            place, names, path, value = self._place(job.kind), [job.name], _SUSPEND[job.kind], suspend
+            address, names = self._place(job.kind), [job.name]
+            change = {"suspend": suspend}
+            change = {"runPolicy": change} if job.kind == "PyTorchJob" else change
+        patch = self._objects.patch_namespaced_custom_object
+        content: dict[str, Any] = {"_content_type": "application/merge-patch+json"}
         for name in names:
-            change = [{"op": "add", "path": path, "value": value}]
-            self._ask(f"patch {place[-1]}", self._objects.patch_namespaced_custom_object, *place, name, change)
+            self._ask(f"patch {address[-1]}", patch, *address, name, {"spec": change}, **content)
 
     def delete(self, job: Job) -> None:
         """Delete the job once its pods have ended; one that is gone already is what was wanted."""
         delete = self._objects.delete_namespaced_custom_object
-        options = {"propagation_policy": "Foreground"}
+        options: dict[str, Any] = {"propagation_policy": "Foreground"}
         self._ask(f"delete {_PLURALS[job.kind]}", delete, *self._place(job.kind), job.name, may_miss=True, **options)
 
     def _place(self, kind: JobKind) -> tuple[str, str, str, str]:
@@ -248,7 +248,8 @@ class Cluster:
 
         answer = self._open(function, *words, timeout=(_CONNECT_SECONDS, _QUIET_SECONDS), **options)
         if isinstance(answer, tuple):
-            raise DsplanError(self._refusal(*answer, doing))
+            status, body = answer
+            raise DsplanError(self._refusal(status, body, doing))
         rest = b""
         try:
             for part in answer.stream(amt=None, decode_content=False):
@@ -265,9 +266,7 @@ class Cluster:
         answer = self._open(function, *words, timeout=(_CONNECT_SECONDS, _ANSWER_SECONDS), **options)
         return answer if isinstance(answer, tuple) else (answer.status, answer.data.decode(errors="replace"))
 
-    def _open(
-        self, function: Callable[..., Any], *words: Any, timeout: tuple[float, float], **options: Any
-    ) -> Any:
+    def _open(self, function: Callable[..., Any], *words: Any, timeout: tuple[float, float], **options: Any) -> Any:
         """Return the open answer; status and text of a refusal."""
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
@@ -325,7 +324,7 @@ def _pod(item: Mapping[str, Any], kind: JobKind) -> Pod:
     """Return what of a Pod's document a run is followed by."""
     metadata, status = item["metadata"], item.get("status") or {}
     statuses = status.get("containerStatuses") or []
-    container = next((entry for entry in statuses if entry.get("name") == CONTAINERS[kind]), {})
+    container: Mapping[str, Any] = next((entry for entry in statuses if entry.get("name") == CONTAINERS[kind]), {})
     state, before = container.get("state") or {}, container.get("lastState") or {}
     waiting = state.get("waiting") or {}
     ended = state.get("terminated") or before.get("terminated")

@@ -47,6 +47,7 @@ def submit(cluster: Cluster, manifest: Mapping[str, Any], claim: str) -> Job:
         DsplanError: it is not, or the cluster refuses the job.
     """
     if not cluster.has_volume(claim):
+        cluster.create(manifest, is_trial=True)  # says so where the namespace itself is not there
         raise DsplanError(
             f"namespace {cluster.namespace} has no PersistentVolumeClaim {claim}; create it, or name another with"
             " --kube-volume"
@@ -233,7 +234,7 @@ class FollowedJob:
 
 
 class _Log:
-    """How far a container's log is read."""
+    """A container's log, as far as it has been read."""
 
     def __init__(self) -> None:
         self.until = ""

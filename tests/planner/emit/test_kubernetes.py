@@ -93,9 +93,9 @@ def test_nodes_meet_at_the_first_and_save_together(tmp_path: Path) -> None:
 
 SCHEMAS = os.environ.get("DSPLAN_CRDS", "")
 """A directory with trainjobs.yaml, trainingruntimes.yaml, jobsets.yaml and pytorchjobs.yaml: the definitions that their
-projects publish. Checked on 2026-11-28 with those of kubeflow/trainer v2.3.0 (SHA-256 a742cafc5b55... and 69b8dbdf60a1...),
-kubernetes-sigs/jobset 08dfbdfd (029f74bbb91b...) and kubeflow/training-operator v1.9.0 (eb80e57a984c...). Their rules in CEL
-are not evaluated."""
+projects publish, whose rules in CEL are not evaluated. Checked on 2026-11-28 with those of kubeflow/trainer v2.3.0
+(SHA-256 a742cafc5b55..., 69b8dbdf60a1...), kubernetes-sigs/jobset 08dfbdfd (029f74bbb91b...) and
+kubeflow/training-operator v1.9.0 (eb80e57a984c...)."""
 
 
 @pytest.mark.slow

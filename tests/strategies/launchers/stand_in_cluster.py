@@ -243,6 +243,7 @@ class StandInCluster:
         self.directory, self._variables = directory, dict(variables)
         self.image, self.claims, self.namespaces = "registry.test/train@sha256:" + 64 * "0", {"runs"}, {"default"}
         self.forbidden: set[str] = set()
+        self.is_silent, self.backoff_limit = False, _BACKOFF_LIMIT
         self.served = dict(_SERVED)
         self.jobs: dict[tuple[str, str], _Job] = {}
         self.events: list[dict[str, Any]] = []
@@ -311,6 +312,12 @@ class StandInCluster:
         with self._lock:
             self._event("Pod", self.pod(index).name, "Evicted", "the machine is drained")
             self.pod(index).leave()
+
+    def until_gone(self, name: str) -> None:
+        deadline = time.monotonic() + 60
+        while any(job == name for _, job in self.jobs):
+            assert time.monotonic() < deadline
+            time.sleep(_TICK_SECONDS)
 
     def left(self) -> list[int]:
         """The processes of all containers there have been."""
@@ -387,8 +394,8 @@ class StandInCluster:
         else:
             pod.phase = "Failed"
             action = _policy(job.document, pod.last_exit)
-            job.failures += _BACKOFF_LIMIT + 1 if action == "FailJob" else action == "Count"
-        if job.failures > _BACKOFF_LIMIT:
+            job.failures += self.backoff_limit + 1 if action == "FailJob" else action == "Count"
+        if job.failures > self.backoff_limit:
             job.end(completed=False, message="jobset failed due to one or more job failures")
             for other in job.pods:
                 if other.process is not None and other.is_live:
@@ -413,6 +420,8 @@ class StandInCluster:
         cluster = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
             def log_message(self, format: str, *arguments: object) -> None:
                 cluster.requests.append(format % arguments)
 
@@ -422,7 +431,10 @@ class StandInCluster:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(length)) if length else None
                 if self.command == "PATCH":
-                    assert self.headers["Content-Type"].startswith("application/json-patch+json")
+                    assert self.headers["Content-Type"].startswith("application/merge-patch+json")
+                if cluster.is_silent:
+                    self.close_connection = True
+                    return
                 try:
                     answer = cluster._route(self.command, url.path, query, body)
                 except _Refused as refusal:
@@ -443,11 +455,13 @@ class StandInCluster:
 
             def _stream(self, lines: Iterator[str]) -> None:
                 self.send_response(200)
+                self.send_header("Transfer-Encoding", "chunked")
                 self.end_headers()
                 with contextlib.suppress(OSError):
                     for line in lines:
-                        self.wfile.write(line.encode() + b"\n")
-                        self.wfile.flush()
+                        part = line.encode() + b"\n"
+                        self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+                    self.wfile.write(b"0\r\n\r\n")
 
             do_GET = do_POST = do_PATCH = do_DELETE = _answer  # noqa: N815
 
@@ -473,6 +487,8 @@ class StandInCluster:
             raise _Refused(404, "404 page not found")
         if method == "POST" and namespace not in self.namespaces:
             raise _Refused.because(404, "NotFound", f'namespaces "{namespace}" not found')
+        if query.get("dryRun"):
+            return body
         return self._custom(method, plural, name or body["metadata"]["name"], body)
 
     def _custom(self, method: str, plural: str, name: str, body: Any) -> Any:
@@ -602,14 +618,13 @@ def _policy(document: Mapping[str, Any], status: int) -> str:
     return "Count"
 
 
-def _patch(document: dict[str, Any], changes: list[dict[str, Any]]) -> None:
-    for change in changes:
-        *parents, name = change["path"].strip("/").split("/")
-        target = document
-        for parent in parents:
-            target = target[parent]
-        assert change["op"] == "add"
-        target[name] = change["value"]
+def _patch(document: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """RFC 7396, as far as it is needed."""
+    for name, value in changes.items():
+        if isinstance(value, dict):
+            _patch(document[name], value)
+        else:
+            document[name] = value
 
 
 def _marked(uid: str) -> list[int]:

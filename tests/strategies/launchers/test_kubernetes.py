@@ -38,17 +38,14 @@ class ClusterRun:
     def __init__(self, cluster: StandInCluster, run: Launched) -> None:
         self.cluster, self.run = cluster, run
 
-    def submit(self, *options: str, name: str = "trained") -> subprocess.Popen[bytes]:
+    def submit(self, *options: str) -> subprocess.Popen[bytes]:
         place = ("--kube-image", self.cluster.image, "--kube-volume", f"runs:{self.cluster.directory}/volume")
-        words = (*ON_CLUSTER, *place, "--kube-name", name, "--launcher-option", "cpu=1", *options)
+        words = (*ON_CLUSTER, *place, "--kube-name", "trained", "--launcher-option", "cpu=1", *options)
         return self.run.dsplan("run", *words, "--checkpoint-steps", "1", str(SCRIPT))
 
-    def resume(self, name: str = "trained") -> subprocess.Popen[bytes]:
-        return self.run.dsplan("run", *ON_CLUSTER, "--resume", name)
-
-    def attempts(self, node: int = 0, name: str = "trained") -> list[str]:
+    def attempts(self, node: int = 0) -> list[str]:
         """How the attempts of a node's `dsplan run` ended, and the last one's outcome."""
-        text = (self.cluster.directory / "volume" / name / f"node{node}" / "run.jsonl").read_text()
+        text = (self.cluster.directory / "volume" / "trained" / f"node{node}" / "run.jsonl").read_text()
         rows = [json.loads(line) for line in text.splitlines()]
         return [row.get("kind") or row["outcome"] for row in rows if row["event"] in ("ending", "end")]
 
@@ -83,4 +80,40 @@ def test_a_pod_killed_is_resumed_at_its_step(on_cluster: ClusterRun, reference: 
     assert len(run.rows()) <= len(reference) + 1, f"more than the step of the kill was trained twice: {run.rows()}"
     for words in ("restarted 1 times", "dsplan: Pod trained-node-0-0-00001: BackOff", "TrainJob trained: completed"):
         assert words in run.out, run.out
-    assert "step 5" in run.out or "step  5" in run.out, run.out
+    assert "completed: 12 steps, 2 attempts" in run.out, run.out
+
+
+def test_an_evicted_pod_saves_with_the_others(on_cluster: ClusterRun, reference: list[float]) -> None:
+    run, cluster = on_cluster.run, on_cluster.cluster
+    process = on_cluster.submit("--kube-kind", "JobSet", "--nodes", "2", "--nproc", "1")
+    run.until_step(3)
+    cluster.evict(1)
+    on_cluster.until(lambda: "preempted" in on_cluster.attempts(node=1), "the save of the evicted pod")
+    run.until_step(5)
+    run.hurry()
+    assert run.wait(process) == 0, run.out
+    assert run.losses() == reference
+    assert len(run.rows()) == len(reference), f"a step was trained twice, so that nothing was saved: {run.rows()}"
+    assert "dsplan: Pod trained-node-0-1-00002: Evicted: the machine is drained" in run.out, run.out
+
+
+def test_ctrl_c_saves_and_another_machine_resumes(
+    on_cluster: ClusterRun, reference: list[float], tmp_path: Path
+) -> None:
+    run, cluster = on_cluster.run, on_cluster.cluster
+    process = on_cluster.submit("--nproc", "2")
+    run.until_step(3)
+    process.send_signal(signal.SIGINT)
+    assert run.wait(process) == 130, run.out
+    assert "trained is suspended; its pods save and end" in run.out, run.out
+    assert not cluster.pods()
+    assert not cluster.left()
+    assert on_cluster.attempts() == ["preempted", "preempted"]
+    with launched(tmp_path / "elsewhere", {"KUBECONFIG": str(cluster.kubeconfig)}) as other:
+        assert other.wait(other.dsplan("run", *ON_CLUSTER, "--detach", "--resume", "trained")) == 0, other.out
+        on_cluster.until(lambda: len(run.rows()) >= 5, "step 5")
+        run.hurry()
+        assert other.wait(other.dsplan("watch", "trained", *ON_CLUSTER)) == 0, other.out
+        assert "TrainJob trained: completed" in other.out, other.out
+    assert run.losses() == reference
+    assert len(run.rows()) == len(reference), f"a step was trained twice, so that nothing was saved: {run.rows()}"
