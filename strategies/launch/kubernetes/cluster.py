@@ -172,20 +172,24 @@ class Cluster:
 
     def suspend(self, job: Job, *, suspend: bool) -> None:
         """Have the job's pods saved and ended, or started again; one in a queue through Kueue, which owns the field."""
-        if job.queue:
-            group, version = "kueue.x-k8s.io", "v1beta1"
-            address = (group, version, self.namespace, "workloads")
-            listed = self._ask("list workloads", self._objects.list_namespaced_custom_object, *address)
-            change: dict[str, Any] = {"active": not suspend}
-            names = [item["metadata"]["name"] for item in listed["items"] if _is_owned(item, job.uid)]
+        workloads = ("kueue.x-k8s.io", "v1beta1", self.namespace, "workloads")
+        if names := self._workloads(job, workloads):
+            address, change = workloads, {"active": not suspend}
         else:
-            address, names = self._place(job.kind), [job.name]
-            change = {"suspend": suspend}
-            change = {"runPolicy": change} if job.kind == "PyTorchJob" else change
+            address, names, change = self._place(job.kind), [job.name], {"suspend": suspend}
+        spec: dict[str, Any] = {"runPolicy": change} if address[-1] == "pytorchjobs" else change
         patch = self._objects.patch_namespaced_custom_object
         content: dict[str, Any] = {"_content_type": "application/merge-patch+json"}
         for name in names:
-            self._ask(f"patch {address[-1]}", patch, *address, name, {"spec": change}, **content)
+            self._ask(f"patch {address[-1]}", patch, *address, name, {"spec": spec}, **content)
+
+    def _workloads(self, job: Job, address: tuple[str, ...]) -> list[str]:
+        """Return Kueue's names for a job; none where it is in no queue, or nobody looks after that."""
+        if not job.queue:
+            return []
+        listed = self._ask("list workloads", self._objects.list_namespaced_custom_object, *address, may_miss=True)
+        items = [] if listed is None else listed["items"]
+        return [item["metadata"]["name"] for item in items if _is_owned(item, job.uid)]
 
     def delete(self, job: Job) -> None:
         """Delete the job once its pods have ended; one that is gone already is what was wanted."""
@@ -217,8 +221,9 @@ class Cluster:
             yield stamp, text
 
     def events(self) -> Iterator[Mapping[str, Any]]:
-        """Yield what happens to anything in the namespace from now on; ends where the cluster ends the stream."""
-        now = self._ask("list events", self._core.list_namespaced_event, self.namespace, limit=1)
+        """Yield what happened in the namespace of late, then what happens, until the cluster ends the stream."""
+        now = self._ask("list events", self._core.list_namespaced_event, self.namespace)
+        yield from now["items"]
         options = {"watch": True, "resource_version": now["metadata"]["resourceVersion"]}
         for line in self._stream("watch events", self._core.list_namespaced_event, self.namespace, **options):
             change = json.loads(line) if line else {}

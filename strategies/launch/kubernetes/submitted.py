@@ -115,13 +115,13 @@ class FollowedJob:
         looked = float("-inf")
         while self.outcome is None:
             yield from self._heard()
-            if self._requests is not None and self._requests.came and not self._is_stopping:
-                yield from self._stop(self._requests)
             if self._requests is not None and self._requests.at_once:
                 yield label_lines(f"left; the pods of {self._job.name} save and end by themselves")
                 self.outcome = INTERRUPTED
             elif time.monotonic() - looked >= _LOOK_SECONDS:
                 try:
+                    if self._requests is not None and self._requests.came and not self._is_stopping:
+                        yield from self._stop(self._requests)
                     yield from self._look()
                     self._answered = time.monotonic()
                 except Unanswered as problem:
@@ -148,8 +148,8 @@ class FollowedJob:
         yield from self._say("cluster", str(problem))
 
     def _stop(self, requests: StopRequests) -> Iterator[str]:
-        self._is_stopping = True
         self._cluster.suspend(self._job, suspend=True)
+        self._is_stopping = True
         again = "; Ctrl-C again does not wait for them" if requests.interrupted else ""
         yield label_lines(f"{self._job.name} is suspended; its pods save and end{again}")
 

@@ -526,7 +526,8 @@ class StandInCluster:
         if resource == "events":
             if query.get("watch"):
                 return self._watch_events(int(query["resourceVersion"]))
-            return {"metadata": {"resourceVersion": str(len(self.events))}, "items": []}
+            past = list(self.events)
+            return {"metadata": {"resourceVersion": str(len(past))}, "items": past}
         if resource == "pods":
             wanted = dict(part.split("=") for part in query["labelSelector"].split(","))
             with self._lock:
