@@ -113,10 +113,11 @@ def cluster_job(
 
 def _placed(requested: RequestedPlacement, plan: Plan | None) -> int | None:
     """Return the number of nodes that was requested."""
-    for name in ("rendezvous", "hostfile", "node_rank"):
-        if getattr(requested, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise ContradictoryRequest(f"{flag} is for other launchers; the pods of a job find each other")
+    if others := named(requested).keys() - {"nodes", "launcher_option"}:
+        flag = f"--{min(others).replace('_', '-')}"
+        raise ContradictoryRequest(
+            f"{flag} is for other launchers, and the pods of a job find each other; leave it out"
+        )
     if requested.nodes is None:
         return None
     placement = RequestedPlacement(nodes=requested.nodes).over(Placement())
