@@ -136,7 +136,7 @@ class PlacementFlags:
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="Handed to srun, mpirun, deepspeed or accelerate as it is, or a resource of Ray or pods; may be repeated.",
+            help="Handed to srun, mpirun, deepspeed or accelerate as it is, or a resource of Ray or a pod; repeatable.",
         ),
     ] = None
 
