@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 from dsplan.cli.flags import GroupedCommand, JsonFlag, among, number, with_flags
+from dsplan.cli.kubernetes import KubernetesFlags
 from hardware_db.notices import notice
 from hardware_db.records import dataclass
 from planner import limits
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from strategies.launch.report import RunReport
 
 Part = TypeVar("Part")
+RunLauncher = Literal[LauncherName, "kubernetes"]
+"""On a cluster a job's pods start the ranks, each with the local launcher."""
 
 # The flags of `dsplan run`: the plan, where ranks start, and how the run is watched over.
 
@@ -104,7 +107,7 @@ class PlacementFlags:
     """Launcher of the ranks, and their nodes."""
 
     launcher: Annotated[
-        LauncherName | None, typer.Option(help="Who starts the ranks; local by default, on this machine.")
+        RunLauncher | None, typer.Option(help="Who starts the ranks; local by default, on this machine.")
     ] = None
     nodes: Annotated[
         str | None,
@@ -133,7 +136,7 @@ class PlacementFlags:
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="Handed to srun, mpirun, deepspeed or accelerate as it is, or a resource of Ray; may be repeated.",
+            help="Handed to srun, mpirun, deepspeed or accelerate as it is, or a resource of Ray or a pod; repeatable.",
         ),
     ] = None
 
@@ -144,7 +147,9 @@ class SupervisionFlags:
 
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Resume the run in this run directory; SCRIPT may be left out."),
+        typer.Option(
+            metavar="DIR", help="Resume the run in this run directory, or of this name on a cluster, without SCRIPT."
+        ),
     ] = None
     resume_from: Annotated[
         str | None,
@@ -220,6 +225,7 @@ def run_script(
     planning: PlanningFlags,
     placement: PlacementFlags,
     supervision: SupervisionFlags,
+    kubernetes: KubernetesFlags,
     script: Annotated[
         Path | None, typer.Argument(metavar="SCRIPT", help="The Python file that trains your model.")
     ] = None,
@@ -229,11 +235,33 @@ def run_script(
     json: JsonFlag = False,
 ) -> None:
     """Train with SCRIPT under a plan: the one given, or one made from the script's own model and this machine."""
+    if placement.launcher == "kubernetes":
+        raise typer.Exit(_run_elsewhere(script, arguments, planning, placement, supervision, kubernetes, json=json))
+    from dsplan.cli.kubernetes import requested_job
     from dsplan.diagnostics.metrics_endpoint import serve_metrics
 
+    requested_job(kubernetes).refuse_elsewhere()
     with serve_metrics(supervision.metrics_port, supervision.metrics_host) as metrics:
         exit_code = _run(_request(script, arguments, planning, placement, supervision), metrics, json=json)
     raise typer.Exit(exit_code)
+
+
+def _run_elsewhere(
+    script: Path | None,
+    arguments: list[str] | None,
+    planning: PlanningFlags,
+    placement: PlacementFlags,
+    supervision: SupervisionFlags,
+    kubernetes: KubernetesFlags,
+    *,
+    json: bool,
+) -> int:
+    """Run the command in the pods of a cluster, and return the exit status."""
+    from dsplan.cli.kubernetes import run_on_cluster
+    from strategies.launch.options import RequestedPlacement
+
+    placed = _part(RequestedPlacement, replace(placement, launcher=None))
+    return run_on_cluster(script, arguments or (), planning, placed, supervision, kubernetes, json=json)
 
 
 def _run(request: RunRequest, metrics: RunCollector, *, json: bool) -> int:
@@ -284,7 +312,7 @@ def _keep_page(report: RunReport, stored: str) -> None:
 
 def _warn_of_strays(script: Path, arguments: Sequence[str]) -> str | None:
     """Return a warning of options of this command behind a script that knows none of their names."""
-    groups = (PlanningFlags, PlacementFlags, SupervisionFlags)
+    groups = (PlanningFlags, PlacementFlags, SupervisionFlags, KubernetesFlags)
     ours = {f"--{item.name.replace('_', '-')}" for group in groups for item in fields(group)} | {"--json"}
     source = script.read_text(errors="replace")
     strays = [word for word in (text.partition("=")[0] for text in arguments) if word in ours and word not in source]

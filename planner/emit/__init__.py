@@ -21,7 +21,7 @@ FORMATS: dict[str, str] = {
     "torchrun": "planner.emit.launchers:torchrun",
     "slurm": "planner.emit.launchers:slurm",
     "mpi": "planner.emit.launchers:mpi",
-    "kubernetes": "planner.emit.launchers:kubernetes",
+    "kubernetes": "planner.emit.kubernetes:emit",
     "skypilot": "planner.emit.launchers:skypilot",
     "dstack": "planner.emit.launchers:dstack",
     "torchtitan": "planner.emit.torchtitan:emit",
