@@ -91,6 +91,11 @@ def require_plan(kind: ScriptKind, plan: Plan, *, gpus: bool) -> None:
     strategy, backend = plan.configuration.strategy, plan.configuration.backend
     require_possible(kind, strategy, gpus=gpus)
     _refuse_splits(kind, {name: getattr(plan.configuration, name) for name in words.DEGREES})
+    if plan.configuration.is_uneven:
+        raise CannotRun(
+            f"{_WHO.get(kind, 'this script')} reads as many samples on every rank, and the plan has micro-batches of"
+            f" {plan.configuration.micro_batches}; call dsplan.initialize in the script, or plan without node groups"
+        )
     if backend not in (able := backends_of(kind, strategy, gpus=gpus)):
         raise CannotRun(
             f"{_WHO.get(kind, 'this script')} runs {strategy} {_where(gpus)} with backend {' or '.join(able)}, and the"
