@@ -180,7 +180,7 @@ class Configuration:
         return sum(ranks * size for ranks, size in self.shares)
 
     def samples_before(self, rank: int) -> int:
-        """Samples of a micro-batch of the data-parallel ranks before one."""
+        """Count the samples of a micro-batch of the data-parallel ranks before one."""
         before = 0
         for ranks, size in self.shares:
             before += min(ranks, rank) * size
@@ -188,7 +188,7 @@ class Configuration:
         return before
 
     def micro_batch_of(self, rank: int) -> int:
-        """Samples of a micro-batch of one data-parallel rank."""
+        """Return the samples of a micro-batch of one data-parallel rank."""
         return self.samples_before(rank + 1) - self.samples_before(rank)
 
     @property
@@ -430,6 +430,7 @@ class ClusterSection(ClusterNeeds, total=False):
     node_type: str
     assumed: str
     probed: bool
+    groups: list[dict[str, Any]]
 
 
 class WorkloadSection(TypedDict, total=False):

@@ -64,11 +64,11 @@ def total(sizes: Iterable[tuple[int, float]]) -> float:
     return sum(ranks * size for ranks, size in sizes)
 
 
-def split_by_rate(samples: int, rates: Rates) -> Sizes | None:
-    """Split samples over ranks so that the last of them is ready soonest: the largest samples / rate is the least.
+def split_by_rate(samples: int, rates: Rates) -> tuple[Sizes, ...] | None:
+    """Return the sizes of each group of ranks, so that the last rank is ready soonest.
 
-    Every rank has one at least; None where there are fewer samples than ranks. Ranks of one rate differ by at most one
-    sample, those with more of them first.
+    That is where the largest samples / rate is the least. Every rank has one sample at least; None where there are
+    fewer samples than ranks. Ranks of a group differ by at most one sample, those with more of them first.
     """
     whole = total(rates)
     if samples < sum(ranks for ranks, _ in rates):
@@ -92,8 +92,6 @@ def split_by_rate(samples: int, rates: Rates) -> Sizes | None:
             least[group], more[group] = least[group] + 1, 0
         heapq.heappush(ready, ((least[group] + 1) / rate, group))
     return tuple(
-        pair
+        tuple(pair for pair in ((extra, size + 1), (ranks - extra, size)) if pair[0])
         for (ranks, _), size, extra in zip(rates, least, more, strict=True)
-        for pair in ((extra, size + 1), (ranks - extra, size))
-        if pair[0]
     )

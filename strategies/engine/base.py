@@ -165,9 +165,10 @@ class Engine(ABC):
         Under a pipeline the only way to train, under every other strategy the same as the loop of calls.
 
         Args:
-            batch: this data-parallel rank's samples of the step (`micro_batch_size` for each accumulation step): tensors
-                with a row for each, in a mapping (given to the model by name) or a tuple (by position), which are cut
-                into micro-batches; or an iterator of micro-batches, of which `gradient_accumulation_steps` are taken.
+            batch: this data-parallel rank's samples of the step (`micro_batch_size` for each accumulation step):
+                tensors with a row for each, in a mapping (given to the model by name) or a tuple (by position), which
+                are cut into micro-batches; or an iterator of micro-batches, of which `gradient_accumulation_steps` are
+                taken.
 
         Returns:
             The mean loss over the global batch, a scalar in fp32 on the device; the same on every rank.
@@ -438,8 +439,8 @@ class Engine(ABC):
         if rows and self.micro_batch_size not in rows:
             raise CannotRun(
                 f"the plan gives rank {self.environment.rank} micro-batches of {self.micro_batch_size} samples"
-                f" ({self.configuration.micro_batches}) and the script one of {rows[0]}; hand initialize training_data=,"
-                " or read engine.micro_batch_size samples at a time"
+                f" ({self.configuration.micro_batches}) and the script one of {rows[0]}; hand training_data= to"
+                " initialize, or read engine.micro_batch_size samples at a time"
             )
 
     def _require_whole(self) -> None:

@@ -151,7 +151,8 @@ def _mean_over_ranks(engine: Engine, losses: list[torch.Tensor], weights: list[i
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
     if losses:
         each = torch.stack([loss.detach().double().reshape(()) for loss in losses])
-        shares = torch.tensor(weights or [engine.sample_weight] * len(losses), dtype=torch.float64, device=engine.device)
+        counts = weights or [engine.sample_weight] * len(losses)
+        shares = torch.tensor(counts, dtype=torch.float64, device=engine.device)
         sums = torch.stack((torch.dot(each, shares), shares.sum()))
     if dist.is_initialized() and engine.environment.world_size > 1:
         dist.all_reduce(sums)

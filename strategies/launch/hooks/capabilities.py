@@ -30,7 +30,7 @@ _DEEPSPEED: tuple[words.Strategy, ...] = ("single", "ddp", "zero1", "zero2", "ze
 def requested_flags() -> str:
     """Return the flags of the plan as they stood on the command line; empty where everything was left open."""
     request = plan_request()
-    single = {"strategy": request.strategy, "backend": request.backend, "plan": request.plan_file}
+    single = {name: getattr(request, name) for name in ("strategy", "backend", "rates")} | {"plan": request.plan_file}
     flags = {name: value for name, value in single.items() if value}
     return " ".join([*_spell(flags | named(request.degrees)), *_module_flags()])
 
@@ -114,6 +114,11 @@ def require_possible(kind: ScriptKind, strategy: str | None, *, gpus: bool) -> N
         raise CannotRun(
             f"{_WHO.get(kind, 'this script')} trains the modules that the script made, and {' '.join(changes)} changes"
             " them; call dsplan.initialize in the script, or make them so in it and leave the flag out"
+        )
+    if plan_request().rates is not None:
+        raise CannotRun(
+            f"{_WHO.get(kind, 'this script')} reads as many samples on every rank, and --rates gives the slower ones"
+            " less; call dsplan.initialize in the script, or leave --rates out"
         )
     runnable, where = runnable_strategies(kind, gpus=gpus), _where(gpus)
     every = strategies_of(kind, gpus=gpus)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -37,9 +37,8 @@ def runs(strategy: str, accumulation: int = ACCUMULATION, **how: Any) -> tuple[R
     plan = recipe.plan()
     sizes = split_by_rate(BATCH // accumulation, RATES)
     assert sizes is not None
-    uneven = replace(
-        plan.configuration, micro_batches=write_sizes(sizes), micro_batch_size=max(size for _, size in sizes)
-    )
+    most = max(size for _, size in chain(*sizes))
+    uneven = replace(plan.configuration, micro_batches=write_sizes(chain(*sizes)), micro_batch_size=most)
     return Run(plan=plan, **how), Run(plan=replace(plan, configuration=uneven), **how)
 
 
@@ -51,7 +50,7 @@ def test_the_slow_rank_has_half() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.sweep(suite=lambda strategy: strategy in ("ddp", "fsdp", "native zero2", "native zero3"))
+@pytest.mark.sweep(suite=lambda strategy: strategy in ("ddp", "fsdp", "native zero3"))
 def test_losses_and_weights_are_those_of_an_even_run(strategy: str, four_ranks: RankPool) -> None:
     even, uneven = runs(strategy, clipping=0.5)
     expected, trained = (four_ranks.run(uneven_bodies.train, run)[RANKS - 1] for run in (even, uneven))
@@ -104,17 +103,25 @@ def test_a_micro_batch_of_another_size_is_refused(four_ranks: RankPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "native zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "native zero2", "native zero3", "fsdp"])
 def test_a_step_takes_as_long_as_the_ideal_split(strategy: str, four_ranks: RankPool) -> None:
-    """Rates of 1, 1, 1 and 0.5: the ideal is all samples over 3.5, and an even split waits for 2 / 4 of them."""
-    each = 0.02
-    slowed = (each, each, each, 2 * each)
-    even, uneven = runs(strategy, accumulation=1, seconds_per_sample=slowed, steps=7)
-    waited, took = (
-        median(four_ranks.run(uneven_bodies.seconds_of_steps, run)[0][2:]) for run in (even, uneven)
+    """Rates of 1, 1, 1 and 0.5: the ideal is all samples over 3.5, and an even split waits for a quarter at half speed.
+
+    The ideal is a run whose ranks all take that long, so that messages cost it as much. The shortest step counts: what
+    else runs on the machine only adds to it.
+    """
+    each = 0.1
+    slowed, ideally = (each, each, each, 2 * each), (each * RANKS / 3.5,) * RANKS
+    even, uneven = runs(strategy, accumulation=1, seconds_per_sample=slowed, steps=6)
+    ideal = replace(even, seconds_per_sample=ideally)
+    best, took, waited = (
+        min(four_ranks.run(uneven_bodies.seconds_of_steps, run)[0][1:]) for run in (ideal, uneven, even)
     )
-    ideal, alike = BATCH * each / 3.5, BATCH / RANKS * 2 * each
-    print(f"{strategy}: ideal {ideal:.3f} s, uneven {took:.3f} s ({took / ideal:.3f}), even {waited:.3f} s"
-          f" ({waited / ideal:.3f}; {waited / (BATCH / RANKS * each):.3f} of four fast ranks)")
-    assert took <= 1.05 * ideal
-    assert waited >= alike
+    computed = BATCH * each / 3.5
+    print(
+        f"{strategy}: ideal {best:.3f} s ({computed:.3f} s without messages), uneven {took:.3f} s"
+        f" ({took / best:.3f}; {took / computed:.3f}), even {waited:.3f} s ({waited / best:.3f};"
+        f" {waited / (BATCH / RANKS * each):.3f} of four fast ranks without messages)"
+    )
+    assert took <= 1.05 * best
+    assert waited >= 1.5 * best
