@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,14 @@ SPLITS = 2
 """Times that a micro-batch is split, each by the seconds that the groups took with the shares before."""
 ROUNDS = 3
 """Numbers of accumulation steps that are tried of a layout, from the least with which it fits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """A group of alike nodes, and the question if all nodes were like it."""
+
+    group: Cluster
+    request: Request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,26 +185,29 @@ def _fastest(request: Request, evenly: Evenly, plans: Sequence[Plan]) -> Shared 
     may = code_base(workload.code).runs_here and not workload.generates and request.micro_batch is None
     if request.objective == "memory" or not may:
         return None
-    every = (shared for layout in _layouts(request, evenly, plans) for shared in _fitting(request, layout))
+    cluster = request.cluster
+    # What is priced is remembered by the cluster it is on, so that there is one of each kind.
+    kinds = [Kind(group=each, request=replace(request, cluster=all_like(cluster, each))) for each in cluster.groups]
+    every = (shared for layout in _layouts(kinds, evenly, plans) for shared in _fitting(kinds, layout))
     return min(every, key=lambda shared: shared.slowest.time.step_seconds, default=None)
 
 
-def _layouts(request: Request, evenly: Evenly, plans: Sequence[Plan]) -> tuple[Configuration, ...]:
+def _layouts(kinds: Sequence[Kind], evenly: Evenly, plans: Sequence[Plan]) -> tuple[Configuration, ...]:
     """Return ways to spread the model: those of `plans`, and of the best plans if all nodes were like one group's.
 
     DeepSpeed gives every rank as many samples, so that ZeRO is our own.
     """
-    cluster, every = request.cluster, list(plans)
-    for group in cluster.groups:
-        asked = replace(on_devices(request, all_like(cluster, group)), top=LAYOUTS, zero_backend="native")
+    every, request = list(plans), kinds[0].request
+    for kind in kinds:
+        asked = replace(on_devices(kind.request, kind.request.cluster), top=LAYOUTS, zero_backend="native")
         with suppress(ContradictoryRequest):
             every += evenly(asked).plans
     layouts: dict[Configuration, None] = {}
     for chosen in (_resized(plan.configuration, 1, 1) for plan in every):
         layout = replace(chosen, backend="native") if chosen.zero_stage else chosen
-        splits_groups = any(group.gpus % layout.sharing for group in cluster.groups)
+        splits_groups = any(kind.group.gpus % layout.sharing for kind in kinds)
         refused = layout.pp * layout.ep > 1 or why_refused(layout, adapted_of(request.workload))
-        if layout.world_size == cluster.gpus and not splits_groups and not refused:
+        if layout.world_size == request.cluster.gpus and not splits_groups and not refused:
             layouts[layout] = None
     return tuple(layouts)
 
@@ -212,11 +223,12 @@ def _resized(layout: Configuration, micro_batch: int, accumulation: int) -> Conf
     )
 
 
-def _fitting(request: Request, layout: Configuration) -> Iterator[Shared]:
+def _fitting(kinds: Sequence[Kind], layout: Configuration) -> Iterator[Shared]:
     """Yield a layout with unlike shares, at the fewest accumulation steps with which it fits and a few more."""
+    request = kinds[0].request
     batch, ranks = request.workload.global_batch_size, layout.dims.data_parallel
     steps = [step for step in divisors(batch) if batch // step >= ranks]
-    shares = partial(_share, request, layout)
+    shares = cache(partial(_share, kinds, layout))
     fewest = bisect_left(steps, True, key=lambda step: _fits(request, shares(step)))
     for step in dict.fromkeys((*steps[:1], *steps[fewest : fewest + ROUNDS])):
         shared = shares(step)
@@ -232,30 +244,29 @@ def _fits(request: Request, shared: Shared | None) -> bool:
     return shared.fits
 
 
-def _share(request: Request, layout: Configuration, accumulation: int) -> Shared | None:
+def _share(kinds: Sequence[Kind], layout: Configuration, accumulation: int) -> Shared | None:
     """Return a layout whose ranks have samples in proportion to the seconds that one takes them; None without room.
 
     A few samples take more time each than many, so that what is split by the seconds of an even share is split again by
     those of its own.
     """
-    groups, sharing = request.cluster.groups, layout.sharing
-    together = request.workload.global_batch_size // accumulation
-    ranks = [group.gpus // sharing for group in groups]
-    sizes = [max(1, together // sum(ranks))] * len(groups)
-    price_each = partial(_on, request, layout, accumulation)
-    each, best = tuple(map(price_each, groups, sizes)), None
+    batch = kinds[0].request.workload.global_batch_size
+    together, ranks = batch // accumulation, [kind.group.gpus // layout.sharing for kind in kinds]
+    sizes = [max(1, together // sum(ranks))] * len(kinds)
+    price_each = partial(_on, layout, accumulation)
+    each, best = tuple(map(price_each, kinds, sizes)), None
     for _ in range(SPLITS):
         rates = [part.samples / part.time.compute_seconds for part in each]
         split = split_by_rate(together, list(zip(ranks, rates, strict=True)))
         if split is None:
             return None
         sizes = [max(size for _, size in own) for own in split]
-        each = tuple(map(price_each, groups, sizes))
+        each = tuple(map(price_each, kinds, sizes))
         configuration = replace(
             layout,
             micro_batch_size=max(sizes),
             gradient_accumulation_steps=accumulation,
-            global_batch_size=request.workload.global_batch_size,
+            global_batch_size=batch,
             micro_batches=write_sizes(chain(*split)),
         )
         shared = Shared(configuration=configuration, parts=each)
@@ -264,11 +275,10 @@ def _share(request: Request, layout: Configuration, accumulation: int) -> Shared
     return best
 
 
-def _on(request: Request, layout: Configuration, accumulation: int, group: Cluster, samples: int) -> Part:
+def _on(layout: Configuration, accumulation: int, kind: Kind, samples: int) -> Part:
     """Return a group's part, priced with all nodes like it; what this machine ran says nothing of such a mixture."""
-    like = replace(request, cluster=all_like(request.cluster, group))
-    priced = price(like, _resized(layout, samples, accumulation))
-    return Part(group=group, samples=samples, priced=priced, time=request.experience.expected(priced.job))
+    priced = price(kind.request, _resized(layout, samples, accumulation))
+    return Part(group=kind.group, samples=samples, priced=priced, time=kind.request.experience.expected(priced.job))
 
 
 def _plan(request: Request, shared: Shared) -> Plan:
