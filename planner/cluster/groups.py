@@ -50,22 +50,13 @@ def level(groups: Sequence[Cluster]) -> Cluster:
 def at_rates(cluster: Cluster, rates: Sequence[tuple[int, float]]) -> Cluster:
     """Return the cluster of devices that are unequally fast: how many, and how fast beside the others, in order.
 
-    The fastest are as fast as the cluster's, which passes for one of its slowest.
+    The fastest are as fast as the cluster's, which passes for one of its slowest. Each counts as a node of its own.
     """
     fastest = max(rate for _, rate in rates)
     groups = []
     for devices, rate in rates:
-        share = devices / cluster.gpus_per_node
-        group = replace(
-            cluster,
-            nodes=1,
-            gpus_per_node=devices,
-            speed=cluster.speed * rate / fastest,
-            host_memory_bytes_per_node=int(cluster.host_memory_bytes_per_node * share),
-            host_cores_per_node=math.ceil(cluster.host_cores_per_node * share),
-            nvme_bytes_per_node=int(cluster.nvme_bytes_per_node * share),
-        )
-        groups.append(group)
+        one = _cut(cluster, 1)
+        groups.append(replace(one, nodes=devices, speed=cluster.speed * rate / fastest))
     if len({group.speed for group in groups}) == 1:
         return cluster
     return replace(cluster, speed=min(group.speed for group in groups), groups=tuple(groups))
@@ -88,10 +79,13 @@ def all_like(cluster: Cluster, group: Cluster) -> Cluster:
 
 
 def name_group(group: Cluster) -> str:
-    """Return what a group of nodes is called: `2 x 8 A100-SXM4-80GB`, `one node of 4 ... at 50% of its speed`."""
-    nodes = "one node of" if group.nodes == 1 else f"{group.nodes} nodes of"
+    """Return what a group of nodes is called: `2 nodes of 8 x A100-SXM4-80GB`, `1 x L4 at 50% of its speed`."""
     slowed = "" if group.speed == 1 else f" at {group.speed:.0%} of its speed"
-    return f"{nodes} {group.gpus_per_node} x {group.device.name}{slowed}"
+    devices = f"{group.device.name}{slowed}"
+    if group.gpus_per_node == 1:
+        return f"{group.nodes} x {devices}"
+    nodes = "one node of" if group.nodes == 1 else f"{group.nodes} nodes of"
+    return f"{nodes} {group.gpus_per_node} x {devices}"
 
 
 def _cut(group: Cluster, size: int) -> Cluster:

@@ -40,6 +40,8 @@ LAYOUTS = 8
 """Plans of each kind of node whose layouts are tried with unlike shares."""
 SPLITS = 2
 """Times that a micro-batch is split, each by the seconds that the groups took with the shares before."""
+WORTH_IT = 0.02
+"""Share of a step that splitting again must save: shares in proportion to rates are right where time is linear."""
 ROUNDS = 3
 """Numbers of accumulation steps that are tried of a layout, from the least with which it fits."""
 
@@ -245,18 +247,20 @@ def _fits(request: Request, shared: Shared | None) -> bool:
 
 
 def _share(kinds: Sequence[Kind], layout: Configuration, accumulation: int) -> Shared | None:
-    """Return a layout whose ranks have samples in proportion to the seconds that one takes them; None without room.
+    """Return a layout whose ranks have samples in proportion to their rates; None where these are too few.
 
-    A few samples take more time each than many, so that what is split by the seconds of an even share is split again by
-    those of its own.
+    Of devices of one kind the rates are their speeds. Of others they are samples over seconds of an even share, and
+    then of the share that follows, since a few samples take more time each than many.
     """
     batch = kinds[0].request.workload.global_batch_size
     together, ranks = batch // accumulation, [kind.group.gpus // layout.sharing for kind in kinds]
     sizes = [max(1, together // sum(ranks))] * len(kinds)
     price_each = partial(_on, layout, accumulation)
     each, best = tuple(map(price_each, kinds, sizes)), None
-    for _ in range(SPLITS):
+    of_one_kind = len({kind.group.device.name for kind in kinds}) == 1
+    for _ in range(1 if of_one_kind else SPLITS):
         rates = [part.samples / part.time.compute_seconds for part in each]
+        rates = [kind.group.speed for kind in kinds] if of_one_kind else rates
         split = split_by_rate(together, list(zip(ranks, rates, strict=True)))
         if split is None:
             return None
@@ -270,7 +274,7 @@ def _share(kinds: Sequence[Kind], layout: Configuration, accumulation: int) -> S
             micro_batches=write_sizes(chain(*split)),
         )
         shared = Shared(configuration=configuration, parts=each)
-        if best is None or shared.slowest.time.step_seconds < best.slowest.time.step_seconds:
+        if best is None or shared.slowest.time.step_seconds < (1 - WORTH_IT) * best.slowest.time.step_seconds:
             best = shared
     return best
 

@@ -168,6 +168,11 @@ class Configuration:
         return read_sizes(self.micro_batches)
 
     @property
+    def micro_batch_text(self) -> str:
+        """Samples of a micro-batch, of each rank where they are not alike: `4`, `3x8,1x4`."""
+        return self.micro_batches or str(self.micro_batch_size)
+
+    @property
     def is_uneven(self) -> bool:
         """True if data-parallel ranks have micro-batches of different sizes."""
         return bool(self.micro_batches) and len({size for _, size in self.shares}) > 1
