@@ -162,7 +162,7 @@ def parse_rates(text: str) -> str:
         DsplanError: the run does not say.
     """
     directory = Path(text)
-    if not directory.is_dir():
+    if not text or not directory.is_dir():
         read_rates(text)
         return text
     plan_file = directory / PLAN_FILE
