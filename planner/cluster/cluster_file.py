@@ -30,7 +30,7 @@ from planner import limits
 from planner.cluster.groups import level
 from planner.cluster.nodes import Layout, cluster_of, default_node_type, price_per_gpu, usual_gpus_per_node
 from planner.errors import BrokenFile, ContradictoryRequest, UnknownName
-from planner.types.cluster import Cluster, Reliability
+from planner.types.cluster import PUBLISHED, Cluster, Reliability
 
 _TEXT = ("gpu", "device", "node_type", "intra_link", "inter_link")
 _COUNTS = {
@@ -80,7 +80,7 @@ def read_cluster_file(path: str) -> Cluster:
         if groups is None:
             return _with_figures(_base(path, given), given)
         parts = [_with_figures(_base(path, each), each) for each in _groups(path, given, groups)]
-        return replace(level(parts), **_reliability(given))
+        return replace(level(parts), reliability=_reliability(given))
     except (UnknownName, ContradictoryRequest) as error:
         raise BrokenFile(path, str(error)) from error
 
@@ -149,9 +149,9 @@ def _with_figures(cluster: Cluster, given: Mapping[str, Any]) -> Cluster:
     for key in ("speed", "usd_per_gpu_hour"):
         if key in given:
             changes[key] = float(given[key])
-    return replace(cluster, **changes, **_reliability(given))
+    return replace(cluster, reliability=_reliability(given), **changes)
 
 
-def _reliability(given: Mapping[str, Any]) -> dict[str, Reliability]:
+def _reliability(given: Mapping[str, Any]) -> Reliability:
     stated = {key: given[key] for key in _FAILURES if key in given}
-    return {"reliability": Reliability(**stated)} if stated else {}
+    return Reliability(**stated) if stated else PUBLISHED

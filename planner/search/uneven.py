@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from hardware_db.records import dataclass
 from hardware_db.units import format_seconds
+from planner import vocabulary as words
 from planner.cluster.groups import all_like, level, name_group
 from planner.cost.code_bases import code_base
 from planner.cost.combinations import why_refused
@@ -105,7 +106,7 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uneven:
-    """How nodes that differ train together, and what the odd ones cost."""
+    """Training over nodes that differ: with unlike shares, as the slower of each, and without the odd ones."""
 
     even: Plan | None
     """The best plan with as many samples on every rank; None where none fits."""
@@ -201,9 +202,9 @@ def _layouts(kinds: Sequence[Kind], evenly: Evenly, plans: Sequence[Plan]) -> tu
     """
     every, request = list(plans), kinds[0].request
     for kind in kinds:
-        asked = replace(on_devices(kind.request, kind.request.cluster), top=LAYOUTS, zero_backend="native")
+        option = replace(on_devices(kind.request, kind.request.cluster), top=LAYOUTS, zero_backend="native")
         with suppress(ContradictoryRequest):
-            every += evenly(asked).plans
+            every += evenly(option).plans
     layouts: dict[Configuration, None] = {}
     for chosen in (_resized(plan.configuration, 1, 1) for plan in every):
         layout = replace(chosen, backend="native") if chosen.zero_stage else chosen
@@ -289,7 +290,8 @@ def _plan(request: Request, shared: Shared) -> Plan:
     """Return the plan: the time of the slowest group and the memory of the one that has least room."""
     slow, tight = shared.slowest, max(shared.parts, key=lambda part: part.pressure)
     base = plan_of(slow.priced, slow.time)
-    verdict = "tight" if any(part.priced.judgement.verdict == "tight" for part in shared.parts) else "fits"
+    is_tight = any(part.priced.judgement.verdict == "tight" for part in shared.parts)
+    verdict: words.Verdict = "tight" if is_tight else "fits"
     each = "; ".join(
         f"{part.samples} on each GPU of {name_group(part.group)} ({format_seconds(part.time.step_seconds)} a step)"
         for part in shared.parts

@@ -115,7 +115,7 @@ class Engine(ABC):
 
     @cached_property
     def sample_weight(self) -> float:
-        """How much the mean loss of a micro-batch of this rank counts beside that of the typical rank, 1 where all do.
+        """The weight of a micro-batch's mean loss on this rank beside that of the typical rank, 1 where all are alike.
 
         A mean over ranks is one over samples where each counts by the samples that it has.
         """

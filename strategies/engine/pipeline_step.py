@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +143,9 @@ def _arguments(micro_batches: list[Any]) -> list[Arguments]:
     return [arguments_of(member) for member in micro_batches]
 
 
-def _mean_over_ranks(engine: Engine, losses: list[torch.Tensor], weights: list[int] | None = None) -> torch.Tensor:
+def _mean_over_ranks(
+    engine: Engine, losses: list[torch.Tensor], weights: Sequence[float] | None = None
+) -> torch.Tensor:
     """Return the mean of all ranks' losses, those of a pipeline from its last stage; the same on every rank.
 
     Without `weights` each counts by the samples of its rank's micro-batches.
@@ -151,7 +153,7 @@ def _mean_over_ranks(engine: Engine, losses: list[torch.Tensor], weights: list[i
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
     if losses:
         each = torch.stack([loss.detach().double().reshape(()) for loss in losses])
-        counts = weights or [engine.sample_weight] * len(losses)
+        counts: Sequence[float] = weights or [engine.sample_weight] * len(losses)
         shares = torch.tensor(counts, dtype=torch.float64, device=engine.device)
         sums = torch.stack((torch.dot(each, shares), shares.sum()))
     if dist.is_initialized() and engine.environment.world_size > 1:
