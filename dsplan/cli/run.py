@@ -59,6 +59,13 @@ class PlanningFlags:
             autocompletion=among("planner.vocabulary:BACKENDS"),
         ),
     ] = None
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATES|DIR",
+            help="How fast ranks are, in order, such as 3x1,1x0.5, or the run that measured it: slower ones get less.",
+        ),
+    ] = None
     shard: Annotated[
         int | None, number(limits.GPUS, "Ranks that share one set of states; by default what the strategy says.")
     ] = None
@@ -333,6 +340,7 @@ def _request(
         RequestedSupervision,
         parse_kernels,
         parse_profile,
+        parse_rates,
         parse_trackers,
     )
     from strategies.launch.prepare import RunRequest
@@ -346,6 +354,7 @@ def _request(
             plan_file=None if planning.plan is None else str(planning.plan),
             strategy=planning.strategy,
             backend=planning.backend,
+            rates=None if planning.rates is None else parse_rates(planning.rates),
             degrees=_part(RequestedDegrees, planning),
             method=_part(RequestedMethod, planning),
             kernels=parse_kernels(planning.kernels),

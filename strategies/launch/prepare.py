@@ -231,6 +231,8 @@ def _check_plan_request(request: PlanRequest) -> None:
     if request.plan_file is not None and (decided := {**named(request.degrees), **named(request.method)}):
         flag = f"--{next(iter(decided)).replace('_', '-')}"
         raise ContradictoryRequest(f"--plan and {flag} cannot both decide; leave one out")
+    if request.rates is not None and request.plan_file is not None:
+        raise ContradictoryRequest("--plan and --rates cannot both decide; leave one out")
     _check_method(request.method)
     if strategy is not None and backend is not None and backend not in (able := words.backends_of(strategy)):
         raise ContradictoryRequest(
@@ -319,6 +321,11 @@ def _plan_processes(request: RunRequest, plan: Plan, placement: Placement) -> in
     if why := why_refused(configuration, adapted):
         raise DsplanError(f"{request.plan.plan_file}: {why}")
     nodes = plan.cluster.get("nodes", 1)
+    if len({group.get("gpus_per_node") for group in plan.cluster.get("groups", [])}) > 1:
+        raise DsplanError(
+            f"{request.plan.plan_file}: its nodes have unlike numbers of GPUs, and dsplan run starts as many ranks on"
+            " each; start them with mpirun or srun, and give the plan to dsplan.initialize(plan=...)"
+        )
     if nodes > 1 and not placement.least_nodes <= nodes <= placement.most_nodes:
         raise DsplanError(
             f"{request.plan.plan_file}: the plan spans {nodes} nodes and this run has {placement.most_nodes}; add"
