@@ -199,6 +199,8 @@ def test_replicas_of_torchtitan_share_what_ranks_are_left(tmp_path: Path) -> Non
         ContradictoryRequest, match=r"2 copies .* 1 ranks that share one x 2 of tp and pp = 4 ranks, not 6"
     ):
         exact_options(answers, 6)
+    with pytest.raises(ContradictoryRequest, match="2 copies of the model need 4 GPUs or more, not 2"):
+        exact_options(answers, 2)
     answers = read(tmp_path, train_toml=f"{model}{degrees}data_parallel_shard_degree = 4\n").answers
     assert answers["gpus"] == 16
     with pytest.raises(ContradictoryRequest, match="= 16 ranks, not 8"):
