@@ -182,6 +182,9 @@ def read(book: Notebook, files: Files) -> None:
     set_task(book, "stage", stage)
     if stage == "dpo" and book.word("pref_loss") in ("orpo", "simpo"):  # its `use_ref_model`, finetuning_args.py
         book.answer("task", "orpo", "stage", "pref_loss")
+    elif stage in ("dpo", "kto"):
+        # train/dpo/trainer.py makes all logits, as TRL did before 1.0
+        book.answers.setdefault("loss", "plain")
     length = book.positive("cutoff_len", default_of("llama-factory", "cutoff_len"))
     book.answer("seq_len", length, "cutoff_len")
     _read_method(book)

@@ -261,6 +261,9 @@ def _read_task(book: Notebook, command: str) -> None:
         kind = book.word("rlhf_type", "dpo")
         if not counts_rounds(kind):
             set_task(book, "rlhf_type", kind)
+        if book.answers.get("task") in words.REFERRING:
+            # requirements/framework.txt: TRL below 1.0, which has no tiles
+            book.answers.setdefault("loss", "plain")
     elif kind in ("seq_cls", "reranker", "generative_reranker", "embedding"):
         set_task(book, "task_type", kind)
     else:
