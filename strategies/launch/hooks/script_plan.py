@@ -199,8 +199,9 @@ def facts_of(module: nn.Module, precision: words.Precision) -> tuple[ModelFacts,
     base = getattr(module, "get_base_model", lambda: module)()
     facts = None if method is None else facts_of_config(base)
     is_narrow = precision == "fp32" and method is not None and method.load_dtype != "fp32"
-    own = _counts(counts_from_module(module))
-    if method is None or facts is None or is_narrow or _counted(facts, method) != own:
+    if method is None or facts is None or is_narrow:
+        return facts_from_module(module), {}
+    if _counted(facts, method) != _counts(counts_from_module(module)):
         return facts_from_module(module), {}
     return facts, {**method.in_a_plan, "load_dtype": method.load_dtype}
 
