@@ -300,25 +300,6 @@ def any_that_fits(group: Iterable[Candidate]) -> Priced | None:
     return next((fitting for family in families_of(group) if (fitting := family.first_that_fits()) is not None), None)
 
 
-def least_that_fits(group: Iterable[Candidate]) -> Priced | None:
-    """Return, of what fits, the configuration that needs least memory of a device; None without one."""
-    candidates = list(group)
-    bounds = sorted(
-        (candidate.least_bytes(index), number, index)
-        for number, candidate in enumerate(candidates)
-        for index in candidate.ends()
-    )
-    least: Priced | None = None
-    for bound_bytes, number, index in bounds:
-        if least is not None and bound_bytes > least.memory.device_needed_bytes:
-            break
-        if candidates[number].fits(index):
-            priced = candidates[number].priced(index)
-            if least is None or priced.memory.device_needed_bytes < least.memory.device_needed_bytes:
-                least = priced
-    return least
-
-
 def closest(group: Sequence[Candidate]) -> Priced | None:
     """Return the configuration that misses by least, of a group in which nothing fits."""
     misses = (priced for family in families_of(group) for priced in family.misses())

@@ -22,7 +22,6 @@ from planner.vocabulary import Method
 
 Fits = Callable[[Request], Priced | None]
 MOST_GPUS_TRIED = 4096
-MOST_TIMES_THE_MEMORY = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,15 +76,12 @@ def compose_no_plan(request: Request, closest: Plan | None, remedies: tuple[Reme
     )
 
 
-def remedies(request: Request, fits: Fits, fits_least: Fits) -> tuple[Remedy, ...]:
-    """Single changes that were tried and found to fit, cheapest first.
-
-    `fits` says what fits of a question, `fits_least` which of it needs least memory.
-    """
+def remedies(request: Request, fits: Fits) -> tuple[Remedy, ...]:
+    """Single changes that were tried and found to fit, cheapest first."""
     tried = (
         _cheaper_optimizer(request, fits),
         _shorter_sequence(request, fits),
-        _more_memory(request, fits, fits_least),
+        _more_memory(request, fits),
         _more_host_memory(request, fits),
         _more_gpus(request, fits),
         _model_parallel(request, fits),
@@ -192,22 +188,23 @@ def _shorter_sequence(request: Request, fits: Fits) -> Remedy | None:
     return None
 
 
-def _more_memory(request: Request, fits: Fits, fits_least: Fits) -> Remedy | None:
+def _more_memory(request: Request, fits: Fits) -> Remedy | None:
     """Return the smallest device memory, to a GiB, at which something fits on the same number of GPUs."""
     here = device_limit(request.workload, request.cluster)
-    unlimited = replace(request, workload=replace(request.workload, max_memory_bytes=None))
-
-    def with_memory(size: int) -> Request:
-        return replace(unlimited, cluster=replace(request.cluster, capacity_bytes=size))
-
-    least = fits_least(with_memory(here * MOST_TIMES_THE_MEMORY))
-    if least is None:
+    low, high, fitting = here, here * 64, None
+    while high - low > (1 << 30):
+        middle = (low + high) // 2
+        larger = replace(request.cluster, capacity_bytes=middle)
+        priced = fits(replace(request, cluster=larger, workload=replace(request.workload, max_memory_bytes=None)))
+        if priced is None:
+            low = middle
+        else:
+            # What fits needs no more than it needs.
+            high, fitting = max(min(middle, priced.memory.device_needed_bytes), low), priced
+    if fitting is None:
         return None
-    gigabytes = -(-least.memory.device_needed_bytes // (1 << 30))
-    priced = fits(with_memory(gigabytes << 30))
-    if priced is None:
-        return None
-    return _remedy(f"use GPUs with at least {gigabytes} GiB instead of {format_bytes(here)}", "--gpu NAME", priced)
+    gigabytes = -(-high // (1 << 30))
+    return _remedy(f"use GPUs with at least {gigabytes} GiB instead of {format_bytes(here)}", "--gpu NAME", fitting)
 
 
 def _more_host_memory(request: Request, fits: Fits) -> Remedy | None:

@@ -18,7 +18,7 @@ from planner.cost.timing import step_time
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import OnDevices, device_counts, on_other_device_counts
 from planner.search.estimate import Priced, is_last_resort, plan_of, waits_mostly
-from planner.search.evaluate import Candidate, any_that_fits, best, bound, closest, least_that_fits, preferred
+from planner.search.evaluate import Candidate, any_that_fits, best, bound, closest, preferred
 from planner.search.ranking import (
     ONE_STRATEGY,
     Rejection,
@@ -186,7 +186,7 @@ def _adapters(request: Request, instead: Plan | None) -> tuple[Remedy, ...]:
 def _with_margins(request: Request) -> tuple[Remedy, ...]:
     from planner.search.no_plan import remedies
 
-    return remedies(replace(request, to_the_limit=False), can_fit, can_fit_least)
+    return remedies(replace(request, to_the_limit=False), can_fit)
 
 
 def _front(request: Request, groups: Mapping[str, Sequence[Candidate]]) -> tuple[Plan, ...]:
@@ -197,17 +197,8 @@ def _front(request: Request, groups: Mapping[str, Sequence[Candidate]]) -> tuple
 
 def can_fit(request: Request) -> Priced | None:
     """Return the first plan that fits, in the order of `enumerate_candidates`, or None if there is none."""
-    return any_that_fits(_single_stage_candidates(request))
-
-
-def can_fit_least(request: Request) -> Priced | None:
-    """Return the plan that fits and needs least memory of a device, or None if there is none."""
-    return least_that_fits(_single_stage_candidates(request))
-
-
-def _single_stage_candidates(request: Request) -> Iterator[Candidate]:
-    """Yield what a search considers but for virtual stages, which only take more memory."""
-    return (Candidate(request, layout) for layout in enumerate_candidates(request) if layout.virtual_stages == 1)
+    every = (Candidate(request, layout) for layout in enumerate_candidates(request) if layout.virtual_stages == 1)
+    return any_that_fits(every)
 
 
 def describe(plan: Plan) -> str:
@@ -294,7 +285,7 @@ def _nothing(request: Request, missing: Sequence[Priced], rejected: tuple[Reject
         plans=(),
         rejected=rejected,
         closest=plan_of(nearest, step_time(nearest.job)),
-        remedies=(*_adapters(request, None), *remedies(request, can_fit, can_fit_least)),
+        remedies=(*_adapters(request, None), *remedies(request, can_fit)),
     )
 
 
