@@ -161,7 +161,7 @@ def _plan_if_possible(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan
 def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     ranks = int(os.environ["WORLD_SIZE"])
     cluster = probed_cluster(own_machine(), ranks=ranks)
-    facts, adapters = facts_of(job.module)
+    facts, adapters = facts_of(job.module, job.precision)
     task, length = work_of(facts, job.module, job.example, _longest(job, facts))
     options = WorkOptions(
         task=task,
@@ -189,15 +189,19 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     return best_plan(with_measured_rates(request, measured))
 
 
-def facts_of(module: nn.Module) -> tuple[ModelFacts, dict[str, Any]]:
+def facts_of(module: nn.Module, precision: words.Precision) -> tuple[ModelFacts, dict[str, Any]]:
     """Return a model's facts, and the options that say which adapters of PEFT's are beside its weights.
 
-    Adapters that no option says, or that are counted otherwise, leave the model as one that is known from a trace.
+    Adapters that no option says, that are counted otherwise, or whose 16-bit base is trained without autocast, leave
+    the model as one that is known from a trace.
     """
     method = method_of(module)
     base = getattr(module, "get_base_model", lambda: module)()
     facts = None if method is None else facts_of_config(base)
-    if method is None or facts is None or _counted(facts, method) != _counts(counts_from_module(module)):
+    is_narrow = precision == "fp32" and method is not None and method.load_dtype != "fp32"
+    if method is None or facts is None or is_narrow:
+        return facts_from_module(module), {}
+    if _counted(facts, method) != _counts(counts_from_module(module)):
         return facts_from_module(module), {}
     return facts, {**method.in_a_plan, "load_dtype": method.load_dtype}
 

@@ -68,7 +68,7 @@ def test_other_trainers_say_nothing() -> None:
 
 
 def test_a_model_with_adapters_is_planned_as_its_base_and_their_method() -> None:
-    """Adapters that no flag says, here beside a trained head, leave it to be traced."""
+    """Adapters that no flag says, beside a trained head or over 16 bits in fp32, leave it to be traced."""
     peft = pytest.importorskip("peft")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -77,16 +77,19 @@ def test_a_model_with_adapters_is_planned_as_its_base_and_their_method() -> None
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
 
-    def adapted(**chosen: Any) -> Any:
-        return facts_of(peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(r=4, **chosen)))
+    def adapted(*, narrow: bool = False, **chosen: Any) -> Any:
+        model = LlamaForCausalLM(config)
+        model = model.half() if narrow else model
+        return facts_of(peft.get_peft_model(model, peft.LoraConfig(r=4, **chosen)), "fp32")
 
     facts, options = adapted(target_modules="all-linear")
     assert facts.model_type == "llama"
     names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert set(options.pop("lora_targets").split(",")) == names
     assert options == {"method": "lora", "lora_rank": 4, "load_dtype": "fp32"}
-    facts, options = adapted(target_modules=["q_proj"], modules_to_save=["lm_head"])
-    assert (facts.kind, options) == ("custom", {})
+    for traced in ({"modules_to_save": ["lm_head"]}, {"narrow": True}):
+        facts, options = adapted(target_modules=["q_proj"], **traced)
+        assert (facts.kind, options) == ("custom", {})
 
 
 def test_rounds_are_read_with_prompts_in_tokens() -> None:
