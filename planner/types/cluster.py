@@ -86,7 +86,6 @@ class Factors:
     cpu_optimizer: float = 1.0
     launch: float = 1.0
 
-
     def at(self, speed: float) -> Factors:
         """Return the factors of a device, and of its host, that compute at this share of the usual rate."""
         if speed == 1:
