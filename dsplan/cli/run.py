@@ -29,6 +29,14 @@ if TYPE_CHECKING:
 
 Part = TypeVar("Part")
 
+
+def _directory(text: str) -> Path:
+    """Return the directory that a text names, or the address of an object store."""
+    from strategies.checkpoint.object_store import location
+
+    return location(text)
+
+
 # The flags of `dsplan run`: the plan, where ranks start, and how the run is watched over.
 
 
@@ -150,7 +158,11 @@ class SupervisionFlags:
     ] = None
     checkpoint_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where ranks save by themselves; in the run directory by default."),
+        typer.Option(
+            metavar="DIR|s3://BUCKET/PREFIX",
+            parser=_directory,
+            help="Where ranks save by themselves, or gs://, az://; in the run directory by default.",
+        ),
     ] = None
     checkpoint_steps: Annotated[int | None, number(limits.STEPS, "Save after every so many steps.", "K")] = None
     checkpoint_minutes: Annotated[

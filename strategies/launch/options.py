@@ -13,6 +13,7 @@ from hardware_db.errors import DsplanError, UnknownName
 from hardware_db.handed_in import quote
 from planner import limits
 from planner.errors import ContradictoryRequest
+from strategies.checkpoint.object_store import location
 from strategies.errors import BackendMissing, CannotRun
 from strategies.launch.grace_period import GRACE_SECONDS
 from strategies.run_directory.request import named
@@ -87,7 +88,7 @@ class RequestedSupervision:
         changes: dict[str, Any] = named(self)
         changes["tunes"] = changes.pop("tune") or earlier.tunes
         if self.checkpoint_dir is not None:
-            changes["checkpoint_directory"] = str(changes.pop("checkpoint_dir").resolve())
+            changes["checkpoint_directory"] = str(location(changes.pop("checkpoint_dir")).resolve())
         if self.hang_minutes is not None:
             changes["hang_seconds"] = 60 * changes.pop("hang_minutes")
         # Who says after how many steps has said when; the clock then saves only if asked to as well.

@@ -1,0 +1,533 @@
+"""Object stores behind checkpoints: `s3://bucket/prefix`, `gs://`, `az://` and what else fsspec knows. No torch.
+
+A store has no rename, so that a checkpoint is complete when its `checksums.json` is there, which is written last and
+removed first (`strategies/checkpoint/retention.py`). Files are written to a folder on a local disk and sent from there
+while the next are written (`Outbox`); they are read by ranges. What fails for a while is tried again.
+
+Who may use a store is the business of its own library, which reads its own variables and files. Nothing here takes,
+keeps or prints a secret: of a failure people are given its kind and the store's code for it, never its text.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import random
+import re
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path, PosixPath
+from typing import Any, BinaryIO, TypeVar, cast
+
+from strategies.errors import BackendMissing, BrokenFile, CannotRun, DsplanError, UnknownName
+from strategies.run_directory.heartbeat import beat
+from strategies.variables import STAGING, STAGING_GB
+
+T = TypeVar("T")
+MANIFEST = "checksums.json"
+"""The file of a checkpoint that is written last."""
+BEGUN = ".begun"
+"""An object in the folder of a checkpoint that is not complete yet."""
+PIECE_BYTES = 2**28
+"""Of one file of a rank in a store, if no tensor is larger: what is sent again where sending failed."""
+_S3 = ("s3fs", "s3", "AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+_GS = ("gcsfs", "gs", "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login")
+_AZ = ("adlfs", "az", "AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and az login")
+_STORES = {"s3": _S3, "s3a": _S3, "gs": _GS, "gcs": _GS, "az": _AZ, "abfs": _AZ, "abfss": _AZ}
+"""By scheme: the package that reaches the store, dsplan's extra of it, and where credentials come from."""
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/(/?)(.*)", re.DOTALL)
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Seconds before a call is made again, each a half more or less by chance, so that ranks do not come all at once."""
+_SENDERS = 2
+"""Files that a rank sends at once. s3fs sends the parts of a file together, so that all of it is in memory."""
+_RANGE_BYTES = 2**23
+"""Of a range that is read: 8 and 16 MB are typical by
+https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance-guidelines.html."""
+_MOST_RANGES = 8
+"""Ranges read at once where a file is read from end to end."""
+_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.05, 2.0
+"""Between two looks of rank 0 at what the others have sent; each costs a request."""
+_LOOKERS = 16
+"""Objects that are looked at together."""
+_MOMENTS = ("LastModified", "last_modified", "updated", "mtime", "created")
+"""By which names fsspec's file systems say when an object was written."""
+_BUGS = (TypeError, AttributeError, NameError, NotImplementedError, AssertionError, MemoryError)
+_DENIED = frozenset({"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"})
+
+
+class Unreachable(BrokenFile):
+    """An object store that cannot be used, now or at all; what it holds is as it was."""
+
+
+class ObjectPath(PosixPath):
+    """An address in an object store, as a path: names and parents as ever; what is there is asked of the store.
+
+    A folder is there when its `checksums.json` is. Functions of the operating system take none.
+    """
+
+    def __str__(self) -> str:
+        scheme, _, rest = super().__str__().partition(":/")
+        return f"{scheme}://{rest.lstrip('/')}"
+
+    def __fspath__(self) -> str:
+        raise CannotRun(f"{self} lies in an object store, and this needs a directory: name one")
+
+    def __repr__(self) -> str:
+        return f"ObjectPath({str(self)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObjectPath, (str(self),)
+
+    def absolute(self) -> ObjectPath:
+        """Return the address, which is one from everywhere."""
+        return self
+
+    def resolve(self, strict: bool = False) -> ObjectPath:
+        """Return the address, which is one from everywhere."""
+        return self
+
+    def is_dir(self, **named: Any) -> bool:
+        """Return whether this is a complete checkpoint."""
+        return self.joinpath(MANIFEST).is_file()
+
+    exists = is_dir
+
+    def is_file(self, **named: Any) -> bool:
+        """Return whether there is an object of this name."""
+        return look_at(self) is not None
+
+    def is_symlink(self) -> bool:
+        """Return False: stores have no links."""
+        return False
+
+    def write_bytes(self, data: Any) -> int:
+        """Put an object there, whole or not at all."""
+        _put(self, lambda: _store(self).pipe_file(str(self), bytes(data)))
+        return len(data)
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Remove an object."""
+        with suppress(FileNotFoundError):
+            persist(self, lambda: _store(self).rm_file(str(self)))
+
+
+def location(text: str | Path) -> Path:
+    """Return the directory that a text names: an `ObjectPath` for the address of an object store, else a path.
+
+    Raises:
+        CannotRun: the address has a secret in it, or no bucket.
+    """
+    if isinstance(text, ObjectPath):
+        return text
+    match = _ADDRESS.fullmatch(str(text))
+    if match is None or (not match[2] and match[1] not in _STORES):  # a Path has one slash left
+        return Path(text)
+    scheme, rest = match[1], match[3].strip("/")
+    bucket = rest.partition("/")[0]
+    if "?" in rest or ("@" in bucket and not scheme.startswith("abfs")):
+        raise CannotRun(
+            f"{scheme}://...: an address has no passwords and no parameters; give {scheme}://BUCKET/PREFIX, and"
+            f" credentials by {_credentials(scheme)}"
+        )
+    if not bucket:
+        raise CannotRun(f"{scheme}:// names no bucket; give {scheme}://BUCKET/PREFIX")
+    return Path("/", rest) if scheme == "file" else ObjectPath(f"{scheme}://{rest}")
+
+
+def require_usable(directory: Path) -> None:
+    """Write and remove a small object where checkpoints are to go; directories are not looked at.
+
+    Raises:
+        BackendMissing: the package that reaches the store is not installed.
+        Unreachable: the store refuses, has no such bucket, or does not answer.
+    """
+    if isinstance(directory, ObjectPath):
+        probe = directory / f".dsplan-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+
+
+# Calls, and what becomes of those that fail.
+
+
+def persist(path: Path, call: Callable[[], T]) -> T:
+    """Return what a call of a store returns; where it fails for a reason that may pass, call again.
+
+    Raises:
+        FileNotFoundError: there is no such object.
+        Unreachable: the store refuses, or has not answered for all of two minutes.
+    """
+    for pause in (*_PAUSES, None):
+        try:
+            return call()
+        except (FileNotFoundError, DsplanError, *_BUGS):
+            raise
+        except Exception as problem:  # each library has its own
+            refusal = _refusal(path, problem)
+            if refusal is not None:
+                raise refusal from None
+            if pause is None:
+                remedy = "look at the network and the address; what is there already stays"
+                raise Unreachable(path, f"the object store does not answer ({_word_of(problem)})", remedy) from None
+        time.sleep(pause * random.uniform(0.5, 1.5))
+    raise AssertionError("unreachable")
+
+
+def _refusal(path: Path, problem: Exception) -> Unreachable | None:
+    """Return the failure that no second call will change, or None."""
+    word, scheme = _word_of(problem), str(path).partition(":")[0]
+    if "Credentials" in word or word == "DefaultCredentialsError":
+        return Unreachable(path, "no credentials for the object store", f"give them by {_credentials(scheme)}")
+    if isinstance(problem, PermissionError) or word in _DENIED:
+        return Unreachable(path, f"the object store denies access ({word})", f"see {_credentials(scheme)}")
+    return None
+
+
+def _word_of(problem: BaseException) -> str:
+    """Return the store's code for a failure, else the kind of the exception: never a text, which may hold a secret."""
+    cause: BaseException | None = problem
+    while cause is not None:
+        response = getattr(cause, "response", None)
+        code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+        if isinstance(code, str) and re.fullmatch(r"\w{1,40}", code):
+            return code
+        cause = cause.__cause__ or cause.__context__
+    return type(problem).__name__
+
+
+def _credentials(scheme: str) -> str:
+    return _STORES[scheme][2] if scheme in _STORES else "its library's own variables"
+
+
+def _store(path: Path) -> Any:
+    """Return fsspec's file system for an address.
+
+    Raises:
+        BackendMissing: its package is not installed.
+        UnknownName: there is none.
+    """
+    import fsspec  # a third of a second, which a run on directories need not spend
+
+    scheme = str(path).partition(":")[0]
+    package, extra, _ = _STORES.get(scheme, (f"a package for {scheme}://", "", ""))
+    try:
+        return fsspec.filesystem(scheme, use_listings_cache=False)
+    except ImportError:
+        install = f"pip install 'dsplan[{extra}]'" if extra else "install it"
+        raise BackendMissing(f"{path}: needs {package}, which is not installed; {install}") from None
+    except ValueError:
+        if scheme in fsspec.available_protocols():
+            raise
+        raise UnknownName("object store", scheme, _STORES, hint=f"one of {', '.join(_STORES)}") from None
+
+
+# What is there.
+
+
+def look_at(path: Path) -> dict[str, Any] | None:
+    """Return an object's `size` in bytes and `modified`, in seconds since 1970; None where there is none."""
+    store = _store(path)
+
+    def look() -> dict[str, Any]:
+        info = store.info(str(path))
+        if info["type"] != "file":
+            raise FileNotFoundError(str(path))
+        return {"size": info["size"], "modified": _modified(info)}
+
+    try:
+        return persist(path, look)
+    except FileNotFoundError:
+        return None
+
+
+def look_at_all(paths: Sequence[Path]) -> list[dict[str, Any] | None]:
+    """Look at several objects together."""
+    if len(paths) < 2:
+        return [look_at(path) for path in paths]
+    with ThreadPoolExecutor(min(_LOOKERS, len(paths))) as lookers:
+        return list(lookers.map(look_at, paths))
+
+
+def names_in(directory: Path) -> list[str]:
+    """Return the names of objects and folders right below an address.
+
+    Raises:
+        Unreachable: there is no such bucket.
+    """
+    try:
+        rows = persist(directory, lambda: _store(directory).ls(str(directory), detail=False))
+    except FileNotFoundError:
+        _require_bucket(directory)
+        return []
+    names = (row.rstrip("/").rpartition("/")[2] for row in rows)
+    return sorted({name for name in names if name and name != directory.name})
+
+
+def sizes_in(folder: Path) -> dict[str, int]:
+    """Return the bytes of all objects below an address, by their names there."""
+    store = _store(folder)
+    try:
+        rows = persist(folder, lambda: store.find(str(folder), detail=True))
+    except FileNotFoundError:
+        return {}
+    above = store._strip_protocol(str(folder)).rstrip("/") + "/"
+    return {name.removeprefix(above): row["size"] for name, row in rows.items()}
+
+
+def remove_all(folder: Path) -> None:
+    """Remove all objects below an address."""
+    with suppress(FileNotFoundError):
+        persist(folder, lambda: _store(folder).rm(str(folder), recursive=True))
+
+
+def _require_bucket(path: Path) -> None:
+    scheme, bucket = str(path).split("://")[0], path.parts[1]
+    is_there = True
+    with suppress(Unreachable):  # who may not look at a bucket may still use what is in it
+        is_there = persist(path, lambda: _store(path).exists(f"{scheme}://{bucket}"))
+    if not is_there:
+        raise _no_bucket(path)
+
+
+def _no_bucket(path: Path) -> Unreachable:
+    return Unreachable(path, f"there is no bucket {path.parts[1]}", "make it, or name another")
+
+
+def _modified(info: Mapping[str, Any]) -> float:
+    """Return when an object was written, by whichever name its store has for that."""
+    moment = next((info[name] for name in _MOMENTS if info.get(name)), 0.0)
+    if isinstance(moment, str):
+        moment = datetime.fromisoformat(moment.replace("Z", "+00:00"))
+    return moment.timestamp() if isinstance(moment, datetime) else float(moment)
+
+
+# Reading.
+
+
+class ObjectFile(io.RawIOBase):
+    """An object, read by ranges; more of them at once where it is read from end to end."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.size = size
+        self._path, self._store = path, _store(path)
+        self._at, self._ranges = 0, 1
+        self._begin, self._data = 0, b""
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path) -> Iterator[BinaryIO]:
+        """Open an object.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        state = look_at(path)
+        if state is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        with cls(path, state["size"]) as file:
+            yield cast("BinaryIO", file)
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to a byte."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Return the byte that is read next."""
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read some bytes, none only at the end."""
+        view = memoryview(buffer).cast("B")
+        length = min(len(view), self.size - self._at)
+        if length <= 0:
+            return 0
+        if not self._begin <= self._at < self._begin + len(self._data):
+            self._fetch(length)
+        data = memoryview(self._data)[self._at - self._begin :][:length]
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def _fetch(self, length: int) -> None:
+        """Read ranges from where the file stands: twice as many as before where that is where the last ones ended."""
+        is_next = self._at == self._begin + len(self._data) and self._at > 0
+        self._ranges = min(2 * self._ranges, _MOST_RANGES) if is_next else 1
+        ends = min(self.size, self._at + max(_RANGE_BYTES * self._ranges, min(length, _MOST_RANGES * _RANGE_BYTES)))
+        starts = list(range(self._at, ends, _RANGE_BYTES))
+        stops = [min(start + _RANGE_BYTES, ends) for start in starts]
+        paths = [str(self._path)] * len(starts)
+        pieces = persist(self._path, lambda: self._store.cat_ranges(paths, starts, stops, on_error="raise"))
+        self._begin, self._data = self._at, pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if len(self._data) != ends - self._begin:
+            raise BrokenFile(self._path, "was cut while it was read", "name another checkpoint")
+        beat()
+
+
+# Writing.
+
+
+class Staging:
+    """A folder of this process's on a local disk, for files that are on their way to a store.
+
+    It goes with the process; one that was killed leaves its own, which the next one removes.
+    """
+
+    def __init__(self, ranks_here: int) -> None:
+        root = Path(os.environ.get(STAGING) or Path(tempfile.gettempdir(), f"dsplan-staging-{os.getuid()}"))
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for left in root.glob("sending-*"):
+            self._remove_unlocked(left)
+        self.folder = Path(tempfile.mkdtemp(prefix="sending-", dir=root))
+        self._lock = self._locked(self.folder)
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self._ranks_here = ranks_here
+
+    def limit_bytes(self) -> int:
+        """Return what this rank's files may fill: its part of the node's."""
+        text = os.environ.get(STAGING_GB, "")
+        try:
+            node = float(text) * 1e9 if text else shutil.disk_usage(self.folder).free / 2
+        except ValueError:
+            node = -1.0
+        if not node > 0:
+            raise CannotRun(f"{STAGING_GB}={text} is no size; give the gigabytes that may be filled, as 100")
+        return int(node / self._ranks_here)
+
+    @staticmethod
+    def _locked(folder: Path) -> int | None:
+        """Lock a folder while this process lives; None where another has."""
+        import fcntl  # not on Windows
+
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            return None
+        return lock
+
+    def _remove_unlocked(self, folder: Path) -> None:
+        with suppress(OSError):
+            lock = self._locked(folder)
+            if lock is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+class Outbox:
+    """A rank's part of a checkpoint on its way to a store: `strategies.checkpoint.saving.SharedFolder` says what for.
+
+    A file is sent as soon as it is whole, and then removed. A writer waits in `make_room` while those that wait fill
+    their limit; one file may always be there, however large.
+    """
+
+    is_shared = False
+
+    def __init__(self, target: Path, staging: Staging) -> None:
+        self.folder, self.limit_bytes = staging.folder / target.name, staging.limit_bytes()
+        self.folder.mkdir()
+        self._target = target
+        self._senders = ThreadPoolExecutor(_SENDERS, thread_name_prefix="send")
+        self._sending: dict[Future[None], int] = {}
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of files, at which some are sent while the next is written."""
+        return min(PIECE_BYTES, self.limit_bytes // (2 * _SENDERS))
+
+    def make_room(self, size: int) -> None:
+        """Wait until a file of so many bytes may be written."""
+        while self._sending and sum(self._sending.values()) + size > self.limit_bytes:
+            self._settle()
+
+    def send(self, name: str) -> None:
+        """Send a file that is whole."""
+        size = (self.folder / name).stat().st_size
+        self._sending[self._senders.submit(self._send, name)] = size
+
+    def flush(self) -> None:
+        """Wait until all is there.
+
+        Raises:
+            Unreachable: a file could not be sent.
+        """
+        while self._sending:
+            self._settle()
+
+    def close(self) -> None:
+        """Give up what waits."""
+        self._senders.shutdown(cancel_futures=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def leave_note(self, name: str, text: str) -> None:
+        """Leave word to the other ranks."""
+        (self._target / name).write_bytes(text.encode())
+
+    def read_note(self, name: str) -> str:
+        """Read what another rank left."""
+        with ObjectFile.open(self._target / name) as file:
+            return file.read().decode()
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of all that is there, by name."""
+        return sizes_in(self._target)
+
+    def pause(self, waited: float) -> float:
+        """Return the seconds until the next look at what is there: a twentieth of those that were waited."""
+        return min(max(waited / 20, _LOOK_SECONDS), _LONGEST_LOOK_SECONDS)
+
+    def remove_notes(self, notes: Iterable[str]) -> None:
+        """Leave nothing but the checkpoint's files."""
+        for name in (*notes, BEGUN):
+            (self._target / name).unlink()
+
+    def complete(self, checksums: str) -> None:
+        """Make the checkpoint complete by its checksums."""
+        (self._target / MANIFEST).write_bytes(checksums.encode())
+
+    def _settle(self) -> None:
+        for sent in wait(self._sending, return_when=FIRST_COMPLETED).done:
+            del self._sending[sent]
+            sent.result()
+
+    def _send(self, name: str) -> None:
+        put_file(self.folder / name, self._target / name)
+        (self.folder / name).unlink()
+
+
+def put_file(file: Path, target: Path) -> None:
+    """Copy a file to a store, in parts where its library does, and beat as they arrive.
+
+    Raises:
+        Unreachable: it cannot be sent.
+    """
+    from fsspec.callbacks import Callback
+
+    class Beats(Callback):  # type: ignore[misc]
+        def call(self, *arguments: Any, **named: Any) -> None:
+            beat()
+
+    _put(target, lambda: _store(target).put_file(str(file), str(target), callback=Beats()))
+
+
+def _put(target: Path, call: Callable[[], object]) -> None:
+    try:
+        persist(target, call)
+    except FileNotFoundError:
+        raise _no_bucket(target) from None
