@@ -17,13 +17,13 @@ import random
 import re
 import shutil
 import tempfile
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path, PosixPath
+from time import sleep
 from typing import Any, BinaryIO, TypeVar, cast
 
 from strategies.errors import BackendMissing, BrokenFile, CannotRun, DsplanError, UnknownName
@@ -131,7 +131,7 @@ def location(text: str | Path) -> Path:
         return Path(text)
     scheme, rest = match[1], match[3].strip("/")
     bucket = rest.partition("/")[0]
-    if "?" in rest or ("@" in bucket and not scheme.startswith("abfs")):
+    if "?" in rest or ":" in bucket or ("@" in bucket and not scheme.startswith("abfs")):
         raise CannotRun(
             f"{scheme}://...: an address has no passwords and no parameters; give {scheme}://BUCKET/PREFIX, and"
             f" credentials by {_credentials(scheme)}"
@@ -176,7 +176,7 @@ def persist(path: Path, call: Callable[[], T]) -> T:
             if pause is None:
                 remedy = "look at the network and the address; what is there already stays"
                 raise Unreachable(path, f"the object store does not answer ({_word_of(problem)})", remedy) from None
-        time.sleep(pause * random.uniform(0.5, 1.5))
+        sleep(pause * random.uniform(0.5, 1.5))
     raise AssertionError("unreachable")
 
 
@@ -444,6 +444,7 @@ class Outbox:
         self.folder.mkdir()
         self._target = target
         self._senders = ThreadPoolExecutor(_SENDERS, thread_name_prefix="send")
+        self._is_given_up = False
         self._sending: dict[Future[None], int] = {}
 
     @property
@@ -472,6 +473,7 @@ class Outbox:
 
     def close(self) -> None:
         """Give up what waits."""
+        self._is_given_up = True
         self._senders.shutdown(cancel_futures=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -507,7 +509,13 @@ class Outbox:
             sent.result()
 
     def _send(self, name: str) -> None:
-        put_file(self.folder / name, self._target / name)
+        if self._is_given_up:
+            return
+        try:
+            put_file(self.folder / name, self._target / name)
+        except BaseException:
+            self._is_given_up = True
+            raise
         (self.folder / name).unlink()
 
 

@@ -90,8 +90,15 @@ def cut(entries: Sequence[Entry], limit_bytes: int | None) -> list[list[Entry]]:
     return parts
 
 
-def write(path: Path, entries: Sequence[Entry], data: Iterable[memoryview], notes: dict[str, str]) -> FileSum:
-    """Write a file of `data` end to end, with `notes` as `__metadata__`, and wait until the disk has it.
+def write(
+    path: Path,
+    entries: Sequence[Entry],
+    data: Iterable[memoryview],
+    notes: dict[str, str],
+    *,
+    durable: bool = True,
+) -> FileSum:
+    """Write a file of `data` end to end, with `notes` as `__metadata__`; `durable` waits until the disk has it.
 
     Raises:
         OSError: it cannot be written.
@@ -103,7 +110,8 @@ def write(path: Path, entries: Sequence[Entry], data: Iterable[memoryview], note
             size += file.write(slab)
             beat()
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
     return FileSum(bytes=size, crc32=crc)
 
 

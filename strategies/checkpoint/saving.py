@@ -192,11 +192,13 @@ class Writing:
         except BaseException as problem:
             self._problem = problem
         finally:
-            self._part.close()
-            if self._problem is not None:
-                self._notify_others()
-            self._in_files.set()
-            self._written.set()
+            try:
+                self._part.close()
+                if self._problem is not None:
+                    self._notify_others()
+            finally:
+                self._in_files.set()
+                self._written.set()
 
     def _notify_others(self) -> None:
         """Leave word that this rank's part will not come: rank 0 may be past the script's end, where nobody asks."""
@@ -437,7 +439,7 @@ class Saver:
             sums = {}
             for file, copied in zip(files, copies, strict=True):
                 part.make_room(file.bytes)
-                sums[file.name] = file.write_to(temporary, copied)
+                sums[file.name] = file.write_to(temporary, copied, durable=part.is_shared)
                 part.send(file.name)
             return sums
 

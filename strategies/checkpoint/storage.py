@@ -70,14 +70,14 @@ class RankFile:
             run = buffer[entry.begin : entry.end].view(entry.dtype).view(entry.shape)
             run.copy_(value, non_blocking=True)
 
-    def write_to(self, folder: Path, copied: torch.Tensor | None) -> FileSum:
-        """Write the file, from a buffer that `copy_to` filled or else from the values.
+    def write_to(self, folder: Path, copied: torch.Tensor | None, *, durable: bool = True) -> FileSum:
+        """Write the file, from a buffer that `copy_to` filled or else from the values; `durable`: until the disk has it.
 
         Raises:
             OSError: it cannot be written.
         """
         data = self._pieces() if copied is None else iter((bytes_of(copied),))
-        return write(folder / self.name, self.entries, data, {"format": "pt"})
+        return write(folder / self.name, self.entries, data, {"format": "pt"}, durable=durable)
 
     def _pieces(self) -> Iterator[memoryview]:
         for entry in self.entries:

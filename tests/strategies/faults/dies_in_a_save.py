@@ -48,14 +48,14 @@ def before(moment: str, function: Callable[..., Any], name_of: Callable[..., str
 
 
 def written_in_part(function: Callable[..., Any]) -> Callable[..., Any]:
-    def write(path: Path, entries: Any, data: Any, notes: Any) -> Any:
+    def write(path: Path, entries: Any, data: Any, notes: Any, **named: Any) -> Any:
         def half() -> Iterator[memoryview]:
             for piece in data:
                 yield piece[: len(piece) // 2]
                 die("writing", path.parent.name)
                 yield piece[len(piece) // 2 :]
 
-        return function(path, entries, half(), notes)
+        return function(path, entries, half(), notes, **named)
 
     return write
 
