@@ -142,7 +142,7 @@ def location(text: str | Path) -> Path:
 
 
 def require_usable(directory: Path) -> None:
-    """Write and remove a small object where checkpoints are to go; directories are not looked at.
+    """Write and remove a small object where checkpoints are to go, with little patience; look at no directory.
 
     Raises:
         BackendMissing: the package that reaches the store is not installed.
@@ -150,21 +150,21 @@ def require_usable(directory: Path) -> None:
     """
     if isinstance(directory, ObjectPath):
         probe = directory / f".dsplan-{os.getpid()}"
-        probe.write_bytes(b"")
+        _put(probe, lambda: _store(probe).pipe_file(str(probe), b""), _PAUSES[:2])
         probe.unlink()
 
 
 # Calls, and what becomes of those that fail.
 
 
-def persist(path: Path, call: Callable[[], T]) -> T:
-    """Return what a call of a store returns; where it fails for a reason that may pass, call again.
+def persist(path: Path, call: Callable[[], T], pauses: Sequence[float] = _PAUSES) -> T:
+    """Return what a call of a store returns; where it fails for a reason that may pass, call again after a pause.
 
     Raises:
         FileNotFoundError: there is no such object.
-        Unreachable: the store refuses, or has not answered for all of two minutes.
+        Unreachable: the store refuses, or did not answer after any of the pauses.
     """
-    for pause in (*_PAUSES, None):
+    for pause in (*pauses, None):
         try:
             return call()
         except (FileNotFoundError, DsplanError, *_BUGS):
@@ -534,8 +534,8 @@ def put_file(file: Path, target: Path) -> None:
     _put(target, lambda: _store(target).put_file(str(file), str(target), callback=Beats()))
 
 
-def _put(target: Path, call: Callable[[], object]) -> None:
+def _put(target: Path, call: Callable[[], object], pauses: Sequence[float] = _PAUSES) -> None:
     try:
-        persist(target, call)
+        persist(target, call, pauses)
     except FileNotFoundError:
         raise _no_bucket(target) from None

@@ -71,7 +71,7 @@ class RankFile:
             run.copy_(value, non_blocking=True)
 
     def write_to(self, folder: Path, copied: torch.Tensor | None, *, durable: bool = True) -> FileSum:
-        """Write the file, from a buffer that `copy_to` filled or else from the values; `durable`: until the disk has it.
+        """Write the file, from a buffer that `copy_to` filled or else from the values; see `safefile.write`.
 
         Raises:
             OSError: it cannot be written.

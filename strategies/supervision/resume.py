@@ -68,7 +68,8 @@ def resume(engine: SupervisedEngine, run_directory: Path, options: AttemptOption
     for checkpoint in candidates.newest_first:
         try:
             path, state = engine._checkpoints.load(location(checkpoint.path))
-        except Unreachable:  # and so would be the one before
+        except Unreachable as problem:  # and so would be the one before
+            problem.exit_code = 1  # the next attempt may find it
             raise
         except DsplanError as problem:  # on every rank, a BrokenFile on the one that found it
             refusal = refusal or problem

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import subprocess
@@ -15,9 +14,12 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import torch
+
 from hardware_db.errors import DsplanError
 from strategies.checkpoint import loading, object_store, retention
 from strategies.checkpoint.object_store import location
+from strategies.engine.initialize import initialize
 from tests.strategies import checkpoint_bodies, training_bodies
 from tests.strategies.training_bodies import Recipe
 
@@ -38,7 +40,7 @@ def variables(port: int, staging: Path) -> dict[str, str]:
 @contextmanager
 def serve_s3(folder: Path) -> Iterator[int]:
     """Run moto's S3 server, and return its port."""
-    port = _free_port()
+    port = free_port()
     program = "import sys; from moto.server import main; main(sys.argv[1:])"
     with open(folder / "server.log", "w") as log:
         arguments = [sys.executable, "-c", program, "-H", "127.0.0.1", "-p", str(port)]
@@ -118,7 +120,8 @@ class Network:
             self._pairs.discard(end)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port where nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
@@ -209,7 +212,30 @@ def wait_until(is_so: Callable[[], object], seconds: float = 120.0) -> None:
         time.sleep(0.02)
 
 
-def bytes_read(recipe: Recipe, address: str) -> tuple[int, int, int]:
+def newest_of(address: str) -> tuple[int, str, int, int]:
+    """The newest checkpoint's step and path, how many there are, all whole, and how many folders of others."""
+    directory = location(address)
+    published = retention.published(directory)
+    steps = [loading.open_whole(path).content.progress["global_steps"] for path in published]
+    names = object_store.names_in(directory)
+    return steps[0], str(published[0]), len(published), len(names) - len(published)
+
+
+def save_large(address: str) -> None:
+    """Save an engine of 8 M parameters, of which FSDP gives each rank a part."""
+    _large_engine().save_checkpoint(address)
+
+
+def _large_engine() -> Any:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+    engine, *_ = initialize(model=model, optimizer=lambda own: torch.optim.AdamW(own, lr=1e-3), strategy="fsdp")
+    engine.backward(engine(torch.ones(2, 1024)).sum())
+    engine.step()
+    return engine
+
+
+def bytes_read(address: str) -> tuple[int, int, int]:
     """What this rank reads of the store to resume, what it has of the state, and all that is in the checkpoint."""
     import s3fs
 
@@ -222,8 +248,7 @@ def bytes_read(recipe: Recipe, address: str) -> tuple[int, int, int]:
         read += len(data)
         return bytes(data)
 
-    engine = training_bodies.make_engine(recipe)
-    training_bodies.one_step(engine, 0)
+    engine = _large_engine()
     s3fs.S3FileSystem._cat_file = counted
     try:
         path, _ = engine.load_checkpoint(address)
@@ -239,8 +264,3 @@ def credentials_in(folder: Path) -> list[str]:
     secrets = (KEY.encode(), SECRET.encode())
     files = (path for path in folder.rglob("*") if path.is_file())
     return [str(path) for path in files if any(secret in path.read_bytes() for secret in secrets)]
-
-
-def environment(port: int, staging: Path) -> dict[str, str]:
-    """This process's environment with `variables`."""
-    return {**os.environ, **variables(port, staging)}

@@ -6,8 +6,9 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -159,10 +160,8 @@ def test_killed_at_every_call_the_last_complete_checkpoint_loads(store: Faults) 
 
         store.before = die
         steps += 1
-        try:
+        with suppress(Killed):
             saver().write(RUN, what(steps), SaveOptions(keep_last=1))
-        except Killed:
-            pass
         store.before = lambda name: None
         seen.append(step_of(retention.named_latest(RUN)) == steps)
         assert step_of(retention.named_latest(RUN)) in (steps, steps - 1)
@@ -201,9 +200,13 @@ def test_a_store_that_is_gone_is_one_line_and_the_next_save_goes_well(store: Fau
             raise ConnectionError(f"https://{SECRET}@host/?X-Amz-Signature={SECRET}")
 
     store.before = gone
-    with pytest.raises(Unreachable) as caught:
+
+    def save() -> None:
         one.write(RUN, what(2), SaveOptions(asynchronous=asynchronous))
         one.wait()
+
+    with pytest.raises(Unreachable) as caught:
+        save()
     line = "step-00000002/tensors.json: the object store does not answer (ConnectionError)"
     file = "step-00000002/rank-00000.safetensors: the object store does not answer (ConnectionError)"
     assert str(caught.value).split(";")[0] in (f"{RUN}/{line}", f"{RUN}/{file}")
@@ -217,7 +220,7 @@ def test_a_store_that_is_gone_is_one_line_and_the_next_save_goes_well(store: Fau
 
 def test_no_text_of_a_failure_is_shown(store: Faults, capfd: pytest.CaptureFixture[str]) -> None:
     class ClientError(Exception):
-        response = {"Error": {"Code": "InvalidAccessKeyId", "Message": SECRET}}
+        response: ClassVar = {"Error": {"Code": "InvalidAccessKeyId", "Message": SECRET}}
 
     class NoCredentialsError(Exception):
         pass
