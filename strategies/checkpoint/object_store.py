@@ -50,6 +50,8 @@ _SENDERS = 2
 _RANGE_BYTES = 2**23
 """Of a range that is read: 8 and 16 MB are typical by
 https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance-guidelines.html."""
+_LEAST_BYTES = 2**20
+"""Read at least, wherever that is."""
 _MOST_RANGES = 8
 """Ranges read at once where a file is read from end to end."""
 _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.05, 2.0
@@ -365,10 +367,11 @@ class ObjectFile(io.RawIOBase):
         return len(data)
 
     def _fetch(self, length: int) -> None:
-        """Read ranges from where the file stands: twice as many as before where that is where the last ones ended."""
+        """Read what is wanted; and further, twice as far as before, where that is where the last range ended."""
         is_next = self._at == self._begin + len(self._data) and self._at > 0
         self._ranges = min(2 * self._ranges, _MOST_RANGES) if is_next else 1
-        ends = min(self.size, self._at + max(_RANGE_BYTES * self._ranges, min(length, _MOST_RANGES * _RANGE_BYTES)))
+        further = _RANGE_BYTES * self._ranges if is_next else _LEAST_BYTES
+        ends = min(self.size, self._at + max(further, min(length, _MOST_RANGES * _RANGE_BYTES)))
         starts = list(range(self._at, ends, _RANGE_BYTES))
         stops = [min(start + _RANGE_BYTES, ends) for start in starts]
         paths = [str(self._path)] * len(starts)

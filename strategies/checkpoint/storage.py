@@ -174,7 +174,7 @@ class Reader(_AsPlanned, StorageReader):
             by_file.setdefault(name, []).append((key, item))
         for name, wanted in by_file.items():
             with BoxFile.open(*self._place_of(name)) as file:
-                for key, item in wanted:
+                for key, item in sorted(wanted, key=lambda pair: file.begin_of(pair[0])):
                     target = planner.resolve_tensor(item).detach()
                     file.read(key, tuple(item.storage_offsets), target)
                     planner.commit_tensor(item, target)
@@ -200,6 +200,10 @@ class BoxFile:
         """Open a file of a folder, or raise `Damaged` where it is no safetensors file."""
         with opened(folder, name) as file:
             yield cls(file, folder / name)
+
+    def begin_of(self, key: str) -> int:
+        """Return the byte at which a box begins; 0 for one that is not there."""
+        return self._stored[key].begin if key in self._stored else 0
 
     def read(self, key: str, offsets: Sequence[int], target: torch.Tensor) -> None:
         """Read the part of a box that begins at `offsets` and has the target's shape, a few rows at a time.

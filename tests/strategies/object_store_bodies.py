@@ -255,7 +255,11 @@ def bytes_read(address: str) -> tuple[int, int, int]:
     finally:
         s3fs.S3FileSystem._cat_file = original
     assert path is not None
-    own = sum(tensor.nbytes for kind in ("parameters", "optimizer") for tensor in engine.state_tensors()[kind])
+    own = sum(
+        getattr(tensor, "_local_tensor", tensor).nbytes
+        for kind in ("parameters", "optimizer")
+        for tensor in engine.state_tensors()[kind]
+    )
     return read, own, sum(object_store.sizes_in(path).values())
 
 
