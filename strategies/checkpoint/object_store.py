@@ -1,8 +1,8 @@
 """Object stores behind checkpoints: `s3://bucket/prefix`, `gs://`, `az://` and what else fsspec knows. No torch.
 
 A store has no rename, so that a checkpoint is complete when its `checksums.json` is there, which is written last and
-removed first (`strategies/checkpoint/retention.py`). Files are written to a folder on a local disk and sent from there
-while the next are written (`Outbox`); they are read by ranges. What fails for a while is tried again.
+removed first (`strategies/checkpoint/retention.py`). It is read by ranges, and written by
+`strategies/checkpoint/outbox.py`. What fails for a while is tried again.
 
 Who may use a store is the business of its own library, which reads its own variables and files. Nothing here takes,
 keeps or prints a secret: of a failure people are given its kind and the store's code for it, never its text.
@@ -15,11 +15,8 @@ import io
 import os
 import random
 import re
-import shutil
-import tempfile
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path, PosixPath
@@ -28,15 +25,12 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from strategies.errors import BackendMissing, BrokenFile, CannotRun, DsplanError, UnknownName
 from strategies.run_directory.heartbeat import beat
-from strategies.variables import STAGING, STAGING_GB
 
 T = TypeVar("T")
 MANIFEST = "checksums.json"
 """The file of a checkpoint that is written last."""
 BEGUN = ".begun"
 """An object in the folder of a checkpoint that is not complete yet."""
-PIECE_BYTES = 2**28
-"""Of one file of a rank in a store, if no tensor is larger: what is sent again where sending failed."""
 _S3 = ("s3fs", "s3", "AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
 _GS = ("gcsfs", "gs", "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login")
 _AZ = ("adlfs", "az", "AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and az login")
@@ -45,8 +39,6 @@ _STORES = {"s3": _S3, "s3a": _S3, "gs": _GS, "gcs": _GS, "az": _AZ, "abfs": _AZ,
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/(/?)(.*)", re.DOTALL)
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Seconds before a call is made again, each a half more or less by chance, so that ranks do not come all at once."""
-_SENDERS = 2
-"""Files that a rank sends at once. s3fs sends the parts of a file together, so that all of it is in memory."""
 _RANGE_BYTES = 2**23
 """Of a range that is read: 8 and 16 MB are typical by
 https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance-guidelines.html."""
@@ -54,14 +46,23 @@ _LEAST_BYTES = 2**20
 """Read at least, wherever that is."""
 _MOST_RANGES = 8
 """Ranges read at once where a file is read from end to end."""
-_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.05, 2.0
-"""Between two looks of rank 0 at what the others have sent; each costs a request."""
 _LOOKERS = 16
 """Objects that are looked at together."""
 _MOMENTS = ("LastModified", "last_modified", "updated", "mtime", "created")
 """By which names fsspec's file systems say when an object was written."""
 _BUGS = (TypeError, AttributeError, NameError, NotImplementedError, AssertionError, MemoryError)
-_DENIED = frozenset({"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"})
+_DENIED = frozenset(
+    {
+        "AccessDenied",
+        "AuthenticationFailed",
+        "ClientAuthenticationError",
+        "ExpiredToken",
+        "InvalidAccessKeyId",
+        "InvalidToken",
+        "SignatureDoesNotMatch",
+    }
+)
+"""The codes of S3 and the words of Azure's library for who may not do what."""
 
 
 class Unreachable(BrokenFile):
@@ -111,13 +112,13 @@ class ObjectPath(PosixPath):
 
     def write_bytes(self, data: Any) -> int:
         """Put an object there, whole or not at all."""
-        _put(self, lambda: _store(self).pipe_file(str(self), bytes(data)))
+        put(self, lambda: store_of(self).pipe_file(str(self), bytes(data)))
         return len(data)
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove an object."""
         with suppress(FileNotFoundError):
-            persist(self, lambda: _store(self).rm_file(str(self)))
+            persist(self, lambda: store_of(self).rm_file(str(self)))
 
 
 def location(text: str | Path) -> Path:
@@ -152,7 +153,7 @@ def require_usable(directory: Path) -> None:
     """
     if isinstance(directory, ObjectPath):
         probe = directory / f".dsplan-{os.getpid()}"
-        _put(probe, lambda: _store(probe).pipe_file(str(probe), b""), _PAUSES[:2])
+        put(probe, lambda: store_of(probe).pipe_file(str(probe), b""), _PAUSES[:2])
         probe.unlink()
 
 
@@ -182,11 +183,23 @@ def persist(path: Path, call: Callable[[], T], pauses: Sequence[float] = _PAUSES
     raise AssertionError("unreachable")
 
 
+def put(target: Path, call: Callable[[], object], pauses: Sequence[float] = _PAUSES) -> None:
+    """Make a call that writes to a store.
+
+    Raises:
+        Unreachable: as `persist`, or there is no such bucket.
+    """
+    try:
+        persist(target, call, pauses)
+    except FileNotFoundError:
+        raise _no_bucket(target) from None
+
+
 def _refusal(path: Path, problem: Exception) -> Unreachable | None:
     """Return the failure that no second call will change, or None."""
     word, scheme = _word_of(problem), str(path).partition(":")[0]
-    if "Credentials" in word or word == "DefaultCredentialsError":
-        return Unreachable(path, "no credentials for the object store", f"give them by {_credentials(scheme)}")
+    if "Credentials" in word:
+        return _no_credentials(path)
     if isinstance(problem, PermissionError) or word in _DENIED:
         return Unreachable(path, f"the object store denies access ({word})", f"see {_credentials(scheme)}")
     return None
@@ -204,11 +217,16 @@ def _word_of(problem: BaseException) -> str:
     return type(problem).__name__
 
 
+def _no_credentials(path: Path) -> Unreachable:
+    scheme = str(path).partition(":")[0]
+    return Unreachable(path, "no credentials for the object store", f"give them by {_credentials(scheme)}")
+
+
 def _credentials(scheme: str) -> str:
     return _STORES[scheme][2] if scheme in _STORES else "its library's own variables"
 
 
-def _store(path: Path) -> Any:
+def store_of(path: Path) -> Any:
     """Return fsspec's file system for an address.
 
     Raises:
@@ -225,8 +243,8 @@ def _store(path: Path) -> Any:
         install = f"pip install 'dsplan[{extra}]'" if extra else "install it"
         raise BackendMissing(f"{path}: needs {package}, which is not installed; {install}") from None
     except ValueError:
-        if scheme in fsspec.available_protocols():
-            raise
+        if scheme in _STORES:
+            raise _no_credentials(path) from None
         raise UnknownName("object store", scheme, _STORES, hint=f"one of {', '.join(_STORES)}") from None
 
 
@@ -235,7 +253,7 @@ def _store(path: Path) -> Any:
 
 def look_at(path: Path) -> dict[str, Any] | None:
     """Return an object's `size` in bytes and `modified`, in seconds since 1970; None where there is none."""
-    store = _store(path)
+    store = store_of(path)
 
     def look() -> dict[str, Any]:
         info = store.info(str(path))
@@ -264,7 +282,7 @@ def names_in(directory: Path) -> list[str]:
         Unreachable: there is no such bucket.
     """
     try:
-        rows = persist(directory, lambda: _store(directory).ls(str(directory), detail=False))
+        rows = persist(directory, lambda: store_of(directory).ls(str(directory), detail=False))
     except FileNotFoundError:
         _require_bucket(directory)
         return []
@@ -274,7 +292,7 @@ def names_in(directory: Path) -> list[str]:
 
 def sizes_in(folder: Path) -> dict[str, int]:
     """Return the bytes of all objects below an address, by their names there."""
-    store = _store(folder)
+    store = store_of(folder)
     try:
         rows = persist(folder, lambda: store.find(str(folder), detail=True))
     except FileNotFoundError:
@@ -286,14 +304,14 @@ def sizes_in(folder: Path) -> dict[str, int]:
 def remove_all(folder: Path) -> None:
     """Remove all objects below an address."""
     with suppress(FileNotFoundError):
-        persist(folder, lambda: _store(folder).rm(str(folder), recursive=True))
+        persist(folder, lambda: store_of(folder).rm(str(folder), recursive=True))
 
 
 def _require_bucket(path: Path) -> None:
     scheme, bucket = str(path).split("://")[0], path.parts[1]
     is_there = True
     with suppress(Unreachable):  # who may not look at a bucket may still use what is in it
-        is_there = persist(path, lambda: _store(path).exists(f"{scheme}://{bucket}"))
+        is_there = persist(path, lambda: store_of(path).exists(f"{scheme}://{bucket}"))
     if not is_there:
         raise _no_bucket(path)
 
@@ -318,7 +336,7 @@ class ObjectFile(io.RawIOBase):
 
     def __init__(self, path: Path, size: int) -> None:
         self.size = size
-        self._path, self._store = path, _store(path)
+        self._path, self._store = path, store_of(path)
         self._at, self._ranges = 0, 1
         self._begin, self._data = 0, b""
 
@@ -380,165 +398,3 @@ class ObjectFile(io.RawIOBase):
         if len(self._data) != ends - self._begin:
             raise BrokenFile(self._path, "was cut while it was read", "name another checkpoint")
         beat()
-
-
-# Writing.
-
-
-class Staging:
-    """A folder of this process's on a local disk, for files that are on their way to a store.
-
-    It goes with the process; one that was killed leaves its own, which the next one removes.
-    """
-
-    def __init__(self, ranks_here: int) -> None:
-        root = Path(os.environ.get(STAGING) or Path(tempfile.gettempdir(), f"dsplan-staging-{os.getuid()}"))
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for left in root.glob("sending-*"):
-            self._remove_unlocked(left)
-        self.folder = Path(tempfile.mkdtemp(prefix="sending-", dir=root))
-        self._lock = self._locked(self.folder)
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        self._ranks_here = ranks_here
-
-    def limit_bytes(self) -> int:
-        """Return what this rank's files may fill: its part of the node's."""
-        text = os.environ.get(STAGING_GB, "")
-        try:
-            node = float(text) * 1e9 if text else shutil.disk_usage(self.folder).free / 2
-        except ValueError:
-            node = -1.0
-        if not node > 0:
-            raise CannotRun(f"{STAGING_GB}={text} is no size; give the gigabytes that may be filled, as 100")
-        return int(node / self._ranks_here)
-
-    @staticmethod
-    def _locked(folder: Path) -> int | None:
-        """Lock a folder while this process lives; None where another has."""
-        import fcntl  # not on Windows
-
-        lock = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            return None
-        return lock
-
-    def _remove_unlocked(self, folder: Path) -> None:
-        with suppress(OSError):
-            lock = self._locked(folder)
-            if lock is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
-
-
-class Outbox:
-    """A rank's part of a checkpoint on its way to a store: `strategies.checkpoint.saving.SharedFolder` says what for.
-
-    A file is sent as soon as it is whole, and then removed. A writer waits in `make_room` while those that wait fill
-    their limit; one file may always be there, however large.
-    """
-
-    is_shared = False
-
-    def __init__(self, target: Path, staging: Staging) -> None:
-        self.folder, self.limit_bytes = staging.folder / target.name, staging.limit_bytes()
-        self.folder.mkdir()
-        self._target = target
-        self._senders = ThreadPoolExecutor(_SENDERS, thread_name_prefix="send")
-        self._is_given_up = False
-        self._sending: dict[Future[None], int] = {}
-
-    @property
-    def file_bytes(self) -> int:
-        """The size of files, at which some are sent while the next is written."""
-        return min(PIECE_BYTES, self.limit_bytes // (2 * _SENDERS))
-
-    def make_room(self, size: int) -> None:
-        """Wait until a file of so many bytes may be written."""
-        while self._sending and sum(self._sending.values()) + size > self.limit_bytes:
-            self._settle()
-
-    def send(self, name: str) -> None:
-        """Send a file that is whole."""
-        size = (self.folder / name).stat().st_size
-        self._sending[self._senders.submit(self._send, name)] = size
-
-    def flush(self) -> None:
-        """Wait until all is there.
-
-        Raises:
-            Unreachable: a file could not be sent.
-        """
-        while self._sending:
-            self._settle()
-
-    def close(self) -> None:
-        """Give up what waits."""
-        self._is_given_up = True
-        self._senders.shutdown(cancel_futures=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def leave_note(self, name: str, text: str) -> None:
-        """Leave word to the other ranks."""
-        (self._target / name).write_bytes(text.encode())
-
-    def read_note(self, name: str) -> str:
-        """Read what another rank left."""
-        with ObjectFile.open(self._target / name) as file:
-            return file.read().decode()
-
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of all that is there, by name."""
-        return sizes_in(self._target)
-
-    def pause(self, waited: float) -> float:
-        """Return the seconds until the next look at what is there: a twentieth of those that were waited."""
-        return min(max(waited / 20, _LOOK_SECONDS), _LONGEST_LOOK_SECONDS)
-
-    def remove_notes(self, notes: Iterable[str]) -> None:
-        """Leave nothing but the checkpoint's files."""
-        for name in (*notes, BEGUN):
-            (self._target / name).unlink()
-
-    def complete(self, checksums: str) -> None:
-        """Make the checkpoint complete by its checksums."""
-        (self._target / MANIFEST).write_bytes(checksums.encode())
-
-    def _settle(self) -> None:
-        for sent in wait(self._sending, return_when=FIRST_COMPLETED).done:
-            del self._sending[sent]
-            sent.result()
-
-    def _send(self, name: str) -> None:
-        if self._is_given_up:
-            return
-        try:
-            put_file(self.folder / name, self._target / name)
-        except BaseException:
-            self._is_given_up = True
-            raise
-        (self.folder / name).unlink()
-
-
-def put_file(file: Path, target: Path) -> None:
-    """Copy a file to a store, in parts where its library does, and beat as they arrive.
-
-    Raises:
-        Unreachable: it cannot be sent.
-    """
-    from fsspec.callbacks import Callback
-
-    class Beats(Callback):  # type: ignore[misc]
-        def call(self, *arguments: Any, **named: Any) -> None:
-            beat()
-
-    _put(target, lambda: _store(target).put_file(str(file), str(target), callback=Beats()))
-
-
-def _put(target: Path, call: Callable[[], object], pauses: Sequence[float] = _PAUSES) -> None:
-    try:
-        persist(target, call, pauses)
-    except FileNotFoundError:
-        raise _no_bucket(target) from None

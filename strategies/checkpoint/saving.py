@@ -22,10 +22,10 @@ from weakref import WeakMethod
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as plan_tensors
 
-from hardware_db.files import replace_whole
 from hardware_db.notices import notice
 from strategies.checkpoint import content, retention, safefile
-from strategies.checkpoint.object_store import ObjectPath, Outbox, Staging, Unreachable
+from strategies.checkpoint.object_store import ObjectPath, Unreachable
+from strategies.checkpoint.outbox import Outbox, Part, SharedFolder, Staging
 from strategies.checkpoint.parts import ALL, SavePlanner
 from strategies.checkpoint.safefile import FileSum, sum_of
 from strategies.checkpoint.storage import RankFile, Writer, carried_out
@@ -34,8 +34,6 @@ from strategies.distributed.environment import Environment
 from strategies.errors import BrokenFile, DsplanError
 from strategies.variables import STAGING
 
-_LOOK_SECONDS = 0.01
-"""Between two looks of rank 0 at what the others have written."""
 _PATIENCE_SECONDS = 600.0
 """Rank 0 gives a checkpoint up that has not grown for so long."""
 Write = Callable[[Path], Mapping[str, FileSum]]
@@ -60,60 +58,6 @@ class Target:
         return retention.temporary(self.directory, self.name)
 
 
-class SharedFolder:
-    """The folder that all ranks write a checkpoint's parts into, and leave each other notes in.
-
-    `strategies.checkpoint.object_store.Outbox` is the same for a store, to which files are sent from `folder`.
-    """
-
-    is_shared = True
-    file_bytes: int | None = None
-    """How long a rank's files are at most; None: it writes one."""
-
-    def __init__(self, target: Target) -> None:
-        self.folder = target.temporary
-
-    def make_room(self, size: int) -> None:
-        """Wait until a file of so many bytes may be written: at once, and the disk says if it cannot."""
-
-    def send(self, name: str) -> None:
-        """Do nothing with a file that is whole: it is where it belongs."""
-
-    def flush(self) -> None:
-        """Do nothing: nothing is under way."""
-
-    def close(self) -> None:
-        """Do nothing: rank 0 gives the folder its name, or removes it."""
-
-    def leave_note(self, name: str, text: str) -> None:
-        """Leave word to the other ranks."""
-        replace_whole(self.folder / name, text)
-
-    def read_note(self, name: str) -> str:
-        """Read what another rank left."""
-        return (self.folder / name).read_text()
-
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of the files, by name; others write, and rename what they have written."""
-        return sizes_in(self.folder)
-
-    def pause(self, waited: float) -> float:
-        """Return the seconds until the next look at what is there."""
-        return _LOOK_SECONDS
-
-    def remove_notes(self, notes: Iterable[str]) -> None:
-        """Leave nothing but the checkpoint's files."""
-        for name in notes:
-            (self.folder / name).unlink()
-
-    def complete(self, checksums: str) -> None:
-        """Add the checksums."""
-        retention.write_text(self.folder / safefile.FILE, checksums)
-
-
-Part = SharedFolder | Outbox
-
-
 class Writing:
     """Runs `write` with a folder on this rank, and on rank 0 the publication after all ranks' parts.
 
@@ -131,7 +75,7 @@ class Writing:
     ) -> None:
         self.target = target
         self._environment, self._write, self._completed = environment, write, completed
-        self._part = part or SharedFolder(target)
+        self._part = part or SharedFolder(target.temporary)
         self._in_files, self._written, self._cancelled = Event(), Event(), Event()
         self._problem: BaseException | None = None
         # Not a daemon: Python waits for it at the end, so that the last checkpoint is completed.
@@ -276,20 +220,6 @@ def _numbers(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def size_of(directory: Path) -> int:
-    """Count bytes of the files in a directory where others write, and rename what they have written."""
-    return sum(sizes_in(directory).values())
-
-
-def sizes_in(directory: Path) -> dict[str, int]:
-    """Return the bytes of the files in such a directory, by name."""
-    sizes = {}
-    for path in directory.iterdir():
-        with suppress(FileNotFoundError):
-            sizes[path.name] = path.stat().st_size
-    return sizes
-
-
 def unwritable(path: Path, problem: OSError) -> BrokenFile:
     """Return a directory that cannot be written, in one line."""
     reason = problem.strerror or str(problem)
@@ -415,7 +345,7 @@ class Saver:
             BrokenFile: there is no room for files that wait.
         """
         if not isinstance(target.directory, ObjectPath):
-            return SharedFolder(target)
+            return SharedFolder(target.temporary)
         try:
             if self._staging is None:
                 self._staging = Staging(self._environment.local_world_size)
@@ -451,7 +381,7 @@ class Saver:
         if self._buffer is None or self._buffer.numel() < sum(sizes):
             on_device = self._environment.device.type == "cuda"
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_device)
-        copies = self._buffer[: sum(sizes)].split(sizes)
+        copies = torch.split(self._buffer[: sum(sizes)], sizes)
         for file, copied in zip(files, copies, strict=True):
             file.copy_to(copied)
         if self._environment.device.type == "cuda":

@@ -15,7 +15,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from strategies.checkpoint import loading, object_store, retention, storage
+from strategies.checkpoint import loading, object_store, outbox, retention, storage
 from strategies.checkpoint.content import Content, text_of
 from strategies.checkpoint.object_store import ObjectFile, ObjectPath, Unreachable, location
 from strategies.checkpoint.saving import Saved, SaveOptions, Saver
@@ -72,7 +72,7 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Faults]:
 
         return call
 
-    monkeypatch.setattr(object_store, "_SENDERS", 1)  # one after the other, so that calls can be counted
+    monkeypatch.setattr(outbox, "_SENDERS", 1)  # one after the other, so that calls can be counted
     for name in CALLS:
         monkeypatch.setattr(MemoryFileSystem, name, guarded(name, getattr(MemoryFileSystem, name)))
     monkeypatch.setattr(object_store, "sleep", faults.pauses.append)
@@ -336,8 +336,8 @@ def test_what_a_killed_process_left_waiting_is_removed_and_what_another_sends_st
     left = tmp_path / "staging" / "sending-left"
     left.mkdir(parents=True)
     (left / "rank-00000.safetensors").write_text("half")
-    other = object_store.Staging(1)
-    object_store.Staging(1)
+    other = outbox.Staging(1)
+    outbox.Staging(1)
     assert not left.exists()
     assert other.folder.exists()
 
