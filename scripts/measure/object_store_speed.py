@@ -4,9 +4,9 @@
 
 The server is moto's, on this machine; `scripts/ci/object_store.sh` installs it. In turns, a folder that holds a
 checkpoint is copied with `fs.put(folder, address, recursive=True)`, and the same tensors are saved to the store:
-written to the staging folder, summed up, sent, listed and made complete, in the foreground. With `--pace` the way to the
-server carries no more than that in each connection. Prints for each round bytes per second and processor seconds of this
-process, and the median of the ratios.
+written to the staging folder, summed up, sent, listed and made complete, in the foreground. With `--pace` the way to
+the server carries no more than that in each connection. Prints for each round bytes per second and processor seconds
+of this process, and the median of the ratios.
 """
 
 from __future__ import annotations

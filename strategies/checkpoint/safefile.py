@@ -95,7 +95,6 @@ def write(
     entries: Sequence[Entry],
     data: Iterable[memoryview],
     notes: dict[str, str],
-    *,
     durable: bool = True,
 ) -> FileSum:
     """Write a file of `data` end to end, with `notes` as `__metadata__`; `durable` waits until the disk has it.

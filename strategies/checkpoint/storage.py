@@ -77,7 +77,7 @@ class RankFile:
             OSError: it cannot be written.
         """
         data = self._pieces() if copied is None else iter((bytes_of(copied),))
-        return write(folder / self.name, self.entries, data, {"format": "pt"}, durable=durable)
+        return write(folder / self.name, self.entries, data, {"format": "pt"}, durable)
 
     def _pieces(self) -> Iterator[memoryview]:
         for entry in self.entries:
