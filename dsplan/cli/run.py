@@ -131,9 +131,18 @@ class PlacementFlags:
         int | None,
         number(limits.NODE_RANK, "This node's number, for deepspeed without ssh and for accelerate.", "K"),
     ] = None
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|HOST:PORT", help="The Ray cluster of --launcher ray; without it, a Ray of this machine alone."
+        ),
+    ] = None
     launcher_option: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="Handed to srun, mpirun, deepspeed or accelerate as it is; may be repeated."),
+        typer.Option(
+            metavar="TEXT",
+            help="Handed to srun, mpirun, deepspeed or accelerate as it is, or a resource of Ray; may be repeated.",
+        ),
     ] = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,9 @@ DEFAULT_SUPERVISION = SupervisionOptions(
     checkpoint_minutes=CHECKPOINT_MINUTES, hang_seconds=HANG_SECONDS, grace_seconds=GRACE_SECONDS
 )
 
+# Ray's own variable, which `ray job submit` sets, and its word for a Ray of this machine alone.
+_RAY_ADDRESS, _OWN_RAY = "RAY_ADDRESS", "local"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestedPlacement:
@@ -36,6 +40,7 @@ class RequestedPlacement:
     rendezvous: str | None = None
     hostfile: Path | None = None
     node_rank: int | None = None
+    ray_address: str | None = None
     launcher_option: Sequence[str] | None = None
 
     def over(self, earlier: Placement) -> Placement:
@@ -55,6 +60,9 @@ class RequestedPlacement:
             changes["hostfile"] = str(self.hostfile.resolve())
         if changes.pop("nodes", None) is not None:
             changes["least_nodes"], changes["most_nodes"] = _nodes(self.nodes or "")
+        if (self.launcher or earlier.launcher) == "ray":
+            address = self.ray_address or earlier.ray_address or os.environ.get(_RAY_ADDRESS)
+            changes["ray_address"] = None if address in ("", _OWN_RAY) else address
         # Another launcher would not know the options of the earlier one.
         return replace(earlier if self.launcher in (None, earlier.launcher) else Placement(), **changes)
 

@@ -47,9 +47,10 @@ _READ_BY: dict[str, tuple[LauncherName, ...]] = {
     "rendezvous": ("local", "accelerate"),
     "hostfile": ("deepspeed", "mpi"),
     "node_rank": ("deepspeed", "accelerate"),
-    "options": ("slurm", "mpi", "deepspeed", "accelerate"),
+    "ray_address": ("ray",),
+    "options": ("slurm", "mpi", "ray", "deepspeed", "accelerate"),
 }
-_FLAGS = {"rendezvous": "--rendezvous", "hostfile": "--hostfile", "node_rank": "--node-rank"}
+_FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("rendezvous", "hostfile", "node_rank", "ray_address")}
 
 
 def check_placement(placement: Placement, supervision: SupervisionOptions) -> None:
@@ -66,10 +67,15 @@ def check_placement(placement: Placement, supervision: SupervisionOptions) -> No
                 f"{flag} is for --launcher {' or '.join(launchers)}, and this run's is {name}; leave it out"
             )
     if name != "local":
-        if placement.is_elastic:
+        if placement.is_elastic and name != "ray":
             raise ContradictoryRequest(
                 f"--nodes {placement.least_nodes}:{placement.most_nodes}: nodes come and go with the local launcher"
-                f" only; give --launcher {name} one number"
+                f" and Ray's only; give --launcher {name} one number"
+            )
+        if name == "ray" and placement.most_nodes > 1 and placement.ray_address is None:
+            raise ContradictoryRequest(
+                f"--nodes {placement.most_nodes}: without --ray-address a Ray of this machine alone is started; name"
+                " the address of a cluster, or leave --nodes out"
             )
         return
     if placement.most_nodes > 1 and placement.rendezvous is None:
@@ -167,7 +173,7 @@ def prepare(request: RunRequest, notices: tuple[str, ...] = ()) -> Launch:
     processes = _processes(request, plan, placement, gpus, earlier)
     _check_degrees(request, processes, placement)
     check_placement(placement, supervision)
-    if plan is not None and placement.launcher != "slurm":
+    if plan is not None and not placement.is_judged_there:
         _check_precision(request, plan, decision.machine)
     if placement.launcher == "local" and supervision.checkpoint_directory:
         _check_writable(location(supervision.checkpoint_directory))
@@ -301,7 +307,7 @@ def _processes(
     else:
         of_plan = _plan_processes(request, plan, placement) if plan else None
         processes = of_plan or request.processes or gpus or _CPU_PROCESSES
-    if gpus and processes > gpus and placement.launcher != "slurm":
+    if gpus and processes > gpus and not placement.is_judged_there:
         remedy = f"make a plan with --gpus {gpus}" if plan else f"use --nproc {gpus} or fewer"
         raise DsplanError(f"{processes} processes need {processes} GPUs and this machine has {gpus}; {remedy}")
     return processes
