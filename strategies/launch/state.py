@@ -189,8 +189,8 @@ class RunState:
 
     def _is_there(self, path: str) -> bool:
         """Return whether a checkpoint is complete; of one in an object store the list says so: stores are slow."""
-        place = location(path)
-        return path in self._in_stores if isinstance(place, ObjectPath) else place.exists()
+        path_or_address = location(path)
+        return path in self._in_stores if isinstance(path_or_address, ObjectPath) else path_or_address.exists()
 
     def _read_list(self) -> None:
         """Take over what the list names, where it has changed. A save that was only begun has no folder of its name."""
