@@ -32,6 +32,14 @@ Part = TypeVar("Part")
 RunLauncher = Literal[LauncherName, "kubernetes"]
 """On a cluster a job's pods start the ranks, each with the local launcher."""
 
+
+def _directory(text: str) -> Path:
+    """Return the directory that a text names, or the address of an object store."""
+    from strategies.checkpoint.object_store import location
+
+    return location(text)
+
+
 # The flags of `dsplan run`: the plan, where ranks start, and how the run is watched over.
 
 
@@ -171,7 +179,11 @@ class SupervisionFlags:
     ] = None
     checkpoint_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where ranks save by themselves; in the run directory by default."),
+        typer.Option(
+            metavar="DIR|s3://BUCKET/PREFIX",
+            parser=_directory,
+            help="Where ranks save by themselves, or gs://, az://; in the run directory by default.",
+        ),
     ] = None
     checkpoint_steps: Annotated[int | None, number(limits.STEPS, "Save after every so many steps.", "K")] = None
     checkpoint_minutes: Annotated[

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from planner.types.plan import Configuration, Plan
 from planner.vocabulary import FSDP_STRATEGIES
 from strategies.checkpoint.checkpoints import Checkpoints, custom_of
+from strategies.checkpoint.object_store import location
 from strategies.checkpoint.saving import SaveOptions
 from strategies.checkpoint.states import States, unwrapped
 from strategies.checkpoint.streaming import Weights
@@ -374,10 +375,11 @@ class Engine(ABC):
             asynchronous=config.asynchronous if asynchronous is None else asynchronous,
             custom=custom_of(save, self),
             trainable_only=config.trainable_only if trainable_only is None else trainable_only,
+            completed=None if self.supervision is None else self.supervision.script_completed,
         )
         state = self.client_state if client_state is None else client_state
         with PULSE.meeting("save_checkpoint"):
-            path = self._checkpoints.save(Path(directory), state, options)
+            path = self._checkpoints.save(location(directory), state, options)
         if self.supervision is not None:
             self.supervision.script_saved(path)
         return path
@@ -393,8 +395,8 @@ class Engine(ABC):
             BrokenFile: a file of it is damaged or missing, or it is of another model or optimizer.
         """
         if self.supervision is not None:
-            return self.supervision.load(Path(directory))
-        return self._checkpoints.load(Path(directory))
+            return self.supervision.load(location(directory))
+        return self._checkpoints.load(location(directory))
 
     def read_weights(self, weights: Weights) -> None:
         """Read this rank's parts of the model from files; `initialize` calls it on every rank.

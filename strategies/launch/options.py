@@ -17,6 +17,7 @@ from planner.errors import ContradictoryRequest
 from planner.types.plan_io import load_plan
 from planner.types.shares import read_rates
 from planner.vocabulary import FSDP_STRATEGIES
+from strategies.checkpoint.object_store import location
 from strategies.errors import BackendMissing, CannotRun
 from strategies.launch.grace_period import GRACE_SECONDS
 from strategies.run_directory.files import PLAN_FILE, metrics_path
@@ -100,7 +101,7 @@ class RequestedSupervision:
         changes: dict[str, Any] = named(self)
         changes["tunes"] = changes.pop("tune") or earlier.tunes
         if self.checkpoint_dir is not None:
-            changes["checkpoint_directory"] = str(changes.pop("checkpoint_dir").resolve())
+            changes["checkpoint_directory"] = str(location(changes.pop("checkpoint_dir")).resolve())
         if self.hang_minutes is not None:
             changes["hang_seconds"] = 60 * changes.pop("hang_minutes")
         # Who says after how many steps has said when; the clock then saves only if asked to as well.
