@@ -41,7 +41,7 @@ Runs that others published, asked through the command line's own question. Nothi
 * **ms-swift** states memory in its scripts' comments, rounded, and leaves the GPU and the kind of figure out: compared
   is what `nvidia-smi` would show, and seconds are compared only where the GPU is named. *Packed* samples are as long as
   the script says. Others are as long as ms-swift's own list of data sets has them
-  (`docs/source_en/Instruction/Supported-models-and-datasets.md`: mean and longest sample of each): a *padded*
+  (its `Supported-models-and-datasets.md`: mean and longest sample of each): a *padded*
   micro-batch is asked for with the longest sample in it, one that is *not padded* with that and others of mean length.
   Case ms-swift-125 says 22 GiB of a model of 3B whose weights take 6, for samples of 607 tokens at most; nothing that
   is counted comes near.
