@@ -445,6 +445,7 @@ def close_accelerate(book: Notebook) -> None:
         without_effect=without_effect,
         gaps={
             "parallelism_config": "sequence parallelism of accelerate is not counted",
+            "deepspeed_config.seq_parallel_communication_data_type": "sequence parallelism is not counted",
             "fp8_config": "fp8 recipes are counted by tensor",
             "megatron_lm_config": "accelerate's own Megatron-LM is not counted",
             "kt_config": "KTransformers' experts on the CPU are not counted",

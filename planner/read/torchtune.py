@@ -96,8 +96,11 @@ def read(book: Notebook, files: Files) -> None:
         book.answer("activations_on_host", True, "enable_activation_offloading")
     if book.flag("compile"):
         book.answer("compile", True, "compile")
-    is_alone = "single_device" in (book.text(COMMAND) or "")
+    paths = {setting.source.path for setting in book.settings.values()}  # recipes and configs are called alike
+    is_alone = any("single_device" in name for name in (book.text(COMMAND) or "", *paths))
     book.answer("strategy", "single" if is_alone else "fsdp", COMMAND)
+    if is_alone:
+        book.answer("gpus", 1)
     if book.flag("fsdp_cpu_offload"):
         book.answer("offload", "all", "fsdp_cpu_offload")
     for field, key in (("tp", "tensor_parallel_dim"), ("cp", "context_parallel_dim")):

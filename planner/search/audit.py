@@ -87,6 +87,8 @@ def exact_options(answers: Mapping[str, Any], gpus: int, nodes: int = 1) -> Exac
 def _share_between(options: dict[str, Any], copies: int, gpus: int) -> None:
     """Fill in how many ranks share one of `copies` of the model; the ranks of one sample are among them."""
     split = prod(int(options.get(name) or 1) for name in ("tp", "pp"))
+    if copies * split > gpus:
+        raise ContradictoryRequest(f"{copies:,} copies of the model need {copies * split:,} GPUs or more, not {gpus:,}")
     shard = options.get("shard") or gpus // split // copies
     if shard * copies * split != gpus:
         of_split = f" x {split} of tp and pp" if split > 1 else ""

@@ -22,6 +22,7 @@ from planner.errors import ContradictoryRequest, UnknownName
 from planner.search.request import WITHOUT_DEEPSPEED, why_not_deepspeed
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan
+from strategies.checkpoint.object_store import ObjectPath, location, require_usable
 from strategies.launch.device import Decision, decide
 from strategies.launch.options import DEFAULT_SUPERVISION, RequestedPlacement, RequestedSupervision, check_trackers
 from strategies.launch.state import BEGIN_ANEW, check_unfinished
@@ -175,7 +176,7 @@ def prepare(request: RunRequest, notices: tuple[str, ...] = ()) -> Launch:
     if plan is not None and not placement.is_judged_there:
         _check_precision(request, plan, decision.machine)
     if placement.launcher == "local" and supervision.checkpoint_directory:
-        _check_writable(Path(supervision.checkpoint_directory))
+        _check_writable(location(supervision.checkpoint_directory))
     directory = _lay_out(request, request.script)
     spec = LaunchSpec(
         script=str(request.script.resolve()),  # can be read from every directory that it is resumed in
@@ -231,6 +232,8 @@ def _check_plan_request(request: PlanRequest) -> None:
     if request.plan_file is not None and (decided := {**named(request.degrees), **named(request.method)}):
         flag = f"--{next(iter(decided)).replace('_', '-')}"
         raise ContradictoryRequest(f"--plan and {flag} cannot both decide; leave one out")
+    if request.rates is not None and request.plan_file is not None:
+        raise ContradictoryRequest("--plan and --rates cannot both decide; leave one out")
     _check_method(request.method)
     if strategy is not None and backend is not None and backend not in (able := words.backends_of(strategy)):
         raise ContradictoryRequest(
@@ -281,7 +284,7 @@ def _resume_from(request: RunRequest) -> str:
         )
     if named == BEGIN_ANEW:
         return named
-    path = Path(named).absolute()
+    path = location(named).absolute()
     states = {"huggingface": ("trainer_state.json",), None: ("state.json", "trainer_state.json")}
     possible = states.get(kind, ("state.json",))
     if not any((path / state).is_file() for state in possible):
@@ -319,6 +322,11 @@ def _plan_processes(request: RunRequest, plan: Plan, placement: Placement) -> in
     if why := why_refused(configuration, adapted):
         raise DsplanError(f"{request.plan.plan_file}: {why}")
     nodes = plan.cluster.get("nodes", 1)
+    if len({group.get("gpus_per_node") for group in plan.cluster.get("groups", [])}) > 1:
+        raise DsplanError(
+            f"{request.plan.plan_file}: its nodes have unlike numbers of GPUs, and dsplan run starts as many ranks on"
+            " each; start them with mpirun or srun, and give the plan to dsplan.initialize(plan=...)"
+        )
     if nodes > 1 and not placement.least_nodes <= nodes <= placement.most_nodes:
         raise DsplanError(
             f"{request.plan.plan_file}: the plan spans {nodes} nodes and this run has {placement.most_nodes}; add"
@@ -341,6 +349,9 @@ def _check_precision(request: RunRequest, plan: Plan, machine: Machine) -> None:
 
 
 def _check_writable(directory: Path) -> None:
+    if isinstance(directory, ObjectPath):
+        require_usable(directory)
+        return
     try:
         directory.mkdir(parents=True, exist_ok=True)
         why = None if os.access(directory, os.W_OK | os.X_OK) else "cannot be written"

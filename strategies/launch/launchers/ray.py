@@ -47,10 +47,6 @@ class RayLauncher(ProcessLauncher):
         """Hand a signal to the driver, which hands it on to every rank on every node."""
         self.hand_signal(number)
 
-    def result(self, status: int) -> dict[str, object] | None:
-        """Return how the ranks ended where the driver was ended before it could say so itself."""
-        return {"failures": {}, "kind": "lost", "reason": "Ray's driver has ended before its ranks"} if status else None
-
 
 def node_resources(placement: Placement, processes: int) -> dict[str, float]:
     """Return what Ray has to reserve on each node beside GPUs: a CPU per rank, and what `--launcher-option` names.

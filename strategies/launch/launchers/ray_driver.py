@@ -2,8 +2,8 @@
 
 Run as `python -m strategies.launch.launchers.ray_driver SPEC`. A placement group of a bundle per node, each on a node
 of its own, holds one actor with all ranks of that node. Ray's own means say what was lost: an actor whose process or
-node is gone raises where it was called. Nothing is started again here, since another attempt may need another plan:
-that is the supervisor's to decide, and it starts another driver.
+node is gone raises where it was called, and nodes that are drained are listed. Nothing is started again here, since
+another attempt may need another plan: that is the supervisor's to decide, and it starts another driver.
 """
 
 from __future__ import annotations
@@ -219,6 +219,7 @@ class Attempt:
         self._elders = _alive()
         self._looked = time.monotonic()
         self._regrouping: float | None = None
+        self._why = ""
         self._signalled = float("-inf")
 
     @property
@@ -227,7 +228,7 @@ class Attempt:
         failures = {rank: code for rank, code in self._codes.items() if code}
         verdict = self._verdict
         if not verdict and failures and self._regrouping is not None:
-            verdict = {"kind": "regrouped", "reason": "nodes came"}
+            verdict = {"kind": "regrouped", "reason": self._why}
         return {"failures": failures, **verdict}
 
     def run(self) -> int:
@@ -299,8 +300,8 @@ class Attempt:
         ended, _ = ray.wait(list(self._runs), num_returns=len(self._runs), timeout=_LOOK_SECONDS)
         for reference in ended:
             self._take(reference)
-        if self._spec.placement.is_elastic and self._runs and not self._verdict:
-            self._look_for_nodes()
+        if self._runs and not self._verdict:
+            self._look_at_nodes()
 
     def _take(self, reference: Any) -> None:
         """Take what a node says of its ranks' end, or what Ray says of the node's."""
@@ -323,22 +324,36 @@ class Attempt:
             return {"kind": "lost", "reason": f"Ray has lost the node {node.host} ({node.address})", "node": node.host}
         return {"kind": "killed", "reason": f"Ray's process on {node.host} was killed", "node": node.host}
 
-    def _look_for_nodes(self) -> None:
-        """Have all ranks save and stop where nodes have come that the run can take."""
+    def _look_at_nodes(self) -> None:
+        """Have all ranks save and stop where a node is about to go, or nodes have come that the run can take."""
         now = time.monotonic()
         if self._regrouping is not None:
             if now - self._regrouping > self._spec.supervision.grace_seconds:
-                self._verdict |= {"kind": "regrouped", "reason": "nodes came, and the ranks could not save in time"}
+                reason = f"{self._why}, and the ranks could not save in time"
+                self._verdict |= {"kind": "regrouped", "reason": reason}
             elif now - self._signalled >= SIGNAL_SECONDS:
                 self._signalled = now
                 self._signal(signal.SIGUSR1)
             return
-        if now - self._looked < _NODES_LOOK_SECONDS or len(self._actors) >= self._spec.placement.most_nodes:
+        if now - self._looked < _NODES_LOOK_SECONDS:
             return
         self._looked = now
-        came = [node for node in ray.nodes() if self._bundle.fits(node) and node["NodeID"] not in self._elders]
-        if came and claimed_kind(self._spec.directory) in SAVING:
+        self._why = self._why_regroup()
+        if self._why and claimed_kind(self._spec.directory) in SAVING:
             self._regrouping = now
+            notice(f"{self._why}; the ranks save and start again", stream="stdout")
+
+    def _why_regroup(self) -> str:
+        """Return why the attempt should be started again on other nodes; empty where it should not."""
+        # Of Ray's private parts, as Ray Train's own watcher reads it (2.60): no public call tells of drained nodes.
+        drained = ray._private.state.state.get_draining_nodes()
+        for node in self._nodes:
+            if node.node_id in drained:
+                return f"Ray drains the node {node.host} ({node.address})"
+        if len(self._actors) >= self._spec.placement.most_nodes:
+            return ""
+        came = [node for node in ray.nodes() if self._bundle.fits(node) and node["NodeID"] not in self._elders]
+        return f"{len(came)} node{'s' * (len(came) > 1)} came" if came else ""
 
     def _signal(self, number: int) -> None:
         for index in self._runs.values():

@@ -164,6 +164,11 @@ def test_torchtune(tmp_path: Path) -> None:
     holds(read_files([], [*command, str(path), "batch_size=4"]), gpus=2, micro_batch=4, model="llama-3.1-8b")
 
 
+def test_a_recipe_of_torchtune_for_one_gpu_is_called_so(tmp_path: Path) -> None:
+    holds(read(tmp_path, tune_yaml=TORCHTUNE), strategy="fsdp")
+    holds(read(tmp_path, tune_single_device_yaml=TORCHTUNE), strategy="single", gpus=1)
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is of Python 3.11")
 def test_torchtitan(tmp_path: Path) -> None:
     reading = read(tmp_path, train_toml=TORCHTITAN)
@@ -183,6 +188,7 @@ def test_replicas_of_torchtitan_beside_cp_are_hsdp(tmp_path: Path) -> None:
     assert "shard" not in replicas.answers
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is of Python 3.11")
 def test_replicas_of_torchtitan_share_what_ranks_are_left(tmp_path: Path) -> None:
     model = "[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nlocal_batch_size = 1\n"
     degrees = "[parallelism]\ndata_parallel_replicate_degree = 2\ntensor_parallel_degree = 2\n"
@@ -193,6 +199,8 @@ def test_replicas_of_torchtitan_share_what_ranks_are_left(tmp_path: Path) -> Non
         ContradictoryRequest, match=r"2 copies .* 1 ranks that share one x 2 of tp and pp = 4 ranks, not 6"
     ):
         exact_options(answers, 6)
+    with pytest.raises(ContradictoryRequest, match="2 copies of the model need 4 GPUs or more, not 2"):
+        exact_options(answers, 2)
     answers = read(tmp_path, train_toml=f"{model}{degrees}data_parallel_shard_degree = 4\n").answers
     assert answers["gpus"] == 16
     with pytest.raises(ContradictoryRequest, match="= 16 ranks, not 8"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -45,6 +47,13 @@ class RayCluster:
     def remove(self) -> None:
         """Take away the node that is the longest there, with all that runs on it."""
         self._cluster.remove_node(self._nodes.pop(0))
+
+    def drain(self, node_id: str) -> None:
+        """Announce that a node goes in five minutes, as a spot market does."""
+        words = ["--address", self.address, "--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
+        words += ["--reason-message", "reclaimed", "--deadline-remaining-seconds", "300"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *words]
+        subprocess.run(command, env={**os.environ, **self.variables}, check=True)
 
     @property
     def options(self) -> tuple[str, ...]:

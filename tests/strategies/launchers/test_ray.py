@@ -59,6 +59,12 @@ def parent_of(process_id: int) -> int:
     return int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def node_of(process_id: int) -> str:
+    """Ray's number of the node that a rank runs on: its actor's process is the raylet's child."""
+    raylet = Path(f"/proc/{parent_of(parent_of(process_id))}/cmdline").read_text().split("\0")
+    return next(word for word in raylet if word.startswith("--node_id=")).partition("=")[2]
+
+
 def processes_of(run: Launched) -> list[str]:
     """Command lines of what works for the run."""
     found = []
@@ -118,6 +124,24 @@ class TestOnACluster:
             assert [row["step"] for row in endings(run)] == [stopped_after]
             assert run.losses() == reference
 
+    def test_a_node_that_is_about_to_go_is_left(self, reference: list[float], tmp_path: Path) -> None:
+        with ray_cluster(3) as cluster, on(cluster, tmp_path, {"PAUSE": "8"}) as run:
+            process = run.start(*cluster.options, "--nodes", "2")
+            run.until_step(1)
+            leaving = node_of(rank_process(run, 1))
+            cluster.drain(leaving)
+            deadline = time.monotonic() + 200
+            while not endings(run):
+                assert time.monotonic() < deadline, run.out
+                time.sleep(0.2)
+            stopped_after = len(run.rows())
+            run.until_step(stopped_after + 1)
+            assert leaving not in {node_of(rank_process(run, rank)) for rank in (0, 1)}
+            run.hurry()
+            assert run.wait(process) == 0, run.out
+            assert [(row["kind"], row["step"]) for row in endings(run)] == [("regrouped", stopped_after)]
+            assert run.losses() == reference
+
     def test_nodes_come_and_go(self, tmp_path: Path) -> None:
         variables = {"STEPS": "200", "BATCH": "24", "STRATEGY": ""}  # 24 is divisible by 1, 2 and 3 ranks
         with launched(tmp_path / "alone", {**STEPS, **variables, "PAUSE": "0"}) as alone:
@@ -132,6 +156,7 @@ class TestOnACluster:
             run.hurry()
             assert run.wait(process) == 0, run.out
             assert [row["kind"] for row in endings(run)] == ["lost", "regrouped"]
+            assert "dsplan: 1 node came; the ranks save and start again" in run.out
             assert run.losses() == pytest.approx(alone.losses(), rel=1e-4)
 
     def test_a_cluster_that_is_too_small(self, tmp_path: Path) -> None:
