@@ -89,7 +89,11 @@ def grid() -> Iterator[Case]:
         yield Case(model="llama", strategy=strategy, ranks=2, offload="all")
     for strategy in ("zero1", "zero2", "zero3"):
         yield Case(model="llama", strategy=strategy, ranks=2, offload="optimizer")
-    for strategy in ("ddp", "fsdp", "zero2"):
+    yield Case(model="gpt2", strategy="fsdp", ranks=2, precision="fp32", offload="all")
+    yield Case(model="gpt2-deep", strategy="zero3", ranks=2, checkpointing="full", micro_batch=4, offload="all")
+    yield Case(model="qwen3", strategy="fsdp", ranks=2, accumulation=3, optimizer="adamw-fused", offload="all")
+    yield Case(model="qwen3", strategy="zero2", ranks=2, accumulation=3, optimizer="adamw-fused", offload="optimizer")
+    for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3"):
         yield Case(model="llama", strategy=strategy, ranks=2 if strategy == "ddp" else 4, tp=2)
 
 
