@@ -64,9 +64,7 @@ class Kind:
     """The name that a checkpoint has for a weight which several pipeline stages have."""
 
 
-def kinds_of(
-    named: Iterable[tuple[str, nn.Parameter]], parts: ModelParts, mesh: Mesh
-) -> dict[nn.Parameter, Kind]:
+def kinds_of(named: Iterable[tuple[str, nn.Parameter]], parts: ModelParts, mesh: Mesh) -> dict[nn.Parameter, Kind]:
     """Return what the parameters of a model that ranks split share buckets by: how they count, and travel.
 
     Names are those of the whole model's state dict.

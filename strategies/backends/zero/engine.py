@@ -34,7 +34,6 @@ from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.precision import LossScale, narrow_inputs
 from strategies.optim.optimizers import select_undivided, trainable_parameters
-from strategies.parallel.mesh import Mesh
 from strategies.parallel.pipeline import sum_shared
 from strategies.parallel.ranks import TensorRanks
 from strategies.parallel.split import parts_of
