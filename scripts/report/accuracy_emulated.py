@@ -24,8 +24,7 @@ travel by gloo, and there is no context, no workspace of cuBLAS (the predictions
 The closed forms, which `dsplan recommend` and `estimate` use, say what is requested, and a share by strategy for what
 is reserved. A trace (`dsplan estimate --exact`) has the order in which every tensor comes and goes, and a simulated
 allocator with the caching allocator's rules follows it through the model's making and three steps: so it says all
-three. The models of these runs are of 13 million parameters, where a block of 1 MiB is half a percent. Offload and
-tensor parallelism beside ZeRO are not traced.
+three. The models of these runs are of 13 million parameters, where a block of 1 MiB is half a percent.
 
 The table has the rank that needs most, and so has a trace: under our own ZeRO a rank's run of a bucket begins and ends
 inside other parameters than its neighbour's, its optimizer makes states and temporaries of other sizes, and LLaMA's

@@ -168,7 +168,7 @@ def trace_stages(job: Job, subject: Traceable | None = None) -> list[TracedStep]
         TraceFailed, DsplanError: as `trace_step`.
     """
     if job.configuration.offload != "none" and not is_traced_whole(job):
-        raise TraceFailed("", "", f"offload {job.configuration.offload} is not traced for such a step")
+        raise TraceFailed("", "", "offload is not traced under DeepSpeed, to NVMe or of a model that ranks split")
     if job.workload.ema or job.workload.task in POST_TRAINING or job.workload.loss == "tiled":
         raise TraceFailed("", "", "an average of the weights, and trainers of post-training, are not traced")
     if job.workload.compile and (job.configuration.pp > 1 or job.configuration.activation_checkpointing != "none"):
