@@ -54,7 +54,7 @@ def two_cards(cuda_environment: Mapping[str, str]) -> Iterator[CardPool]:
 
 
 _SERVER = forkserver.ForkServer()
-"""Forks ranks with cards: a process that has the device from its start, beside multiprocessing's own for other ranks."""
+"""Forks ranks with cards: a process that has the device from its start, beside multiprocessing's for other ranks."""
 _PRELOAD = tuple(name for name in PRELOAD if not name.startswith("transformers"))
 
 
