@@ -34,6 +34,7 @@ from scripts.measure.measured_run import StepMemory, Subject, measure_subject
 from scripts.measure.memory_grid import SMALL
 from scripts.measure.memory_rows import asked, compared_to_emulated, traced_emulated
 from tests.emulated_cuda import Card, environment
+from tests.preload import PRELOAD
 
 ROWS = SHIPPED / "memory_emulated.csv"
 DEVICE = "H100-SXM5-80GB"
@@ -179,8 +180,10 @@ def main() -> None:
             row, plan = question(case)
             if row.key in runs and runs[row.key].outcome == "completed" and not arguments.again:
                 continue
-            # In processes of its own: what an earlier run left in segments would decide what is reserved.
-            with RankPool(case.ranks, timeout_seconds=RUN_SECONDS, backend="cpu:gloo,cuda:nccl") as pool:
+            # In processes of its own: what an earlier run left in segments would decide what is reserved. They are
+            # forked from one, which has the cards and has imported torch.
+            options: dict[str, Any] = {"backend": "cpu:gloo,cuda:nccl", "preload": PRELOAD}
+            with RankPool(case.ranks, timeout_seconds=RUN_SECONDS, **options) as pool:
                 runs[row.key] = measured = measure(row, plan, pool)
             write_rows(EmulatedRun, arguments.out, runs.values())
             print(line_of(measured), flush=True)
