@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import sys
+import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from dsplan.__main__ import COLLECT_AFTER
 from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.emulated_cuda.fixtures import CardPool, card, cuda_environment, emulated, two_cards  # noqa: F401
-from tests.preload import PRELOAD
+from tests.preload import PRELOAD, serve_forks, use_served_forks
 
 # Variables through which one test could change what the next one does.
 _GUARDED = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CUDA_VISIBLE", "DSPLAN_", "DS_", "ACCELERATE_", "FSDP_")
@@ -30,6 +32,32 @@ _THREAD_SECONDS = 30.0
 
 # Folders with tests of half a minute each.
 _STARTS_PROCESSES = ("run", "emit", "faults", "launchers", "launch", "bench")
+
+# Folders whose tests share processes that start in seconds: one worker has them all.
+_SHARES_CARDS = ("tests/emulated_cuda/", "tests/strategies/cuda/")
+
+
+class _FilesAndCards(LoadFileScheduling):  # type: ignore[misc]  # xdist's own are untyped
+    """Hands out tests file by file, and all that take an emulated card together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "cards" if nodeid.startswith(_SHARES_CARDS) else str(super()._split_scope(nodeid))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have all workers' processes forked from one that has imported what they need."""
+    if hasattr(config, "workerinput"):
+        use_served_forks()
+    elif config.getvalue("dist") != "no":
+        home = tempfile.TemporaryDirectory(prefix="dsplan-home-")
+        config.add_cleanup(home.cleanup)
+        serve_forks(Path(home.name))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:
+    """Return what hands out tests to workers."""
+    return _FilesAndCards(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -14,6 +14,9 @@ from strategies.run_directory.files import LAUNCHER_LOCK_FILE, LOCK_FILE
 # A command that was killed leaves ranks that end with its launcher: SIGTERM, 10 s, then SIGKILL (see local.py).
 _PATIENCE_SECONDS = 45.0
 
+# A page of many runs looks whether one is held: it has the lock for some microseconds.
+_LOOK_SECONDS = 1.0
+
 
 class RunLock:
     """Held while a command supervises a run; the kernel takes it from a process that ends, however it ends.
@@ -28,7 +31,7 @@ class RunLock:
 
     def __enter__(self) -> RunLock:
         self._file = self._path.open("ab")
-        if not _try_lock(self._file):
+        if not _lock_within(self._file, _LOOK_SECONDS):
             self._file.close()
             raise DsplanError(
                 f"{self._path.parent}: another dsplan run is at work here; stop it first, or name another --run-dir"
@@ -63,13 +66,20 @@ def launcher_lock(directory: Path) -> IO[bytes]:
     path = directory / LAUNCHER_LOCK_FILE
     file = path.open("ab")
     os.set_inheritable(file.fileno(), False)
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    if not _lock_within(file, _PATIENCE_SECONDS):
+        file.close()
+        raise DsplanError(f"{directory}: processes of an earlier start still run here; stop them first")
+    return file
+
+
+def _lock_within(file: IO[bytes], seconds: float) -> bool:
+    """Return whether the lock could be had, tried again and again for so long."""
+    deadline = time.monotonic() + seconds
     while not _try_lock(file):
         if time.monotonic() > deadline:
-            file.close()
-            raise DsplanError(f"{directory}: processes of an earlier start still run here; stop them first")
+            return False
         time.sleep(0.1)
-    return file
+    return True
 
 
 def _try_lock(file: IO[bytes]) -> bool:

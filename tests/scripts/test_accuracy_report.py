@@ -72,6 +72,7 @@ def test_llm_analysis_is_asked_for_16_bits_only() -> None:
         _question(one("zero2", "fp32").job)
 
 
+@pytest.mark.slow
 def test_gpu_runs_get_a_section_of_their_own_and_their_verdicts() -> None:
     """As they will be once there are rows: one that ran, and one that ran out of memory."""
     found = next(case for case in cases() if case.truth == "cpu")

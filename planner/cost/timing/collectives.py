@@ -91,27 +91,18 @@ def _link_bytes_per_s(link: Link, name: Collective, ranks: int) -> float | None:
     return theoretical * RING_SHARE_OF_LINK * GB if theoretical else None
 
 
-def _intra(cluster: Cluster, name: Collective) -> tuple[float, float, float]:
-    link, factor = cluster.intra_link, cluster.factors.intra_link
+@memo_by_identity
+def _bus_bytes_per_s(link: Link | None) -> dict[Collective, tuple[float | None, ...]]:
+    """Return what each collective reaches on 2, 4 and 8 GPUs, None where the link's rate is not known."""
     if link is None:
-        rate = UNKNOWN_INTRA_BYTES_PER_S * factor
-        return rate, rate, rate
-    two, four, more = (_link_bytes_per_s(link, name, ranks) or UNKNOWN_INTRA_BYTES_PER_S for ranks in (2, 4, 8))
-    return two * factor, four * factor, more * factor
+        return dict.fromkeys(COLLECTIVES, (None, None, None))
+    return {name: tuple(_link_bytes_per_s(link, name, ranks) for ranks in (2, 4, 8)) for name in COLLECTIVES}
 
 
 def _in_switch(link: Link | None) -> float:
     """Bytes/s of the tensor that NVLink's switches reduce (NVLS); the link's bus bandwidth is that of so many GPUs."""
     bus, gpus = (link.busbw_nvls.get(name) if link else None for name in ("all_reduce", "gpus"))
     return bus * GB / crossings("all_reduce", int(gpus)) if bus and gpus else 0.0
-
-
-def _inter(cluster: Cluster, name: Collective) -> float:
-    link = cluster.inter_link
-    bandwidth = _link_bytes_per_s(link, name, 8) if link else None
-    if bandwidth is None or link is None:
-        return UNKNOWN_INTER_BYTES_PER_S
-    return bandwidth * (1 if link.per == "node" else max(1, cluster.nics_per_node))
 
 
 def _latency(link: Link | None, key: str, default_us: float) -> float:
@@ -126,11 +117,17 @@ def fabric(cluster: Cluster) -> Fabric:
     The cluster's factors multiply the rates, and divide the host's part of a collective's latency.
     """
     link, factors = cluster.intra_link, cluster.factors
-    intra = {name: _intra(cluster, name) for name in COLLECTIVES}
+    nics = 1 if cluster.inter_link and cluster.inter_link.per == "node" else max(1, cluster.nics_per_node)
+    intra, inter = {}, {}
+    for name, inside in _bus_bytes_per_s(link).items():
+        two, four, more = ((rate or UNKNOWN_INTRA_BYTES_PER_S) * factors.intra_link for rate in inside)
+        intra[name] = two, four, more
+    for name, (*_, between) in _bus_bytes_per_s(cluster.inter_link).items():
+        inter[name] = (between * nics if between else UNKNOWN_INTER_BYTES_PER_S) * factors.inter_link
     peer = link.typical_p2p_gbs_per_direction if link else None
     return Fabric(
         intra=intra,
-        inter={name: _inter(cluster, name) * factors.inter_link for name in COLLECTIVES},
+        inter=inter,
         base=COLLECTIVE_LAUNCH_SECONDS / factors.launch + _latency(link, "base", DEFAULT_BASE_US),
         intra_step=_latency(link, "per_step", DEFAULT_STEP_US),
         inter_step=_latency(cluster.inter_link, "per_step", DEFAULT_INTER_STEP_US),

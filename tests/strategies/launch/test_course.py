@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,8 +14,9 @@ from hardware_db.errors import DsplanError
 from strategies.launch.attempt import OutputLine, RunFiles
 from strategies.launch.options import DEFAULT_SUPERVISION, RequestedPlacement, RequestedSupervision
 from strategies.launch.prepare import RunRequest, prepare
-from strategies.launch.run_lock import RunLock
+from strategies.launch.run_lock import RunLock, is_held
 from strategies.launch.state import Course
+from strategies.run_directory.files import LOCK_FILE
 from strategies.run_directory.journal import Journal, read_journal
 from strategies.run_directory.request import PlanRequest
 from strategies.run_directory.spec import LaunchSpec, Placement
@@ -111,6 +114,16 @@ def test_one_command_at_a_time(tmp_path: Path) -> None:
         pass
     with RunLock(tmp_path):
         pass
+
+
+def test_who_looks_whether_a_run_is_held_keeps_none_from_beginning(tmp_path: Path) -> None:
+    with RunLock(tmp_path):
+        assert is_held(tmp_path)
+    look = (tmp_path / LOCK_FILE).open("rb")
+    fcntl.flock(look.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    threading.Timer(0.2, look.close).start()
+    with RunLock(tmp_path):
+        assert look.closed
 
 
 @pytest.fixture

@@ -21,12 +21,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         return run.losses()
 
 
+@pytest.mark.slow  # scripts/ci/launchers.sh installs what these need
 def test_slurm(slurm: dict[str, str], reference: list[float], tmp_path: Path) -> None:
     with launched(tmp_path, slurm) as run:
         assert run.wait(run.start("--launcher", "slurm", "--nproc", "2")) == 0, run.out
         assert run.losses() == reference
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI (openmpi-bin)")
 def test_open_mpi_with_four_ranks(reference: list[float], tmp_path: Path) -> None:
     with launched(tmp_path) as run:
