@@ -31,6 +31,10 @@ inside other parameters than its neighbour's, its optimizer makes states and tem
 four ranks of zero1 reserve 148, 150, 148 and 170 MiB. Every run has processes of its own: in those of earlier runs,
 what these left in segments moved zero3's reserved bytes by up to 16 MiB.
 
+What is left of gpt2 in fp32, 2 MiB, and of ddp with tp 2, 1 MiB, are blocks that were not split, and nothing that was
+requested: autograd adds a second gradient to the first in place where nobody else holds that, and makes a new tensor of
+fake ones, which leaves other blocks free.
+
 Written by `python -m scripts.measure.emulated_peaks`.
 """
 
