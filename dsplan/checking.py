@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -11,6 +12,7 @@ from typing import Any
 
 from dsplan.question import Question
 from hardware_db.errors import DsplanError
+from hardware_db.handed_in import quote
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.models.catalogue import knows_model
@@ -95,7 +97,7 @@ def check_reading(
     answers = {name: value for name, value in reading.answers.items() if value is not None}
     answers |= {name: value for name, value in (("model", model), ("seq_len", seq_len)) if value is not None}
     chosen = _hardware(answers, hardware)
-    question = {**{key: value for key, value in answers.items() if key != "model_config"}, **chosen}
+    question = {**{key: value for key, value in answers.items() if key not in _NO_FLAGS}, **chosen}
     reading = replace(reading, answers=answers)
     try:
         facts, notes = _model(answers, reading, is_flag=model is not None)
@@ -114,9 +116,15 @@ def check_reading(
         if any(word in str(error) for word in ("--gpu ", "--cluster", "--node", "--interconnect", "unknown GPU")):
             raise
         return _without_plan(reading, question, str(error), "impossible")
-    return Checked(reading=reading, audit=audit(request, reading, answers), question={**question, "code": code})
+    outcome = audit(request, reading, answers)
+    if "copies" in answers and outcome.plan is not None:
+        now = outcome.plan.configuration
+        question |= {"strategy": now.strategy, **({"shard": now.dp_shard * now.cp} if now.strategy == "hsdp" else {})}
+    return Checked(reading=reading, audit=outcome, question={**question, "code": code})
 
 
+_NO_FLAGS = frozenset({"model_config", "copies"})
+"""Answers that are no flags of `estimate`: a model's own config, and copies, which `--shard` says by their ranks."""
 _ROUNDS = tuple(item.name for item in fields(PostTrainingOptions))
 
 
@@ -246,7 +254,8 @@ def _model(answers: Mapping[str, Any], reading: Reading, *, is_flag: bool) -> tu
         if not sizes:
             raise DsplanError(f"{error}; or give --model NAME") from None
         size = f"{sizes[0][0]}{sizes[0][1].upper()}"
-        message = f"{name} is not known here; a decoder like LLaMA of {size} is counted (--model names a better one)"
+        shown = name if name.isprintable() and len(name) < _MOST_SHOWN else quote(name)
+        message = f"{shown} is not known here; a decoder like LLaMA of {size} is counted (--model names a better one)"
         return model_of_size(size), [Finding(severity="warning", id="model-by-size", message=message)]
 
 
@@ -255,7 +264,7 @@ def _named(name: str, reading: Reading) -> ModelFacts:
     if reading.looks_at_files:
         base = Path(reading.files[0]).parent.resolve()
         inside = (base / name).resolve()
-        if inside.is_relative_to(base) and (inside / "config.json").is_file():
+        if inside.is_relative_to(base) and os.path.isfile(inside / "config.json"):  # False for names too long
             return resolve_model(str(inside))
     name = name.rstrip("/")
     dateless = _DATE.sub("", name)
@@ -264,6 +273,8 @@ def _named(name: str, reading: Reading) -> ModelFacts:
     return named_model(name)
 
 
+_MOST_SHOWN = 100
+"""Letters of a model's name that are shown as they are."""
 _SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".sh", ".slurm", ".sbatch")
 MOST_FILES = 5000
 

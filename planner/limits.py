@@ -72,6 +72,8 @@ HOURS = Limit(least=0, most=1_000_000, fraction=True)
 MTTF_HOURS = Limit(least=0.001, most=10_000_000, fraction=True)
 SPARES = Limit(least=0, most=1_000_000)
 SHARE = Limit(least=0.0001, most=1, fraction=True)
+SPEED = Limit(least=0.01, most=100, fraction=True)
+"""Of a device over others of its kind."""
 IMBALANCE = Limit(least=1, most=1000, fraction=True)
 """Of the busiest over the mean."""
 TRAINING_TOKENS = Limit(least=1, most=10**18, fraction=True)

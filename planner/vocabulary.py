@@ -21,6 +21,9 @@ Optimizer = Literal[
     "lion",
     "muon",
 ]
+JobKind = Literal["TrainJob", "PyTorchJob", "JobSet"]
+"""Training jobs of a Kubernetes cluster: Kubeflow's, and what its TrainJob is made of."""
+JOB_KINDS: tuple[JobKind, ...] = get_args(JobKind)
 Loss = Literal["plain", "chunked", "fused", "tiled"]
 Method = Literal["full", "lora", "qlora", "dora"]
 LoadDtype = Literal["fp32", "bf16", "fp16", "int8", "nf4"]

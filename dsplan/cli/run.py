@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 from dsplan.cli.flags import GroupedCommand, JsonFlag, among, number, with_flags
+from dsplan.cli.kubernetes import KubernetesFlags
 from hardware_db.notices import notice
 from hardware_db.records import dataclass
 from planner import limits
@@ -28,6 +29,16 @@ if TYPE_CHECKING:
     from strategies.launch.report import RunReport
 
 Part = TypeVar("Part")
+RunLauncher = Literal[LauncherName, "kubernetes"]
+"""On a cluster a job's pods start the ranks, each with the local launcher."""
+
+
+def _directory(text: str) -> Path:
+    """Return the directory that a text names, or the address of an object store."""
+    from strategies.checkpoint.object_store import location
+
+    return location(text)
+
 
 # The flags of `dsplan run`: the plan, where ranks start, and how the run is watched over.
 
@@ -54,6 +65,13 @@ class PlanningFlags:
             metavar="NAME",
             help="Plan for this backend only: torch, deepspeed, or native, our own ZeRO.",
             autocompletion=among("planner.vocabulary:BACKENDS"),
+        ),
+    ] = None
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATES|DIR",
+            help="How fast ranks are, in order, such as 3x1,1x0.5, or the run that measured it: slower ones get less.",
         ),
     ] = None
     shard: Annotated[
@@ -104,7 +122,7 @@ class PlacementFlags:
     """Launcher of the ranks, and their nodes."""
 
     launcher: Annotated[
-        LauncherName | None, typer.Option(help="Who starts the ranks; local by default, on this machine.")
+        RunLauncher | None, typer.Option(help="Who starts the ranks; local by default, on this machine.")
     ] = None
     nodes: Annotated[
         str | None,
@@ -123,9 +141,18 @@ class PlacementFlags:
         int | None,
         number(limits.NODE_RANK, "This node's number, for deepspeed without ssh and for accelerate.", "K"),
     ] = None
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|HOST:PORT", help="The Ray cluster of --launcher ray; without it, a Ray of this machine alone."
+        ),
+    ] = None
     launcher_option: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="Handed to srun, mpirun, deepspeed or accelerate as it is; may be repeated."),
+        typer.Option(
+            metavar="TEXT",
+            help="Handed to srun, mpirun, deepspeed or accelerate as it is, or a resource of Ray or a pod; repeatable.",
+        ),
     ] = None
 
 
@@ -135,7 +162,9 @@ class SupervisionFlags:
 
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Resume the run in this run directory; SCRIPT may be left out."),
+        typer.Option(
+            metavar="DIR", help="Resume the run in this run directory, or of this name on a cluster, without SCRIPT."
+        ),
     ] = None
     resume_from: Annotated[
         str | None,
@@ -150,7 +179,11 @@ class SupervisionFlags:
     ] = None
     checkpoint_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where ranks save by themselves; in the run directory by default."),
+        typer.Option(
+            metavar="DIR|s3://BUCKET/PREFIX",
+            parser=_directory,
+            help="Where ranks save by themselves, or gs://, az://; in the run directory by default.",
+        ),
     ] = None
     checkpoint_steps: Annotated[int | None, number(limits.STEPS, "Save after every so many steps.", "K")] = None
     checkpoint_minutes: Annotated[
@@ -211,6 +244,7 @@ def run_script(
     planning: PlanningFlags,
     placement: PlacementFlags,
     supervision: SupervisionFlags,
+    kubernetes: KubernetesFlags,
     script: Annotated[
         Path | None, typer.Argument(metavar="SCRIPT", help="The Python file that trains your model.")
     ] = None,
@@ -220,11 +254,33 @@ def run_script(
     json: JsonFlag = False,
 ) -> None:
     """Train with SCRIPT under a plan: the one given, or one made from the script's own model and this machine."""
+    if placement.launcher == "kubernetes":
+        raise typer.Exit(_run_elsewhere(script, arguments, planning, placement, supervision, kubernetes, json=json))
+    from dsplan.cli.kubernetes import requested_job
     from dsplan.diagnostics.metrics_endpoint import serve_metrics
 
+    requested_job(kubernetes).refuse_elsewhere()
     with serve_metrics(supervision.metrics_port, supervision.metrics_host) as metrics:
         exit_code = _run(_request(script, arguments, planning, placement, supervision), metrics, json=json)
     raise typer.Exit(exit_code)
+
+
+def _run_elsewhere(
+    script: Path | None,
+    arguments: list[str] | None,
+    planning: PlanningFlags,
+    placement: PlacementFlags,
+    supervision: SupervisionFlags,
+    kubernetes: KubernetesFlags,
+    *,
+    json: bool,
+) -> int:
+    """Run the command in the pods of a cluster, and return the exit status."""
+    from dsplan.cli.kubernetes import run_on_cluster
+    from strategies.launch.options import RequestedPlacement
+
+    placed = _part(RequestedPlacement, replace(placement, launcher=None))
+    return run_on_cluster(script, arguments or (), planning, placed, supervision, kubernetes, json=json)
 
 
 def _run(request: RunRequest, metrics: RunCollector, *, json: bool) -> int:
@@ -275,7 +331,7 @@ def _keep_page(report: RunReport, stored: str) -> None:
 
 def _warn_of_strays(script: Path, arguments: Sequence[str]) -> str | None:
     """Return a warning of options of this command behind a script that knows none of their names."""
-    groups = (PlanningFlags, PlacementFlags, SupervisionFlags)
+    groups = (PlanningFlags, PlacementFlags, SupervisionFlags, KubernetesFlags)
     ours = {f"--{item.name.replace('_', '-')}" for group in groups for item in fields(group)} | {"--json"}
     source = script.read_text(errors="replace")
     strays = [word for word in (text.partition("=")[0] for text in arguments) if word in ours and word not in source]
@@ -296,6 +352,7 @@ def _request(
         RequestedSupervision,
         parse_kernels,
         parse_profile,
+        parse_rates,
         parse_trackers,
     )
     from strategies.launch.prepare import RunRequest
@@ -309,6 +366,7 @@ def _request(
             plan_file=None if planning.plan is None else str(planning.plan),
             strategy=planning.strategy,
             backend=planning.backend,
+            rates=None if planning.rates is None else parse_rates(planning.rates),
             degrees=_part(RequestedDegrees, planning),
             method=_part(RequestedMethod, planning),
             kernels=parse_kernels(planning.kernels),

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
 from dsplan.cli.flags import JsonFlag, among, number
+from dsplan.cli.kubernetes import Context, Namespace
 from planner import limits
 
 
 def watch(
-    directory: Annotated[Path | None, typer.Argument(metavar="DIR", help="The run directory of `dsplan run`.")] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Argument(metavar="DIR", help="The directory of a run of `dsplan run`, or a name on a cluster."),
+    ] = None,
     runs: Annotated[
         Path | None,
         typer.Option(
@@ -32,12 +36,23 @@ def watch(
     ] = None,
     every: Annotated[float, number(limits.ANSWER_SECONDS, "Seconds between two looks.", metavar="S")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show the run as it is now, and end.")] = False,
+    launcher: Annotated[
+        Literal["kubernetes"] | None, typer.Option(help="Of a run on a cluster: show its job, pods, events and log.")
+    ] = None,
+    kube_namespace: Namespace = None,
+    kube_context: Context = None,
     json: JsonFlag = False,
 ) -> None:
     """Ranks, loss, speed, memory, GPU use and alerts of a run that goes on; with --runs, a line for each of many runs.
 
-    A run's page ends with the run. Files alone are read.
+    A run's page ends with the run. Files alone are read, and of a run on a cluster what the cluster says.
     """
+    if launcher is not None:
+        _watch_cluster(directory, runs, kube_namespace, kube_context, once=once, json=json)
+    if kube_namespace is not None or kube_context is not None:
+        from planner.errors import ContradictoryRequest
+
+        raise ContradictoryRequest("--kube-namespace and --kube-context are for --launcher kubernetes; name that")
     if runs is not None:
         _check_many(directory, steps)
         _watch_many(runs, price, every, once=once, json=json)
@@ -49,6 +64,17 @@ def watch(
     if price is not None:
         raise ContradictoryRequest("--price is for the cost of many runs; add --runs DIR or leave it out")
     _watch_one(directory, steps, every, once=once, json=json)
+
+
+def _watch_cluster(
+    name: Path | None, runs: Path | None, namespace: str | None, context: str | None, *, once: bool, json: bool
+) -> NoReturn:
+    from dsplan.cli.kubernetes import watch_on_cluster
+    from planner.errors import ContradictoryRequest
+
+    if name is None or runs is not None:
+        raise ContradictoryRequest("on a cluster one run is watched; give the name that dsplan run printed alone")
+    raise typer.Exit(watch_on_cluster(str(name), namespace, context, once=once, json=json))
 
 
 def _check_many(directory: Path | None, steps: int | None) -> None:

@@ -85,7 +85,7 @@ def from_document(document: Mapping[str, Any]) -> Answer:
 # travels is not traced.
 _LEFT_OUT = frozenset(
     {"micro_batch_size", "global_batch_size", "sequence_length", "gradient_accumulation_steps", "offload_ratio"}
-    | {"gradient_compression"}
+    | {"gradient_compression", "micro_batches"}
 )
 
 

@@ -80,7 +80,7 @@ def _what_runs(plan: Plan) -> str:
 def describe(configuration: Configuration) -> str:
     """Return a configuration in one line, for headings."""
     batch = (
-        f"micro-batch {configuration.micro_batch_size} x accumulation {configuration.gradient_accumulation_steps}"
+        f"micro-batch {configuration.micro_batch_text} x accumulation {configuration.gradient_accumulation_steps}"
         f" = global batch {configuration.global_batch_size}"
     )
     words = [f"{configuration.strategy} ({configuration.backend})", dims_text(configuration), batch]

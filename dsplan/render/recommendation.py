@@ -28,7 +28,7 @@ from planner.search.device_counts import OnDevices
 from planner.search.request import Request
 from planner.search.search import Recommendation
 from planner.types.job import Workload
-from planner.types.plan import Plan
+from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import plan_to_dict
 
 if TYPE_CHECKING:
@@ -163,6 +163,23 @@ def _gpus(rate: Rate) -> str:
     return f"{count} GPU{'s' * (count != 1)}"
 
 
+def _groups(answer: Recommendation) -> list[Block]:
+    """Return nodes that differ, and what training is without each group of them; nothing where all are alike."""
+    if answer.uneven is None:
+        return []
+    from dsplan.render.groups_view import groups_blocks
+
+    return groups_blocks(answer.uneven)
+
+
+def _uneven_to_dict(answer: Recommendation) -> dict[str, Any] | None:
+    if answer.uneven is None:
+        return None
+    from dsplan.render.groups_view import uneven_to_dict
+
+    return uneven_to_dict(answer.uneven)
+
+
 def recommendation_blocks(answer: Recommendation) -> list[Block]:
     """Model, hardware and work; the ranked plans or the closest miss with remedies; the strategies that lost."""
     shown = answer.plans[0] if answer.plans else answer.closest
@@ -178,14 +195,14 @@ def ranked_blocks(answer: Recommendation) -> list[Block]:
         blocks = [*_advice(answer), table, *_footnotes(answer)]
     else:
         blocks = _nothing_fits(answer)
-    return [*blocks, *devices_table(answer), *_front(answer)]
+    return [*blocks, *_groups(answer), *devices_table(answer), *_front(answer)]
 
 
 def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
     """Return what `recommend --json` prints: `plans` best first, `choice`, `rejected`.
 
     `closest` and `remedies` when nothing fits, and `remedies` beside plans that offload; `on_devices` with a deadline,
-    `front` where it was asked for.
+    `front` where it was asked for, `uneven` null but where nodes differ.
     """
     return {
         "schema_version": answer.plans[0].schema_version if answer.plans else 1,
@@ -197,6 +214,7 @@ def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
         "advice": [asdict(item) for item in answer.advice()],
         "on_devices": devices_to_dicts(answer),
         "front": [_plan_to_dict(answer.request, plan) for plan in answer.front],
+        "uneven": _uneven_to_dict(answer),
         "defaults": list(answer.request.defaults),
     }
 
@@ -224,7 +242,7 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
         "#": f"{rank}{'' if plan.runnable else '*'}",
         "strategy": configuration.strategy,
         "?degrees": dims_text(configuration),
-        "?batch": f"{configuration.micro_batch_size}x{configuration.gradient_accumulation_steps}",
+        "?batch": _batch_text(configuration),
         "??recompute": configuration.activation_checkpointing,
         **({"?generation": generation} if (generation := rollout_text(plan.workload)) else {}),
         "?offload": offload_text(configuration),
@@ -236,6 +254,13 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
         "????>MFU": "-" if rates.mfu is None else f"{rates.mfu:.0%}",
         "??limit": plan.limited_by,
     }
+
+
+def _batch_text(configuration: Configuration) -> str:
+    """Return micro-batch x accumulation; the least and the largest micro-batch where ranks have unlike ones."""
+    sizes = {size for _, size in configuration.shares}
+    micro = str(configuration.micro_batch_size) if len(sizes) == 1 else f"{min(sizes)}-{max(sizes)}"
+    return f"{micro}x{configuration.gradient_accumulation_steps}"
 
 
 def _unit_of_work(plan: Plan) -> str:

@@ -169,7 +169,7 @@ def _plan(plan: Plan) -> str:
     chosen = plan.configuration
     offload = "" if chosen.offload == "none" else f", offload {chosen.offload}"
     return (
-        f"{chosen.strategy}{chosen.degrees_text}, micro-batch {chosen.micro_batch_size} x"
+        f"{chosen.strategy}{chosen.degrees_text}, micro-batch {chosen.micro_batch_text} x"
         f" {chosen.gradient_accumulation_steps}, checkpointing {chosen.activation_checkpointing}{offload}"
     )
 

@@ -146,10 +146,10 @@ def step_line(step: StepDone, ranks: int, width: int | None = None) -> str:
 def plan_line(event: PlanMade) -> str:
     """Return a plan in one line."""
     plan, memory, seconds = event.plan["plan"], event.plan["memory"], event.plan["time"]["step_seconds"]
-    split = configuration_from_dict(plan).degrees_text
+    chosen = configuration_from_dict(plan)
     return (
-        f"{plan['strategy']} ({plan['backend']}){split}, micro-batch {plan['micro_batch_size']} x accumulation"
-        f" {plan['gradient_accumulation_steps']}, {plan['precision']},"
+        f"{plan['strategy']} ({plan['backend']}){chosen.degrees_text}, micro-batch {chosen.micro_batch_text} x"
+        f" accumulation {plan['gradient_accumulation_steps']}, {plan['precision']},"
         f" checkpointing {plan['activation_checkpointing']}, offload {plan['offload']};"
         f" predicted {format_bytes(memory['peak_allocated_bytes'])} per rank,"
         f" {format_seconds(seconds)} per step"

@@ -285,7 +285,7 @@ def _plan_text(plan: Plan) -> str:
     chosen = plan.configuration
     return (
         f"{plan.model['name']}: {chosen.strategy} ({chosen.backend}), {dims_text(chosen)}, micro-batch"
-        f" {chosen.micro_batch_size} x {chosen.gradient_accumulation_steps}, {chosen.precision}"
+        f" {chosen.micro_batch_text} x {chosen.gradient_accumulation_steps}, {chosen.precision}"
     )
 
 

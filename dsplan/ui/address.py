@@ -49,14 +49,24 @@ and `--model-size` is what the page takes for a model too."""
 _LABELS: Mapping[str, str] = {
     "model": "Model", "gpus": "GPUs in total", "gpu": "GPU", "seq_len": "Sequence length",
     "global_batch": "Global batch", "method": "Method", "nodes": "Nodes", "node_type": "Node type",
-    "interconnect": "Link between nodes",
-    "max_memory_gb": "GPU memory limit in GB", "host_memory_gb": "Host memory in GB", "lora_rank": "LoRA rank",
-    "lora_targets": "LoRA targets", "load_dtype": "Weights loaded as", "fp8_recipe": "FP8 recipe",
-    "source_len": "Encoder tokens", "eval_batch": "Evaluation batch", "eval_keep": "Evaluation logits kept",
-    "ema": "Average of the weights", "price": "Price of a GPU-hour in USD", "tokens": "Tokens of the training",
-    "compile": "torch.compile", "fastest": "By predicted figures alone", "all_plans": "Plans of other trainers too",
+    "interconnect": "Link between nodes", "max_memory_gb": "GPU memory limit in GB",
+    "host_memory_gb": "Host memory in GB", "task": "Task", "precision": "Precision", "optimizer": "Optimizer",
+    "attention": "Attention", "code": "Code base", "loss": "Loss over the vocabulary", "lora_rank": "LoRA rank",
+    "lora_targets": "LoRA targets", "train_only": "Weights to train", "load_dtype": "Weights loaded as",
+    "fp8_recipe": "FP8 recipe", "source_len": "Encoder tokens", "eval_batch": "Evaluation batch",
+    "eval_keep": "Evaluation logits kept", "expert_imbalance": "Expert imbalance", "save": "Checkpoint saving",
+    "compile": "torch.compile", "ema": "Moving average of the weights", "image_size": "Image size",
+    "prompt_len": "Prompt length", "completion_len": "Completion length", "generations": "Completions per prompt",
+    "prompts_per_step": "Prompts per generation", "num_iterations": "Updates per completion",
+    "beta": "KL coefficient", "rollout": "Generation engine", "rollout_gpus": "GPUs for generation",
+    "rollout_tp": "Tensor parallelism of the engine", "rollout_memory": "Memory share of the engine",
+    "rollout_sleep": "Engine sleeps while training", "steps_off": "Generations ahead of training",
+    "precompute_ref": "Reference model runs beforehand", "objective": "Objective",
+    "price": "Price of a GPU-hour in USD", "tokens": "Tokens of the training", "deadline": "Deadline",
+    "backend": "ZeRO implementation", "offload": "Offload", "shard": "Ranks that share one set of states",
+    "fastest": "By predicted figures alone", "all_plans": "Plans of other trainers too",
 }  # fmt: skip
-"""Of fields that are not called as their flag is."""
+"""The name of each field on the page, in the field's own words."""
 
 START: Mapping[str, str] = {"model": "llama-3-8b", "gpus": "8", "gpu": "H100-SXM5-80GB"}
 """What an address that is silent about the model, or about the hardware, asks for."""
@@ -100,7 +110,7 @@ class Field:
     @property
     def label(self) -> str:
         """The name of the field on the page."""
-        return _LABELS.get(self.name, self.flag.replace("-", " ").capitalize())
+        return _LABELS[self.name]
 
     def read(self, text: str) -> Value:
         """Return the value that a person wrote; empty is the default.

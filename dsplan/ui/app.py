@@ -26,6 +26,7 @@ from dsplan.ui.address import (
     page_fields,
     read_address,
     read_values,
+    with_labels,
     write,
 )
 from dsplan.ui.answers import OF_PLANS, Answer, Task
@@ -140,7 +141,7 @@ def _question_fields() -> tuple[dict[str, Any], Any]:
 
 def _component(field: Field) -> Any:
     """Return the input of a field; its hint ends with the flag that it stands for."""
-    info = f"{_HINTS.get(field.name, field.help)} `--{field.flag}`"
+    info = f"{with_labels(_HINTS.get(field.name, field.help))} `--{field.flag}`"
     named = {"label": field.label, "info": info, "elem_id": f"field-{field.flag}"}
     if field.kind == "switch":
         return gr.Checkbox(value=False, **named)

@@ -68,10 +68,15 @@ class Rebuilder:
         return tuple(row for row in candidates if row is not None)
 
     def row(self, measurement: Measurement) -> Row | None:
-        """Return the row of a measurement, or None if its model, what it trains or its hardware is unknown now."""
+        """Return the row of a measurement.
+
+        None if its model, what it trains or its hardware is unknown now, or if its ranks were unlike.
+        """
         plan = measurement.plan
         try:
             configuration = configuration_from_dict(plan["plan"])
+            if configuration.is_uneven or _section(plan, "cluster").get("groups"):
+                return None  # its time says how fast a mixture of devices is, or ranks with unlike work
             workload = workload_of(_section(plan, "workload"), configuration)
             facts = facts_of_plan(_section(plan, "model"), workload.task)
             cluster = self._cluster(_section(plan, "cluster"), measurement, configuration.precision)

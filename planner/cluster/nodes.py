@@ -25,7 +25,7 @@ _NVL72_TRAY, _NVL72_DOMAIN = 4, 72
 # least 1.5 times the GPUs' memory and six cores per GPU (recalled); 100 Gbit/s is a common network of such servers.
 _HOST_MEMORY_PER_GPU_MEMORY = 1.5
 _CORES_PER_GPU = 6
-_PLAIN_NETWORK = "eth-100"
+PLAIN_NETWORK = "eth-100"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,14 +183,14 @@ def _without_node_type(device: Device, layout: Layout, bytes_per_device: int) ->
     unified = device.form == "SoC"  # the host's memory is the device's
     ratio = 1.0 if unified else _HOST_MEMORY_PER_GPU_MEMORY
     memory = "memory shared with the host" if unified else f"host memory of {ratio:g} times the device's per GPU"
-    between = f", {_PLAIN_NETWORK} between nodes" if layout.nodes > 1 else ""
+    between = f", {PLAIN_NETWORK} between nodes" if layout.nodes > 1 else ""
     return Cluster(
         device=device,
         nodes=layout.nodes,
         gpus_per_node=gpus,
         capacity_bytes=bytes_per_device,
         intra_link=default_link(device, gpus),
-        inter_link=find_link(_PLAIN_NETWORK),
+        inter_link=find_link(PLAIN_NETWORK),
         host_memory_bytes_per_node=round(bytes_per_device * gpus * ratio),
         host_cores_per_node=gpus * _CORES_PER_GPU,
         assumed=f"no node type carries {device.name}: assumed {_CORES_PER_GPU} cores, {memory}{between}",

@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from hardware_db.datasheets import find_device, find_link, find_node_type, links
-from hardware_db.device import Device, Link, NodeType
-from hardware_db.handed_in import quote, read_yaml
+from hardware_db.device import Device, Link
 from hardware_db.probe import NO_GPU, Machine, probe_hardware
 from hardware_db.records import dataclass
-from hardware_db.units import GB
 from planner import limits
+from planner.cluster.cluster_file import read_cluster_file
 from planner.cluster.nodes import (
     Layout,
     cluster_of,
@@ -30,9 +29,9 @@ from planner.cluster.probed import (
     of_machine,
     probed_cluster,
 )
-from planner.errors import BrokenFile, ContradictoryRequest, UnknownName
+from planner.errors import ContradictoryRequest
 from planner.question_defaults import ASSUMED_COUNT, ASSUMED_GPU
-from planner.types.cluster import Cluster, Reliability
+from planner.types.cluster import Cluster
 
 __all__ = ["HardwareRequest", "probed_cluster", "resolve_cluster"]
 
@@ -283,105 +282,3 @@ def _require_same_hardware(request: HardwareRequest, cluster: Cluster) -> None:
                 f"{flag} {requested} contradicts {request.cluster_file}, which describes {cluster.nodes} x "
                 f"{cluster.gpus_per_node} {cluster.device.name}; drop {flag} or change the file"
             )
-
-
-# A cluster described in YAML: a GPU, how many, and any figure that is known better than the catalogue does.
-#
-#     gpu: H100-SXM5-80GB
-#     nodes: 4
-#     gpus_per_node: 8
-#     inter_link: ib-ndr
-#     host_memory_gb: 1500
-
-
-_TEXT = ("gpu", "device", "node_type", "intra_link", "inter_link")
-_COUNTS = {
-    "nodes": limits.GPUS,
-    "gpus_per_node": limits.GPUS,
-    "nics_per_node": limits.NICS,
-    "host_cores": limits.HOST_CORES,
-}
-_SIZES = ("capacity_gb", "host_memory_gb", "nvme_gb")
-_PRICES = ("usd_per_gpu_hour",)
-_FAILURES = {
-    "failures_per_1000_node_days": limits.FAILURES,
-    "restart_minutes": limits.MINUTES,
-    "checkpoint_gbs_per_node": limits.GIGABYTES_PER_SECOND,
-    "save_seconds": limits.SECONDS,
-    "spare_nodes": limits.SPARES,
-    "repair_hours": limits.HOURS,
-}
-"""Fields of `Reliability`."""
-_NUMBERS = {
-    **_COUNTS,
-    **_FAILURES,
-    **dict.fromkeys(_SIZES, limits.GIGABYTES),
-    **dict.fromkeys(_PRICES, limits.USD_PER_HOUR),
-}
-_UNITS = {**dict.fromkeys(_SIZES, " gigabytes (1e9 bytes)"), **dict.fromkeys(_PRICES, " dollars")}
-KEYS = (*_TEXT, *_NUMBERS)
-
-
-def read_cluster_file(path: str) -> Cluster:
-    """Return the cluster in a file. What it leaves out comes from its node type, or the usual node type of its GPU.
-
-    Raises:
-        BrokenFile: the file is missing, not YAML, or a key is unknown or of the wrong type; one line with the remedy.
-    """
-    given = _check(path, _mapping(path))
-    try:
-        return _with_figures(_base(path, given), given)
-    except (UnknownName, ContradictoryRequest) as error:
-        raise BrokenFile(path, str(error)) from error
-
-
-def _mapping(path: str) -> dict[Any, Any]:
-    data = read_yaml(path, "give a YAML file that describes a cluster, or correct it")
-    if not isinstance(data, dict):
-        raise BrokenFile(path, "holds no keys", "write gpu, nodes, gpus_per_node as `key: value` lines")
-    return data
-
-
-def _check(path: str, data: dict[Any, Any]) -> dict[str, Any]:
-    for key, given in data.items():
-        if key not in KEYS:
-            raise BrokenFile(path, f"unknown key {quote(key)}", f"keys are {', '.join(KEYS)}")
-        if key in _TEXT and not (isinstance(given, str | int) and not isinstance(given, bool) and str(given).strip()):
-            raise BrokenFile(path, f"{key} is {quote(given)}", "write a name")
-        if key in _NUMBERS and not _NUMBERS[key].allows(given):
-            raise BrokenFile(path, f"{key} is {quote(given)}", f"write {_NUMBERS[key]}{_UNITS.get(key, '')}")
-    if "gpu" in data and "device" in data:
-        raise BrokenFile(path, "names both gpu and device", "keep one; they mean the same")
-    return {"gpu" if key == "device" else key: str(given) if key in _TEXT else given for key, given in data.items()}
-
-
-def _base(path: str, given: dict[str, Any]) -> Cluster:
-    node: NodeType | None = find_node_type(given["node_type"]) if "node_type" in given else None
-    if node is None and "gpu" not in given:
-        raise BrokenFile(path, "names no GPU", "add `gpu: NAME` or `node_type: NAME`")
-    device = find_device(given.get("gpu") or (node.gpu if node else ""))
-    if node is not None and node.gpu != device.name:
-        raise BrokenFile(path, f"node_type {node.name} has {node.gpu}, not {device.name}", "drop one of the two")
-    per_node = given.get("gpus_per_node") or (node.gpus_per_node if node else usual_gpus_per_node(device))
-    layout = Layout(nodes=given.get("nodes", 1), gpus_per_node=per_node)
-    cluster = cluster_of(device, layout, node or default_node_type(device, per_node), given.get("capacity_gb"))
-    return cluster if node is None else replace(cluster, usd_per_gpu_hour=price_per_gpu(node))
-
-
-def _with_figures(cluster: Cluster, given: dict[str, Any]) -> Cluster:
-    changes: dict[str, Any] = {key: find_link(given[key]) for key in ("intra_link", "inter_link") if key in given}
-    for key, field, scale in (
-        ("capacity_gb", "capacity_bytes", GB),
-        ("host_memory_gb", "host_memory_bytes_per_node", GB),
-        ("nvme_gb", "nvme_bytes_per_node", GB),
-        ("host_cores", "host_cores_per_node", 1),
-        ("nics_per_node", "nics_per_node", 1),
-    ):
-        if key in given:
-            changes[field] = round(given[key] * scale)
-    stated = {key: given[key] for key in _FAILURES if key in given}
-    if stated:
-        changes["reliability"] = Reliability(**stated)
-    if "usd_per_gpu_hour" in given:
-        changes["usd_per_gpu_hour"] = float(given["usd_per_gpu_hour"])
-    return replace(cluster, **changes)

@@ -121,6 +121,12 @@ _CONTRADICTIONS = (
         sentence="ZeRO++ ({plan.zero_plus_text}) is DeepSpeed's, of stage 3; use zero3 with backend deepspeed",
     ),
     Rule(
+        # DeepSpeed 0.19, runtime/config.py: train_batch_size is micro_batch_per_gpu * gradient_acc_step * world size.
+        breaks=lambda plan: plan.is_uneven and plan.backend == "deepspeed",
+        sentence="DeepSpeed gives every rank as many samples, and micro_batches are {plan.micro_batches}; use backend"
+        " native, fsdp or ddp",
+    ),
+    Rule(
         # DeepSpeed 0.19, utils/groups.py, _create_zero_param_parallel_group.
         breaks=lambda plan: plan.state_shards % plan.hpz_partition_size > 0,
         sentence="hpz {plan.hpz_partition_size} does not divide the {plan.state_shards} ranks that share the weights;"
@@ -215,6 +221,12 @@ _NOT_HERE = (
         breaks=lambda plan: plan.strategy == "zero3" and plan.pp * plan.ep > 1,
         sentence="zero3 of backend native cuts whole layers, and {split} splits them; use fsdp, which shards the same"
         " states",
+    ),
+    Rule(
+        # Experts' gradients are means over other ranks than those that the samples came from.
+        breaks=lambda plan: plan.is_uneven and plan.ep * plan.pp > 1,
+        sentence="{split} mixes or lines up the samples of ranks, and micro_batches are {plan.micro_batches}; use pp 1"
+        " and ep 1, or as many samples on every rank",
     ),
     Rule(
         # Row and column means, the update's clipping and its relative step are of the whole matrix.

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import cast
 
 from planner import vocabulary as words
-from planner.emit.common import DEFAULTS, FINETUNERS, TRAINERS, EmitOptions, script_duties
+from planner.emit.common import DEFAULTS, FINETUNERS, TRAINERS, EmitOptions, refuse, script_duties
 from planner.errors import ContradictoryRequest, UnknownName
 from planner.types.plan import Plan
 
@@ -21,7 +21,7 @@ FORMATS: dict[str, str] = {
     "torchrun": "planner.emit.launchers:torchrun",
     "slurm": "planner.emit.launchers:slurm",
     "mpi": "planner.emit.launchers:mpi",
-    "kubernetes": "planner.emit.launchers:kubernetes",
+    "kubernetes": "planner.emit.kubernetes:emit",
     "skypilot": "planner.emit.launchers:skypilot",
     "dstack": "planner.emit.launchers:dstack",
     "torchtitan": "planner.emit.torchtitan:emit",
@@ -39,6 +39,8 @@ FORMATS: dict[str, str] = {
     "nemo-rl": "planner.emit.post_training:nemo_rl",
 }
 
+_LAUNCHERS = ("torchrun", "slurm", "mpi", "kubernetes", "skypilot", "dstack")
+"""Formats that start a script, whose ranks take their shares from the plan."""
 _Emitter = Callable[[Plan, EmitOptions], dict[str, str]]
 
 
@@ -51,6 +53,9 @@ def emit(plan: Plan, format: str, options: EmitOptions = DEFAULTS) -> dict[str, 
     """
     if format not in FORMATS:
         raise UnknownName("format", format, FORMATS, hint=f"choose one of {', '.join(FORMATS)}")
+    if plan.configuration.is_uneven and format not in _LAUNCHERS:
+        shares = f"with micro-batches of {plan.configuration.micro_batches}"
+        raise refuse(plan, format, shares, "only `dsplan run` gives ranks unlike shares; emit its launcher")
     module, _, function = FORMATS[format].partition(":")
     return cast("_Emitter", getattr(import_module(module), function))(plan, options)
 

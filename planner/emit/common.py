@@ -292,8 +292,9 @@ def _batch(plan: Plan, format: str) -> tuple[str, ...]:
     if format not in ("accelerate", *_LAUNCH_SCRIPTS):
         return ()
     configuration = plan.configuration
+    shares = f"{configuration.micro_batches} (engine.micro_batch_size)" if configuration.is_uneven else ""
     return (
-        f"takes {configuration.micro_batch_size} samples per rank and step, accumulated"
+        f"takes {shares or configuration.micro_batch_size} samples per rank and step, accumulated"
         f" {configuration.gradient_accumulation_steps} times (global batch {configuration.global_batch_size})",
     )
 

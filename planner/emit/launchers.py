@@ -1,9 +1,7 @@
-"""Plan -> what starts ranks: torchrun, mpirun, SLURM's sbatch, Kubeflow's TrainJob, tasks of SkyPilot and dstack.
+"""Plan -> what starts ranks: torchrun, mpirun, SLURM's sbatch, tasks of SkyPilot and dstack.
 
-SLURM's words: sbatch(1), `--signal` and `--requeue`, and scontrol(1), `requeue`. The Kubeflow trainer's torch runtime
-tells torchrun of nodes and ranks in `PET_` variables, so its command names neither; source of the fields:
-kubeflow/trainer, docs/proposals/2170-kubeflow-trainer-v2. SkyPilot's fields and variables: its "Task YAML" and
-"Distributed multi-node jobs" pages; dstack's: its "task" reference and "Distributed tasks".
+SLURM's words: sbatch(1), `--signal` and `--requeue`, and scontrol(1), `requeue`. SkyPilot's fields and variables: its
+"Task YAML" and "Distributed multi-node jobs" pages; dstack's: its "task" reference and "Distributed tasks".
 """
 
 from __future__ import annotations
@@ -166,37 +164,6 @@ def _head(plan: Plan, options: EmitOptions, *, tasks_per_node: int) -> str:
 {gpus}#SBATCH --exclusive
 #SBATCH --output=slurm-%j.out
 """
-
-
-# Kubernetes, by the Kubeflow trainer (v2, `trainer.kubeflow.org/v1alpha1`).
-
-
-def kubernetes(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
-    """`trainjob.yaml`: `kubectl apply -f trainjob.yaml`, once the image and the script are named in it.
-
-    Raises:
-        ContradictoryRequest: the plan's ranks do not fill whole nodes.
-    """
-    nodes, per_node = node_layout(plan)
-    resource = device_resource(plan, options)
-    devices = f"    resourcesPerNode:\n      limits:\n        {resource}: {per_node}\n" if resource else ""
-    duties = as_comment(script_duties(plan, "kubernetes", options))
-    text = f"""# {plan.configuration.strategy} on {plan.configuration.world_size} ranks: kubectl apply -f trainjob.yaml
-{duties}# Name an image that has the script, torch and dsplan, and the script with its arguments.
-apiVersion: trainer.kubeflow.org/v1alpha1
-kind: TrainJob
-metadata:
-  name: dsplan-{plan.configuration.strategy}
-spec:
-  runtimeRef:
-    name: torch-distributed
-  trainer:
-    image: IMAGE
-    command: [torchrun, train.py]
-    numNodes: {nodes}
-    numProcPerNode: {per_node}
-{devices}"""
-    return {"trainjob.yaml": text}
 
 
 # Clouds, by SkyPilot and dstack, which look for the cheapest nodes and name them and the first in variables.

@@ -39,6 +39,39 @@ _GAPS: Mapping[str, str] = {
     "draft_model": "a further model is not counted",
     "target_model": "a further model is not counted",
     "recipe_args": "a draft model beside a frozen one is not counted",
+    "dllm": "a diffusion language model's step is counted as one of next tokens",
+    "model.dlm_paradigm": "a diffusion language model's step is counted as one of next tokens",
+    "model.canvas_length": "a diffusion language model's step is counted as one of next tokens",
+    "dflash": "a draft model beside a frozen one is not counted",
+    "model.drafter_loss_weight": "a draft model beside it is not counted",
+    "model.num_nextn_predict_layers": "layers that predict further tokens are not counted",
+    "distributed.multimodal": "of models that see, the language model is counted",
+    "distributed.enable_compile": "blocks are counted as not compiled",
+    "distributed.autocast_dtype": "weights are counted as cast before each block, not by autocast",
+    "autocast": "weights are counted as cast before each block, not by autocast",
+    "distributed.fsdp2_forward_prefetch_depth": "prefetching is counted as torch's own",
+    "distributed.fsdp2_backward_prefetch_depth": "prefetching is counted as torch's own",
+    "model.do_distributed_inbatch_negative": "negatives of other ranks are not counted",
+    "model.freeze_router": "all weights are counted as trained",
+    "ema": "a further copy of the weights is not counted",
+    **dict.fromkeys(
+        ("model.num_labels", "model.pooling", "model.l2_normalize"),
+        "a head of its own is counted as the language model's",
+    ),
+    **dict.fromkeys(
+        ("distill_loss", "mse_loss", "infonce_distill_loss", "model.teacher_hidden_size"),
+        "a further model is not counted",
+    ),
+    "offload_teacher_model": "a further model is not counted",
+    **dict.fromkeys(
+        ("model.n_embd", "model.n_layer", "model.n_head", "model.vocab_size", "model.n_positions"),
+        "the model is counted as its name says",
+    ),
+    **dict.fromkeys(("model.init_mode", "model.layer_module", "model.stage"), "the model is counted as its name says"),
+    "model.vae_encode_micro_batch_size": "images are not counted",
+    "model.base_activation_checkpointing": "recomputation of the frozen base is counted as the model's",
+    "distributed_config": "a second `distributed_config` is not read",
+    "model.extract_submodel": "of models that see, the language model is counted",
     "dataset.seq_length": "samples are counted at this length",
 }
 _PLAIN = re.compile(
@@ -46,7 +79,9 @@ _PLAIN = re.compile(
     |clip_grad_norm|tokenizer|skypilot|slurm|processor|logger|tool_call.*|prewarm|neftune|kd_ratio|separate_meshes|max_grad_norm|logging
     |step_scheduler\.(?!global_batch|local_batch|max_steps).*|optimizer\.(?!_target_).*|loss_fn\.(?!_target_).*|packed_sequence\.(packing|max_packs|split).*
     |distributed\.(strategy|sequence_parallel|use_hf.*|dp_size|dp_replicate_size|activation_checkpointing.*|.*reshard.*|patch.*|backend|timeout.*)
-    |model\.(_target_|trust_remote_code|cache_dir|revision|torch_dtype|output_hidden.*|use_cache|is_meta.*|use_liger.*|tie_.*|dtype|pad_token.*
+    |moe_metrics|longalign|embedding_row_repair|.*_loss_weight|distributed\.(find_unused.*|static_graph|bucket_cap.*|gradient_as.*|offload_policy\._target_)
+    |model\.(load_base_model|mtp_use_repeated.*|router_aux.*|self_conditioning|block_size|kda_mode|bos_.*|eos_.*|llm_qk.*|copy_init.*|max_latent.*
+        |detach_dist.*|temperature|capture_layers|_target_|trust_remote_code|cache_dir|revision|torch_dtype|output_hidden.*|use_cache|is_meta.*|use_liger.*|tie_.*|dtype|pad_token.*
         |use_sdpa_patching|force_hf|mtp_loss_scaling_factor)
     |peft\.(_target_|alpha|dropout.*|use_triton|lora_A.*|exclude_modules|lora_dtype|use_memory.*)|compile\..*|quantization\..*)(\..*)?$""",
     re.VERBOSE,
@@ -150,9 +185,11 @@ def _read_peft(book: Notebook) -> None:
 def _read_sharding(book: Notebook) -> None:
     section = "distributed."
     word = book.word(f"{section}strategy") or book.word(f"{section}_target_") or "fsdp2"
-    replicate = book.whole(f"{section}dp_replicate_size", 1) or 1
+    replicate = book.positive(f"{section}dp_replicate_size", 1) or 1
     strategy: words.Strategy = "ddp" if "ddp" in word else "hsdp" if replicate > 1 else "fsdp"
     book.answer("strategy", strategy, f"{section}strategy", f"{section}_target_", f"{section}dp_replicate_size")
+    if strategy == "hsdp":
+        book.answer("copies", replicate, f"{section}dp_replicate_size")
     if "megatron" in word:
         book.leave(f"{section}strategy", "Megatron-FSDP is counted as FSDP2", matters=True)
     for field in ("tp", "cp", "pp", "ep"):

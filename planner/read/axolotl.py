@@ -70,6 +70,16 @@ _GAPS: Mapping[str, str] = {
     "load_in_4bit": "without an adapter it is as if it were not there",
     "model_config": "changes of the model's own config are not counted",
     "model_quantization_config": "the checkpoint's own quantisation is not counted",
+    "model_quantization_config_kwargs": "the checkpoint's own quantisation is not counted",
+    **dict.fromkeys(("use_dsv4_kernels", "use_glm_dsa_kernels"), "kernels of the Hub are not counted"),
+    "cls_model_config": "changes of the model's own config are not counted",
+    **dict.fromkeys(
+        ("expert_parallel_num_nvl_bytes", "expert_parallel_token_capacity"),
+        "axolotl's expert parallelism is not counted",
+    ),
+    "lisa_layers_attribute": "LISA's few trained layers are not counted",
+    **dict.fromkeys(("relora_prune_ratio", "relora_cpu_offload"), "ReLoRA's restarts are not counted"),
+    "do_causal_lm_eval": "generation of an evaluation is not counted",
     "ddp": "replicas are what several GPUs are counted as",
     "use_ray": "ranks are counted as torch's own launcher starts them",
     "bnb_config_kwargs": "bitsandbytes is counted with double quantisation",
@@ -272,6 +282,8 @@ def _read_sharding(book: Notebook, files: Files) -> None:
     replicate, shard = book.positive("dp_replicate_size", 1) or 1, book.positive("dp_shard_size", 1) or 1
     if shard > 1:
         book.answer("strategy", "hsdp" if replicate > 1 else "fsdp", "dp_shard_size", "dp_replicate_size")
+        if replicate > 1:
+            book.answer("copies", replicate, "dp_replicate_size")
         sharing = book.answers.get("tp", 1) * book.answers.get("cp", 1)
         book.answer("gpus", replicate * shard * sharing, "dp_shard_size", "dp_replicate_size")
 

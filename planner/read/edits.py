@@ -98,6 +98,11 @@ NAMES: Mapping[str, Names] = {
         recompute={kind: {"activation_checkpoint.mode": kind} for kind in ("none", "selective", "full")},
         offload={"none": {"training.enable_cpu_offload": False}, "all": {"training.enable_cpu_offload": True}},
     ),
+    "maxtext": Names(
+        micro=("per_device_batch_size",),
+        accumulation="gradient_accumulation_steps",
+        recompute={"none": {"remat_policy": "none"}, "full": {"remat_policy": "full"}},
+    ),
     "megatron": _MEGATRON,
     "megatron-swift": _MEGATRON,
     "automodel": Names(
@@ -152,6 +157,8 @@ def _names_of(reading: Reading) -> Names | None:
         return replace(names, strategy={})  # what another key or file says of sharding stands against it
     if reading.format == "torchtune" and "single_device" in reading.files[-1]:
         return replace(names, offload={})  # its recipes for one GPU have no FSDP
+    if reading.format == "maxtext" and any(reading.answers[field] > 1 for field in ("tp", "pp", "cp")):
+        return replace(names, micro=())  # its key counts devices, also those that split one sample
     if reading.format == "automodel" and "model.activation_checkpointing" in reading.settings:
         return replace(names, recompute=_switch("model.activation_checkpointing"))
     if reading.format == "verl" and reading.answers.get("code") == "megatron":

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from hardware_db.errors import BrokenFile
 from hardware_db.handed_in import quote
 from hardware_db.records import dataclass
+from planner import limits
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
@@ -152,6 +153,15 @@ def plain_value(text: str) -> Any:
     return stripped.strip("'\"")
 
 
+_MOST_LETTERS = 10_000
+_LIMITS: Mapping[str, limits.Limit] = {
+    **dict.fromkeys(("micro_batch", "grad_accum", "global_batch", "prompts_per_step"), limits.SAMPLES),
+    **dict.fromkeys(("gpus", "nodes", "tp", "pp", "cp", "ep", "shard", "rollout_gpus", "rollout_tp"), limits.GPUS),
+    **dict.fromkeys(("seq_len", "prompt_len", "generations", "lora_rank"), limits.TOKENS),
+}
+"""Of the fields that a config's numbers become, as of the flags that say the same."""
+
+
 class Notebook:
     """Collects what a reader understands: the settings, which of them were used, and what they became."""
 
@@ -201,11 +211,18 @@ class Notebook:
         return setting.value
 
     def text(self, key: str, default: str | None = None) -> str | None:
-        """Return a value as text; of a list its parts, separated by commas."""
+        """Return a value as text; of a list its parts, separated by commas.
+
+        Raises:
+            BrokenFile: it is longer than any name, path or list of modules.
+        """
         value = self.raw(key)
         if value is None:
             return default
-        return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        if len(text) > _MOST_LETTERS:
+            raise self.broken(key, f"give at most {_MOST_LETTERS:,} characters")
+        return text
 
     def word(self, key: str, default: str = "") -> str:
         """Return a value as a word in small letters."""
@@ -275,7 +292,14 @@ class Notebook:
     # Writing down what they became.
 
     def answer(self, field: str, value: Any, *keys: str) -> None:
-        """Fill in a field of the question, and write down the keys that say it."""
+        """Fill in a field of the question, and write down the keys that say it.
+
+        Raises:
+            BrokenFile: it is a number that nobody trains with, which nothing can be planned for either.
+        """
+        limit, written = _LIMITS.get(field), next((key for key in keys if key in self), None)
+        if limit is not None and written is not None and isinstance(value, int) and not limit.allows(value):
+            raise self.broken(written, f"give {limit}")
         self.answers[field] = value
         self.become(field, value, *keys)
 

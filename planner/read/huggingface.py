@@ -278,6 +278,7 @@ def _read_model(book: Notebook) -> None:
         "model_id",
         "config_name",
         "pretrained_model_name_or_path",
+        "bert_model",
     ):
         if key in book and (name := book.text(key)):
             book.answer("model", name, key)
@@ -317,7 +318,86 @@ def _read_stage(book: Notebook) -> None:
     book.answers["backend"] = "deepspeed" if stage else "torch"
 
 
-_OF_SCRIPTS = frozenset({"deepspeed_mpi", "task_name", "num_padding_at_beginning", "do_lower_case", "lora_module_name"})
+_CHAT_CRITIC = "the critic is counted as a copy of the actor; reward model, and the reference beside adapters, are not"
+
+
+def _read_chat_rounds(book: Notebook) -> None:
+    """Read the rounds of DeepSpeed-Chat's third step, whose actor generates itself; its flags lose their `actor_`.
+
+    microsoft/DeepSpeedExamples@83757d9c `applications/DeepSpeed-Chat/training/step3_rlhf_finetuning/main.py`.
+    """
+    given, actor = tuple(book.settings.values()), "actor_"
+    for setting in given:
+        name = setting.key.removeprefix(actor)
+        if setting.key == "per_device_training_batch_size":
+            name = "per_device_train_batch_size"
+        if name != setting.key:
+            del book.settings[setting.key]
+            book.add(replace(setting, key=name))
+    book.answer("task", "ppo", "model_name_or_path")
+    lengths = ("max_prompt_seq_len", "max_answer_seq_len")
+    prompt, completion = (book.positive(key, 256) or 256 for key in lengths)
+    book.answer("prompt_len", prompt, lengths[0])
+    book.answer("completion_len", str(completion), lengths[1])
+    book.answer("seq_len", prompt + completion)
+    book.answer("generations", 1)
+    book.answer("num_iterations", book.positive("ppo_epochs", 1), "ppo_epochs")
+    book.answer("rollout", "hf", "enable_hybrid_engine")
+    book.answer("beta", 0.1)  # dschat/rlhf/ppo_trainer.py, kl_ctl
+    book.leave("critic_model_name_or_path", _CHAT_CRITIC, matters=True)
+    book.assume("completions are counted at their longest", lengths[1])
+
+
+_OF_EXAMPLES: Mapping[str, str] = {
+    "cf": "the script's own config of its model is not read",
+    "deepspeed_transformer_kernel": "DeepSpeed's fused blocks are counted as transformers' own",
+    "deepspeed_sparse_attention": "sparse attention is counted as full",
+    "attention_dropout_checkpoint": "recomputed dropout is not counted",
+    "progressive_layer_drop": "layers that are dropped are counted",
+    "random_ltd": "tokens that layers skip are counted",
+    "distill_method": "a further model is not counted",
+    "pretrained_dir_student": "a further model is not counted",
+    "max_num_image_per_sample": "images are not counted",
+    "enable_mmca_attention": "attention of images is not counted",
+    "ds_inference": "generation is not counted",
+    **dict.fromkeys(
+        ("train_batch_size", "batch_size", "batchsize"), "the script's own batch is counted as HF Trainer's default"
+    ),
+    **dict.fromkeys(("multiprocessing_distributed", "seq_len", "num_expand"), "the script's own model is not read"),
+    **dict.fromkeys(("a", "arch", "batch_norm", "img_size", "model_type"), "the script's own model is not read"),
+}
+"""Gaps of DeepSpeedExamples' own scripts."""
+_CHAT_GAPS: Mapping[str, str] = {
+    **dict.fromkeys(("critic_zero_stage", "critic_gradient_checkpointing", "critic_lora_dim"), _CHAT_CRITIC),
+    "critic_model_name_or_path": _CHAT_CRITIC,
+    "offload_reference_model": "the frozen copy is counted as the actor is spread",
+    "offload_reward_model": "a further model is not counted",
+    "enable_ema": "a further copy of the weights is not counted",
+    "inference_tp_size": "generation is counted on each GPU alone",
+    "enable_mixed_precision_lora": "frozen weights are counted in 16 bits",
+    "per_device_generation_batch_size": "a round is counted as one step's samples",
+    "generation_batches": "a round is counted as one step's samples",
+}
+_OF_SCRIPTS = frozenset(
+    {
+        *("deepspeed_mpi", "task_name", "num_padding_at_beginning", "do_lower_case", "lora_module_name", "dropout"),
+        *("critic_learning_rate", "critic_weight_decay", "critic_lora_module_name", "critic_lora_learning_rate"),
+        *("lora_learning_rate", "data_split", "print_answers", "enable_test_mode", "test_stop_step"),
+        *("tp_gather_partition_size", "max_prompt_seq_len", "release_inference_cache", "unpin_actor_parameters"),
+        *("compute_fp32_loss", "align_overflow", "predict_batch_size", "doc_stride", "ckpt_type", "ckpt_to_save"),
+        *(
+            "load_training_checkpoint",
+            "load_checkpoint_id",
+            "save_best_model",
+            "clean_best_model",
+            "eval_step",
+            "pad_to_max_length",
+        ),
+        *("data_path_prefix", "use_pretrain", "rewarmup", "lr_schedule", "lr_offset", "preln", "token_based_lr_decay"),
+        *("analyzing_task", "analyzing_metric", "analyzing_num_threads", "analyzing_num_threads_reduce"),
+        *("analyzing_worker_id", "sample_input", "vis_proj", "cuda", "p"),
+    }
+)
 """Flags of DeepSpeedExamples' own scripts: data, and how ranks find each other."""
 
 
@@ -342,11 +422,14 @@ def _read_chat_adapters(book: Notebook) -> None:
 
 def read_flags(book: Notebook, files: Files, command: str) -> None:
     """Read the flags of a script, or a JSON of `TrainingArguments`, whose model and length stand under usual names."""
+    is_third = "actor_model_name_or_path" in book
+    if is_third:
+        _read_chat_rounds(book)
     _read_model(book)
     lengths = [key for key in _LENGTH_KEYS if key in book]
     for key in lengths[:1]:
         book.answer("seq_len", book.positive(key), key)
-    if not lengths:
+    if not lengths and not is_third:
         book.assume("no key says how long samples are; the model's own length counts")
     _read_adapters(book)
     _read_chat_adapters(book)
@@ -355,8 +438,15 @@ def read_flags(book: Notebook, files: Files, command: str) -> None:
     if dtype in ("bfloat16", "bf16") and "bf16" not in book:
         book.assume(f"weights are loaded in {dtype} and trained without autocast")
     loading = Loading(in_16_bits=dtype in ("bfloat16", "bf16"))
-    precision: words.Precision = "fp16" if dtype in ("fp16", "float16") else "fp32"
+    is_chat = is_third or {"zero_stage", "data_split"} <= book.settings.keys()
+    precision: words.Precision = "fp16" if dtype in ("fp16", "float16") or (is_chat and not dtype) else "fp32"
+    if is_chat and dtype in ("bf16", "bfloat16"):
+        precision = "bf16"
     read_training(book, files, loading=loading, recomputes=False, trainer="huggingface", precision=precision)
     _read_packing(book)
     _read_stage(book)
-    book.close(without_effect=lambda key: key in _OF_SCRIPTS or without_effect(key), gaps=GAPS, names=())
+    book.close(
+        without_effect=lambda key: key in _OF_SCRIPTS or without_effect(key),
+        gaps={**GAPS, **_OF_EXAMPLES, **_CHAT_GAPS},
+        names=(),
+    )

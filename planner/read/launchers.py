@@ -183,6 +183,8 @@ def launch_of(command: Command, source: Source) -> Launch | None:
             return None
         elif name in _WRAPPERS:
             words = _skip_flags(words[1:])
+        elif name in ("apptainer", "singularity"):
+            words = words[next((at for at, word in enumerate(words) if _starts_ranks(word)), len(words)) :]
         elif name in ("srun", "mpirun", "mpiexec", "torchrun", "deepspeed", "ds", "torchrun-hpc"):
             launchers.append(name)
             words = _take_flags(words[1:], flags, source)
@@ -227,6 +229,11 @@ def _launch(
     )
 
 
+def _starts_ranks(word: Word) -> bool:
+    """Return whether a word is the Python or the launcher that a container runs."""
+    return re.fullmatch(r"(.*/)?(python[0-9.]*|torchrun|accelerate|deepspeed)", word.text) is not None
+
+
 def _is_script(word: Word) -> bool:
     """Return whether a word names a program that may train: a Python file, or a module as `-m` left it."""
     return word.text.endswith(".py") or re.fullmatch(r"[A-Za-z_][\w-]*(\.[A-Za-z_]\w*)+", word.text) is not None
@@ -267,6 +274,8 @@ def _take_flags(words: list[Word], flags: dict[str, Setting], source: Source) ->
             words = words[1:]
         elif key in ("m", "module"):
             return words[1:]
+        elif key in ("mca", "gmca"):
+            words = words[3:]  # Open MPI's parameter and its value
         elif (
             key in _ALONE
             or len(words) == 1

@@ -44,6 +44,23 @@ _GAPS: Mapping[str, str] = {
     "fp8": "torchao's fp8 products are counted by tensor",
     "fp8_enable_fsdp_float8_all_gather": "weights are counted in 16 bit between ranks",
     "moe_aux_loss_coef": "the router's loss is not counted",
+    **dict.fromkeys(
+        (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+            "context_parallel_size",
+        ),
+        "degrees of Megatron-Core are not counted",
+    ),
+    **dict.fromkeys(
+        ("use_distributed_optimizer", "sequence_parallel", "recompute_granularity"),
+        "Megatron-Core's way is not counted",
+    ),
+    "use_packed_sequences": "samples are counted at their full length",
+    "freeze_trainable_modules": "freeze: all weights are counted as trained",
+    "use_v1_kernels": "fused kernels are counted as transformers' own",
+    "kt_cpu_activation": "KTransformers' experts on the CPU are not counted",
     "ray_num_workers": "ranks are counted as torch's own launcher starts them",
 }
 _STAGES = ("pt", "sft", "rm", "ppo", "dpo", "kto")
@@ -57,6 +74,16 @@ _PLAIN = frozenset(
             "pissa_iter",
             "pissa_convert",
             "create_new_adapter",
+        ),
+        *(
+            "bias_activation_fusion",
+            "apply_rope_fusion",
+            "overlap_param_gather",
+            "overlap_grad_reduce",
+            "moe_grouped_gemm",
+            "moe_token_dispatcher_type",
+            "export_hf_on_finish",
+            "apollo_scale",
         ),
         *(
             "adapter_name_or_path",
@@ -155,6 +182,9 @@ def read(book: Notebook, files: Files) -> None:
     set_task(book, "stage", stage)
     if stage == "dpo" and book.word("pref_loss") in ("orpo", "simpo"):  # its `use_ref_model`, finetuning_args.py
         book.answer("task", "orpo", "stage", "pref_loss")
+    elif stage in ("dpo", "kto"):
+        # train/dpo/trainer.py makes all logits, as TRL did before 1.0
+        book.answers.setdefault("loss", "plain")
     length = book.positive("cutoff_len", default_of("llama-factory", "cutoff_len"))
     book.answer("seq_len", length, "cutoff_len")
     _read_method(book)
@@ -222,7 +252,15 @@ def _read_next(book: Notebook, files: Files) -> None:
     degree = book.positive("cp_size", 1) or 1
     if degree > 1:
         book.answer("cp", degree, "cp_size")
-    plain = _PLAIN | {"kernel_config", "dist_config", "init_config", "train_dataset", "quant_config", "cp_mode"}
+    plain = _PLAIN | {
+        "kernel_config",
+        "optim_config",
+        "dist_config",
+        "init_config",
+        "train_dataset",
+        "quant_config",
+        "cp_mode",
+    }
     book.close(
         without_effect=lambda key: key.partition(".")[0] in plain or without_effect(key),
         gaps={

@@ -16,6 +16,7 @@ from planner.models.catalogue import find_model, knows_model
 from planner.read.documents import Files
 from planner.read.form import Notebook, Setting
 from planner.read.huggingface import read_deepspeed_of, read_quantisation
+from planner.read.megatron_keys import GAPS, PLAIN
 from planner.read.trainers import (
     default_of,
     keys_of,
@@ -37,113 +38,6 @@ VOCABULARIES: Mapping[str, int] = {
     "mixtraltokenizer": 32000,
 }
 """Tokens of the vocabularies that Megatron's tokenizer types and Primus' stand for (their models' config.json)."""
-_GAPS: Mapping[str, str] = {
-    "rampup_batch_size": "the global batch is counted at its full size",
-    "use_torch_fsdp2": "FSDP2 of Megatron is counted as its distributed optimizer",
-    "use_megatron_fsdp": "Megatron-FSDP is counted as its distributed optimizer",
-    "use_custom_fsdp": "Megatron-FSDP is counted as its distributed optimizer",
-    "data_parallel_sharding_strategy": "Megatron-FSDP is counted as its distributed optimizer",
-    "optimizer_cpu_offload": "its optimizer in host memory is not counted",
-    "optimizer_offload_fraction": "its optimizer in host memory is not counted",
-    "cpu_offloading": "activations in host memory are not counted",
-    "use_precision_aware_optimizer": "states narrower than fp32 are not counted",
-    "main_grads_dtype": "gradients are counted in fp32",
-    "main_params_dtype": "masters are counted in fp32",
-    "exp_avg_dtype": "states narrower than fp32 are not counted",
-    "exp_avg_sq_dtype": "states narrower than fp32 are not counted",
-    "mtp_num_layers": "layers that predict further tokens are not counted",
-    "moe_layer_freq": "every layer behind the first dense ones is counted as routed",
-    "expert_tensor_parallel_size": "experts are counted whole on their ranks",
-    "hybrid_layer_pattern": "layers of other kinds than attention are counted as attention",
-    "hybrid_override_pattern": "layers of other kinds than attention are counted as attention",
-    "pipeline_model_parallel_layout": "stages are counted as equal",
-    "decoder_first_pipeline_num_layers": "stages are counted as equal",
-    "decoder_last_pipeline_num_layers": "stages are counted as equal",
-    "account_for_embedding_in_pipeline_split": "stages are counted as equal",
-    "account_for_loss_in_pipeline_split": "stages are counted as equal",
-    "deterministic_mode": "deterministic kernels are counted at the usual kernels' rates",
-    "squared_relu": "the activation is counted as GELU",
-    "spec": "blocks of a spec of its own are counted as the arguments say",
-    "moe_pad_expert_input_to_capacity": "experts are counted with what comes to them",
-    "moe_expert_capacity_factor": "experts are counted with what comes to them",
-    "cuda_graph_impl": "launches are counted as without CUDA graphs",
-    "enable_cuda_graph": "launches are counted as without CUDA graphs",
-    "external_cuda_graph": "launches are counted as without CUDA graphs",
-    "fine_grained_activation_offloading": "activations in host memory are not counted",
-    "offload_modules": "activations in host memory are not counted",
-    "fp4_format": "fp4 products are counted in 16 bit",
-    "multi_latent_attention": "latent attention is counted where its ranks are there",
-    "experimental_attention_variant": "attention of another kind is counted as full attention",
-    "deepspeed_activation_checkpointing": "DeepSpeed's checkpointing is counted as whole blocks",
-    "embed_layernorm": "one more norm is not counted",
-    "freeze_vit": "of models that see, the language model is counted",
-    "freeze_aligner": "of models that see, the language model is counted",
-    "freeze_llm": "of models that see, the language model is counted",
-    "padding_free": "samples are counted at their full length",
-    "modules_to_save": "what is trained whole beside the adapters is not counted",
-    "teacher_model": "a further model is not counted",
-    "use_vllm": "generation is not counted",
-    "vllm_mode": "generation is not counted",
-    "num_generations": "generation is not counted",
-    "max_completion_length": "generation is not counted",
-    "overlap_moe_expert_parallel_comm": "exchanges between experts are counted as exposed",
-    "moe_use_legacy_grouped_gemm": "experts are counted as grouped products",
-    "enable_primus_turbo": "Primus Turbo's kernels are counted as Transformer Engine's",
-    "turbo_sync_free_moe_stage": "what experts keep more without synchronisation is not counted",
-    "enable_turbo_attention_float8": "attention in 8 bits is counted in 16",
-    "lora": "adapters of these modules are counted as of all linear layers",
-    "offload_model": "generation is not counted",
-    "offload_optimizer": "generation is not counted",
-    "offload_bridge": "generation is not counted",
-    "sleep_level": "generation is not counted",
-    "steps_per_generation": "generation is not counted",
-    "vllm_max_model_len": "generation is not counted",
-    "vllm_gpu_memory_utilization": "generation is not counted",
-    "vllm_tensor_parallel_size": "generation is not counted",
-    "recompute_layer_ids": "recomputation is counted as of all blocks",
-    "encoder_num_layers": "encoder-decoders are not counted from arguments",
-    "router_aux_loss_coef": "the router's loss is not counted",
-    "context_parallel_strategy": "context parallelism is counted as a ring",
-    "cp_comm_type": "context parallelism is counted as a ring",
-    "hierarchical_context_parallel_sizes": "context parallelism is counted as a ring",
-    "num_distributed_optimizer_instances": "states are counted as sharded over all replicas",
-    "freeze_parameters": "all weights are counted as trained",
-    "rl_use_sequence_packing": "generation is not counted",
-    "perform_rl_step": "generation is not counted",
-}
-_PLAIN = re.compile(
-    r"""(
-    modules\.\w+\.(framework|config|model|name) | dataloader_type | norm_target_loss | universal_checkpoint
-    | loss_on_targets.* | .*weighted_split.* | max_position_embeddings | apply_wd.* |
-    (no_)?(use_)?(mcore_models|persistent_ckpt_worker|checkpoint_(opt|args).*|legacy_.*|tokenizer_model.*|mmap.*)
-    | .*(timers?|timing|tensorboard|throughput|memory_to|one_logger|straggler|inference|prompts
-      |iterations_to_skip).* | async_save | dist_ckpt_.* | ckpt_.* | auto_detect_ckpt.* | no_ckpt.* | .*nvrx.*
-    | non_persistent.* | disable_last_saving | attention_dropout | hidden_dropout
-    | no_(bias|rope|masked|position)_.* | apply_(query|layernorm|residual|rope).*
-    | bias_(gelu|swiglu|dropout|activation)_fusion | (no_)?gradient_accumulation_fusion | no_persist_layer_norm
-    | .*rope_fusion | masked_softmax_fusion | (no_)?create_attention_mask.* | rotary_.* | use_rotary.* | rope_.*
-    | yarn_.* | mscale.* | beta_(fast|slow) | norm_epsilon | layernorm_epsilon | qk_(layernorm|norm.*|clip.*)
-    | softmax_.* | window_(size|attn.*)
-    | moe_(router|aux|z_loss|token|grouped|permute|shared_expert_(overlap|gate)|input|per_layer|enable_deepep
-      |deepep|flex|hybrid|use_fused|apply).* | manual_gc.* | (no_)?(overlap|delay|align|defer)_.* | tp_comm.*
-    | ddp_.* | disable_.* | use_flashinfer.* | rerun_.* | check_.* | no_check.* | empty_unused.* | eod_.* | reset_.*
-    | mock_data | use_(turbo|fla)_.* | turbo_deepep.* | log_avg.* | stderr.* | auto_continue.* | original_max.*
-    | calculate_per_token.* | cross_entropy_(loss|fusion).* | fused_ce.* | te_.* | use_tp_pp_dp.* | untie.* | mup.*
-    | use_mup.* | bert_.* | vocab_extra.* | split | override_.* | decoupled.* | high_priority.* | nccl_.*
-    | use_(cpu_init|dist_ckpt|ring|sharp|tensorboard|nccl).* | eval_.* | train_sync.* | max_tokens_to_oom
-    | return_.* | top | num_tokens.* | incoming.* | output_every.* | tiktoken.* | no_.*fusion | exit.*
-    | kill_switch.* | abort_on.* | data_impl | loss_scale.* | initial_loss.* | min_loss.* | hysteresis | dataset
-    | val_dataset | system | stream | truncation.* | merge_lora | adapters | to_hf | save_safetensors | loss_scale
-    | agent.* | external_plugins | log_completions | create_.* | import_.* | config | rank | group_query_attention
-    | ENV.* | no_data.* | position_embedding.* | add_.*bias.* | model_(author|name|type|provider) | load_data.*
-    | .*mcore.* | bf16 | fp16 | TEST_TYPE | LAUNCHER | MODE | .*_SCRIPT | TEST_.* | METRICS.* | SKIP.* | work_group
-    | workspace | verify_integrity | async_.* | accumulate_allreduce.* | attention_softmax.* | sync_tp.*
-    | pp_partition.* | optim_.* | .*moment.* | .*muon.* | enable_experimental | stage | sft_conversation_format
-    | lora\.(alpha|dropout.*|lora_.*) | loss_type | beta | rpo_alpha | (un)?desirable_weight | use_ray
-    | center_rewards_coefficient | epsilon(_high)? | overlong_filter
-    )$""",
-    re.VERBOSE,
-)
 _OF_INFERENCE = (
     "prompts",
     "num_tokens_to_generate",
@@ -175,7 +69,9 @@ def _plain(key: str) -> str:
 
 def renamed(settings: Iterable[Setting]) -> list[Setting]:
     """Return settings under the arguments' own names."""
-    return [replace(item, key=_plain(item.key)) for item in settings]
+    listed = list(settings)
+    own = any(item.key == "train.gpus" for item in listed)  # of ms-swift's Ray: what trains beside what generates
+    return [replace(item, key=_plain(item.key.removeprefix("train.") if own else item.key)) for item in listed]
 
 
 def why_no_training(book: Notebook) -> str:
@@ -185,14 +81,18 @@ def why_no_training(book: Notebook) -> str:
     kinds = [book.word(key) for key in book.settings if re.fullmatch(r"modules\.\w+\.trainer_class", key)]
     if any(kind.startswith("flux") for kind in kinds):
         return "trains a diffusion model, which no reader counts"
-    framework = next(
-        (book.word(key) for key in book.settings if re.fullmatch(r"modules\.\w+\.framework", key)), "megatron"
-    )
-    if framework not in ("megatron", "torchtitan"):
+    framework = _framework(book)
+    if framework not in ("megatron", "megatron_bridge"):
         return f"has Primus run {framework}, whose keys are not read here"
     if not {"micro_batch_size", "num_layers", "train_iters", "global_batch_size", "seq_length"} & book.settings.keys():
         return "has no batch, no layers and no steps: it is no training's"
     return ""
+
+
+def _framework(book: Notebook) -> str:
+    """Return the framework that Primus runs; Megatron where it is not Primus that does."""
+    keys = (key for key in book.settings if re.fullmatch(r"modules\.\w+\.framework", key))
+    return next(map(book.word, keys), "megatron")
 
 
 def _read_modules(book: Notebook) -> None:
@@ -201,7 +101,7 @@ def _read_modules(book: Notebook) -> None:
         book.leave("transformer_impl", "blocks are counted as Transformer Engine's", matters=True)
     else:
         book.become("code", "megatron", "transformer_impl")
-    for key in ("encoder_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern", "mamba_num_heads"):
+    for key in ("hybrid_layer_pattern", "hybrid_override_pattern", "mamba_num_heads"):
         if key in book and "model_config" not in book.answers:
             book.assume("the architecture is none that arguments are counted for; --model names one", key)
             return
@@ -225,6 +125,8 @@ def read(book: Notebook, files: Files, *, is_swift: bool = False) -> None:
     if book.answers["optimizer"] == "adamw":  # core/optimizer: Transformer Engine's or Apex's FusedAdam
         book.answer("optimizer", "adamw-fused", "optimizer")
     _read_states(book, files, trainer)
+    if _framework(book) == "megatron_bridge":
+        _read_bridge(book)
     backend = book.word("attention_backend")
     attention: words.Attention = (
         "eager" if backend in ("unfused", "local") else "flash" if "flash" in backend else "sdpa"
@@ -241,8 +143,8 @@ def read(book: Notebook, files: Files, *, is_swift: bool = False) -> None:
         book.steps = samples // batch
         book.become("steps", book.steps, "train_samples")
     book.close(
-        without_effect=lambda key: _PLAIN.match(key) is not None or without_effect(key),
-        gaps=_GAPS,
+        without_effect=lambda key: PLAIN.match(key) is not None or without_effect(key),
+        gaps=GAPS,
         names=(),
     )
 
@@ -254,14 +156,21 @@ def _read_model(book: Notebook) -> None:
     """Read the sizes of a model as transformers' config of the same shape has them."""
     preset = next((key for key in book.settings if re.fullmatch(r"modules\.\w+\.model", key)), "")
     if preset and "num_layers" not in book:
-        name = re.sub(r"\.ya?ml$", "", book.text(preset) or "")
-        book.answer("model", name, preset)
+        name = re.sub(r"(_lora\w*)?(\.ya?ml)?$", "", book.text(preset) or "")
+        book.answer("model", re.sub(r"^(llama)3([1-3])_", r"\1-3.\2-", name), preset)
         return
-    layers, hidden, heads = (book.positive(key) for key in ("num_layers", "hidden_size", "num_attention_heads"))
+    hidden, heads = book.positive("hidden_size"), book.positive("num_attention_heads")
+    if "encoder_num_layers" in book and hidden and heads:
+        _read_t5(book, hidden, heads)
+        return
+    layers = book.positive("num_layers")
     if not layers or not hidden or not heads:
+        for key in _SIZES:
+            book.leave(key, "without layers, width and heads no model can be made of it", matters=True)
         return
     used = ["num_layers", "hidden_size", "num_attention_heads"]
-    gated = book.flag("swiglu")
+    gates = ("activation_func", "glu_activation")  # Primus', and Megatron-DeepSpeed's of BigScience
+    gated = book.flag("swiglu") or any(book.word(key).endswith("glu") for key in gates)
     width = book.positive("ffn_hidden_size")
     if width is None:  # arguments.py, validate_args: two thirds of 4 times, rounded to 64
         width = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
@@ -278,6 +187,7 @@ def _read_model(book: Notebook) -> None:
     }
     config = _config(book, sizes, gated=gated)
     used += ["ffn_hidden_size", "num_query_groups", "kv_channels", "max_position_embeddings", "swiglu", "normalization"]
+    used += gates
     used += [
         "num_experts",
         "moe_router_topk",
@@ -301,6 +211,34 @@ def _read_model(book: Notebook) -> None:
     ]
     book.answers["model_config"] = config
     book.answer("model", f"a {config['model_type']} of {layers} x {hidden}", *used)
+
+
+_SIZES = (
+    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "num_query_groups", "kv_channels"),
+    *("normalization", "num_experts", "moe_shared_expert_intermediate_size"),
+)
+
+
+def _read_t5(book: Notebook, hidden: int, heads: int) -> None:
+    """Read an encoder-decoder (`pretrain_t5.py`), whose decoder sees as many tokens as its encoder here."""
+    encoder = book.positive("encoder_num_layers") or 1
+    decoder = book.positive("decoder_num_layers", encoder) or encoder
+    sizes = {
+        "d_model": hidden,
+        "num_heads": heads,
+        "d_kv": book.positive("kv_channels") or hidden // heads,
+        "d_ff": book.positive("ffn_hidden_size") or 4 * hidden,
+        "num_layers": encoder,
+        "num_decoder_layers": decoder,
+        "vocab_size": _vocabulary(book),
+    }
+    book.answers["model_config"] = {**sizes, "model_type": "t5", "feed_forward_proj": "gelu"}
+    keys = ("encoder_num_layers", "decoder_num_layers", "hidden_size", "num_attention_heads", "kv_channels")
+    book.answer(
+        "model", f"a t5 of {encoder} + {decoder} x {hidden}", *keys, "ffn_hidden_size", "max_position_embeddings"
+    )
+    book.answer("task", "seq2seq")
+    book.leave("decoder_seq_length", "targets are counted as long as what is encoded", matters=True)
 
 
 def _key_heads(book: Notebook, heads: int) -> int:
@@ -496,6 +434,27 @@ def _read_states(book: Notebook, files: Files, trainer: str) -> None:
     book.answer("strategy", "zero1" if shards else "ddp", "use_distributed_optimizer")
 
 
+def _read_bridge(book: Notebook) -> None:
+    """Read what Megatron-Bridge's recipes add, as Primus passes it on.
+
+    NVIDIA-NeMo/Megatron-Bridge@067f987d `src/megatron/bridge/recipes/common.py`, `training/mixed_precision.py` and
+    `peft/lora.py`: bf16 with the distributed optimizer, adapters of rank 32 on all linear layers.
+    """
+    kind = book.word("peft", "none")
+    book.answer("method", "lora" if "lora" in kind else "full", "peft")
+    if book.answers["method"] == "lora":
+        book.answer("lora_rank", book.positive("peft.dim") or book.positive("peft_dim", 32), "peft.dim", "peft_dim")
+        book.answer("lora_targets", "all-linear")
+    named = book.word("precision_config", "bf16_mixed")
+    if "fp8" in named:
+        book.answer("precision", "fp8", "precision_config")
+    book.become("precision", book.answers["precision"], "precision_config")
+    if book.flag("use_distributed_optimizer", book.answers["method"] == "full"):
+        book.answer("strategy", "zero1", "use_distributed_optimizer")
+    if book.flag("packed_sequence"):
+        book.become("packing", "samples are full", "packed_sequence")
+
+
 def _read_adapters(book: Notebook) -> None:
     """Read Primus' adapters, of the modules that Megatron-Bridge names."""
     if not book.flag("lora.enabled"):
@@ -511,7 +470,10 @@ def _read_adapters(book: Notebook) -> None:
 
 
 def _read_swift(book: Notebook) -> None:
-    """Read what ms-swift adds to Megatron's arguments: method, length, adapters."""
+    """Read what ms-swift adds to Megatron's arguments: method, length, adapters, and Ray's GPUs."""
+    gpus = book.positive("gpus")
+    if gpus is not None:
+        book.answer("gpus", gpus, "gpus")
     kind = book.word("tuner_type") or book.word("train_type") or "full"
     if kind == "full":
         book.answer("method", "full", "tuner_type", "train_type")

@@ -51,6 +51,25 @@ _GAPS: Mapping[str, str] = {
     "experts_impl": "experts are counted as transformers' own",
     "use_logits_to_keep": "logits are counted for every token",
     "padding_free": "samples are counted at their full length",
+    **dict.fromkeys(("teacher_deepspeed", "teacher_model_server", "gkd_logits_topk"), "a further model is not counted"),
+    **dict.fromkeys(("orm_model", "prm_model", "reward_model_plugin"), "a further model is not counted"),
+    **dict.fromkeys(
+        (
+            "use_gym_env",
+            "async_generate",
+            "vllm_enable_lora",
+            "sampler_engine",
+            "num_return_sequences",
+            "max_model_len",
+        ),
+        "generation is not counted",
+    ),
+    "response_length": "generation is not counted",
+    "chord_sft_per_device_train_batch_size": "a second, supervised batch is not counted",
+    "llamapro_num_new_blocks": "new blocks are not counted",
+    "reft_intervention_type": "interventions are not counted",
+    "galore_quantization": "GaLore's states of a smaller rank are not counted",
+    "optimizer": "an optimizer of its own is not counted",
     "tuner_backend": "adapters are counted as PEFT's",
 }
 _PLAIN = frozenset(
@@ -74,6 +93,34 @@ _PLAIN = frozenset(
             "truncation_strategy",
             "use_hf",
             "packing",
+        ),
+        *(
+            "use_ray",
+            "columns",
+            "bnb_4bit_quant_type",
+            "bnb_4bit_compute_dtype",
+            "bnb_4bit_use_double_quant",
+            "bnb_4bit_quant_storage",
+            "sft_alpha",
+            "top_entropy_quantile",
+            "enable_dft_loss",
+            "loss_weights",
+            "tau_pos",
+            "tau_neg",
+        ),
+        *(
+            "vllm_enforce_eager",
+            "eval_use_evalscope",
+            "eval_limit",
+            "early_stop_interval",
+            "rope_scaling",
+            "lora_ga_batch_size",
+            "lora_ga_iters",
+            "lora_ga_max_length",
+            "lora_ga_direction",
+            "lora_ga_scale",
+            "lora_ga_stable_gamma",
+            "galore_optim_per_parameter",
         ),
         *(
             "custom_register_path",
@@ -214,6 +261,9 @@ def _read_task(book: Notebook, command: str) -> None:
         kind = book.word("rlhf_type", "dpo")
         if not counts_rounds(kind):
             set_task(book, "rlhf_type", kind)
+        if book.answers.get("task") in words.REFERRING:
+            # requirements/framework.txt: TRL below 1.0, which has no tiles
+            book.answers.setdefault("loss", "plain")
     elif kind in ("seq_cls", "reranker", "generative_reranker", "embedding"):
         set_task(book, "task_type", kind)
     else:

@@ -42,18 +42,29 @@ _GAPS: Mapping[str, str] = {
     "policy.megatron_cfg.optimizer.use_precision_aware_optimizer": "states narrower than fp32 are not counted",
     "policy.dtensor_cfg.automodel_kwargs": "kernels of a backend are counted as torch's",
     "teacher": "a further model is not counted",
+    "teachers": "a further model is not counted",
+    "on_policy_distillation": "a further model is not counted",
+    "value_loss_fn": "a further model is not counted",
+    "policy.router_replay": "the routes that generation hands over are not counted",
+    "policy.is_vlm": "of models that see, the language model is counted",
+    **dict.fromkeys(
+        (f"policy.quant_{name}" for name in ("calib_data", "calib_size", "batch_size", "sequence_length")),
+        "quantised weights are not counted",
+    ),
+    "policy.disable_modelopt_layer_spec": "quantised weights are not counted",
+    "policy.dequantize_base_checkpoint": "quantised weights are not counted",
     "value": "a further model is not counted",
     "distillation": "a further model is not counted",
     "env": "environments and their models are not counted",
     "reward": "a further model is not counted",
 }
 _PLAIN = re.compile(
-    r"""(data_plane|reward_penalties|checkpointing|logger|data|loss_fn|sft|dpo|rm|tokenizer|defaults|async_rl|eval|cluster|ppo|policy\.(tokenizer|max_grad_norm|scheduler|optimizer
+    r"""(data_plane|reward_penalties|checkpointing|logger|data|loss_fn|sft|dpo|rm|tokenizer|defaults|async_rl|eval|cluster|ppo|policy\.(activation_checkpointing_enabled|dtensor_cfg\.moe_parallelizer.*|tokenizer|max_grad_norm|scheduler|optimizer
     |make_sequence.*|refit.*|logprob.*|env_vars|precision|model_name|dtensor_cfg\.(_v2|env_vars|custom_.*|clear_cache.*|lora_cfg.*|enabled|dp_.*
     |sequence_parallel)|megatron_cfg\.(checkpoint|empty_.*|scheduler|optimizer|converter.*|env_vars|force_.*|moe_router.*|freeze.*|moe_permute.*
     |apply_rope.*|bias_.*|gradient_.*|moe_.*|enabled|use_.*|fused.*|layernorm.*|defer.*|track.*|rope.*|peft.*|lora.*|pipeline_dtype|attention.*
     |context.*|tensor.*|pipeline.*|expert.*|sequence.*|train_iters|activation.*|linear.*|distributed.*|overlap.*|cross_entropy.*|keep.*
-    |mtp_(?!num_layers).*|cuda_graph_(modules|warmup.*)|offload_modules))
+    |radio_.*|clear_memory.*|do_not_average.*|cp_normalize|calculate_per.*|scale_loss.*|mtp_(?!num_layers).*|cuda_graph_(modules|warmup.*)|offload_modules))
     |grpo\.(seed|val_.*|max_.*|normalize.*|use_.*|overlong.*|adv.*|reward.*|seq_.*|skip.*|calculate.*|log.*|batch.*|async.*|dynamic.*))(\..*)?$""",
     re.VERBOSE,
 )
@@ -174,8 +185,10 @@ def _read_dtensor(book: Notebook) -> None:
         ("ep", "expert_parallel_size"),
     ):
         book.answer(field, book.positive(f"{section}{name}", 1), f"{section}{name}")
-    if (book.whole(f"{section}dp_replicate_size", 1) or 1) > 1:
+    copies = book.positive(f"{section}dp_replicate_size", 1) or 1
+    if copies > 1:
         book.answer("strategy", "hsdp", f"{section}dp_replicate_size")
+        book.answer("copies", copies, f"{section}dp_replicate_size")
     if book.flag(f"{section}sequence_parallel") and book.answers["tp"] > 1:
         book.answer("sequence_parallel", True, f"{section}sequence_parallel")
     offloads = book.flag(f"{section}cpu_offload")

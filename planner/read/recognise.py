@@ -55,6 +55,7 @@ _MODULES: Mapping[str, str] = {
     "llama-factory": "planner.read.llamafactory",
     "ms-swift": "planner.read.ms_swift",
     "torchtitan": "planner.read.torchtitan",
+    "maxtext": "planner.read.maxtext",
     "megatron": "planner.read.megatron",
     "torchtune": "planner.read.torchtune",
     "automodel": "planner.read.automodel",
@@ -212,7 +213,7 @@ class _Together:
                 return NoTraining(f"{source.path}, line {launch.line}: {reason}")
         if every:
             programs = ", ".join(dict.fromkeys(launch.program for launch in every))
-            trains = any(_OF_TRAINING & _flags_of(launch) for launch in every)
+            trains = any(map(_may_train, every))
             why = "whose flags no reader takes" if trains else "whose flags are none of a training's"
             return NoTraining(f"{source.path}: starts {programs}, {why}")
         shown = ", ".join(dict.fromkeys(command.words[0].text for command in commands if command.words)) or "nothing"
@@ -353,6 +354,9 @@ class _Together:
         if form is None:
             shown = ", ".join(sorted({key.partition(".")[0] for key in keys})[:5])
             hint = near_miss(keys)
+            if not any(_SAYS_TRAINING.search(key) for key in keys):
+                why = "it names no batch, optimizer, learning rate, epochs or steps, and so trains nothing"
+                raise NoTraining(f"{source.path}: is no config that is read here (keys {shown} …){hint}: {why}")
             raise BrokenFile(
                 source.path, f"is no config that is read here (keys {shown} …){hint}", "or name its --format"
             )
@@ -427,6 +431,11 @@ def form_of_keys(keys: frozenset[str]) -> str | None:
     return next((name for name, check in checks if check(keys)), None)
 
 
+_SAYS_TRAINING = re.compile(
+    r"(?i)(batch_?size|micro_?batch|learning_?rate|(^|[._])lr$|optimi[sz]er|epochs?$|(max|train|num|total)_?(steps|iters)|lora_r"
+    r"|(^|\.)(sequence_?len|seq_?len|cutoff_?len)|grad(ient)?_acc|base_?model$|^modules\.)"
+)
+"""What one of the keys of a training says."""
 _TELLING = (
     "base_model",
     "model_name_or_path",
@@ -530,6 +539,20 @@ _OF_TRAINING = {
 """Flags that say of a script without a reader that it trains."""
 
 
+_OF_GENERATION = {"gen_len", "max_new_tokens", "port", "trials"}
+_NAMED_TRAINING = re.compile(r"(^|[_./])(pre)?train|fine_?tune")
+_NAMED_OTHERWISE = re.compile(r"infer|bench|serve|generat|eval|preprocess|flexgen")
+"""Names of programs, and flags, of what runs models and trains none."""
+
+
+def _may_train(launch: Launch) -> bool:
+    """Return whether a program without a reader is one that trains, by its name and its flags."""
+    flags = _flags_of(launch)
+    if _OF_GENERATION & flags or _NAMED_OTHERWISE.search(launch.program):
+        return False
+    return bool(_OF_TRAINING & flags or _NAMED_TRAINING.search(launch.program))
+
+
 def _flags_of(launch: Launch) -> set[str]:
     """Return the names of a launch's flags, with `_` for `-`."""
     words = (word.text for word in launch.arguments if word.text.startswith("--"))
@@ -556,7 +579,7 @@ def _program_form(launch: Launch) -> str:
         return "trl" if subcommand not in ("chat", "env", "vllm-serve", "skills") else ""
     for pattern, form in (
         (r"axolotl\.cli\.train|scripts/finetune\.py", "axolotl"),
-        (r"verl\.trainer\.|(^|/)main_ppo\.py$|recipe\.\w+\.main_\w+$", "verl"),
+        (r"verl\.trainer\.|(^|/)main_ppo(_split)?\.py$|recipe\.\w+\.main_\w+$", "verl"),
         (r"trl\.scripts\.\w+$", "trl"),
         (r"torchtitan[./]train(\.py)?$", "torchtitan"),
         (r"openrlhf\.cli\.train_", "openrlhf"),
@@ -568,13 +591,15 @@ def _program_form(launch: Launch) -> str:
             return form
     flags = _flags_of(launch)
     if {"micro_batch_size", "num_layers"} <= flags or (
-        re.search(r"(^|/)pretrain_\w+\.py$", program) and "num_layers" in flags
+        re.search(r"(^|/)pretrain_\w+\.py$", program) and {"num_layers", "encoder_num_layers"} & flags
     ):
         return "megatron"
     if _TRL_SCRIPTS.search(program) and ("model_name_or_path" in flags or "config" in flags):
         return "trl"
     batch = {"per_device_train_batch_size", "deepspeed_config", "deepspeed", "train_batch_size", "model_name_or_path"}
-    is_training = "per_device_train_batch_size" in flags or ("model_name_or_path" in flags and bool(batch & flags))
+    is_training = bool({"per_device_train_batch_size", "actor_model_name_or_path"} & flags) or (
+        "model_name_or_path" in flags and bool(batch & flags)
+    )
     if is_training or "deepspeed_config" in flags:
         return "huggingface"
     configs = [

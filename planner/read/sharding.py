@@ -240,18 +240,25 @@ def stage_of_name(name: str) -> tuple[words.Strategy, words.Offload] | None:
     return ("ddp", "none") if "zero0" in lowered or "z0_" in lowered else None
 
 
+_OF_DEEPSPEED = frozenset({"strategy", "backend", "offload", "optimizer", "gradient_compression", *_ZERO_PLUS})
+"""Fields of which DeepSpeed's config decides alone."""
+
+
 def merge_deepspeed(book: Notebook, config: Notebook, key: str) -> None:
     """Take over what a DeepSpeed config says into the book of the trainer that names it; HF Trainer fills in `auto`.
 
     HF Trainer stops where both name a figure and differ (transformers, `integrations/deepspeed.py`, `fill_match`).
+    `deepspeed_config` is a flag of scripts of their own (`deepspeed.add_config_arguments`), where the config counts.
     """
+    names = {"micro_batch": "micro-batch", "grad_accum": "accumulation", "precision": "precision"}
+    flags = {"micro_batch": "per_device_train_batch_size", "grad_accum": "gradient_accumulation_steps"}
     for field, value in config.answers.items():
         theirs = book.answers.get(field)
         is_pure = field == "precision" and value == "bf16-pure" and theirs in (None, "bf16")
-        if field in ("strategy", "backend", "offload", "optimizer", "gradient_compression", *_ZERO_PLUS) or is_pure:
+        is_scripts = key == "deepspeed_config" and field in names and flags.get(field, "bf16") not in book
+        if is_scripts or is_pure or field in _OF_DEEPSPEED:
             book.answers[field] = value
-        elif field in ("micro_batch", "grad_accum", "precision") and theirs is not None and theirs != value:
-            names = {"micro_batch": "micro-batch", "grad_accum": "accumulation", "precision": "precision"}
+        elif field in names and theirs is not None and theirs != value:
             message = f"the DeepSpeed config's {names[field]} is {value}, the trainer's {theirs}, which stops the run"
             book.find("error", "contradiction", message, key)
         elif field == "global_batch":
@@ -438,6 +445,7 @@ def close_accelerate(book: Notebook) -> None:
         without_effect=without_effect,
         gaps={
             "parallelism_config": "sequence parallelism of accelerate is not counted",
+            "deepspeed_config.seq_parallel_communication_data_type": "sequence parallelism is not counted",
             "fp8_config": "fp8 recipes are counted by tensor",
             "megatron_lm_config": "accelerate's own Megatron-LM is not counted",
             "kt_config": "KTransformers' experts on the CPU are not counted",

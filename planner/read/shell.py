@@ -97,6 +97,7 @@ _KEYWORDS = frozenset(
     {"then", "do", "else", "elif", "fi", "done", "esac", "{", "}", "!", "time", "if", "while", "until"}
 )
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_ARGUMENT = re.compile(r"\$\{?[0-9]\}?")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=")
 
 
@@ -238,7 +239,8 @@ class _Run:
         raw = list(words)
         names = [_literal(word) for word in raw]
         if names[0] == "eval":
-            pieces = [piece for word in raw[1:] for piece in (*word, _Piece(letters=[(" ", -1)], is_quoted=True))]
+            blank = _Piece(letters=[(" ", -1)], is_quoted=True)
+            pieces = [piece for word in raw[1:] for piece in (*map(_in_one_line, word), blank)]
         elif "-c" in names and names.index("-c") + 1 < len(raw):
             pieces = raw[names.index("-c") + 1]
         else:
@@ -287,8 +289,13 @@ class _Run:
         if appends and name in self.values:
             before = self.values[name]
             self.values[name] = [*before, *value] if len(value) != 1 or len(before) != 1 else [before[0] + value[0]]
-        elif self.branch <= 0 or name not in self.values:
+        elif self.branch <= 0 or name not in self.values or self._is_argument(name):
             self.values[name] = value
+
+    def _is_argument(self, name: str) -> bool:
+        """Return whether a variable has nothing but an argument of the script, whose default a branch may set."""
+        pieces = [piece for element in self.values[name] for piece in element]
+        return len(pieces) == 1 and _ARGUMENT.fullmatch(_literal(pieces)) is not None
 
     # Expanded words.
 
@@ -699,6 +706,13 @@ def _evaluate(node: ast.expr) -> int:
 def _literal(word: Sequence[_Piece]) -> str:
     """Return the text of a word."""
     return "".join(letter for piece in word for letter, _ in piece.letters)
+
+
+def _in_one_line(piece: _Piece) -> _Piece:
+    """Return a bare piece with blanks for the ends of its lines, as splitting it at them and joining it again does."""
+    if piece.is_quoted:
+        return piece
+    return replace(piece, letters=[(" " if letter == "\n" else letter, offset) for letter, offset in piece.letters])
 
 
 def _without_continuations(pieces: Sequence[_Piece]) -> list[_Piece]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import prod
 
 from planner import vocabulary as words
 from planner.read.documents import Files
@@ -185,8 +186,10 @@ def _read_model(book: Notebook) -> None:
 
 def _read_degrees(book: Notebook) -> None:
     section = "parallelism."
-    replicate = book.whole(f"{section}data_parallel_replicate_degree", 1) or 1
-    shard = book.whole(f"{section}data_parallel_shard_degree", -1) or -1
+    replicate = book.positive(f"{section}data_parallel_replicate_degree", 1) or 1
+    shard = book.whole(f"{section}data_parallel_shard_degree", -1)
+    if shard is None or shard < -1 or shard == 0:
+        raise book.broken(f"{section}data_parallel_shard_degree", "give -1 or a whole number of at least 1")
     # Ranks of cp are among those that share states: with them it is HSDP, and without shards DDP.
     context = book.positive(f"{section}context_parallel_degree", 1) or 1
     strategy: words.Strategy = "fsdp" if replicate == 1 else "ddp" if shard == context == 1 else "hsdp"
@@ -197,8 +200,12 @@ def _read_degrees(book: Notebook) -> None:
         book.answer(field, book.positive(key, 1), key)
     if replicate == shard == 1 and all(book.answers[field] == 1 for field in words.DEGREES):
         book.answer("strategy", "single", *keys)
-    elif strategy == "hsdp" and shard > 0:
-        book.answer("shard", shard * context, keys[1])
+    elif strategy == "hsdp":
+        book.answer("copies", replicate, keys[0])
+        if shard > 0:
+            book.answer("shard", shard * context, keys[1])
+    if shard > 0:  # the degrees multiply to the ranks (`ParallelDims._validate`)
+        book.answer("gpus", replicate * shard * prod(book.answers[field] for field in ("tp", "pp", "cp")), keys[1])
     if book.answers["pp"] > 1:
         key = f"{section}pipeline_parallel_schedule"
         schedule = _SCHEDULES.get(book.word(key, "1f1b"), "1f1b")

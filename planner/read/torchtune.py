@@ -32,13 +32,19 @@ _GAPS: Mapping[str, str] = {
     "model.decoder_trainable": "of models that see, the language model is counted",
     "model.encoder_trainable": "of models that see, the language model is counted",
     "model.fusion_trainable": "of models that see, the language model is counted",
+    "ppo_batch_size": "a further model is not counted",
+    "ac_mode": "recomputation of one in several layers is counted as of all",
+    **dict.fromkeys(
+        ("model.vocab_size", "model.num_layers", "model.num_heads", "model.num_kv_heads", "model.embed_dim"),
+        "the model is counted as its name says",
+    ),
     "model.image_size": "images are not counted",
     "model.vision_input_size": "images are not counted",
 }
 _PLAIN = re.compile(
     r"""(tokenizer|checkpointer|dataset|dataset_val|val_dataset|metric_logger|profiler|lr_scheduler|ref_policy_checkpointer|value_checkpointer
     |reward_checkpointer|collate_fn|output_dir|model_type|base_model_path|name|device|log_.*|save_.*|resume_.*|shuffle|epochs|max_steps.*
-    |clip_grad_norm|run_val.*|batch_size_val|low_cpu_ram|max_generated.*|temperature|top_k|kd_ratio|lmbda|gamma|kl_coeff|whiten.*|cudnn.*
+    |clip_grad_norm|run_val.*|batch_size_val|low_cpu_ram|max_generated.*|temperature|top_k|dataloader|ac_option|ppo_epochs|memory_efficient_fsdp.*|model\.attn_dropout|kd_ratio|lmbda|gamma|kl_coeff|whiten.*|cudnn.*
     |penalise.*|min_response.*|reward_.*|stop_token.*|num_steps|forward_batch.*|fsdp_reshard.*|use_distributed.*|device_type|safe.*
     |parallel_dims|fsdp|inference.*|num_output.*|router_.*|data|log|seed|model\.(lora_(alpha|dropout)|max_seq_len|_component_|component|use_.*)
     |optimizer\.(?!_component_).*|loss\.(?!_component_).*|enable_kv_cache|user_prompt|separate_.*)(\..*)?$""",
@@ -90,17 +96,27 @@ def read(book: Notebook, files: Files) -> None:
         book.answer("activations_on_host", True, "enable_activation_offloading")
     if book.flag("compile"):
         book.answer("compile", True, "compile")
-    is_alone = "single_device" in (book.text(COMMAND) or "")
+    paths = {setting.source.path for setting in book.settings.values()}  # recipes and configs are called alike
+    is_alone = any("single_device" in name for name in (book.text(COMMAND) or "", *paths))
     book.answer("strategy", "single" if is_alone else "fsdp", COMMAND)
+    if is_alone:
+        book.answer("gpus", 1)
     if book.flag("fsdp_cpu_offload"):
         book.answer("offload", "all", "fsdp_cpu_offload")
     for field, key in (("tp", "tensor_parallel_dim"), ("cp", "context_parallel_dim")):
         degree = book.positive(key)
         if degree is not None and degree > 1:
             book.answer(field, degree, key)
-    if (book.whole("data_parallel_replicate_dim", 1) or 1) > 1:
+    copies, shard = (
+        book.positive("data_parallel_replicate_dim", 1) or 1,
+        book.whole("data_parallel_shard_dim", -1) or -1,
+    )
+    if copies > 1:
         book.answer("strategy", "hsdp", "data_parallel_replicate_dim")
-    book.become("dp_shard", book.raw("data_parallel_shard_dim"), "data_parallel_shard_dim")
+        book.answer("copies", copies, "data_parallel_replicate_dim")
+        if shard > 1:
+            book.answer("shard", shard * book.answers.get("cp", 1), "data_parallel_shard_dim")
+    book.become("dp_shard", shard, "data_parallel_shard_dim")
     book.close(without_effect=lambda key: _PLAIN.match(key) is not None or without_effect(key), gaps=_GAPS, names=())
 
 

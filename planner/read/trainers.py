@@ -37,6 +37,8 @@ class Trainer:
     """Whether it stops at a key that it does not have."""
 
 
+PER_NODE = "one a node"
+"""The answer `copies` of a trainer that keeps a whole set of shards in each node."""
 _HUGGING_FACE: dict[str, Any] = {"refuses_unknown": True}
 _MEGATRON_SPLITS: tuple[words.Degree, ...] = ("tp", "pp", "cp", "ep")
 TRAINERS: Mapping[str, Trainer] = {
@@ -57,6 +59,14 @@ TRAINERS: Mapping[str, Trainer] = {
         offloads=("none", "all"),
         checkpointings=("none", "selective", "full"),
         splits=_MEGATRON_SPLITS,
+        refuses_unknown=True,
+    ),
+    "maxtext": Trainer(
+        name="MaxText",
+        code="torchtitan",
+        strategies=("ddp", "fsdp", "hsdp"),
+        offloads=("none",),
+        checkpointings=("none", "selective", "full"),
         refuses_unknown=True,
     ),
     "megatron": Trainer(

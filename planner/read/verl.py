@@ -34,16 +34,21 @@ _GAPS: Mapping[str, str] = {
     "distillation": "a further model is not counted",
     "engine": "the engine's further arguments are not counted",
     "use_remove_padding": "samples are counted at their full length",
+    "actor_rollout_ref.model.mtp": "layers that predict further tokens are not counted",
+    "actor_rollout_ref.actor.use_prefix_grouper": "samples are counted at their full length",
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision": "products are counted in bf16 and reductions in fp32",
+    "rollout": ROUND,
+    "defaults": "what the config of this name sets is not read",
     "config_name": "what the config of this name sets is not read",
     "ulysses_sequence_parallel_size": "Ulysses is counted as context parallelism",
 }
 _OWN_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
 """Of `verl/trainer/config/`, whose defaults are those that are read here."""
 _PLAIN = re.compile(
-    r"""(data|algorithm|trainer|optim|custom_reward_function|ray_kwargs|ray_init|global_profiler|transfer_queue|reward_manager|hydra.*
-    |--config.*|reward_kwargs|overlong_buffer|actor_rollout_ref\.(nccl_timeout|actor\.(optim|kl_.*|use_kl.*|entropy_coeff|clip.*|loss.*|grad_clip
+    r"""(checkpoint|data|algorithm|trainer|optim|custom_reward_function|ray_kwargs|ray_init|global_profiler|transfer_queue|reward_manager|hydra.*
+    |--config.*|reward_kwargs|overlong_buffer|actor_rollout_ref\.(nccl_timeout|actor\.(fsdp_config\.(use_orig_params|wrap_policy)|optim|kl_.*|use_kl.*|entropy_coeff|clip.*|loss.*|grad_clip
     |checkpoint|shuffle|ppo_epochs|policy_loss|profiler|strategy|ppo_mini.*|data_loader.*|tau.*|router.*|freeze.*|calculate.*|load_weight)
-    |model\.(trust_remote.*|external_lib|custom_.*|use_shm|tokenizer.*|path|override_config|lora_alpha|exclude.*)|rollout\.(temperature|top_.*
+    |model\.(torch_dtype|lora\.(alpha|lora_.*|dropout)|fused_kernel_options|trust_remote.*|external_lib|custom_.*|use_shm|tokenizer.*|path|override_config|lora_alpha|exclude.*)|rollout\.(temperature|top_.*
     |val_kwargs.*|name|seed|do_sample|load_format|mode|multi_turn.*|trace.*|agent.*|calculate.*|skip.*))
     |critic\.(optim|cliprange.*|loss.*|grad_clip|checkpoint|ppo_epochs|shuffle|enable)|model\.(trust_remote.*|lora_alpha|custom.*|external.*
     |override.*|use_.*|strategy))(\..*)?$""",
@@ -82,13 +87,18 @@ def _read_actor(book: Notebook) -> None:
     book.answer("seq_len", (prompt or 0) + (response or 0), "data.max_prompt_length", "data.max_response_length")
     micro = book.positive(f"{actor}ppo_micro_batch_size_per_gpu", 1)
     book.answer("micro_batch", micro, f"{actor}ppo_micro_batch_size_per_gpu")
+    whole = f"{actor}ppo_micro_batch_size"
+    if whole in book and f"{actor}ppo_micro_batch_size_per_gpu" not in book:  # of all ranks, as before 0.2
+        ranks = (book.positive("trainer.n_gpus_per_node", 8) or 8) * (book.positive("trainer.nnodes", 1) or 1)
+        book.answer("micro_batch", max((book.positive(whole) or ranks) // ranks, 1), whole)
     samples = book.positive("actor_rollout_ref.rollout.n", 1) or 1
     mini = book.positive(f"{actor}ppo_mini_batch_size", 256)
     keys = (f"{actor}ppo_mini_batch_size", "actor_rollout_ref.rollout.n", "data.train_batch_size")
     book.answer("global_batch", (mini or 256) * samples, *keys)
     recomputes = book.flag(f"{model}enable_gradient_checkpointing", True)
     book.answer("checkpointing", "full" if recomputes else "none", f"{model}enable_gradient_checkpointing")
-    book.answer("precision", "bf16")  # fsdp_workers.py: fp32 weights of the actor, bf16 compute
+    kept = f"{actor}fsdp_config.model_dtype"  # fsdp_workers.py: fp32 weights of the actor, bf16 compute
+    book.answer("precision", "bf16-pure" if book.word(kept) in ("bfloat16", "bf16") else "bf16", kept)
     if book.flag(f"{model}use_liger"):
         book.answer("loss", "fused", f"{model}use_liger")
     if book.flag(f"{model}use_fused_kernels"):
@@ -116,10 +126,11 @@ def _read_optimizer(book: Notebook, section: str) -> None:
 
 
 def _read_lora(book: Notebook, section: str) -> None:
-    rank = book.whole(f"{section}lora_rank", 0)
+    keys = (f"{section}lora_rank", f"{section}lora.rank")  # the second one of Megatron's engine
+    rank = book.whole(keys[0], 0) or book.whole(keys[1], 0)
     if rank:
-        book.answer("method", "lora", f"{section}lora_rank")
-        book.answer("lora_rank", rank, f"{section}lora_rank")
+        book.answer("method", "lora", *keys)
+        book.answer("lora_rank", rank, *keys)
         targets = lora_targets(book.raw(f"{section}target_modules", "all-linear"))
         book.answer("lora_targets", targets, f"{section}target_modules")
 
@@ -137,8 +148,9 @@ def _read_fsdp(book: Notebook, section: str, ulysses: str) -> None:
         book.answer("cp", degree, ulysses)
     book.become("cp", degree, ulysses)
     size = book.whole(f"{section}fsdp_size", -1)
-    if size is not None and size > 1:
-        book.leave(f"{section}fsdp_size", "states are counted as sharded over all ranks", matters=True)
+    if size is not None and size > 1:  # fsdp_workers.py, create_device_mesh
+        book.answer("strategy", "hsdp", f"{section}fsdp_size")
+        book.answer("shard", size, f"{section}fsdp_size")
 
 
 def _read_megatron(book: Notebook, section: str) -> None:

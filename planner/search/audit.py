@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from hardware_db.records import dataclass
 from hardware_db.units import format_bytes
+from planner import limits
 from planner import vocabulary as words
 from planner.cost.code_bases import code_base
 from planner.cost.verdict import device_limit, host_limit
 from planner.errors import ContradictoryRequest
 from planner.read.edits import changes_to, edited, unified
 from planner.read.form import SEVERITIES, Finding, Reading
-from planner.read.trainers import TRAINERS
+from planner.read.trainers import PER_NODE, TRAINERS
 from planner.search.estimate import estimate, is_last_resort
 from planner.search.exact import ExactOptions, exact
 from planner.search.ranking import ONE_STRATEGY
@@ -51,8 +53,13 @@ class Audit:
     better: Better | None = None
 
 
-def exact_options(answers: Mapping[str, Any], gpus: int) -> ExactOptions:
-    """Return the configuration that a config's answers say, on so many GPUs."""
+def exact_options(answers: Mapping[str, Any], gpus: int, nodes: int = 1) -> ExactOptions:
+    """Return the configuration that a config's answers say, on so many GPUs of so many nodes.
+
+    Raises:
+        ContradictoryRequest: copies of the model times the ranks that share one are not those GPUs, or nobody has so
+            many samples.
+    """
     names = ExactOptions.__dataclass_fields__
     options = {name: value for name, value in answers.items() if name in names and value is not None}
     strategy = options.get("strategy")
@@ -65,16 +72,44 @@ def exact_options(answers: Mapping[str, Any], gpus: int) -> ExactOptions:
         options.pop("backend")
     if options.get("activations_on_host") and options.get("checkpointing", "none") == "none":
         options.pop("activations_on_host")
+    samples = int(options.get("micro_batch") or 1) * int(options.get("grad_accum") or 1) * gpus
+    if not limits.SAMPLES.allows(samples):
+        raise ContradictoryRequest(f"a step would take {samples:,} samples; give {limits.SAMPLES}")
+    split = prod(int(options.get(name) or 1) for name in ("tp", "pp"))
+    if options.get("strategy") == "hsdp" and (options.get("shard") or 0) * split == gpus and "copies" not in answers:
+        options["strategy"] = "fsdp"
+        options.pop("shard")
+    if options.get("strategy") == "hsdp" and (copies := answers.get("copies")):
+        _share_between(options, nodes if copies == PER_NODE else copies, gpus)
     return ExactOptions(**options)
+
+
+def _share_between(options: dict[str, Any], copies: int, gpus: int) -> None:
+    """Fill in how many ranks share one of `copies` of the model; the ranks of one sample are among them."""
+    split = prod(int(options.get(name) or 1) for name in ("tp", "pp"))
+    if copies * split > gpus:
+        raise ContradictoryRequest(f"{copies:,} copies of the model need {copies * split:,} GPUs or more, not {gpus:,}")
+    shard = options.get("shard") or gpus // split // copies
+    if shard * copies * split != gpus:
+        of_split = f" x {split} of tp and pp" if split > 1 else ""
+        raise ContradictoryRequest(
+            f"{copies} copies of the model x {shard} ranks that share one{of_split} ="
+            f" {copies * shard * split} ranks, not {gpus}; change one of them"
+        )
+    if 1 in (shard, copies):
+        options["strategy"] = "ddp" if shard == 1 else "fsdp"
+        options.pop("shard", None)
+    else:
+        options["shard"] = shard
 
 
 def audit(request: Request, reading: Reading, answers: Mapping[str, Any]) -> Audit:
     """Price what a config says, find what is wrong with it, and search what its trainer can run instead."""
     findings = list(reading.findings)
-    options = exact_options(answers, request.cluster.gpus)
-    options, batch = _without_contradiction(request, options)
-    findings += batch
     try:
+        options = exact_options(answers, request.cluster.gpus, request.cluster.nodes)
+        options, batch = _without_contradiction(request, options)
+        findings += batch
         exact_request, configuration = exact(request, options)
         plan = estimate(exact_request, configuration)
     except ContradictoryRequest as error:
@@ -179,10 +214,9 @@ def _of_choice(plan: Plan, better: Better | None) -> list[Finding]:
     if now.strategy != then.strategy:
         message = f"{now.strategy} is slower here than {then.strategy}, which fits and is predicted {share} faster"
         return [Finding(severity="warning", id="slower-strategy", message=message)]
-    message = (
-        f"micro-batch {then.micro_batch_size} and {then.activation_checkpointing} recomputation fit and are predicted"
-        f" {share} faster"
-    )
+    recomputes = {"none": "without recomputation", "full": "with full recomputation"}
+    kind = recomputes.get(then.activation_checkpointing, "with selective recomputation")
+    message = f"micro-batch {then.micro_batch_size} {kind} fits and is predicted {share} faster"
     return [Finding(severity="info", id="faster", message=message)]
 
 

@@ -39,19 +39,19 @@ def on_fewer_devices(request: Request) -> Iterator[Request]:
 def halved(cluster: Cluster) -> Cluster | None:
     """Return half the nodes, or half of one node with half its host, or None if that is no whole number."""
     if cluster.nodes % 2 == 0:
-        return replace(cluster, nodes=cluster.nodes // 2)
+        return replace(cluster, nodes=cluster.nodes // 2, groups=())
     if cluster.nodes > 1 or cluster.gpus_per_node % 2:
         return None
     host = cluster.host_memory_bytes_per_node // 2
-    return replace(cluster, gpus_per_node=cluster.gpus_per_node // 2, host_memory_bytes_per_node=host)
+    return replace(cluster, gpus_per_node=cluster.gpus_per_node // 2, host_memory_bytes_per_node=host, groups=())
 
 
 def doubled(cluster: Cluster) -> Cluster:
     """Twice the devices of a node that is not full yet, with twice its host; else twice the nodes."""
     if cluster.nodes == 1 and cluster.gpus_per_node * 2 <= LARGEST_NODE:
         host = cluster.host_memory_bytes_per_node * 2
-        return replace(cluster, gpus_per_node=cluster.gpus_per_node * 2, host_memory_bytes_per_node=host)
-    return replace(cluster, nodes=cluster.nodes * 2)
+        return replace(cluster, gpus_per_node=cluster.gpus_per_node * 2, host_memory_bytes_per_node=host, groups=())
+    return replace(cluster, nodes=cluster.nodes * 2, groups=())
 
 
 # Numbers of devices on which a training ends in time, and its cost there.
@@ -127,7 +127,7 @@ def _between(request: Request, enough: Request, fastest: Fastest) -> OnDevices |
     They have to end in time, be whole nodes and need no larger batch.
     """
     cluster = enough.cluster
-    fewer = on_devices(request, replace(cluster, nodes=cluster.nodes * 3 // 4))
+    fewer = on_devices(request, replace(cluster, nodes=cluster.nodes * 3 // 4, groups=()))
     if cluster.nodes % 4 or fewer.workload.global_batch_size > enough.workload.global_batch_size:
         return None
     answer = _answer(fewer, fastest)

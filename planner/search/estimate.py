@@ -15,7 +15,7 @@ from planner.cost.memory.activations.instants import selective_saves
 from planner.cost.memory.host import loading_of
 from planner.cost.memory.ledger import bytes_at, plus
 from planner.cost.memory.load import made_bytes
-from planner.cost.memory.overhead import NEAREST_FORM_ERROR, has_other_form
+from planner.cost.memory.overhead import NEAREST_FORM_ERROR, has_other_form, least_use
 from planner.cost.memory.states import is_uneven, nominal_states_of, states_of
 from planner.cost.memory.units import shards_of, shards_over, units_of
 from planner.cost.precision import EAGER_CAST_BYTES, recipe_of, scaled_products
@@ -89,7 +89,7 @@ def least_bytes(job: Job) -> float:
 
     That is what is there when a forward ends: what rests there, what all blocks keep of the micro-batches in flight,
     their inputs at least, and the last block's weights where they are sharded. Before the first backward pass of a step
-    there are no gradients.
+    there are no gradients. Beside tensors there are the driver's context and communicators.
     """
     recipe = recipe_of(job)
     states, figures, chosen = states_of(job, recipe), figures_of(job, recipe), job.configuration
@@ -110,7 +110,7 @@ def least_bytes(job: Job) -> float:
         gathered = units.largest_block if by_block else units.largest if chosen.zero_stage == 3 else 0
         inputs += gathered * recipe.gather
     gradients = states.gradients if chosen.gradient_accumulation_steps > in_flight else 0.0
-    return states.parameters + states.optimizer + gradients + inputs
+    return least_use(job, states.parameters + states.optimizer + gradients + inputs)
 
 
 def judge_job(job: Job, memory: MemoryEstimate, experience: Experience) -> Judgement:

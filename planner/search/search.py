@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hardware_db.records import dataclass
@@ -43,6 +44,7 @@ from planner.types.plan import Plan
 if TYPE_CHECKING:
     from planner.search.advice import Advice
     from planner.search.no_plan import NoPlan, Remedy
+    from planner.search.uneven import Uneven
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +54,8 @@ class Recommendation:
     Beside plans that offload, `remedies` name what trains on the devices alone.
 
     With a deadline the plans are those that end in time, the closest miss may be one that fits and ends too late, and
-    `on_devices` says on how many devices the training would end in time. `front` is there where it was asked for.
+    `on_devices` says on how many devices the training would end in time. `front` is there where it was asked for,
+    `uneven` where nodes differ.
     """
 
     request: Request
@@ -63,6 +66,7 @@ class Recommendation:
     remedies: tuple[Remedy, ...] = ()
     on_devices: tuple[OnDevices, ...] = ()
     front: tuple[Plan, ...] = ()
+    uneven: Uneven | None = None
 
     def no_plan(self) -> NoPlan:
         """Compose what is said of an answer without plans, or whose plans the caller cannot take."""
@@ -71,8 +75,11 @@ class Recommendation:
         return compose_no_plan(self.request, self.closest or next(iter(self.plans), None), self.remedies)
 
     def advice(self) -> tuple[Advice, ...]:
-        """Try what would help more than another plan; each trial is a small search."""
-        if not self.plans:
+        """Try what would help more than another plan; each trial is a small search.
+
+        Trials give every GPU as many samples, so that none is compared with a plan of unlike shares.
+        """
+        if not self.plans or self.plans[0].configuration.is_uneven:
             return ()
         from planner.search.advice import advise  # after the answer, so that it does not wait
 
@@ -82,9 +89,21 @@ class Recommendation:
 def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
     """Rank the best plan of every strategy that fits; `with_front` adds the Pareto front.
 
+    Where nodes differ, ranks have shares of the batch by their speed if that is faster (`planner.search.uneven`).
+
     Raises:
         ContradictoryRequest: the global batch cannot be split over the GPUs in any way.
     """
+    evenly = partial(_recommend_evenly, with_front=with_front)
+    if not request.cluster.groups:
+        return evenly(request)
+    from planner.search.uneven import recommend_for_groups  # few clusters need it
+
+    return recommend_for_groups(request, evenly)
+
+
+def _recommend_evenly(request: Request, *, with_front: bool) -> Recommendation:
+    """Rank plans that give every rank as many samples."""
     limit = request.budget.step_limit(request.workload)
     groups = group_candidates(request)
     chosen, late = [], []
@@ -104,7 +123,7 @@ def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
     others = (*doubles, *too_late(request, late), *_undivided(groups), *ran_out(request))
     rejected = (*rejections(request, ranked, missing, doubles), *others)
     if not ranked and not late and any(priced.judgement.verdict == "tight" for priced in missing):
-        return recommend(replace(request, to_the_limit=True), with_front=with_front)
+        return _recommend_evenly(replace(request, to_the_limit=True), with_front=with_front)
     if not ranked:
         return _late(request, late, rejected) if late else _nothing(request, missing, rejected)
     plans = _with_alternatives(request, ranked, rejected)

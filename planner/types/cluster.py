@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from hardware_db.device import Device, Link
@@ -86,6 +86,13 @@ class Factors:
     cpu_optimizer: float = 1.0
     launch: float = 1.0
 
+    def at(self, speed: float) -> Factors:
+        """Return the factors of a device, and of its host, that compute at this share of the usual rate."""
+        if speed == 1:
+            return self
+        slowed = ("compute", "attention", "memory", "cpu_optimizer", "launch")
+        return replace(self, **{name: getattr(self, name) * speed for name in slowed})
+
 
 SHIPPED = Factors()
 
@@ -150,7 +157,10 @@ class Cluster:
 
     `capacity_bytes` is what one process may use on one device (free now, where the machine was probed). `assumed` is
     the sentence that says what was taken for granted, empty when everything was asked for or probed. `factors` is what
-    calibration found. `machine` is the one that was probed, None for any other: what was measured on it is found by it.
+    calibration found, and `speed` the share of such devices' rate at which these compute. `groups` are the nodes as
+    they are, in the order of their ranks, where they differ: the cluster itself is then what all of them can pass for
+    (`planner.cluster.groups`). `machine` is the one that was probed, None for any other: what was measured on it is
+    found by it.
     """
 
     device: Device
@@ -171,6 +181,8 @@ class Cluster:
     rates: Rates = NOTHING_MEASURED
     factors: Factors = SHIPPED
     reliability: Reliability = PUBLISHED
+    speed: float = 1.0
+    groups: tuple[Cluster, ...] = ()
 
     @property
     def gpus(self) -> int:

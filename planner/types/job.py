@@ -288,8 +288,8 @@ def _model(job: Described) -> ModelSection:
 
 
 def cluster_section(cluster: Cluster) -> ClusterSection:
-    """Return a cluster as the JSON contract has it."""
-    return {
+    """Return a cluster as the JSON contract has it; `groups` are there where nodes differ."""
+    section: ClusterSection = {
         "device": cluster.device.name,
         "vendor": cluster.device.vendor,
         "gpus": cluster.gpus,
@@ -305,6 +305,19 @@ def cluster_section(cluster: Cluster) -> ClusterSection:
         "assumed": cluster.assumed,
         "probed": cluster.probed,
     }
+    if cluster.groups:
+        section["groups"] = [
+            {
+                "device": group.device.name,
+                "nodes": group.nodes,
+                "gpus_per_node": group.gpus_per_node,
+                "capacity_bytes": group.capacity_bytes,
+                "inter_link": group.inter_link.name if group.inter_link else None,
+                "speed": group.speed,
+            }
+            for group in cluster.groups
+        ]
+    return section
 
 
 def _workload(job: Described) -> WorkloadSection:

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.errors import ContradictoryRequest
+from planner.types.shares import Sizes, read_sizes
 
 # The degrees of parallelism of a plan, checked when they are made.
 
@@ -71,6 +72,8 @@ class Configuration:
     ranks split the sequence between their products. `activations_on_host` keeps in host memory what checkpointing
     starts again from. Of ZeRO++ (arXiv 2306.10209), `hpz_partition_size` ranks share a second copy of the weights,
     which backward all-gathers; `quantized_weights` and `quantized_gradients` travel in 8 and in 4 bits.
+    `micro_batches` says how many samples of a micro-batch each data-parallel rank has where they are not alike
+    (`3x8,1x4`, see `planner.types.shares`); `micro_batch_size` is then the largest.
 
     Raises:
         ContradictoryRequest: a word is unknown, or micro-batch x accumulation x data-parallel ranks is not the global
@@ -106,6 +109,7 @@ class Configuration:
     hpz_partition_size: int = 1
     quantized_weights: bool = False
     quantized_gradients: bool = False
+    micro_batches: str = ""
 
     def __post_init__(self) -> None:
         for name, value in zip(_WORDS, _words_in(self), strict=True):
@@ -122,14 +126,17 @@ class Configuration:
             )
         if self.recompute_modules:
             self._check_recomputed()
+        if self.micro_batches:
+            self._check_shares()
         if self.ep > 1:
             self.dims  # noqa: B018  # refuses a degree that does not divide its ranks
-        product = self.micro_batch_size * self.gradient_accumulation_steps * self.dp_replicate * self.dp_shard
-        if product != self.global_batch_size:
+        if self.samples_together * self.gradient_accumulation_steps != self.global_batch_size:
+            ranks = self.dp_replicate * self.dp_shard
+            together = self.samples_together * self.gradient_accumulation_steps
             raise ContradictoryRequest(
-                f"micro-batch {self.micro_batch_size} x accumulation {self.gradient_accumulation_steps} x"
-                f" {self.dp_replicate * self.dp_shard} data-parallel ranks = {product} is not the global batch"
-                f" {self.global_batch_size}"
+                f"micro-batch {self.micro_batches or self.micro_batch_size} x accumulation"
+                f" {self.gradient_accumulation_steps} x {ranks} data-parallel ranks = {together} is not the global"
+                f" batch {self.global_batch_size}"
             )
 
     def _check_recomputed(self) -> None:
@@ -139,6 +146,55 @@ class Configuration:
             raise ContradictoryRequest(f"recompute modules {', '.join(unknown)!r}: use some of {choices}")
         if self.activation_checkpointing != "selective":
             raise ContradictoryRequest("recompute modules are parts of selective checkpointing; choose selective")
+
+    def _check_shares(self) -> None:
+        sizes, ranks = self.shares, self.dp_replicate * self.dp_shard
+        named, largest = sum(count for count, _ in sizes), max(size for _, size in sizes)
+        if named != ranks:
+            raise ContradictoryRequest(
+                f"micro_batches {self.micro_batches!r} are of {named} ranks, and {ranks} are data-parallel"
+            )
+        if largest != self.micro_batch_size:
+            raise ContradictoryRequest(
+                f"micro_batches {self.micro_batches!r} are of up to {largest} samples, and micro_batch_size, the"
+                f" largest, is {self.micro_batch_size}"
+            )
+
+    @property
+    def shares(self) -> Sizes:
+        """Data-parallel ranks in order, those that are alike together, with the samples of a micro-batch of each."""
+        if not self.micro_batches:
+            return ((self.dp_replicate * self.dp_shard, self.micro_batch_size),)
+        return read_sizes(self.micro_batches)
+
+    @property
+    def micro_batch_text(self) -> str:
+        """Samples of a micro-batch, of each rank where they are not alike: `4`, `3x8,1x4`."""
+        return self.micro_batches or str(self.micro_batch_size)
+
+    @property
+    def is_uneven(self) -> bool:
+        """True if data-parallel ranks have micro-batches of different sizes."""
+        return bool(self.micro_batches) and len({size for _, size in self.shares}) > 1
+
+    @property
+    def samples_together(self) -> int:
+        """Samples of one micro-batch of all ranks."""
+        if not self.micro_batches:
+            return self.micro_batch_size * self.dp_replicate * self.dp_shard
+        return sum(ranks * size for ranks, size in self.shares)
+
+    def samples_before(self, rank: int) -> int:
+        """Count the samples of a micro-batch of the data-parallel ranks before one."""
+        before = 0
+        for ranks, size in self.shares:
+            before += min(ranks, rank) * size
+            rank -= min(ranks, rank)
+        return before
+
+    def micro_batch_of(self, rank: int) -> int:
+        """Return the samples of a micro-batch of one data-parallel rank."""
+        return self.samples_before(rank + 1) - self.samples_before(rank)
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -379,6 +435,7 @@ class ClusterSection(ClusterNeeds, total=False):
     node_type: str
     assumed: str
     probed: bool
+    groups: list[dict[str, Any]]
 
 
 class WorkloadSection(TypedDict, total=False):

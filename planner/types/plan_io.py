@@ -156,7 +156,7 @@ def _section(name: str, raw: object, where: str) -> dict[str, Any]:
     for key in sorted(section.__required_keys__ - values.keys()):
         raise BrokenFile(where, f"lacks {key!r}", _REMEDY)
     for key, hint in section.__annotations__.items():
-        if key in values and key != "facts":
+        if key in values and key not in ("facts", "groups"):
             _check_type(values[key], hint.__forward_arg__, f"{where}.{key}")
             _check_word(values[key], hint.__forward_arg__, f"{where}.{key}")
     if values.get("facts") is not None:
@@ -171,8 +171,20 @@ def _check_devices(cluster: Mapping[str, Any], configuration: Configuration, whe
         degrees = " x ".join(f"{name} {getattr(configuration, name)}" for name in _DEGREES)
         problem = f"is {gpus}, and the degrees of the plan ({degrees}) make {configuration.world_size} ranks"
         raise BrokenFile(f"{where}.gpus", problem, _REMEDY)
+    for group in _groups(cluster, f"{where}.groups"):
+        for key, kind in (("device", "str"), ("nodes", "Count"), ("gpus_per_node", "Count")):
+            if key not in group:
+                raise BrokenFile(f"{where}.groups", f"lacks {key!r}", _REMEDY)
+            _check_type(group[key], kind, f"{where}.groups.{key}")
     if nodes and per_node and nodes * per_node != gpus:
         raise BrokenFile(f"{where}.gpus", f"is {gpus}, and nodes x gpus_per_node is {nodes} x {per_node}", _REMEDY)
+
+
+def _groups(cluster: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    groups = cluster.get("groups", [])
+    if not isinstance(groups, list):
+        raise BrokenFile(where, f"is {quote(groups)}, not a list of groups of nodes", _REMEDY)
+    return [_mapping(group, where) for group in groups]
 
 
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")

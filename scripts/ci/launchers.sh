@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests of every launcher on real software: `bash scripts/ci/launchers.sh [PYTEST ARGUMENTS]`. Minutes long.
 # As root with apt it installs what is missing: SLURM with munge, Open MPI, iproute2. The tests start a SLURM of
-# one node and network namespaces for themselves, and leave nothing running.
+# one node, network namespaces and Ray clusters for themselves, and leave nothing running.
+# Ray is installed beside the environment, in .venv/ray: with it in there transformers and trl would import it too.
 source "$(dirname "$0")/../setup.sh"
 
 declare -A package=([srun]=slurm-wlm [munged]=munge [mpirun]=openmpi-bin [ip]=iproute2)
@@ -17,4 +18,10 @@ if [ "${#missing[@]}" -gt 0 ]; then
         echo "skipped are the tests that need ${missing[*]}: installing them takes root and apt" >&2
     fi
 fi
+python -c "import kubernetes" 2> /dev/null || python -m pip install -qq -c constraints.txt kubernetes
+ray=$PWD/.venv/ray
+if [ ! -d "$ray/ray" ]; then
+    python -m pip --disable-pip-version-check install -qq --no-deps -c constraints.txt --target "$ray" ray
+fi
+export PYTHONPATH=$ray${PYTHONPATH:+:$PYTHONPATH}
 exec python -m pytest tests/strategies/launchers -m "slow or not slow" -rs --durations=0 "$@"

@@ -3,8 +3,8 @@
     python -m scripts.fit.post_training_rows COLLECTION.csv MS-SWIFT
 
 reads the collection of published rows and a checkout of ms-swift, whose scripts state memory in their comments, and
-writes `post_training_asked.csv`. A script's question is what `dsplan check` reads of it. Values are the row's and its
-recipe's, never fitted.
+writes `post_training_asked.csv`. A script's question is what `dsplan check` reads of it, its samples as long as
+ms-swift's own list of data sets says. Values are the row's and its recipe's, never fitted.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,37 @@ NOT_COUNTED = {
 """Words of a script, and what they mean that no flag says."""
 
 
+DATASETS = "docs/source_en/Instruction/Supported-models-and-datasets.md"
+"""ms-swift's list of data sets, with the tokens of their samples: mean, deviation, least and most."""
+
+
+@cache
+def dataset_lengths(checkout: Path) -> Mapping[str, tuple[float, int]]:
+    """Return tokens of a sample on average and at most, by the name of a data set."""
+    text = (checkout / DATASETS).read_text(encoding="utf-8")
+    found = re.findall(r"^\|\[([^]]+)\].*?\|([\d.]+)±[\d.]+, min=\d+, max=(\d+)\|", text, re.MULTILINE)
+    return {name: (float(mean), int(most)) for name, mean, most in found}
+
+
+def sample_length(text: str, flags: Mapping[str, Any], checkout: Path, *, is_padded: bool) -> int | None:
+    """Return tokens of a sample of the largest micro-batch of a script's data; None where no list knows the data.
+
+    The longest sample is in it. Collators pad the others to that, or put them behind each other as they are.
+    """
+    named = re.search(r"--dataset((?:\s|\\|'[^']*'|[\w.:#-]+/[\w.:#/-]+)+)", text)
+    parts = re.findall(r"([\w.-]+/[\w.-]+)(?::\w+)?(?:#(\d+))?", named[1] if named else "")
+    known = dataset_lengths(checkout)
+    if not parts or any(name not in known for name, _ in parts):
+        return None
+    limit, samples = flags["seq_len"], flags["micro_batch"]
+    longest = min(max(known[name][1] for name, _ in parts), limit)
+    counts = [int(count or 1) for _, count in parts]
+    mean = sum(known[name][0] * count for (name, _), count in zip(parts, counts, strict=True)) / sum(counts)
+    tokens = longest if is_padded else (longest + (samples - 1) * min(mean, limit)) / samples
+    shared = flags.get("tp", 1) * flags.get("cp", 1)
+    return math.ceil(tokens / shared) * shared
+
+
 def of_swift(row: Row, checkout: Path) -> tuple[Flags, str, str]:
     """Return the flags of a script, the kind of its samples, and what was assumed.
 
@@ -85,7 +118,17 @@ def of_swift(row: Row, checkout: Path) -> tuple[Flags, str, str]:
     if plan is None or any(finding.id == "model-by-size" for finding in checked.audit.findings):
         raise NotAskable("the architecture is not in the catalogue, or has images")
     flags = dict(checked.question) | {"model": plan.model["name"]}
-    return flags, "packed" if "packing true" in text else "padded", f"on {SWIFT_GPU}"
+    if "packing true" in text:
+        return flags, "packed", f"on {SWIFT_GPU}"
+    # padding_free is Megatron's default there (megatron_args.py), and not that of the others (template_args.py).
+    is_free = "padding_free true" in text or (flags["code"] == "megatron" and "padding_free false" not in text)
+    is_padded = not is_free or "without padding_free" in row["note"]
+    tokens = sample_length(text, flags, checkout, is_padded=is_padded)
+    how = "padded" if is_padded else "not padded"
+    assumed = (
+        f"on {SWIFT_GPU}" if tokens is None else f"on {SWIFT_GPU}; samples of {tokens} tokens, as its data has them"
+    )
+    return flags if tokens is None else flags | {"seq_len": tokens}, how, assumed
 
 
 A800_TABLE: Mapping[str, Flags] = {

@@ -55,9 +55,12 @@ OUTCOMES = ("whole", "gaps", "no training", "other code", "not read", "crashed")
 """Outcomes of a file: every key counted or without effect, some named as not counted, refused as no training, refused
 as a training by code without a reader, refused otherwise, or an error without a line of its own."""
 PRICED_EVERY = 20
-_UNREAD_LAUNCH = "whose flags no reader takes"
+_UNREAD_LAUNCH = ("whose flags no reader takes", "is not there; name", " srun", " mpirun", " torchrun")
+"""How a refusal says that a training is started whose flags or config are not read."""
 _OTHER_CODE = ("which no reader counts", "whose keys are not read here")
 """How a refusal says that something is trained, by code that has no reader."""
+_NO_CONFIG = "is no mapping of keys to values"
+"""How a refusal says that a file is a list: of environments, of data."""
 
 
 def fetch(directory: Path, mirrors: Path | None) -> None:
@@ -118,15 +121,21 @@ def read_one(path: Path) -> dict[str, Any]:
         row |= {"outcome": "gaps" if reading.gaps else "whole", "format": reading.format}
         row["reasons"] = sorted({item.reason for item in reading.gaps if "known when it runs" not in item.reason})
     except NoTraining as error:
-        is_other = any(phrase in str(error) for phrase in _OTHER_CODE)
-        row |= {"outcome": "not read" if _UNREAD_LAUNCH in str(error) else "other code" if is_other else "no training"}
-        row["reasons"] = [str(error).rpartition(": ")[2]]
+        row |= {"outcome": _refused(str(error)), "reasons": [str(error).rpartition(": ")[2]]}
     except DsplanError as error:
-        row |= {"outcome": "not read", "reasons": [str(error).removeprefix(str(path))]}
+        row |= {"outcome": "no training" if _NO_CONFIG in str(error) else "not read"}
+        row["reasons"] = [str(error).removeprefix(str(path))]
     except Exception:
         row |= {"outcome": "crashed", "reasons": [traceback.format_exc().splitlines()[-1]]}
     row["seconds"] = time.process_time() - start
     return row
+
+
+def _refused(why: str) -> str:
+    """Return the outcome of a file that is refused as no training of a reader's."""
+    if any(phrase in why for phrase in _UNREAD_LAUNCH):
+        return "not read"
+    return "other code" if any(phrase in why for phrase in _OTHER_CODE) else "no training"
 
 
 def run(directory: Path, only: list[str]) -> None:

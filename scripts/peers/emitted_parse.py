@@ -59,7 +59,21 @@ _ABSENT = (
         "kagglehub",
         "sentencepiece",
     ),
-    *("attrdict", "dacite", "binpacking", "gradio", "trackio", "jieba", "rouge", "nltk", "schedulefree", "comet_ml"),
+    *(
+        "attrdict",
+        "dacite",
+        "binpacking",
+        "gradio",
+        "trackio",
+        "matplotlib",
+        "soundfile",
+        "scipy",
+        "jieba",
+        "rouge",
+        "nltk",
+        "schedulefree",
+        "comet_ml",
+    ),
 )
 
 
@@ -185,9 +199,18 @@ def torchtune(checkout: Path) -> Callable[[Files], None]:
 
 
 def verl(checkout: Path) -> Callable[[Files], None]:
-    """Hydra over verl's configs, whose keys are closed, with all references resolved."""
+    """Hydra over verl's configs, whose keys are closed, then verl's own dataclasses and `validate_config` of them."""
+    import transformers
+
+    sys.path.insert(0, str(checkout))
+    transformers.AutoModelForVision2Seq = MagicMock()  # which verl imports, and transformers 5 calls otherwise
+    config = MagicMock(architectures=["LlamaForCausalLM"])  # of the critic's model, from the Hub
+    transformers.AutoConfig.from_pretrained = MagicMock(return_value=config)
+    transformers.AutoTokenizer.from_pretrained = MagicMock()
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     def check(files: Files) -> None:
         script = files["verl.sh"]
@@ -196,6 +219,13 @@ def verl(checkout: Path) -> Callable[[Files], None]:
         with initialize_config_dir(config_dir=str(checkout / "verl/trainer/config"), version_base=None):
             config = compose("sft_trainer_engine" if is_sft else "ppo_trainer", overrides=overrides)
             OmegaConf.to_container(config, resolve=True)
+        with contextlib.redirect_stdout(sys.stderr):
+            if is_sft:
+                for section in (config.engine, config.optim):
+                    omega_conf_to_dataclass(section)
+            else:
+                critic = need_critic(config)
+                validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=critic)
 
     return check
 
@@ -225,13 +255,23 @@ def openrlhf(checkout: Path) -> Callable[[Files], None]:
 
 
 def nemo_rl(checkout: Path) -> Callable[[Files], None]:
-    """NeMo-RL's own loader of configs, with references resolved; keys are those of the config that it is laid over."""
+    """NeMo-RL's own loader of configs, with references resolved, and its pydantic schema of each method.
+
+    Keys are those of the config that it is laid over.
+    """
+    import typing
+
+    import typing_extensions
     from omegaconf import OmegaConf
 
     spec = importlib.util.spec_from_file_location("nemo_config", checkout / "nemo_rl/utils/config.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    import transformers
+
+    transformers.__version__ = "5.11.0"  # newer ones are refused for a patch of a tokenizer
+    typing.TypedDict = typing_extensions.TypedDict  # which pydantic asks for below Python 3.12
     sys.path.insert(0, str(checkout))
     spec.loader.exec_module(module)
     module.register_omegaconf_resolvers()
@@ -245,6 +285,8 @@ def nemo_rl(checkout: Path) -> Callable[[Files], None]:
         unknown = set(_leaves(resolved)) - set(_leaves(OmegaConf.to_container(base, resolve=False)))
         if unknown := {key for key in unknown if not key.startswith("policy.optimizer.kwargs.")}:  # torch's own
             raise ValueError(f"no keys of NeMo-RL's own config: {', '.join(sorted(unknown))}")
+        method = next(name for name in ("grpo", "dpo", "rm", "sft") if name in resolved)
+        importlib.import_module(f"nemo_rl.algorithms.{method}").MasterConfig(**resolved)
 
     return check
 

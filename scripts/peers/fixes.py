@@ -51,14 +51,14 @@ CASES: tuple[tuple[str, str, str, int | None], ...] = (
     ("pytorch/torchtune", "recipes/configs/llama3_1/8B_full.yaml", "RTX-3060-12GB", 8),
     ("pytorch/torchtune", "recipes/configs/llama3_2_vision/90B_lora.yaml", "A100-SXM4-40GB", 8),
     ("pytorch/torchtune", "recipes/configs/qwen2_5/72B_lora.yaml", "RTX-4090", 8),
-    ("NVIDIA-NeMo/RL", "examples/configs/audio_grpo_3B_megatron.yaml", "A100-SXM4-40GB", None),
+    ("NVIDIA-NeMo/RL", "examples/configs/grpo_math_8B.yaml", "A100-SXM4-40GB", None),
     (
         "NVIDIA-NeMo/RL",
         "examples/configs/recipes/llm/dpo-llama3.1-8b-instruct-4n8g-fsdp2tp4.yaml",
         "A100-SXM4-40GB",
         None,
     ),
-    ("volcengine/verl", "examples/cispo_trainer/run_cispo_qwen2_5_0_5b_gsm8k.sh", "A100-SXM4-40GB", None),
+    ("volcengine/verl", "examples/grpo_trainer/run_qwen2-7b_math.sh", "A100-SXM4-40GB", None),
     ("OpenRLHF/OpenRLHF", "examples/scripts/train_dpo_llama.sh", "RTX-4090", 8),
     ("huggingface/nanotron", "examples/config_qwen.yaml", "A100-SXM4-40GB", None),
     ("huggingface/nanotron", "examples/config_tiny_llama.yaml", "A100-SXM4-40GB", None),
@@ -66,7 +66,12 @@ CASES: tuple[tuple[str, str, str, int | None], ...] = (
     ("mosaicml/llm-foundry", "scripts/train/yamls/finetune/llama-3-8b_domain_adapt.yaml", "A100-SXM4-40GB", 8),
     ("NVIDIA-NeMo/Automodel", "examples/llm_finetune/falcon/falcon_h1_7b_instruct_squad.yaml", "A100-SXM4-80GB", 8),
 )
-"""Project, file, the card that it does not fit on, and how many of them where the file does not say."""
+"""Project, file, the card that it does not fit on, and how many of them where the file does not say.
+
+Two files that stood here do not: verl's `run_cispo_qwen2_5_0_5b_gsm8k.sh`, which hydra refuses as it is published (it
+overrides `actor_rollout_ref.model.torch_dtype`, which verl's schema lacks, without a `+`), and NeMo-RL's
+`audio_grpo_3B_megatron.yaml`, for which no plan with keys in the file fits (Megatron's degrees stay as they are).
+"""
 
 
 def mend(path: Path, gpu: str, gpus: int | None) -> dict[str, Any]:

@@ -18,8 +18,9 @@ Nothing of them is in this repository but, of each file, a digest and its outcom
 
 * **whole**: every key is counted, or is known to have no effect on memory and time.
 * **named gaps**: the training is read, and the keys that are not counted are named with the reason.
-* **no training**: refused as what it is: inference, evaluation, a merge, data.
-* **other code**: refused as a training by code that has no reader: diffusion, MaxText, draft models.
+* **no training**: refused as what it is: inference, evaluation, a merge, data, tools, machines, or a script that only
+  starts other scripts.
+* **other code**: refused as a training by code that has no reader: diffusion, draft models.
 * **not read**: refused with another reason; trainings whose flags no reader takes are among these.
 * **crashed**: an error without a line of its own.
 

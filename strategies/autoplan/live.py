@@ -21,6 +21,7 @@ from hardware_db.microbench.timer import ranks_at_work
 from hardware_db.notices import notice
 from hardware_db.store import ask_store
 from planner import vocabulary as words
+from planner.cluster.groups import at_rates
 from planner.cluster.rates import rates_from_measurements
 from planner.cluster.resolve import probed_cluster
 from planner.cost.combinations import compresses, why_refused
@@ -35,6 +36,7 @@ from planner.search.space import (
     why_unfit_degrees,
 )
 from planner.types.plan import Configuration, Plan
+from planner.types.shares import read_rates
 from strategies.autoplan.fallback import best_plan
 from strategies.autoplan.select import PlanningOptions, find_predecessor
 from strategies.config import limits
@@ -83,6 +85,7 @@ def live_request(
     if options.parallel is not None and request.degrees is None:
         notice(f"{_misfit(options.parallel, environment)}: others are chosen", stream="stdout")
     request = replace(request, micro_batch=_micro_batch(options, environment, request.workload.global_batch_size))
+    request = _at_rates(request, options, environment)
     if (strategy or options.backend or request.degrees) and not any(True for _ in enumerate_candidates(request)):
         if chooses_anew:
             return with_measured_rates(replace(request, strategies=None, degrees=None), measured)
@@ -104,6 +107,32 @@ def live_request(
     if options.backend == "deepspeed":
         _require_whole(request)
     return with_measured_rates(request, measured)
+
+
+def _at_rates(request: Request, options: PlanningOptions, environment: Environment) -> Request:
+    """Return the request on ranks that are as fast as `dsplan run --rates` says.
+
+    Raises:
+        CannotRun: they are of other ranks, or ranks cannot have unlike shares as they are asked for.
+    """
+    text = plan_request().rates
+    if text is None:
+        return request
+    rates = read_rates(text)
+    named, ranks = sum(count for count, _ in rates), environment.world_size
+    if named != ranks:
+        if current().is_resumed:
+            notice(f"--rates {text} are of {named} ranks, and {ranks} train now: all count as fast", stream="stdout")
+            return request
+        raise CannotRun(f"--rates {text} are of {named} ranks, and this job has {ranks}; name one for each")
+    if request.micro_batch is not None:
+        raise CannotRun(
+            f"the config's micro-batch of {request.micro_batch} samples is every rank's, and --rates {text} gives the"
+            " slower ones less; give train_batch_size alone"
+        )
+    if options.backend == "deepspeed":
+        raise CannotRun(f"DeepSpeed gives every rank as many samples, and --rates {text} does not; use backend native")
+    return replace(request, cluster=at_rates(request.cluster, rates))
 
 
 def _require_whole(request: Request) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hardware_db.datasheets import find_device
 from hardware_db.notices import label_lines, notice
 from hardware_db.units import format_bytes, format_seconds
 from planner import vocabulary as words
@@ -183,6 +185,26 @@ def why_another_device(plan: Plan, device: torch.device) -> str | None:
     )
 
 
+def why_another_group(plan: Plan, rank: int, gpu: str) -> str | None:
+    """Return that a rank's GPU is of the kind that the plan counts among other ranks, or None; `gpu` as torch names it.
+
+    Nodes differ in the order of a cluster file, which is that of the ranks' shares.
+    """
+    groups = plan.cluster.get("groups", [])
+    ends = itertools.accumulate(group["nodes"] * group["gpus_per_node"] for group in groups)
+    planned = next((group["device"] for group, end in zip(groups, ends, strict=True) if rank < end), None)
+    try:
+        here = find_device(gpu).name
+    except UnknownName:
+        return None
+    if planned in (None, here) or here not in {group["device"] for group in groups}:
+        return None
+    return (
+        f"rank {rank} is on {here} and the plan's share for it is of {planned}; start the nodes in the order of the"
+        f" cluster file ({', '.join(group['device'] for group in groups)})"
+    )
+
+
 def describe(plan: Plan) -> str:
     """Describe a plan in a few plain lines."""
     chosen, memory = plan.configuration, plan.memory
@@ -200,7 +222,7 @@ def describe(plan: Plan) -> str:
     return label_lines(
         f"{chosen.strategy} ({chosen.backend}) on {chosen.world_size} x {plan.cluster.get('device')},"
         f" {chosen.precision}, {chosen.optimizer}{extras}\n"
-        f"micro-batch {chosen.micro_batch_size} x accumulation {chosen.gradient_accumulation_steps} x"
+        f"micro-batch {chosen.micro_batch_text} x accumulation {chosen.gradient_accumulation_steps} x"
         f" {ranks} ranks = global batch {chosen.global_batch_size}\n"
         f"predicted {format_bytes(memory.peak_allocated_bytes)} at the peak ({memory.peak_phase}),"
         f" {format_seconds(plan.time.step_seconds)} per step"

@@ -18,6 +18,7 @@ from strategies.checkpoint import retention
 from strategies.checkpoint.adapters import CONFIG_FILE, WEIGHTS_FILE, Written, adapters_alone, merge_into, merged_names
 from strategies.checkpoint.content import Content
 from strategies.checkpoint.loading import Opened, open_whole
+from strategies.checkpoint.object_store import location
 from strategies.checkpoint.safefile import DTYPES, Entry, bytes_of, lay_out, write
 from strategies.checkpoint.states import MODEL
 from strategies.checkpoint.storage import BoxFile
@@ -55,7 +56,7 @@ def export_checkpoint(
     """
     if dtype is not None and dtype not in _DTYPE_NAMES:
         raise CannotRun(f"export: dtype {dtype!r} is not known; take one of {', '.join(_DTYPE_NAMES)}")
-    saved = _open(Path(checkpoint))
+    saved = _open(location(checkpoint))
     content = saved.content
     if content.left_out and (merged or not content.adapter):
         raise CannotRun(
@@ -75,7 +76,7 @@ def read_weights(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], dict[
     Raises:
         BrokenFile: there is no checkpoint, or it is damaged.
     """
-    saved = _open(Path(checkpoint))
+    saved = _open(location(checkpoint))
     with _Weights(saved, None) as weights:
         read = {name: weights.read(name) for name, _, _ in weights.describe()}
     aliases = {alias: read[name] for alias, name in saved.content.aliases.items() if name in read}

@@ -24,6 +24,7 @@ from strategies.checkpoint.content import (
     require_no_pickles,
     require_progress,
 )
+from strategies.checkpoint.object_store import ObjectPath, names_in
 from strategies.checkpoint.parts import ALL, LoadPlanner
 from strategies.checkpoint.reading import Damaged, header_of, opened, shown
 from strategies.checkpoint.restore import Restore
@@ -283,7 +284,8 @@ def _is_whole(path: Path) -> bool:
 def _name_strays(checkpoint: Opened) -> None:
     """Say which files lie in a checkpoint's folder that are not the checkpoint's; nobody opens them."""
     path, own = checkpoint.path, {safefile.FILE, *(PurePosixPath(name).parts[0] for name in checkpoint.sums)}
-    strays = sorted(name for name in os.listdir(path) if name not in own and not name.startswith("."))
+    names = names_in(path) if isinstance(path, ObjectPath) else os.listdir(path)
+    strays = sorted(name for name in names if name not in own and not name.startswith("."))
     if strays:
         others = f" and {len(strays) - 1} more are" if len(strays) > 1 else " is"
         notice(f"{path}: {shown(strays[0])}{others} none of its files and not read; move it out of the folder")

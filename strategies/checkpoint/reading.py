@@ -19,6 +19,7 @@ from itertools import combinations, pairwise, starmap
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from strategies.checkpoint.object_store import ObjectFile, ObjectPath
 from strategies.errors import BrokenFile
 
 LONGEST_TEXT = 2**30
@@ -78,7 +79,7 @@ def shown(text: object) -> str:
 
 @contextmanager
 def opened(folder: Path, name: str) -> Iterator[BinaryIO]:
-    """Open a regular file in a folder or below it.
+    """Open a regular file in a folder or below it, or an object of a store.
 
     Raises:
         Damaged: it is missing, something else, cannot be read, or its name leads out of the folder.
@@ -86,6 +87,10 @@ def opened(folder: Path, name: str) -> Iterator[BinaryIO]:
     path = folder / name if _stays_inside(name) else folder
     if path is folder:
         raise Damaged(folder, f"names a file {shown(name)}, which does not lie in it")
+    if isinstance(path, ObjectPath):
+        with _object_opened(path) as file:
+            yield file
+        return
     above = [folder.joinpath(*PurePosixPath(name).parts[:depth]) for depth in range(1, len(PurePosixPath(name).parts))]
     try:
         link = next((parent for parent in above if parent.is_symlink()), None)
@@ -100,9 +105,18 @@ def opened(folder: Path, name: str) -> Iterator[BinaryIO]:
         raise _unreadable(path, problem) from None
 
 
+@contextmanager
+def _object_opened(path: ObjectPath) -> Iterator[BinaryIO]:
+    try:
+        with ObjectFile.open(path) as file:
+            yield file
+    except FileNotFoundError:
+        raise Damaged(path, "is missing") from None
+
+
 def size_of(file: BinaryIO) -> int:
     """Return the bytes of an open file."""
-    return os.fstat(file.fileno()).st_size
+    return file.size if isinstance(file, ObjectFile) else os.fstat(file.fileno()).st_size
 
 
 def read_bytes(folder: Path, name: str, limit: int = LONGEST_TEXT) -> bytes:

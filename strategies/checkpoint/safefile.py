@@ -12,13 +12,14 @@ import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from strategies.checkpoint.object_store import MANIFEST
 from strategies.checkpoint.reading import Damaged, is_count, json_object, opened, read_bytes, shown, size_of
 from strategies.errors import CannotRun
 from strategies.run_directory.heartbeat import beat
@@ -78,8 +79,25 @@ def lay_out(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> list[E
     return entries
 
 
-def write(path: Path, entries: Sequence[Entry], data: Iterable[memoryview], notes: dict[str, str]) -> FileSum:
-    """Write a file of `data` end to end, with `notes` as `__metadata__`, and wait until the disk has it.
+def cut(entries: Sequence[Entry], limit_bytes: int | None) -> list[list[Entry]]:
+    """Return the entries of several files, each of `limit_bytes` at most or of one entry; of one file for None."""
+    parts, begin = [list[Entry]()], 0
+    for entry in entries:
+        if parts[-1] and limit_bytes is not None and entry.end - begin > limit_bytes:
+            parts.append([])
+            begin = entry.begin
+        parts[-1].append(replace(entry, begin=entry.begin - begin, end=entry.end - begin))
+    return parts
+
+
+def write(
+    path: Path,
+    entries: Sequence[Entry],
+    data: Iterable[memoryview],
+    notes: dict[str, str],
+    durable: bool = True,
+) -> FileSum:
+    """Write a file of `data` end to end, with `notes` as `__metadata__`; `durable` waits until the disk has it.
 
     Raises:
         OSError: it cannot be written.
@@ -91,7 +109,8 @@ def write(path: Path, entries: Sequence[Entry], data: Iterable[memoryview], note
             size += file.write(slab)
             beat()
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
     return FileSum(bytes=size, crc32=crc)
 
 
@@ -150,7 +169,7 @@ def _header(entries: Sequence[Entry], notes: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-FILE = "checksums.json"
+FILE = MANIFEST
 """Of a checkpoint's files: a flipped bit, a missing or a cut file shows before anything is used."""
 _LONGEST = 2**26
 """Bytes of the list: half a million files."""

@@ -1,8 +1,8 @@
-"""The storage that `torch.distributed.checkpoint` plans for: one safetensors file per rank and a list of its boxes.
+"""The storage that `torch.distributed.checkpoint` plans for: safetensors files of each rank and a list of their boxes.
 
 torch decides which rank writes which box of which tensor and which boxes a rank reads; here is how boxes lie in files.
-Planning and writing are separate: `RankFile` holds what is to be written when torch has finished, so that the bytes may
-be written later, by another thread, from a copy.
+Planning and writing are separate: a `RankFile` holds what is to be written when torch has finished, so that the bytes
+may be written later, by another thread, from a copy. A rank has one, and several of limited size for an object store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from strategies.checkpoint.content import Index
 from strategies.checkpoint.reading import Damaged, fill, header_of, opened, shown
-from strategies.checkpoint.safefile import DTYPES, Entry, FileSum, bytes_of, lay_out, write
+from strategies.checkpoint.safefile import DTYPES, Entry, FileSum, bytes_of, cut, lay_out, write
 from strategies.errors import BrokenFile, DsplanError
 from strategies.run_directory.heartbeat import beat
 
@@ -40,14 +40,14 @@ _SLAB_BYTES = 2**25
 """How much of a file is in memory at a time where it cannot be read in place."""
 
 
-def file_of(rank: int) -> str:
-    """Return the name of a rank's file in a checkpoint's folder."""
-    return f"rank-{rank:05d}.safetensors"
+def file_of(rank: int, number: int = 0) -> str:
+    """Return the name of a rank's file in a checkpoint's folder, and of its further ones."""
+    return f"rank-{rank:05d}{f'-{number:05d}' if number else ''}.safetensors"
 
 
 def is_ranks_file(name: str) -> bool:
     """Return whether a file has the name of a rank's."""
-    return re.fullmatch(r"rank-\d{5,}\.safetensors", name) is not None
+    return re.fullmatch(r"rank-\d{5,}(-\d{5,})?\.safetensors", name) is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,14 +70,14 @@ class RankFile:
             run = buffer[entry.begin : entry.end].view(entry.dtype).view(entry.shape)
             run.copy_(value, non_blocking=True)
 
-    def write_to(self, folder: Path, copied: torch.Tensor | None) -> FileSum:
-        """Write the file, from a buffer that `copy_to` filled or else from the values.
+    def write_to(self, folder: Path, copied: torch.Tensor | None, *, durable: bool = True) -> FileSum:
+        """Write the file, from a buffer that `copy_to` filled or else from the values; see `safefile.write`.
 
         Raises:
             OSError: it cannot be written.
         """
         data = self._pieces() if copied is None else iter((bytes_of(copied),))
-        return write(folder / self.name, self.entries, data, {"format": "pt"})
+        return write(folder / self.name, self.entries, data, {"format": "pt"}, durable)
 
     def _pieces(self) -> Iterator[memoryview]:
         for entry in self.entries:
@@ -101,11 +101,15 @@ class _AsPlanned:
 
 
 class Writer(_AsPlanned, StorageWriter):
-    """Takes torch's plan for this rank; `file` is what to write, `index` (rank 0's) where every box will lie."""
+    """Takes torch's plan for this rank; `files` is what to write, `index` (rank 0's) where every box will lie.
 
-    def __init__(self, rank: int) -> None:
-        self.file = RankFile(name=file_of(rank))
+    A file has at most `limit_bytes`, or one box; None: the rank has one file.
+    """
+
+    def __init__(self, rank: int, limit_bytes: int | None = None) -> None:
+        self.files = [RankFile(name=file_of(rank))]
         self.index: dict[str, Any] = {}
+        self._rank, self._limit_bytes = rank, limit_bytes
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Note what the plan has this rank write."""
@@ -117,10 +121,14 @@ class Writer(_AsPlanned, StorageWriter):
             items[key] = (item, data.properties.dtype, tuple(data.chunk.sizes))
         entries = lay_out((key, dtype, shape) for key, (_, dtype, shape) in items.items())
         values = {key: _later(planner, item) for key, (item, _, _) in items.items()}
-        self.file = RankFile(name=self.file.name, entries=entries, values=values)
+        self.files = [
+            RankFile(name=file_of(self._rank, number), entries=part, values=values)
+            for number, part in enumerate(cut(entries, self._limit_bytes))
+        ]
         results = [
-            WriteResult(items[entry.key][0].index, entry.end - entry.begin, (self.file.name, entry.key))
-            for entry in entries
+            WriteResult(items[entry.key][0].index, entry.end - entry.begin, (file.name, entry.key))
+            for file in self.files
+            for entry in file.entries
         ]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -166,7 +174,7 @@ class Reader(_AsPlanned, StorageReader):
             by_file.setdefault(name, []).append((key, item))
         for name, wanted in by_file.items():
             with BoxFile.open(*self._place_of(name)) as file:
-                for key, item in wanted:
+                for key, item in sorted(wanted, key=lambda pair: file.begin_of(pair[0])):
                     target = planner.resolve_tensor(item).detach()
                     file.read(key, tuple(item.storage_offsets), target)
                     planner.commit_tensor(item, target)
@@ -192,6 +200,10 @@ class BoxFile:
         """Open a file of a folder, or raise `Damaged` where it is no safetensors file."""
         with opened(folder, name) as file:
             yield cls(file, folder / name)
+
+    def begin_of(self, key: str) -> int:
+        """Return the byte at which a box begins; 0 for one that is not there."""
+        return self._stored[key].begin if key in self._stored else 0
 
     def read(self, key: str, offsets: Sequence[int], target: torch.Tensor) -> None:
         """Read the part of a box that begins at `offsets` and has the target's shape, a few rows at a time.

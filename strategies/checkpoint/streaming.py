@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
 from hardware_db.notices import notice
 from strategies.checkpoint.content import SavedTensor
+from strategies.checkpoint.object_store import location
 from strategies.checkpoint.parts import ALL, LoadPlanner, pieces_of
 from strategies.checkpoint.safefile import DTYPES
 from strategies.checkpoint.states import MODEL, States, unwrapped
@@ -48,7 +49,7 @@ def prepare_weights(model: nn.Module, path: str | Path | None, environment: Envi
                 ' or "weights" in the config'
             )
         return None
-    files = on_rank_zero(lambda: open_weights(Path(path)))
+    files = on_rank_zero(lambda: open_weights(location(path)))
     drawn = _new_heads(model, files)
     required = leave_empty(model) - drawn.keys()
     fitted = everywhere(lambda: fit_to(files, model, required))

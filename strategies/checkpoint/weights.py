@@ -20,6 +20,7 @@ from torch import nn
 from strategies.checkpoint import retention
 from strategies.checkpoint.content import SavedTensor
 from strategies.checkpoint.loading import open_checkpoint
+from strategies.checkpoint.object_store import ObjectPath
 from strategies.checkpoint.reading import Box, Damaged, Stored, header_of, json_object, opened, read_bytes, shown
 from strategies.checkpoint.safefile import DTYPES
 from strategies.checkpoint.states import MODEL
@@ -60,6 +61,11 @@ def open_weights(path: Path) -> WeightFiles:
     Raises:
         BrokenFile: there are none, they are damaged, or they are quantised.
     """
+    if isinstance(path, ObjectPath):
+        checkpoint = retention.named_latest(path)
+        if checkpoint is None:
+            raise BrokenFile(path, "holds no checkpoint", "name one, or a directory with model.safetensors")
+        return _of_checkpoint(checkpoint)
     if path.is_file():
         return _of_files(path, path.parent, [path.name])
     if not path.is_dir():

@@ -136,7 +136,7 @@ class ShardedLoader:
         self._worker_seeds = torch.Generator()
         mesh = Mesh.of(configuration, environment)
         self._part, self._parts = mesh.rank("dp"), mesh.size("dp")
-        self._batches = _Order(configuration.micro_batch_size, self._part, self._parts)
+        self._batches = _Order(configuration, self._part)
         self._tolerates = tolerates = section.bad_samples > 0
         collate = settings.collate or default_collate
         self._loader: DataLoader[Any] = DataLoader(
@@ -241,7 +241,7 @@ class ShardedLoader:
         self._batches.order = _permutation(self._length, self.seed + epoch)[self.samples : last]
         for batch in self._loader:
             beat()
-            self._handed_out += configuration.micro_batch_size * self._parts
+            self._handed_out += configuration.samples_together
             yield self._bad.note(batch) if self._tolerates else batch
         if self.epoch == epoch and self.samples == last:
             self.epoch, self.samples = epoch + 1, 0
@@ -296,18 +296,26 @@ class DistributedDataLoader(DataLoader[Any]):
 
 
 class _Order(Sampler[list[int]]):
-    """A batch sampler of a rank's part of `order`, [samples], whose neighbours go to different parts."""
+    """A batch sampler of a rank's part of `order`, [samples], of which neighbours go to different ranks.
 
-    def __init__(self, micro_batch_size: int, part: int, parts: int) -> None:
+    Where ranks have micro-batches of different sizes each takes its own run of neighbours.
+    """
+
+    def __init__(self, configuration: Configuration, part: int) -> None:
         self.order = torch.empty(0, dtype=torch.int64)
-        self._size, self._part, self._parts = micro_batch_size, part, parts
+        self._together, self._size = configuration.samples_together, configuration.micro_batch_of(part)
+        if configuration.is_uneven:
+            first = configuration.samples_before(part)
+            self._own = slice(first, first + self._size)
+        else:
+            self._own = slice(part, None, configuration.dims.data_parallel)
 
     def __len__(self) -> int:
-        return len(self.order) // (self._size * self._parts)
+        return len(self.order) // self._together
 
     def __iter__(self) -> Iterator[list[int]]:
-        own = self.order[self._part :: self._parts]
-        return (own[first : first + self._size].tolist() for first in range(0, len(own), self._size))
+        whole = (self.order[first : first + self._together] for first in range(0, len(self.order), self._together))
+        return (samples[self._own].tolist() for samples in whole)
 
 
 def _permutation(length: int, seed: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from planner.types.plan import Configuration, Plan
 from planner.vocabulary import FSDP_STRATEGIES
 from strategies.checkpoint.checkpoints import Checkpoints, custom_of
+from strategies.checkpoint.object_store import location
 from strategies.checkpoint.saving import SaveOptions
 from strategies.checkpoint.states import States, unwrapped
 from strategies.checkpoint.streaming import Weights
@@ -32,7 +33,7 @@ from strategies.parallel.whole import whole_layers, whole_tensors
 from strategies.protocols import Observer, Scheduler, TrainingParts
 from strategies.run_directory.heartbeat import PULSE, beat
 from strategies.telemetry.tensorboard_log import EVERY_STEPS
-from strategies.torch_compat.tensors import tree_to
+from strategies.torch_compat.tensors import tree_leaves, tree_to
 
 if TYPE_CHECKING:
     from strategies.data.loader import ShardedLoader
@@ -81,6 +82,7 @@ class Engine(ABC):
         self.supervision: Supervision | None = None
         self._may_reduce = True
         self._boundary: bool | None = None
+        self._is_uneven = plan.configuration.is_uneven
 
     @property
     def configuration(self) -> Configuration:
@@ -108,6 +110,19 @@ class Engine(ABC):
         return self.mesh.size("dp")
 
     @property
+    def micro_batch_size(self) -> int:
+        """Samples of this rank's micro-batches: the plan's, or this rank's share where ranks have unlike ones."""
+        return self.configuration.micro_batch_of(self.data_parallel_rank)
+
+    @cached_property
+    def sample_weight(self) -> float:
+        """The weight of a micro-batch's mean loss on this rank beside that of the typical rank, 1 where all are alike.
+
+        A mean over ranks is one over samples where each counts by the samples that it has.
+        """
+        return self.micro_batch_size * self.data_parallel_size / self.configuration.samples_together
+
+    @property
     def gathers_weights(self) -> bool:
         """True if every forward pass all-gathers weights, so that no rank may do one alone."""
         return self.configuration.strategy in (*FSDP_STRATEGIES, "zero3") and self.environment.world_size > 1
@@ -116,9 +131,12 @@ class Engine(ABC):
         """Run the module's forward pass under the plan's precision, on a GPU with what is in host memory moved there.
 
         Raises:
-            CannotRun: the module is cut into pipeline stages.
+            CannotRun: the module is cut into pipeline stages, or ranks have micro-batches of unlike sizes and this is
+                none of this rank's.
         """
         self._require_whole()
+        if self._is_uneven and self.module.training:
+            self._require_own_share((args, kwargs))
         if self.device.type != "cpu":  # DDP and FSDP would do so themselves
             args, kwargs = tree_to(self.device, (args, kwargs))
         if not self.observers or not self.module.training:
@@ -148,9 +166,10 @@ class Engine(ABC):
         Under a pipeline the only way to train, under every other strategy the same as the loop of calls.
 
         Args:
-            batch: this data-parallel rank's samples of the step (the global batch over `data_parallel_size`): tensors
-                with a row for each, in a mapping (given to the model by name) or a tuple (by position), which are cut
-                into micro-batches; or an iterator of micro-batches, of which `gradient_accumulation_steps` are taken.
+            batch: this data-parallel rank's samples of the step (`micro_batch_size` for each accumulation step):
+                tensors with a row for each, in a mapping (given to the model by name) or a tuple (by position), which
+                are cut into micro-batches; or an iterator of micro-batches, of which `gradient_accumulation_steps` are
+                taken.
 
         Returns:
             The mean loss over the global batch, a scalar in fp32 on the device; the same on every rank.
@@ -356,10 +375,11 @@ class Engine(ABC):
             asynchronous=config.asynchronous if asynchronous is None else asynchronous,
             custom=custom_of(save, self),
             trainable_only=config.trainable_only if trainable_only is None else trainable_only,
+            completed=None if self.supervision is None else self.supervision.script_completed,
         )
         state = self.client_state if client_state is None else client_state
         with PULSE.meeting("save_checkpoint"):
-            path = self._checkpoints.save(Path(directory), state, options)
+            path = self._checkpoints.save(location(directory), state, options)
         if self.supervision is not None:
             self.supervision.script_saved(path)
         return path
@@ -375,8 +395,8 @@ class Engine(ABC):
             BrokenFile: a file of it is damaged or missing, or it is of another model or optimizer.
         """
         if self.supervision is not None:
-            return self.supervision.load(Path(directory))
-        return self._checkpoints.load(Path(directory))
+            return self.supervision.load(location(directory))
+        return self._checkpoints.load(location(directory))
 
     def read_weights(self, weights: Weights) -> None:
         """Read this rank's parts of the model from files; `initialize` calls it on every rank.
@@ -414,6 +434,16 @@ class Engine(ABC):
             return self._checkpoints.export(Path(directory), dtype, max_shard_bytes, merged=merged)
 
     export_checkpoint = export
+
+    def _require_own_share(self, inputs: Any) -> None:
+        """Refuse a micro-batch whose loss would be weighted as that of other samples than it has."""
+        rows = [leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        if rows and self.micro_batch_size not in rows:
+            raise CannotRun(
+                f"the plan gives rank {self.environment.rank} micro-batches of {self.micro_batch_size} samples"
+                f" ({self.configuration.micro_batches}) and the script one of {rows[0]}; hand training_data= to"
+                " initialize, or read engine.micro_batch_size samples at a time"
+            )
 
     def _require_whole(self) -> None:
         if self.configuration.pp > 1:

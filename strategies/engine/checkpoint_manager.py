@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from strategies.checkpoint import retention
+from strategies.checkpoint.object_store import location
 from strategies.engine.base import Engine
 from strategies.errors import CannotRun, DsplanError
 from strategies.protocols import Observer
@@ -76,7 +77,7 @@ class CheckpointManager:
     def directory(self) -> Path:
         """The folder of the checkpoints."""
         of_config = None if self._engine is None else self._engine.checkpointing.directory
-        return Path(self._directory or of_config or "checkpoints")
+        return location(self._directory or of_config or "checkpoints")
 
     @property
     def latest(self) -> Path | None:

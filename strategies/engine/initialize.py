@@ -28,6 +28,7 @@ from strategies.autoplan.select import (
     read_degrees,
     read_planned_work,
     why_another_device,
+    why_another_group,
     why_another_model,
 )
 from strategies.checkpoint.streaming import prepare_weights
@@ -321,12 +322,26 @@ def _settle(model: nn.Module, options: PlanningOptions, environment: Environment
         from strategies.autoplan.live import make_plan  # with the planner's search, which a given plan does not need
 
         plan = make_plan(model, options, environment)
-    elif environment.is_main:
-        for warning in filter(None, (why_another_model(plan, model), why_another_device(plan, environment.device))):
-            notice(warning)
+    else:
+        _hold_against(plan, model, environment)
     if not current().chooses_anew:
         _require_same_choice(plan, options.strategy, options.backend)
     return plan, is_new
+
+
+def _hold_against(plan: Plan, model: nn.Module, environment: Environment) -> None:
+    """Hold a given plan against the model and the devices here; rank 0 says what is unlike.
+
+    Raises:
+        CannotRun: this rank would have the share of another kind of GPU.
+    """
+    if environment.device.type == "cuda" and plan.configuration.is_uneven:
+        gpu = torch.cuda.get_device_name(environment.device)
+        if why := why_another_group(plan, environment.rank, gpu):
+            raise CannotRun(why)
+    if environment.is_main:
+        for warning in filter(None, (why_another_model(plan, model), why_another_device(plan, environment.device))):
+            notice(warning)
 
 
 def _require_same_choice(plan: Plan, strategy: str | None, backend: str | None) -> None:

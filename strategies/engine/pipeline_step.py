@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -107,12 +107,11 @@ def _micro_batches(engine: Engine, batch: Any, number: int | None) -> list[Any]:
 
 
 def _cut_rows(engine: Engine, batch: Any, number: int | None) -> list[Any]:
-    size, rows = engine.configuration.micro_batch_size, _count_rows(batch)
+    size, rows = engine.micro_batch_size, _count_rows(batch)
     if number is not None and rows != number * size:
         raise CannotRun(
             f"train_batch: the batch has {rows} samples, and this rank's share of a step is {number} micro-batches of"
-            f" {size}; give it {number * size} (the global batch over engine.data_parallel_size), or an iterator of"
-            " micro-batches"
+            f" {size}; give it {number * size} (engine.micro_batch_size of each), or an iterator of micro-batches"
         )
 
     def part(first: int) -> Any:
@@ -144,12 +143,18 @@ def _arguments(micro_batches: list[Any]) -> list[Arguments]:
     return [arguments_of(member) for member in micro_batches]
 
 
-def _mean_over_ranks(engine: Engine, losses: list[torch.Tensor], weights: list[int] | None = None) -> torch.Tensor:
-    """Return the mean of all ranks' losses, those of a pipeline from its last stage; the same on every rank."""
+def _mean_over_ranks(
+    engine: Engine, losses: list[torch.Tensor], weights: Sequence[float] | None = None
+) -> torch.Tensor:
+    """Return the mean of all ranks' losses, those of a pipeline from its last stage; the same on every rank.
+
+    Without `weights` each counts by the samples of its rank's micro-batches.
+    """
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
     if losses:
         each = torch.stack([loss.detach().double().reshape(()) for loss in losses])
-        shares = torch.tensor(weights or [1] * len(losses), dtype=torch.float64, device=engine.device)
+        counts: Sequence[float] = weights or [engine.sample_weight] * len(losses)
+        shares = torch.tensor(counts, dtype=torch.float64, device=engine.device)
         sums = torch.stack((torch.dot(each, shares), shares.sum()))
     if dist.is_initialized() and engine.environment.world_size > 1:
         dist.all_reduce(sums)

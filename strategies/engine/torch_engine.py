@@ -261,8 +261,10 @@ class TorchEngine(AccumulatingEngine):
         self._add_gradients(self.scale_loss(loss), None, ends_step=self.is_gradient_accumulation_boundary())
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Divide a loss by the accumulation steps, and multiply it by the loss scale."""
+        """Divide a loss by the accumulation steps, and multiply it by the loss scale and the weight of its samples."""
         mean = loss / self.configuration.gradient_accumulation_steps
+        if self.sample_weight != 1:
+            mean = mean * self.sample_weight
         return mean if self._scale.value == 1 else mean * self._scale.value
 
     def _add_gradients(

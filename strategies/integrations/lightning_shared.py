@@ -273,6 +273,12 @@ class EngineStrategy:
             view, optimizer=optimizer, config=config, sample_data=_data_of(loader), **self._choice
         )[0]
         self.configured_clipping = engine.gradient_clipping
+        if engine.configuration.is_uneven:
+            raise CannotRun(
+                "Lightning reads as many samples on every rank, and the plan has micro-batches of"
+                f" {engine.configuration.micro_batches}; call dsplan.initialize in the script, or plan without node"
+                " groups"
+            )
         return engine, view
 
     def _require_engine(self) -> Engine:

@@ -91,7 +91,7 @@ def _starts_elsewhere(placement: Placement) -> bool:
         return placement.most_nodes > 1 or placement.hostfile is not None
     if placement.launcher == "deepspeed":
         return placement.most_nodes > 1 and placement.node_rank is None
-    return placement.launcher == "slurm"
+    return placement.is_judged_there
 
 
 def _check_build(machine: Machine, usable: tuple[Gpu, ...]) -> None:

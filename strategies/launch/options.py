@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +14,25 @@ from hardware_db.errors import DsplanError, UnknownName
 from hardware_db.handed_in import quote
 from planner import limits
 from planner.errors import ContradictoryRequest
+from planner.types.plan_io import load_plan
+from planner.types.shares import read_rates
+from planner.vocabulary import FSDP_STRATEGIES
+from strategies.checkpoint.object_store import location
 from strategies.errors import BackendMissing, CannotRun
 from strategies.launch.grace_period import GRACE_SECONDS
+from strategies.run_directory.files import PLAN_FILE, metrics_path
 from strategies.run_directory.request import named
 from strategies.run_directory.spec import LauncherName, Placement, SupervisionOptions
 from strategies.supervision.autosave_interval import CHECKPOINT_MINUTES
 from strategies.supervision.hang_detection import HANG_SECONDS
+from strategies.telemetry.metrics import read_metrics, relative_rates
 
 DEFAULT_SUPERVISION = SupervisionOptions(
     checkpoint_minutes=CHECKPOINT_MINUTES, hang_seconds=HANG_SECONDS, grace_seconds=GRACE_SECONDS
 )
+
+# Ray's own variable, which `ray job submit` sets, and its word for a Ray of this machine alone.
+_RAY_ADDRESS, _OWN_RAY = "RAY_ADDRESS", "local"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +45,7 @@ class RequestedPlacement:
     rendezvous: str | None = None
     hostfile: Path | None = None
     node_rank: int | None = None
+    ray_address: str | None = None
     launcher_option: Sequence[str] | None = None
 
     def over(self, earlier: Placement) -> Placement:
@@ -54,6 +65,9 @@ class RequestedPlacement:
             changes["hostfile"] = str(self.hostfile.resolve())
         if changes.pop("nodes", None) is not None:
             changes["least_nodes"], changes["most_nodes"] = _nodes(self.nodes or "")
+        if (self.launcher or earlier.launcher) == "ray":
+            address = self.ray_address or earlier.ray_address or os.environ.get(_RAY_ADDRESS)
+            changes["ray_address"] = None if address in ("", _OWN_RAY) else address
         # Another launcher would not know the options of the earlier one.
         return replace(earlier if self.launcher in (None, earlier.launcher) else Placement(), **changes)
 
@@ -87,7 +101,7 @@ class RequestedSupervision:
         changes: dict[str, Any] = named(self)
         changes["tunes"] = changes.pop("tune") or earlier.tunes
         if self.checkpoint_dir is not None:
-            changes["checkpoint_directory"] = str(changes.pop("checkpoint_dir").resolve())
+            changes["checkpoint_directory"] = str(location(changes.pop("checkpoint_dir")).resolve())
         if self.hang_minutes is not None:
             changes["hang_seconds"] = 60 * changes.pop("hang_minutes")
         # Who says after how many steps has said when; the clock then saves only if asked to as well.
@@ -149,6 +163,31 @@ def parse_kernels(text: str | None) -> dict[str, str]:
     return providers
 
 
+def parse_rates(text: str) -> str:
+    """Return how fast ranks are beside each other (`3x1,1x0.5`): as it is written, or as a run measured it.
+
+    Raises:
+        ContradictoryRequest: it is neither.
+        DsplanError: the run does not say.
+    """
+    directory = Path(text)
+    if not text or not directory.is_dir():
+        read_rates(text)
+        return text
+    plan_file = directory / PLAN_FILE
+    if plan_file.exists() and (strategy := load_plan(plan_file).configuration.strategy) in _WAITING:
+        raise DsplanError(
+            f"--rates {text}: under {strategy} ranks wait for each other in every layer, so that all seem as fast;"
+            " measure a run of ddp, zero1 or zero2, or write the rates"
+        )
+    ranks = len(list(directory.glob(metrics_path(directory, 0).name.replace("0", "*"))))
+    rates = relative_rates(read_metrics(directory, ranks))
+    if rates is None:
+        raise DsplanError(f"--rates {text}: holds no steps of several ranks after warm-up; name the directory of a run")
+    return rates
+
+
+_WAITING = (*FSDP_STRATEGIES, "zero3")
 _MOST_PROFILED = 100
 """Steps of one profile; a trace of a step takes megabytes."""
 _SPAN = re.compile(r"([0-9]{1,9})(?::([0-9]{1,9}))?")

@@ -22,6 +22,7 @@ from planner.errors import ContradictoryRequest, UnknownName
 from planner.search.request import WITHOUT_DEEPSPEED, why_not_deepspeed
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan
+from strategies.checkpoint.object_store import ObjectPath, location, require_usable
 from strategies.launch.device import Decision, decide
 from strategies.launch.options import DEFAULT_SUPERVISION, RequestedPlacement, RequestedSupervision, check_trackers
 from strategies.launch.state import BEGIN_ANEW, check_unfinished
@@ -46,9 +47,10 @@ _READ_BY: dict[str, tuple[LauncherName, ...]] = {
     "rendezvous": ("local", "accelerate"),
     "hostfile": ("deepspeed", "mpi"),
     "node_rank": ("deepspeed", "accelerate"),
-    "options": ("slurm", "mpi", "deepspeed", "accelerate"),
+    "ray_address": ("ray",),
+    "options": ("slurm", "mpi", "ray", "deepspeed", "accelerate"),
 }
-_FLAGS = {"rendezvous": "--rendezvous", "hostfile": "--hostfile", "node_rank": "--node-rank"}
+_FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("rendezvous", "hostfile", "node_rank", "ray_address")}
 
 
 def check_placement(placement: Placement, supervision: SupervisionOptions) -> None:
@@ -65,10 +67,15 @@ def check_placement(placement: Placement, supervision: SupervisionOptions) -> No
                 f"{flag} is for --launcher {' or '.join(launchers)}, and this run's is {name}; leave it out"
             )
     if name != "local":
-        if placement.is_elastic:
+        if placement.is_elastic and name != "ray":
             raise ContradictoryRequest(
                 f"--nodes {placement.least_nodes}:{placement.most_nodes}: nodes come and go with the local launcher"
-                f" only; give --launcher {name} one number"
+                f" and Ray's only; give --launcher {name} one number"
+            )
+        if name == "ray" and placement.most_nodes > 1 and placement.ray_address is None:
+            raise ContradictoryRequest(
+                f"--nodes {placement.most_nodes}: without --ray-address a Ray of this machine alone is started; name"
+                " the address of a cluster, or leave --nodes out"
             )
         return
     if placement.most_nodes > 1 and placement.rendezvous is None:
@@ -166,10 +173,10 @@ def prepare(request: RunRequest, notices: tuple[str, ...] = ()) -> Launch:
     processes = _processes(request, plan, placement, gpus, earlier)
     _check_degrees(request, processes, placement)
     check_placement(placement, supervision)
-    if plan is not None and placement.launcher != "slurm":
+    if plan is not None and not placement.is_judged_there:
         _check_precision(request, plan, decision.machine)
     if placement.launcher == "local" and supervision.checkpoint_directory:
-        _check_writable(Path(supervision.checkpoint_directory))
+        _check_writable(location(supervision.checkpoint_directory))
     directory = _lay_out(request, request.script)
     spec = LaunchSpec(
         script=str(request.script.resolve()),  # can be read from every directory that it is resumed in
@@ -225,6 +232,8 @@ def _check_plan_request(request: PlanRequest) -> None:
     if request.plan_file is not None and (decided := {**named(request.degrees), **named(request.method)}):
         flag = f"--{next(iter(decided)).replace('_', '-')}"
         raise ContradictoryRequest(f"--plan and {flag} cannot both decide; leave one out")
+    if request.rates is not None and request.plan_file is not None:
+        raise ContradictoryRequest("--plan and --rates cannot both decide; leave one out")
     _check_method(request.method)
     if strategy is not None and backend is not None and backend not in (able := words.backends_of(strategy)):
         raise ContradictoryRequest(
@@ -275,7 +284,7 @@ def _resume_from(request: RunRequest) -> str:
         )
     if named == BEGIN_ANEW:
         return named
-    path = Path(named).absolute()
+    path = location(named).absolute()
     states = {"huggingface": ("trainer_state.json",), None: ("state.json", "trainer_state.json")}
     possible = states.get(kind, ("state.json",))
     if not any((path / state).is_file() for state in possible):
@@ -300,7 +309,7 @@ def _processes(
     else:
         of_plan = _plan_processes(request, plan, placement) if plan else None
         processes = of_plan or request.processes or gpus or _CPU_PROCESSES
-    if gpus and processes > gpus and placement.launcher != "slurm":
+    if gpus and processes > gpus and not placement.is_judged_there:
         remedy = f"make a plan with --gpus {gpus}" if plan else f"use --nproc {gpus} or fewer"
         raise DsplanError(f"{processes} processes need {processes} GPUs and this machine has {gpus}; {remedy}")
     return processes
@@ -313,6 +322,11 @@ def _plan_processes(request: RunRequest, plan: Plan, placement: Placement) -> in
     if why := why_refused(configuration, adapted):
         raise DsplanError(f"{request.plan.plan_file}: {why}")
     nodes = plan.cluster.get("nodes", 1)
+    if len({group.get("gpus_per_node") for group in plan.cluster.get("groups", [])}) > 1:
+        raise DsplanError(
+            f"{request.plan.plan_file}: its nodes have unlike numbers of GPUs, and dsplan run starts as many ranks on"
+            " each; start them with mpirun or srun, and give the plan to dsplan.initialize(plan=...)"
+        )
     if nodes > 1 and not placement.least_nodes <= nodes <= placement.most_nodes:
         raise DsplanError(
             f"{request.plan.plan_file}: the plan spans {nodes} nodes and this run has {placement.most_nodes}; add"
@@ -335,6 +349,9 @@ def _check_precision(request: RunRequest, plan: Plan, machine: Machine) -> None:
 
 
 def _check_writable(directory: Path) -> None:
+    if isinstance(directory, ObjectPath):
+        require_usable(directory)
+        return
     try:
         directory.mkdir(parents=True, exist_ok=True)
         why = None if os.access(directory, os.W_OK | os.X_OK) else "cannot be written"

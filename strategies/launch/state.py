@@ -11,6 +11,7 @@ from typing import Any
 from hardware_db.errors import BrokenFile, DsplanError
 from planner.types.plan import Plan
 from planner.types.plan_io import load_plan, plan_to_dict, save_plan
+from strategies.checkpoint.object_store import ObjectPath, location
 from strategies.launch.report import highest_step, last_attempt_in
 from strategies.run_directory.attempt_options import AttemptOptions, FailedPlan
 from strategies.run_directory.files import CHECKPOINTS, LINEAGE_FILE, PLAN_FILE
@@ -109,6 +110,7 @@ class RunState:
         self._saved = max((checkpoint.step for checkpoint in lists.journalled if self._counts(checkpoint)), default=0)
         self._has_full_story = not resumes or bool(resume_from) or _reports_every_save(rows, lists)
         self._seen, self._lines = (0, 0), 0
+        self._in_stores: frozenset[str] = frozenset()
         self._begun: dict[str, lineage.RunCheckpoint] = {}
         self.course = Course(_highest_step(directory, rows, self.options.since) if resumes else 0)
         self.saves_to_note = self.notice_saves() if resumes else []
@@ -174,7 +176,7 @@ class RunState:
     def notice_saves(self) -> list[lineage.RunCheckpoint]:
         """Look which checkpoints there are, and return those that the journal has not."""
         self._read_list()
-        complete = [checkpoint for checkpoint in self._begun.values() if Path(checkpoint.path).exists()]
+        complete = [checkpoint for checkpoint in self._begun.values() if self._is_there(checkpoint.path)]
         waiting = [checkpoint for checkpoint in self._begun.values() if checkpoint not in complete]
         self._begun = {checkpoint.path: checkpoint for checkpoint in waiting[-_BEGUN_AT_ONCE:]}
         for checkpoint in complete:
@@ -185,6 +187,11 @@ class RunState:
         self._journalled |= {checkpoint.path for checkpoint in new}
         return new
 
+    def _is_there(self, path: str) -> bool:
+        """Return whether a checkpoint is complete; of one in an object store the list says so: stores are slow."""
+        path_or_address = location(path)
+        return path in self._in_stores if isinstance(path_or_address, ObjectPath) else path_or_address.exists()
+
     def _read_list(self) -> None:
         """Take over what the list names, where it has changed. A save that was only begun has no folder of its name."""
         try:
@@ -193,7 +200,8 @@ class RunState:
             return  # nothing has been saved yet
         if self._seen != (state.st_mtime_ns, state.st_size):
             self._seen = (state.st_mtime_ns, state.st_size)
-            listed = lineage.read(self._spec.directory)
+            lists = lineage.read_lineage(self._spec.directory)
+            listed, self._in_stores = lists.listed, lists.in_stores
             new = listed[self._lines :] if len(listed) >= self._lines else listed
             self._lines = len(listed)
             self._begun |= {checkpoint.path: checkpoint for checkpoint in new}

@@ -154,6 +154,33 @@ def apply_method(model: nn.Module, method: TrainingMethod) -> str | None:
     )
 
 
+def method_of(model: nn.Module) -> TrainingMethod | None:
+    """Return the method by which a script's own PEFT model is trained; None where the words of a plan do not say it.
+
+    Plans know one LoRA or DoRA of one rank beside named layers, over weights that are not quantised.
+    """
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, Mapping) or len(configs) != 1 or not has_adapters(model) or quantised_weights(model):
+        return None
+    (config,) = configs.values()
+    targets = getattr(config, "target_modules", None)
+    more = ("rank_pattern", "modules_to_save", "layers_to_transform", "trainable_token_indices", "target_parameters")
+    if not targets or any(getattr(config, name, None) for name in more) or getattr(config, "bias", "") != "none":
+        return None
+    frozen = next((weight.dtype for weight in model.parameters() if not weight.requires_grad), torch.float32)
+    return TrainingMethod(
+        method="dora" if config.use_dora else "lora",
+        rank=config.r,
+        targets=targets
+        if isinstance(targets, str)
+        else ",".join(sorted({name.rpartition(".")[2] for name in targets})),
+        load_dtype=_DTYPES.get(frozen),
+    )
+
+
+_DTYPES: Mapping[torch.dtype, str] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
 def has_adapters(model: nn.Module) -> bool:
     """Return whether a model has adapters of PEFT's beside frozen weights."""
     return any(hasattr(module, "base_layer") and hasattr(module, "lora_A") for module in model.modules())

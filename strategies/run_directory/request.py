@@ -78,6 +78,8 @@ class PlanRequest:
     """Of the plan to follow, absolute."""
     strategy: str | None = None
     backend: str | None = None
+    rates: str | None = None
+    """Of ranks in order, one beside the other: `3x1,1x0.5`."""
     degrees: RequestedDegrees = field(default_factory=RequestedDegrees)
     method: RequestedMethod = field(default_factory=RequestedMethod)
     kernels: Mapping[str, str] = field(default_factory=dict)
@@ -104,7 +106,7 @@ class PlanRequest:
         return {REQUEST: json.dumps(requested)} if requested else {}
 
 
-_TEXTS = ("plan_file", "strategy", "backend")
+_TEXTS = ("plan_file", "strategy", "backend", "rates")
 
 
 @cache

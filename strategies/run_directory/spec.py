@@ -53,7 +53,7 @@ ScriptKind = Literal["dsplan", "huggingface", "deepspeed", "accelerate", "lightn
 though steps are done."""
 SAVING: tuple[ScriptKind, ...] = ("dsplan", "huggingface", "lightning")
 """Scripts whose ranks save and stop when they are asked to; others are ended, and may answer SIGTERM themselves."""
-LauncherName = Literal["local", "slurm", "mpi", "deepspeed", "accelerate"]
+LauncherName = Literal["local", "slurm", "mpi", "ray", "deepspeed", "accelerate"]
 LAUNCHER_NAMES: tuple[LauncherName, ...] = get_args(LauncherName)
 
 
@@ -63,7 +63,8 @@ class Placement:
 
     Between `least_nodes` and `most_nodes` take part; they differ only where nodes may come and go. `rendezvous` is the
     HOST:PORT where the nodes of a local launch meet, `hostfile` DeepSpeed's or Open MPI's, `node_rank` this node's
-    number for DeepSpeed without ssh and for accelerate, and `options` go to the launcher's command line as they are.
+    number for DeepSpeed without ssh and for accelerate, `ray_address` that of a Ray cluster (None: this machine's own),
+    and `options` go to the launcher's command line as they are.
     """
 
     launcher: LauncherName = "local"
@@ -72,12 +73,18 @@ class Placement:
     rendezvous: str | None = None
     hostfile: str | None = None
     node_rank: int | None = None
+    ray_address: str | None = None
     options: tuple[str, ...] = ()
 
     @property
     def is_elastic(self) -> bool:
         """True if the number of nodes may change while the run continues."""
         return self.least_nodes != self.most_nodes
+
+    @property
+    def is_judged_there(self) -> bool:
+        """True if a cluster chooses the nodes, of which this machine says nothing."""
+        return self.launcher == "slurm" or self.ray_address is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from hardware_db.notices import notice
 from hardware_db.probe.cgroup import cgroup_limits
 from strategies.checkpoint import retention
 from strategies.checkpoint.checkpoints import CheckpointedEngine, Checkpoints
+from strategies.checkpoint.object_store import ObjectPath, Unreachable
 from strategies.checkpoint.saving import SaveOptions
 from strategies.distributed.consensus import objects_of_all
 from strategies.supervision import lineage
@@ -109,13 +111,20 @@ class AutomaticSaves:
         if is_due and all(look.is_clean for look in looks):
             begun = time.monotonic()
             self.finish()
-            if self.save(asynchronous=all(look.has_room for look in looks)) is not None:
+            has_room = all(look.has_room for look in looks)
+            is_store = isinstance(self._target.directory, ObjectPath)
+            if self.save(asynchronous=has_room or is_store, copies=has_room) is not None:
                 self._save_seconds = time.monotonic() - begun
 
-    def save(self, *, asynchronous: bool) -> Path | None:
+    def save(self, *, asynchronous: bool, copies: bool = True) -> Path | None:
         """Save now. Return None if that was not possible, which is reported and does not end the training."""
-        options = SaveOptions(asynchronous=asynchronous, trainable_only=self._engine.checkpointing.trainable_only)
         begun = time.time()
+        options = SaveOptions(
+            asynchronous=asynchronous,
+            copies=copies,
+            trainable_only=self._engine.checkpointing.trainable_only,
+            completed=partial(self.completed, self._row(Path(), is_automatic=True, since=begun)),
+        )
         self._is_saving = True
         source = self._engine.client_state_source
         try:
@@ -161,14 +170,7 @@ class AutomaticSaves:
 
     def note(self, path: Path, *, is_automatic: bool = False, since: float | None = None) -> lineage.RunCheckpoint:
         """Remember a checkpoint that was begun; a full disk makes a later resume begin earlier and ends nothing."""
-        checkpoint = lineage.RunCheckpoint(
-            path=str(path.absolute()),
-            step=self._engine.global_steps,
-            attempt=self._target.attempt,
-            is_automatic=is_automatic,
-            time=since or time.time(),
-            run=self._target.run_id,
-        )
+        checkpoint = self._row(path, is_automatic=is_automatic, since=since)
         if self._engine.environment.local_rank == 0:
             try:
                 lineage.note(self._run_directory, checkpoint)
@@ -177,6 +179,16 @@ class AutomaticSaves:
                 notice(f"{self._run_directory}: {unlisted} ({problem.strerror})")
         return checkpoint
 
+    def _row(self, path: Path, *, is_automatic: bool, since: float | None) -> lineage.RunCheckpoint:
+        return lineage.RunCheckpoint(
+            path=str(path.absolute()),
+            step=self._engine.global_steps,
+            attempt=self._target.attempt,
+            is_automatic=is_automatic,
+            time=since or time.time(),
+            run=self._target.run_id,
+        )
+
     def _written(self) -> None:
         assert self._begun is not None
         self.complete, self._begun = self._begun, None
@@ -184,17 +196,35 @@ class AutomaticSaves:
         if self._engine.is_main:
             if self._report_line:
                 notice("checkpoints can be written again")
-            self._clear_away()
+            if not isinstance(self._target.directory, ObjectPath):
+                self._clear_away(lineage.read(self._run_directory))
         self._report_line = False
 
-    def _clear_away(self) -> None:
+    def completed(self, row: lineage.RunCheckpoint | None, path: Path) -> None:
+        """List that a checkpoint in a store is complete, and clear away what an automatic one, of a `row`, replaces.
+
+        The thread calls it that has completed it: the one that trains waits for no store.
+        """
+        if not isinstance(path, ObjectPath):
+            return
+        try:
+            lineage.note_complete(self._run_directory, str(path))
+            if row is not None:  # which may not be listed yet
+                self._clear_away([*lineage.read(self._run_directory), replace(row, path=str(path))])
+        except OSError as problem:
+            notice(f"{self._run_directory}: that {path} is complete is not listed ({problem.strerror})")
+        except Unreachable:
+            notice(f"{path} is complete; older ones that are no longer needed could not be listed")
+
+    def _clear_away(self, listed: Sequence[lineage.RunCheckpoint]) -> None:
         """Remove this run's own automatic checkpoints but the newest, whichever node's rank 0 has saved them."""
-        listed, run = lineage.read(self._run_directory), self._target
+        run = self._target
         for path in lineage.outdated(listed, retention.KEPT, run=run.run_id, since=run.since, has_nodes=run.has_nodes):
             try:
                 retention.remove(path)
-            except OSError as problem:
-                notice(f"{path}: a checkpoint that is no longer needed cannot be removed ({problem.strerror})")
+            except (OSError, Unreachable) as problem:
+                why = problem.strerror if isinstance(problem, OSError) else "the store cannot be used"
+                notice(f"{path}: a checkpoint that is no longer needed cannot be removed ({why})")
 
     def _look(self) -> list[_Look]:
         checkpoints = self._engine._checkpoints

@@ -1,8 +1,9 @@
 """Checkpoints that a run has made, wherever they are: one line each in `checkpoints.jsonl` of the run directory.
 
 A line is written when saving begins. A checkpoint has its path only when it is complete, so the lines whose path is
-there are the complete ones. The journal lists every complete one a second time (`saved`), and an engine's checkpoint
-says itself which run and attempt it is of: what is lost of the list is found again. No torch.
+there are the complete ones; of those in an object store a second line says so to the launcher, which asks no store.
+The journal lists every complete one a second time (`saved`), and an engine's checkpoint says itself which run and
+attempt it is of: what is lost of the list is found again. No torch.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from strategies.checkpoint.object_store import location
+from strategies.checkpoint.retention import complete_among
 from strategies.run_directory.files import LINEAGE_FILE
 from strategies.run_directory.journal import append_line, read_journal
 
 Author = Literal["engine", "huggingface"]
+_COMPLETE = "complete"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +52,8 @@ class Lineage:
     damaged_lines: int = 0
     """Lines of the list that cannot be read."""
     has_list: bool = False
+    in_stores: frozenset[str] = frozenset()
+    """The paths of those in object stores that were complete."""
 
     @property
     def all(self) -> list[RunCheckpoint]:
@@ -64,6 +70,15 @@ def note(directory: Path, checkpoint: RunCheckpoint) -> None:
     append_line(directory / LINEAGE_FILE, (json.dumps(asdict(checkpoint)) + "\n").encode())
 
 
+def note_complete(directory: Path, path: str) -> None:
+    """Add to the list that a checkpoint in an object store is complete.
+
+    Raises:
+        OSError: the run directory cannot be written.
+    """
+    append_line(directory / LINEAGE_FILE, (json.dumps({_COMPLETE: path}) + "\n").encode())
+
+
 def read(directory: Path) -> list[RunCheckpoint]:
     """Read the checkpoints of a run in the order they were begun; lines that a crash cut short are left out."""
     return list(read_lineage(directory).listed)
@@ -74,6 +89,8 @@ def read_lineage(directory: Path) -> Lineage:
     path = directory / LINEAGE_FILE
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     rows = [_row(line) for line in lines if line.strip()]
+    in_stores = {row[_COMPLETE] for row in rows if isinstance(row, dict) and isinstance(row.get(_COMPLETE), str)}
+    rows = [row for row in rows if not isinstance(row, dict) or _COMPLETE not in row]
     listed = [checkpoint for row in rows if (checkpoint := _from_row(row)) is not None]
     saved_rows = (row for row in read_journal(directory) if row.get("event") == "saved")
     saved = [checkpoint for row in saved_rows if (checkpoint := _from_row(row))]
@@ -82,6 +99,7 @@ def read_lineage(directory: Path) -> Lineage:
         journalled=tuple(saved),
         damaged_lines=len(rows) - len(listed),
         has_list=path.is_file(),
+        in_stores=frozenset(in_stores),
     )
 
 
@@ -99,7 +117,7 @@ def outdated(
         for checkpoint in checkpoints
         if checkpoint.is_automatic and checkpoint.run in runs and checkpoint.attempt >= since
     ]
-    return [Path(checkpoint.path) for checkpoint in newest_first(own)[keep:]]
+    return [location(checkpoint.path) for checkpoint in newest_first(own)[keep:]]
 
 
 def own_runs(checkpoints: Iterable[RunCheckpoint], run: str, *, has_nodes: bool) -> set[str]:
@@ -110,7 +128,8 @@ def own_runs(checkpoints: Iterable[RunCheckpoint], run: str, *, has_nodes: bool)
 def newest_first(checkpoints: Iterable[RunCheckpoint]) -> list[RunCheckpoint]:
     """Sort those that are complete: the furthest step first, and of one step the last."""
     by_path = {checkpoint.path: checkpoint for checkpoint in checkpoints}
-    complete = [checkpoint for checkpoint in by_path.values() if Path(checkpoint.path).is_dir()]
+    there = complete_among(by_path)
+    complete = [checkpoint for checkpoint in by_path.values() if checkpoint.path in there]
     return sorted(complete, key=lambda checkpoint: (checkpoint.step, checkpoint.time), reverse=True)
 
 

@@ -15,6 +15,7 @@ from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
 from strategies.checkpoint import retention
 from strategies.checkpoint.content import Content, read_content
+from strategies.checkpoint.object_store import Unreachable, location
 from strategies.distributed.consensus import objects_of_all, on_rank_zero
 from strategies.distributed.environment import Environment
 from strategies.errors import CannotRun
@@ -66,7 +67,10 @@ def resume(engine: SupervisedEngine, run_directory: Path, options: AttemptOption
     candidates = _find(engine, run_directory, options)
     for checkpoint in candidates.newest_first:
         try:
-            path, state = engine._checkpoints.load(Path(checkpoint.path))
+            path, state = engine._checkpoints.load(location(checkpoint.path))
+        except Unreachable as problem:  # and so would be the one before
+            problem.exit_code = 1  # the next attempt may find it
+            raise
         except DsplanError as problem:  # on every rank, a BrokenFile on the one that found it
             refusal = refusal or problem
             if engine.is_main:
@@ -138,7 +142,7 @@ def _choose(everyones: Sequence[lineage.Lineage], run_directory: Path, options: 
     if foreign:
         notice(f"{run_directory / LINEAGE_FILE} lists {len(foreign)} checkpoints of another run: passed over")
     counted = [checkpoint for checkpoint in noted if checkpoint not in foreign and checkpoint.attempt >= options.since]
-    folders = {Path(checkpoint.path).parent for checkpoint in noted if checkpoint not in foreign}
+    folders = {location(checkpoint.path).parent for checkpoint in noted if checkpoint not in foreign}
     folders |= {*_own_folders(run_directory, options)}
     unnoted = _find_unnoted(folders, {checkpoint.path for checkpoint in noted}, runs, run_directory)
     candidates = lineage.newest_first(
@@ -151,7 +155,7 @@ def _choose(everyones: Sequence[lineage.Lineage], run_directory: Path, options: 
     here = {checkpoint.path for checkpoint in everyones[0].listed}
     _list([checkpoint for checkpoint in candidates if checkpoint.path in listed - here], run_directory)
     if not candidates and options.base:
-        base = _read_checkpoint(Path(options.base))
+        base = _read_checkpoint(location(options.base))
         candidates = [] if base is None else [base]
     complete = [
         checkpoint for node in everyones for checkpoint in node.journalled if checkpoint.attempt >= options.since
@@ -162,8 +166,8 @@ def _choose(everyones: Sequence[lineage.Lineage], run_directory: Path, options: 
 
 def _own_folders(run_directory: Path, options: AttemptOptions) -> list[Path]:
     """List the folders where the run's ranks save by themselves, now or when nobody named one."""
-    named, usual = Path(options.supervision.checkpoint_directory).absolute(), (run_directory / CHECKPOINTS).absolute()
-    return list(dict.fromkeys([named, usual]))
+    named, usual = location(options.supervision.checkpoint_directory), run_directory / CHECKPOINTS
+    return list(dict.fromkeys([named.absolute(), usual.absolute()]))
 
 
 def _find_unnoted(
@@ -188,12 +192,14 @@ def _read_checkpoint(path: Path) -> lineage.RunCheckpoint | None:
     try:
         content = read_content(path)
         step = content.progress["global_steps"]
+    except Unreachable:
+        raise
     except (DsplanError, KeyError):
         return None
     if not isinstance(step, int):
         return None
     mark = _mark(content)
-    return lineage.RunCheckpoint(path=str(path.absolute()), step=step, time=path.stat().st_mtime, **mark)
+    return lineage.RunCheckpoint(path=str(path.absolute()), step=step, time=retention.saved_at(path), **mark)
 
 
 def _mark(content: Content) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
+from strategies.checkpoint.object_store import location
 from strategies.distributed.consensus import objects_of_all, on_rank_zero
 from strategies.protocols import Observer
 from strategies.run_directory.attempt_options import AttemptOptions
@@ -206,6 +207,10 @@ class Supervision(Observer):
         """Count from a checkpoint that the script has begun; a resume considers it."""
         self._saves.script_saved(path)
 
+    def script_completed(self, path: Path) -> None:
+        """List that a checkpoint that the script has begun is complete."""
+        self._saves.completed(None, path)
+
     def script_could_not_save(self, problem: DsplanError) -> None:
         """Report that a save of the config's went wrong, which does not end the training."""
         self._saves.failed(problem)
@@ -223,7 +228,7 @@ class Supervision(Observer):
             if step is None or step <= resumed.step:
                 if self._engine.dataloader is not None:
                     self._engine.dataloader.skip_nothing()
-                return Path(resumed.path), dict(self._resumed.client_state)
+                return location(resumed.path), dict(self._resumed.client_state)
         if is_first and is_left_behind(directory, self._options):
             if self._engine.is_main:
                 notice(f"{directory} is not loaded: the run begins anew, as --resume-from said")
@@ -240,7 +245,7 @@ class Supervision(Observer):
         saves = self._saves
         saves.finish()
         if saves.complete is not None and saves.complete.step == step:
-            return Path(saves.complete.path), " and saved"
+            return location(saves.complete.path), " and saved"
         needed = 0.0 if saves.seconds is None else _MARGIN * saves.seconds
         is_clean = self._is_clean_everywhere()
         reason = on_rank_zero(lambda: self._why_unsaveable(deadline - time.monotonic() - needed, is_clean))
@@ -318,7 +323,7 @@ def stop_here(engine: SupervisedEngine, kind: EndingKind) -> None:
 def _target_of(options: AttemptOptions) -> SaveTarget:
     """Return where the options say to save, and how often."""
     return SaveTarget(
-        directory=Path(options.supervision.checkpoint_directory),
+        directory=location(options.supervision.checkpoint_directory),
         interval=Interval.of(options.supervision),
         attempt=options.attempt,
         run_id=options.run_id,

@@ -29,6 +29,7 @@ import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import groupby
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -159,12 +160,40 @@ def summarise(metrics: Sequence[Sequence[Row]]) -> MeasuredRun:
 
 def _mean_losses(metrics: Sequence[Sequence[Row]], course: Sequence[Row]) -> list[float]:
     """Return the losses of a course's steps: means over the ranks that have one, in a pipeline those of its end."""
-    by_step: dict[int, list[float]] = {step_number(row): [] for row in course}
+    by_step: dict[int, list[tuple[float, float]]] = {step_number(row): [] for row in course}
     for rows in metrics:
         for row in lineage(rows):
             if row.get("loss") is not None and step_number(row) in by_step:
-                by_step[step_number(row)].append(row["loss"])
-    return [statistics.fmean(losses) for losses in by_step.values() if losses]
+                by_step[step_number(row)].append((row["loss"], row.get("samples") or 1))
+    return [statistics.fmean(*zip(*losses, strict=True)) for losses in by_step.values() if losses]
+
+
+_ALIKE = 0.05
+"""Ranks that are within this of the fastest count as fast: steps of one rank differ as much."""
+
+
+def relative_rates(metrics: Sequence[Sequence[Row]]) -> str | None:
+    """Return how fast each rank's forward passes are beside the fastest's, as `planner.types.shares` reads it.
+
+    They are samples over the seconds from the first forward pass of a step to its loss, medians of the last attempt's
+    steps after warm-up, two digits; None where fewer than two ranks have such steps, or some have none.
+    """
+    rates = []
+    for rows in _last_settled(metrics):
+        each = list(filter(None, map(_forward_rate, _after_warm_up(rows))))
+        if not each:
+            return None
+        rates.append(statistics.median(each))
+    if len(rates) < 2:
+        return None
+    fastest = max(rates)
+    shares = [1.0 if rate > (1 - _ALIKE) * fastest else max(round(rate / fastest, 2), 0.01) for rate in rates]
+    return ",".join(f"{len(list(ranks))}x{rate:g}" for rate, ranks in groupby(shares))
+
+
+def _forward_rate(row: Row) -> float | None:
+    ready, load = row.get("ready_seconds"), row.get("load_seconds") or 0.0
+    return row["samples"] / (ready - load) if row.get("samples") and ready is not None and ready > load else None
 
 
 def with_attempts(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:

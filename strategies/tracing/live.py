@@ -63,9 +63,14 @@ def counts_from_module(module: nn.Module, described: ModelFacts | None = None) -
 
 
 def _described(module: nn.Module, name: str) -> ModelFacts | None:
+    return None if _freezes_layers(module) else facts_of_config(module, name=name)
+
+
+def facts_of_config(module: nn.Module, *, name: str = "") -> ModelFacts | None:
+    """Return the facts of a transformers model by its config, whatever is frozen; None where no form is known of it."""
     config = getattr(module, "config", None)
     to_dict = getattr(config, "to_dict", None)
-    if not callable(to_dict) or _freezes_layers(module):
+    if not callable(to_dict):
         return None
     values = {**to_dict(), "architectures": [type(module).__name__]}
     if any(head.out_features == values.get("vocab_size") for head in _linears(module)):

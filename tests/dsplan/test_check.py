@@ -252,6 +252,21 @@ def _aliases(line: str) -> str:
     )
 
 
+MAXTEXT = """\
+model_name: llama2-7b
+remat_policy: full
+max_target_length: 2048
+ici_fsdp_parallelism: 8
+per_device_batch_size: """
+TITAN = """\
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 1
+seq_len = 2048
+[parallelism]
+"""
 BROKEN: dict[str, str | bytes] = {
     "indent.yaml": "base_model: a\n  sequence_len: 1\n",
     "tab.yaml": "base_model: a\nnested:\n\tb: 1\n",
@@ -311,6 +326,21 @@ BROKEN: dict[str, str | bytes] = {
     "eval.sh": 'eval \'touch made\'; bash -c "touch made"; python -c \'open("made", "w")\'\n',
     "fork.sh": ":(){ :|:& };:\n",
     "itself.sh": "source itself.sh\nswift sft --model x --per_device_train_batch_size x\n",
+    "accumulation.yaml": AXOLOTL.replace("steps: 1", f"steps: {9 * 10**18}"),
+    "rank.yaml": AXOLOTL + "adapter: lora\nlora_r: 99999999999\n",
+    "mesh.yaml": MAXTEXT + "1e400\n",
+    "samples.yaml": MAXTEXT + "-4\n",
+    "copies.toml": TITAN + "data_parallel_replicate_degree = -2\n",
+    "shards.toml": TITAN + "data_parallel_shard_degree = 0\n",
+    "name.yaml": AXOLOTL.replace("meta-llama/Llama-3.1-8B", "a" * 100_000),
+    "override.yaml": AXOLOTL.replace("steps: 1", "steps: \u202e1"),
+    "nul.sh": "swift sft --model a\0b\n",
+    "braces.sh": "torchrun sft.py --model_name_or_path a --per_device_train_batch_size {1..99999999999}\n",
+    "calls.py": "def a() -> Trainer.Config:\n    return b()\ndef b():\n    return a()\n",
+    "doubled.py": "def a() -> Trainer.Config:\n    x = 'a'\n"
+    + "    x = x + x\n" * 60
+    + "    return C.Config(steps=x)\n",
+    "width.sh": "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 8 --micro-batch-size 1 --seq-length 999999999\n",
     "sky.yaml": "resources: {accelerators: 'H100:8'}\nrun: |\n  rm -rf made\n",
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.cluster.resolve import KEYS
+from planner.cluster.cluster_file import KEYS
 from scripts.report import recommendation_table
 from tests.dsplan.cli import Cli
 

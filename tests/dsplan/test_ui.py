@@ -119,7 +119,7 @@ def test_what_cannot_be_asked_is_refused_in_one_line(query: str, said: str) -> N
 @pytest.mark.parametrize(
     ("query", "said"),
     [
-        ("model=llama-3-8b&gpus=8&gpu=H100&shard=3", "“Shard” 3 does not divide 8 GPUs"),
+        ("model=llama-3-8b&gpus=8&gpu=H100&shard=3", "“Ranks that share one set of states” 3 does not divide 8 GPUs"),
         ("model=llama-3-8b&gpus=8&gpu=H100&lora-rank=4", "“LoRA rank” is for “Method” lora"),
         ("model=7B&gpus=1e3&gpu=H100", "“GPUs in total” is &#x27;1e3&#x27;; give a whole number"),
     ],
@@ -130,6 +130,22 @@ def test_the_page_names_its_fields_where_the_command_line_names_flags(query: str
     assert "--" in error
     assert said in shown
     assert "--" not in shown
+
+
+CALLED_AS_THEIR_FLAG = {
+    *("model", "nodes", "node_type", "task", "precision", "optimizer", "attention", "method", "objective", "deadline"),
+    *("offload", "image_size", "lora_rank", "lora_targets", "fp8_recipe", "gpu", "expert_imbalance", "global_batch"),
+}
+"""Fields whose flag is what torch, PEFT and Megatron call them."""
+
+
+def test_fields_are_called_by_terms_of_the_field_and_not_by_their_flags() -> None:
+    fields = address.page_fields()
+    spelt = {name for name, field in fields.items() if field.label.lower() == field.flag.replace("-", " ")}
+    assert spelt <= CALLED_AS_THEIR_FLAG
+    labels = [field.label for field in fields.values()]
+    assert len(set(labels)) == len(labels)
+    assert not [label for label in labels if re.search(r"\b(len|num|tp|ref|gpus|kl|ema)\b", label)]
 
 
 def test_answers_name_fields_and_leave_commands_and_other_flags_alone() -> None:

@@ -96,7 +96,7 @@ def device_use(job: Job, allocated: float, margin: float, engines: float = 0.0, 
         )
     communicators = _communicators(job)
     first = 1 if communicators else 0
-    beside = round(CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES)
+    beside = round(_beside(communicators))
     context = CONTEXT_UPPER_OF.get(job.cluster.device.architecture, CONTEXT_UPPER_BYTES)
     largest = context + first * COMMUNICATOR_UPPER_BYTES + max(communicators - 1, 0) * COMMUNICATOR_BYTES
     segments, own = allocated + SEGMENT_BYTES, allocated - engines
@@ -110,6 +110,21 @@ def device_use(job: Job, allocated: float, margin: float, engines: float = 0.0, 
     return DeviceUse(
         reserved=reserved, beside=beside, least=round(min(least, needed)), needed=round(needed), upper=upper
     )
+
+
+def least_use(job: Job, allocated: float) -> float:
+    """Return bytes of the device that a job takes at least whose peak of allocated bytes is so large or larger.
+
+    It is below `least` of `device_use`, for a search that leaves out what cannot fit.
+    """
+    if job.cluster.device.is_cpu:
+        return allocated + CPU_PROCESS_BYTES
+    left = 0.0 if job.workload.generates else LEFT_WHEN_SHORT * allocated
+    return allocated + SEGMENT_BYTES + left + _beside(_communicators(job))
+
+
+def _beside(communicators: int) -> float:
+    return CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES
 
 
 def _cache(job: Job) -> float:

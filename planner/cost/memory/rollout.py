@@ -96,12 +96,13 @@ def _generate(job: Job, recipe: Recipe, resting: Ledger) -> Ledger:
 def _whole(job: Job, recipe: Recipe) -> float:
     """Return what whole weights take beside shards while the sharded model generates.
 
-    ZeRO-3 gathers all of them (TRL's `ds3_gather_for_generation`), FSDP a block at a time beside the root.
+    DeepSpeed's ZeRO-3 gathers all of them (TRL's `ds3_gather_for_generation`), FSDP and our own ZeRO a block at a time
+    beside the root.
     """
     if not _is_cut(job):
         return 0.0
     units = units_of(job)
-    if job.configuration.zero_stage == 3:
+    if job.configuration.zero_stage == 3 and job.configuration.backend == "deepspeed":
         return recipe.gather * units.elements
     return recipe.gather * (units.root.elements + 2 * units.largest_block)
 

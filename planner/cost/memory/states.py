@@ -137,8 +137,8 @@ def _with_copies(job: Job, recipe: Recipe, states: States) -> States:
     """Return the states with the copies of the weights that a workload keeps on the device, sharded where weights are.
 
     These are an average of what is trained, in the dtype that is stepped (`torch.optim.swa_utils.AveragedModel`), and
-    the reference model of DPO, as it is loaded; TRL takes the base model for it where adapters are trained
-    (`dpo_trainer.py`).
+    the reference model of DPO, as it is loaded; TRL takes the base model for it where adapters are trained, and shards
+    it by DeepSpeed and by accelerate's FSDP alone (`dpo_trainer.py`), not where the shards are our own work.
     """
     workload, configuration = job.workload, job.configuration
     if not (workload.ema or job.has_reference):
@@ -151,7 +151,8 @@ def _with_copies(job: Job, recipe: Recipe, states: States) -> States:
     adapts = workload.method != "full" or not (job.counts.trains_all or workload.train_only)
     if job.has_reference and not adapts:
         width = recipe.weight if workload.load_dtype is None else LOADED_BYTES[workload.load_dtype]
-        copies += (shards_of(job) if is_cut else units_of(job)).bytes(width)
+        is_own = configuration.backend == "native" or job.cluster.device.is_cpu
+        copies += (shards_of(job) if is_cut and not is_own else units_of(job)).bytes(width)
     return replace(states, parameters=states.parameters + copies)
 
 

@@ -271,7 +271,7 @@ def device_rates(
     The cluster's factors multiply both. `scaled` is how linear layers multiply under fp8 and fp4, whose other rates are
     bf16's.
     """
-    device, measured, factors = cluster.device, cluster.rates, cluster.factors
+    device, measured, factors = cluster.device, cluster.rates, cluster.factors.at(cluster.speed)
     peak = device.peak_flops(compute_dtype(device, "bf16" if precision in SCALED_PRECISIONS else precision))
     products, attention = ceilings(device)
     dense = _fp32_ceiling(device, products) if _computes_in_fp32(device, precision) else products

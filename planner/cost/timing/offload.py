@@ -71,7 +71,7 @@ def cpu_optimizer_seconds(job: Job, parameters: float) -> float:
     tensors, by the bytes that each of them moves.
     """
     cluster, configuration = job.cluster, job.configuration
-    factor, fused = cluster.factors.cpu_optimizer, cluster.rates.cpu_optimizer_fused
+    factor, fused = cluster.factors.at(cluster.speed).cpu_optimizer, cluster.rates.cpu_optimizer_fused
     steps_fused = configuration.backend == "native" and configuration.optimizer in ("adamw", "adamw-fused")
     if steps_fused and fused is not None:
         return fused.seconds(parameters) / factor

@@ -22,7 +22,8 @@ from planner.cost.timing.layout import exposed_seconds, layout
 from planner.cost.timing.pipeline import REDUCTIONS_EACH_WAY, boundary_seconds, exchanges, stages
 from planner.cost.timing.stacks import Stack
 from planner.cost.timing.step import parts_of
-from planner.types.job import Job
+from planner.models.tasks import facts_for_task
+from planner.types.job import Job, counts_of
 from planner.types.plan import StepTime
 from planner.vocabulary import FSDP_STRATEGIES
 
@@ -71,21 +72,31 @@ def round_time(job: Job) -> StepTime:
     """
     post, update = post_of(job), parts_of(job).time
     steps = post.updates(job.configuration.global_batch_size)
-    is_ppo = job.workload.task == "ppo"
     rates = rates_of(job)
-    scoring = forward_seconds(job, rates)
+    scoring, judging = forward_seconds(job, rates, post.samples), 0.0
+    if job.workload.task == "ppo":
+        value = value_job(job)
+        update = update.scaled(1 + parts_of(value).time.step_seconds / update.step_seconds)
+        judging = 2 * forward_seconds(value, rates, post.samples)  # by the reward model, and by the value model
     phases = {
         "generate": generation_seconds(job, rates),
-        "reward": 2 * scoring if is_ppo else 0.0,  # by the reward model, and by the value model
+        "reward": judging,
         "reference": scoring if job.has_reference else 0.0,
         "logprob": scoring if scores_again(job) else 0.0,
-        "update": (2 if is_ppo else 1) * steps * update.step_seconds,
+        "update": steps * update.step_seconds,
         "sync": sync_seconds(job, rates),
     }
     training = sum(seconds for name, seconds in phases.items() if name != "generate")
     ahead = post.steps_off > 0 and post.rollout == "server"
     whole = max(phases["generate"] + phases["sync"], training) if ahead else phases["generate"] + training
-    return _step_of_round(update.scaled(2.0 if is_ppo else 1.0), phases, whole, steps)
+    return _step_of_round(update, phases, whole, steps)
+
+
+def value_job(job: Job) -> Job:
+    """Return the training of PPO's value model: the same blocks with a head of one number, and no logits."""
+    facts = facts_for_task(job.facts, "reward")
+    workload = replace(job.workload, task="seq-cls", loss="plain", post=None)
+    return replace(job, facts=facts, workload=workload, counts=counts_of(facts, workload))
 
 
 def _step_of_round(update: StepTime, phases: Mapping[str, float], whole: float, steps: float) -> StepTime:
@@ -103,10 +114,10 @@ def _step_of_round(update: StepTime, phases: Mapping[str, float], whole: float, 
     )
 
 
-def forward_seconds(job: Job, rates: DeviceRates) -> float:
-    """Return the seconds of one forward pass without gradients over all samples of a round, as they are spread."""
-    chosen, post = job.configuration, post_of(job)
-    passes = post.samples / (chosen.micro_batch_size * chosen.dims.data_parallel)
+def forward_seconds(job: Job, rates: DeviceRates, samples: int) -> float:
+    """Return the seconds of one forward pass without gradients over the samples of a round, as they are spread."""
+    chosen = job.configuration
+    passes = samples / (chosen.micro_batch_size * chosen.dims.data_parallel)
     kept = replace(chosen, activation_checkpointing="none", recompute_modules="", activations_on_host=False)
     once = replace(job, configuration=kept)
     where, pipeline = layout(once), stages(once, rates)

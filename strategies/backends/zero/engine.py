@@ -309,7 +309,7 @@ class ZeroEngine(AccumulatingEngine):
         """Return the loss of which the gradients' sums are means."""
         # Divided here once, gradients are means over ranks and micro-batches when they have been added up.
         parts = self.configuration.gradient_accumulation_steps * self.mesh.size("dp_cp")
-        return loss.float() * (self._scale.value / parts)
+        return loss.float() * (self._scale.value * self.sample_weight / parts)
 
     def _reduces(self, *, ends_step: bool) -> bool:
         return ends_step or (self._reduces_each and self._may_reduce)

@@ -30,7 +30,7 @@ _DEEPSPEED: tuple[words.Strategy, ...] = ("single", "ddp", "zero1", "zero2", "ze
 def requested_flags() -> str:
     """Return the flags of the plan as they stood on the command line; empty where everything was left open."""
     request = plan_request()
-    single = {"strategy": request.strategy, "backend": request.backend, "plan": request.plan_file}
+    single = {name: getattr(request, name) for name in ("strategy", "backend", "rates")} | {"plan": request.plan_file}
     flags = {name: value for name, value in single.items() if value}
     return " ".join([*_spell(flags | named(request.degrees)), *_module_flags()])
 
@@ -91,6 +91,11 @@ def require_plan(kind: ScriptKind, plan: Plan, *, gpus: bool) -> None:
     strategy, backend = plan.configuration.strategy, plan.configuration.backend
     require_possible(kind, strategy, gpus=gpus)
     _refuse_splits(kind, {name: getattr(plan.configuration, name) for name in words.DEGREES})
+    if plan.configuration.is_uneven:
+        raise CannotRun(
+            f"{_WHO.get(kind, 'this script')} reads as many samples on every rank, and the plan has micro-batches of"
+            f" {plan.configuration.micro_batches}; call dsplan.initialize in the script, or plan without node groups"
+        )
     if backend not in (able := backends_of(kind, strategy, gpus=gpus)):
         raise CannotRun(
             f"{_WHO.get(kind, 'this script')} runs {strategy} {_where(gpus)} with backend {' or '.join(able)}, and the"
@@ -109,6 +114,11 @@ def require_possible(kind: ScriptKind, strategy: str | None, *, gpus: bool) -> N
         raise CannotRun(
             f"{_WHO.get(kind, 'this script')} trains the modules that the script made, and {' '.join(changes)} changes"
             " them; call dsplan.initialize in the script, or make them so in it and leave the flag out"
+        )
+    if plan_request().rates is not None:
+        raise CannotRun(
+            f"{_WHO.get(kind, 'this script')} reads as many samples on every rank, and --rates gives the slower ones"
+            " less; call dsplan.initialize in the script, or leave --rates out"
         )
     runnable, where = runnable_strategies(kind, gpus=gpus), _where(gpus)
     every = strategies_of(kind, gpus=gpus)

@@ -27,6 +27,7 @@ from planner import vocabulary as words
 from planner.emit.common import EmitOptions, recomputing_whole_blocks
 from planner.emit.huggingface import training_arguments
 from planner.types.plan import Plan
+from strategies.checkpoint.object_store import ObjectPath, location
 from strategies.checkpoint.retention import KEPT
 from strategies.distributed.consensus import on_rank_zero
 from strategies.distributed.environment import join
@@ -129,6 +130,9 @@ class _Supervised(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._environment = environment = replace(join(), device=args.device)
+        store = location(self._options.supervision.checkpoint_directory)
+        if environment.is_main and isinstance(store, ObjectPath):
+            notice(f"{store} is not used: a Trainer saves to its output_dir, {args.output_dir}")
         board = open_board(self._directory, environment)
         self._stopping = Stopping(board, environment.rank, environment.world_size)
         self._watch = begin_watching(self._directory, environment.rank, self._options.supervision.hang_seconds)

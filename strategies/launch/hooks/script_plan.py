@@ -17,7 +17,9 @@ from hardware_db.notices import notice
 from planner import vocabulary as words
 from planner.cluster.resolve import probed_cluster
 from planner.errors import DsplanError, NothingFits
-from planner.models.facts import ModelFacts
+from planner.models.counting.adapters import with_adapters
+from planner.models.counting.count import count_parameters
+from planner.models.facts import ModelFacts, ParameterCounts
 from planner.models.tasks import possible_tasks
 from planner.search.request import WorkOptions, make_request, why_not_deepspeed
 from planner.search.space import enumerate_candidates
@@ -31,6 +33,7 @@ from strategies.distributed.rank_check import require_same_model
 from strategies.errors import CannotRun
 from strategies.launch.hooks import capabilities
 from strategies.launch.hooks.trl import TrlWork
+from strategies.modules.adapters import TrainingMethod, method_of
 from strategies.run_directory import claim
 from strategies.run_directory.machine import own_machine
 from strategies.run_directory.request import plan_request
@@ -38,7 +41,7 @@ from strategies.run_directory.spec import ScriptKind
 from strategies.run_directory.state_consensus import current
 from strategies.telemetry.monitor import RunMonitor
 from strategies.tracing.example import first_samples, longest_tokens
-from strategies.tracing.live import facts_from_module
+from strategies.tracing.live import counts_from_module, facts_from_module, facts_of_config
 from strategies.tracing.module_trace import traced_request, work_of
 from strategies.variables import RUN_DIRECTORY
 
@@ -158,7 +161,7 @@ def _plan_if_possible(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan
 def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     ranks = int(os.environ["WORLD_SIZE"])
     cluster = probed_cluster(own_machine(), ranks=ranks)
-    facts = facts_from_module(job.module)
+    facts, adapters = facts_of(job.module, job.precision)
     task, length = work_of(facts, job.module, job.example, _longest(job, facts))
     options = WorkOptions(
         task=task,
@@ -166,6 +169,7 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
         global_batch=_global_batch(job, ranks),
         precision=job.precision,
         optimizer=job.optimizer,
+        **adapters,
     )
     options = _with_post_training(options, job, facts, ranks)
     gpus = torch.cuda.is_available()
@@ -183,6 +187,38 @@ def _plan(job: LiveJob, measured: Sequence[RateMeasurement]) -> Plan:
     if current().chooses_anew and not any(True for _ in enumerate_candidates(request)):
         request = replace(request, strategies=runnable)
     return best_plan(with_measured_rates(request, measured))
+
+
+def facts_of(module: nn.Module, precision: words.Precision) -> tuple[ModelFacts, dict[str, Any]]:
+    """Return a model's facts, and the options that say which adapters of PEFT's are beside its weights.
+
+    Adapters that no option says, that are counted otherwise, or whose 16-bit base is trained without autocast, leave
+    the model as one that is known from a trace.
+    """
+    method = method_of(module)
+    base = getattr(module, "get_base_model", lambda: module)()
+    facts = None if method is None else facts_of_config(base)
+    is_narrow = precision == "fp32" and method is not None and method.load_dtype != "fp32"
+    if method is None or facts is None or is_narrow:
+        return facts_from_module(module), {}
+    if _counted(facts, method) != _counts(counts_from_module(module)):
+        return facts_from_module(module), {}
+    return facts, {**method.in_a_plan, "load_dtype": method.load_dtype}
+
+
+def _counted(facts: ModelFacts, method: TrainingMethod) -> tuple[int, int] | None:
+    has_magnitude = method.method == "dora"
+    try:
+        counts = with_adapters(
+            facts, count_parameters(facts), rank=method.rank, targets=method.targets, magnitude=has_magnitude
+        )
+    except DsplanError:
+        return None
+    return _counts(counts)
+
+
+def _counts(counts: ParameterCounts) -> tuple[int, int]:
+    return counts.total, counts.trained.total
 
 
 def _with_post_training(options: WorkOptions, job: LiveJob, facts: ModelFacts, ranks: int) -> WorkOptions:

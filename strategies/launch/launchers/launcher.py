@@ -12,6 +12,7 @@ LAUNCHERS: dict[LauncherName, str] = {
     "local": "strategies.launch.launchers.local:LocalLauncher",
     "slurm": "strategies.launch.launchers.slurm:SlurmLauncher",
     "mpi": "strategies.launch.launchers.mpi:MpiLauncher",
+    "ray": "strategies.launch.launchers.ray:RayLauncher",
     "deepspeed": "strategies.launch.launchers.deepspeed:DeepSpeedLauncher",
     "accelerate": "strategies.launch.launchers.accelerate:AccelerateLauncher",
 }

@@ -35,6 +35,7 @@ _TRAINED: dict[str, Any] = {
 }
 _ZERO2 = {"strategy": "zero2", "backend": "native"}
 
+_UNEVEN = {"micro_batches": "1x2,1x1", "micro_batch_size": 2, "global_batch_size": 3, "gradient_accumulation_steps": 1}
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("strategy single uses one GPU, not 2", {"strategy": "single", "tp": 2}),
     ("backend native does not run fsdp; use torch", {"backend": "native"}),
@@ -87,6 +88,8 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
         {"strategy": "ddp", "pp": 4, "pp_schedule": "zero-bubble", "gradient_accumulation_steps": 11},
     ),
     ("Muon makes whole matrices orthogonal, which tp 2 splits", {"optimizer": "muon", "tp": 2}),
+    ("DeepSpeed gives every rank as many samples", {**_UNEVEN, **_ZERO2, "backend": "deepspeed", "dp_shard": 2}),
+    ("pp 2 mixes or lines up the samples of ranks", {**_UNEVEN, "strategy": "ddp", "dp_replicate": 2, "pp": 2}),
 )
 
 
@@ -94,7 +97,7 @@ def configured(changes: dict[str, Any]) -> Configuration:
     chosen = {**_TRAINED, **changes}
     readers = chosen.get("dp_replicate", 1) * chosen.get("dp_shard", 1)
     steps = chosen["gradient_accumulation_steps"] * readers
-    return Configuration(**chosen, global_batch_size=steps * chosen["micro_batch_size"])
+    return Configuration(**{"global_batch_size": steps * chosen["micro_batch_size"], **chosen})
 
 
 @pytest.mark.parametrize(("sentence", "changes"), CASES, ids=lambda case: case if isinstance(case, str) else "")

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from hardware_db.errors import DsplanError
+from planner.errors import ContradictoryRequest
 from planner.models.from_hf.config import facts_from_config
 from planner.read.form import Reading
 from planner.read.recognise import FORMATS, NoTraining, form_of_keys, read_files
 from planner.read.trainers import TRAINERS, default_of, keys_of, sources
+from planner.search.audit import exact_options
 from tests.planner.read.readers import became, read, write
 
 TORCHTUNE = """\
@@ -162,6 +164,11 @@ def test_torchtune(tmp_path: Path) -> None:
     holds(read_files([], [*command, str(path), "batch_size=4"]), gpus=2, micro_batch=4, model="llama-3.1-8b")
 
 
+def test_a_recipe_of_torchtune_for_one_gpu_is_called_so(tmp_path: Path) -> None:
+    holds(read(tmp_path, tune_yaml=TORCHTUNE), strategy="fsdp")
+    holds(read(tmp_path, tune_single_device_yaml=TORCHTUNE), strategy="single", gpus=1)
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is of Python 3.11")
 def test_torchtitan(tmp_path: Path) -> None:
     reading = read(tmp_path, train_toml=TORCHTITAN)
@@ -179,6 +186,25 @@ def test_replicas_of_torchtitan_beside_cp_are_hsdp(tmp_path: Path) -> None:
     replicas = read(tmp_path, train_toml=text + "1\n")
     holds(replicas, strategy="ddp")
     assert "shard" not in replicas.answers
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is of Python 3.11")
+def test_replicas_of_torchtitan_share_what_ranks_are_left(tmp_path: Path) -> None:
+    model = "[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nlocal_batch_size = 1\n"
+    degrees = "[parallelism]\ndata_parallel_replicate_degree = 2\ntensor_parallel_degree = 2\n"
+    answers = read(tmp_path, train_toml=f"{model}{degrees}data_parallel_shard_degree = -1\n").answers
+    assert [exact_options(answers, gpus).shard for gpus in (8, 32)] == [2, 8]
+    assert (exact_options(answers, 4).strategy, exact_options(answers, 4).shard) == ("ddp", None)
+    with pytest.raises(
+        ContradictoryRequest, match=r"2 copies .* 1 ranks that share one x 2 of tp and pp = 4 ranks, not 6"
+    ):
+        exact_options(answers, 6)
+    with pytest.raises(ContradictoryRequest, match="2 copies of the model need 4 GPUs or more, not 2"):
+        exact_options(answers, 2)
+    answers = read(tmp_path, train_toml=f"{model}{degrees}data_parallel_shard_degree = 4\n").answers
+    assert answers["gpus"] == 16
+    with pytest.raises(ContradictoryRequest, match="= 16 ranks, not 8"):
+        exact_options(answers, 8)
 
 
 def test_megatron(tmp_path: Path) -> None:
@@ -499,3 +525,78 @@ def test_a_registry_that_says_nothing_is_one_line(tmp_path: Path, name: str, tex
     with pytest.raises(DsplanError, match=line) as caught:
         registered(tmp_path, name, text)
     assert "\n" not in str(caught.value)
+
+
+PRIMUS_MAXTEXT = """\
+modules:
+  pre_trainer:
+    framework: maxtext
+    model: llama3_8B.yaml
+    overrides:
+      steps: 50
+      dcn_data_parallelism: -1
+      ici_fsdp_parallelism: {fsdp}
+      ici_tensor_parallelism: {tp}
+      remat_policy: {policy}
+      max_target_length: 8192
+      per_device_batch_size: 4
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "tp", "counted"), [("full", 1, ("full", 4)), ("none", 2, ("none", 8)), ("minimal", 1, ("selective", 4))]
+)
+def test_maxtext_of_primus(tmp_path: Path, policy: str, tp: int, counted: tuple[str, int]) -> None:
+    reading = read(tmp_path, train_yaml=PRIMUS_MAXTEXT.format(fsdp=8, policy=policy, tp=tp))
+    assert (reading.format, reading.steps) == ("maxtext", 50)
+    holds(reading, model="llama3_8B", seq_len=8192, precision="bf16-pure", tp=tp)
+    holds(reading, checkpointing=counted[0], micro_batch=counted[1])
+    assert ("remat_policy" in {gap.key for gap in reading.gaps}) is (policy == "minimal")
+    on = [exact_options(reading.answers, 8 * tp * nodes, nodes) for nodes in (1, 2)]
+    assert [(options.strategy, options.shard) for options in on] == [("fsdp", None), ("hsdp", 8)]
+
+
+def test_megatron_bridge_of_primus(tmp_path: Path) -> None:
+    overrides = "micro_batch_size: 1\n      global_batch_size: 8\n      seq_length: 2048\n      peft: "
+    head = "modules:\n  sft:\n    framework: megatron_bridge\n    model: llama31_70b.yaml\n    overrides:\n      "
+    adapters = read(tmp_path, train_yaml=f"{head}{overrides}lora\npeft:\n  dim: 16\n")
+    holds(adapters, model="llama-3.1-70b", method="lora", lora_rank=16, strategy="ddp", precision="bf16")
+    holds(read(tmp_path, train_yaml=f"{head}{overrides}none\n"), method="full", strategy="zero1")
+
+
+CHAT = """\
+ZERO=$1
+if [ "$ZERO" == "" ]; then
+    ZERO=3
+fi
+deepspeed --num_gpus 8 main.py --actor_model_name_or_path facebook/opt-13b \\
+   --critic_model_name_or_path facebook/opt-350m \\
+   --per_device_training_batch_size 16 --max_answer_seq_len 256 --max_prompt_seq_len 128 --actor_zero_stage $ZERO \\
+   --actor_gradient_checkpointing --deepspeed --enable_hybrid_engine
+"""
+
+
+def test_rounds_of_deepspeed_chat(tmp_path: Path) -> None:
+    reading = read(tmp_path, run_sh=CHAT)
+    holds(reading, model="facebook/opt-13b", task="ppo", prompt_len=128, completion_len="256", rollout="hf", gpus=8)
+    holds(reading, micro_batch=16, strategy="zero3", backend="deepspeed", precision="fp16", checkpointing="full")
+    assert {gap.key for gap in reading.gaps} == {"critic_model_name_or_path"}
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [
+        ("mpirun -n 4 --mca btl ^openib -x A=1 python pretrain_gpt.py {flags}\n", 4),
+        ("apptainer run --nv --bind /a image.sif torchrun --nproc_per_node 4 pretrain_gpt.py {flags}\n", 4),
+        ('cmd="deepspeed --num_gpus 4 pretrain_gpt.py\n {flags}\n"\neval $cmd\n', 4),
+    ],
+)
+def test_launchers_of_launchers(tmp_path: Path, text: str, gpus: int) -> None:
+    flags = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --micro-batch-size 2 --seq-length 1024"
+    holds(read(tmp_path, run_sh=text.format(flags=flags)), micro_batch=2, seq_len=1024, gpus=gpus)
+
+
+@pytest.mark.parametrize("text", ["tools: [search]\n", "inference:\n  num_inference_steps: 28\n  prompts: [a]\n"])
+def test_a_config_without_a_word_of_training(tmp_path: Path, text: str) -> None:
+    with pytest.raises(NoTraining, match="trains nothing"):
+        read(tmp_path, some_yaml=text)

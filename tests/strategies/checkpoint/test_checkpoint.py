@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dsplan.diagnostics.bench.rank_pool import RankPool
-from strategies.checkpoint.saving import size_of
+from strategies.checkpoint.outbox import sizes_of_files
 from strategies.errors import BrokenFile
 from tests.strategies import training_bodies
 from tests.strategies.training_bodies import Recipe
@@ -174,4 +174,4 @@ def test_a_file_that_another_rank_renames_meanwhile_is_no_failure(
     (tmp_path / "part-00001.json").write_text("{}")
     listed = [tmp_path / "part-00001.tmp", tmp_path / "part-00001.json"]
     monkeypatch.setattr(Path, "iterdir", lambda directory: iter(listed))
-    assert size_of(tmp_path) == 2
+    assert sum(sizes_of_files(tmp_path).values()) == 2

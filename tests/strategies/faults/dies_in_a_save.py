@@ -19,7 +19,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from strategies.checkpoint import retention, saving, storage
+from strategies.checkpoint import outbox, retention, storage
 
 FAULTS = json.loads(os.environ["FAULTS"])
 LEDGER = Path(os.environ["LEDGER"])
@@ -48,14 +48,14 @@ def before(moment: str, function: Callable[..., Any], name_of: Callable[..., str
 
 
 def written_in_part(function: Callable[..., Any]) -> Callable[..., Any]:
-    def write(path: Path, entries: Any, data: Any, notes: Any) -> Any:
+    def write(path: Path, entries: Any, data: Any, notes: Any, durable: bool) -> Any:
         def half() -> Iterator[memoryview]:
             for piece in data:
                 yield piece[: len(piece) // 2]
                 die("writing", path.parent.name)
                 yield piece[len(piece) // 2 :]
 
-        return function(path, entries, half(), notes)
+        return function(path, entries, half(), notes, durable)
 
     return write
 
@@ -71,7 +71,7 @@ def removed_in_part(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patch() -> None:
-    parts: Any = (storage, saving, retention, shutil)
+    parts: Any = (storage, outbox, retention, shutil)
     tensors, notes, publication, trees = parts
     tensors.write = written_in_part(tensors.write)
     # A rank's file is whole, and nobody knows it yet.

@@ -67,6 +67,31 @@ def test_other_trainers_say_nothing() -> None:
     assert trl_work(trainer_named("GRPOTrainer", "mine"), SimpleNamespace(), [], None) is None
 
 
+def test_a_model_with_adapters_is_planned_as_its_base_and_their_method() -> None:
+    """Adapters that no flag says, beside a trained head or over 16 bits in fp32, leave it to be traced."""
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from strategies.launch.hooks.script_plan import facts_of
+
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
+
+    def adapted(*, narrow: bool = False, **chosen: Any) -> Any:
+        model = LlamaForCausalLM(config)
+        model = model.half() if narrow else model
+        return facts_of(peft.get_peft_model(model, peft.LoraConfig(r=4, **chosen)), "fp32")
+
+    facts, options = adapted(target_modules="all-linear")
+    assert facts.model_type == "llama"
+    names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert set(options.pop("lora_targets").split(",")) == names
+    assert options == {"method": "lora", "lora_rank": 4, "load_dtype": "fp32"}
+    for traced in ({"modules_to_save": ["lm_head"]}, {"narrow": True}):
+        facts, options = adapted(target_modules=["q_proj"], **traced)
+        assert (facts.kind, options) == ("custom", {})
+
+
 def test_rounds_are_read_with_prompts_in_tokens() -> None:
     def words(text: str) -> dict[str, list[str]]:
         return {"input_ids": text.split()}
@@ -145,7 +170,7 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
 def test_grpo_generates_and_learns_as_the_script_does_alone(strategy: str, tmp_path: Path) -> None:
     """Micro-batch 2 x accumulation 4 on two ranks: a generation of 16 for every optimizer step, never another."""
     pytest.importorskip("trl")

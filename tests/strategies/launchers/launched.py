@@ -35,6 +35,10 @@ class Launched:
         place = ["--run-dir", str(run_directory or self.run_directory)]
         return self._start([*before, *_DSPLAN_RUN, *place, *options, str(SCRIPT)])
 
+    def dsplan(self, *words: str) -> subprocess.Popen[bytes]:
+        """`dsplan WORDS` in the background."""
+        return self._start([sys.executable, "-m", "dsplan", *words])
+
     def resume(self) -> subprocess.Popen[bytes]:
         """`dsplan run --resume` in the background."""
         return self._start([*_DSPLAN_RUN, "--resume", str(self.run_directory)])

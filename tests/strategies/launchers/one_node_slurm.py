@@ -75,7 +75,7 @@ def _lay_out(directory: Path) -> None:
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
     host = socket.gethostname().split(".")[0]
-    text = _CONFIGURATION.format(host=host, ports=_free_ports(2), directory=directory)
+    text = _CONFIGURATION.format(host=host, ports=free_ports(2), directory=directory)
     (directory / "slurm.conf").write_text(text)
 
 
@@ -109,7 +109,7 @@ def _end(pid_file: Path) -> None:
         os.kill(process_id, signal.SIGKILL)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as open_sockets:
         found = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
         for listening in found:

@@ -84,7 +84,8 @@ def test_a_lost_node_of_an_mpi_job() -> None:
     assert job_result("ORTE has lost communication with a remote daemon.\n")["kind"] == "lost"
 
 
-@pytest.mark.parametrize("name", LAUNCHER_NAMES)
+# Ray's driver has actors start the program: test_ray.py.
+@pytest.mark.parametrize("name", [name for name in LAUNCHER_NAMES if name != "ray"])
 def test_every_launcher_starts_the_same_program(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda command: f"/usr/bin/{command}")
     monkeypatch.setattr("strategies.launch.launchers.mpi.is_open_mpi", lambda: True)

@@ -311,6 +311,7 @@ def _scored_in_tiles(
         is_frozen=bool(frozen),
         is_tied=facts.tie_word_embeddings,
         on_cpu=question.on_cpu,
+        logit=2 if question.mode == "pure" else 4,
     )
     forward, backward = (
         sizes.end.amount({term: size for term, size in moments[0].activations.items() if "V" not in term.split()})

@@ -47,19 +47,9 @@ class LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, release)
 
 
-def counted(samples: int, hidden: int, vocabulary: int, *, is_frozen: bool) -> tuple[float, float]:
+def counted(samples: int, head: Head, tile_tokens: int) -> tuple[float, float]:
     """Return the bytes of forward and backward of so many samples."""
-    head = Head(
-        tokens=LENGTH,
-        hidden=hidden,
-        vocabulary=vocabulary,
-        compute=4,
-        weight=4,
-        is_frozen=is_frozen,
-        is_tied=False,
-        on_cpu=True,
-    )
-    tiles = Tiles(tokens=min(TILE_TOKENS, samples * LENGTH), scored=1.0)
+    tiles = Tiles(tokens=tile_tokens, scored=1.0)
     empty = Figures(
         blocks=[], buffers=0, before=Peak(activations=NOTHING), loss=[], loss_backward=[], table_backward=[]
     )
@@ -68,6 +58,12 @@ def counted(samples: int, hidden: int, vocabulary: int, *, is_frozen: bool) -> t
         max(bytes_at(peak.activations, samples) for peak in peaks) for peaks in (figures.loss, figures.loss_backward)
     )
     return forward, backward
+
+
+def head_of(hidden: int, vocabulary: int, **chosen: Any) -> Head:
+    """Return a head on a CPU, in fp32 unless `chosen` says otherwise."""
+    usual = {"compute": 4, "weight": 4, "is_frozen": False, "is_tied": False, "on_cpu": True}
+    return Head(tokens=LENGTH, hidden=hidden, vocabulary=vocabulary, **{**usual, **chosen})
 
 
 @pytest.mark.parametrize(
@@ -90,4 +86,25 @@ def test_tiles_take_what_is_counted(samples: int, hidden: int, vocabulary: int, 
         forward, live.peak = live.peak - before, live.now
         log_probabilities[0].sum().backward()
         backward = live.peak - before
-    assert counted(samples, hidden, vocabulary, is_frozen=is_frozen) == pytest.approx((forward, backward), rel=0.03)
+    expected = counted(samples, head_of(hidden, vocabulary, is_frozen=is_frozen), min(TILE_TOKENS, samples * LENGTH))
+    assert expected == pytest.approx((forward, backward), rel=0.03)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "autocast", "pure"])
+@pytest.mark.parametrize("samples", [2, 6])
+def test_picked_log_probabilities_take_what_is_counted(mode: str, samples: int) -> None:
+    """Whole logits, made fp32 where accelerate's autocast hands them on."""
+    utils = pytest.importorskip("trl.trainer.utils")
+    vocabulary, dtype = 4096, torch.float32 if mode == "fp32" else torch.bfloat16
+    states = torch.randn(samples, LENGTH, 16, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, 16, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (samples, LENGTH))
+    with LiveBytes(states, weight, targets) as live:
+        logits = states @ weight.T
+        logits = logits.float() if mode == "autocast" else logits
+        picked = utils.selective_log_softmax(logits, targets)
+        del logits
+        forward, live.peak = live.peak, live.now
+        picked.sum().backward()
+    head = head_of(16, vocabulary, compute=dtype.itemsize, logit=2 if mode == "pure" else 4)
+    assert counted(samples, head, 0) == pytest.approx((forward, live.peak), rel=0.03)

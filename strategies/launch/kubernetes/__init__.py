@@ -1,0 +1,1 @@
+"""Runs on a Kubernetes cluster: jobs whose pods run `dsplan run`, submitted and followed from anywhere."""

@@ -1,0 +1,213 @@
+"""Checkpoints on a real S3 server (moto's), over a network that is cut and slow, from ranks that are killed.
+
+`scripts/ci/object_store.sh` installs the server and runs these.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
+from tests.strategies import object_store_bodies
+from tests.strategies.object_store_bodies import Network
+from tests.strategies.training_bodies import Recipe
+
+pytest.importorskip("moto", reason="needs moto[server] and s3fs, as scripts/ci/object_store.sh installs them")
+pytest.importorskip("s3fs", reason="needs moto[server] and s3fs, as scripts/ci/object_store.sh installs them")
+pytestmark = pytest.mark.slow
+
+KILLS = int(os.environ.get("OBJECT_STORE_KILLS", "20"))
+"""Per way of saving."""
+TWO_RANKS = Recipe(strategy="zero2", backend="native", world_size=2)
+NewPool = Callable[..., RankPool]
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = ROOT / "tests" / "strategies" / "faults" / "ledger_script.py"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with object_store_bodies.serve_s3(tmp_path_factory.mktemp("server")) as port:
+        yield port
+
+
+@pytest.fixture
+def reader(server: int, new_pool: NewPool, tmp_path: Path) -> Iterator[RankPool]:
+    """A rank with a staging folder of its own."""
+    with new_pool(1, variables=object_store_bodies.variables(server, tmp_path / "elsewhere")) as pool:
+        yield pool
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_killed_at_random_moments_the_last_complete_checkpoint_loads(
+    server: int, reader: RankPool, new_pool: NewPool, tmp_path: Path, asynchronous: bool
+) -> None:
+    chance = random.Random(29 + asynchronous)
+    bucket = f"kills-{asynchronous:d}"
+    reader.run(object_store_bodies.make_bucket, bucket)
+    address, notes = f"s3://{bucket}/team/run", tmp_path / "notes"
+    network = Network(server)
+    environment = object_store_bodies.variables(network.port, tmp_path / "staging")
+    environment |= {"DSPLAN_STAGING_GB": "0.0004"}  # so that a rank has several files
+    kinds, seen, halves = Counter[str](), [0], 0
+    try:
+        with new_pool(2, variables=environment, timeout_seconds=900) as ranks:
+            for _ in range(KILLS):
+                body = object_store_bodies.save_for_ever
+                save = (body, TWO_RANKS, address, seen[-1], str(notes))
+                begun = len(object_store_bodies.lines_of(notes, "begins"))
+                working = threading.Thread(target=_until_killed, args=(ranks, save, asynchronous))
+                working.start()
+                awaited = begun + chance.randint(1, 3)
+                object_store_bodies.wait_until(
+                    lambda least=awaited: len(object_store_bodies.lines_of(notes, "begins")) >= least, 300
+                )
+                kinds[object_store_bodies.after_a_while(network, chance, 1.5)] += 1
+                for process in chance.sample(ranks.process_ids, 2):
+                    os.kill(process, signal.SIGKILL)
+                working.join(60)
+                network.mend()
+                step, _, published, half = reader.run(object_store_bodies.read_back, Recipe(), address)[0]
+                complete = object_store_bodies.lines_of(notes, "complete")
+                assert step >= max([seen[-1], *complete]), "no checkpoint that was complete is lost"
+                assert step <= max([0, *object_store_bodies.lines_of(notes, "begins")])
+                assert published <= 3, "keep_last=2, and one more where it was killed before it removed"
+                halves += half > 0
+                seen.append(step)
+    finally:
+        network.close()
+    print(f"{KILLS} kills, {dict(kinds)}, {halves} with a half checkpoint left, steps {seen}")
+    assert halves >= KILLS // 4, "the kills came while something was being sent"
+    assert seen[-1] >= KILLS // 2
+    assert not object_store_bodies.credentials_in(tmp_path)
+
+
+def _until_killed(ranks: RankPool, save: tuple[object, ...], asynchronous: bool) -> None:
+    body, *arguments = save
+    with suppress(RankError):
+        ranks.run(_with_way, body, asynchronous, *arguments)
+
+
+def _with_way(body: Callable[..., None], asynchronous: bool, *arguments: object) -> None:
+    body(*arguments, asynchronous=asynchronous)
+
+
+@pytest.mark.timeout(1800)
+def test_a_run_resumes_on_another_machine_at_the_exact_step_with_equal_losses(
+    server: int, reader: RankPool, tmp_path: Path
+) -> None:
+    reader.run(object_store_bodies.make_bucket, "resumes")
+    flags = ("--nproc", "2", "--checkpoint-minutes", "0", "--checkpoint-steps", "2")
+    undisturbed = _Command(tmp_path / "undisturbed", server)
+    assert undisturbed("--run-dir", undisturbed.run, *flags, SCRIPT) == 0, undisturbed.out()
+    first = _Command(tmp_path / "first", server, faults=[{"kind": "raise", "rank": 1, "step": 8}])
+    store = ("--checkpoint-dir", "s3://resumes/team/run", "--retries", "0")
+    assert first("--run-dir", first.run, *flags, *store, SCRIPT) == 1, first.out()
+    second = _Command(tmp_path / "second", server)
+    shutil.copytree(first.run, second.run)
+    shutil.rmtree(first.folder)
+    assert second("--resume", second.run) == 0, second.out()
+    assert list(second.losses()) == list(range(7, 13)), "the checkpoint of step 6 was the last complete one"
+    assert second.losses() == {step: loss for step, loss in undisturbed.losses().items() if step > 6}
+    step, path, published, halves = reader.run(object_store_bodies.newest_of, "s3://resumes/team/run")[0]
+    assert (step, path[-13:], published, halves) == (12, "step-00000012", 2, 0), "the run keeps its newest two"
+    journal = (second.run / "run.jsonl").read_text()
+    assert journal.count('"event": "saved"') >= 4, "the launcher has seen what is complete in the store"
+    assert not object_store_bodies.credentials_in(tmp_path)
+
+
+@pytest.mark.timeout(600)
+def test_what_is_wrong_with_a_store_is_one_line_before_the_run_begins(
+    server: int, reader: RankPool, tmp_path: Path
+) -> None:
+    reader.run(object_store_bodies.make_bucket, "errors")
+    lines, closed = {}, object_store_bodies.free_port()
+    for name, variables, address in (
+        ("bucket", {}, "s3://nowhere/run"),
+        ("credentials", {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "s3://errors/run"),
+        ("unreachable", {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{closed}"}, "s3://errors/run"),
+        ("secret", {}, f"s3://{object_store_bodies.KEY}:{object_store_bodies.SECRET}@errors/run"),
+        ("package", {}, "gs://errors/run"),
+    ):
+        command = _Command(tmp_path / name, server, variables=variables)
+        assert command("--run-dir", command.run, "--nproc", "1", "--checkpoint-dir", address, SCRIPT) == 2
+        (lines[name],) = command.out().splitlines()
+        assert object_store_bodies.SECRET not in lines[name]
+        assert not command.run.exists()
+    assert "there is no bucket nowhere; make it, or name another" in lines["bucket"]
+    assert "no credentials for the object store; give them by AWS_PROFILE" in lines["credentials"]
+    assert "the object store does not answer (EndpointConnectionError)" in lines["unreachable"]
+    assert "an address has no passwords" in lines["secret"]
+    assert "needs gcsfs, which is not installed; pip install 'dsplan[gs]'" in lines["package"]
+
+
+@pytest.mark.timeout(600)
+def test_ranks_read_their_own_parts(server: int, reader: RankPool, new_pool: NewPool, tmp_path: Path) -> None:
+    reader.run(object_store_bodies.make_bucket, "parts")
+    address = "s3://parts/run"
+    with new_pool(2, variables=object_store_bodies.variables(server, tmp_path / "staging")) as ranks:
+        ranks.run(object_store_bodies.save_large, address)
+        answers = ranks.run(object_store_bodies.bytes_read, address)
+    for read, own, whole in answers:
+        checks = whole / 2  # every file is read once against its checksum, the ranks sharing the work
+        print(f"read {read:,} of {whole:,} bytes; own {own:,}")
+        assert own < 0.6 * whole
+        assert read < 1.15 * (own + checks)
+
+
+class _Command:
+    """`dsplan run` of the script that writes its losses down, in a folder of its own, with a server."""
+
+    def __init__(
+        self,
+        folder: Path,
+        server: int,
+        *,
+        faults: Sequence[Mapping[str, object]] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder, self.run, self.ledger = folder, folder / "run", folder / "ledger"
+        self.ledger.mkdir(parents=True)
+        settings = {"width": 64, "dropout": 0.1, "steps": 12, "samples": 96, "batch": 8, "pause": 0, "strategy": "ddp"}
+        self._environment = {
+            **os.environ,
+            **object_store_bodies.variables(server, folder / "staging"),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "LEDGER": str(self.ledger),
+            "CHECKPOINTS": str(self.run / "checkpoints"),
+            "SETTINGS": json.dumps(settings),
+            "FAULTS": json.dumps(list(faults)),
+            **(variables or {}),
+        }
+
+    def __call__(self, *arguments: str | Path) -> int:
+        """Run `dsplan run` and return its exit status."""
+        with (self.folder / "out.txt").open("ab") as out:
+            command = [sys.executable, "-m", "dsplan", "run", *map(str, arguments)]
+            return subprocess.run(
+                command, cwd=self.folder, env=self._environment, stdout=out, stderr=out, check=False
+            ).returncode
+
+    def out(self) -> str:
+        """Return all that it has printed."""
+        return (self.folder / "out.txt").read_text()
+
+    def losses(self) -> dict[int, float]:
+        """Return rank 0's losses by step."""
+        rows = map(json.loads, (self.ledger / "rank0.jsonl").read_text().splitlines())
+        return {row["step"]: row["loss"] for row in rows if "loss" in row}
