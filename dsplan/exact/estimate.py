@@ -68,7 +68,7 @@ def _not_transformers(job: Job) -> str:
 def _beyond_traces(job: Job) -> str:
     """Return the first part of a configuration that the tracer does not run; empty where it runs all."""
     wanted = job.configuration
-    whole_only = wanted.zero_stage or wanted.offload != "none"
+    whole_only = (wanted.zero_stage or wanted.offload != "none") and not is_traced_whole(job)
     more = "".join(f" x {name} {n}" for name, n in (("cp", wanted.cp), ("ep", wanted.ep)) if n > 1)
     beyond = {
         f"--pp-schedule {wanted.pp_schedule}": wanted.pp > 1 and wanted.pp_schedule == "zero-bubble",

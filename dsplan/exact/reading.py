@@ -82,7 +82,7 @@ def from_document(document: Mapping[str, Any]) -> Answer:
 
 
 # They follow from the rest, or are the sizes themselves, or say no more than whether gradients wait (see below); what
-# offloads or travels is not traced.
+# travels is not traced.
 _LEFT_OUT = frozenset(
     {"micro_batch_size", "global_batch_size", "sequence_length", "gradient_accumulation_steps", "offload_ratio"}
     | {"gradient_compression", "micro_batches"}
@@ -101,6 +101,8 @@ class Question:
 def question_of(job: Job, source: ModelSource, versions: Mapping[str, str]) -> Question:
     """Return what a job asks of the tracer; of a device only the compute capability counts: it decides the kernels."""
     configuration = {name: value for name, value in asdict(job.configuration).items() if name not in _LEFT_OUT}
+    if job.configuration.offload != "none":
+        configuration["offload_ratio"] = job.configuration.offload_ratio
     if not job.configuration.activations_on_host:
         del configuration["activations_on_host"]  # traces that are older than it
     if not job.configuration.recompute_modules:

@@ -97,13 +97,6 @@ def node_types() -> tuple[NodeType, ...]:
     return tuple(_build(NodeType, row) for row in _interconnects()["nodes"]["rows"])
 
 
-@lru_cache(maxsize=1)
-def nccl_latency_constants() -> Mapping[str, Any]:
-    """NCCL's own latency table, microseconds by algorithm, protocol and kind of hop (`src/graph/tuning.cc`)."""
-    constants: Mapping[str, Any] = _interconnects()["latency_constants"]["nccl"]
-    return constants
-
-
 def failure_record(device: str) -> FailureRecord | None:
     """Return the published failures of nodes of this GPU, or None where there are none."""
     table = _interconnects()["failures"]

@@ -34,6 +34,7 @@ from scripts.measure.measured_run import StepMemory, Subject, measure_subject
 from scripts.measure.memory_grid import SMALL
 from scripts.measure.memory_rows import asked, compared_to_emulated, traced_emulated
 from tests.emulated_cuda import Card, environment
+from tests.preload import PRELOAD
 
 ROWS = SHIPPED / "memory_emulated.csv"
 DEVICE = "H100-SXM5-80GB"
@@ -89,7 +90,11 @@ def grid() -> Iterator[Case]:
         yield Case(model="llama", strategy=strategy, ranks=2, offload="all")
     for strategy in ("zero1", "zero2", "zero3"):
         yield Case(model="llama", strategy=strategy, ranks=2, offload="optimizer")
-    for strategy in ("ddp", "fsdp", "zero2"):
+    yield Case(model="gpt2", strategy="fsdp", ranks=2, precision="fp32", offload="all")
+    yield Case(model="gpt2-deep", strategy="zero3", ranks=2, checkpointing="full", micro_batch=4, offload="all")
+    yield Case(model="qwen3", strategy="fsdp", ranks=2, accumulation=3, optimizer="adamw-fused", offload="all")
+    yield Case(model="qwen3", strategy="zero2", ranks=2, accumulation=3, optimizer="adamw-fused", offload="optimizer")
+    for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3"):
         yield Case(model="llama", strategy=strategy, ranks=2 if strategy == "ddp" else 4, tp=2)
 
 
@@ -175,8 +180,10 @@ def main() -> None:
             row, plan = question(case)
             if row.key in runs and runs[row.key].outcome == "completed" and not arguments.again:
                 continue
-            # In processes of its own: what an earlier run left in segments would decide what is reserved.
-            with RankPool(case.ranks, timeout_seconds=RUN_SECONDS, backend="cpu:gloo,cuda:nccl") as pool:
+            # In processes of its own: what an earlier run left in segments would decide what is reserved. They are
+            # forked from one, which has the cards and has imported torch.
+            options: dict[str, Any] = {"backend": "cpu:gloo,cuda:nccl", "preload": PRELOAD}
+            with RankPool(case.ranks, timeout_seconds=RUN_SECONDS, **options) as pool:
                 runs[row.key] = measured = measure(row, plan, pool)
             write_rows(EmulatedRun, arguments.out, runs.values())
             print(line_of(measured), flush=True)

@@ -24,13 +24,16 @@ travel by gloo, and there is no context, no workspace of cuBLAS (the predictions
 The closed forms, which `dsplan recommend` and `estimate` use, say what is requested, and a share by strategy for what
 is reserved. A trace (`dsplan estimate --exact`) has the order in which every tensor comes and goes, and a simulated
 allocator with the caching allocator's rules follows it through the model's making and three steps: so it says all
-three. The models of these runs are of 13 million parameters, where a block of 1 MiB is half a percent. Offload and
-tensor parallelism beside ZeRO are not traced.
+three. The models of these runs are of 13 million parameters, where a block of 1 MiB is half a percent.
 
 The table has the rank that needs most, and so has a trace: under our own ZeRO a rank's run of a bucket begins and ends
 inside other parameters than its neighbour's, its optimizer makes states and temporaries of other sizes, and LLaMA's
 four ranks of zero1 reserve 148, 150, 148 and 170 MiB. Every run has processes of its own: in those of earlier runs,
 what these left in segments moved zero3's reserved bytes by up to 16 MiB.
+
+What is left of gpt2 in fp32, 2 MiB, and of ddp with tp 2, 1 MiB, are blocks that were not split, and nothing that was
+requested: autograd adds a second gradient to the first in place where nobody else holds that, and makes a new tensor of
+fake ones, which leaves other blocks free.
 
 Written by `python -m scripts.measure.emulated_peaks`.
 """

@@ -6,8 +6,9 @@ looked at here. Every rank calls each of these together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +46,40 @@ def share_of_square(name: str, parts: ModelParts, mesh: Mesh, shards: int = 1) -
         return 0.0
     spread = mesh.size("ep") if name in parts.experts else mesh.size("tp") // parts.copy_of(name)[1]
     return spread * shards * mesh.size("pp") / mesh.dims.world_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """Traits that parameters side by side in a bucket of ZeRO share where ranks split the model between them."""
+
+    share: float = 1.0
+    """What the square of a rank's gradient counts for in the sum over all ranks."""
+    is_expert: bool = False
+    """True if ep ranks have others of them, so that fewer ranks share their states."""
+    is_summed: bool = False
+    """True if each tp rank has a term of their gradients only."""
+    copies: int = 1
+    """How many tp ranks, neighbours, have the same part of them and a term each of their gradients."""
+    shared: str = ""
+    """The name that a checkpoint has for a weight which several pipeline stages have."""
+
+
+def kinds_of(named: Iterable[tuple[str, nn.Parameter]], parts: ModelParts, mesh: Mesh) -> dict[nn.Parameter, Kind]:
+    """Return what the parameters of a model that ranks split share buckets by: how they count, and travel.
+
+    Names are those of the whole model's state dict.
+    """
+    kinds: dict[nn.Parameter, Kind] = {}
+    for name, parameter in named:
+        is_expert = name in parts.experts
+        kinds[parameter] = Kind(
+            share=share_of_square(name, parts, mesh, mesh.size("expert_shard" if is_expert else "dp_shard_cp")),
+            is_expert=is_expert,
+            is_summed=name in parts.summed,
+            copies=parts.splits[name].copies if name in parts.splits else 1,
+            shared=parts.shared.get(name, ""),
+        )
+    return kinds
 
 
 def whole_tensors(tensors: Mapping[str, torch.Tensor], parts: ModelParts, mesh: Mesh) -> dict[str, torch.Tensor]:

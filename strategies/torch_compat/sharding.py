@@ -36,19 +36,22 @@ def hide_hooks_from_modes(unit: nn.Module) -> None:
 @contextmanager
 def fsdp_watched(
     inside: Callable[[], AbstractContextManager[object]],
+    on_host: Callable[[], AbstractContextManager[object]],
     unsharded: Callable[[nn.Parameter], object],
     reduced: Callable[[Sequence[torch.Tensor | None]], object],
 ) -> Iterator[None]:
-    """Watch FSDP2's work.
+    """Watch FSDP2's work, on a CPU as it is on a GPU: what it offloads is copied there and back.
 
     Args:
         inside: the context in which it all-gathers, waits and reduces.
+        on_host: the context in which it copies gradients to host memory, where its plan offloads.
         unsharded: called with each whole parameter, which FSDP2 makes when it first all-gathers it.
-        reduced: called with the gradients, sharded and whole, that a backward pass of a unit has left.
+        reduced: called with the gradients, sharded and whole, that a backward pass of a unit has left on the device.
     """
     group: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group").FSDPParamGroup
     parameter: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_param").FSDPParam
     initialize, post_backward = parameter.init_unsharded_param, group.post_backward
+    gather_inputs, to_sharded = parameter.all_gather_inputs.fget, parameter.to_sharded_dtensor
 
     def in_context(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,10 +71,30 @@ def fsdp_watched(
         if not existed:
             unsharded(self._unsharded_param)
 
+    def all_gather_inputs(self: Any) -> Any:
+        if not self.offload_to_cpu:
+            return gather_inputs(self)
+        at_home, self._sharded_param_data = self._sharded_param_data, self._sharded_param_data.clone()
+        try:
+            return gather_inputs(self)
+        finally:
+            self._sharded_param_data = at_home
+
+    def to_sharded_dtensor(self: Any, tensor: torch.Tensor) -> Any:
+        if not self.offload_to_cpu:
+            return to_sharded(self, tensor)
+        with on_host():
+            return to_sharded(self, tensor.clone())
+
     methods = {"unshard": in_context(group.unshard), "wait_for_unshard": in_context(group.wait_for_unshard)}
     with (
         replaced(group, **methods, post_backward=reduce),
-        replaced(parameter, init_unsharded_param=init_unsharded_param),
+        replaced(
+            parameter,
+            init_unsharded_param=init_unsharded_param,
+            all_gather_inputs=property(all_gather_inputs),
+            to_sharded_dtensor=to_sharded_dtensor,
+        ),
     ):
         yield
 
@@ -79,7 +102,7 @@ def fsdp_watched(
 def _gradients_of(parameter: Any) -> list[torch.Tensor | None]:
     whole = getattr(parameter, "_unsharded_param", None)
     return [
-        parameter.sharded_param.grad,
+        None if parameter.offload_to_cpu else parameter.sharded_param.grad,
         parameter.unsharded_accumulated_grad,
         whole.grad if whole is not None else None,
     ]

@@ -9,11 +9,15 @@ from planner.types.job import Job
 def is_traced_whole(job: Job) -> bool:
     """Return whether a trace has all of a job's step: of replicas, FSDP2, and our own ZeRO on GPUs, plainly trained.
 
-    Of DeepSpeed's ZeRO it has the activations, and what is on the host it does not run.
+    With what is offloaded to host memory, where nothing but data parallelism splits the job. Of DeepSpeed's ZeRO it has
+    the activations.
     """
-    chosen = job.configuration
-    if chosen.offload != "none" or not chosen.zero_stage:
-        return chosen.offload == "none"
-    is_plain = chosen.gradient_compression != "int8" and not chosen.splits_model and chosen.dp_replicate == 1
+    chosen, on_cpu = job.configuration, job.cluster.device.is_cpu
+    offloads = chosen.offload != "none"
+    if offloads and (on_cpu or chosen.offload == "nvme" or chosen.splits_model):
+        return False
+    if not chosen.zero_stage:
+        return True
+    is_plain = chosen.gradient_compression != "int8" and chosen.pp * chosen.cp * chosen.ep * chosen.dp_replicate == 1
     divides = not steps_whole_tensors(chosen) and not job.workload.freezes
-    return chosen.backend == "native" and is_plain and divides and not job.cluster.device.is_cpu
+    return chosen.backend == "native" and is_plain and divides and not on_cpu

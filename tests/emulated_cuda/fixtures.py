@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from dsplan.diagnostics.bench.rank_pool import RankPool
 from tests.emulated_cuda import Card, environment, why_not_here
+from tests.preload import PRELOAD
 
 _MEMORY = 2 << 30
 """Bytes of each of the eight cards that a session's tests share."""
@@ -50,19 +53,31 @@ def two_cards(cuda_environment: Mapping[str, str]) -> Iterator[CardPool]:
         yield pool
 
 
+_SERVER = forkserver.ForkServer()
+"""Forks ranks with cards: a process that has the device from its start, beside multiprocessing's for other ranks."""
+_PRELOAD = tuple(name for name in PRELOAD if not name.startswith("transformers"))
+
+
 class CardPool(RankPool):
-    """Ranks that start with a card each, in the group that the engine makes on GPUs. Skips where there are fewer."""
+    """Ranks that start with a card each, in the group that the engine makes on GPUs. Skips where there are fewer.
+
+    All of a session's are forked from one process with the session's cards, which imports torch once; those with
+    variables of their own, which torch may read while it is imported, start by themselves.
+    """
 
     def __init__(self, world_size: int, card_variables: Mapping[str, str], **options: Any) -> None:
         import torch
 
         if not card_variables and torch.cuda.device_count() < world_size:
             pytest.skip(f"needs {world_size} GPUs, this machine has {torch.cuda.device_count()}")
-        super().__init__(world_size, **{"backend": "cpu:gloo,cuda:nccl", "timeout_seconds": 300.0, **options})
+        usual = {"backend": "cpu:gloo,cuda:nccl", "timeout_seconds": 300.0}
+        super().__init__(world_size, **{**usual, "preload": () if options.get("variables") else _PRELOAD, **options})
         self._card_variables = card_variables
 
     def _start(self) -> None:
-        with variables_set(self._card_variables):  # an interpreter has the device from its start, or not at all
+        own = {name: getattr(_SERVER, name) for name in ("connect_to_new_process", "set_forkserver_preload")}
+        # An interpreter has the device from its start, or not at all.
+        with variables_set(self._card_variables), mock.patch.multiple(forkserver, **own):
             super()._start()
 
 

@@ -15,7 +15,8 @@ TRACED = [run for run in RUNS if run.traced_reserved_bytes]
 
 
 # Native: the closed form has no moment at which the final norm's backward runs beside the first bucket (2.5 MiB of 94
-# with tp 2, 0.5 MiB else), and counts 2 to 4 % too much of states on the host.
+# with tp 2, 0.5 MiB else). Sums on their way to the host, 2 to 4 %, it counts until they are there: the allocator has
+# them for freed by then, and gives their memory to nobody.
 @pytest.mark.parametrize(
     ("backend", "requested", "allocated"), [("torch", 0.002, 0.035), ("native", 0.05, 0.06)], ids=["torch", "native"]
 )
@@ -29,7 +30,7 @@ def test_closed_forms_are_near_the_peaks_of_emulated_cards(backend: str, request
 
 
 def test_traces_have_the_allocators_peaks() -> None:
-    assert {run.strategy for run in TRACED} == {run.strategy for run in RUNS}
+    assert TRACED == RUNS
     every = []
     for compared in map(compared_to_emulated, TRACED):
         assert compared.traced is not None

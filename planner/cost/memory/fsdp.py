@@ -344,10 +344,12 @@ class FsdpBuffers:
 
     @cached_property
     def _waiting(self) -> float:
-        """Gradients of earlier micro-batches."""
+        """Gradients of earlier micro-batches; offload has moved those that are sharded away."""
         if not self._synchronised:
             return self._accumulated
-        return self._sharded_gradients(1, 1) + self._root.sharded_gradients if self._steps > 1 else 0.0
+        if self._steps == 1 or self._offloads:
+            return 0.0
+        return self._sharded_gradients(1, 1) + self._root.sharded_gradients
 
     def _unsharded_in_forward(self, instant: Instant) -> float:
         """Return what is unsharded in forward.

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 from planner.cost.zero_bucket_sizes import NATIVE_STEP_RUNS
 from strategies.backends.zero.collectives import collectives_for, collectives_over
 from strategies.backends.zero.compress import collectives_factory
-from strategies.backends.zero.flat_shard import Bucket, Kind, Place, Ranks, owners_of
+from strategies.backends.zero.flat_shard import Bucket, Place, Ranks, owners_of
 from strategies.backends.zero.gradient_reducer import Reducer
 from strategies.backends.zero.nvme import Disk
 from strategies.backends.zero.offload import HostGradients, fused_on_host, offload_of
@@ -34,11 +34,10 @@ from strategies.errors import CannotRun
 from strategies.modules.activation_checkpointing import apply_plan
 from strategies.modules.precision import LossScale, narrow_inputs
 from strategies.optim.optimizers import select_undivided, trainable_parameters
-from strategies.parallel.mesh import Mesh
 from strategies.parallel.pipeline import sum_shared
 from strategies.parallel.ranks import TensorRanks
-from strategies.parallel.split import ModelParts, parts_of
-from strategies.parallel.whole import share_of_square, sum_over_copies
+from strategies.parallel.split import parts_of
+from strategies.parallel.whole import Kind, kinds_of, sum_over_copies
 from strategies.protocols import TrainingParts
 
 # Parameters that are unfrozen, or added to the optimizer, after the engine was made.
@@ -173,7 +172,8 @@ class ZeroStrategy(Strategy):
         optimizer = script_optimizer(parts, trainable_parameters(model, parts.model_parameters))
         settings = read_settings(parts, environment.device)
         copies = mesh.size("dp_replicate") > 1
-        kinds = {} if mesh.is_data_parallel and not copies else kinds_of(model, parted, mesh)
+        named = [(unwrapped(name), parameter) for name, parameter in model.named_parameters()]
+        kinds = {} if mesh.is_data_parallel and not copies else kinds_of(named, parted, mesh)
         context = ShardingContext(
             device=environment.device,
             collectives=collectives,
@@ -197,22 +197,6 @@ class ZeroStrategy(Strategy):
     @abstractmethod
     def shard_model(self, model: nn.Module, context: ShardingContext) -> ShardedModel:
         """Place the model's weights in buckets on the device."""
-
-
-def kinds_of(model: nn.Module, parts: ModelParts, mesh: Mesh) -> dict[nn.Parameter, Kind]:
-    """Return what the parameters of a model that ranks split share buckets by: how they count, and travel."""
-    kinds: dict[nn.Parameter, Kind] = {}
-    for wrapped_name, parameter in model.named_parameters():
-        name = unwrapped(wrapped_name)
-        is_expert = name in parts.experts
-        kinds[parameter] = Kind(
-            share=share_of_square(name, parts, mesh, mesh.size("expert_shard" if is_expert else "dp_shard_cp")),
-            is_expert=is_expert,
-            is_summed=name in parts.summed,
-            copies=parts.splits[name].copies if name in parts.splits else 1,
-            shared=parts.shared.get(name, ""),
-        )
-    return kinds
 
 
 def owners_in(context: ShardingContext, undivided: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:

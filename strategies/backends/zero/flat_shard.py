@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from planner.cost.zero_bucket_sizes import bucket_members, owning_ranks
+from strategies.parallel.whole import Kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,22 +86,6 @@ class Layout:
         if self.borders is not None:
             return slice(*self.own)
         return slice(self.ranks.rank * self.run, (self.ranks.rank + 1) * self.run)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
-    """Traits that a bucket's parameters share where ranks split the model between them."""
-
-    share: float = 1.0
-    """What the square of a rank's gradient counts for in the sum over all ranks."""
-    is_expert: bool = False
-    """True if ep ranks have others of them, so that fewer ranks share their states."""
-    is_summed: bool = False
-    """True if each tp rank has a term of their gradients only."""
-    copies: int = 1
-    """How many tp ranks, neighbours, have the same part of them and a term each of their gradients."""
-    shared: str = ""
-    """The name that a checkpoint has for a weight which several pipeline stages have."""
 
 
 class Place(Enum):

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from strategies.backends.zero.collectives import Arrival, Collectives
-from strategies.backends.zero.flat_shard import Bucket, Kind, Owners, Place
+from strategies.backends.zero.flat_shard import Bucket, Owners, Place
 from strategies.backends.zero.offload import Offload
 from strategies.backends.zero.settings import ZeroSettings
 from strategies.parallel.empty import is_stand_in
+from strategies.parallel.whole import Kind
 from strategies.torch_compat.tensors import transient_buffers
 
 

@@ -6,12 +6,13 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from planner.types.plan import Configuration
 from planner.vocabulary import FSDP_STRATEGIES
@@ -93,6 +94,8 @@ def shard(
     """
     dtype = all_gather_dtype(configuration)
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
+    offload = OffloadPolicy() if configuration.offload == "none" else CPUOffloadPolicy(pin_memory=False)
+    wrap = partial(fully_shard, mp_policy=policy, offload_policy=offload)
     reshard = configuration.strategy != "fsdp-grad-op"
     # torchtitan and accelerate share the states among cp's ranks too.
     sharding = flatten(mesh["dp_shard", "cp"], _SHARDS)
@@ -105,9 +108,9 @@ def shard(
             for block in blocks:
                 if experts is not None:
                     for inner in (part for part in block.modules() if getattr(part, "_is_expert_parallel", False)):
-                        fully_shard(inner, mesh=experts["efsdp"], mp_policy=policy, reshard_after_forward=reshard)
-                fully_shard(block, mesh=sharding, mp_policy=policy, reshard_after_forward=reshard)
-            fully_shard(module, mesh=sharding, mp_policy=policy)
+                        wrap(inner, mesh=experts["efsdp"], reshard_after_forward=reshard)
+                wrap(block, mesh=sharding, reshard_after_forward=reshard)
+            wrap(module, mesh=sharding)
     except ValueError as problem:
         raise TraceFailed("fully_shard", type(module).__name__, str(problem)) from problem
 
@@ -144,6 +147,7 @@ def count_sharding(storages: Storages, watch: Callable[[Sequence[nn.Parameter]],
     with (
         fsdp_watched(
             lambda: storages.making("buffers"),
+            lambda: storages.making("host"),
             lambda weight: watch([weight]),
             lambda gradients: storages.label(gradients, "gradients"),
         ),

@@ -7,6 +7,7 @@ parallelism is transformers' (`transformers.distributed`), which spreads experts
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
@@ -21,8 +22,9 @@ from strategies.parallel.blocks import without_adapters
 from strategies.parallel.context import split_sequences
 from strategies.parallel.mesh import Group, Mesh
 from strategies.parallel.model import FirstRank, SplitOptions, Splitter
-from strategies.parallel.split import ModelParts
+from strategies.parallel.split import ModelParts, note_parts, parts_of
 from strategies.parallel.tensor import split_layers
+from strategies.parallel.whole import Kind, kinds_of
 from strategies.torch_compat.dispatch import without_modes
 from strategies.tracing.step.refusal import TraceFailed
 
@@ -46,13 +48,27 @@ def split_tokens(module: nn.Module, configuration: Configuration) -> None:
 
 
 def _split(module: nn.Module, configuration: Configuration, degree: Group, split: Splitter) -> None:
-    mesh = Mesh.of(configuration, FirstRank(world_size=configuration.world_size))
+    mesh = _mesh(configuration)
+    parts = ModelParts(tp=(mesh.rank("tp"), mesh.size("tp")))
     with without_modes():  # torch looks for this rank in a tensor of rank numbers
         mesh.group(degree)
     try:
-        split(module, mesh, SplitOptions(configuration=configuration), ModelParts())
+        split(module, mesh, SplitOptions(configuration=configuration), parts)
     except CannotRun as problem:
         raise TraceFailed("", "", str(problem)) from problem
+    if not parts.is_whole:
+        note_parts(module, parts)
+
+
+def _mesh(configuration: Configuration) -> Mesh:
+    return Mesh.of(configuration, FirstRank(world_size=configuration.world_size))
+
+
+def kinds_in(module: nn.Module, configuration: Configuration) -> Mapping[nn.Parameter, Kind]:
+    """Return what our own ZeRO's buckets have in common where tensor parallelism split the module, else nothing."""
+    if configuration.tp == 1:
+        return {}
+    return kinds_of(module.named_parameters(), parts_of(module), _mesh(configuration))
 
 
 # Pipelines: what one rank holds, and for how many micro-batches.

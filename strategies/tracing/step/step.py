@@ -53,6 +53,7 @@ from strategies.tracing.step.split import (
     Chunk,
     chunks_of,
     enough_micro_batches,
+    kinds_in,
     split_experts,
     split_tokens,
     split_weights,
@@ -166,8 +167,8 @@ def trace_stages(job: Job, subject: Traceable | None = None) -> list[TracedStep]
     Raises:
         TraceFailed, DsplanError: as `trace_step`.
     """
-    if job.configuration.offload != "none":
-        raise TraceFailed("", "", "offload is not traced")
+    if job.configuration.offload != "none" and not is_traced_whole(job):
+        raise TraceFailed("", "", "offload is not traced under DeepSpeed, to NVMe or of a model that ranks split")
     if job.workload.ema or job.workload.task in POST_TRAINING or job.workload.loss == "tiled":
         raise TraceFailed("", "", "an average of the weights, and trainers of post-training, are not traced")
     if job.workload.compile and (job.configuration.pp > 1 or job.configuration.activation_checkpointing != "none"):
@@ -290,6 +291,11 @@ class _Run:
             shard(part, [block for block in self._blocks if id(block) in inside], meshes.ranks, chosen, meshes.experts)
 
     @property
+    def _steps_on_host(self) -> bool:
+        """True if FSDP2's shards, gradients and the step are in host memory."""
+        return self._configuration.strategy in FSDP_STRATEGIES and self._configuration.offload != "none"
+
+    @property
     def _takes_whole_samples(self) -> bool:
         """True if the model is given all tokens and splits them itself, at its first block."""
         return self._configuration.cp > 1 and self._job.facts.kind == "custom"
@@ -387,7 +393,8 @@ class _Run:
                 storages.events += [Free(names[weight]) for weight in weights]
 
             with storages.making("parameters"):
-                self._zero = NativeZero(self._job, self._module, self._blocks, storages, replaced)
+                kinds = kinds_in(self._module, chosen)
+                self._zero = NativeZero(self._job, self._module, self._blocks, storages, replaced, kinds)
             storages.label(self._zero.masters(), "optimizer")
         self._recorded.makes = storages.events[:]
 
@@ -414,15 +421,16 @@ class _Run:
     def _label_weights(self) -> None:
         """Count the weights; of what FSDP2 shards the allocator has had the whole, which goes unit after unit."""
         storages, module = self._storages, self._module
+        storages.label(module.buffers(), "parameters")
         if self._configuration.zero_stage and is_traced_whole(self._job):
-            storages.label(module.buffers(), "parameters")
             return
-        if self._configuration.strategy in FSDP_STRATEGIES:
-            storages.events += [Request(name, size) for name, size in self._whole.items()]
-            for unit, whole in zip(self._units(), self._whole_of_units, strict=True):
-                storages.label(unit, "parameters")
-                storages.events += map(Free, whole)
-        storages.label([*module.parameters(), *module.buffers()], "parameters")
+        if self._configuration.strategy not in FSDP_STRATEGIES:
+            storages.label(module.parameters(), "parameters")
+            return
+        storages.events += [Request(name, size) for name, size in self._whole.items()]
+        for unit, whole in zip(self._units(), self._whole_of_units, strict=True):
+            storages.label(unit, "host" if self._steps_on_host else "parameters")
+            storages.events += map(Free, whole)
 
     def _compile(self) -> None:
         """Blocks that are compiled are traced by their first call, which is none of the step."""
@@ -447,11 +455,12 @@ class _Run:
         trained = [weight for weight in self._module.parameters() if weight.requires_grad]
         split = [weight for weight in trained if isinstance(weight, DTensor)]
         plain = [weight for weight in trained if not isinstance(weight, DTensor)]
-        name, on_cpu = self._configuration.optimizer, self._on_cpu
+        name, on_cpu = self._configuration.optimizer, self._on_cpu or self._steps_on_host
         optimizers = [make_optimizer(name, weights, on_cpu=on_cpu) for weights in (split, plain) if weights]
         begun = len(self._storages.events)
-        for weight in trained:
-            weight.grad = torch.zeros_like(weight)
+        with self._storages.making("host") if self._steps_on_host else contextlib.nullcontext():
+            for weight in trained:
+                weight.grad = torch.zeros_like(weight)
         return self._with_states(optimizers, begun)
 
     def _with_states(self, optimizers: list[torch.optim.Optimizer], begun: int) -> list[torch.optim.Optimizer]:
@@ -495,7 +504,7 @@ class _Run:
             return
         storages = self._storages
         storages.answers_items = True
-        with storages.making("temporaries"):
+        with storages.making("host" if self._steps_on_host else "temporaries"):
             for optimizer in optimizers if self._zero is None else (self._zero,):
                 optimizer.step()
         storages.answers_items = False

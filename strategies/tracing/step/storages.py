@@ -195,11 +195,13 @@ class Storages:
         return peak
 
     def label(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
-        """Count these tensors under another category from now on, or for the first time."""
+        """Count these tensors under another category from now on, or for the first time; the host's remain there."""
         for tensor in tensors:
             for part in plain_parts(tensor) if tensor is not None else ():
                 storage = part.untyped_storage()
-                self._set(weakref.ref(storage, self._died), storage.nbytes(), category)
+                reference = weakref.ref(storage, self._died)
+                if reference not in self._known or self._known[reference][1] != "host":
+                    self._set(reference, storage.nbytes(), category)
 
     def name_of(self, tensor: torch.Tensor) -> int:
         """Return the name that events have for the storage of a tensor that counts."""

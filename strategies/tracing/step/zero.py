@@ -6,12 +6,17 @@ out, `gradient_reducer.py` for gradients, `stages.py` and `unit_all_gather.py` f
 
 Buckets are padded to runs of one length, so that all ranks make the same up to the step. A run begins and ends inside
 other parameters on each rank, though: optimizers make states and temporaries of other sizes, and the allocator blocks.
+
+What offload keeps in host memory is made under the category `host`, which is not on the device: masters, states and the
+step, sums of gradients as soon as they are copied down, and with `all` stage 3's sharded weights.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -19,8 +24,9 @@ import torch
 from torch import nn
 
 from planner.cost.precision import accumulates_in_fp32
-from planner.cost.zero_bucket_sizes import NATIVE_STEP_RUNS, bucket_members, native_buckets
+from planner.cost.zero_bucket_sizes import NATIVE_STEP_RUNS, OffloadRatio, bucket_members, native_buckets
 from planner.types.job import Job
+from strategies.parallel.whole import Kind
 from strategies.torch_compat.tensors import tree_leaves
 from strategies.tracing.step.methods import make_optimizer
 from strategies.tracing.step.storages import Storages
@@ -33,16 +39,29 @@ evenly spread, and the one that needs most may lie between."""
 _Listener = Callable[[Sequence[nn.Parameter]], object]
 
 
-class _Bucket:
-    """Parameters side by side; names as in `strategies.backends.zero.flat_shard.Bucket`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """Properties of all buckets of a trace.
 
-    `replaced` is called with them when they are views of the bucket.
+    `ranks` share them, `widens` says that masters are fp32 copies, `replaced` is called with parameters when they are
+    views of a bucket. `takes` says of each bucket's elements if offload takes its states, `parts` if stage 3's sharded
+    weights go with them.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], ranks: int, replaced: _Listener, *, widens: bool, keeps: bool
-    ) -> None:
+    ranks: int
+    widens: bool
+    replaced: _Listener
+    storages: Storages
+    takes: Callable[[int], bool]
+    parts: bool
+
+
+class _Bucket:
+    """Parameters side by side; names as in `strategies.backends.zero.flat_shard.Bucket`, `keeps` that of `load`."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: _Layout, *, keeps: bool) -> None:
         self.parameters = parameters
+        ranks, widens, self._storages = layout.ranks, layout.widens, layout.storages
         self._starts = list(accumulate((parameter.numel() for parameter in parameters), initial=0))
         self.elements = self._starts[-1]
         self.run = -(-self.elements // ranks)
@@ -51,16 +70,31 @@ class _Bucket:
         original = torch.empty(self.run * ranks, dtype=torch.float32 if widens else dtype)
         self.whole = original.to(dtype)
         self.place()
-        replaced(parameters)
+        layout.replaced(parameters)
         self.part = self.whole[: self.run] if keeps else self.whole[: self.run].clone()
         self.master = original[: self.run].to(torch.float32, copy=True) if widens else self.part
-        if not keeps:
+        self.is_away = layout.takes(self.elements)
+        if self.is_away:
+            self._leave(with_part=layout.parts and not keeps)
+        elif not keeps:
             self.part = self.master
         self.pieces: list[torch.Tensor] = []
         self.cut(0)
         self.gradient: torch.Tensor | None = None
         self.missing: set[nn.Parameter] = set()
         self._buffer: torch.Tensor | None = None
+
+    def _leave(self, *, with_part: bool) -> None:
+        """Have the master in host memory, and the sharded weights as well."""
+        with self.where_states_are():
+            is_alike = self.master.dtype == self.part.dtype
+            self.master = self.master.clone()
+            if with_part:
+                self.part = self.master if is_alike else self.part.clone()
+
+    def where_states_are(self) -> AbstractContextManager[object]:
+        """Return the context in which masters, states and sums of gradients are made."""
+        return self._storages.making("host") if self.is_away else nullcontext()
 
     def cut(self, rank: int) -> None:
         """Make the pieces those of a rank."""
@@ -119,18 +153,23 @@ class _Bucket:
 
 
 class _Unit:
-    """A block, or what is in none, in stage 3: whole from when it is needed to when its use is over."""
+    """A block, or what is in none, in stage 3: whole from when it is needed to when its use is over.
 
-    def __init__(self, module: nn.Module, buckets: Sequence[_Bucket], *, is_root: bool) -> None:
-        self.module, self.buckets, self.is_root = module, buckets, is_root
+    `beside` is the stream that fetches weights from the host, None where they are on the device.
+    """
+
+    def __init__(self, module: nn.Module, buckets: Sequence[_Bucket], beside: torch.cpu.Stream | None) -> None:
+        self.module, self.buckets, self._beside = module, buckets, beside
         self.is_there, self.unmade = False, 0
         for bucket in buckets:
             bucket.empty()
 
     def begin(self) -> None:
         """Ask for the weights."""
-        if not self.is_there:
-            self.is_there = True
+        if self.is_there:
+            return
+        self.is_there = True
+        with nullcontext() if self._beside is None else torch.cpu.stream(self._beside):
             for bucket in self.buckets:
                 bucket.fill()
 
@@ -158,13 +197,24 @@ class NativeZero:
         blocks: Sequence[nn.Module],
         storages: Storages,
         replaced: _Listener,
+        kinds: Mapping[nn.Parameter, Kind],
     ) -> None:
-        """Lay out the module's weights; `replaced` is called with those of each bucket when it has them."""
-        self._replaced = replaced
+        """Lay out the module's weights; `replaced` is called with those of each bucket when it has them.
+
+        Parameters of different `kinds` lie in buckets of their own.
+        """
+        self._kinds = kinds
         self._configuration, self._storages = job.configuration, storages
         chosen = job.configuration
         self._sizes = native_buckets(chosen.zero_stage, hidden_size=job.facts.hidden_size, on_cpu=False)
-        self._widens = chosen.precision in ("bf16", "fp16")
+        self._layout = _Layout(
+            ranks=chosen.state_shards,
+            widens=chosen.precision in ("bf16", "fp16"),
+            replaced=replaced,
+            storages=storages,
+            takes=OffloadRatio(chosen.offload_ratio).takes if chosen.offload != "none" else lambda elements: False,
+            parts=chosen.offload == "all",
+        )
         self._accumulate = torch.float32 if accumulates_in_fp32(chosen) else None
         self._on_the_way: deque[tuple[_Bucket, torch.Tensor, torch.Tensor]] = deque()
         self._waiting: dict[nn.Parameter, torch.Tensor] = {}
@@ -203,8 +253,8 @@ class NativeZero:
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
-        """The sum that each bucket has."""
-        return [bucket.gradient for bucket in self._buckets]
+        """The sum that each bucket has on the device."""
+        return [None if bucket.is_away else bucket.gradient for bucket in self._buckets]
 
     def _laid_out(self, module: nn.Module, blocks: Sequence[nn.Module]) -> list[_Bucket]:
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -213,22 +263,28 @@ class NativeZero:
         limit = self._sizes.persistence_threshold
         kept = self._bucketed([parameter for parameter in trained if parameter.numel() <= limit], keeps=True)
         inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+        beside = torch.cpu.Stream() if self._layout.parts else None
         for unit in (module, *blocks):
             own = [p for p in unit.parameters() if p.requires_grad and (unit is not module or id(p) not in inside)]
             buckets = self._bucketed([parameter for parameter in own if parameter.numel() > limit], keeps=False)
-            self._units.append(_Unit(unit, buckets, is_root=unit is module))
+            self._units.append(_Unit(unit, buckets, beside))
             unit.register_forward_pre_hook(self._before_forward, prepend=True)
             unit.register_forward_hook(self._after_forward, always_call=True)
         return kept + [bucket for unit in self._units for bucket in unit.buckets]
 
     def _bucketed(self, parameters: Sequence[nn.Parameter], *, keeps: bool) -> list[_Bucket]:
         buckets = []
-        for _, alike in groupby(parameters, key=lambda parameter: parameter.dtype):
-            group = list(alike)
+        for group in self._alike(parameters):
             for members in bucket_members([parameter.numel() for parameter in group], self._sizes.reduce):
-                tensors, ranks = [group[index] for index in members], self._configuration.state_shards
-                buckets.append(_Bucket(tensors, ranks, self._replaced, widens=self._widens, keeps=keeps))
+                buckets.append(_Bucket([group[index] for index in members], self._layout, keeps=keeps))
         return buckets
+
+    def _alike(self, parameters: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
+        """Yield the parameters that may share buckets."""
+        for kind in dict.fromkeys(map(self._kinds.get, parameters)):
+            of_kind = [parameter for parameter in parameters if self._kinds.get(parameter) == kind]
+            for _, alike in groupby(of_kind, key=lambda parameter: parameter.dtype):
+                yield list(alike)
 
     # Stage 3's weights.
 
@@ -317,7 +373,8 @@ class NativeZero:
     def _receive(self) -> None:
         bucket, own, buffer = self._on_the_way.popleft()
         del buffer  # what NCCL holds it drops when it is waited for, before the sum takes a wider dtype
-        total = own.to(self._accumulate or bucket.whole.dtype)
+        with bucket.where_states_are():
+            total = own.to(self._accumulate or bucket.whole.dtype, copy=bucket.is_away)
         bucket.gradient = total if bucket.gradient is None else bucket.gradient
 
     def finish(self) -> None:
@@ -338,20 +395,27 @@ class NativeZero:
 
     def step(self) -> None:
         """Step the pieces, a part of them at a time where gradients must take the masters' dtype first."""
-        for run in self._runs():
+        for run in self._runs([bucket for bucket in self._buckets if not bucket.is_away]):
+            self._step(run)
+        for bucket in self._buckets:
+            if bucket.is_away:
+                self._step([bucket])
+
+    def _step(self, run: Sequence[_Bucket]) -> None:
+        with run[0].where_states_are():
             for bucket in run:
                 bucket.attach()
             self._optimizer.step()
             for bucket in run:
                 bucket.detach()
 
-    def _runs(self) -> Iterator[Sequence[_Bucket]]:
-        widens = any(b.gradient is not None and b.gradient.dtype != b.master.dtype for b in self._buckets)
+    def _runs(self, buckets: Sequence[_Bucket]) -> Iterator[Sequence[_Bucket]]:
+        widens = any(b.gradient is not None and b.gradient.dtype != b.master.dtype for b in buckets)
         if not widens:
-            yield self._buckets
+            yield from [buckets] if buckets else []
             return
-        limit, run = sum(bucket.run for bucket in self._buckets) / NATIVE_STEP_RUNS, list[_Bucket]()
-        for bucket in self._buckets:
+        limit, run = sum(bucket.run for bucket in buckets) / NATIVE_STEP_RUNS, list[_Bucket]()
+        for bucket in buckets:
             if run and sum(member.run for member in [*run, bucket]) > limit:
                 yield run
                 run = []
@@ -361,7 +425,8 @@ class NativeZero:
     def stand_in(self) -> None:
         """Give every bucket a gradient, for a step that makes the optimizer's states."""
         for bucket in self._buckets:
-            bucket.gradient = torch.empty(bucket.run, dtype=self._accumulate or bucket.whole.dtype)
+            with bucket.where_states_are():
+                bucket.gradient = torch.empty(bucket.run, dtype=self._accumulate or bucket.whole.dtype)
 
     def clear(self) -> None:
         """Forget all gradients, after a step."""
@@ -375,5 +440,5 @@ class NativeZero:
         return self._optimizer
 
     def masters(self) -> Iterable[torch.Tensor]:
-        """Return the copies in the optimizer's dtype, beside the weights."""
-        return (bucket.master for bucket in self._buckets if bucket.master is not bucket.part)
+        """Return the device's copies in the optimizer's dtype, beside the weights."""
+        return (bucket.master for bucket in self._buckets if bucket.master is not bucket.part and not bucket.is_away)

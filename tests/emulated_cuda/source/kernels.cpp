@@ -699,8 +699,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", record_stream);
   m.impl("histc", histc);
   // A card has kernels of these; what torch composes where there are none makes more tensors.
-  m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
-  m.impl("mish_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  for (const char* name : {"silu_backward", "mish_backward", "native_layer_norm", "native_group_norm", "addr"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("_scaled_dot_product_flash_attention", flash);
   m.impl("_scaled_dot_product_flash_attention_backward", flash_backward);
   m.impl("_scaled_dot_product_efficient_attention", efficient);

@@ -59,6 +59,9 @@ if dist.get_rank() == 0:
     print("TRAINED ON", raw[0].weight.device.type, f"{loss.item():.5f}")
 dist.destroy_process_group()
 """
+SHARDED = LOOP.replace("DistributedDataParallel(raw, device_ids=[device.index])", "fully_shard(raw)").replace(
+    "from torch.nn.parallel import DistributedDataParallel", "from torch.distributed.fsdp import fully_shard"
+)
 DEEPSPEED = """
 import deepspeed, torch
 torch.manual_seed(0)
@@ -145,6 +148,18 @@ def test_another_strategy_takes_the_place_of_ddp_on_cards(tmp_path: Path) -> Non
     by_ddp, by_zero = lines
     assert by_ddp == by_zero
     assert "zero2 takes the place of DDP at train.py, line 11" in finished.err
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_script_that_shards_its_model_itself_trains_on_cards_under_no_other_strategy(tmp_path: Path) -> None:
+    script = _script(tmp_path, SHARDED)
+    trained = run("--nproc", "2", "--strategy", "fsdp", "--json", script, cwd=tmp_path)
+    assert trained.status == 0, trained.err
+    assert trained.json["measured"]["steps"] == 4
+    assert "TRAINED ON cuda" in trained.err
+    refused = run("--nproc", "2", "--strategy", "zero3", script, cwd=tmp_path)
+    assert refused.status == 2
+    assert "train.py, line 11: the script shards its model itself, so strategy 'zero3' cannot be" in refused.err
 
 
 @pytest.mark.usefixtures("machine")

@@ -69,6 +69,19 @@ def test_deepspeed_steps_on_the_host_with_an_optimizer_of_its_own(
             assert losses == pytest.approx(alone[1], rel=1e-6)
 
 
+@pytest.mark.slow  # DeepSpeed changes torch's linear layers, in processes of its own
+def test_deepspeed_partitions_a_model_over_cards(
+    cuda_environment: Mapping[str, str], one_rank: RankPool, tmp_path: Path
+) -> None:
+    pytest.importorskip("deepspeed")
+    recipe = Recipe(strategy="zero3", backend="deepspeed", world_size=2)
+    [(_, expected)] = one_rank.run(strategy_bodies.losses, Recipe(), str(tmp_path))
+    with CardPool(2, cuda_environment) as pool:
+        for device, losses in pool.run(strategy_bodies.losses, recipe, str(tmp_path)):
+            assert device == "cuda"
+            assert losses == pytest.approx(expected, rel=1e-6)
+
+
 _SPLITS = {
     "tp": Composition(tp=2),
     "tp and sequence parallelism": Composition(tp=2, sequence_parallel=True, checkpointing="selective"),

@@ -290,8 +290,11 @@ def test_what_fsdp_does_not_take_is_said() -> None:
         trace_step(job_of(clip, configuration, gpu="a100-80gb"), subject_of(clip, layers=1))
 
 
-def test_a_plan_that_is_not_traced_is_refused() -> None:
-    offloaded = configuration_of(strategy="zero2", backend="deepspeed", offload="optimizer")
+@pytest.mark.parametrize(
+    "how", [{"backend": "deepspeed", "offload": "optimizer"}, {"offload": "nvme"}, {"offload": "optimizer", "tp": 2}]
+)
+def test_a_plan_that_is_not_traced_is_refused(how: dict[str, Any]) -> None:
+    offloaded = configuration_of(**{"strategy": "zero2", "backend": "native", **how})
     with pytest.raises(TraceFailed, match="offload is not traced"):
         trace_step(job_of(find_model("gpt2"), offloaded))
 
