@@ -25,11 +25,12 @@ from typing import Any
 
 from hardware_db.files import replace_text
 from hardware_db.measured_rows import SHIPPED
+from hardware_db.probe import probe
 from planner.models.from_hf.config import facts_from_config
 from planner.search.estimate import price
 from planner.search.exact import ExactOptions, exact
 from planner.search.request import WorkOptions, make_request
-from scripts.measure.machines import measured_cluster
+from scripts.measure.machines import measured_cluster, record
 
 ROWS = SHIPPED / "trl_cpu.csv"
 TRAINERS = ("sft", "sft-lora", "dpo", "kto", "reward", "grpo")
@@ -74,6 +75,8 @@ class TrlRun:
     transformers: str
     trl: str
     peft: str
+    cpu: str
+    cores: int
 
 
 def read_runs() -> list[TrlRun]:
@@ -245,6 +248,7 @@ def row_of(trainer: str, plan: Mapping[str, Any], ranks: Sequence[Mapping[str, i
         peak_bytes=max(rank["peak"] for rank in ranks),
         resident_bytes=max(rank["resident"] for rank in ranks),
         planned_bytes=round(plan["memory"]["peak_allocated_bytes"]),
+        **record(probe()),
         **{name: version(name) for name in ("torch", "transformers", "trl", "peft")},
     )
 
