@@ -33,15 +33,20 @@ _THREAD_SECONDS = 30.0
 # Folders with tests of half a minute each.
 _STARTS_PROCESSES = ("run", "emit", "faults", "launchers", "launch", "bench")
 
-# Folders whose tests share processes that start in seconds: one worker has them all.
-_SHARES_CARDS = ("tests/emulated_cuda/", "tests/strategies/cuda/")
+# Folders whose tests share processes that start in seconds: one worker has all of a group.
+_SHARING = {
+    "tests/emulated_cuda/": "cards",
+    "tests/strategies/cuda/": "cards",
+    "tests/strategies/distributed/": "starter",
+}
 
 
-class _FilesAndCards(LoadFileScheduling):  # type: ignore[misc]  # xdist's own are untyped
-    """Hands out tests file by file, and all that take an emulated card together."""
+class _FilesAndGroups(LoadFileScheduling):  # type: ignore[misc]  # xdist's own are untyped
+    """Hands out tests file by file, and all that share processes together."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "cards" if nodeid.startswith(_SHARES_CARDS) else str(super()._split_scope(nodeid))
+        shared = next((group for folder, group in _SHARING.items() if nodeid.startswith(folder)), None)
+        return shared or str(super()._split_scope(nodeid))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:
     """Return what hands out tests to workers."""
-    return _FilesAndCards(config, log) if config.getvalue("dist") == "loadfile" else None
+    return _FilesAndGroups(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)

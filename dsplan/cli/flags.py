@@ -493,15 +493,16 @@ def _check_word(parameter: Any, word: str) -> None:
         BadParameter: it is no number in plain digits, or a path or a value that is empty or has a NUL character.
     """
     kind = parameter.type.name.removesuffix(" range")
+    is_path = kind in ("path", "directory_or_address")  # a parser is named as its function is
     spelling = _SPELLINGS.get(kind)
     if spelling is not None:
         small = kind == "float" and spelling.fullmatch(word) and 0 < abs(float(word)) < SMALLEST
         if len(word) > _MOST_DIGITS or not spelling.fullmatch(word) or small:
             raise typer.BadParameter(f"{quote(word)} is not a number that it takes")
         return
-    if not word.strip() and (kind == "path" or parameter.param_type_name == "option"):
+    if not word.strip() and (is_path or parameter.param_type_name == "option"):
         raise typer.BadParameter(f"{quote(word)} is empty; give it a value or leave it out")
-    if kind == "path":
+    if is_path:
         _check_path(word)
     elif parameter.nargs != -1 and not _is_text(word):  # what follows a script is the script's own
         raise typer.BadParameter(f"{quote(word)} is no text; write it in UTF-8 and without NUL characters")

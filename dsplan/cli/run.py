@@ -33,7 +33,7 @@ RunLauncher = Literal[LauncherName, "kubernetes"]
 """On a cluster a job's pods start the ranks, each with the local launcher."""
 
 
-def _directory(text: str) -> Path:
+def directory_or_address(text: str) -> Path:
     """Return the directory that a text names, or the address of an object store."""
     from strategies.checkpoint.object_store import location
 
@@ -181,7 +181,7 @@ class SupervisionFlags:
         Path | None,
         typer.Option(
             metavar="DIR|s3://BUCKET/PREFIX",
-            parser=_directory,
+            parser=directory_or_address,
             help="Where ranks save by themselves, or gs://, az://; in the run directory by default.",
         ),
     ] = None

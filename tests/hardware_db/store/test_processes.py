@@ -31,6 +31,7 @@ def _run_all(body: str, path: Path) -> None:
     ] * PROCESSES
 
 
+@pytest.mark.slow
 def test_eight_processes_writing_at_once_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "home" / "dsplan.db"
     path.parent.mkdir()
@@ -77,6 +78,7 @@ def _check_all_kinds(path: Path) -> None:
     } == everything
 
 
+@pytest.mark.slow
 def test_eight_processes_can_make_one_database_at_once(tmp_path: Path) -> None:
     # Two processes that change the journal mode at once would deadlock, so sqlite fails one of them at once; whether it
     # happens is chance, one time in four on two cores, hence many turns.

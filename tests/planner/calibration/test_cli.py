@@ -56,6 +56,7 @@ def test_runs_change_the_next_estimate_and_its_provenance(capsys: pytest.Capture
     assert widths[1] < widths[0]
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_the_same_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with open_store() as store:
         store.add(*User().runs(10))

@@ -234,6 +234,7 @@ def test_what_does_not_fit_is_said_once_with_the_reason_of_the_miss() -> None:
     assert alone.steps[0] in alone.sentence
 
 
+@pytest.mark.slow  # test_exploration.py has the front beside every configuration
 def test_no_plan_of_the_front_is_beaten_and_the_fastest_is_on_it() -> None:
     request = question("llama-3-8b", "a100-80gb", 8)
     answer = recommend(request, with_front=True)

@@ -55,7 +55,7 @@ def test_chosen_modules_train_as_without(strategy: str, choice: Choice, pool_of:
 
 
 @pytest.mark.parametrize("strategy", SPREAD)
-@pytest.mark.sweep(every=2, suite={"ddp", "native zero3"})
+@pytest.mark.slow  # what is kept is traced and measured in tests/strategies/tracing/test_checkpointing.py
 def test_memory_falls_as_a_trace_predicts(strategy: str, pool_of: PoolOf) -> None:
     """What forward keeps for backward; gathered weights and the like are the same with and without checkpointing."""
     pool, recipe, none = pool_of(strategy), recipe_of(strategy), Choice()

@@ -133,6 +133,7 @@ def test_on_many_ranks_each_split_of_each_strategy_is_trained_once(monkeypatch: 
     assert len(taken) < 1.1 * len(everything)  # but for FSDP that reduces once a step, which is a layout of its own
 
 
+@pytest.mark.slow
 def test_each_option_meets_what_splits_the_model() -> None:
     runs = [row_of(model, plan) for model in MODELS for plan in with_options(model)]
     for option in OPTIONS:

@@ -23,9 +23,11 @@ OPERATION_PARTS = {part for name in OPERATIONS for part in name.split(".") if pa
 SHARED_NAMES = {"_buffers", "_modules", "_parameters", "_timeout"}
 """Listed names that objects of our own have too: elsewhere they are allowed on `self` and in `vars`."""
 OTHER_LIBRARIES = {
-    "Python": {"_exit", "_getframe", "_current_frames", "_run_exitfuncs", "_fields"},
+    "Python": {"_exit", "_getframe", "_current_frames", "_run_exitfuncs", "_fields", "_register_atexit"},
     "accelerate": {"_reset_state", "_validate_launch_command"},
     "deepspeed": {"_hp_mapping", "_reassign_or_swap_out_partitioned_parameters"},
+    "fsspec": {"_strip_protocol"},
+    "ray": {"_private"},
     "lightning": {
         "_Stateful",
         "_SubprocessScriptLauncher",

@@ -155,6 +155,7 @@ def test_categories_are_told_apart() -> None:
     assert phases["loss"]["temporaries"] == pytest.approx(weights / 2 - 2 * table, rel=0.01)
 
 
+@pytest.mark.slow
 def test_sharding_divides_states_and_gathers_weights() -> None:
     facts, subject = find_model("llama-3-8b"), llama()
     few, many = (

@@ -106,7 +106,7 @@ def shared_by_two() -> ModelFacts:
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [("ddp", {"tp": 2}), ("fsdp", {"tp": 2, "dp_shard": 2}), ("ddp", {"tp": 2, "pp": 2})]
 )
-@pytest.mark.sweep(every=4)
+@pytest.mark.slow
 def test_a_rank_that_shares_layers_needs_what_real_ranks_measured(
     strategy: str, ranks: dict[str, int], shared_by_two: ModelFacts
 ) -> None:
