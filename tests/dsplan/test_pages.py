@@ -247,8 +247,8 @@ PARTS = ("Hardware", "Work", "Goal", "Another model")
 
 @pytest.mark.parametrize("looks_at_all", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_everything_on_a_page_can_be_seen_and_reached(looks_at_all: bool, server: Server, open_page: OpenPage) -> None:
-    """axe-core takes seconds over a view, the Tab key over all controls: the suite has axe-core look at the first view in
-    the light, the long checks do all."""
+    """axe-core takes seconds over a view, the Tab key over all controls: the suite has axe-core look at the first view
+    in the light, the long checks do all."""
     checked = shown(open_page(f"{server.url}?{SMALL}"))
     page = checked.page
     assert page.title() == "dsplan"
