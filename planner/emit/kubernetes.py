@@ -187,14 +187,18 @@ directory=$run/node${PET_NODE_RANK:-${RANK:-0}}
 first=${PET_MASTER_ADDR:-${MASTER_ADDR:-localhost}}:${PET_MASTER_PORT:-${MASTER_PORT:-%(port)d}}
 unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT
 mkdir -p "$directory"
-meeting=
-if [ "$nodes" -gt 1 ]; then meeting="--nodes $nodes --rendezvous $first --checkpoint-dir $run/checkpoints"; fi
-if [ -e "$directory/launch.json" ]; then exec dsplan run --resume "$directory" $meeting; fi
-if [ -n "${%(plan)s:-}" ]; then
+how=--run-dir
+if [ -e "$directory/launch.json" ]; then
+    how=--resume
+    set --
+elif [ -n "${%(plan)s:-}" ]; then
     printf '%%s' "$%(plan)s" > "$directory/requested-plan.yaml"
     set -- --plan "$directory/requested-plan.yaml" "$@"
 fi
-exec dsplan run --run-dir "$directory" $meeting "$@"
+if [ "$nodes" -gt 1 ]; then
+    set -- --nodes "$nodes" --rendezvous "$first" --checkpoint-dir "$run/checkpoints" "$@"
+fi
+exec dsplan run "$how" "$directory" "$@"
 """
 PLAN_VARIABLE = "DSPLAN_PLAN"
 """The text of the plan of a run, in its pods."""

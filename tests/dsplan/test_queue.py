@@ -14,7 +14,7 @@ from tests.strategies.launchers import one_node_slurm
 
 SIXTEEN = "queue --model opt-1.3b --gpus 16 --gpu A100-SXM4-80GB --global-batch 64"
 _SBATCH = """\
-echo "$@" >> {log}
+echo "$@" >> "{log}"
 case "$*" in
 *--partition=nope*) echo "sbatch: error: invalid partition specified: nope" >&2
     echo "allocation failure: Invalid partition name specified" >&2; exit 1;;
