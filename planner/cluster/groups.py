@@ -53,10 +53,8 @@ def at_rates(cluster: Cluster, rates: Sequence[tuple[int, float]]) -> Cluster:
     The fastest are as fast as the cluster's, which passes for one of its slowest. Each counts as a node of its own.
     """
     fastest = max(rate for _, rate in rates)
-    groups = []
-    for devices, rate in rates:
-        one = _cut(cluster, 1)
-        groups.append(replace(one, nodes=devices, speed=cluster.speed * rate / fastest))
+    one = _cut(cluster, 1)
+    groups = [replace(one, nodes=devices, speed=cluster.speed * rate / fastest) for devices, rate in rates]
     if len({group.speed for group in groups}) == 1:
         return cluster
     return replace(cluster, speed=min(group.speed for group in groups), groups=tuple(groups))

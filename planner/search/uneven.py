@@ -84,13 +84,12 @@ class Shared:
         """The group that the others wait for."""
         return max(self.parts, key=lambda part: part.time.step_seconds)
 
-    @property
-    def fits(self) -> bool:
-        """True if every group has the memory, with every margin unless the request goes to the limit."""
-        return all(
-            part.priced.judgement.verdict != "does_not_fit" and part.priced.judgement.keeps_margins
-            for part in self.parts
-        )
+    def fits(self, request: Request) -> bool:
+        """Return whether every group has the memory, with every margin unless the request goes to the limit."""
+        judgements = [part.priced.judgement for part in self.parts]
+        if request.to_the_limit:
+            return all(judgement.verdict != "does_not_fit" for judgement in judgements)
+        return all(judgement.keeps_margins for judgement in judgements)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,16 +147,16 @@ def recommend_for_groups(request: Request, evenly: Evenly) -> Recommendation:
     Raises:
         ContradictoryRequest: the global batch cannot be split over the GPUs in any way.
     """
+    answer, problem = None, None
     try:
-        answer: Recommendation | None = evenly(request)
-        problem = None
+        answer = evenly(request)
     except ContradictoryRequest as refusal:
-        answer, problem = None, refusal
+        problem = refusal
     shared = _fastest(request, evenly, () if answer is None else answer.plans)
     plan = None if shared is None else _plan(request, shared)
+    if problem is not None and plan is None:
+        raise problem
     if answer is None:
-        if plan is None:
-            raise problem or ContradictoryRequest("no plan")
         answer = replace(evenly(on_devices(request, request.cluster)), request=request, plans=(), closest=None)
     even = min(answer.plans, key=lambda other: other.time.step_seconds, default=None)
     uneven = Uneven(even=even, shared=shared, plan=plan, request=request, evenly=evenly)
@@ -232,19 +231,16 @@ def _fitting(kinds: Sequence[Kind], layout: Configuration) -> Iterator[Shared]:
     batch, ranks = request.workload.global_batch_size, layout.dims.data_parallel
     steps = [step for step in divisors(batch) if batch // step >= ranks]
     shares = cache(partial(_share, kinds, layout))
-    fewest = bisect_left(steps, True, key=lambda step: _fits(request, shares(step)))
-    for step in dict.fromkeys((*steps[:1], *steps[fewest : fewest + ROUNDS])):
+
+    def fitting(step: int) -> Shared | None:
         shared = shares(step)
-        if shared is not None and _fits(request, shared) and shared.configuration.is_uneven:
+        return shared if shared is not None and shared.fits(request) else None
+
+    fewest = bisect_left(steps, True, key=lambda step: fitting(step) is not None)
+    for step in dict.fromkeys((*steps[:1], *steps[fewest : fewest + ROUNDS])):
+        shared = fitting(step)
+        if shared is not None and shared.configuration.is_uneven:
             yield shared
-
-
-def _fits(request: Request, shared: Shared | None) -> bool:
-    if shared is None:
-        return False
-    if request.to_the_limit:
-        return all(part.priced.judgement.verdict != "does_not_fit" for part in shared.parts)
-    return shared.fits
 
 
 def _share(kinds: Sequence[Kind], layout: Configuration, accumulation: int) -> Shared | None:

@@ -280,7 +280,8 @@ def _words_on_job(job: Job, pods: list[Pod]) -> str:
 
 def _words_on_pod(pod: Pod) -> str:
     where = f" on {pod.host}" if pod.host else ""
-    again = f", restarted {pod.restarts} times" if pod.restarts else ""
+    times = "once" if pod.restarts == 1 else f"{pod.restarts} times"
+    again = f", restarted {times}" if pod.restarts else ""
     waits = f", {pod.waits_for}" if pod.waits_for not in ("", "ContainerCreating", "PodInitializing") else ""
     leaves = ", is being ended" if pod.is_leaving and pod.is_live else ""
     ended = "" if pod.is_live or pod.exit_status is None else f" with status {pod.exit_status}"
