@@ -27,7 +27,7 @@ def read_sizes(text: str) -> Sizes:
     Raises:
         ContradictoryRequest: it is no such text, or a rank has no sample.
     """
-    parts = tuple(_read(text))
+    parts = tuple(_read(text, "micro_batches", "3x8,1x4"))
     if any(size < 1 or size != int(size) for _, size in parts):
         raise ContradictoryRequest(f"micro_batches {text!r}: every rank has a whole number of samples, at least 1")
     return tuple((ranks, int(size)) for ranks, size in parts)
@@ -39,17 +39,17 @@ def read_rates(text: str) -> tuple[tuple[int, float], ...]:
     Raises:
         ContradictoryRequest: it is no such text, or a rank has no rate.
     """
-    parts = tuple(_read(text))
+    parts = tuple(_read(text, "rates", "3x1,1x0.5"))
     if any(rate <= 0 for _, rate in parts):
         raise ContradictoryRequest(f"rates {text!r}: every rank has a rate above 0")
     return parts
 
 
-def _read(text: str) -> Iterator[tuple[int, float]]:
+def _read(text: str, what: str, example: str) -> Iterator[tuple[int, float]]:
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
         if match is None:
-            raise ContradictoryRequest(f"{text!r} does not say what each rank has; write it as 3x8,1x4")
+            raise ContradictoryRequest(f"{what} {text!r}: does not say what each rank has; write it as {example}")
         yield int(match[1] or 1), float(match[2])
 
 

@@ -153,7 +153,7 @@ def require_usable(directory: Path) -> None:
     """
     if isinstance(directory, ObjectPath):
         probe = directory / f".dsplan-{os.getpid()}"
-        put(probe, lambda: store_of(probe).pipe_file(str(probe), b""), _PAUSES[:2])
+        put(directory, lambda: store_of(directory).pipe_file(str(probe), b""), _PAUSES[:2])
         probe.unlink()
 
 
