@@ -12,6 +12,8 @@ import typer
 
 from dsplan.cli.flags import GroupedCommand, JsonFlag, among, number, with_flags
 from dsplan.cli.kubernetes import KubernetesFlags
+from dsplan.cli.skypilot import SkyPilotFlags
+from dsplan.cli.submitted import SUBMITTED
 from hardware_db.notices import notice
 from hardware_db.records import dataclass
 from planner import limits
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
     from strategies.launch.report import RunReport
 
 Part = TypeVar("Part")
-RunLauncher = Literal[LauncherName, "kubernetes"]
-"""On a cluster a job's pods start the ranks, each with the local launcher."""
+RunLauncher = Literal[LauncherName, "kubernetes", "skypilot"]
+"""On a cluster or a cloud a job's nodes start the ranks, each with the local launcher."""
 
 
 def directory_or_address(text: str) -> Path:
@@ -151,9 +153,12 @@ class PlacementFlags:
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="Handed to srun, mpirun, deepspeed or accelerate as it is, or a resource of Ray or a pod; repeatable.",
+            help="For srun, mpirun, deepspeed, accelerate as it is, or a resource of Ray, a pod, SkyPilot; repeatable.",
         ),
     ] = None
+    detach: Annotated[
+        bool, typer.Option("--detach", help="With kubernetes or skypilot: submit the job, and do not follow it.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +168,7 @@ class SupervisionFlags:
     resume: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Resume the run in this run directory, or of this name on a cluster, without SCRIPT."
+            metavar="DIR", help="Resume the run in this run directory, or of this name of a job, without SCRIPT."
         ),
     ] = None
     resume_from: Annotated[
@@ -245,6 +250,7 @@ def run_script(
     placement: PlacementFlags,
     supervision: SupervisionFlags,
     kubernetes: KubernetesFlags,
+    skypilot: SkyPilotFlags,
     script: Annotated[
         Path | None, typer.Argument(metavar="SCRIPT", help="The Python file that trains your model.")
     ] = None,
@@ -254,33 +260,56 @@ def run_script(
     json: JsonFlag = False,
 ) -> None:
     """Train with SCRIPT under a plan: the one given, or one made from the script's own model and this machine."""
-    if placement.launcher == "kubernetes":
-        raise typer.Exit(_run_elsewhere(script, arguments, planning, placement, supervision, kubernetes, json=json))
-    from dsplan.cli.kubernetes import requested_job
     from dsplan.diagnostics.metrics_endpoint import serve_metrics
 
-    requested_job(kubernetes).refuse_elsewhere()
+    _check_launcher_flags(placement, kubernetes, skypilot)
+    if placement.launcher in SUBMITTED:
+        raise typer.Exit(
+            _run_elsewhere(script, arguments or (), planning, placement, supervision, kubernetes, skypilot, json=json)
+        )
     with serve_metrics(supervision.metrics_port, supervision.metrics_host) as metrics:
         exit_code = _run(_request(script, arguments, planning, placement, supervision), metrics, json=json)
     raise typer.Exit(exit_code)
 
 
+def _check_launcher_flags(placement: PlacementFlags, kubernetes: KubernetesFlags, skypilot: SkyPilotFlags) -> None:
+    """Refuse flags of a launcher that submits a job, for a run of another.
+
+    Raises:
+        ContradictoryRequest: one is there.
+    """
+    from planner.errors import ContradictoryRequest
+    from strategies.launch.submitted_runs import refuse_elsewhere
+
+    if placement.launcher != "kubernetes":
+        refuse_elsewhere(kubernetes, "kubernetes")
+    if placement.launcher != "skypilot":
+        refuse_elsewhere(skypilot, "skypilot")
+    if placement.detach and placement.launcher not in SUBMITTED:
+        raise ContradictoryRequest("--detach is for --launcher kubernetes or skypilot; name one, or leave it out")
+
+
 def _run_elsewhere(
     script: Path | None,
-    arguments: list[str] | None,
+    arguments: Sequence[str],
     planning: PlanningFlags,
     placement: PlacementFlags,
     supervision: SupervisionFlags,
     kubernetes: KubernetesFlags,
+    skypilot: SkyPilotFlags,
     *,
     json: bool,
 ) -> int:
-    """Run the command in the pods of a cluster, and return the exit status."""
+    """Run the command on the nodes of a cluster or a cloud, and return the exit status."""
     from dsplan.cli.kubernetes import run_on_cluster
+    from dsplan.cli.skypilot import run_on_cloud
     from strategies.launch.options import RequestedPlacement
 
     placed = _part(RequestedPlacement, replace(placement, launcher=None))
-    return run_on_cluster(script, arguments or (), planning, placed, supervision, kubernetes, json=json)
+    words, detach = (script, arguments, planning, placed, supervision), placement.detach
+    if placement.launcher == "skypilot":
+        return run_on_cloud(*words, skypilot, detach=detach, json=json)
+    return run_on_cluster(*words, kubernetes, detach=detach, json=json)
 
 
 def _run(request: RunRequest, metrics: RunCollector, *, json: bool) -> int:
@@ -331,7 +360,7 @@ def _keep_page(report: RunReport, stored: str) -> None:
 
 def _warn_of_strays(script: Path, arguments: Sequence[str]) -> str | None:
     """Return a warning of options of this command behind a script that knows none of their names."""
-    groups = (PlanningFlags, PlacementFlags, SupervisionFlags, KubernetesFlags)
+    groups = (PlanningFlags, PlacementFlags, SupervisionFlags, KubernetesFlags, SkyPilotFlags)
     ours = {f"--{item.name.replace('_', '-')}" for group in groups for item in fields(group)} | {"--json"}
     source = script.read_text(errors="replace")
     strays = [word for word in (text.partition("=")[0] for text in arguments) if word in ours and word not in source]

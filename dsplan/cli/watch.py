@@ -16,7 +16,7 @@ from planner import limits
 def watch(
     directory: Annotated[
         Path | None,
-        typer.Argument(metavar="DIR", help="The directory of a run of `dsplan run`, or a name on a cluster."),
+        typer.Argument(metavar="DIR", help="The directory of a run of `dsplan run`, or the name of its job."),
     ] = None,
     runs: Annotated[
         Path | None,
@@ -37,7 +37,8 @@ def watch(
     every: Annotated[float, number(limits.ANSWER_SECONDS, "Seconds between two looks.", metavar="S")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show the run as it is now, and end.")] = False,
     launcher: Annotated[
-        Literal["kubernetes"] | None, typer.Option(help="Of a run on a cluster: show its job, pods, events and log.")
+        Literal["kubernetes", "skypilot"] | None,
+        typer.Option(help="Of a run on a cluster or a cloud: show its job, what happens to it, and its log."),
     ] = None,
     kube_namespace: Namespace = None,
     kube_context: Context = None,
@@ -47,12 +48,12 @@ def watch(
 
     A run's page ends with the run. Files alone are read, and of a run on a cluster what the cluster says.
     """
-    if launcher is not None:
-        _watch_cluster(directory, runs, kube_namespace, kube_context, once=once, json=json)
-    if kube_namespace is not None or kube_context is not None:
+    if launcher != "kubernetes" and (kube_namespace is not None or kube_context is not None):
         from planner.errors import ContradictoryRequest
 
         raise ContradictoryRequest("--kube-namespace and --kube-context are for --launcher kubernetes; name that")
+    if launcher is not None:
+        _watch_job(launcher, directory, runs, kube_namespace, kube_context, once=once, json=json)
     if runs is not None:
         _check_many(directory, steps)
         _watch_many(runs, price, every, once=once, json=json)
@@ -66,14 +67,24 @@ def watch(
     _watch_one(directory, steps, every, once=once, json=json)
 
 
-def _watch_cluster(
-    name: Path | None, runs: Path | None, namespace: str | None, context: str | None, *, once: bool, json: bool
+def _watch_job(
+    launcher: str,
+    name: Path | None,
+    runs: Path | None,
+    namespace: str | None,
+    context: str | None,
+    *,
+    once: bool,
+    json: bool,
 ) -> NoReturn:
     from dsplan.cli.kubernetes import watch_on_cluster
+    from dsplan.cli.skypilot import watch_on_cloud
     from planner.errors import ContradictoryRequest
 
     if name is None or runs is not None:
-        raise ContradictoryRequest("on a cluster one run is watched; give the name that dsplan run printed alone")
+        raise ContradictoryRequest("of jobs one is watched; give the name that dsplan run printed alone")
+    if launcher == "skypilot":
+        raise typer.Exit(watch_on_cloud(str(name), once=once, json=json))
     raise typer.Exit(watch_on_cluster(str(name), namespace, context, once=once, json=json))
 
 

@@ -19,6 +19,7 @@ import yaml
 
 from hardware_db.records import dataclass
 from planner.emit.common import DEFAULTS, EmitOptions, as_comment, device_resource, node_layout, script_duties
+from planner.emit.node_command import NODE_ADDRESS, NODE_PORT, NODE_RANK, PORT, REFUSED, SAVED
 from planner.types.plan import Plan
 from planner.vocabulary import JobKind
 
@@ -33,16 +34,10 @@ RUNTIME = "torch-distributed"
 """The ClusterTrainingRuntime of torch that Kubeflow's trainer installs."""
 CONTAINERS: dict[JobKind, str] = {"TrainJob": "node", "PyTorchJob": "pytorch", "JobSet": "node"}
 """The container that trains: the torch runtime's, the one that PyTorchJob's controller requires, and ours."""
-PORT = 29400
-"""Where the nodes of a JobSet meet, on its first pod."""
 
 _VOLUME = "runs"
 _RESTARTS = 6
 """Pods that may fail before a job does: the Job's own `backoffLimit` where nobody sets it (batch/v1)."""
-_SAVED = 75
-"""Exit status of `dsplan run` that saved and was told to stop."""
-_REFUSED = 2
-"""Exit status of `dsplan run` for what no repetition mends."""
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
@@ -119,16 +114,16 @@ def _pytorch_job(job: ClusterJob) -> dict[str, Any]:
 
 
 def _job_set(job: ClusterJob) -> dict[str, Any]:
-    address = {"PET_MASTER_ADDR": f"{job.name}-node-0-0.{job.name}", "PET_MASTER_PORT": str(PORT)}
+    address = {NODE_ADDRESS: f"{job.name}-node-0-0.{job.name}", NODE_PORT: str(PORT)}
     container = _container(job, {**job.environment, **address})
-    index = {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
+    index = {"name": NODE_RANK, "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
     container["env"].append(index)
     pod = {"restartPolicy": "Never", "automountServiceAccountToken": False, **_pod(job, container)}
     # Pods that saved or that the cluster moves are no failures; what no repetition mends is not repeated.
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [_SAVED]}},
-        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [_REFUSED]}},
+        {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [SAVED]}},
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [REFUSED]}},
     ]
     batch = {
         "completionMode": "Indexed",
@@ -175,43 +170,6 @@ def _variables(environment: Mapping[str, str]) -> dict[str, Any]:
 def _literal(texts: tuple[str, ...]) -> list[str]:
     """Return texts that Kubernetes makes the given ones of: in them `$(NAME)` is a reference, and `$$` one `$`."""
     return [re.sub(r"\$\$+|\$(?=\()", lambda dollars: 2 * dollars[0], text) for text in texts]
-
-
-# A container that runs `dsplan run`.
-
-
-_START = """\
-set -eu
-run=$1 nodes=$2; shift 2
-directory=$run/node${PET_NODE_RANK:-${RANK:-0}}
-first=${PET_MASTER_ADDR:-${MASTER_ADDR:-localhost}}:${PET_MASTER_PORT:-${MASTER_PORT:-%(port)d}}
-unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT
-mkdir -p "$directory"
-how=--run-dir
-if [ -e "$directory/launch.json" ]; then
-    how=--resume
-    set --
-elif [ -n "${%(plan)s:-}" ]; then
-    printf '%%s' "$%(plan)s" > "$directory/requested-plan.yaml"
-    set -- --plan "$directory/requested-plan.yaml" "$@"
-fi
-if [ "$nodes" -gt 1 ]; then
-    set -- --nodes "$nodes" --rendezvous "$first" --checkpoint-dir "$run/checkpoints" "$@"
-fi
-exec dsplan run "$how" "$directory" "$@"
-"""
-PLAN_VARIABLE = "DSPLAN_PLAN"
-"""The text of the plan of a run, in its pods."""
-
-
-def run_command(run_directory: str, nodes: int, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the command of a container that runs `dsplan run WORDS`, and resumes what its node's directory holds.
-
-    The words are those of `dsplan run` without a run directory, a plan, and nodes. A node's directory is
-    RUN_DIRECTORY/nodeRANK, and nodes save together in RUN_DIRECTORY/checkpoints; the path has no spaces.
-    """
-    script = _START % {"port": PORT, "plan": PLAN_VARIABLE}
-    return ("sh", "-c", script, "dsplan", run_directory, str(nodes), *words)
 
 
 # A plan as a file for `kubectl`.

@@ -1,14 +1,11 @@
-"""Plan -> what starts ranks: torchrun, mpirun, SLURM's sbatch, tasks of SkyPilot and dstack.
+"""Plan -> what starts ranks: torchrun, mpirun, SLURM's sbatch.
 
-SLURM's words: sbatch(1), `--signal` and `--requeue`, and scontrol(1), `requeue`. SkyPilot's fields and variables: its
-"Task YAML" and "Distributed multi-node jobs" pages; dstack's: its "task" reference and "Distributed tasks".
+SLURM's words: sbatch(1), `--signal` and `--requeue`, and scontrol(1), `requeue`.
 """
 
 from __future__ import annotations
 
-import re
-
-from planner.emit.common import DEFAULTS, EmitOptions, as_comment, device_resource, node_layout, on_cpu, script_duties
+from planner.emit.common import DEFAULTS, EmitOptions, as_comment, device_resource, node_layout, script_duties
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_text
 
@@ -164,84 +161,3 @@ def _head(plan: Plan, options: EmitOptions, *, tasks_per_node: int) -> str:
 {gpus}#SBATCH --exclusive
 #SBATCH --output=slurm-%j.out
 """
-
-
-# Clouds, by SkyPilot and dstack, which look for the cheapest nodes and name them and the first in variables.
-
-
-def skypilot(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
-    """`task.yaml`: `sky jobs launch task.yaml`, which also starts it again elsewhere where its nodes go away.
-
-    Raises:
-        ContradictoryRequest: the plan's ranks do not fill whole nodes.
-    """
-    nodes, per_node = node_layout(plan)
-    gpus = "" if on_cpu(plan, options) else f"  accelerators: {_card(plan, joint='-', few=True)}:{per_node}\n"
-    address = 'MASTER_ADDR=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'
-    head = _task_head(plan, "skypilot", options, "sky jobs launch task.yaml", "a bucket in file_mounts")
-    text = f"""{head}name: dsplan
-workdir: .
-num_nodes: {nodes}
-{_optional("resources", gpus)}envs:
-  SCRIPT: train.py
-setup: |
-  pip install torch
-run: |
-{_on_nodes(nodes, address, "$SKYPILOT_TASK_ID", indent=2)}  {launch_command(plan)} $SCRIPT
-"""
-    return {"task.yaml": text}
-
-
-def dstack(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
-    """`train.dstack.yml`: `dstack apply -f train.dstack.yml`.
-
-    Raises:
-        ContradictoryRequest: the plan's ranks do not fill whole nodes.
-    """
-    nodes, per_node = node_layout(plan)
-    gpus = "" if on_cpu(plan, options) else f"  gpu: {_card(plan, joint=':', few=False)}:{per_node}\n"
-    address = "MASTER_ADDR=$DSTACK_MASTER_NODE_IP"
-    head = _task_head(plan, "dstack", options, "dstack apply -f train.dstack.yml", "a volume")
-    text = f"""{head}type: task
-name: dsplan
-nodes: {nodes}
-env:
-  - SCRIPT=train.py
-commands:
-  - pip install torch
-  - |
-{_on_nodes(nodes, address, "$DSTACK_RUN_NAME", indent=4)}    {launch_command(plan)} $SCRIPT
-{_optional("resources", gpus)}retry:
-  on_events: [no-capacity, interruption]
-  duration: 1d
-"""
-    return {"train.dstack.yml": text}
-
-
-def _task_head(plan: Plan, format: str, options: EmitOptions, call: str, store: str) -> str:
-    first = f"# {plan.configuration.strategy} on {plan.configuration.world_size} ranks: {call}\n"
-    yours = f"# Name the script and its arguments in SCRIPT, install what it needs, and give its checkpoints {store}.\n"
-    return f"{first}{as_comment(script_duties(plan, format, options))}{yours}"
-
-
-def _optional(key: str, lines: str) -> str:
-    return f"{key}:\n{lines}" if lines else ""
-
-
-def _on_nodes(nodes: int, address: str, run: str, *, indent: int) -> str:
-    """Return the lines of a task that name the meeting of its nodes to torchrun; none on one node."""
-    lines = [address, f"RDZV_ID={run}", "export MASTER_ADDR RDZV_ID"] if nodes > 1 else []
-    return "".join(f"{' ' * indent}{line}\n" for line in lines)
-
-
-def _card(plan: Plan, *, joint: str, few: bool) -> str:
-    """Return a GPU as clouds call it, its memory behind a `joint` where there is any; `few` say it in their names.
-
-    SkyPilot's A100 and V100 without a size are those of 40 and 16 GB (`sky show-gpus`); its others have one size.
-    """
-    name = str(plan.cluster.get("device", ""))
-    memory = re.search(r"[0-9]+GB", name)
-    words = [word for word in name.split("-") if not re.fullmatch(r"(SXM|PCIE|NVL)[0-9]*|[0-9]+GB|GCD", word)]
-    card = "".join(words[:2]) + "".join(f"-{word}" for word in words[2:])
-    is_said = memory is not None and (not few or (card, memory[0]) in (("A100", "80GB"), ("V100", "32GB")))
-    return f"{card}{joint}{memory[0]}" if memory is not None and is_said else card

@@ -37,7 +37,7 @@ from strategies.run_directory.spec import (
     ScriptStart,
     SupervisionOptions,
 )
-from strategies.variables import PROFILE, RUN_DIRECTORY
+from strategies.variables import PROFILE, RUN_DIRECTORY, RUN_ID
 
 # Checks of the placement flags, before anything is started.
 
@@ -178,6 +178,7 @@ def prepare(request: RunRequest, notices: tuple[str, ...] = ()) -> Launch:
     if placement.launcher == "local" and supervision.checkpoint_directory:
         _check_writable(location(supervision.checkpoint_directory))
     directory = _lay_out(request, request.script)
+    given_id = os.environ.get(RUN_ID, "")
     spec = LaunchSpec(
         script=str(request.script.resolve()),  # can be read from every directory that it is resumed in
         arguments=request.arguments,
@@ -186,7 +187,7 @@ def prepare(request: RunRequest, notices: tuple[str, ...] = ()) -> Launch:
         environment=_environment(request, directory, decision),
         placement=placement,
         supervision=supervision,
-        run_id=(earlier and earlier.run_id) or uuid.uuid4().hex,
+        run_id=(earlier and earlier.run_id) or given_id or uuid.uuid4().hex,
         trackers=request.trackers,
         start=request.start,
     )
@@ -196,7 +197,7 @@ def prepare(request: RunRequest, notices: tuple[str, ...] = ()) -> Launch:
         plan=plan,
         device_notice=decision.notice,
         command_notices=notices,
-        resumes=request.resume is not None,
+        resumes=request.resume is not None or bool(given_id),
         resume_from=_resume_from(request),
     )
 

@@ -18,6 +18,7 @@ from hardware_db.errors import DsplanError
 from planner.emit.kubernetes import API_VERSIONS, CONTAINERS, QUEUE_LABEL
 from planner.vocabulary import JOB_KINDS, JobKind
 from strategies.errors import BackendMissing
+from strategies.launch.submitted_runs import Unanswered
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 30.0
 _QUIET_SECONDS = 600.0
@@ -35,10 +36,6 @@ _ENDS = {"Complete": "completed", "Completed": "completed", "Succeeded": "comple
 ROLE = "the Role of scripts/examples/kubernetes/role.yaml"
 
 JobState = Literal["waiting", "running", "suspended", "completed", "failed"]
-
-
-class Unanswered(DsplanError):
-    """The cluster does not answer now; it may a moment later."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

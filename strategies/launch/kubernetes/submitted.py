@@ -6,7 +6,6 @@ policy replaces pods. What is here reads and changes the job alone, so that any 
 
 from __future__ import annotations
 
-import queue
 import re
 import threading
 import time
@@ -16,28 +15,17 @@ from typing import Any
 from hardware_db.errors import DsplanError
 from hardware_db.notices import label_lines
 from strategies.launch.grace_period import StopRequests
-from strategies.launch.kubernetes.cluster import Cluster, Job, Pod, Unanswered
-from strategies.launch.report import COMPLETED, INTERRUPTED, Outcome
-from strategies.run_directory.spec import STOPPED
+from strategies.launch.kubernetes.cluster import Cluster, Job, Pod
+from strategies.launch.report import COMPLETED, Outcome
+from strategies.launch.submitted_runs import PREEMPTED, FollowedRun, Unanswered, why_hopeless
 
-_LOOK_SECONDS, _PAUSE_SECONDS = 1.0, 0.1
-_SILENCE_SECONDS = 300.0
-"""A cluster that does not answer for so long is not followed any more."""
-_LAST_WORDS_SECONDS = 5.0
-"""For the end of a log behind the end of its pod."""
+_LOOK_SECONDS = 1.0
 _GONE_SECONDS = 120.0
 """Longest wait for a job that is deleted to be gone."""
 _NO_IMAGE = ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _NO_CONTAINER = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
-_HOPELESS = {
-    2: "dsplan run refuses it, as its last line above says",
-    126: "the image's dsplan cannot be executed",
-    127: "the image has no dsplan command; install dsplan in it",
-}
-"""Exit statuses of a container that no repetition changes: dsplan's own, and the shell's."""
 _ROUTINE = ("Scheduled", "Pulled", "Created", "Started", "SuccessfulCreate", "SuccessfulDelete", "Completed")
 """Events that say nothing which the lines on pods do not."""
-PREEMPTED = Outcome(name="preempted", exit_code=STOPPED)
 
 
 def submit(cluster: Cluster, manifest: Mapping[str, Any], claim: str) -> Job:
@@ -92,66 +80,27 @@ def resume(cluster: Cluster, name: str) -> Job:
     return find_job(cluster, name)
 
 
-class FollowedJob:
-    """A job as lines for a terminal: `lines()` to its end, then `outcome`.
-
-    With `requests` a stop of the command stops the job too; without, it only ends the following. `tail` is how many
-    lines of a log that is there already are given; None gives all.
-    """
+class FollowedJob(FollowedRun):
+    """A job's log and what happens to it; `tail` is how many lines of a log that is there already are given, or all."""
 
     def __init__(self, cluster: Cluster, job: Job, requests: StopRequests | None, *, tail: int | None = None) -> None:
-        self._cluster, self._job, self._requests, self._tail = cluster, job, requests, tail
-        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()
+        super().__init__(job.name, requests)
+        self._cluster, self._job, self._tail = cluster, job, tail
         self._logs: dict[tuple[str, int], _Log] = {}
-        self._said: dict[str, str] = {}
-        self._is_stopping = False
-        self._answered = time.monotonic()
-        self.outcome: Outcome | None = None
-        """None before the end, and where only the following has ended."""
 
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of node 0's `dsplan run`, and with dsplan's label what happens to job and pods."""
+    @property
+    def _left(self) -> str:
+        return f"left; the pods of {self.name} save and end by themselves"
+
+    def _begin(self) -> None:
         threading.Thread(target=self._watch_events, daemon=True).start()
-        looked = float("-inf")
-        while self.outcome is None:
-            yield from self._heard()
-            if self._requests is not None and self._requests.at_once:
-                yield label_lines(f"left; the pods of {self._job.name} save and end by themselves")
-                self.outcome = INTERRUPTED
-            elif time.monotonic() - looked >= _LOOK_SECONDS:
-                try:
-                    if self._requests is not None and self._requests.came and not self._is_stopping:
-                        yield from self._stop(self._requests)
-                    yield from self._look()
-                    self._answered = time.monotonic()
-                except Unanswered as problem:
-                    yield from self._bear(problem)
-                looked = time.monotonic()
-            time.sleep(_PAUSE_SECONDS)
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        while time.monotonic() < deadline and any(not log.has_ended for log in self._logs.values()):
-            time.sleep(_PAUSE_SECONDS)
-        yield from self._heard()
 
-    def _heard(self) -> Iterator[str]:
-        while not self._news.empty():
-            yield self._news.get()
+    def _has_read_all(self) -> bool:
+        return all(log.has_ended for log in self._logs.values())
 
-    def _bear(self, problem: Unanswered) -> Iterator[str]:
-        """Say once that the cluster does not answer, and give up after a while.
-
-        Raises:
-            Unanswered: it has not for a while; the job may go on.
-        """
-        if time.monotonic() - self._answered > _SILENCE_SECONDS:
-            raise Unanswered(f"{problem}; the job {self._job.name} is not followed any more, and may go on")
-        yield from self._say("cluster", str(problem))
-
-    def _stop(self, requests: StopRequests) -> Iterator[str]:
+    def _stop(self) -> str:
         self._cluster.suspend(self._job, suspend=True)
-        self._is_stopping = True
-        again = "; Ctrl-C again does not wait for them" if requests.interrupted else ""
-        yield label_lines(f"{self._job.name} is suspended; its pods save and end{again}")
+        return f"{self.name} is suspended; its pods save and end"
 
     def _look(self) -> Iterator[str]:
         """Look at job and pods; yield what has changed, and decide whether that is the end."""
@@ -167,11 +116,6 @@ class FollowedJob:
                 self._read(pod)
         self.outcome = self._end(job, pods)
 
-    def _say(self, topic: str, text: str) -> Iterator[str]:
-        if text and self._said.get(topic) != text:
-            yield label_lines(text)
-        self._said[topic] = text
-
     def _end(self, job: Job, pods: list[Pod]) -> Outcome | None:
         """Return how the run has ended; None where it goes on."""
         if job.state == "completed":
@@ -181,8 +125,7 @@ class FollowedJob:
             return Outcome(name="failed", exit_code=2 if hopeless else 1, reason=hopeless or _why_failed(job, pods))
         if not any(pod.is_live for pod in pods):
             if self._is_stopping and job.is_suspended:
-                interrupted = self._requests is not None and self._requests.interrupted
-                return INTERRUPTED if interrupted else PREEMPTED
+                return self._stopped
             return PREEMPTED if job.state == "suspended" else None
         if self._requests is None or self._is_stopping or not hopeless:
             return None
@@ -294,7 +237,7 @@ def _why_hopeless(pod: Pod) -> str:
         return f"pod {pod.name}: no image ({pod.message or pod.waits_for}); name another with --kube-image"
     if pod.waits_for in _NO_CONTAINER:
         return f"pod {pod.name}: its container cannot be started ({pod.message or pod.waits_for})"
-    reason = _HOPELESS.get(pod.exit_status or 0)
+    reason = why_hopeless(pod.exit_status, "the image")
     return f"pod {pod.name} ended with status {pod.exit_status}: {reason}" if reason else ""
 
 

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from planner.emit import emit
-from planner.emit.kubernetes import ClusterJob, manifest, run_command
+from planner.emit.kubernetes import ClusterJob, manifest
+from planner.emit.node_command import node_command
 from planner.vocabulary import JOB_KINDS, JobKind
 from tests.planner.emit.plans import make_plan
 
@@ -22,7 +23,7 @@ EXAMPLES = ROOT / "scripts" / "examples" / "kubernetes"
 JOB = ClusterJob(
     name="run",
     image="registry.test/train@sha256:" + 64 * "0",
-    command=run_command("/runs/run", 2, ("--nproc", "8", "--", "train.py", "--text", "$(HOME) $$x $y")),
+    command=node_command("/runs/run", 2, ("--nproc", "8", "--", "train.py", "--text", "$(HOME) $$x $y")),
     nodes=2,
     processes=8,
     limits={"nvidia.com/gpu": 8, "memory": "64Gi"},
@@ -68,7 +69,7 @@ def _start(tmp_path: Path, nodes: int, **variables: str) -> list[str]:
     command = tmp_path / "dsplan"
     command.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     command.chmod(0o755)
-    words = run_command(str(tmp_path / "run"), nodes, ("--nproc", "2", "--", "train.py", "two words"))
+    words = node_command(str(tmp_path / "run"), nodes, ("--nproc", "2", "--", "train.py", "two words"))
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()

@@ -184,7 +184,7 @@ def test_a_run_is_followed_without_its_events_where_they_are_forbidden(client: C
 
 
 def test_a_cluster_that_is_gone_for_a_while_is_asked_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.launch.kubernetes.submitted._SILENCE_SECONDS", 2.0)
+    monkeypatch.setattr("strategies.launch.submitted_runs._SILENCE_SECONDS", 2.0)
     threading.Timer(1.5, lambda: setattr(client.cluster, "is_silent", True)).start()
     status, said = client.submit()
     assert status == 2

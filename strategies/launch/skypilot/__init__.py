@@ -1,0 +1,1 @@
+"""Managed jobs of SkyPilot whose nodes run `dsplan run`: submitted from anywhere, started again where nodes go away."""
