@@ -20,7 +20,7 @@ from typing import Any
 from hardware_db.records import dataclass
 from planner.emit.common import DEFAULTS, EmitOptions, as_comment, node_layout, on_cpu, script_duties
 from planner.emit.launchers import launch_command
-from planner.emit.node_command import NODE_ADDRESS, NODE_RANK, SAVED, node_command
+from planner.emit.node_command import NODE_ADDRESS, NODE_RANK, SAVED, node_command, save_command
 from planner.types.plan import Plan
 
 _HEAD = 'MASTER_ADDR=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'
@@ -55,7 +55,7 @@ def managed_job(job: ManagedJob) -> dict[str, Any]:
     codes = recovery.get("recover_on_exit_codes", [])
     codes = [codes] if isinstance(codes, int) else list(codes)
     recovery["recover_on_exit_codes"] = [*codes, *([] if SAVED in codes else [SAVED])]
-    hook = {"events": ["down", "preemption"], "timeout": job.stop_seconds, "run": _SAVE % _process_file(job)}
+    hook = {"events": ["down", "preemption"], "timeout": job.stop_seconds, "run": save_command(_process_file(job))}
     config["hooks"] = [*config.get("hooks", []), hook]
     return {
         **job.task,
@@ -66,15 +66,6 @@ def managed_job(job: ManagedJob) -> dict[str, Any]:
         "config": config,
         "run": _run(job),
     }
-
-
-_SAVE = """\
-process=$(cat %s 2> /dev/null) || exit 0
-is_there() { tr '\\0' ' ' 2> /dev/null < "/proc/$process/cmdline" | grep -q 'dsplan run'; }
-if is_there; then kill -TERM "$process"; fi
-while is_there; do sleep 0.2; done
-"""
-"""Asks a node's `dsplan run` to save, and waits until it has ended. One node is enough: all save together."""
 
 
 def _process_file(job: ManagedJob) -> str:

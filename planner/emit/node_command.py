@@ -47,3 +47,20 @@ def node_command(run_directory: str, nodes: int, words: tuple[str, ...]) -> tupl
     """
     script = _START % {"port": PORT, "plan": PLAN_VARIABLE}
     return ("sh", "-c", script, "dsplan", run_directory, str(nodes), *words)
+
+
+_SAVE = """\
+process=$(cat %s 2> /dev/null) || exit 0
+is_there() { tr '\\0' ' ' 2> /dev/null < "/proc/$process/cmdline" | grep -q 'dsplan run'; }
+if is_there; then kill -TERM "$process"; fi
+while is_there; do sleep 0.2; done
+"""
+
+
+def save_command(process_file: str) -> str:
+    """Return a shell script that asks a node's `dsplan run` to save, and ends when that has.
+
+    Asking one node is enough: all save together. `process_file` holds the number of the process, and is a path for the
+    shell.
+    """
+    return _SAVE % process_file

@@ -235,6 +235,13 @@ def test_a_run_directory_is_not_used_twice(script: Path, tmp_path: Path) -> None
     assert "holds an earlier run" in _refusal(RunRequest(script=script, run_directory=tmp_path / "run"))
 
 
+def test_a_new_directory_goes_on_with_the_run_of_a_given_id(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not prepare(RunRequest(script=script)).resumes
+    monkeypatch.setenv("DSPLAN_RUN_ID", "trained")
+    launch = prepare(RunRequest(script=script))
+    assert (launch.spec.run_id, launch.resumes) == ("trained", True)
+
+
 def test_a_run_directory_that_cannot_be_made(script: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "--run-dir" in _refusal(RunRequest(script=script, run_directory=tmp_path / "file" / "run"))

@@ -3,7 +3,7 @@
 It answers the requests for managed jobs as SkyPilot 0.14.1 does, with SkyPilot's own encoders, and SkyPilot's parser
 judges every task. Nodes are directories of this machine, a home each; a node's command is the script that SkyPilot's
 own `make_task_bash_script` makes of the task's `run`, with SkyPilot's variables. It plays the jobs controller as far as
-its code says (`sky/jobs/controller.py`, `recovery_strategy.py`, `sky/core.py`): a lost node's job is ended on the others
+its code says (`sky/jobs/controller.py`, `sky/core.py`): a lost node's job is ended on the others
 (SIGTERM to all of its processes, after 30 s SIGKILL) and starts on new nodes with empty disks; a command that fails
 ends the job unless its status is in `recover_on_exit_codes`; before nodes are taken down the `down` hooks run on the
 first. No setup is run, no bucket is mounted, nothing is rented.
