@@ -68,9 +68,7 @@ def run_on_cloud(
 
     requested = requested_task(flags)
     if planning.run_dir is not None:
-        raise ContradictoryRequest(
-            "--run-dir: a run's directory is on its nodes and goes away with them; leave it out"
-        )
+        raise ContradictoryRequest("--run-dir: a run's directory is on its nodes and goes away with them; leave it out")
     if not begins_anew(script, planning, placement, supervision):
         refuse_but(requested, why="belongs to the job, whose task --resume takes from SkyPilot")
         service = SkyPilot()

@@ -2,7 +2,8 @@
 # Runs the tests of every launcher on real software: `bash scripts/ci/launchers.sh [PYTEST ARGUMENTS]`. Minutes long.
 # As root with apt it installs what is missing: SLURM with munge, Open MPI, iproute2. The tests start a SLURM of
 # one node, network namespaces and Ray clusters for themselves, and leave nothing running.
-# Ray is installed beside the environment, in .venv/ray: with it in there transformers and trl would import it too.
+# Ray is installed beside the environment, in .venv/ray: with it in there transformers and trl would import it too. So
+# is SkyPilot, in .venv/sky, whose tests run by themselves: it needs older releases of click and uvicorn.
 source "$(dirname "$0")/../setup.sh"
 
 declare -A package=([srun]=slurm-wlm [munged]=munge [mpirun]=openmpi-bin [ip]=iproute2)
@@ -24,4 +25,11 @@ if [ ! -d "$ray/ray" ]; then
     python -m pip --disable-pip-version-check install -qq --no-deps -c constraints.txt --target "$ray" ray
 fi
 export PYTHONPATH=$ray${PYTHONPATH:+:$PYTHONPATH}
-exec python -m pytest tests/strategies/launchers -m "slow or not slow" -rs --durations=0 "$@"
+sky=$PWD/.venv/sky
+if [ ! -d "$sky/sky" ]; then
+    python -m pip --disable-pip-version-check install -qq --target "$sky" 'skypilot==0.14.1'
+fi
+python -m pytest tests/strategies/launchers -m "slow or not slow" -rs --durations=0 --ignore-glob='*test_skypilot.py' \
+    --ignore-glob='*test_skypilot_client.py' "$@"
+PYTHONPATH=$sky SKYPILOT_DISABLE_USAGE_COLLECTION=1 exec python -m pytest -n 0 tests/strategies/launchers/test_skypilot.py \
+    tests/strategies/launchers/test_skypilot_client.py tests/planner/emit/test_clouds.py -m "slow or not slow" -rs

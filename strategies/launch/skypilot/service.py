@@ -139,7 +139,7 @@ class SkyPilot:
 
         try:
             return function()
-        except (self._sky.exceptions.ApiServerConnectionError, requests.exceptions.ConnectionError) as problem:
+        except (self._sky.exceptions.ApiServerConnectionError, requests.exceptions.RequestException) as problem:
             raise Unanswered(
                 f"SkyPilot's API server does not answer ({_one_line(problem)}); see sky api info"
             ) from None
