@@ -86,7 +86,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dsplan run --resume runs/2026-11-23",
         "dsplan run -- accelerate launch --mixed_precision bf16 train.py --epochs 3",
         "dsplan run --launcher kubernetes --kube-image train@sha256:DIGEST --kube-volume runs --nproc 8 train.py",
-        "dsplan run --launcher skypilot --sky-spot --sky-task mine.yaml --plan plan.yaml --checkpoint-dir s3://B train.py",
+        "dsplan run --launcher skypilot --sky-task mine.yaml --plan plan.yaml --checkpoint-dir s3://runs train.py",
     ),
     "track": ("dsplan track runs/2026-11-23 --to wandb,mlflow",),
     "watch": (

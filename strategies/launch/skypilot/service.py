@@ -27,7 +27,7 @@ _FIELDS = (
 )
 _TASK_FIELD = "user_yaml"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_EXIT_CODE = re.compile(r"exit codes? \[?(\d+)")
+_EXIT_CODES = re.compile(r"exit codes? \[?([\d, ]+)")
 _ENDED = ("SUCCEEDED", "CANCELLED")
 """Statuses of a job that has ended; every other begins with FAILED."""
 
@@ -57,10 +57,10 @@ class Record:
         return self.status not in _ENDED and not self.status.startswith("FAILED")
 
     @property
-    def exit_status(self) -> int | None:
-        """The exit status of its command as far as SkyPilot says it."""
-        match = _EXIT_CODE.search(self.reason)
-        return None if match is None else int(match[1])
+    def exit_statuses(self) -> tuple[int, ...]:
+        """The exit statuses of its command on the nodes, as far as SkyPilot says them."""
+        match = _EXIT_CODES.search(self.reason)
+        return () if match is None else tuple(int(number) for number in match[1].replace(",", " ").split())
 
 
 class SkyPilot:
@@ -95,11 +95,11 @@ class SkyPilot:
 
         def submit() -> Any:
             with contextlib.redirect_stdout(sys.stderr):
-                request = self._jobs.launch(task, name=name, job_group=None)
+                request = self._jobs.launch(task, name=name)
                 return self._sky.stream_and_get(request, output_stream=sys.stderr)
 
-        numbers, _ = self._call(f"launch {name}", submit)
-        record = self.look(int(numbers[0]))
+        numbers = self._call(f"launch {name}", submit)[0]
+        record = self.look(int(numbers if isinstance(numbers, int) else numbers[0]))
         if record is None:
             raise DsplanError(f"SkyPilot has taken the job {name} and does not list it; see sky jobs queue")
         return record
@@ -128,8 +128,9 @@ class SkyPilot:
 
         def ask() -> Any:
             try:
-                return self._sky.get(self._jobs.queue_v2(refresh=False, fields=fields, **which))[0]
-            except self._sky.exceptions.ClusterNotUpError:  # nobody has launched a managed job yet
+                # A controller that has stopped for want of jobs is started where a job is to be resumed anyway.
+                return self._sky.get(self._jobs.queue_v2(refresh=with_task, fields=fields, **which))[0]
+            except self._sky.exceptions.ClusterNotUpError:  # there is none, or no job that has not ended
                 return []
 
         return [_record(row) for row in self._call("list jobs", ask)]

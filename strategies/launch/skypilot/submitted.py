@@ -165,7 +165,8 @@ def job_to_dict(record: Record, outcome: Outcome | None) -> dict[str, Any]:
 
 def _failed(record: Record) -> Outcome:
     """Return the outcome of a job that SkyPilot has given up."""
-    hopeless = why_hopeless(record.exit_status, "the nodes' setup")
+    reasons = (why_hopeless(status, "the nodes' setup") for status in record.exit_statuses)
+    hopeless = next(filter(None, reasons), "")
     said = hopeless or record.reason or f"see sky jobs logs --controller {record.number}"
     refused = bool(hopeless) or record.status in ("FAILED_PRECHECKS", "FAILED_SETUP")
     reason = f"managed job {record.number} of {record.name} ended as {record.status}: {said}"

@@ -155,7 +155,8 @@ class _Job:
                 self.status = "SUCCEEDED"
                 return False
             if any(ends):
-                return self._failed([status for status in ends if status])
+                # The driver ends what is left, whose status is then that of SIGKILL (sky/backends/task_codegen.py).
+                return self._failed([137 if status is None else status for status in ends])
         return False
 
     def _failed(self, codes: list[int]) -> bool:
@@ -164,7 +165,9 @@ class _Job:
             node.signal_all(signal.SIGKILL)
         if any(code in self.recovers_on for code in codes):
             return True
-        self.reason = f"Job exited with exit code {codes[0]}. To see the details, run: sky jobs logs --controller"
+        said = f"exit code {codes[0]}" if len(codes) == 1 else f"exit codes {codes}"
+        where = f"To see the details, run: sky jobs logs --controller {self.number}"
+        self.reason = f"Job exited with {said} (user program failure). {where}"
         self.status = "FAILED"
         return False
 
