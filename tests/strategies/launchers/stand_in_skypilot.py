@@ -161,9 +161,9 @@ class _Job:
 
     def _failed(self, codes: list[int]) -> bool:
         """Act on nodes whose command has failed, as the job's driver and its controller do."""
-        for node in self.nodes:
-            node.signal_all(signal.SIGKILL)
+        self._end_the_others()
         if any(code in self.recovers_on for code in codes):
+            self._take_down()
             return True
         said = f"exit code {codes[0]}" if len(codes) == 1 else f"exit codes {codes}"
         where = f"To see the details, run: sky jobs logs --controller {self.number}"
