@@ -56,7 +56,7 @@ def managed_job(job: ManagedJob) -> dict[str, Any]:
     codes = [codes] if isinstance(codes, int) else list(codes)
     recovery["recover_on_exit_codes"] = [*codes, *([] if SAVED in codes else [SAVED])]
     hook = {"events": ["down", "preemption"], "timeout": job.stop_seconds, "run": save_command(_process_file(job))}
-    config["hooks"] = [*config.get("hooks", []), hook]
+    config["hooks"] = [*(config.get("hooks") or []), hook]
     return {
         **job.task,
         "name": job.name,

@@ -31,6 +31,8 @@ _ENDING_SECONDS = 15
 """Between the end of the grace, by when ranks have saved, and the end of the nodes."""
 _OWN_KEYS = ("name", "num_nodes", "run")
 """Keys of a task that the flags decide."""
+_MAPPINGS = ("resources", "config", "envs", "file_mounts", "volumes")
+"""Keys of a task whose values are mappings, some of which are added to."""
 _OPTION = re.compile(r"([a-z_]+)=(.+)")
 _NODE_KEYS = ("accelerators", "instance_type", "any_of", "ordered")
 """Resources that say which nodes are meant."""
@@ -78,7 +80,7 @@ def requested_job(
             "nothing says how torch and dsplan come to the nodes; name an image that has them with --launcher-option"
             " image_id=docker:IMAGE, or a file with a `setup` with --sky-task"
         )
-    task |= _work_directory(task, script, has_file=request.sky_task is not None)
+    task |= _work_directory(task, script)
     checkpoints = _checkpoints(checkpoint_directory, name, task)
     own_words = (*words, "--nproc", str(per_node)) if plan is None else tuple(words)
     return ManagedJob(
@@ -121,6 +123,11 @@ def _read_task(path: Path) -> dict[str, Any]:
     if own := [key for key in _OWN_KEYS if key in task]:
         remedy = "leave it out; --sky-name, --nodes and the script behind the flags say it"
         raise ContradictoryRequest(f"{path}: `{own[0]}` is set by dsplan run; {remedy}")
+    for key in _MAPPINGS:
+        if not isinstance(task.get(key) or {}, dict):
+            raise BrokenFile(path, f"`{key}` is no mapping", "write it as SkyPilot's task has it")
+    if not isinstance((task.get("config") or {}).get("hooks") or [], list):
+        raise BrokenFile(path, "`config.hooks` is no list", "write it as SkyPilot's task has it")
     return task
 
 
@@ -137,7 +144,14 @@ def _resources(given: Mapping[str, Any], options: Sequence[str], plan: Plan | No
             raise DsplanError(
                 f"--launcher-option {quote(option)} is no resource of SkyPilot; write one as accelerators=H100:8"
             )
-        resources[match[1]] = yaml.safe_load(match[2])
+        try:
+            resources[match[1]] = yaml.safe_load(match[2])
+        except yaml.YAMLError:
+            raise DsplanError(
+                f"--launcher-option {quote(option)}: the value is not YAML; write one as cpus=16+"
+            ) from None
+    if not isinstance(resources.get("job_recovery") or {}, (str, dict)):
+        raise DsplanError("job_recovery is neither a strategy's name nor a mapping; write it as SkyPilot's task has it")
     if any(key in resources for key in _NODE_KEYS):
         return resources
     if plan is None:
@@ -164,21 +178,21 @@ def _node_type(plan: Plan) -> NodeType | None:
     return node if node is not None and node.provider in _CLOUDS and node.aliases else None
 
 
-def _work_directory(task: Mapping[str, Any], script: Path, *, has_file: bool) -> dict[str, Any]:
-    """Return the task's `workdir`, which is where the script is named from; nothing where the nodes have the script.
+def _work_directory(task: Mapping[str, Any], script: Path) -> dict[str, Any]:
+    """Return the task's `workdir`, from which the script is named; nothing where image or setup bring the script.
 
     Raises:
         DsplanError: the script is not in it.
     """
-    if script.is_absolute():
+    own = task.get("workdir")
+    if script.is_absolute() or isinstance(own, dict):  # a repository of git's
         return {}
-    directory = task.get("workdir") if has_file else str(Path.cwd())
-    if not isinstance(directory, str):  # a repository of git's, or what the image and the setup bring
+    directory = (Path.cwd() if own is None else Path(str(own)).expanduser()).absolute()
+    if (directory / script).is_file():
+        return {"workdir": str(directory)}
+    if own is None and task.get("setup"):
         return {}
-    absolute = Path(directory).expanduser().absolute()
-    if not (absolute / script).is_file():
-        raise DsplanError(f"{script}: no such script in {absolute}, which is sent to the nodes; name one that is there")
-    return {"workdir": str(absolute)}
+    raise DsplanError(f"{script}: no such script in {directory}, which is sent to the nodes; name one that is there")
 
 
 def _checkpoints(directory: Path | None, name: str, task: Mapping[str, Any]) -> str:

@@ -109,6 +109,7 @@ def test_what_is_missing_is_one_line(changes: dict[str, Any], says: str) -> None
     [
         ((), "nothing says which nodes are meant; name their GPUs with --launcher-option accelerators=H100:8"),
         (("accelerators=H100:8",), "nothing says how torch and dsplan come to the nodes; name an image"),
+        (("cpus={2",), "--launcher-option 'cpus={2': the value is not YAML"),
         (("H100:8",), "--launcher-option 'H100:8' is no resource of SkyPilot; write one as accelerators=H100:8"),
     ],
 )
@@ -124,6 +125,9 @@ def test_nodes_that_are_not_described_are_one_line(options: tuple[str, ...], say
         ("run: torchrun train.py", "`run` is set by dsplan run; leave it out"),
         ("[1", "is not YAML: "),
         ("just words", "is no task of SkyPilot"),
+        ("file_mounts: /saved", "`file_mounts` is no mapping"),
+        ("config: {hooks: down}", "`config.hooks` is no list"),
+        ("setup: x\nresources: {job_recovery: 5}", "job_recovery is neither a strategy's name nor a mapping"),
     ],
 )
 def test_a_task_that_cannot_be_taken_is_one_line(text: str, says: str, tmp_path: Path) -> None:
