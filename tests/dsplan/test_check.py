@@ -96,6 +96,22 @@ def test_the_question_is_that_of_estimate(cli: Cli, config: Path) -> None:
     assert answer["estimate"]["memory"] == estimate["memory"]
 
 
+def test_what_is_tight_is_no_error_and_its_fix_has_room(cli: Cli, config: Path) -> None:
+    config.write_text(
+        "model_name_or_path: Qwen/Qwen2.5-0.5B\nstage: sft\nfinetuning_type: full\ncutoff_len: 2048\n"
+        "deepspeed: examples/deepspeed/ds_z2_config.json\nper_device_train_batch_size: 1\n"
+        "gradient_accumulation_steps: 16\nbf16: true\n"
+    )
+    printed = cli("check train.yaml --gpus 1 --gpu RTX-3060-12GB --json")
+    answer = printed.json
+    assert (printed.status, answer["estimate"]["verdict"]) == (0, "tight")
+    worst = answer["findings"][0]
+    assert (worst["severity"], worst["id"]) == ("warning", "tight")
+    assert worst["message"].startswith("may not fit: needs up to ")
+    assert (answer["best"]["plan"]["verdict"], answer["best"]["gain"]) == ("fits", None)
+    assert "which fits with room" in cli("check train.yaml --gpus 1 --gpu RTX-3060-12GB").out
+
+
 def test_the_fix_fits_and_touches_only_what_it_must(cli: Cli, config: Path, tmp_path: Path) -> None:
     diff = cli(f"check train.yaml {CARD} --fix").out
     changed = [line for line in diff.splitlines() if line[:1] in "+-" and not line.startswith(("+++", "---"))]
