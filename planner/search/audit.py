@@ -27,8 +27,9 @@ from planner.types.plan import Configuration, Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Better:
-    """A plan that the same trainer can run; `gain` is by how much it is faster, None where it has room and theirs has not.
+    """A plan that the same trainer can run.
 
+    `gain` is by how much it is faster, None where it fits, or has room, and the files' own does not.
     `texts` are the files that it takes, old and new; empty where they have no keys for it.
     """
 
