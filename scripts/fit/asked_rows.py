@@ -495,7 +495,7 @@ def cluster_of_collection(row: Row, device: str) -> dict[str, Any]:
 # All of them.
 
 
-def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
+def question_rows(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
     """Yield a row of published_asked.csv for each row of the collection."""
     memory, training, reasons = read("published_memory"), _by_place(rows), _reasons()
     memories = {row["case"]: row for row in memory}
@@ -618,7 +618,7 @@ def main(arguments: Iterable[str]) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(asked(rows))
+    writer.writerows(question_rows(rows))
     replace_text(PATH, text.getvalue())
 
 

@@ -46,11 +46,11 @@ def users(scored: Sequence[Scored]) -> list[User]:
 
 
 def _user(rows: Sequence[Scored]) -> User:
-    known = {row.run.job.configuration: row for row in rows}
+    by_configuration = {row.run.job.configuration: row for row in rows}
 
     def price(job: Job) -> float:
         """As predicted with the publication left out, times what factors change."""
-        row = known[job.configuration]
+        row = by_configuration[job.configuration]
         return row.predicted_seconds * _modelled(job, row) / _modelled(row.run.job, row)
 
     before, after = [], []

@@ -156,7 +156,7 @@ def samples_of(step: int) -> torch.Tensor:
     return torch.randint(0, 128, (GLOBAL_BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
 
 
-def made(model: str, plan: Plan) -> Any:
+def start_engine(model: str, plan: Plan) -> Any:
     """Return an engine that begins with the weights that all begin with."""
     module, adapts = base_of(model), model == ADAPTERS
     torch.manual_seed(1)  # of the adapters that are put in
@@ -185,7 +185,7 @@ def losses_of(engine: Any, first: int, count: int) -> list[float]:
 
 def save_after(model: str, plan: Plan, directory: str) -> list[float]:
     """Train, save, and the losses of the steps that follow."""
-    engine = made(model, plan)
+    engine = start_engine(model, plan)
     losses_of(engine, 0, SAVED_AFTER)
     engine.save_checkpoint(directory, client_state={"at": SAVED_AFTER})
     if model == ADAPTERS:
@@ -201,7 +201,7 @@ def alone(directory: str) -> str:
 
 def resume_each(model: str, plan: Plan, directories: Sequence[str]) -> list[list[float]]:
     """Return the losses of the steps that follow each checkpoint, all loaded by one engine."""
-    engine, losses = made(model, plan), []
+    engine, losses = start_engine(model, plan), []
     for directory in directories:
         engine.load_checkpoint(directory)
         losses.append(losses_of(engine, SAVED_AFTER, FOLLOWING))
@@ -210,7 +210,7 @@ def resume_each(model: str, plan: Plan, directories: Sequence[str]) -> list[list
 
 def without_moments(model: str, plan: Plan, directory: str) -> list[float]:
     """Return the losses that follow where AdamW begins anew: what a checkpoint without its moments would show."""
-    engine = made(model, plan)
+    engine = start_engine(model, plan)
     engine.load_checkpoint(directory)
     engine.optimizer.state.clear()
     return losses_of(engine, SAVED_AFTER, FOLLOWING)

@@ -35,7 +35,7 @@ from scripts.measure.machines import measured_cluster, record
 from scripts.measure.measured_run import PHASES, StepMemory, Subject, measure_and_time
 from scripts.measure.modules import language_module, language_subject, token_batch
 from scripts.measure.term_rows import Scored, TermRun, key_of
-from scripts.measure.term_rows import question as asked
+from scripts.measure.term_rows import question as ask_question
 from scripts.measure.term_rows import scored as scored_by
 from scripts.measure.trace_terms import case_of
 from strategies.tracing.live import facts_from_module
@@ -235,7 +235,7 @@ def _case(model: str, **chosen: Any) -> CompositionRun:
 
 def question(run: CompositionRun) -> tuple[Request, Configuration]:
     """Return the row as `dsplan estimate` would ask it."""
-    return asked(run, facts_of(run))
+    return ask_question(run, facts_of(run))
 
 
 def scored(run: CompositionRun) -> Scored:

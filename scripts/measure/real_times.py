@@ -19,7 +19,7 @@ from planner.types.cluster import SHIPPED as AS_SHIPPED
 from planner.types.cluster import Factors
 from planner.types.job import Job
 from scripts.fit.time_scores import rank_correlation
-from scripts.measure.memory_rows import asked
+from scripts.measure.memory_rows import question_of
 from scripts.measure.rate_rows import read_rates
 
 
@@ -110,7 +110,7 @@ class Bench:
 
     def job(self, run: TimeRun) -> Job:
         """Return a run as a job on the machine as it was measured."""
-        request, configuration = asked(run)
+        request, configuration = question_of(run)
         rates = rates_from_measurements(self._rates, ranks=run.world_size, precision=request.workload.precision)
         return price(replace(request, cluster=replace(request.cluster, rates=rates)), configuration).job
 

@@ -229,13 +229,13 @@ def measure(trainer: str, strategy: str, folder: Path) -> TrlRun:
     """Run one trainer by one strategy, in a directory of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "dsplan", "run", "--nproc", str(_RANKS), "--strategy", strategy, "--json"]
         command += ["--retries", "0", __file__, "--train", trainer, str(folder), "rows.json"]
         ended = subprocess.run(
-            command, cwd=place, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=_SECONDS
+            command, cwd=directory, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=_SECONDS
         )
-        ranks = json.loads(Path(place, "rows.json").read_text(encoding="utf-8"))
+        ranks = json.loads(Path(directory, "rows.json").read_text(encoding="utf-8"))
     return row_of(trainer, json.loads(ended.stdout)["plan"], ranks)
 
 

@@ -164,8 +164,8 @@ def _table(answers: Sequence[Answer]) -> Iterator[str]:
     yield from table(("question", "flags", "first plan", "misses", "what is insisted on, in short", "source"), cells)
 
 
-def _flags(asked: Mapping[str, Any]) -> str:
-    flags = ((f"--{name.replace('_', '-')}", value) for name, value in asked.items())
+def _flags(question: Mapping[str, Any]) -> str:
+    flags = ((f"--{name.replace('_', '-')}", value) for name, value in question.items())
     return " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags)
 
 
