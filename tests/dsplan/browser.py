@@ -88,8 +88,8 @@ class CheckedPage:
     def problems(self, within: str | None = None, rule: str | None = None) -> list[str]:
         """All that must not be on any page: complaints, requests to elsewhere, violations, scrolling sideways."""
         wide = [f"{self.sideways()} pixels too wide"] if self.sideways() > 0 else []
-        asked = [f"asks for {address}" for address in self.outside]
-        return [*self.complaints, *asked, *wide, *self.violations(within, rule)]
+        requests = [f"asks for {address}" for address in self.outside]
+        return [*self.complaints, *requests, *wide, *self.violations(within, rule)]
 
 
 _MARK_CONTROLS = """() => {

@@ -230,9 +230,9 @@ def loading() -> list[str]:
     buffer = io.BytesIO()
     torch.save({"a": torch.ones(3, device="cuda:1")}, buffer)
     devices = []
-    for place in (None, "cpu", "cuda:0"):
+    for device in (None, "cpu", "cuda:0"):
         buffer.seek(0)
-        devices.append(str(torch.load(buffer, map_location=place)["a"].device))
+        devices.append(str(torch.load(buffer, map_location=device)["a"].device))
     devices.append(str({k: v.to("cuda") for k, v in load(save({"a": torch.ones(3)})).items()}["a"].device))
     return devices
 

@@ -53,11 +53,11 @@ def gradients(step: int) -> dict[str, Any]:
 def trained(comm: MPI.Intracomm, stage: int, steps: int) -> tuple[ZeROOptimizer, Any]:
     """An optimizer and parameters after some steps."""
     optimizer = ZeROOptimizer(comm, stage, 1e-2)
-    found: Any = parameters()
-    optimizer.register_parameters(found)
+    model: Any = parameters()
+    optimizer.register_parameters(model)
     for step in range(steps):
-        found = optimizer.step(found, optimizer.reduce_gradients(gradients(step)))
-    return optimizer, found
+        model = optimizer.step(model, optimizer.reduce_gradients(gradients(step)))
+    return optimizer, model
 
 
 def whole_matrix(ranks: int) -> np.ndarray[Any, Any]:

@@ -146,7 +146,9 @@ def test_zero1_and_zero2_of_one_backend_are_off_alike() -> None:
 def test_one_run_predicts_other_strategies_better_by_what_they_share_than_by_all_it_took() -> None:
     for machine, bench in one_run.machines().items():
         errors_of_pairs = [pair.errors for pair in one_run.pairs(bench)]
-        mean = {way: statistics.fmean(errors[way] for errors in errors_of_pairs) for way in errors_of_pairs[0]}
+        mean = {
+            counted: statistics.fmean(errors[counted] for errors in errors_of_pairs) for counted in errors_of_pairs[0]
+        }
         assert mean["what is shared"] < mean["whole ratio"], machine
         assert mean["what is shared"] < mean["nothing"], machine
 
@@ -179,8 +181,8 @@ def test_runs_of_the_newest_versions_and_completed_ones_count() -> None:
     failed = replace(run, id="b" * 32, created_at="2099-01-02T00:00:00.000000Z", outcome="failed")
     store = MemoryStore()
     store.add(run, again, failed)
-    (known,) = _asked(store, user).experience.known_runs.values()
-    assert known.each == (faster.step_seconds,)
+    (newest,) = _asked(store, user).experience.known_runs.values()
+    assert newest.each == (faster.step_seconds,)
 
 
 def test_a_run_under_another_name_of_the_model_is_found() -> None:
