@@ -107,7 +107,7 @@ def traced_keeping(choice: Choice) -> float:
     """What the planner's trace of such a model says that its forward pass keeps."""
     model = Activated()
     choice.apply(model)
-    found = trace_activations(
+    traces = trace_activations(
         model, lambda n: (torch.zeros(n, LENGTH, WIDTH),), "fp32", probed_cluster(probe(), ranks=1).device
     )
-    return SAMPLES * found["fp32"].kept
+    return SAMPLES * traces["fp32"].kept

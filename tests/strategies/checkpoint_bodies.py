@@ -42,7 +42,7 @@ def full_disk_on_rank_1(recipe: Recipe, directory: str, asynchronous: bool) -> t
     training_bodies.one_step(engine, 0)
     engine.save_checkpoint(directory)
     training_bodies.one_step(engine, 1)
-    original, said = storage.write, ""
+    original, message = storage.write, ""
 
     def full(*arguments: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -53,13 +53,13 @@ def full_disk_on_rank_1(recipe: Recipe, directory: str, asynchronous: bool) -> t
         engine.save_checkpoint(directory, asynchronous=asynchronous)
         engine.wait_for_checkpoint()
     except DsplanError as problem:
-        said = str(problem)
+        message = str(problem)
     finally:
         storage.write = original
     latest = Path(directory, "latest").read_text().strip()
     torch.distributed.barrier()
     after = engine.save_checkpoint(directory)
-    return said, latest, os.path.basename(after)
+    return message, latest, os.path.basename(after)
 
 
 def save_after(recipe: Recipe, directory: str, steps: int) -> list[float]:
@@ -74,14 +74,14 @@ def save_after(recipe: Recipe, directory: str, steps: int) -> list[float]:
 def resume_each(recipe: Recipe, directories: list[str], steps: int) -> list[list[float]]:
     """For each checkpoint, the losses of two steps trained from it; all in one engine."""
     engine = training_bodies.make_engine(recipe)
-    found = []
+    losses = []
     for directory in directories:
         path, state = engine.load_checkpoint(directory)
         assert path is not None
         assert state == {"at": steps}
         assert engine.global_steps == steps
-        found.append([training_bodies.one_step(engine, step) for step in range(steps, steps + 2)])
-    return found
+        losses.append([training_bodies.one_step(engine, step) for step in range(steps, steps + 2)])
+    return losses
 
 
 def pass_on(recipe: Recipe, source: str, goal: str) -> None:
@@ -105,15 +105,15 @@ def times_written(directory: Path) -> dict[str, float]:
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the latest checkpoint but random states, whole, put together by hand."""
     folder = directory / (directory / "latest").read_text().strip()
-    found, read = {}, cache(load_file)
+    tensors, read = {}, cache(load_file)
     for name, entry in json.loads((folder / "tensors.json").read_text()).items():
         if not name.startswith("rng/"):
             whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
             for box in entry["boxes"]:
-                place = tuple(slice(o, o + n) for o, n in zip(box["offsets"], box["sizes"], strict=True))
-                whole[place] = read(folder / box["file"])[box["key"]]
-            found[name] = whole
-    return found
+                box_slices = tuple(slice(o, o + n) for o, n in zip(box["offsets"], box["sizes"], strict=True))
+                whole[box_slices] = read(folder / box["file"])[box["key"]]
+            tensors[name] = whole
+    return tensors
 
 
 def random_numbers_after_saving(recipe: Recipe, directory: str) -> list[float]:
@@ -148,30 +148,30 @@ def _with_data(recipe: Recipe) -> Any:
 
 
 def _two_steps(engine: Any) -> list[list[float]]:
-    found = []
-    for place, batch in enumerate(engine.dataloader):
-        found.append(batch.flatten().tolist())
+    batches = []
+    for step, batch in enumerate(engine.dataloader):
+        batches.append(batch.flatten().tolist())
         engine.backward(engine(batch).mean())
         engine.step()
-        if place == 1:
+        if step == 1:
             break
-    return found
+    return batches
 
 
 def batches_after_saving(recipe: Recipe, directory: str) -> list[list[float]]:
     """This rank's samples of the third and fourth step."""
     engine = _with_data(recipe)
     batches = iter(engine.dataloader)
-    found = []
+    read = []
     for step in range(4):
         batch = next(batches)
         if step >= 2:
-            found.append(batch.flatten().tolist())
+            read.append(batch.flatten().tolist())
         engine.backward(engine(batch).mean())
         engine.step()
         if step == 1:
             engine.save_checkpoint(directory)
-    return found
+    return read
 
 
 def batches_after_loading(recipe: Recipe, directory: str) -> list[list[float]]:

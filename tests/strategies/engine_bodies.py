@@ -64,14 +64,14 @@ def poisoned(recipe: Recipe) -> dict[str, Any]:
     engine.backward(loss * (math.inf if engine.environment.rank == 0 else 1.0))
     engine.step()
     after = training_bodies.whole_parameters(engine)
-    found = {
+    outcome = {
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
         "norm": engine.gradient_norm,
         "skipped": engine.skipped_steps,
         "halved": engine.loss_scale / scale,
     }
     training_bodies.one_step(engine, 2)
-    return {**found, "later norm": engine.gradient_norm, "later skips": engine.skipped_steps}
+    return {**outcome, "later norm": engine.gradient_norm, "later skips": engine.skipped_steps}
 
 
 def accumulated_without_sync(recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -177,9 +177,9 @@ def report(recipe: Recipe) -> tuple[dict[str, int], str, int]:
     engine = engine_of(recipe, {"zero_optimization": zero} if recipe.offload == "nvme" else None)
     for step in range(3):
         training_bodies.one_step(engine, step)
-    found = engine.memory_report()
+    summary = engine.memory_report()
     elements = sum(math.prod(shape) for shape in shapes())
-    return {row.name: row.live_bytes for row in found.rows}, str(found), elements
+    return {row.name: row.live_bytes for row in summary.rows}, str(summary), elements
 
 
 def shapes() -> list[torch.Size]:
@@ -272,10 +272,10 @@ def kinds_of_a_joint_failure() -> list[tuple[str, str]]:
         if dist.get_rank() == 1:
             raise KeyError("gone")
 
-    found = []
+    kinds = []
     for fails in (lambda: on_rank_zero(nothing), lambda: everywhere(bug)):
         try:
             fails()
         except Exception as error:
-            found.append((kind_of(error), str(error)))
-    return found
+            kinds.append((kind_of(error), str(error)))
+    return kinds

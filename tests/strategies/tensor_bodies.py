@@ -56,7 +56,7 @@ def linear_layers() -> dict[str, float]:
     """Differences of column, row, and column and row layers from `nn.Linear`s."""
     parallel = dsplan.parallel
     x = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(1))
-    made: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    pairs: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
         "column": (
             lambda: parallel.ColumnParallelLinear(12, 24, gather_output=True),
             lambda: nn.Linear(12, 24),
@@ -69,7 +69,7 @@ def linear_layers() -> dict[str, float]:
             lambda: nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12, bias=False)),
         ),
     }
-    return {name: _compared(_start(split), _start(whole), x) for name, (split, whole) in made.items()}
+    return {name: _compared(_start(split), _start(whole), x) for name, (split, whole) in pairs.items()}
 
 
 class _Attention(nn.Module):
@@ -101,7 +101,7 @@ def blocks() -> dict[str, float]:
     """Differences of Megatron's split of attention, with as many key heads and fewer, and of MLPs."""
     generator = torch.Generator().manual_seed(1)
     wide, narrow = torch.randn(2, 5, 24, generator=generator), torch.randn(3, 12, generator=generator)
-    found = {
+    differences = {
         f"attention {heads}": _compared(
             _start(lambda heads=heads: dsplan.parallel.ParallelAttention(24, 6, key_heads=heads)),
             _start(lambda heads=heads: _Attention(heads)),
@@ -110,7 +110,7 @@ def blocks() -> dict[str, float]:
         for heads in (6, 2)
     }
     gated = _start(lambda: dsplan.parallel.ParallelMLP(12, 16, is_gated=True))
-    return {**found, "gated": _compared(gated, _start(_Gated), narrow)}
+    return {**differences, "gated": _compared(gated, _start(_Gated), narrow)}
 
 
 def vocabulary(length: int) -> dict[str, float]:
@@ -127,7 +127,7 @@ def vocabulary(length: int) -> dict[str, float]:
     first, end = table.ranks.share(length)
     part = scores[first:end].clone().requires_grad_()
     head = scores.clone().requires_grad_()
-    found = {"table": float((mine - expected).abs().max())}
+    differences = {"table": float((mine - expected).abs().max())}
     local = dsplan.parallel.copy_to_ranks(mine, table.ranks) @ part.t()
     losses = {}
     for kind in ("sum", "none", "mean"):
@@ -138,8 +138,8 @@ def vocabulary(length: int) -> dict[str, float]:
     there.backward()
     assert part.grad is not None
     assert head.grad is not None
-    found["head gradient"] = float((part.grad - head.grad[first:end]).abs().max())
-    return {**found, **losses, "table gradient": _gradients_alike(table, whole)}
+    differences["head gradient"] = float((part.grad - head.grad[first:end]).abs().max())
+    return {**differences, **losses, "table gradient": _gradients_alike(table, whole)}
 
 
 def sequence_parts() -> dict[str, float]:
@@ -474,11 +474,11 @@ def adapters_trained(sequence_parallel: bool) -> dict[str, float]:
         losses.append(loss.item())
     plan = Composition(model="llama", sequence_parallel=sequence_parallel).plan()
     engine, *_ = initialize(model=_with_adapters(), optimizer=_adapter_optimizer, plan=plan)
-    found = [split_step(engine, step) for step in range(4)]
+    split_losses = [split_step(engine, step) for step in range(4)]
     state = engine.state_dict()
     adapters = {name: split for name, split in parts_of(engine.module).splits.items() if "lora_" in name}
     return {
-        "loss": max(abs(a - b) for a, b in zip(found, losses, strict=True)),
+        "loss": max(abs(a - b) for a, b in zip(split_losses, losses, strict=True)),
         "weights": max(float((state[name] - p).abs().max()) for name, p in whole.named_parameters()),
         "split adapters": float(len(adapters)),
     }

@@ -285,20 +285,20 @@ def evaluate_and_change(recipe: Recipe) -> dict[str, Any]:
     training_bodies.one_step(engine, 0)
     weight = engine.module.blocks[1].up.weight
     batch = training_bodies.batch_of(1)
-    found: dict[str, Any] = {"released": bool(weight.isnan().all()), "shape": tuple(weight.shape)}
+    figures: dict[str, Any] = {"released": bool(weight.isnan().all()), "shape": tuple(weight.shape)}
     engine.eval()
     with torch.no_grad():
-        found["evaluated"] = engine(*batch).item()
-    found["released after evaluation"] = bool(weight.isnan().all())
+        figures["evaluated"] = engine(*batch).item()
+    figures["released after evaluation"] = bool(weight.isnan().all())
     with engine.whole_parameters(), torch.no_grad():
-        found["inside"] = engine.module(*batch).item()  # the module itself, as `generate` calls it
-        found["whole"] = bool(weight.isfinite().all())
+        figures["inside"] = engine.module(*batch).item()  # the module itself, as `generate` calls it
+        figures["whole"] = bool(weight.isfinite().all())
     with engine.whole_parameters(keeps_changes=True), torch.no_grad():
         engine.module.blocks[1].up.weight.fill_(0.25 + engine.environment.rank)
-    found["changed"] = training_bodies.whole_parameters(engine)["blocks.1.up.weight"].unique().tolist()
+    figures["changed"] = training_bodies.whole_parameters(engine)["blocks.1.up.weight"].unique().tolist()
     engine.train()
-    found["continued"] = training_bodies.one_step(engine, 1)
-    return found
+    figures["continued"] = training_bodies.one_step(engine, 1)
+    return figures
 
 
 def two_gradients(recipe: Recipe) -> None:

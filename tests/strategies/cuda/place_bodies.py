@@ -150,15 +150,15 @@ def split_by_the_script(folder: Path) -> tuple[str, str]:
     """What is printed of a Trainer that splits its model itself, and how another plan is refused beside it."""
     from strategies.launch.hooks import huggingface
 
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         huggingface._require_own_split("from_pretrained(tp_plan=...) (tp 2)")
     with mock.patch.dict(os.environ, {REQUEST: '{"strategy": "zero3"}'}):
         try:
             huggingface._require_own_split("from_pretrained(tp_plan=...) (tp 2)")
         except CannotRun as refusal:
-            return said.getvalue(), str(refusal)
-    return said.getvalue(), ""
+            return output.getvalue(), str(refusal)
+    return output.getvalue(), ""
 
 
 def without_its_library(folder: Path) -> tuple[str, ...]:

@@ -112,15 +112,15 @@ class FaultyRun:
 
     def processes(self) -> dict[int, str]:
         """Every process of this run, by id: its command line."""
-        found = {}
+        by_pid = {}
         for path in Path("/proc").glob("[0-9]*"):
             if (
                 path.name not in self._strangers
                 and _environment(path).get(TOKEN) == self._token
                 and (line := _command_line(path))
             ):
-                found[int(path.name)] = line
-        return found
+                by_pid[int(path.name)] = line
+        return by_pid
 
     def ranks(self) -> dict[int, int]:
         """The processes of the ranks: id by rank."""

@@ -51,12 +51,12 @@ class Step:
 
 def read_starts(directory: Path) -> list[Start]:
     """The attempts in the order they began; those that did not come as far as the loop left nothing."""
-    found: dict[int, dict[str, Any]] = {}
+    by_number: dict[int, dict[str, Any]] = {}
     for path in sorted(directory.glob("rank*.jsonl")):
         rank = int(path.stem.removeprefix("rank"))
         for line in path.read_text().splitlines():
             row = json.loads(line)
-            start = found.setdefault(row["start"], {"opening": row, "processes": [], "rows": {}})
+            start = by_number.setdefault(row["start"], {"opening": row, "processes": [], "rows": {}})
             rows = start["rows"].setdefault(rank, {})
             if "resumed_at" in row:
                 same = ("resumed_at", "plan")
@@ -74,7 +74,7 @@ def read_starts(directory: Path) -> list[Start]:
             resumed_at=start["opening"]["resumed_at"],
             rows=start["rows"],
         )
-        for number, start in sorted(found.items())
+        for number, start in sorted(by_number.items())
     ]
 
 
@@ -88,12 +88,12 @@ def progress(starts: list[Start], when: float) -> Progress:
 
 def lineage(starts: list[Start]) -> list[Step]:
     """The steps that the last weights went through: an attempt that resumes from a step replaces all after it."""
-    made: list[tuple[Start, int]] = []
+    steps: list[tuple[Start, int]] = []
     for start in starts:
-        gap = f"an attempt resumed from step {start.resumed_at}, and the ones before came to {len(made)}"
-        assert start.resumed_at <= len(made), gap
-        made[start.resumed_at :] = [(start, step) for step in range(start.resumed_at + 1, start.last_step + 1)]
-    return [_joined(start, step) for start, step in made]
+        gap = f"an attempt resumed from step {start.resumed_at}, and the ones before came to {len(steps)}"
+        assert start.resumed_at <= len(steps), gap
+        steps[start.resumed_at :] = [(start, step) for step in range(start.resumed_at + 1, start.last_step + 1)]
+    return [_joined(start, step) for start, step in steps]
 
 
 def _joined(start: Start, step: int) -> Step:
