@@ -123,9 +123,9 @@ def test_a_strangers_run_is_not_one_that_was_made_here() -> None:
     request = question("gpt2", "a100-80gb", 8)
     request = replace(request, cluster=replace(request.cluster, machine=HERE))
     own, strange = MemoryStore(), MemoryStore()
-    made = made_here(request)
-    own.add(made)
-    strange.add(replace(made, source="shared:somewhere"))
+    own_run = made_here(request)
+    own.add(own_run)
+    strange.add(replace(own_run, source="shared:somewhere"))
     assert recall_from(own, request).experience.known_runs
     assert not recall_from(strange, request).experience.known_runs
 
