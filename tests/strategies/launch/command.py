@@ -29,9 +29,9 @@ class Finished:
     @property
     def json(self) -> dict[str, Any]:
         """What stdout held, which has to be one JSON object and nothing else."""
-        found = json.loads(self.out)
-        assert isinstance(found, dict)
-        return found
+        document = json.loads(self.out)
+        assert isinstance(document, dict)
+        return document
 
 
 def start_run(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:

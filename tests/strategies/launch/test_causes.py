@@ -74,7 +74,7 @@ def test_a_rank_that_gloo_aborts_in_another_collective_is_not_started_again(
 
 
 @pytest.mark.parametrize(
-    ("codes", "said", "culprit"),
+    ("codes", "failure", "culprit"),
     [
         ({0: 1}, {"kind": "failed", "message": ECHO}, 1),
         ({0: 1, 2: -6}, {"kind": "failed", "message": ECHO}, 1),
@@ -85,10 +85,10 @@ def test_a_rank_that_gloo_aborts_in_another_collective_is_not_started_again(
     ],
 )
 def test_a_rank_that_ended_well_too_early_is_named_where_the_others_only_miss_it(
-    codes: dict[int, int], said: dict[str, Any], culprit: int, tmp_path: Path
+    codes: dict[int, int], failure: dict[str, Any], culprit: int, tmp_path: Path
 ) -> None:
     _result(tmp_path, codes)
-    _said(tmp_path, 0, step=8, **said)
+    _said(tmp_path, 0, step=8, **failure)
     write_json(success_path(tmp_path, 1), {"step": 7, "host": "node2", "time": 5.0})
     write_json(success_path(tmp_path, 3), {"step": 8, "host": "node2", "time": 6.0})
     ending = ending_of(tmp_path, 1)
