@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("hardware_db", "planner", "strategies", "dsplan")
-BESIDE = ("scripts",)
+BESIDE = ("scripts", "tests")
 """Beside the rooms, where docstrings may begin as they like."""
 VAGUE = {"found", "place", "made", "known", "asked", "way", "said", "done"}
 QUESTIONS = {"What", "Whether", "How", "Where", "Why", "Which", "When", "Who", "Whose"}
