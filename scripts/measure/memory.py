@@ -91,7 +91,7 @@ def measure(cases: Iterable[Case], machine: Place, path: Path, *, again: bool, d
     runs = {run.key: run for run in read_memory_runs(path)}
     with Ranks(machine) as ranks:
         for case in sorted(cases, key=Ranks.kind) if not machine.is_gpu else cases:
-            row, plan = _asked(case, machine)
+            row, plan = _plan_case(case, machine)
             if (row.key in runs and not again) or time.monotonic() > deadline:
                 continue
             runs[row.key] = measured = _measured(case, row, plan, ranks)
@@ -154,7 +154,7 @@ class Ranks:
         self.close()
 
 
-def _asked(case: Case, machine: Place) -> tuple[MemoryRun, Plan]:
+def _plan_case(case: Case, machine: Place) -> tuple[MemoryRun, Plan]:
     """Return the row of a case with nothing measured, and the plan that its engine runs."""
     columns: dict[str, Any] = {
         **machine.columns,

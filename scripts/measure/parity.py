@@ -565,11 +565,11 @@ def page(runs: Sequence[ParityRun], left: int = 0) -> str:
     bad = [run for run in runs if run.outcome != "same"]
     if bad:
         lines += ["## What is not the same", "", "| model | ranks | composition | what |", "|---|---|---|---|"]
-        lines += [f"| {run.model} | {run.ranks} | {run.name} | {run.outcome}: {_said(run)} |" for run in bad]
+        lines += [f"| {run.model} | {run.ranks} | {run.name} | {run.outcome}: {_describe(run)} |" for run in bad]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _said(run: ParityRun) -> str:
+def _describe(run: ParityRun) -> str:
     if run.outcome == "failed":
         return run.where.replace("|", "\\|")
     return (

@@ -94,11 +94,11 @@ def write_runs(runs: Iterable[TrlRun]) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, [item.name for item in fields(TrlRun)], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(map(asdict, sorted(runs, key=_place)))
+    writer.writerows(map(asdict, sorted(runs, key=_order)))
     replace_text(ROWS, text.getvalue())
 
 
-def _place(run: TrlRun) -> tuple[int, int]:
+def _order(run: TrlRun) -> tuple[int, int]:
     return TRAINERS.index(run.trainer), STRATEGIES.index(run.strategy)
 
 

@@ -112,7 +112,7 @@ def _prepare_nanochat(directory: Path) -> None:
 
 def run(directory: Path, recipe: Recipe, trial: str, killed_under: str = "zero2") -> dict[str, Any]:
     """Return what became of a recipe in one way."""
-    folder = _place(directory, recipe, trial)
+    folder = _choose_folder(directory, recipe, trial)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     strategy = killed_under if trial == "killed" else trial
@@ -145,12 +145,12 @@ def run(directory: Path, recipe: Recipe, trial: str, killed_under: str = "zero2"
     if trial == "killed":
         outcome["killed_at"] = _KILL_AT if killed else None
         outcome["killed_under"] = killed_under
-        undisturbed = _place(directory, recipe, killed_under)
+        undisturbed = _choose_folder(directory, recipe, killed_under)
         outcome["loss_difference"] = _difference(undisturbed, folder, recipe.ranks) if recipe.is_seeded else None
     return outcome
 
 
-def _place(directory: Path, recipe: Recipe, trial: str) -> Path:
+def _choose_folder(directory: Path, recipe: Recipe, trial: str) -> Path:
     name = recipe.name.replace(", ", "-").replace(" ", "-").replace("/", "-")
     return directory / "runs" / f"{name}-{trial}"
 

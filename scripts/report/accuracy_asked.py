@@ -238,13 +238,15 @@ def gains(pairs: Iterable[tuple[Asked, Answer]]) -> Iterator[tuple[Asked, float,
         for narrow, wider in (("fp8", ("bf16",)), ("fp4", ("bf16", "fp8"))):
             name = next((name for name in wider if by_precision[name]), None)
             for run, answer in by_precision[narrow] if name else ():
-                twin, twins_answer = min(by_precision[name], key=lambda pair: abs(_place(pair[0]) - _place(run)))
+                twin, twins_answer = min(
+                    by_precision[name], key=lambda pair: abs(_read_number(pair[0]) - _read_number(run))
+                )
                 measured = run.tokens_per_s_per_gpu / twin.tokens_per_s_per_gpu
                 peaks = 4.0 if (narrow, name) == ("fp4", "bf16") else 2.0
                 yield run, measured, answer.tokens_per_s_per_gpu / twins_answer.tokens_per_s_per_gpu, peaks
 
 
-def _place(run: Asked) -> int:
+def _read_number(run: Asked) -> int:
     return int(run.case.rpartition("-")[2])
 
 

@@ -176,7 +176,7 @@ def tokenizer():
     )
 
 def main():
-    rows = [{"text": " ".join("abcdefghij"[(row + place) % 10] for place in range(12))} for row in range(64)]
+    rows = [{"text": " ".join("abcdefghij"[(row + index) % 10] for index in range(12))} for row in range(64)]
     sizes = {"vocab_size": 16, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
     args = SFTConfig(
