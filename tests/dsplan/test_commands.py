@@ -335,14 +335,14 @@ def test_a_killed_loop_of_accelerates_is_not_begun_again_in_silence(folder: Path
     for source in (LAUNCHED / "accelerate_script.py", EXAMPLES / "stdlib_text.py"):
         shutil.copy(source, folder)
     script = (folder / "accelerate_script.py").read_text()
-    dies = (
-        "done += 1\n                if done == 6 and not resumes: __import__('os').kill(__import__('os').getpid(), 9)"
-    )
-    assert script.count("done += 1") == 1
+    counts = "completed += 1"
+    kills = "__import__('os').kill(__import__('os').getpid(), 9)"
+    dies = f"{counts}\n                if completed == 6 and not resumes: {kills}"
+    assert script.count(counts) == 1
     saves = 'accelerator.save_state(str(output / "state"))'
     noted = f'{saves}\n            (output / "losses.json").write_text(json.dumps(losses))'
     assert script.count(saves) == 1
-    (folder / "dying.py").write_text(script.replace("done += 1", dies).replace(saves, noted))
+    (folder / "dying.py").write_text(script.replace(counts, dies).replace(saves, noted))
     (folder / "out").mkdir()
     command = ("accelerate", "launch", "--num_processes", "2", "dying.py", "out")
     finished = run("--run-dir", "run", "--strategy", "ddp", *command, cwd=folder)
