@@ -1,4 +1,4 @@
-"""What `pip install dsplan` brings: the wheel, what it asks for, and the pinned versions that it is tested with."""
+"""All that `pip install dsplan` brings: the wheel, what it asks for, and the pinned versions of its tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PINS = {normal(name): version for name, _, version in _LINES if version}
 
 
 def command(*words: str | Path, **more: str) -> str:
-    """What a command prints.
+    """Return what a command prints.
 
     Raises:
         AssertionError: it fails; with what it printed.
@@ -189,5 +189,5 @@ def test_the_bill_of_materials_names_what_is_pinned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", data_files())
 def test_every_data_file_says_where_it_comes_from(file: str) -> None:
-    """Where it cites, every row with a figure does."""
+    """If it cites, every row with a figure does."""
     assert own(file) is not None or all(cited(file))

@@ -66,7 +66,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What `dsplan estimate` says: rate, the memory that the row's kind means in bytes, and the verdict; or why it
+    """The answer of `dsplan estimate`: rate, the memory that the row's kind means in bytes, and the verdict; or why it
     refuses."""
 
     tokens_per_s_per_gpu: float = 0.0
@@ -118,7 +118,7 @@ class Desk:
         return estimate_question(question, options)
 
     def answer(self, run: Asked) -> Answer:
-        """What is said of a question."""
+        """Return what is said of a question."""
         try:
             plan = self.plan(run)
         except DsplanError as error:

@@ -1,4 +1,4 @@
-"""How much hardware and code differ from what is shipped, and what is left once their factors are fitted.
+"""Measures how much hardware and code differ from what is shipped, and what is left once their factors are fitted.
 
 Every publication is taken for one user: its runs as they were predicted when it was left out of the fit of the shipped
 constants. The spread of each factor over publications is found by empirical Bayes: the factors of each are fitted with
@@ -88,7 +88,7 @@ def _felt(rows: Sequence[Scored], name: str) -> bool:
 
 
 def _change(row: Scored, factors: Factors) -> float:
-    """What factors add to the logarithm of the prediction."""
+    """Return what factors add to the logarithm of the prediction."""
     job = row.run.job
     return math.log(step_time(with_factors(job, factors)).step_seconds / step_time(job).step_seconds)
 

@@ -1,4 +1,4 @@
-"""What ten runs of one user's model are worth on the next ten, with published runs for users.
+"""Measures what ten runs of one user's model are worth on the next ten, with published runs for users.
 
 A user is one model of one publication with twenty runs or more. Before the first run, predictions are those of
 constants from which the whole publication was left out; then its factors are fitted to ten of its runs, drawn by

@@ -81,7 +81,7 @@ class Row:
 
     @property
     def is_own(self) -> bool:
-        """Whether it was predicted as the code that ran."""
+        """Return whether it was predicted as the code that ran."""
         return self.code == self.under
 
 
@@ -91,8 +91,8 @@ def base_of(code: str) -> str:
 
 
 def needed_bytes(memory: MemoryEstimate, kind: str) -> float:
-    """What is needed, without what a printed figure of this kind does not hold: the context and the communicators, and
-    segments that are not full. A figure of unknown kind is taken for what nvidia-smi shows."""
+    """Return what is needed, without what a printed figure of this kind does not hold: the context and the
+    communicators, and segments that are not full. A figure of unknown kind is taken for what nvidia-smi shows."""
     tensors = memory.peak_allocated_bytes * (1 + FRAGMENTATION_UPPER)
     return {"allocated": tensors, "reserved": tensors + SEGMENT_BYTES}.get(kind, memory.device_needed_bytes)
 
@@ -131,7 +131,7 @@ class Constants:
         self._fits: dict[tuple[str, ...], Fit] = {}
 
     def moves(self, axis: Axis) -> Mapping[tuple[str, str], float]:
-        """What leaving its fold out makes of predicted times: median logarithms by publication and architecture.
+        """Return what leaving its fold out makes of predicted times: median logarithms by publication and architecture.
 
         Those of an architecture, whatever the publication, have the name "".
         """

@@ -132,7 +132,7 @@ NEUTRAL = {"product": 1.0, "sum": 0.0}
 
 
 def over(off: float, width: float, figure: Figure) -> float:
-    """What a width has to be joined with to hold a run."""
+    """Return what a width has to be joined with to hold a run."""
     return off / width if JOINS[figure] == "product" else off - width
 
 
@@ -168,7 +168,7 @@ def _published(mine: Sequence[Score], code: str | None, factor: float) -> Publis
 
 
 def _mixed(scaled: Sequence[tuple[Score, float]], code: str) -> Iterator[tuple[float, float]]:
-    """What the publications of a code base are off by, and as one publication more what code bases differ by.
+    """Yield what the publications of a code base are off by, and as one publication more what code bases differ by.
 
     Of the latter every code base that ran weighs the same, and of each every one that it was predicted as.
     """
@@ -230,7 +230,7 @@ def _by_size(runs: Sequence[Row], figure: Figure, axis: Axis, factors: Mapping[s
 
 
 def _held(axis: Axis, group: str, score: Score, table: Widths, figure: Figure) -> Held:
-    """What going beyond needs is looked for: the table has nothing for it yet."""
+    """Score a run that goes beyond the table; what that takes is looked for, and the table has nothing for it yet."""
     width = max(NARROWEST[figure], table.of(score.row.stratum))
     return Held(axis=axis, group=group, score=score, width=width, over=over(score.off, width, figure))
 
@@ -244,7 +244,7 @@ def widened(table: Widths, factors: Mapping[str, float], figure: Figure) -> Widt
 
 
 def missing(held: Iterable[Held], figure: Figure) -> float:
-    """What widths are to be joined with, so that they hold their share of what was left out; nothing where they do."""
+    """Return what widths are to be joined with to hold their share of what was left out; nothing where they do."""
     wanted = quantile(((one.over, one.score.weight) for one in held), SHARES[figure])
     return max(NEUTRAL[JOINS[figure]], wanted)
 
@@ -268,7 +268,7 @@ def fitted(runs: Sequence[Row], figure: Figure) -> tuple[Widths, dict[Axis, list
 
 
 def _ratio(runs: Sequence[Row], figure: Figure, axis: Axis) -> float:
-    """How far apart the sizes are that an extrapolation goes from and to."""
+    """Return how far apart the sizes are that an extrapolation goes from and to."""
     if axis in GROUPS:
         return 1.0
     near, far = near_and_far(_sizes(own(scores(runs, figure)), axis))

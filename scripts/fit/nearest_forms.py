@@ -1,4 +1,4 @@
-"""How far off the nearest memory form is where a model's own structure was never traced.
+"""Measures how far off the nearest memory form is where a model's own structure was never traced.
 
     python -m scripts.fit.nearest_forms
 

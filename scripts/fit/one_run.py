@@ -1,4 +1,4 @@
-"""What one run of a strategy is worth for the step times of the others, on the real CPU ranks of `times_cpu.csv`.
+"""Measures what one run of a strategy is worth for step times of the others, on real CPU ranks of `times_cpu.csv`.
 
     python -m scripts.fit.one_run
 

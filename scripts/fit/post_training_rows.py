@@ -35,7 +35,7 @@ Flags = dict[str, Any]
 
 
 class NotAskable(Exception):
-    """Why a row is no question."""
+    """The reason for which a row is no question."""
 
 
 def numbers(text: str) -> list[int]:

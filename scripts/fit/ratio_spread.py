@@ -1,4 +1,4 @@
-"""How far the ratio of two predicted step times is from the ratio that was measured, by how the two plans differ.
+"""Measures how far ratios of two predicted step times are from those measured, by how the two plans differ.
 
 Pairs are published runs that differ only in their plan, as they were predicted when their publication was left out of
 the fit (`time_left_out.csv`). Every group of runs counts once, whatever its number of pairs. The last lines say what

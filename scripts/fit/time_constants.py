@@ -76,7 +76,7 @@ def architecture(cluster: Cluster) -> str:
 
 
 def expected_factors(cluster: Cluster) -> Factors:
-    """What turns the shipped rates of products and attention into the expected ones."""
+    """Return what turns the shipped rates of products and attention into the expected ones."""
     kind = cluster.device.architecture
     if kind not in PRODUCTS_EXPECTED:
         return Factors()

@@ -195,7 +195,7 @@ def save_after(model: str, plan: Plan, directory: str) -> list[float]:
 
 
 def alone(directory: str) -> str:
-    """Where adapters are saved without what they were trained beside."""
+    """Return where adapters are saved without what they were trained beside."""
     return f"{directory}-alone"
 
 
@@ -249,7 +249,7 @@ Cells = dict[tuple[str, str], str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
-    """What came of each pair of a writer and a reader: the largest difference of a loss, as a share, or what failed.
+    """The outcome of each pair of a writer and a reader: the largest difference of a loss, as a share, or what failed.
 
     The last readers are transformers, or PEFT.
     """
@@ -260,7 +260,7 @@ class Matrix:
 
     @property
     def is_right(self) -> bool:
-        """Whether every pair agrees, and would not where moments are lost."""
+        """Return whether every pair agrees, and would not where moments are lost."""
         return self.without_moments > TOLERANCE and not any(
             cell.startswith("**") or ("e-" not in cell and cell != "0e+00") for cell in self.cells.values()
         )

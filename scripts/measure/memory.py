@@ -40,7 +40,7 @@ RUN_SECONDS = 300.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where runs are measured: columns that all its rows share, and what its driver showed before any rank started."""
+    """A machine for runs: columns that all its rows share, and what its driver showed before any rank started."""
 
     columns: Mapping[str, Any]
     total_bytes: int = 0

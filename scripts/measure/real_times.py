@@ -90,7 +90,7 @@ class Contest:
 
     @property
     def loss(self) -> float:
-        """How much longer the chosen strategy takes than the fastest."""
+        """Return how much longer the chosen strategy takes than the fastest."""
         return self.chosen.run.step_seconds / self.fastest.run.step_seconds - 1
 
     @property
@@ -102,7 +102,7 @@ class Contest:
 
 
 class Bench:
-    """What a machine's benchmark gives the planner: rates, and factors that were learnt from its training runs."""
+    """All that a machine's benchmark gives the planner: rates, and factors that were learnt from its training runs."""
 
     def __init__(self, rates: Sequence[RateMeasurement], training: Iterable[TimeRun] = ()) -> None:
         self._rates = rates

@@ -168,7 +168,7 @@ def _build(shape: Mapping[str, int]) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """What loading took on a rank."""
+    """Time and memory that loading took on a rank."""
 
     peak_bytes: int
     """Anonymous memory at its most, over what there was before."""

@@ -39,7 +39,7 @@ RUN_SECONDS = 300.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """How often each run of a group is started, how many steps are timed each time, and when to begin no other."""
+    """Limits of a group: starts of each run, steps timed each time, and the time at which no other begins."""
 
     rounds: int
     steps: int

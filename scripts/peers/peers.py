@@ -36,7 +36,7 @@ RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
 
 
 class NoAnswer(Exception):
-    """Why a tool says nothing."""
+    """The reason for which a tool says nothing."""
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ def answered(by_case: Mapping[str, Answer]) -> list[tuple[Asked, Answer]]:
 
 @cache
 def moves() -> Mapping[str, float]:
-    """What leaving a publication out makes of its speeds: the median over its rows of shipped over left-out seconds."""
+    """Return what leaving a publication out makes of its speeds: median over rows of shipped over left-out seconds."""
     ratios_of: defaultdict[str, list[float]] = defaultdict(list)
     with (MEASUREMENTS / "time_left_out.csv").open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
@@ -158,7 +158,7 @@ def scores(rows: Rows) -> list[str]:
 
 
 def losses(pairs: Iterable[tuple[Asked, Answer]]) -> list[float]:
-    """What the plan that is put first loses to the fastest, in each group that shares GPUs, model, length and batch."""
+    """Return what the plan put first loses to the fastest, in each group that shares GPUs, model, length and batch."""
     groups: defaultdict[Key, list[tuple[float, float]]] = defaultdict(list)
     for run, answer in pairs:
         flags, gpus = run.flags, run.cluster["nodes"] * run.cluster["gpus_per_node"]

@@ -66,7 +66,7 @@ class Log:
 
     @property
     def fleet(self) -> Fleet:
-        """What is simulated: saved as often as is best where the log does not say how often."""
+        """Return what is simulated: saved as often as is best where the log does not say how often."""
         given, shipped = self.given, recovery()
         failures = given.per_1000_node_days / 1000 / DAY_SECONDS
         rate = given.nodes * shipped["checkpoint_gbs_per_node"] * GB

@@ -49,7 +49,7 @@ beside layers that split inside one.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Insists:
-    """What a plan is refused over; an empty list or mapping refuses nothing."""
+    """Demands that a plan is refused over; an empty list or mapping refuses nothing."""
 
     strategies: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()

@@ -65,7 +65,7 @@ whole step with its generation. Measured by `python -m scripts.measure.trl_memor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What is said of a question; 0 where nothing is."""
+    """The answer to a question; 0 where there is none."""
 
     case: str
     seconds: float = 0.0

@@ -225,7 +225,7 @@ def _of_file(recipe: Mapping[str, Any]) -> Asked:
 
 
 def kept() -> list[Beside]:
-    """What was said when the recipes were asked last."""
+    """Return what was said when the recipes were asked last."""
     with KEPT.open(newline="", encoding="utf-8") as lines:
         return [Beside(**row) for row in csv.DictReader(lines)]
 

@@ -125,7 +125,7 @@ def _ratios(outcome: Mapping[str, Any], trial: str) -> str:
 
 
 def _notes(ran: list[Recipe], scripts: Mapping[str, Outcomes]) -> Iterator[str]:
-    """What was said by runs that were refused or failed."""
+    """Yield what was said by runs that were refused or failed."""
     for recipe in ran:
         ended = [
             (ended_as["outcome"], _without(trial, ended_as["reason"]), trial)

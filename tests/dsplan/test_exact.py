@@ -44,7 +44,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def upper_margin(plan: Any) -> float:
-    """How far the upper bound is above the tensors' peak."""
+    """Return how far the upper bound is above the tensors' peak."""
     memory = plan["memory"]
     return float(memory["device_used_upper_bytes"] - memory["peak_allocated_bytes"])
 

@@ -61,7 +61,7 @@ def test_every_number_of_the_command_line_has_both_limits() -> None:
 @pytest.mark.parametrize(("command", "flag"), numeric_flags())
 @pytest.mark.sweep(every=6)
 def test_a_flag_takes_plain_numbers_only(cli: Cli, command: str, flag: str) -> None:
-    """What its type takes, and one of the others, another for each flag, are given to the whole command."""
+    """Values that its type takes, and one of the others, another for each flag, are given to the whole command."""
     (parameter,) = (parameter for parameter in load_command(command).params if flag in parameter.opts)
     whole = [NO_NUMBERS[sum(map(ord, flag)) % len(NO_NUMBERS)]]
     for given in NO_NUMBERS:

@@ -442,7 +442,7 @@ def test_neither_the_page_nor_an_answer_names_a_place_on_the_machine(server: Ser
 
 
 def answer_to(server: Server, query: str) -> str:
-    """What the page's first request brings, as a program asks for it."""
+    """Return what the page's first request brings, as a program asks for it."""
     config = json.loads(fetched(f"{server.url}config")[1])
     number = next(entry["id"] for entry in config["dependencies"] if entry["targets"][0][1] == "load")
     session = uuid.uuid4().hex

@@ -233,7 +233,7 @@ def plans(pick: draw.DrawFn, format: Format) -> Plan:
 
 
 def ask(reading: Reading, plan: Plan) -> tuple[Request, Configuration]:
-    """What a reading asks for on the plan's cards; what it does not say is the plan's."""
+    """Return what a reading asks for on the plan's cards; what it does not say is the plan's."""
     answers = {name: value for name, value in reading.answers.items() if value is not None}
     gpus = answers.get("gpus", plan.cluster["gpus"])
     work = {name: answers[name] for name in Question.__dataclass_fields__ if name in answers and name != "nodes"}
@@ -254,7 +254,7 @@ def model_of(reading: Reading, plan: Plan) -> ModelFacts:
 
 
 def read_back(plan: Plan, format: str) -> Reading:
-    """What the emitted files are read as; a format that has no form of the plan ends the example."""
+    """Return what the emitted files are read as; a format that has no form of the plan ends the example."""
     try:
         files = emit(plan, format)
     except ContradictoryRequest:

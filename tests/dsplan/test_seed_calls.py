@@ -75,7 +75,7 @@ def tiny(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def cached_numbers(cache: Any) -> int:
-    """What a cache of transformers really holds."""
+    """Return what a cache of transformers really holds."""
     if hasattr(cache, "self_attention_cache"):
         return cached_numbers(cache.self_attention_cache) + cached_numbers(cache.cross_attention_cache)
     return sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)

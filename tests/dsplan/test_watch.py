@@ -40,7 +40,7 @@ def test_a_line_rises_and_falls_with_its_values() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """What two ranks of an engine have written after four steps."""
+    """Return what two ranks of an engine have written after four steps."""
     directory = tmp_path / "run"
     directory.mkdir()
     for rank in range(2):
@@ -180,7 +180,7 @@ def test_the_last_rows_of_a_long_run_are_read_once(tmp_path: Path, monkeypatch: 
 
 
 class Terminal(io.StringIO):
-    """What is printed to a terminal."""
+    """A terminal, with what is printed to it."""
 
     encoding = "utf-8"
 

@@ -64,7 +64,7 @@ def row(code: str, publication: str, off: float, *, under: str = "", gpus: int =
 
 
 def test_what_the_planner_reads_is_what_the_rows_say() -> None:
-    """Where this fails rows or code have changed: run scripts/fit/intervals.py."""
+    """If this fails rows or code have changed: run scripts/fit/intervals.py."""
     by_figure = {figure: fitted(ROWS, figure) for figure in FIGURES}
     assert TABLE.read_text() == document({name: table for name, (table, _) in by_figure.items()}, ROWS) + "\n"
     covered = [one for name, (_, held) in by_figure.items() for axis in AXES for one in coverage(held[axis], name)]
@@ -196,7 +196,7 @@ def test_a_run_below_what_is_said_to_be_used_needs_no_headroom() -> None:
 
 
 def test_rows_are_of_the_models_as_they_are(tmp_path: Path) -> None:
-    """Where this fails the time or the memory model has changed: run scripts.fit.intervals with --anew."""
+    """If this fails the time or the memory model has changed: run scripts.fit.intervals with --anew."""
     by_case, desk = {one.case: one for one in questions()}, Desk(tmp_path)
     for kept in [one for one in ROWS if one.is_own][::50]:
         one = by_case[kept.case]

@@ -83,12 +83,12 @@ def _steps(engine: Any, steps: int = STEPS) -> dict[str, torch.Tensor]:
 
 
 def undisturbed(strategy: str) -> dict[str, torch.Tensor]:
-    """What a run ends with in which nothing unusual happens."""
+    """Return what a run ends with in which nothing unusual happens."""
     return _steps(make_engine(_stack(), strategy))
 
 
 def disturbed(strategy: str, how: str) -> dict[str, torch.Tensor]:
-    """What a run ends with between whose steps something happens that must change nothing."""
+    """Return what a run ends with between whose steps something happens that must change nothing."""
     engine = make_engine(_stack(), strategy)
     for step in range(STEPS):
         DISTURBANCES[how](engine, _part(engine, step))

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints run on ranks."""
+"""Functions that the tests of checkpoints run on ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _tensors(engine: Any) -> list[torch.Tensor]:
 
 
 def full_disk_on_rank_1(recipe: Recipe, directory: str, asynchronous: bool) -> tuple[str, str, str]:
-    """What is said when rank 1 cannot write, the checkpoint that is the latest then, and the one saved afterwards."""
+    """Return what is said when rank 1 cannot write, the latest checkpoint then, and the one saved afterwards."""
     engine = training_bodies.make_engine(recipe)
     training_bodies.one_step(engine, 0)
     engine.save_checkpoint(directory)
@@ -92,7 +92,7 @@ def pass_on(recipe: Recipe, source: str, goal: str) -> None:
 
 
 def times_written(directory: Path) -> dict[str, float]:
-    """How often the latest checkpoint holds the elements of each tensor but random states, on average."""
+    """Return how often the latest checkpoint holds the elements of each tensor but random states, on average."""
     folder = directory / (directory / "latest").read_text().strip()
     entries = json.loads((folder / "tensors.json").read_text()).items()
     return {
@@ -202,7 +202,7 @@ def export_gpt2(recipe: Recipe, directory: str) -> dict[str, torch.Tensor]:
 
 
 def relayed(recipe: Recipe, source: str, goal: str) -> tuple[list[float], float, int, list[float]]:
-    """What was loaded (else: what is after two steps) of rates, scale and steps, and two losses; saves `goal`."""
+    """Return what was loaded (else: is after two steps) of rates, scale and steps, and two losses; save `goal`."""
     section = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 20}}
     torch.manual_seed(3)
     engine, *_ = training_bodies.initialize(

@@ -270,7 +270,7 @@ def new_line_in_name(folder: Path) -> None:
 
 
 class Bomb:
-    """What unpickling it does can be seen afterwards."""
+    """Leaves a mark that shows afterwards that it was unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -525,7 +525,7 @@ def a_box_missing(folder: Path) -> None:
 
 
 def rank_1_draws_nothing(folder: Path) -> None:
-    """What only rank 1 reads is wrong."""
+    """Damage what only rank 1 reads."""
     for path in folder.glob("*.safetensors"):
         values = load_file(path)
         if "rng/torch/1" in values:

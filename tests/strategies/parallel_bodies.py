@@ -32,7 +32,7 @@ VOCABULARY, LENGTH, SAMPLES = 101, 16, 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Composition:
-    """How ranks train a model together."""
+    """The way in which ranks train a model together."""
 
     strategy: str = "ddp"
     dp_replicate: int = 1
@@ -80,7 +80,7 @@ class Composition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """How far a run is from one process: of the losses, of every parameter, and the gradients' norm."""
+    """The distance of a run from one process: of the losses, of every parameter, and the gradients' norm."""
 
     loss: float
     parameter: float
@@ -147,7 +147,7 @@ class _OwnBlock(nn.Module):
 
 
 def refused_layers(composition: Composition, members: Sequence[Sequence[int]] | None) -> str:
-    """What `initialize` says to layers that are split over the whole job, or over this rank's of some groups."""
+    """Return what `initialize` says to layers that are split over the whole job, or over this rank's of some groups."""
     group = dist.new_subgroups_by_enumeration([list(ranks) for ranks in members])[0] if members else None
     return _refused(lambda: initialize(OwnLayers(group), optimizer=_optimizer, plan=composition.plan()))
 
@@ -169,7 +169,7 @@ class _Unnamed(nn.Module):
 
 
 def said_of_splits(composition: Composition, tp_plan: Mapping[str, str]) -> list[str]:
-    """What is said while the example's model is split by a plan, or one with `_Unnamed` attention by the rule."""
+    """Return what is said while a plan splits the example's model, or the rule one with `_Unnamed` attention."""
     model: Any = build("gpt")
     model.blocks = model.blocks[:2]
     if not tp_plan:
@@ -352,7 +352,7 @@ def passes_of_a_block(kind: Kind, composition: Composition, is_chosen_by_script:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InStages:
-    """What a model does that was cut into stages."""
+    """Answers of a model that was cut into stages."""
 
     loss: float
     expected: float
@@ -392,7 +392,7 @@ Unfit = Literal["positions", "eager", "eager llama", "bert", "mamba", "packed", 
 
 
 def refused_sequences(kind: Unfit, tp: int = 1) -> str:
-    """What cp 2 says to a model, or to a call of it, that it cannot split."""
+    """Return what cp 2 says to a model, or to a call of it, that it cannot split."""
     transformers: Any = importlib.import_module("transformers")
     given, step = dict(batch_of(0)), Composition(cp=2, tp=tp)
     if kind in ("positions", "eager"):
@@ -419,7 +419,7 @@ def refused_sequences(kind: Unfit, tp: int = 1) -> str:
 
 
 def refused_in_stages(composition: Composition) -> str:
-    """What a pipeline of ranks that share sequences says to padded samples."""
+    """Return what a pipeline of ranks that share sequences says to padded samples."""
     engine, *_ = initialize(build("llama"), optimizer=_optimizer, plan=composition.plan())
     batch = {**batch_of(0), "attention_mask": torch.ones(SAMPLES, LENGTH, dtype=torch.long)}
     batch["attention_mask"][-1, -1] = 0
@@ -508,7 +508,7 @@ def train_batch_and_loop(composition: Composition) -> tuple[list[float], list[fl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skipped:
-    """What a rank sees of three steps, of which the second overflows on one rank."""
+    """The view of a rank on three steps, of which the second overflows on one rank."""
 
     skipped: list[int]
     """Steps that were skipped, after each."""
@@ -556,7 +556,7 @@ def train_after_other_meetings(kind: Kind, compositions: Sequence[Composition]) 
 
 
 def meetings_of_a_step(composition: Composition) -> list[tuple[str, int]]:
-    """What a step and an evaluation count as calls that all ranks make alike, by kind and number."""
+    """Return what a step and an evaluation count as calls that all ranks make alike, by kind and number."""
     engine, *_ = initialize(build("llama"), _optimizer, plan=composition.plan())
     rows = {name: ids.chunk(engine.data_parallel_size)[engine.data_parallel_rank] for name, ids in batch_of(0).items()}
     before = PULSE.number

@@ -1,4 +1,4 @@
-"""What ranks do in `engine/test_seed_calls.py`: calls as people know them from other libraries, on two ranks."""
+"""Functions that ranks run in `engine/test_seed_calls.py`: calls as people know them from other libraries."""
 
 from __future__ import annotations
 

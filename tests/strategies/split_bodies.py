@@ -275,7 +275,7 @@ def export_from(composition: Composition, directory: str, goal: str) -> list[str
 
 
 def refusal_of(composition: Composition, directory: str, name: str) -> str:
-    """What is said of a checkpoint that lacks a weight which one block has."""
+    """Return what is said of a checkpoint that lacks a weight which one block has."""
     block, _, attribute = name.rpartition(".")
     engine = make(composition)
     names = dict(engine.module.named_modules())

@@ -1,4 +1,4 @@
-"""What the tests of supervision run on ranks: a small model trained without a command above it."""
+"""Functions that the tests of supervision run on ranks: a small model trained without a command above it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def full_disk(recipe: Recipe, directory: str, asynchronous: bool) -> tuple[list[
 
 
 def script_saves_after_a_full_disk(recipe: Recipe, directory: str, own: str) -> tuple[bool, bool]:
-    """Whether a save in the background failed on this rank, and whether the script's own after it is there."""
+    """Return whether a save in the background failed on this rank, and whether the script's own after it is there."""
     engine = supervised(recipe, directory, checkpoint_steps=1000)
     train(engine, 1)
     original = storage.write
@@ -165,7 +165,7 @@ def script_saves_after_a_full_disk(recipe: Recipe, directory: str, own: str) -> 
 
 
 def stops_where_rank_1_is_not_finite(recipe: Recipe, directory: str) -> tuple[Any, str]:
-    """What a stop saves, and how it is told, when the last loss was bad on rank 1 alone."""
+    """Return what a stop saves, and how it is told, when the last loss was bad on rank 1 alone."""
     engine = supervised(recipe, directory, checkpoint_steps=1000)
     train(engine, 1)
     engine.supervision._finite._bad_losses = engine.environment.rank
@@ -173,7 +173,7 @@ def stops_where_rank_1_is_not_finite(recipe: Recipe, directory: str) -> tuple[An
 
 
 def script_loads(recipe: Recipe, run: str, own: str) -> tuple[str, int, Any]:
-    """What the script's own `load_checkpoint` gives in a run that resumes."""
+    """Return what the script's own `load_checkpoint` gives in a run that resumes."""
     engine = supervised(recipe, run)
     path, state = engine.load_checkpoint(own)
     return str(path), engine.global_steps, state
@@ -188,7 +188,7 @@ def script_saves(recipe: Recipe, run: str, own: str, passes: int) -> int:
 
 
 def blow_up(recipe: Recipe, directory: str) -> tuple[str, int]:
-    """What is said where losses stay NaN, and how many checkpoints were made of it."""
+    """Return what is said where losses stay NaN, and how many checkpoints were made of it."""
     engine = supervised(recipe, directory, checkpoint_steps=1)
     message = ""
     try:
@@ -212,7 +212,7 @@ def _steps(directory: str) -> list[int]:
 
 
 def too_late(recipe: Recipe, directory: str) -> tuple[str, int]:
-    """What is said where the time is over before saving could begin, and how many checkpoints were made."""
+    """Return what is said where the time is over before saving could begin, and how many checkpoints were made."""
     engine = supervised(recipe, directory)
     train(engine, 1)
     try:

@@ -1,4 +1,4 @@
-"""What ranks compute with split layers, beside the same layers whole."""
+"""Results that ranks compute with split layers, beside the same layers whole."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def layers_on_ranks_of(tokens: bool) -> tuple[float, list[str]]:
 
 
 def refusal_of_other_targets() -> str:
-    """What the loss says where ranks that it takes to share a vocabulary read other samples."""
+    """Return what the loss says where ranks that it takes to share a vocabulary read other samples."""
     import_module("strategies.parallel.loss")._reads_alike.clear()
     targets = torch.full((2, 3), dist.get_rank())
     try:
@@ -206,7 +206,7 @@ def refusal_of_other_targets() -> str:
 
 
 def refusal_of_odd_width() -> str:
-    """What a layer says whose outputs do not divide."""
+    """Return what a layer says whose outputs do not divide."""
     try:
         dsplan.parallel.ColumnParallelLinear(4, 5)
     except CannotRun as problem:
@@ -349,7 +349,7 @@ def split_step(engine: Any, step: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRun:
-    """What a rank saw of a training."""
+    """The view of a rank on a training."""
 
     losses: list[float]
     parameters: dict[str, torch.Tensor]
@@ -380,7 +380,7 @@ def norm_alone(composition: Composition) -> float:
 
 
 def refusal_of(composition: Composition) -> str:
-    """What `initialize` says to a plan."""
+    """Return what `initialize` says to a plan."""
     try:
         split_engine(composition)
     except CannotRun as problem:
@@ -389,7 +389,7 @@ def refusal_of(composition: Composition) -> str:
 
 
 def refusal_of_odd_length() -> str:
-    """What a forward pass of seven tokens says under sequence parallelism."""
+    """Return what a forward pass of seven tokens says under sequence parallelism."""
     engine = split_engine(Composition(model="llama", sequence_parallel=True))
     try:
         engine(input_ids=torch.ones(2, 7, dtype=torch.int64))
@@ -414,7 +414,7 @@ def loss_inside_whole_parameters() -> tuple[float, float, float]:
 
 
 def dropped_out() -> dict[str, list[float]]:
-    """What dropout leaves of ones between a column and a row layer, and after the row layer."""
+    """Return what dropout leaves of ones between a column and a row layer, and after the row layer."""
     transformers: Any = import_module("transformers")
     torch.manual_seed(3)
     config = transformers.GPT2Config(
@@ -463,7 +463,7 @@ def _adapter_optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def adapters_trained(sequence_parallel: bool) -> dict[str, float]:
-    """How far losses and weights of a model with LoRA's adapters are from those of one process."""
+    """Return how far losses and weights of a model with LoRA's adapters are from those of one process."""
     whole = _with_adapters()
     optimizer, losses = _adapter_optimizer(whole.parameters()), []
     for step in range(4):

@@ -1,4 +1,4 @@
-"""Where a run continues whose list, journal or checkpoints are lost, cut, damaged, moved or another run's."""
+"""The step where a run continues whose list, journal or checkpoints are lost, cut, damaged, moved or another run's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model to trace comes from: known again without running its code, and new when its code changes."""
+"""The source of a model to trace: known again without running its code, and new when its code changes."""
 
 from __future__ import annotations
 

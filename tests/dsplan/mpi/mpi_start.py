@@ -51,7 +51,7 @@ def mpirun(ranks: int, *command: str | Path) -> subprocess.CompletedProcess[str]
 
 @functools.cache
 def outcomes(module: str, ranks: int) -> dict[str, list[str]]:
-    """What became of each body of a module on so many ranks: its failures."""
+    """Return what became of each body of a module on so many ranks: its failures."""
     with tempfile.TemporaryDirectory() as directory:
         return run_bodies(module, ranks, Path(directory))
 

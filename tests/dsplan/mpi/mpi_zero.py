@@ -44,7 +44,7 @@ def _gradients(step: int, rank: int) -> dict[str, Any]:
 
 
 def _reference(ranks: int, make: Optimizer, clip: float | None = None) -> dict[Any, np.ndarray[Any, Any]]:
-    """What one process with all gradients gets; fp16 parameters as the fp32 masters that stand behind them."""
+    """Return what one process with all gradients gets; fp16 parameters as the fp32 masters that stand behind them."""
     wide = {path: torch.tensor(_wide(value), requires_grad=True) for path, value in leaves(_parameters()).items()}
     optimizer = make(list(wide.values()))
     for step in range(STEPS):

@@ -28,7 +28,7 @@ def tree_of(rank: int) -> Any:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """What two ranks save."""
+    """Return what two ranks save."""
     folder = tmp_path / "run" / "step-00000001"
     folder.mkdir(parents=True)
     trees = [tree_of(rank) for rank in range(2)]

@@ -42,7 +42,7 @@ def test_saving(body: str, saved: tuple[Path, dict[str, list[str]]]) -> None:
 
 @pytest.fixture(scope="module")
 def loaded(saved: tuple[Path, dict[str, list[str]]]) -> dict[int, dict[str, list[str]]]:
-    """What became of loading on fewer and on more ranks."""
+    """Return what became of loading on fewer and on more ranks."""
     return {ranks: run_bodies("mpi_loading", ranks, saved[0]) for ranks in (2, 4)}
 
 

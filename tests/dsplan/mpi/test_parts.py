@@ -1,4 +1,4 @@
-"""What dsplan.mpi does before and after MPI: buckets, trees, files, and what it says where MPI is not there."""
+"""The parts of dsplan.mpi before and after MPI: buckets, trees, files, and what it says where MPI is not there."""
 
 from __future__ import annotations
 

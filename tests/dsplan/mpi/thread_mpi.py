@@ -14,7 +14,7 @@ _WAIT_SECONDS = 60.0
 
 
 class _Room:
-    """Where the ranks of a communicator exchange values."""
+    """The room in which the ranks of a communicator exchange values."""
 
     def __init__(self, size: int) -> None:
         self.size = size

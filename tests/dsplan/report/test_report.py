@@ -27,7 +27,7 @@ HOSTILE = "<script>alert(1)</script>\x1b[31m&\"'"
 
 
 def figures(page: str) -> dict[str, Any]:
-    """What plotly draws on a page, by picture."""
+    """Return what plotly draws on a page, by picture."""
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert data is not None
     return dict(json.loads(data[1])["figures"])

@@ -1,4 +1,4 @@
-"""Which catalogue link joins the GPUs of a node."""
+"""The catalogue link that joins the GPUs of a node."""
 
 from __future__ import annotations
 

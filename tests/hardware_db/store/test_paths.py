@@ -1,4 +1,4 @@
-"""Where the database lies, and how files are replaced."""
+"""The place of the database, and the replacement of files."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def shared(home: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """What `dsplan db share` wrote."""
+    """Return what `dsplan db share` wrote."""
     path = home / "shared.jsonl"
     assert main(["db", "share", str(path)]) == 0
     assert capsys.readouterr().out.startswith(f"2 runs written to {path}, 4 left out")
@@ -77,7 +77,7 @@ def test_nothing_that_a_person_chose_is_in_a_shared_file(shared: Path) -> None:
 
 @pytest.fixture
 def address(shared: Path) -> Iterator[str]:
-    """Where a server publishes the file."""
+    """Return where a server publishes the file."""
     handler = partial(SimpleHTTPRequestHandler, directory=str(shared.parent))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = Thread(target=server.serve_forever)

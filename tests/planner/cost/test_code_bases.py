@@ -1,4 +1,4 @@
-"""Whose code runs decides memory and time: the catalogue, a file of one's own, and what follows from their traits."""
+"""Code that runs decides memory and time: the catalogue, a file of one's own, what follows from their traits."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ TRAINED = [
 
 @dataclass(frozen=True)
 class Answers:
-    """What one process of DeepSpeed's made of all configs: importing it takes longer than reading them."""
+    """The answers of one process of DeepSpeed's to all configs: importing it takes longer than reading them."""
 
     of_grid: list[dict[str, Any]]
     of_recommended: list[dict[str, Any]]

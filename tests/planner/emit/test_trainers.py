@@ -1,4 +1,4 @@
-"""What torchtitan, Megatron-LM, Megatron-Bridge, NeMo 2 and nanotron are given, against what they document.
+"""The files for torchtitan, Megatron-LM, Megatron-Bridge, NeMo 2 and nanotron, against what they document.
 
 `trainer_schemas.json` has the names and kinds that each takes, with the commit they were read at. With DSPLAN_TRAINERS
 set to a folder of checkouts (torchtitan-0.2.2, torchtitan, Megatron-LM, Megatron-Bridge, NeMo, nanotron) the slow test

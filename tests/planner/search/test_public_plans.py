@@ -1,4 +1,4 @@
-"""What is recommended for models at their public shapes is near what their authors trained with, and rules say what
+"""Recommended plans of models at their public shapes are near what their authors trained with, and rules say what
 cannot be split."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the search promises: plans fit, the batch stays, the best is first, every loser has its reason."""
+"""The promises of the search: plans fit, the batch stays, the best is first, every loser has its reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every strategy must do, whichever it is: a new strategy adds its name to SPREAD.
+"""The contract of every strategy, whichever it is: a new strategy adds its name to SPREAD.
 
 Losses and every parameter after ten steps are those of plain torch in one process, on two and on three ranks.
 """

@@ -67,7 +67,7 @@ def test_one_rank_alone(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STAGES)
 @pytest.mark.sweep(every=4)
 def test_bf16_steps_masters_in_fp32(strategy: str, ranks: RankPool) -> None:
-    """What is lost is the rounding of weights to 8 bits of mantissa, 2^-9 each, and not of their sum of updates: after
+    """The loss is the rounding of weights to 8 bits of mantissa, 2^-9 each, and not of their sum of updates: after
     30 steps at 2e-3 the losses of DDP under autocast, whose weights are fp32, are within that of the largest weight."""
     expected = ranks.run(training_bodies.train, Recipe(strategy="ddp", world_size=2, precision="bf16", steps=30))[0]
     trained = ranks.run(training_bodies.train, native(strategy, precision="bf16", steps=30))[0]

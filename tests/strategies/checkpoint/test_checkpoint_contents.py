@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside weights and moments, how it is saved, and how it is exported."""
+"""The contents of a checkpoint beside weights and moments, how it is saved, and how it is exported."""
 
 from __future__ import annotations
 

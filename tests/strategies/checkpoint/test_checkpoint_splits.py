@@ -42,7 +42,7 @@ def four_ranks(new_pool: Any) -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Norms]:
-    """What one process writes after two steps, and the norms of these and of the next two."""
+    """Return what one process writes after two steps, and the norms of these and of the next two."""
     folder = tmp_path_factory.mktemp("single")
     return folder, split_bodies.save_after(SINGLE, str(folder))
 
@@ -163,7 +163,7 @@ def test_a_weight_that_one_stage_misses_is_named_on_every_rank(
 
 
 def brute(part: torch.Tensor, split: Split) -> dict[tuple[int, ...], float]:
-    """Where each element of a part is in the whole."""
+    """Return where each element of a part is in the whole."""
     places = [index for first, end in split.pieces for index in range(first, end)]
     return {
         (*where[: split.dim], places[where[split.dim]], *where[split.dim + 1 :]): float(part[where])

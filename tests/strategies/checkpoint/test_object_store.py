@@ -49,7 +49,7 @@ class Faults:
 
     @property
     def changes(self) -> int:
-        """How many calls have changed something."""
+        """Return how many calls have changed something."""
         return sum(name in CALLS[:4] for name in self.calls)
 
 

@@ -1,4 +1,4 @@
-"""What a config says: DeepSpeed's sections and ours, flat ones, and keys that nobody knows."""
+"""The sections and keys of a config: DeepSpeed's sections and ours, flat ones, and keys that nobody knows."""
 
 from __future__ import annotations
 

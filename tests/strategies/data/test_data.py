@@ -1,4 +1,4 @@
-"""Which samples a rank gets: together the ranks see every sample once, in the same global batches whatever the plan."""
+"""Samples that a rank gets: together ranks see every sample once, in the same global batches whatever the plan."""
 
 from __future__ import annotations
 

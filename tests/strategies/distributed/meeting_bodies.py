@@ -1,4 +1,4 @@
-"""What ranks of a pool do to meet each other again, as processes with places of the test's choice."""
+"""Lets ranks of a pool meet each other again, as processes with places of the test's choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who a process is, from the variables of each launcher, and the line that says what is wrong with them."""
+"""Rank and place of a process, from the variables of each launcher, and the line that says what is wrong there."""
 
 from __future__ import annotations
 

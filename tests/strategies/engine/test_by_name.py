@@ -90,7 +90,7 @@ def loss_tolerance(config: Mapping[str, Any]) -> float:
 
 
 def tolerance(config: Mapping[str, Any]) -> float:
-    """How far parameters may be off, as a part of the way that they went.
+    """Return how far parameters may be off, as a part of the way that they went.
 
     Sums over ranks round otherwise than sums over a batch, by 2^-24 each. torch's Muon turns gradients into steps in
     bf16, where such a difference may be a rounding of 2^-9, in each of its five iterations. Lion's steps have one size:

@@ -1,4 +1,4 @@
-"""What every engine offers beside training, the same under every strategy."""
+"""The offers of every engine beside training, the same under every strategy."""
 
 from __future__ import annotations
 

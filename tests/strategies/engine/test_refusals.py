@@ -1,4 +1,4 @@
-"""What the engine refuses: one line that says what, where, and what to do."""
+"""Refusals of the engine: one line that says what, where, and what to do."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class FaultyRun:
 
     @property
     def out(self) -> str:
-        """What the command has printed, all of its starts together."""
+        """Return what the command has printed, all of its starts together."""
         return (self.directory / "out.txt").read_text()
 
     def start(self) -> None:
@@ -133,11 +133,11 @@ class FaultyRun:
         return next((_parent(pid) for pid in self.ranks().values()), None)
 
     def has_opened(self) -> bool:
-        """Whether ranks that run have come as far as the loop."""
+        """Return whether ranks that run have come as far as the loop."""
         return any(_command_line(Path(f"/proc/{pid}")) for start in self.starts()[-1:] for pid in start.processes)
 
     def left_running(self) -> list[str]:
-        """What still runs a while after the command ended."""
+        """Return what still runs a while after the command ended."""
         with contextlib.suppress(AssertionError):
             wait_for(lambda: not self.processes(), seconds=20)
         return [f"{pid} {line}" for pid, line in self.processes().items()]

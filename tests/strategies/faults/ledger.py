@@ -1,4 +1,4 @@
-"""What the ledgers of a run say: the steps that count, their losses, and which sample was trained on when."""
+"""Reads the ledgers of a run: the steps that count, their losses, and which sample was trained on when."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a run was at some time: the last step that a rank had begun, and how many steps had been saved."""
+    """The progress of a run at some time: the last step that a rank had begun, and how many steps had been saved."""
 
     step: int
     checkpoints: int
@@ -79,7 +79,7 @@ def read_starts(directory: Path) -> list[Start]:
 
 
 def progress(starts: list[Start], when: float) -> Progress:
-    """How far a run was at a time in seconds since 1970, as far as its ranks had written down by then."""
+    """Return how far a run was at a time in seconds since 1970, as far as its ranks had written down by then."""
     begun = [start for start in starts if start.began <= when]
     rows = [[row for rows in start.rows.values() for row in rows.values() if row["time"] <= when] for start in begun]
     step = max((row["step"] for row in rows[-1]), default=begun[-1].resumed_at) if begun else 0

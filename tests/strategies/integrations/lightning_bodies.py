@@ -1,4 +1,4 @@
-"""What ranks do in the tests of Lightning: train one module under Lightning's own strategies and under ours."""
+"""Functions that ranks run in the tests of Lightning: one module under Lightning's own strategies and ours."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def evaluated(path: str) -> dict[str, Any]:
 
 
 def loaded(path: str) -> dict[str, torch.Tensor]:
-    """What `load_from_checkpoint` makes of a file of weights."""
+    """Return what `load_from_checkpoint` makes of a file of weights."""
     return dict(Tiny.load_from_checkpoint(path).state_dict())
 
 

@@ -17,7 +17,7 @@ from tests.strategies.integrations.test_lightning import STRATEGIES, arguments_o
 
 @pytest.fixture(scope="module")
 def reference(ranks: RankPool) -> Any:
-    """What Fabric's own DDP leaves, by the number of batches that are accumulated."""
+    """Return what Fabric's own DDP leaves, by the number of batches that are accumulated."""
     return cache(lambda accumulation: ranks.run(bodies.fabric_loop, None, accumulation))
 
 

@@ -33,7 +33,7 @@ def arguments_of(strategy: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def reference(ranks: RankPool) -> Any:
-    """What Lightning's own DDP leaves, by settings."""
+    """Return what Lightning's own DDP leaves, by settings."""
     return cache(lambda settings: ranks.run(bodies.fit, None, *SETTINGS[settings]))
 
 

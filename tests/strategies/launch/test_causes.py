@@ -1,4 +1,4 @@
-"""Why an attempt ended, from what several ranks, their launcher and the kernel left behind."""
+"""The cause of an attempt's end, from what several ranks, their launcher and the kernel left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a terminal that closes asks of the command in it."""
+"""A terminal that closes asks the command in it for a stop."""
 
 from __future__ import annotations
 

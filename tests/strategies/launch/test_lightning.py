@@ -53,7 +53,7 @@ def test_the_plans_strategy_takes_the_place_of_the_scripts(ranks: RankPool) -> N
 
 
 def taken_place() -> dict[str, list[Any]]:
-    """What a Trainer, one with dsplan's strategy already, and a Fabric of a script are made with under `dsplan run`."""
+    """Return what `dsplan run` makes a Trainer, one with dsplan's strategy already, and a Fabric of a script with."""
     import lightning.fabric
     import lightning.pytorch
 

@@ -1,4 +1,4 @@
-"""How a run ended is judged from what its processes left behind."""
+"""The outcome of a run is judged from what its processes left behind."""
 
 from __future__ import annotations
 

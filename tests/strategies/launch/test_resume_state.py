@@ -1,4 +1,4 @@
-"""How a run stands when its ranks start: failed plans of all nodes, one global batch, the plan to resume with."""
+"""The state of a run when its ranks start: failed plans of all nodes, one global batch, the plan to resume with."""
 
 from __future__ import annotations
 

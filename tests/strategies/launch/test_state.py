@@ -1,4 +1,4 @@
-"""What a run carries from attempt to attempt: the plan in use, those that failed, and the file that keeps it."""
+"""State of a run from attempt to attempt: the plan in use, those that failed, and the file that keeps it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where DeepSpeed is not installed everything but its backend is the same: plans, configs, and losses of ZeRO."""
+"""Without DeepSpeed everything but its backend is the same: plans, configs, and losses of ZeRO."""
 
 from __future__ import annotations
 

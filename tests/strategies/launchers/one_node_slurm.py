@@ -45,7 +45,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=
 
 
 def missing() -> str:
-    """Why there can be none here; empty where there can."""
+    """Return why there can be none here; empty where there can."""
     absent = [name for name in _NEEDED if shutil.which(name) is None]
     if absent:
         return f"needs SLURM and munge (apt-get install slurm-wlm munge): no {', '.join(absent)}"

@@ -220,7 +220,7 @@ class _Job:
         return _Pod(f"{self.name}-node-0-{index}-{self.made:05d}", index, template, labels)
 
     def variables(self, index: int) -> dict[str, str]:
-        """What the controllers add to a container's environment."""
+        """Return what the controllers add to a container's environment."""
         if self.plural == "jobsets":
             return {}
         if self.plural == "pytorchjobs":

@@ -44,7 +44,7 @@ class ClusterRun:
         return self.run.dsplan("run", *words, "--checkpoint-steps", "1", str(SCRIPT))
 
     def attempts(self, node: int = 0) -> list[str]:
-        """How the attempts of a node's `dsplan run` ended, and the last one's outcome."""
+        """Return how the attempts of a node's `dsplan run` ended, and the last one's outcome."""
         text = (self.cluster.directory / "volume" / "trained" / f"node{node}" / "run.jsonl").read_text()
         rows = [json.loads(line) for line in text.splitlines()]
         return [row.get("kind") or row["outcome"] for row in rows if row["event"] in ("ending", "end")]

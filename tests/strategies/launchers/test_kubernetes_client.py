@@ -1,4 +1,4 @@
-"""What `dsplan run --launcher kubernetes` says and leaves on a cluster, with pods that only seem to train."""
+"""Words of `dsplan run --launcher kubernetes` and what it leaves on a cluster, with pods that only seem to train."""
 
 from __future__ import annotations
 

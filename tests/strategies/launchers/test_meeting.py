@@ -91,7 +91,7 @@ def _program(answer: bytes | None) -> Iterator[int]:
 
 
 def _report_line(directory: Path, host: str, port: int) -> dict[str, Any]:
-    """What a node that is to meet others at an address writes of it."""
+    """Return what a node that is to meet others at an address writes of it."""
     spec = LaunchSpec(script="train.py", processes=1, run_directory=str(directory), supervision=DEFAULT_SUPERVISION)
     nodes.Node(spec, Address(host=host, port=port)).round()
     told = json.loads((directory / RESULT_FILE).read_text())

@@ -1,4 +1,4 @@
-"""What launchers print of their ranks' ends, and the command lines they are started with; no process is."""
+"""Lines that launchers print of their ranks' ends, and the command lines they are started with; no process is."""
 
 from __future__ import annotations
 

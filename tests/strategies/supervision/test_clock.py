@@ -1,4 +1,4 @@
-"""When ranks look at the clock, and when they save."""
+"""The times at which ranks look at the clock, and at which they save."""
 
 from __future__ import annotations
 

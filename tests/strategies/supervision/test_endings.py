@@ -1,4 +1,4 @@
-"""What a rank says of its end, what a script keeps for itself, and which checkpoints a run knows."""
+"""Words of a rank on its end, what a script keeps for itself, and the checkpoints that a run knows."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.strategies.attempts import attempt_options
 
 
 class _Trainer:
-    """What `supervise` needs of a Trainer; keeps what its `train` was asked for."""
+    """The part of a Trainer that `supervise` needs; keeps what its `train` was asked for."""
 
     def __init__(self, output: Path) -> None:
         self.args = SimpleNamespace(output_dir=str(output))
@@ -47,7 +47,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def _ask_trainer(run: Path, resume_from_checkpoint: Any = None, **options: Any) -> Any:
-    """What the Trainer of the next attempt is asked to resume from."""
+    """Return what the Trainer of the next attempt is asked to resume from."""
     later = {"checkpoint_directory": "c", "attempt": 1, "resumes": True, "reached": 9, "may_begin_anew": False}
     attempt_options(**{**later, **options}).save(run)
     trainer = _Trainer(run / "out")

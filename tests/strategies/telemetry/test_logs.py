@@ -1,4 +1,4 @@
-"""What a config's logs, timers, traces and memory lines leave behind."""
+"""Files that a config's logs, timers, traces and memory lines leave behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read of the machine, with a GPU that answers and refuses as NVML does."""
+"""Figures that are read of the machine, with a GPU that answers and refuses as NVML does."""
 
 from __future__ import annotations
 

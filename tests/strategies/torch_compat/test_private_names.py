@@ -88,7 +88,7 @@ def root_of(node: ast.expr) -> str:
 
 
 def reaches(nodes: Nodes, own: set[str]) -> Iterator[str]:
-    """What in a module reaches into torch's private parts, with its line."""
+    """Yield what in a module reaches into torch's private parts, with its line."""
     torch_names = from_torch(nodes)
     for node in nodes:
         if isinstance(node, ast.Import):

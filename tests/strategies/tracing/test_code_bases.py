@@ -319,7 +319,7 @@ def _handed_over(module: nn.Module, x: Tensor, arguments: dict[str, Any], *, cas
 
 
 def _is_activation(tensor: Tensor) -> bool:
-    """Whether a dimension is that of the samples, or of all positions of all samples."""
+    """Return whether a dimension is that of the samples, or of all positions of all samples."""
     return bool({SAMPLES, SAMPLES * LENGTH} & set(tensor.shape))
 
 

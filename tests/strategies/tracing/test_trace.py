@@ -30,7 +30,7 @@ CPU = probed_cluster(probe(), ranks=1).device
 
 
 def own_run(strategy: str, **degrees: int) -> CompositionRun:
-    """What real ranks measured of a step of the example's GPT in fp32."""
+    """Return what real ranks measured of a step of the example's GPT in fp32."""
     wanted = {"dp_shard": 1, "tp": 1, "pp": 1, "cp": 1, "strategy": strategy, "precision": "fp32", **degrees}
     return next(run for run in OWN_RUNS if all(getattr(run, name) == value for name, value in wanted.items()))
 

@@ -127,7 +127,7 @@ def test_ranks_end_with_their_parent(preload: tuple[str, ...]) -> None:
 
 
 def _alive(process_id: int) -> bool:
-    """Whether a process runs; one that has ended but that nobody has reaped does not count."""
+    """Return whether a process runs; one that has ended but that nobody has reaped does not count."""
     try:
         state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What ranks find together; nodes are threads over one store. tests/strategies/distributed has ranks that are
+"""Findings of ranks together; nodes are threads over one store. tests/strategies/distributed has ranks that are
 processes."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one machine shows: each check against a state that is fine and one that is not."""
+"""Findings on one machine: each check against a state that is fine and one that is not."""
 
 from __future__ import annotations
 

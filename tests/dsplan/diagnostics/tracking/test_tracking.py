@@ -1,4 +1,4 @@
-"""What trackers get of a run: each step once, whatever ends in between, and nothing that ends the run."""
+"""Trackers get each step of a run once, whatever ends in between, and nothing that ends the run."""
 
 from __future__ import annotations
 

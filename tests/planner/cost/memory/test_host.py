@@ -51,7 +51,7 @@ def test_fsdp_offload_pins_tensor_by_tensor() -> None:
 
 
 def test_frozen_weights_on_the_host_have_neither_gradients_nor_moments() -> None:
-    """What 4-bit weights take, and for 42 million adapters' 16 bytes each; all of them pinned to powers of two."""
+    """The bytes of 4-bit weights, and for 42 million adapters' 16 bytes each; all of them pinned to powers of two."""
     cluster = resolve_cluster(HardwareRequest(gpu="h100", gpus=8))
     options = WorkOptions(seq_len=2048, precision="bf16", method="qlora", lora_rank=16)
     request = make_request(find_model("llama-3-8b"), cluster, options)

@@ -1,4 +1,4 @@
-"""What our own ZeRO's plans say of offload: by arithmetic on GPUs, and on CPUs beside what two real ranks measured."""
+"""Offload in plans of our own ZeRO: by arithmetic on GPUs, and on CPUs beside what two real ranks measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What single, DDP and FSDP2 hold, and their optimizers' steps, against the strategies themselves, byte by byte."""
+"""Memory of single, DDP and FSDP2, and of their optimizers' steps, against the strategies themselves, byte by byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the accuracy report says of step times: how it comes about, and that it does not get worse."""
+"""The accuracy report on step times: how it comes about, and that it does not get worse."""
 
 from __future__ import annotations
 
