@@ -84,7 +84,7 @@ class Row:
     """A case with what was published, and what is said now, in the unit of its figure."""
 
     case: Case
-    asked: Asked
+    run: Asked
     published: float
     after: float
 
@@ -117,7 +117,7 @@ def _row(case: Case, questions: Mapping[str, Asked], answers: Mapping[str, Answe
     if case.figure == "scaling":
         published /= questions[case.beside].tokens_per_s_per_gpu
         after /= answers[case.beside].tokens_per_s_per_gpu
-    return Row(case=case, asked=run, published=published, after=after)
+    return Row(case=case, run=run, published=published, after=after)
 
 
 def report(rows: Sequence[Row], halves: Sequence[tuple[Half, Half]]) -> Iterator[str]:
@@ -155,7 +155,7 @@ def listed(line: str, rows: Sequence[Row]) -> Iterator[list[str]]:
     for row in rows:
         if row.case.line == line:
             before, after = (f"{error:+.0%}" for error in row.errors)
-            yield [row.case.case, row.asked.model, plan_text(row.asked), *_figure(row), before, after]
+            yield [row.case.case, row.run.model, plan_text(row.run), *_figure(row), before, after]
 
 
 def _figure(row: Row) -> tuple[str, str]:

@@ -23,13 +23,13 @@ class _Trainer:
 
     def __init__(self, output: Path) -> None:
         self.args = SimpleNamespace(output_dir=str(output))
-        self.asked: list[Any] = []
+        self.resumed_from: list[Any] = []
 
     def add_callback(self, callback: Any) -> None:
         pass
 
     def train(self, resume_from_checkpoint: Any = None) -> None:
-        self.asked.append(resume_from_checkpoint)
+        self.resumed_from.append(resume_from_checkpoint)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def _ask_trainer(run: Path, resume_from_checkpoint: Any = None, **options: Any) 
     trainer = _Trainer(run / "out")
     hook.supervise(trainer)
     trainer.train(resume_from_checkpoint)
-    return trainer.asked[0]
+    return trainer.resumed_from[0]
 
 
 def test_a_trainer_resumes_from_what_is_on_disk(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,5 +107,5 @@ def test_only_the_first_training_of_a_process_continues(monkeypatch: pytest.Monk
     first.train()
     first.train()
     second.train()
-    assert first.asked == [str(saved), None]
-    assert second.asked == [None]
+    assert first.resumed_from == [str(saved), None]
+    assert second.resumed_from == [None]

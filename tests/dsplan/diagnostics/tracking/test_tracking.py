@@ -49,7 +49,7 @@ class Notebook(Tracker):
         super().__init__(run)
         before = self.runs.get(run.identity)
         self.steps: list[tuple[int, Mapping[str, float]]] = before.steps if before else []
-        self.said: list[str] = before.said if before else []
+        self.notes: list[str] = before.notes if before else []
         self.configuration: Mapping[str, Any] = before.configuration if before else {}
         self.succeeded: bool | None = None
         self.runs[run.identity] = self
@@ -64,7 +64,7 @@ class Notebook(Tracker):
         self.steps.append((step, values))
 
     def say(self, title: str, text: str, step: int, number: int) -> None:
-        self.said.append(f"{title} {step}: {text}")
+        self.notes.append(f"{title} {step}: {text}")
 
     def finish(self, *, succeeded: bool) -> None:
         self.succeeded = succeeded
@@ -179,7 +179,7 @@ def test_a_restart_gives_each_step_once(run: Path, name: str, losses: list[float
     fed(run, name, lambda: None, crash)
     assert seen() == [1, 2, 3, 4, 5, 6, 7]
     assert [values["train/loss"] for _, values in Notebook.of("abc").steps] == losses
-    assert Notebook.of("abc").said == [
+    assert Notebook.of("abc").notes == [
         "ending 5: attempt 0 ended: killed: by SIGKILL",
         "attempt 7: attempt 1 begins, on 2 ranks",
     ]
@@ -202,7 +202,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(run: Path, name: s
     fed(run, name)
     fed(run, name)  # and again: there is nothing more to give
     assert seen() == [1, 2, 3, 900, 4, 5]
-    assert Notebook.of("abc").said == ["alert 2: rank 1: loss is nan", "attempt 5: attempt 1 begins, on 2 ranks"]
+    assert Notebook.of("abc").notes == ["alert 2: rank 1: loss is nan", "attempt 5: attempt 1 begins, on 2 ranks"]
 
 
 def test_a_run_that_begins_anew_is_another_run_of_the_tracker(run: Path) -> None:
@@ -260,7 +260,7 @@ def test_an_outcome_is_handed_on_and_no_step_is_no_run(run: Path) -> None:
     Journal(run).append("end", 0, outcome="failed", exit_code=1)
     fed(run, "notebook")
     assert Notebook.of("abc").succeeded is False
-    assert Notebook.of("abc").said == ["end 1: the run ended: failed"]
+    assert Notebook.of("abc").notes == ["end 1: the run ended: failed"]
 
 
 @pytest.fixture
