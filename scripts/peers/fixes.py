@@ -112,12 +112,12 @@ def _lines(diff: str) -> int:
 
 def _keys(diff: str) -> list[str]:
     """Return the last words of the keys on changed lines."""
-    found = set()
+    keys = set()
     for line in diff.splitlines():
         if line[:1] in "+-" and line[:3] not in ("+++", "---") and line[1:].strip():
             match = re.search(r"([\w-]+)\s*[:= ]\s*\S*\s*\\?$", line[1:].split("#")[0].rstrip())
-            found.add(match[1] if match else line[1:].strip())
-    return sorted(found)
+            keys.add(match[1] if match else line[1:].strip())
+    return sorted(keys)
 
 
 # The trainers' own parsers: what parses, and what it said.
@@ -177,8 +177,8 @@ def by_arguments(path: str, sources: dict[str, str]) -> None:
     from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
     settings, _ = argument_settings([*_launch_words(path)], read_source(Path(path)))
-    known = {item.name for item in Seq2SeqTrainingArguments.__dataclass_fields__.values()}
-    flags = [word for item in settings if item.key in known and item.key != "deepspeed" for word in _spelt(item)]
+    fields = {item.name for item in Seq2SeqTrainingArguments.__dataclass_fields__.values()}
+    flags = [word for item in settings if item.key in fields and item.key != "deepspeed" for word in _spelt(item)]
     HfArgumentParser(Seq2SeqTrainingArguments).parse_args_into_dataclasses([*flags, "--bf16", "false"])
 
 

@@ -184,8 +184,8 @@ def test_a_command(cli: Cli) -> None:
 
 
 def test_a_card_without_bf16(cli: Cli, config: Path) -> None:
-    found = cli("check train.yaml --gpus 8 --gpu V100-SXM2-32GB --json").json["findings"]
-    assert "no-bf16" in {item["id"] for item in found}
+    findings = cli("check train.yaml --gpus 8 --gpu V100-SXM2-32GB --json").json["findings"]
+    assert "no-bf16" in {item["id"] for item in findings}
 
 
 def test_the_batch_triple(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,11 +406,11 @@ def test_what_a_config_names_is_read_inside_of_its_folder_only(
 
 def test_recommend_takes_the_question_from_a_config(cli: Cli, config: Path, tmp_path: Path) -> None:
     """The plans are those of the same question in flags; a flag beside the config stands in the config's place."""
-    asked = cli(f"recommend --config train.yaml {CARD} --json").json
+    answer = cli(f"recommend --config train.yaml {CARD} --json").json
     flags = "--seq-len 2048 --precision bf16 --optimizer adamw-8bit --attention flash"
     same = cli(f"recommend --model llama-3.1-8b {CARD} {flags} --global-batch 128 --json").json
-    assert asked["plans"]
-    assert [plan["plan"] for plan in asked["plans"]] == [plan["plan"] for plan in same["plans"]]
+    assert answer["plans"]
+    assert [plan["plan"] for plan in answer["plans"]] == [plan["plan"] for plan in same["plans"]]
     lora = AXOLOTL + "adapter: lora\nlora_r: 8\nlora_target_linear: true\n"
     (tmp_path / "lora.yaml").write_text(lora)
     whole = cli(f"recommend --config lora.yaml --method full --model opt-1.3b --seq-len 512 {CARD} --json").json
