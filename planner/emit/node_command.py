@@ -1,4 +1,4 @@
-"""What the nodes of a submitted job run: `dsplan run`, which resumes what its node's directory holds.
+"""Commands of the nodes of a submitted job: `dsplan run`, which resumes what its node's directory holds.
 
 The variables that tell a node of the others are those of torchrun's flags (`PET_`), which Kubeflow's torch runtime
 sets.

@@ -38,18 +38,18 @@ PREEMPTED = Outcome(name="preempted", exit_code=STOPPED)
 
 
 class Unanswered(DsplanError):
-    """Who keeps the job does not answer now, and may a moment later."""
+    """The service that keeps the job does not answer now; it may a moment later."""
 
 
-def why_hopeless(status: int | None, place: str) -> str:
+def why_hopeless(status: int | None, environment: str) -> str:
     """Return why no repetition changes that a node's command ended with a status; empty where one may.
 
-    `place` is what has dsplan installed, such as "the image".
+    `environment` is what has dsplan installed, such as "the image".
     """
     reasons = {
         2: "dsplan run refuses it, as its last line above says",
-        126: f"the dsplan of {place} cannot be executed",
-        127: f"{place} has no dsplan command; install dsplan in it",
+        126: f"the dsplan of {environment} cannot be executed",
+        127: f"{environment} has no dsplan command; install dsplan in it",
     }
     return reasons.get(status or 0, "")
 
@@ -168,9 +168,9 @@ class FollowedRun(ABC):
                 try:
                     if self._requests is not None and self._requests.came and not self._is_stopping:
                         again = "; Ctrl-C again does not wait for that" if self._requests.interrupted else ""
-                        said = self._stop()
+                        line = self._stop()
                         self._is_stopping = True
-                        yield label_lines(f"{said}{again}")
+                        yield label_lines(f"{line}{again}")
                     yield from self._look()
                     self._answered = time.monotonic()
                 except Unanswered as problem:

@@ -167,7 +167,7 @@ def _failed(record: Record) -> Outcome:
     """Return the outcome of a job that SkyPilot has given up."""
     reasons = (why_hopeless(status, "the nodes' setup") for status in record.exit_statuses)
     hopeless = next(filter(None, reasons), "")
-    said = hopeless or record.reason or f"see sky jobs logs --controller {record.number}"
+    words = hopeless or record.reason or f"see sky jobs logs --controller {record.number}"
     refused = bool(hopeless) or record.status in ("FAILED_PRECHECKS", "FAILED_SETUP")
-    reason = f"managed job {record.number} of {record.name} ended as {record.status}: {said}"
+    reason = f"managed job {record.number} of {record.name} ended as {record.status}: {words}"
     return Outcome(name="failed", exit_code=2 if refused else 1, reason=reason)

@@ -69,11 +69,11 @@ def test_nodes_meet_at_the_first_with_directories_of_their_own(tmp_path: Path) -
     variables = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.9", "HOME": str(tmp_path)}
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables, **managed_job(JOB)["envs"]}
     words = ["bash", "-c", managed_job(JOB)["run"]]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
     directory = tmp_path / "dsplan-runs" / "run"
     node = directory / "node1"
-    assert done[:3] == ["run", "--run-dir", str(node)]
-    assert done[3:9] == [
+    assert ended[:3] == ["run", "--run-dir", str(node)]
+    assert ended[3:9] == [
         "--nodes",
         "2",
         "--rendezvous",
@@ -81,13 +81,13 @@ def test_nodes_meet_at_the_first_with_directories_of_their_own(tmp_path: Path) -
         "--checkpoint-dir",
         f"{directory}/checkpoints",
     ]
-    assert done[9:] == ["--plan", f"{node}/requested-plan.yaml", *JOB.words]
+    assert ended[9:] == ["--plan", f"{node}/requested-plan.yaml", *JOB.words]
     assert int((tmp_path / ".dsplan-run.pid").read_text()) > 0
 
 
 def test_a_hook_ends_when_the_run_has_saved(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    run = f"trap 'sleep 0.3; touch {saved}; exit 75' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
+    run = f"trap 'sleep 0.3; touch {saved}; exit 75' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; ended"
     with subprocess.Popen(["bash", "-c", run, "dsplan run"]) as process:
         (tmp_path / "process").write_text(str(process.pid))
         while not (tmp_path / "ready").exists():
@@ -100,8 +100,8 @@ def test_a_hook_ends_when_the_run_has_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "4194305"])
 def test_a_hook_without_a_run_ends_at_once(content: str, tmp_path: Path) -> None:
     (tmp_path / "process").write_text(content)
-    done = subprocess.run(["sh", "-c", save_command(str(tmp_path / "process"))], capture_output=True, timeout=20)
-    assert (done.stdout, done.stderr) == (b"", b"")
+    ended = subprocess.run(["sh", "-c", save_command(str(tmp_path / "process"))], capture_output=True, timeout=20)
+    assert (ended.stdout, ended.stderr) == (b"", b"")
 
 
 # By SkyPilot itself, without a cloud.
@@ -154,13 +154,13 @@ def test_skypilots_optimizer_rents_the_plans_nodes_at_its_catalogues_prices(tmp_
         table.parent.mkdir(parents=True)
         table.write_text(text)
     documents = [managed_job(replace(JOB, resources=resources)) for resources, _ in expected]
-    asked, answered = tmp_path / "asked.json", tmp_path / "answered.json"
-    asked.write_text(json.dumps(documents))
+    question, answer = tmp_path / "asked.json", tmp_path / "answered.json"
+    question.write_text(json.dumps(documents))
     environment = {**os.environ, "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
-    words = [sys.executable, "-c", OPTIMIZES, str(asked), str(answered)]
-    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert answered.exists(), done.stdout + done.stderr
-    assert json.loads(answered.read_text()) == [[*rented, True] for _, rented in expected]
+    words = [sys.executable, "-c", OPTIMIZES, str(question), str(answer)]
+    ended = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert answer.exists(), ended.stdout + ended.stderr
+    assert json.loads(answer.read_text()) == [[*rented, True] for _, rented in expected]
 
 
 @pytest.mark.slow

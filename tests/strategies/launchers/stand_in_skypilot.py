@@ -89,12 +89,12 @@ class _Node:
         return 128 - status if status is not None and status < 0 else status
 
     def processes(self) -> list[psutil.Process]:
-        found = []
+        alive = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get(_MARK) == self.id and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    alive.append(process)
+        return alive
 
     def signal_all(self, number: signal.Signals) -> None:
         for process in self.processes():
@@ -165,9 +165,9 @@ class _Job:
         if any(code in self.recovers_on for code in codes):
             self._take_down()
             return True
-        said = f"exit code {codes[0]}" if len(codes) == 1 else f"exit codes {codes}"
+        ends = f"exit code {codes[0]}" if len(codes) == 1 else f"exit codes {codes}"
         where = f"To see the details, run: sky jobs logs --controller {self.number}"
-        self.reason = f"Job exited with {said} (user program failure). {where}"
+        self.reason = f"Job exited with {ends} (user program failure). {where}"
         self.status = "FAILED"
         return False
 
@@ -372,12 +372,12 @@ class StandInSkyPilot:
 
     def _follow(self, number: int, tail: int | None) -> Iterator[str]:
         job = self.jobs[number - 1]
-        done = max(0, len(job.log) - tail) if tail else 0
+        position = max(0, len(job.log) - tail) if tail else 0
         while not self.is_over.is_set():
             has_ended = not job.thread.is_alive()
-            while done < len(job.log):
-                yield job.log[done]
-                done += 1
+            while position < len(job.log):
+                yield job.log[position]
+                position += 1
             if has_ended:
                 return
             time.sleep(_TICK_SECONDS)

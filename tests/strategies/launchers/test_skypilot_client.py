@@ -1,4 +1,4 @@
-"""What `dsplan run --launcher skypilot` says and leaves at SkyPilot, with nodes that only seem to train."""
+"""`dsplan run --launcher skypilot` at SkyPilot: its words, and its jobs, with nodes that only seem to train."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         for name, value in cloud.client_variables.items():
             monkeypatch.setenv(name, value)
         _forget_the_server()
-        found = Client(cloud, tmp_path, capsys)
-        found.nodes_have(TRAINS)
-        yield found
+        client = Client(cloud, tmp_path, capsys)
+        client.nodes_have(TRAINS)
+        yield client
 
 
 def _forget_the_server() -> None:
@@ -98,20 +98,20 @@ def _later(client: Client, act: signal.Signals) -> threading.Thread:
 
 
 def test_a_run_is_detached_watched_and_described(client: Client) -> None:
-    status, said = client.submit("--nodes", "2", "--detach")
-    assert status == 0, said
-    assert "watch it from anywhere: dsplan watch trained --launcher skypilot" in said
-    assert "managed job 1, trained: 2 nodes" in said
+    status, output = client.submit("--nodes", "2", "--detach")
+    assert status == 0, output
+    assert "watch it from anywhere: dsplan watch trained --launcher skypilot" in output
+    assert "managed job 1, trained: 2 nodes" in output
     refused = client.submit("--nodes", "2")
     assert refused[0] == 2
     assert refused[1].startswith("managed job 1 of the name trained is at work (RUNNING); watch it with dsplan watch")
     (client.bucket / "enough").touch()
-    status, said = client.run("watch", "trained")
-    assert status == 0, said
-    assert "managed job 1, trained: SUCCEEDED on 2x(directory) of Stand-in (here)" in said
-    assert "--nodes 2 --rendezvous 127.0.0.1:29400" in said
-    status, said = client.run("watch", "trained", "--json")
-    document = json.loads(said)
+    status, output = client.run("watch", "trained")
+    assert status == 0, output
+    assert "managed job 1, trained: SUCCEEDED on 2x(directory) of Stand-in (here)" in output
+    assert "--nodes 2 --rendezvous 127.0.0.1:29400" in output
+    status, output = client.run("watch", "trained", "--json")
+    document = json.loads(output)
     assert (document["status"], document["number"], document["exit_code"]) == ("SUCCEEDED", 1, None)
     assert client.run("watch", "trained", "--once")[1].startswith("managed job 1, trained: SUCCEEDED")
     assert client.run("run", "--resume", "trained") == (
@@ -123,42 +123,42 @@ def test_a_run_is_detached_watched_and_described(client: Client) -> None:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_stop_cancels_the_job_whose_nodes_save(number: signal.Signals, status: int, client: Client) -> None:
     sender = _later(client, number)
-    ended, said = client.submit()
+    ended, output = client.submit()
     sender.join()
-    assert ended == status, said
+    assert ended == status, output
     assert (client.bucket / "saved").exists()
     assert not client.cloud.left()
-    assert "resume it from anywhere: dsplan run --launcher skypilot --resume trained" in said
+    assert "resume it from anywhere: dsplan run --launcher skypilot --resume trained" in output
     (client.bucket / "enough").touch()
-    ended, said = client.run("run", "--resume", "trained")
-    assert ended == 0, said
-    assert "managed job 2 resumes trained" in said
+    ended, output = client.run("run", "--resume", "trained")
+    assert ended == 0, output
+    assert "managed job 2 resumes trained" in output
 
 
 def test_what_no_repetition_mends_is_named(client: Client) -> None:
     client.nodes_have("echo error: no model; exit 2\n")
-    status, said = client.submit()
-    assert status == 2, said
-    assert "managed job 1 of trained ended as FAILED: dsplan run refuses it, as its last line above says" in said
-    assert "error: no model" in said
+    status, output = client.submit()
+    assert status == 2, output
+    assert "managed job 1 of trained ended as FAILED: dsplan run refuses it, as its last line above says" in output
+    assert "error: no model" in output
     (client.cloud.directory / "bin" / "dsplan").unlink()
-    status, said = client.submit()
-    assert (status, "the nodes' setup has no dsplan command; install dsplan in it" in said) == (2, True), said
+    status, output = client.submit()
+    assert (status, "the nodes' setup has no dsplan command; install dsplan in it" in output) == (2, True), output
 
 
 def test_a_failure_is_resumed_as_a_new_job(client: Client) -> None:
     client.nodes_have('if [ -e "$BUCKET/once" ]; then exit 0; fi\ntouch "$BUCKET/once"\nexit 1\n')
-    status, said = client.submit()
-    assert status == 1, said
-    assert "managed job 1 of trained ended as FAILED: Job exited with exit code 1" in said
+    status, output = client.submit()
+    assert status == 1, output
+    assert "managed job 1 of trained ended as FAILED: Job exited with exit code 1" in output
     assert client.run("run", "--resume", "trained")[0] == 0
 
 
 def test_refusals_are_one_line_each(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*words: str) -> str:
-        status, said = client.submit(*words)
-        assert (status, "\n" in said) == (2, False), said
-        return said
+        status, output = client.submit(*words)
+        assert (status, "\n" in output) == (2, False), output
+        return output
 
     assert "SkyPilot does not take the task: " in refused("--launcher-option", "acelerators=H100:8")
     assert "SkyPilot lists no managed job other of yours; what it saved" in client.run("watch", "other")[1]
@@ -183,6 +183,6 @@ def test_a_server_that_is_gone_for_a_while_is_asked_again(client: Client, monkey
     monkeypatch.setenv("SKYPILOT_API_SERVER_LOCAL_PORT", "1")  # a team's server, which the client does not start again
     _forget_the_server()
     threading.Timer(3.0, lambda: setattr(client.cloud, "is_silent", True)).start()
-    status, said = client.run("watch", "trained")
-    assert status == 2, said
-    assert "the job trained is not followed any more, and may go on" in said
+    status, output = client.run("watch", "trained")
+    assert status == 2, output
+    assert "the job trained is not followed any more, and may go on" in output
