@@ -87,7 +87,7 @@ def test_nodes_meet_at_the_first_with_directories_of_their_own(tmp_path: Path) -
 
 def test_a_hook_ends_when_the_run_has_saved(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    run = f"trap 'sleep 0.3; touch {saved}; exit 75' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; ended"
+    run = f"trap 'sleep 0.3; touch {saved}; exit 75' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
     with subprocess.Popen(["bash", "-c", run, "dsplan run"]) as process:
         (tmp_path / "process").write_text(str(process.pid))
         while not (tmp_path / "ready").exists():
