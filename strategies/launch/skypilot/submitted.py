@@ -70,8 +70,10 @@ def resume(service: SkyPilot, name: str) -> Record:
     if record.is_live:
         return record
     again = f"submit it with --sky-name {name} and its first flags"
-    task = yaml.safe_load(record.task) if record.task else None
-    if not isinstance(task, dict):
+    # A document that names the job comes before the task's own.
+    documents = [document for document in yaml.safe_load_all(record.task) if isinstance(document, dict)]
+    task = next((document for document in documents if "run" in document), None)
+    if task is None:
         raise DsplanError(f"{name}: SkyPilot has not kept the task; {again}")
     if _REDACTED in record.task:
         raise DsplanError(f"{name}: its task has secrets, which SkyPilot does not keep; {again}")
