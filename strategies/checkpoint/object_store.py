@@ -165,14 +165,17 @@ def persist(path: Path, call: Callable[[], T], pauses: Sequence[float] = _PAUSES
 
     Raises:
         FileNotFoundError: there is no such object.
+        FileExistsError: there is one, and the call was to make it.
         Unreachable: the store refuses, or did not answer after any of the pauses.
     """
     for pause in (*pauses, None):
         try:
             return call()
-        except (FileNotFoundError, DsplanError, *_BUGS):
+        except (FileNotFoundError, FileExistsError, DsplanError, *_BUGS):
             raise
         except Exception as problem:  # each library has its own
+            if _word_of(problem) == "PreconditionFailed":
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
             refusal = _refusal(path, problem)
             if refusal is not None:
                 raise refusal from None
@@ -193,6 +196,21 @@ def put(target: Path, call: Callable[[], object], pauses: Sequence[float] = _PAU
         persist(target, call, pauses)
     except FileNotFoundError:
         raise _no_bucket(target) from None
+
+
+def create(target: Path, data: bytes) -> bool:
+    """Put an object where there is none, and return whether it was put: of several processes at once, one does.
+
+    That holds where the store keeps its word of conditional writes (`If-None-Match`, `ifGenerationMatch`).
+
+    Raises:
+        Unreachable: as `put`.
+    """
+    try:
+        put(target, lambda: store_of(target).pipe_file(str(target), data, mode="create"))
+    except FileExistsError:
+        return read_small(target, len(data)) == data  # else it was put, and the answer was lost
+    return True
 
 
 def _refusal(path: Path, problem: Exception) -> Unreachable | None:
@@ -329,6 +347,22 @@ def _modified(info: Mapping[str, Any]) -> float:
 
 
 # Reading.
+
+
+def read_small(path: Path, most_bytes: int) -> bytes | None:
+    """Return an object of at most so many bytes in memory; None where there is none.
+
+    Raises:
+        BrokenFile: it is larger.
+        Unreachable: the store refuses, or does not answer.
+    """
+    try:
+        data = persist(path, lambda: bytes(store_of(path).cat_file(str(path), start=0, end=most_bytes + 1)))
+    except FileNotFoundError:
+        return None
+    if len(data) > most_bytes:
+        raise BrokenFile(path, f"has more than {most_bytes} bytes", "it is not dsplan's")
+    return data
 
 
 class ObjectFile(io.RawIOBase):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from hardware_db.errors import DsplanError
 from strategies.checkpoint import loading, object_store, retention
 from strategies.checkpoint.object_store import location
 from strategies.engine.initialize import initialize
+from strategies.launch.run_hold import RUNS
 from tests.strategies import checkpoint_bodies, training_bodies
 from tests.strategies.training_bodies import Recipe
 
@@ -213,12 +216,12 @@ def wait_until(is_so: Callable[[], object], seconds: float = 120.0) -> None:
 
 
 def newest_of(address: str) -> tuple[int, str, int, int]:
-    """The newest checkpoint's step and path, how many there are, all whole, and how many folders of others."""
+    """The newest checkpoint's step and path, how many there are, all whole, and how many halves of others."""
     directory = location(address)
     published = retention.published(directory)
     steps = [loading.open_whole(path).content.progress["global_steps"] for path in published]
-    names = object_store.names_in(directory)
-    return steps[0], str(published[0]), len(published), len(names) - len(published)
+    others = {*object_store.names_in(directory)} - {path.name for path in published} - {RUNS}
+    return steps[0], str(published[0]), len(published), len(others)
 
 
 def save_large(address: str) -> None:
@@ -261,6 +264,39 @@ def bytes_read(address: str) -> tuple[int, int, int]:
         for tensor in engine.state_tensors()[kind]
     )
     return read, own, sum(object_store.sizes_in(path).values())
+
+
+def texts_in(address: str) -> str:
+    """Everything below an address, unpacked."""
+    import gzip
+
+    folder = location(address)
+    texts = []
+    for name in object_store.sizes_in(folder):
+        data = object_store.read_small(folder / name, 2**20) or b""
+        texts.append((gzip.decompress(data) if name.endswith(".gz") else data).decode())
+    return "\n".join(texts)
+
+
+def kill_whole(process: int) -> None:
+    """Kill a process and all that it has started, and those, at once: a machine that is gone."""
+    for each in stop_whole(process):
+        os.kill(each, signal.SIGKILL)
+
+
+def stop_whole(process: int) -> list[int]:
+    """Stop a process and all that it has started, and return their ids."""
+    import psutil
+
+    seen: list[int] = []
+    while True:
+        tree = [process, *(child.pid for child in psutil.Process(process).children(recursive=True))]
+        new = [each for each in tree if each not in seen]
+        if not new:
+            return seen
+        for each in new:
+            os.kill(each, signal.SIGSTOP)
+        seen += new
 
 
 def credentials_in(folder: Path) -> list[str]:

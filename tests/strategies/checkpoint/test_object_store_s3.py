@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
+from strategies.run_directory.journal import read_journal
 from tests.strategies import object_store_bodies
 from tests.strategies.object_store_bodies import Network
 from tests.strategies.training_bodies import Recipe
@@ -129,6 +130,62 @@ def test_a_run_resumes_on_another_machine_at_the_exact_step_with_equal_losses(
     assert not object_store_bodies.credentials_in(tmp_path)
 
 
+@pytest.mark.timeout(1800)
+def test_a_run_that_was_killed_whole_is_resumed_by_the_address_alone(
+    server: int, reader: RankPool, tmp_path: Path
+) -> None:
+    reader.run(object_store_bodies.make_bucket, "whole")
+    address = "s3://whole/team/run"
+    flags = ("--nproc", "2", "--checkpoint-minutes", "0", "--checkpoint-steps", "2")
+    undisturbed = _Command(tmp_path / "undisturbed", server)
+    assert undisturbed("--run-dir", undisturbed.run, *flags, SCRIPT) == 0, undisturbed.out()
+    first = _Command(tmp_path / "first", server, pause=0.5)
+    process = first.start("--run-dir", first.run, *flags, "--checkpoint-dir", address, SCRIPT)
+    object_store_bodies.wait_until(lambda: max([0, *first.losses()]) >= 8, 300)
+    object_store_bodies.kill_whole(process.pid)
+    done = max(first.losses())
+    shutil.rmtree(first.folder)
+    second = _Command(tmp_path / "second", server)
+    assert second("--resume", address) == 0, second.out()
+    (run,) = (second.home / "runs").iterdir()
+    begun = min(second.losses())
+    assert 1 < begun <= done + 1
+    assert second.losses() == {step: loss for step, loss in undisturbed.losses().items() if step >= begun}
+    journal = read_journal(run)
+    assert [row["attempt"] for row in journal if row["event"] == "attempt"] == [0, 1]
+    plans = [row["plan"]["plan"] for row in journal if row["event"] == "plan"]
+    assert plans[0] == plans[-1]
+    print(f"killed behind step {done}, resumed at step {begun}; {len(plans)} plans in the journal")
+    assert second("--resume", address) == 2
+    assert "the run completed, nothing is left to resume" in second.out().splitlines()[-1]
+    assert not object_store_bodies.credentials_in(tmp_path)
+    text = reader.run(object_store_bodies.texts_in, f"{address}/runs")[0]
+    assert "run.jsonl" in text
+    assert not any(secret in text for secret in (object_store_bodies.KEY, object_store_bodies.SECRET))
+
+
+@pytest.mark.timeout(1800)
+def test_of_two_machines_at_one_address_one_trains(server: int, reader: RankPool, tmp_path: Path) -> None:
+    reader.run(object_store_bodies.make_bucket, "two")
+    address = "s3://two/team/run"
+    flags = ("--nproc", "1", "--checkpoint-minutes", "0", "--checkpoint-steps", "2")
+    first = _Command(tmp_path / "first", server, pause=1.0, machine="first")
+    process = first.start("--run-dir", first.run, *flags, "--checkpoint-dir", address, SCRIPT)
+    object_store_bodies.wait_until(lambda: max([0, *first.losses()]) >= 4, 300)
+    second = _Command(tmp_path / "second", server, machine="second")
+    assert second("--resume", address) == 2, second.out()
+    assert "is at work on this run; stop it there first" in second.out().splitlines()[-1]
+    stopped = object_store_bodies.stop_whole(process.pid)
+    assert second("--resume", address) == 0, second.out()
+    assert "was at work on this run" in second.out()
+    assert max(second.losses()) == 12
+    for each in stopped:
+        os.kill(each, signal.SIGCONT)
+    assert process.wait(120) == 2, first.out()
+    assert "has resumed this run" in first.out().splitlines()[-1]
+    assert max(first.losses()) < 12
+
+
 @pytest.mark.timeout(600)
 def test_what_is_wrong_with_a_store_is_one_line_before_the_run_begins(
     server: int, reader: RankPool, tmp_path: Path
@@ -168,6 +225,17 @@ def test_ranks_read_their_own_parts(server: int, reader: RankPool, new_pool: New
         assert read < 1.15 * (own + checks)
 
 
+_ON_A_MACHINE = """
+import sys
+from strategies.launch import run_hold
+run_hold._machine, run_hold.RENEWAL_SECONDS, run_hold.LOST_SECONDS = (lambda name=sys.argv[1]: name), 0.5, 4.0
+from dsplan.__main__ import main
+sys.argv[1:] = sys.argv[2:]
+sys.exit(main())
+"""
+"""`dsplan` on a machine of a name, whose silence is noticed sooner."""
+
+
 class _Command:
     """`dsplan run` of the script that writes its losses down, in a folder of its own, with a server."""
 
@@ -178,10 +246,13 @@ class _Command:
         *,
         faults: Sequence[Mapping[str, object]] = (),
         variables: Mapping[str, str] | None = None,
+        pause: float = 0,
+        machine: str = "",
     ) -> None:
-        self.folder, self.run, self.ledger = folder, folder / "run", folder / "ledger"
+        self.folder, self.run, self.ledger, self.home = folder, folder / "run", folder / "ledger", folder / "home"
         self.ledger.mkdir(parents=True)
-        settings = {"width": 64, "dropout": 0.1, "steps": 12, "samples": 96, "batch": 8, "pause": 0, "strategy": "ddp"}
+        settings = {"width": 64, "dropout": 0.1, "steps": 12, "samples": 96, "batch": 8, "strategy": "ddp"}
+        self._program = ["-c", _ON_A_MACHINE, machine] if machine else ["-m", "dsplan"]
         self._environment = {
             **os.environ,
             **object_store_bodies.variables(server, folder / "staging"),
@@ -190,18 +261,22 @@ class _Command:
             "AWS_EC2_METADATA_DISABLED": "true",
             "LEDGER": str(self.ledger),
             "CHECKPOINTS": str(self.run / "checkpoints"),
-            "SETTINGS": json.dumps(settings),
+            "SETTINGS": json.dumps({**settings, "pause": pause}),
+            "HOME": str(self.home),
+            "DSPLAN_HOME": str(self.home),
             "FAULTS": json.dumps(list(faults)),
             **(variables or {}),
         }
 
     def __call__(self, *arguments: str | Path) -> int:
         """Run `dsplan run` and return its exit status."""
+        return self.start(*arguments).wait()
+
+    def start(self, *arguments: str | Path) -> subprocess.Popen[bytes]:
+        """Start `dsplan run`."""
         with (self.folder / "out.txt").open("ab") as out:
-            command = [sys.executable, "-m", "dsplan", "run", *map(str, arguments)]
-            return subprocess.run(
-                command, cwd=self.folder, env=self._environment, stdout=out, stderr=out, check=False
-            ).returncode
+            command = [sys.executable, *self._program, "run", *map(str, arguments)]
+            return subprocess.Popen(command, cwd=self.folder, env=self._environment, stdout=out, stderr=out)
 
     def out(self) -> str:
         """Return all that it has printed."""
@@ -209,5 +284,7 @@ class _Command:
 
     def losses(self) -> dict[int, float]:
         """Return rank 0's losses by step."""
-        rows = map(json.loads, (self.ledger / "rank0.jsonl").read_text().splitlines())
+        path = self.ledger / "rank0.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return {row["step"]: row["loss"] for row in rows if "loss" in row}
