@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import torch
@@ -27,33 +31,72 @@ from tests.strategies import checkpoint_bodies, training_bodies
 from tests.strategies.training_bodies import Recipe
 
 KEY, SECRET = "AKIAOFTHETESTS00", "secret-of-the-tests/0123456789"
+ACCOUNT, ACCOUNT_KEY = "accountoftests", b64encode(b"key of the tests").decode()
+Scheme = Literal["s3", "az"]
+SECRETS = (KEY, SECRET, ACCOUNT_KEY)
+AZURITE = shlex.split(os.environ.get("AZURITE", "azurite-blob"))
+"""The command that starts Azurite's blob service, Microsoft's own emulator of Azure's."""
 
 
-def variables(port: int, staging: Path) -> dict[str, str]:
+@dataclass(frozen=True)
+class Server:
+    """An object store on a port of this machine."""
+
+    scheme: Scheme
+    port: int
+
+    def address(self, path: str) -> str:
+        """The address of a bucket, or container, and what is below it."""
+        return f"{self.scheme}://{path}"
+
+    def variables(self, staging: Path, port: int | None = None) -> dict[str, str]:
+        """The environment of ranks that use it, perhaps by another port that leads there."""
+        return variables(self.port if port is None else port, staging, self.scheme)
+
+
+def variables(port: int, staging: Path, scheme: Scheme = "s3") -> dict[str, str]:
     """The environment of ranks that use a server on a port."""
+    address = f"http://127.0.0.1:{port}"
+    if scheme == "az":
+        account = f"AccountName={ACCOUNT};AccountKey={ACCOUNT_KEY};BlobEndpoint={address}/{ACCOUNT}"
+        connection = f"DefaultEndpointsProtocol=http;{account}"
+        return {"AZURE_STORAGE_CONNECTION_STRING": connection, "DSPLAN_STAGING": str(staging)}
     return {
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ENDPOINT_URL": address,
         "DSPLAN_STAGING": str(staging),
     }
 
 
-@contextmanager
-def serve_s3(folder: Path) -> Iterator[int]:
+def serve_s3(folder: Path) -> AbstractContextManager[int]:
     """Run moto's S3 server, and return its port."""
     port = free_port()
     program = "import sys; from moto.server import main; main(sys.argv[1:])"
+    return _served([sys.executable, "-c", program, "-H", "127.0.0.1", "-p", str(port)], {}, port, folder)
+
+
+def serve_azure(folder: Path) -> AbstractContextManager[int]:
+    """Run Azurite, and return its port."""
+    port = free_port()
+    place = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder), "--silent"]
+    options = [*place, "--skipApiVersionCheck", "--disableTelemetry"]
+    return _served([*AZURITE, *options], {"AZURITE_ACCOUNTS": f"{ACCOUNT}:{ACCOUNT_KEY}"}, port, folder)
+
+
+@contextmanager
+def _served(command: list[str], environment: dict[str, str], port: int, folder: Path) -> Iterator[int]:
     with open(folder / "server.log", "w") as log:
-        arguments = [sys.executable, "-c", program, "-H", "127.0.0.1", "-p", str(port)]
-        server = subprocess.Popen(arguments, stdout=log, stderr=log, cwd=folder)
+        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env={**os.environ, **environment})
     try:
         deadline = time.monotonic() + 120
         while True:
             try:
                 urlopen(f"http://127.0.0.1:{port}/", timeout=10).close()
                 break
+            except HTTPError:
+                break  # it refuses who does not say who it is
             except OSError:
                 assert server.poll() is None, (folder / "server.log").read_text()
                 assert time.monotonic() < deadline, "the server does not answer"
@@ -132,11 +175,9 @@ def free_port() -> int:
 # On ranks.
 
 
-def make_bucket(bucket: str) -> None:
-    """Make a bucket."""
-    import fsspec
-
-    fsspec.filesystem("s3").mkdir(f"s3://{bucket}")
+def make_bucket(address: str) -> None:
+    """Make a bucket, or container."""
+    object_store.store_of(location(address)).mkdir(address)
 
 
 def save_for_ever(recipe: Recipe, address: str, begins_at: int, notes: str, *, asynchronous: bool) -> None:
@@ -240,10 +281,9 @@ def _large_engine() -> Any:
 
 def bytes_read(address: str) -> tuple[int, int, int]:
     """What this rank reads of the store to resume, what it has of the state, and all that is in the checkpoint."""
-    import s3fs
-
     read = 0
-    original = s3fs.S3FileSystem._cat_file
+    kind: Any = type(object_store.store_of(location(address)))
+    original = kind._cat_file
 
     async def counted(self: Any, *arguments: Any, **named: Any) -> bytes:
         nonlocal read
@@ -252,11 +292,11 @@ def bytes_read(address: str) -> tuple[int, int, int]:
         return bytes(data)
 
     engine = _large_engine()
-    s3fs.S3FileSystem._cat_file = counted
+    kind._cat_file = counted
     try:
         path, _ = engine.load_checkpoint(address)
     finally:
-        s3fs.S3FileSystem._cat_file = original
+        kind._cat_file = original
     assert path is not None
     own = sum(
         getattr(tensor, "_local_tensor", tensor).nbytes
@@ -301,6 +341,6 @@ def stop_whole(process: int) -> list[int]:
 
 def credentials_in(folder: Path) -> list[str]:
     """Files below a folder that have a part of the credentials in them."""
-    secrets = (KEY.encode(), SECRET.encode())
+    secrets = [secret.encode() for secret in SECRETS]
     files = (path for path in folder.rglob("*") if path.is_file())
     return [str(path) for path in files if any(secret in path.read_bytes() for secret in secrets)]

@@ -1,10 +1,11 @@
-"""Checkpoints on a real S3 server (moto's), over a network that is cut and slow, from ranks that are killed.
+"""Checkpoints on real servers (moto's of S3, Azurite), over a network that is cut and slow, from ranks that are killed.
 
-`scripts/ci/object_store.sh` installs the server and runs these.
+`scripts/ci/object_store.sh` installs the servers and runs these.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -23,11 +24,9 @@ import pytest
 from dsplan.diagnostics.bench.rank_pool import RankError, RankPool
 from strategies.run_directory.journal import read_journal
 from tests.strategies import object_store_bodies
-from tests.strategies.object_store_bodies import Network
+from tests.strategies.object_store_bodies import Network, Server
 from tests.strategies.training_bodies import Recipe
 
-pytest.importorskip("moto", reason="needs moto[server] and s3fs, as scripts/ci/object_store.sh installs them")
-pytest.importorskip("s3fs", reason="needs moto[server] and s3fs, as scripts/ci/object_store.sh installs them")
 pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("OBJECT_STORE_KILLS", "20"))
@@ -38,30 +37,37 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tests" / "strategies" / "faults" / "ledger_script.py"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with object_store_bodies.serve_s3(tmp_path_factory.mktemp("server")) as port:
-        yield port
+@pytest.fixture(scope="module", params=["s3", "az"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    needs = {"s3": ("moto", "s3fs"), "az": ("adlfs",)}[request.param]
+    missing = [name for name in needs if importlib.util.find_spec(name) is None]
+    if request.param == "az" and shutil.which(object_store_bodies.AZURITE[0]) is None:
+        missing.append("azurite")
+    if missing:
+        pytest.skip(f"needs {' and '.join(missing)}, as scripts/ci/object_store.sh installs them")
+    serve = {"s3": object_store_bodies.serve_s3, "az": object_store_bodies.serve_azure}[request.param]
+    with serve(tmp_path_factory.mktemp(f"server-{request.param}")) as port:
+        yield Server(request.param, port)
 
 
 @pytest.fixture
-def reader(server: int, new_pool: NewPool, tmp_path: Path) -> Iterator[RankPool]:
+def reader(server: Server, new_pool: NewPool, tmp_path: Path) -> Iterator[RankPool]:
     """A rank with a staging folder of its own."""
-    with new_pool(1, variables=object_store_bodies.variables(server, tmp_path / "elsewhere")) as pool:
+    with new_pool(1, variables=server.variables(tmp_path / "elsewhere")) as pool:
         yield pool
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_killed_at_random_moments_the_last_complete_checkpoint_loads(
-    server: int, reader: RankPool, new_pool: NewPool, tmp_path: Path, asynchronous: bool
+    server: Server, reader: RankPool, new_pool: NewPool, tmp_path: Path, asynchronous: bool
 ) -> None:
     chance = random.Random(29 + asynchronous)
-    bucket = f"kills-{asynchronous:d}"
+    bucket = server.address(f"kills-{asynchronous:d}")
     reader.run(object_store_bodies.make_bucket, bucket)
-    address, notes = f"s3://{bucket}/team/run", tmp_path / "notes"
-    network = Network(server)
-    environment = object_store_bodies.variables(network.port, tmp_path / "staging")
+    address, notes = f"{bucket}/team/run", tmp_path / "notes"
+    network = Network(server.port)
+    environment = server.variables(tmp_path / "staging", network.port)
     environment |= {"DSPLAN_STAGING_GB": "0.0004"}  # so that a rank has several files
     kinds, seen, halves = Counter[str](), [0], 0
     try:
@@ -108,14 +114,15 @@ def _with_way(body: Callable[..., None], asynchronous: bool, *arguments: object)
 
 @pytest.mark.timeout(1800)
 def test_a_run_resumes_on_another_machine_at_the_exact_step_with_equal_losses(
-    server: int, reader: RankPool, tmp_path: Path
+    server: Server, reader: RankPool, tmp_path: Path
 ) -> None:
-    reader.run(object_store_bodies.make_bucket, "resumes")
+    address = server.address("resumes/team/run")
+    reader.run(object_store_bodies.make_bucket, server.address("resumes"))
     flags = ("--nproc", "2", "--checkpoint-minutes", "0", "--checkpoint-steps", "2")
     undisturbed = _Command(tmp_path / "undisturbed", server)
     assert undisturbed("--run-dir", undisturbed.run, *flags, SCRIPT) == 0, undisturbed.out()
     first = _Command(tmp_path / "first", server, faults=[{"kind": "raise", "rank": 1, "step": 8}])
-    store = ("--checkpoint-dir", "s3://resumes/team/run", "--retries", "0")
+    store = ("--checkpoint-dir", address, "--retries", "0")
     assert first("--run-dir", first.run, *flags, *store, SCRIPT) == 1, first.out()
     second = _Command(tmp_path / "second", server)
     shutil.copytree(first.run, second.run)
@@ -123,7 +130,7 @@ def test_a_run_resumes_on_another_machine_at_the_exact_step_with_equal_losses(
     assert second("--resume", second.run) == 0, second.out()
     assert list(second.losses()) == list(range(7, 13)), "the checkpoint of step 6 was the last complete one"
     assert second.losses() == {step: loss for step, loss in undisturbed.losses().items() if step > 6}
-    step, path, published, halves = reader.run(object_store_bodies.newest_of, "s3://resumes/team/run")[0]
+    step, path, published, halves = reader.run(object_store_bodies.newest_of, address)[0]
     assert (step, path[-13:], published, halves) == (12, "step-00000012", 2, 0), "the run keeps its newest two"
     journal = (second.run / "run.jsonl").read_text()
     assert journal.count('"event": "saved"') >= 4, "the launcher has seen what is complete in the store"
@@ -132,10 +139,10 @@ def test_a_run_resumes_on_another_machine_at_the_exact_step_with_equal_losses(
 
 @pytest.mark.timeout(1800)
 def test_a_run_that_was_killed_whole_is_resumed_by_the_address_alone(
-    server: int, reader: RankPool, tmp_path: Path
+    server: Server, reader: RankPool, tmp_path: Path
 ) -> None:
-    reader.run(object_store_bodies.make_bucket, "whole")
-    address = "s3://whole/team/run"
+    address = server.address("whole/team/run")
+    reader.run(object_store_bodies.make_bucket, server.address("whole"))
     flags = ("--nproc", "2", "--checkpoint-minutes", "0", "--checkpoint-steps", "2")
     undisturbed = _Command(tmp_path / "undisturbed", server)
     assert undisturbed("--run-dir", undisturbed.run, *flags, SCRIPT) == 0, undisturbed.out()
@@ -161,13 +168,13 @@ def test_a_run_that_was_killed_whole_is_resumed_by_the_address_alone(
     assert not object_store_bodies.credentials_in(tmp_path)
     text = reader.run(object_store_bodies.texts_in, f"{address}/runs")[0]
     assert "run.jsonl" in text
-    assert not any(secret in text for secret in (object_store_bodies.KEY, object_store_bodies.SECRET))
+    assert not any(secret in text for secret in object_store_bodies.SECRETS)
 
 
 @pytest.mark.timeout(1800)
-def test_of_two_machines_at_one_address_one_trains(server: int, reader: RankPool, tmp_path: Path) -> None:
-    reader.run(object_store_bodies.make_bucket, "two")
-    address = "s3://two/team/run"
+def test_of_two_machines_at_one_address_one_trains(server: Server, reader: RankPool, tmp_path: Path) -> None:
+    address = server.address("two-machines/team/run")
+    reader.run(object_store_bodies.make_bucket, server.address("two-machines"))
     flags = ("--nproc", "1", "--checkpoint-minutes", "0", "--checkpoint-steps", "2")
     first = _Command(tmp_path / "first", server, pause=1.0, machine="first")
     process = first.start("--run-dir", first.run, *flags, "--checkpoint-dir", address, SCRIPT)
@@ -188,9 +195,11 @@ def test_of_two_machines_at_one_address_one_trains(server: int, reader: RankPool
 
 @pytest.mark.timeout(600)
 def test_what_is_wrong_with_a_store_is_one_line_before_the_run_begins(
-    server: int, reader: RankPool, tmp_path: Path
+    server: Server, reader: RankPool, tmp_path: Path
 ) -> None:
-    reader.run(object_store_bodies.make_bucket, "errors")
+    if server.scheme != "s3":
+        pytest.skip("the lines are S3's")
+    reader.run(object_store_bodies.make_bucket, server.address("errors"))
     lines, closed = {}, object_store_bodies.free_port()
     for name, variables, address in (
         ("bucket", {}, "s3://nowhere/run"),
@@ -212,10 +221,10 @@ def test_what_is_wrong_with_a_store_is_one_line_before_the_run_begins(
 
 
 @pytest.mark.timeout(600)
-def test_ranks_read_their_own_parts(server: int, reader: RankPool, new_pool: NewPool, tmp_path: Path) -> None:
-    reader.run(object_store_bodies.make_bucket, "parts")
-    address = "s3://parts/run"
-    with new_pool(2, variables=object_store_bodies.variables(server, tmp_path / "staging")) as ranks:
+def test_ranks_read_their_own_parts(server: Server, reader: RankPool, new_pool: NewPool, tmp_path: Path) -> None:
+    address = server.address("parts/run")
+    reader.run(object_store_bodies.make_bucket, server.address("parts"))
+    with new_pool(2, variables=server.variables(tmp_path / "staging")) as ranks:
         ranks.run(object_store_bodies.save_large, address)
         answers = ranks.run(object_store_bodies.bytes_read, address)
     for read, own, whole in answers:
@@ -242,7 +251,7 @@ class _Command:
     def __init__(
         self,
         folder: Path,
-        server: int,
+        server: Server,
         *,
         faults: Sequence[Mapping[str, object]] = (),
         variables: Mapping[str, str] | None = None,
@@ -255,7 +264,7 @@ class _Command:
         self._program = ["-c", _ON_A_MACHINE, machine] if machine else ["-m", "dsplan"]
         self._environment = {
             **os.environ,
-            **object_store_bodies.variables(server, folder / "staging"),
+            **server.variables(folder / "staging"),
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "AWS_EC2_METADATA_DISABLED": "true",
