@@ -55,6 +55,8 @@ _DENIED = frozenset(
     {
         "AccessDenied",
         "AuthenticationFailed",
+        "AuthorizationFailure",
+        "AuthorizationPermissionMismatch",
         "ClientAuthenticationError",
         "ExpiredToken",
         "InvalidAccessKeyId",
@@ -62,7 +64,7 @@ _DENIED = frozenset(
         "SignatureDoesNotMatch",
     }
 )
-"""The codes of S3 and the words of Azure's library for who may not do what."""
+"""The codes of S3 and Azure, and the words of the latter's library, for who may not do what."""
 
 
 class Unreachable(BrokenFile):
@@ -218,6 +220,8 @@ def _refusal(path: Path, problem: Exception) -> Unreachable | None:
     word, scheme = _word_of(problem), str(path).partition(":")[0]
     if "Credentials" in word:
         return _no_credentials(path)
+    if word == "ContainerNotFound":  # which adlfs passes on as no FileNotFoundError
+        return _no_bucket(path)
     if isinstance(problem, PermissionError) or word in _DENIED:
         return Unreachable(path, f"the object store denies access ({word})", f"see {_credentials(scheme)}")
     return None
@@ -229,6 +233,8 @@ def _word_of(problem: BaseException) -> str:
     while cause is not None:
         response = getattr(cause, "response", None)
         code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+        azure_code = getattr(cause, "error_code", None)
+        code = getattr(azure_code, "value", azure_code) or code
         if isinstance(code, str) and re.fullmatch(r"\w{1,40}", code):
             return code
         cause = cause.__cause__ or cause.__context__

@@ -44,6 +44,8 @@ class Server:
 
     scheme: Scheme
     port: int
+    key: str = ACCOUNT_KEY
+    """Of Azure's account."""
 
     def address(self, path: str) -> str:
         """The address of a bucket, or container, and what is below it."""
@@ -51,21 +53,21 @@ class Server:
 
     def variables(self, staging: Path, port: int | None = None) -> dict[str, str]:
         """The environment of ranks that use it, perhaps by another port that leads there."""
-        return variables(self.port if port is None else port, staging, self.scheme)
-
-
-def variables(port: int, staging: Path, scheme: Scheme = "s3") -> dict[str, str]:
-    """The environment of ranks that use a server on a port."""
-    address = f"http://127.0.0.1:{port}"
-    if scheme == "az":
-        account = f"AccountName={ACCOUNT};AccountKey={ACCOUNT_KEY};BlobEndpoint={address}/{ACCOUNT}"
+        port = self.port if port is None else port
+        if self.scheme == "s3":
+            return variables(port, staging)
+        account = f"AccountName={ACCOUNT};AccountKey={self.key};BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT}"
         connection = f"DefaultEndpointsProtocol=http;{account}"
         return {"AZURE_STORAGE_CONNECTION_STRING": connection, "DSPLAN_STAGING": str(staging)}
+
+
+def variables(port: int, staging: Path) -> dict[str, str]:
+    """The environment of ranks that use an S3 server on a port."""
     return {
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": address,
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "DSPLAN_STAGING": str(staging),
     }
 

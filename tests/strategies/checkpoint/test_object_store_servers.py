@@ -14,9 +14,11 @@ import signal
 import subprocess
 import sys
 import threading
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,7 +150,7 @@ def test_a_run_that_was_killed_whole_is_resumed_by_the_address_alone(
     assert undisturbed("--run-dir", undisturbed.run, *flags, SCRIPT) == 0, undisturbed.out()
     first = _Command(tmp_path / "first", server, pause=0.5)
     process = first.start("--run-dir", first.run, *flags, "--checkpoint-dir", address, SCRIPT)
-    object_store_bodies.wait_until(lambda: max([0, *first.losses()]) >= 8, 300)
+    first.until_step(8, process)
     object_store_bodies.kill_whole(process.pid)
     done = max(first.losses())
     shutil.rmtree(first.folder)
@@ -178,7 +180,7 @@ def test_of_two_machines_at_one_address_one_trains(server: Server, reader: RankP
     flags = ("--nproc", "1", "--checkpoint-minutes", "0", "--checkpoint-steps", "2")
     first = _Command(tmp_path / "first", server, pause=1.0, machine="first")
     process = first.start("--run-dir", first.run, *flags, "--checkpoint-dir", address, SCRIPT)
-    object_store_bodies.wait_until(lambda: max([0, *first.losses()]) >= 4, 300)
+    first.until_step(4, process)
     second = _Command(tmp_path / "second", server, machine="second")
     assert second("--resume", address) == 2, second.out()
     assert "is at work on this run; stop it there first" in second.out().splitlines()[-1]
@@ -197,16 +199,19 @@ def test_of_two_machines_at_one_address_one_trains(server: Server, reader: RankP
 def test_what_is_wrong_with_a_store_is_one_line_before_the_run_begins(
     server: Server, reader: RankPool, tmp_path: Path
 ) -> None:
-    if server.scheme != "s3":
-        pytest.skip("the lines are S3's")
     reader.run(object_store_bodies.make_bucket, server.address("errors"))
-    lines, closed = {}, object_store_bodies.free_port()
+    lines, there = {}, server.address("errors/run")
+    elsewhere = server.variables(tmp_path / "staging", object_store_bodies.free_port())
+    wrong = replace(server, key=b64encode(b"another").decode()).variables(tmp_path / "staging")
+    is_s3 = server.scheme == "s3"
+    none = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AZURE_STORAGE_CONNECTION_STRING": ""}
     for name, variables, address in (
-        ("bucket", {}, "s3://nowhere/run"),
-        ("credentials", {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "s3://errors/run"),
-        ("unreachable", {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{closed}"}, "s3://errors/run"),
-        ("secret", {}, f"s3://{object_store_bodies.KEY}:{object_store_bodies.SECRET}@errors/run"),
+        ("bucket", {}, server.address("nowhere/run")),
+        ("credentials", none, there),
+        ("unreachable", elsewhere, there),
+        ("secret", {}, server.address(f"{object_store_bodies.KEY}:{object_store_bodies.SECRET}@errors/run")),
         ("package", {}, "gs://errors/run"),
+        *([] if is_s3 else [("denied", wrong, there)]),  # moto believes every key
     ):
         command = _Command(tmp_path / name, server, variables=variables)
         assert command("--run-dir", command.run, "--nproc", "1", "--checkpoint-dir", address, SCRIPT) == 2
@@ -214,8 +219,11 @@ def test_what_is_wrong_with_a_store_is_one_line_before_the_run_begins(
         assert object_store_bodies.SECRET not in lines[name]
         assert not command.run.exists()
     assert "there is no bucket nowhere; make it, or name another" in lines["bucket"]
-    assert "no credentials for the object store; give them by AWS_PROFILE" in lines["credentials"]
-    assert "the object store does not answer (EndpointConnectionError)" in lines["unreachable"]
+    by = "AWS_PROFILE" if is_s3 else "AZURE_STORAGE_CONNECTION_STRING"
+    assert f"no credentials for the object store; give them by {by}" in lines["credentials"]
+    silent = "EndpointConnectionError" if is_s3 else "ServiceRequestError"
+    assert f"the object store does not answer ({silent})" in lines["unreachable"]
+    assert is_s3 or "the object store denies access (AuthorizationFailure)" in lines["denied"]
     assert "an address has no passwords" in lines["secret"]
     assert "needs gcsfs, which is not installed; pip install 'dsplan[gs]'" in lines["package"]
 
@@ -265,7 +273,7 @@ class _Command:
         self._environment = {
             **os.environ,
             **server.variables(folder / "staging"),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             "OMP_NUM_THREADS": "1",
             "AWS_EC2_METADATA_DISABLED": "true",
             "LEDGER": str(self.ledger),
@@ -286,6 +294,15 @@ class _Command:
         with (self.folder / "out.txt").open("ab") as out:
             command = [sys.executable, *self._program, "run", *map(str, arguments)]
             return subprocess.Popen(command, cwd=self.folder, env=self._environment, stdout=out, stderr=out)
+
+    def until_step(self, step: int, process: subprocess.Popen[bytes]) -> None:
+        """Wait until rank 0 has written a step's loss down."""
+
+        def has_come() -> bool:
+            assert process.poll() is None, self.out()
+            return max(self.losses(), default=0) >= step
+
+        object_store_bodies.wait_until(has_come, 600)
 
     def out(self) -> str:
         """Return all that it has printed."""
