@@ -177,7 +177,7 @@ def test_a_run_that_was_killed_whole_is_resumed_by_the_address_alone(
 def test_of_two_machines_at_one_address_one_trains(server: Server, reader: RankPool, tmp_path: Path) -> None:
     address = server.address("two-machines/team/run")
     reader.run(object_store_bodies.make_bucket, server.address("two-machines"))
-    flags = ("--nproc", "1", "--checkpoint-minutes", "0", "--checkpoint-steps", "2")
+    flags = ("--nproc", "2", "--checkpoint-minutes", "0", "--checkpoint-steps", "2")
     first = _Command(tmp_path / "first", server, pause=1.0, machine="first")
     process = first.start("--run-dir", first.run, *flags, "--checkpoint-dir", address, SCRIPT)
     first.until_step(4, process)
