@@ -1,8 +1,8 @@
-"""What a run is resumed by, beside its checkpoints in an object store: `runs/ID/NUMBER.run.gz`. No torch.
+"""The record of a run beside its checkpoints in an object store, by which it is resumed. No torch.
 
-One object holds the files of the run directory that resuming reads (the launch, the options, plan, tuning, journal and
-list of checkpoints), as they were together. The command that holds the run (`run_hold.py`) replaces it when one of
-them has changed, in one request; `fetched` makes a run directory of it elsewhere.
+`runs/ID/NUMBER.run.gz` holds the files of the run directory that resuming reads (the launch, the options, plan,
+tuning, journal and list of checkpoints), as they were together. The command that holds the run (`run_hold.py`)
+replaces it when one of them has changed, in one request; `fetched` makes a run directory of it elsewhere.
 
 Secrets stay out of it (`secret_values.py`): the next command needs them from its own environment.
 """

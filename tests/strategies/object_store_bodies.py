@@ -1,4 +1,4 @@
-"""What the tests of checkpoints on a real server run on ranks, and a network between them that fails."""
+"""Functions that the tests of checkpoints on a real server run on ranks, and a network between them that fails."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def serve_s3(folder: Path) -> AbstractContextManager[int]:
 def serve_azure(folder: Path) -> AbstractContextManager[int]:
     """Run Azurite, and return its port."""
     port = free_port()
-    place = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder), "--silent"]
-    options = [*place, "--skipApiVersionCheck", "--disableTelemetry"]
+    listening = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder), "--silent"]
+    options = [*listening, "--skipApiVersionCheck", "--disableTelemetry"]
     return _served([*AZURITE, *options], {"AZURITE_ACCOUNTS": f"{ACCOUNT}:{ACCOUNT_KEY}"}, port, folder)
 
 
@@ -282,7 +282,7 @@ def _large_engine() -> Any:
 
 
 def bytes_read(address: str) -> tuple[int, int, int]:
-    """What this rank reads of the store to resume, what it has of the state, and all that is in the checkpoint."""
+    """Return what this rank reads of the store to resume, its part of the state, and all that is in the checkpoint."""
     read = 0
     kind: Any = type(object_store.store_of(location(address)))
     original = kind._cat_file
@@ -309,7 +309,7 @@ def bytes_read(address: str) -> tuple[int, int, int]:
 
 
 def texts_in(address: str) -> str:
-    """Everything below an address, unpacked."""
+    """Return everything below an address, unpacked."""
     import gzip
 
     folder = location(address)

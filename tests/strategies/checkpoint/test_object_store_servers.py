@@ -152,19 +152,19 @@ def test_a_run_that_was_killed_whole_is_resumed_by_the_address_alone(
     process = first.start("--run-dir", first.run, *flags, "--checkpoint-dir", address, SCRIPT)
     first.until_step(8, process)
     object_store_bodies.kill_whole(process.pid)
-    done = max(first.losses())
+    last = max(first.losses())
     shutil.rmtree(first.folder)
     second = _Command(tmp_path / "second", server)
     assert second("--resume", address) == 0, second.out()
     (run,) = (second.home / "runs").iterdir()
     begun = min(second.losses())
-    assert 1 < begun <= done + 1
+    assert 1 < begun <= last + 1
     assert second.losses() == {step: loss for step, loss in undisturbed.losses().items() if step >= begun}
     journal = read_journal(run)
     assert [row["attempt"] for row in journal if row["event"] == "attempt"] == [0, 1]
     plans = [row["plan"]["plan"] for row in journal if row["event"] == "plan"]
     assert plans[0] == plans[-1]
-    print(f"killed behind step {done}, resumed at step {begun}; {len(plans)} plans in the journal")
+    print(f"killed behind step {last}, resumed at step {begun}; {len(plans)} plans in the journal")
     assert second("--resume", address) == 2
     assert "the run completed, nothing is left to resume" in second.out().splitlines()[-1]
     assert not object_store_bodies.credentials_in(tmp_path)

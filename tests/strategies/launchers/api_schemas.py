@@ -16,7 +16,7 @@ METADATA, LIST_METADATA = "objectmeta-meta-v1", "listmeta-meta-v1"
 
 
 def problems_of(document: Mapping[str, Any]) -> list[str]:
-    """What is wrong with an answer, which has to say its kind; empty where nothing is."""
+    """Return the problems of an answer, which has to say its kind."""
     version, kind = str(document.get("apiVersion", "")), str(document.get("kind", ""))
     if not version or not kind:
         return [f"no apiVersion and kind: {json.dumps(document)[:100]}"]
@@ -29,7 +29,7 @@ def problems_of(document: Mapping[str, Any]) -> list[str]:
 
 
 def problems_of_change(change: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a line of a watch."""
+    """Return the problems of a line of a watch."""
     return [*_errors("watchevent-meta-v1", change, "WatchEvent"), *problems_of(change["object"])]
 
 
