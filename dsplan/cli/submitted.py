@@ -30,8 +30,11 @@ def begins_anew(script: Path | None, planning: Any, placement: RequestedPlacemen
         ContradictoryRequest: neither is said, or something that the nodes of a resumed run would not hear of.
     """
     from planner.errors import ContradictoryRequest
+    from strategies.checkpoint.object_store import ObjectPath
     from strategies.run_directory.request import named
 
+    if isinstance(supervision.resume, ObjectPath):
+        raise ContradictoryRequest(f"--resume {supervision.resume}: there a run is resumed by its job's name")
     if supervision.resume is None:
         if script is None:
             raise ContradictoryRequest("SCRIPT is missing; name it as the nodes have it, or --resume a run by its name")
