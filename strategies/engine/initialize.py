@@ -335,7 +335,8 @@ def _hold_against(plan: Plan, model: nn.Module, environment: Environment) -> Non
     Raises:
         CannotRun: this rank would have the share of another kind of GPU.
     """
-    if environment.device.type == "cuda" and plan.configuration.is_uneven:
+    chosen = plan.configuration
+    if environment.device.type == "cuda" and (chosen.is_uneven or chosen.layers_per_stage):
         gpu = torch.cuda.get_device_name(environment.device)
         if why := why_another_group(plan, environment.rank, gpu):
             raise CannotRun(why)
