@@ -30,9 +30,9 @@ def _parts_table(parts: Sequence[Part]) -> Table:
     """Return what each group has: samples of a micro-batch, or blocks of the stages on it."""
     if parts[0].layers:
         names = columns("nodes", "stages", ">layers", ">GiB", ">of", ">at work")
-        title = "the stages of each in plan 1; a step takes {} and is begun and ended one stage after the other"
         step = format_seconds(max(part.time.step_seconds for part in parts))
-        return Table(title=title.format(step), columns=names, rows=[_stages_row(part) for part in parts])
+        title = f"the stages of each in plan 1, and for how long of a step of {step} it works"
+        return Table(title=title, columns=names, rows=[_stages_row(part) for part in parts])
     names = columns("nodes", ">micro-batch", ">GiB", ">of", ">step")
     title = "the share of each in plan 1; a step is the longest of theirs"
     rows = [[*_named(part, str(part.samples)), format_seconds(part.time.step_seconds)] for part in parts]

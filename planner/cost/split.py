@@ -38,9 +38,7 @@ def blocks_per_piece(blocks: int, pieces: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def blocks_per_stage(
-    blocks: int, *, pp: int, virtual_stages: int = 1, named: tuple[int, ...] = ()
-) -> tuple[int, ...]:
+def blocks_per_stage(blocks: int, *, pp: int, virtual_stages: int = 1, named: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Return how many of the blocks each rank of the pipeline has; `named` is what a plan says of each piece.
 
     Raises:

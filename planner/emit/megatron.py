@@ -307,8 +307,8 @@ def parallel_fields(plan: Plan, form: str) -> Fields:
 def _stages(plan: Plan, form: str, layers: int) -> Fields:
     """Return how layers are cut into stages: as named, evenly, embedding and head counted as layers, or by the ends.
 
-    A layout names the embedding, every layer and the loss; it says how many stages a rank has, so that no other argument
-    does (NVIDIA/Megatron-LM@d98e8a64 megatron/core/transformer/pipeline_parallel_layer_layout.py;
+    A layout names the embedding, every layer and the loss, and says how many stages a rank has, which no other argument
+    may beside it (NVIDIA/Megatron-LM@d98e8a64 megatron/core/transformer/pipeline_parallel_layer_layout.py;
     megatron/training/arguments.py line 931).
     """
     configuration = plan.configuration

@@ -7,7 +7,6 @@ pipeline.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -132,13 +131,9 @@ def recommend_for_groups(request: Request, evenly: Evenly) -> Recommendation:
     return replace(answer, plans=plans, choice=choice, closest=None, remedies=(), uneven=uneven)
 
 
-def _better(
-    request: Request, by_samples: Shared | None, by_stages: Shared | None
-) -> tuple[Shared | None, Plan | None]:
+def _better(request: Request, by_samples: Shared | None, by_stages: Shared | None) -> tuple[Shared | None, Plan | None]:
     """Return the better of two ways to share, with its plan."""
-    plans = [
-        (shared, plan_of_shared(request, shared)) for shared in (by_samples, by_stages) if shared is not None
-    ]
+    plans = [(shared, plan_of_shared(request, shared)) for shared in (by_samples, by_stages) if shared is not None]
     if len(plans) == 2:
         return plans[_goes_before(plans[1][1], plans[0][1])]
     return plans[0] if plans else (None, None)

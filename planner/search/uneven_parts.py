@@ -1,4 +1,4 @@
-"""Unlike parts of a step: groups of alike nodes, each with its share of the work, and the plan that follows from them."""
+"""Unlike parts of a step: groups of alike nodes, each with its share of the work, and the plan of them all."""
 
 from __future__ import annotations
 

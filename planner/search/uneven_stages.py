@@ -44,9 +44,7 @@ def fastest_stages(request: Request, kinds: Sequence[Kind]) -> Shared | None:
     if request.objective == "memory" or request.workload.generates or not (code.runs_here or code.names_layers):
         return None
     every = (_Pipeline(request, kinds, chosen).cut() for chosen in _configurations(request, kinds))
-    return min(
-        (shared for shared in every if shared is not None), key=lambda shared: shared.step_seconds, default=None
-    )
+    return min((shared for shared in every if shared is not None), key=lambda shared: shared.step_seconds, default=None)
 
 
 def _configurations(request: Request, kinds: Sequence[Kind]) -> tuple[Configuration, ...]:
@@ -227,9 +225,7 @@ def _together(parts: Sequence[Part]) -> Iterator[Part]:
         yield replace(fullest, time=longest.time, stages=stages)
 
 
-def balance(
-    work: Sequence[Callable[[int], float]], blocks: int, most: Sequence[int]
-) -> tuple[int, ...] | None:
+def balance(work: Sequence[Callable[[int], float]], blocks: int, most: Sequence[int]) -> tuple[int, ...] | None:
     """Return the blocks of each stage, so that the stage with the most work has the least; None where none may be.
 
     `work` are the seconds of each stage by the number of its blocks, which grow with it; `most` how many each may have.

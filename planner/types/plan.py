@@ -195,6 +195,11 @@ class Configuration:
         return bool(self.micro_batches) and len({size for _, size in self.shares}) > 1
 
     @property
+    def has_shares(self) -> bool:
+        """True if ranks have shares of their own: micro-batches of different sizes, or stages with named blocks."""
+        return self.is_uneven or bool(self.layers_per_stage)
+
+    @property
     def samples_together(self) -> int:
         """Samples of one micro-batch of all ranks."""
         if not self.micro_batches:

@@ -259,9 +259,7 @@ def mean_width(job: Job, recipe: Recipe) -> float:
 def _units(counts: ParameterCounts, part: Part, shards: Shards) -> Units:
     in_order = sorted(counts.blocks, key=lambda block: block.name != "vision")  # image towers run first, count last
     kinds = tuple((block.name, block.repeats) for block in in_order)
-    repeats = kinds_on_stage(
-        kinds, pp=part.pp, virtual_stages=part.virtual_stages, stage=part.stage, named=part.layers
-    )
+    repeats = kinds_on_stage(kinds, pp=part.pp, virtual_stages=part.virtual_stages, stage=part.stage, named=part.layers)
     blocks = tuple(
         Unit(
             shapes=tuple(_on_rank(shape, part, is_expert=bool(block.experts)) for shape in _shapes(block)),

@@ -172,7 +172,15 @@ def _communication_bytes(configuration: Configuration, recipe: Recipe) -> float:
 
 @memo_by_fields(
     *RECIPE_FIELDS,
-    *("dp_replicate", "ep", "virtual_stages", "stage_layers", "sequence_length", "hpz_partition_size", "quantized_gradients"),
+    *(
+        "dp_replicate",
+        "ep",
+        "virtual_stages",
+        "stage_layers",
+        "sequence_length",
+        "hpz_partition_size",
+        "quantized_gradients",
+    ),
 )
 def layout(job: Job) -> Layout:
     """Return the layout of a job's busiest stage; of its own stage where the plan names the blocks of each."""

@@ -34,7 +34,8 @@ class Parts:
     """Parts that a step is put together from.
 
     The stage that decides (the busiest, or the last to end where stages are unlike), what its ranks exchange inside a
-    micro-batch, the seconds of copies that `time` counts as compute, those of waiting for the slowest GPU that it counts as communication, and the sums.
+    micro-batch, the seconds of copies that `time` counts as compute, those of waiting for the slowest GPU that it
+    counts as communication, and the sums.
     """
 
     where: Layout

@@ -21,6 +21,7 @@ from strategies.run_directory.files import PLAN_FILE, metrics_path
 from strategies.run_directory.request import PlanRequest
 from strategies.telemetry.metrics import relative_rates
 from tests.strategies.launch.command import run
+from tests.strategies.parallel_bodies import Composition
 from tests.strategies.training_bodies import Recipe
 
 SLOW_RANK = """
@@ -85,6 +86,9 @@ def test_what_is_neither_is_refused(text: str) -> None:
 def test_ranks_that_wait_for_each_other_measure_nothing(tmp_path: Path) -> None:
     save_plan(Recipe(strategy="fsdp", world_size=2).plan(), tmp_path / PLAN_FILE)
     with pytest.raises(DsplanError, match="under fsdp ranks wait for each other"):
+        parse_rates(str(tmp_path))
+    save_plan(Composition(pp=2, accumulation=2).plan(), tmp_path / PLAN_FILE)
+    with pytest.raises(DsplanError, match="with pp 2 ranks have unlike parts of the model"):
         parse_rates(str(tmp_path))
     save_plan(Recipe(strategy="ddp", world_size=2).plan(), tmp_path / PLAN_FILE)
     with pytest.raises(DsplanError, match="holds no steps of several ranks"):
