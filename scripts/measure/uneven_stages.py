@@ -1,6 +1,6 @@
 """Steps of a pipeline over four gloo ranks of which some are at half speed: unlike stages, even ones, the ideal cut.
 
-    python -m scripts.measure.uneven_stages [--rounds 3] [--block-ms 10]
+    python -m scripts.measure.uneven_stages [--rounds 3] [--block-ms 20]
 
 Four processes share this machine's cores, so that a rank's speed is made by sleeping: every block and the head of a
 tiny GPT sleep in their forward and backward passes as long as the planner predicts that those of opt-1.3b take on an
@@ -40,7 +40,7 @@ from planner.types.plan import Plan
 from planner.types.shares import write_sizes
 from strategies.engine.initialize import initialize
 
-MODEL, MICRO_BATCHES, RANKS = "opt-1.3b", 16, 4
+MODEL, MICRO_BATCHES, RANKS = "opt-1.3b", 8, 4
 WIDTH, LENGTH, VOCABULARY = 16, 8, 32
 """Of the tiny model that is trained: its products take a hundredth of what its blocks sleep."""
 STEPS = 3
@@ -112,7 +112,7 @@ class Figures:
 
 
 class Tiny(nn.Module):
-    """A table, blocks of two products, and a head of its own."""
+    """A table, blocks of one product, and a head of its own."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -133,11 +133,11 @@ class TinyBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.line = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states of the same shape."""
-        changed: torch.Tensor = hidden + self.down(nn.functional.gelu(self.up(hidden)))
+        changed: torch.Tensor = hidden + self.line(hidden).tanh()
         return changed
 
 
@@ -157,7 +157,7 @@ def train(cut: Cut) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
         batch = _samples(step, plan)[engine.data_parallel_rank :: engine.data_parallel_size]
         dist.barrier()
         begin = time.perf_counter()
-        losses.append(engine.train_batch((batch[:, :-1], batch[:, 1:])).item())
+        losses.append(engine.train_batch({"ids": batch[:, :-1], "targets": batch[:, 1:]}).item())
         seconds.append(time.perf_counter() - begin)
     return seconds, losses, {name: own.detach().clone() for name, own in engine.module.named_parameters()}
 
@@ -310,7 +310,7 @@ def main() -> None:
     """Measure every case and print it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="turns of all cuts")
-    parser.add_argument("--block-ms", type=float, default=10.0, help="milliseconds of a block's forward on a fast rank")
+    parser.add_argument("--block-ms", type=float, default=20.0, help="milliseconds of a block's forward on a fast rank")
     options = parser.parse_args()
     print(f"load average before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     with RankPool(RANKS, timeout_seconds=300.0) as pool:
