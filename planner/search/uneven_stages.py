@@ -70,8 +70,8 @@ def _near(request: Request, group: Sequence[Candidate], fastest: Configuration) 
     """Yield a configuration with its micro-batch and those next to it, as far as they go together."""
     own = next(other.layout for other in group if fastest in map(other.configuration, range(len(other.micros))))
     sizes = micro_batches(request, own)
-    place = sizes.index(fastest.micro_batch_size)
-    for size in sizes[max(place - 1, 0) : place + 2]:
+    index = sizes.index(fastest.micro_batch_size)
+    for size in sizes[max(index - 1, 0) : index + 2]:
         steps = request.workload.global_batch_size // (own.data_parallel * size)
         chosen = replace(fastest, micro_batch_size=size, gradient_accumulation_steps=steps)
         here = code_base(request.workload.code).runs_here

@@ -16,6 +16,7 @@ from planner.errors import BrokenFile, ContradictoryRequest
 from planner.models.resolve import resolve_model
 from planner.search.estimate import estimate, job_of
 from planner.search.request import Degrees, Request, WorkOptions, make_request
+from planner.search.scaling import over_lengths, over_micro_batches
 from planner.search.search import Recommendation, recommend
 from planner.search.uneven_parts import kinds_of
 from planner.search.uneven_stages import balance, fastest_stages
@@ -225,6 +226,13 @@ def test_the_plan_comes_back_from_its_file(folder: Path) -> None:
     plan = answered(SLOW_NODE, 448, folder).plans[0]
     save_plan(plan, folder / "plan.yaml")
     assert load_plan(folder / "plan.yaml") == plan
+
+
+def test_no_curves_are_drawn_over_unlike_shares(folder: Path) -> None:
+    answer = answered(SLOW_NODE, 448, folder)
+    uneven, even = answer.plans[0], answer.plans[1]
+    assert over_micro_batches(answer.request, uneven) == over_lengths(answer.request, uneven) == ()
+    assert len(over_micro_batches(answer.request, even)) > 1
 
 
 # Stages of a pipeline by the rate of their nodes.

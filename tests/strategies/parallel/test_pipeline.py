@@ -66,7 +66,7 @@ def test_stages_of_unlike_numbers_of_blocks_train_as_one_process(four_ranks: Ran
     each = four_ranks.run(parallel_bodies.train, "qwen3", replace(UNEVEN, strategy=strategy, **degrees))
     worst = _worst(each)
     assert max(worst.loss, worst.parameter, worst.norm) < 1e-5, worst
-    assert min(found.share for found in each) < 0.6 < max(found.share for found in each)
+    assert min(rank.share for rank in each) < 0.6 < max(rank.share for rank in each)
 
 
 @pytest.mark.slow
