@@ -7,8 +7,9 @@ tiny GPT sleep in their forward and backward passes as long as the planner predi
 A100, scaled so that a block's forward takes `--block-ms`; on a slow rank as long as they take on one at half speed.
 
 The cuts are the plan's (`layers_per_stage` of `recommend`), one as even as they go, and of all cuts the one whose
-schedule takes least by those seconds. They run in turns; a figure is the shortest step of all rounds, since whatever
-else runs on the machine only adds to it. Losses and weights after the steps are held against the even cut's.
+schedule takes least by those seconds, which is run apart only where it is not the plan's. They run in turns; a figure
+is the shortest step of all rounds, since whatever else runs on the machine only adds to it. Losses and weights after
+the steps are held against the even cut's.
 """
 
 from __future__ import annotations
@@ -270,23 +271,22 @@ def measure(case: Case, pool: RankPool, *, rounds: int, block_seconds: float, st
         "even": blocks_per_piece(layers, case.pp),
         "ideal": min(_every_cut(layers, case.pp), key=schedule),
     }
-    taken: dict[str, list[float]] = {name: [] for name in cuts}
-    trained: dict[str, tuple[list[float], dict[str, torch.Tensor]]] = {}
+    taken: dict[tuple[int, ...], list[float]] = {blocks: [] for blocks in cuts.values()}
+    trained: dict[tuple[int, ...], tuple[list[float], dict[str, torch.Tensor]]] = {}
     for _ in range(rounds):
-        for name, blocks in cuts.items():
+        for blocks, own_seconds in taken.items():
             each = pool.run(train, Cut(plan=_runnable(plan, blocks), ranks=tuple(ranks), steps=steps))
-            taken[name] += each[0][0][1:]
-            trained[name] = each[0][1], {key: value for _, _, own in each for key, value in own.items()}
+            own_seconds += each[0][0][1:]
+            trained[blocks] = each[0][1], {key: value for _, _, own in each for key, value in own.items()}
+    (losses, weights), (even_losses, even_weights) = (trained[cuts[name]] for name in ("plan", "even"))
     return Figures(
         case=case,
         cuts=cuts,
         computed={name: schedule(blocks) for name, blocks in cuts.items()},
-        measured={name: min(own) for name, own in taken.items()},
+        measured={name: min(taken[blocks]) for name, blocks in cuts.items()},
         predicted=uneven.even.time.step_seconds / uneven.by_stages.step_seconds,
-        loss_difference=max(abs(a - b) for a, b in zip(trained["plan"][0], trained["even"][0], strict=True)),
-        parameter_difference=max(
-            (own - trained["plan"][1][name]).abs().max().item() for name, own in trained["even"][1].items()
-        ),
+        loss_difference=max(abs(a - b) for a, b in zip(losses, even_losses, strict=True)),
+        parameter_difference=max((own - weights[name]).abs().max().item() for name, own in even_weights.items()),
     )
 
 
@@ -295,10 +295,11 @@ def _lines(figures: Figures) -> list[str]:
     for name, blocks in figures.cuts.items():
         measured, computed = figures.measured[name], figures.computed[name]
         shown = write_sizes((1, count) for count in blocks)
-        lines.append(
-            f"  {name:5} {shown:16} {measured:7.3f} s ({figures.ratio(name):.3f} of the ideal cut);"
-            f" {computed:7.3f} s by what ranks sleep ({computed / figures.computed['ideal']:.3f})"
+        of_ideal = (
+            f"{figures.ratio(name):.3f} of the ideal cut, {computed / figures.computed['ideal']:.3f} by its sleeps"
         )
+        beside = f"{measured / computed:.3f} of {computed:.3f} s of sleep"
+        lines.append(f"  {name:5} {shown:16} {measured:7.3f} s ({of_ideal}); {beside}")
     measured, predicted = figures.ratio("even", "plan"), figures.predicted
     lines.append(f"  even over plan: measured {measured:.3f}, predicted by the planner {predicted:.3f}")
     loss, weight = figures.loss_difference, figures.parameter_difference
