@@ -186,6 +186,8 @@ class CodeBase:
     """Whether fewer ranks than there are can share ZeRO-1's states, in several copies."""
     whole_stages: bool = False
     """Whether FSDP holds a pipeline stage's weights and gradients whole until the last micro-batch of a step."""
+    names_layers: bool = False
+    """Whether the blocks of each pipeline stage can be named one by one."""
     lists_recomputed: bool = False
     """Whether selective recomputation takes a list of parts of a block (`vocabulary.RECOMPUTED_MODULES`)."""
     scaled_products: Literal["none", "torchao", "Transformer Engine"] = "none"
