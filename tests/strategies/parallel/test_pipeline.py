@@ -20,7 +20,7 @@ from planner.cost.split import micro_batches_in_flight
 from planner.vocabulary import Schedule
 from strategies.errors import CannotRun
 from strategies.parallel.model import Partition, SplitOptions
-from strategies.parallel.pipeline import Action, _Made, order_of, require_end, with_messages
+from strategies.parallel.pipeline import Action, _StageOutput, order_of, require_end, with_messages
 from strategies.parallel.split import ModelParts, even_split, hold_part, stand_in
 from strategies.parallel.stages import Stages, cut_stages, stages_of, without_elsewhere
 from tests.strategies import parallel_bodies
@@ -353,7 +353,7 @@ def test_optimizers_lose_what_other_stages_have() -> None:
 
 def test_a_stage_lets_go_of_what_it_has_sent_and_can_still_go_back() -> None:
     weight = torch.full((3,), 2.0, requires_grad=True)
-    output = _Made(weight * weight)
+    output = _StageOutput(weight * weight)
     memory = weakref.ref(output.values.untyped_storage())
     output.is_sent()
     assert memory() is None
