@@ -103,7 +103,9 @@ class NativeZeroBuffers:
 
     def _always(self, instant: Instant) -> Ledger:
         """Return unsharded weights, and what compression leaves out."""
-        return Ledger(buffers=self._unsharded + self._blocks_at(instant) * self._block + self._errors)
+        casts = instant.cast if instant.unit == "reference" else 0.0
+        unsharded = self._unsharded + self._blocks_at(instant) * self._block
+        return Ledger(buffers=unsharded + self._errors, temporaries=casts)
 
     def _blocks_at(self, instant: Instant) -> int:
         """Return how many blocks' weights are whole: the one at work, and the next one of the pass ahead of it."""
