@@ -1,4 +1,4 @@
-"""The reference model of preferences and of reinforcement learning: a second model, or the trained one without adapters.
+"""The reference of preferences and of reinforcement learning: a second model, or the trained one without adapters.
 
 TRL 1.16 loads it in fp32 or as it is told, as the trained one, and never freezes it (`trainer/utils.py`,
 create_model_from_path). DeepSpeed's engine casts it, and stage 3 shards it (`models/utils.py`, prepare_deepspeed);

@@ -30,10 +30,10 @@ Unit = Literal["head", "block", "table", "reference"]
 class Instant:
     """One moment on one rank.
 
-    `unit` is what runs: the head with the loss, a block, the token table with what surrounds it, or a reference model of
-    its own, which runs between the loss and its backward and keeps nothing. `activations`
-    (whatever the batch, and by sample) and `cast` (autocast's copies of weights) in bytes; `unit_gradients`: elements
-    of this unit's weights whose gradient is made by now; `done_gradients`: elements of weights in the units that have
+    `unit` is what runs: the head with the loss, a block, the token table with what surrounds it, or a reference that is
+    a model of its own, which runs between the loss and its backward and keeps nothing. `activations` (whatever the
+    batch, and by sample) and `cast` (autocast's copies of weights) in bytes; `unit_gradients`: elements of this unit's
+    weights whose gradient is made by now; `done_gradients`: elements of weights in the units that have
     finished their backward; `blocks_done`: blocks that have finished in this pass (forward or backward), out of
     `blocks`; `enters`: whether the unit has not begun its pass yet, so that nothing of it is alive but what a strategy
     fetches for it (in backward: the first block, when the head's gradients are all there and the logits gone);
@@ -233,20 +233,18 @@ class _Step:
     def _reference(self, kept: Amount, casts: float) -> Iterator[Instant]:
         """Yield a preference's forward of its reference: its largest block, and its head.
 
-        Both are beside what the trained model has kept. Autocast casts every weight of a model of its own, whose weights
-        could be trained as far as torch can tell, and keeps the copies to the end of its forward.
+        Both are beside what the trained model has kept. Autocast casts every weight of a model of its own, none of them
+        frozen, and keeps the copies to the end of its forward.
         """
         figures, own = self._figures, has_own_reference(self._job)
         kept = plus(kept, figures.scored)
-        blocks = [
-            (plus(block.boundary, peak.activations), peak.cast) for block in figures.blocks for peak in block.forward
-        ]
-        for activations, cast in [*blocks, *((peak.activations, peak.cast) for peak in figures.loss)]:
+        inside = [(plus(block.boundary, peak.activations), peak) for block in figures.blocks for peak in block.forward]
+        for activations, peak in [*inside, *((peak.activations, peak) for peak in figures.loss)]:
             yield Instant(
                 phase="loss",
                 unit="reference" if own else "block",
                 activations=plus(kept, activations),
-                cast=casts + (self._reference_casts if own else cast),
+                cast=casts + (self._reference_casts if own else peak.cast),
                 blocks_done=max(self._blocks - 1, 0),
                 blocks=self._blocks,
             )
