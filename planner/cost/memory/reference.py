@@ -56,3 +56,18 @@ def unsharded_reference(units: Units, recipe: Recipe, shards: Shards) -> tuple[f
 def unsharded_reference_of(job: Job, recipe: Recipe) -> float:
     """Return what a forward of the reference has whole of its weights, buffers included; nothing where they rest so."""
     return sum(unsharded_reference(units_of(job), recipe, shards_over(job))) if is_one_unit(job) else 0.0
+
+
+def block_token_bytes(job: Job, recipe: Recipe) -> float:
+    """Return what a decoder block's forward works with for a token, of a rank's share, when nothing is kept.
+
+    That is its input and norm, and the attention's tensors or the MLP's.
+    """
+    facts, chosen = job.facts, job.configuration
+    attention = 2 * facts.head_dim * (facts.num_heads + facts.num_kv_heads)
+    scores = facts.num_heads * chosen.sequence_length * (4 + recipe.compute) if job.eager_attention else 0
+    width = facts.moe_intermediate_size or facts.intermediate_size
+    copies = (5 if facts.composite_activation else 2) + facts.gated_mlp
+    mlp = copies * width * max(facts.experts_per_token, 1)
+    stream = facts.hidden_size * (2 * recipe.residual + 4)
+    return (stream + max(recipe.compute * attention + scores, recipe.compute * mlp)) / (chosen.tp * chosen.cp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -315,6 +316,14 @@ def with_adapters(subject: Subject, job: Job) -> Subject:
                 weight.data = weight.data.float()
     module.train()
     return subject
+
+
+def switch_adapters(module: nn.Module, *, on: bool) -> None:
+    """Switch a module's adapters on or off, as PEFT's `disable_adapter` does."""
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    kinds = (_QuantisedLinear,) if tuners is None else (_QuantisedLinear, tuners.BaseTunerLayer)
+    for part in [part for part in module.modules() if isinstance(part, kinds)]:
+        part.enable_adapters(on)
 
 
 class _Quantised(torch.autograd.Function):

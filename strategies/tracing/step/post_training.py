@@ -32,6 +32,7 @@ from planner.types.job import Job
 from planner.types.post_training import PostTraining
 from planner.vocabulary import CLASSIFYING, GENERATING, PAIRED, POST_TRAINING, Task
 from strategies.torch_compat.dispatch import without_modes
+from strategies.tracing.step.build import switch_adapters
 from strategies.tracing.step.images import KnownValues
 from strategies.tracing.step.refusal import TraceFailed
 
@@ -66,35 +67,32 @@ def trl_step_of(job: Job) -> TrlStep | None:
     return TrlStep(job)
 
 
-class Prepared:
+class Prepared(nn.Module):
     """A module as accelerate prepares it for a trainer: its forward runs under autocast."""
 
-    training = True
     is_gradient_checkpointing = False
     """What trainers would switch off for a forward without gradients, which keeps nothing as it is."""
 
     def __init__(self, module: nn.Module, autocast: _Autocast) -> None:
-        self._module, self._autocast = module, autocast
+        super().__init__()
+        self.wrapped, self._autocast = module, autocast
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         with self._autocast():
-            return self._module(*args, **kwargs)
+            return self.wrapped(*args, **kwargs)
 
 
 class _WithoutAdapters(Prepared):
     """The trained model as its own reference: with its adapters switched off, as PEFT does it."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        adapted: list[Any] = [part for part in self._module.modules() if hasattr(part, "enable_adapters")]
-        layers = [part for part in adapted if part is not self._module]
-        for layer in layers:
-            layer.enable_adapters(False)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module with its adapters off."""
+        switch_adapters(self.wrapped, on=False)
         try:
-            return super().__call__(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         finally:
-            for layer in layers:
-                layer.enable_adapters(True)
+            switch_adapters(self.wrapped, on=True)
 
 
 class TrlStep:
@@ -260,6 +258,7 @@ def _accelerator(ranks: int) -> Any:
         device=torch.device("cpu"),
         num_processes=ranks,
         sync_gradients=True,
+        is_main_process=False,
         parallelism_config=None,
     )
 

@@ -15,7 +15,7 @@ from hardware_db.records import dataclass
 from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.figures import blocks_on_stage, figures_of
 from planner.cost.memory.ledger import NOTHING, Amount, bytes_at, plus, times
-from planner.cost.memory.reference import has_own_reference, reference_width
+from planner.cost.memory.reference import block_token_bytes, has_own_reference, reference_width
 from planner.cost.memory.units import trained_units_of
 from planner.cost.precision import Recipe
 from planner.cost.split import logit_parts, micro_batches_in_flight
@@ -127,6 +127,7 @@ class _Step:
         self._pieces = configuration.virtual_stages if configuration.pp_schedule == "interleaved" else 1
         self._at_first, self._at_last = self._others(0), self._others(self._pieces - 1)
         self._is_replica = configuration.strategy in ("single", "ddp")
+        self._unkept_block = configuration.sequence_length * block_token_bytes(job, recipe)
         # Beside our own ZeRO a reference stays as it was loaded, under autocast.
         is_cast = configuration.backend == "native" and reference_width(job, recipe) > recipe.compute
         narrow = recipe.compute * job.counts.in_blocks if is_cast else 0.0
@@ -238,12 +239,11 @@ class _Step:
         """
         figures, own = self._figures, has_own_reference(self._job)
         kept = plus(kept, figures.scored)
-        inside = [(plus(block.boundary, peak.activations), peak) for block in figures.blocks for peak in block.forward]
-        for activations, peak in [*inside, *((peak.activations, peak) for peak in figures.loss)]:
+        for peak in (Peak(activations=(0.0, self._unkept_block)), *figures.loss):
             yield Instant(
                 phase="loss",
                 unit="reference" if own else "block",
-                activations=plus(kept, activations),
+                activations=plus(kept, peak.activations),
                 cast=casts + (self._reference_casts if own else peak.cast),
                 blocks_done=max(self._blocks - 1, 0),
                 blocks=self._blocks,

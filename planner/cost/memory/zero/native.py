@@ -215,7 +215,8 @@ class _Fills:
 
         A unit's first gradient begins its bucket when it is taken, and what it was made from is gone by then.
         """
-        largest, copied = self._largest["head" if instant.enters and not instant.blocks_done else instant.unit]
+        is_at_head = instant.unit == "reference" or (instant.enters and not instant.blocks_done)
+        largest, copied = self._largest["head" if is_at_head else instant.unit]
         if instant.leaves or (instant.enters and (instant.phase != "backward" or instant.blocks_done)):
             return self.at(taken), 0.0
         if instant.enters:
