@@ -188,24 +188,30 @@ def _key(row: TrlTrace) -> tuple[object, ...]:
     return tuple(value for name, value in asdict(row).items() if name not in left_out)
 
 
+def _trace_all(names: set[str], *, again: bool) -> None:
+    """Trace what has no row, or all `again`; rows of cases that are no longer there go."""
+    cases = {_key(case): case for case in grid()}
+    there = {_key(row) for row in read_traces()}
+    for key, case in cases.items():
+        if (names and not names & {case.trainer, case.strategy}) or (key in there and not again):
+            continue
+        try:
+            row = traced(case)
+        except DsplanError as problem:
+            print(f"{case.trainer} {case.strategy} {case.model}: {problem}", file=sys.stderr, flush=True)
+            continue
+        kept = {**{_key(other): other for other in read_traces()}, key: row}
+        write_rows(TrlTrace, ROWS, (kept[each] for each in cases if each in kept))
+        print(line_of(row), flush=True)
+
+
 def main(words: list[str]) -> None:
     """Trace the cases that are missing, or say how far the closed forms lie from the rows."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     names = {word for word in words if not word.startswith("-")}
     if "--score" not in words:
-        cases = {_key(case): case for case in grid()}
-        kept = {_key(row): row for row in read_traces() if _key(row) in cases}
-        for key, case in cases.items():
-            if (names and not names & {case.trainer, case.strategy}) or (key in kept and "--again" not in words):
-                continue
-            try:
-                kept[key] = traced(case)
-            except DsplanError as problem:
-                print(f"{case.trainer} {case.strategy} {case.model}: {problem}", file=sys.stderr, flush=True)
-                continue
-            write_rows(TrlTrace, ROWS, (kept[each] for each in cases if each in kept))
-            print(line_of(kept[key]), flush=True)
+        _trace_all(names, again="--again" in words)
         return
     rows = [row for row in read_traces() if not names or names & {row.trainer, row.strategy}]
     for row in rows:
