@@ -10,6 +10,7 @@ from dsplan.exact.cache import trace_versions
 from dsplan.exact.reading import Reading, Refusal, Sizes
 from dsplan.exact.source import ModelSource
 from planner.cost.code_bases import code_base
+from planner.cost.generation import engine_bytes
 from planner.cost.memory.activations.instants import instants_of
 from planner.cost.memory.allocator import FRAGMENTATION
 from planner.cost.memory.estimate import composed, phases_of
@@ -129,7 +130,8 @@ def _traced(priced: Priced, coverage: Coverage, reading: Reading) -> Priced:
         # Loading, generation, evaluation and saving are not part of a step.
         phases = with_traced(job, closed, seen) if job.workload.generates else {**closed, **seen}
         margin = TRACED_MARGIN
-    reserved = max((peak.reserved for peak in reading.reserved.values()), default=0)
+    peaks = reading.reserved.items()
+    reserved = round(max((peak.reserved + engine_bytes(job, name) for name, peak in peaks), default=0))
     memory = composed(job, phases, margin + (AGREEMENT if reading.taken_from else 0.0), reserved)
     off = priced.memory.peak_allocated_bytes / memory.peak_allocated_bytes - 1
     distance = "" if job.facts.kind == "custom" and not job.facts.traced else _distance(off)

@@ -176,8 +176,8 @@ def spread_of(rows: Iterable[TrlTrace]) -> tuple[int, float, float]:
 def line_of(row: TrlTrace) -> str:
     """Return a row as a line for people."""
     name = f"{row.trainer:10} {row.strategy:7} {row.model:11} {row.micro_batch_size} x {row.sequence_length}"
-    said = closed(row)
-    phases = "  ".join(f"{phase} {100 * (said[phase] / size - 1):+5.1f}" for phase, size in row.peaks.items())
+    predicted = closed(row)
+    phases = "  ".join(f"{phase} {100 * (predicted[phase] / size - 1):+5.1f}" for phase, size in row.peaks.items())
     peak = f"{row.peak_allocated_bytes / GIB:7.2f} GiB {100 * error(row):+6.2f} %"
     return f"{name:42} {row.activation_checkpointing:5} {peak}   {phases}"
 

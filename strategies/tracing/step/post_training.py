@@ -241,10 +241,9 @@ class TrlStep:
 
 def _defaults(config: Any) -> dict[str, Any]:
     """Return the defaults of a config, whose constructor asks for a device."""
-    known = {}
-    for item in fields(config):
-        known[item.name] = item.default if item.default_factory is MISSING else item.default_factory()
-    return {name: value for name, value in known.items() if value is not MISSING}
+    lists = [item for item in fields(config) if item.default_factory is not MISSING]
+    plain = [item for item in fields(config) if item.default is not MISSING]
+    return {item.name: item.default for item in plain} | {item.name: item.default_factory() for item in lists}
 
 
 def _accelerator(ranks: int) -> Any:
