@@ -241,9 +241,9 @@ class TrlStep:
 
 def _defaults(config: Any) -> dict[str, Any]:
     """Return the defaults of a config, whose constructor asks for a device."""
-    lists = [item for item in fields(config) if item.default_factory is not MISSING]
-    plain = [item for item in fields(config) if item.default is not MISSING]
-    return {item.name: item.default for item in plain} | {item.name: item.default_factory() for item in lists}
+    plain = {item.name: item.default for item in fields(config) if item.default is not MISSING}
+    lists: dict[str, Any] = {item.name: item.default_factory for item in fields(config)}
+    return plain | {name: make() for name, make in lists.items() if make is not MISSING}
 
 
 def _accelerator(ranks: int) -> Any:
