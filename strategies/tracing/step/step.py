@@ -281,14 +281,17 @@ class _Run:
             trl.connect(self._module, reference, self._autocast)
 
     def _reference_of(self, subject: Traceable, mode: FakeTensorMode, meshes: Meshes) -> nn.Module:
-        """Return a second model, as TRL loads it; of accelerate's FSDP2 it is one unit (`trl/models/utils.py`)."""
+        """Return a second model, as TRL loads it; of accelerate's FSDP2 it is one unit (`trl/models/utils.py`).
+
+        On a CPU shards are dsplan's own work, beside which it is whole.
+        """
         assert self._trl is not None
         chosen = self._configuration
         is_engine = chosen.zero_stage > 0 and chosen.backend == "deepspeed"
         dtype = weight_dtype(chosen) if is_engine or chosen.precision == "bf16-pure" else None
         reference, _ = fake_copy(subject.module, (), mode, dtype)
         self._trl.prepare_reference(reference.requires_grad_(True))
-        if chosen.strategy in FSDP_STRATEGIES and meshes.ranks is not None:
+        if chosen.strategy in FSDP_STRATEGIES and meshes.ranks is not None and not self._on_cpu:
             shard(reference, (), meshes.ranks, chosen, root_stays=False)
         self._storages.label([*reference.parameters(), *reference.buffers()], "parameters")
         return reference
