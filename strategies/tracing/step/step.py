@@ -513,6 +513,7 @@ class _Run:
         post-training scores before its updates comes first.
         """
         for phase, score in self._trl.scores(self._batch) if self._trl is not None else ():
+            self._begin()
             with torch.no_grad(), self._storages.answering_items():
                 score()
             self._end(phase)
@@ -529,9 +530,13 @@ class _Run:
             del loss
             self._end("backward")
 
-    def _forward(self) -> torch.Tensor:
+    def _begin(self) -> None:
+        """Leave what came before out of the next phase."""
         self._storages.take_peak()
         self._storages.events.append(Mark())
+
+    def _forward(self) -> torch.Tensor:
+        self._begin()
         self._in_forward = True
         if self._trl is not None:
             with self._storages.answering_items():
