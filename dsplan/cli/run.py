@@ -291,15 +291,16 @@ def _run(request: RunRequest, metrics: RunCollector, *, json: bool) -> int:
     from dsplan.render.run_view import RunView
     from dsplan.render.show import say, show, show_json
     from strategies.launch.prepare import prepare
+    from strategies.launch.reported_runs import RunReporter
     from strategies.launch.supervisor import Supervisor
 
     launch = prepare(*_understood(request))
     metrics.follow(launch.spec.directory)
     for sentence in filter(None, (*launch.notices, _warn_of_strays(launch.script, launch.spec.arguments))):
         notice(sentence)
-    tracking = Tracking(launch.spec.directory, launch.spec.trackers)
+    companions = (Tracking(launch.spec.directory, launch.spec.trackers), RunReporter(launch.spec))
     session = Supervisor(
-        launch.spec, launch.plan, tracking, record_attempt, resumes=launch.resumes, resume_from=launch.resume_from
+        launch.spec, launch.plan, companions, record_attempt, resumes=launch.resumes, resume_from=launch.resume_from
     )
     with RunView(ranks=launch.ranks, out=sys.stderr if json else sys.stdout) as view:
         for event in session.events():

@@ -101,8 +101,7 @@ FIGURES: tuple[Figure, ...] = (
 
 def _plan_labels(run: RunStatus) -> tuple[str, ...]:
     assert run.plan is not None
-    chosen = run.plan.configuration
-    return str(run.plan.model.get("name", "")), chosen.strategy, chosen.backend, chosen.precision
+    return run.plan.model, run.plan.strategy, run.plan.backend, run.plan.precision
 
 
 class RunCollector:
