@@ -98,12 +98,12 @@ def calibration(number: int, hardware: HardwareKind | None = None) -> Calibratio
 def report(number: int, **changes: Any) -> StatusReport:
     """The report of the run with id `number`; `changes` replace fields."""
     values: dict[str, Any] = {
-        "id": f"{number:032x}", "name": f"run-{number}", "user": "ada", "host": "node7", "state": "running", "outcome": "",
-        "model": "opt-125m", "strategy": "zero2", "backend": "torch", "precision": "bf16", "device": "gpu", "ranks": 8,
-        "began": 1_800_000_000.25, "held_seconds": 3600.5, "productive_seconds": 3000.0, "device_seconds": 28804.0,
-        "usd_per_hour": 4.1, "step": 120, "steps": 1000, "loss": 2.5, "step_seconds": 0.25, "tokens_per_second": 1e6,
-        "peak_bytes": 3 << 30, "restarts": 1, "checkpoint_step": 100, "checkpoint_age_seconds": 5.0, "quiet_seconds": 0.2,
-        "alerts_json": '{"loss_spike":2}',
+        "id": f"{number:032x}", "name": f"run-{number}", "user": "ada", "host": "node7", "state": "running",
+        "outcome": "", "model": "opt-125m", "strategy": "zero2", "backend": "torch", "precision": "bf16",
+        "device": "gpu", "ranks": 8, "began": 1_800_000_000.25, "held_seconds": 3600.5, "productive_seconds": 3000.0,
+        "device_seconds": 28804.0, "usd_per_hour": 4.1, "step": 120, "steps": 1000, "loss": 2.5, "step_seconds": 0.25,
+        "tokens_per_second": 1e6, "peak_bytes": 3 << 30, "restarts": 1, "checkpoint_step": 100,
+        "checkpoint_age_seconds": 5.0, "quiet_seconds": 0.2, "alerts_json": '{"loss_spike":2}',
     }  # fmt: skip
     return StatusReport(**{**values, **changes})
 

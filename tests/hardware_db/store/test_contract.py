@@ -213,8 +213,8 @@ def test_the_newest_calibration_of_a_kind_of_hardware_is_in_force(store: Store) 
 
 
 def test_a_run_has_one_report_which_the_next_replaces(store: Store) -> None:
-    bare = {name: None for name in ("steps", "loss", "step_seconds", "tokens_per_second", "peak_bytes", "usd_per_hour")}
-    bare |= {name: None for name in ("checkpoint_step", "checkpoint_age_seconds", "quiet_seconds")}
+    bare = dict.fromkeys(("steps", "loss", "step_seconds", "tokens_per_second", "peak_bytes", "usd_per_hour"))
+    bare |= dict.fromkeys(("checkpoint_step", "checkpoint_age_seconds", "quiet_seconds"))
     first, other = report(1), report(2, state="ended", outcome="completed", user="", alerts_json="{}", **bare)
     store.report(first)
     store.report(other)

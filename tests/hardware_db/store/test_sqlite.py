@@ -197,7 +197,7 @@ def _under_a_file(path: Path) -> None:
         ),
         (_of_another_program, "dsplan.db: is the SQLite database of another program; move it away"),
         (_of_another_application_id, "dsplan.db: is the SQLite database of another program; move it away"),
-        (_newer, "schema 99 was written by a newer dsplan, this one knows up to 3; upgrade dsplan"),
+        (_newer, "schema 99 was written by a newer dsplan, this one knows up to 4; upgrade dsplan"),
         (_under_a_file, "home: cannot be created (File exists); set DSPLAN_HOME"),
     ],
 )
