@@ -79,5 +79,5 @@ class StatusReport:
 
     @property
     def alerts(self) -> Mapping[str, int]:
-        """How often each kind of alert came."""
+        """The number of alerts of each kind, of those that came."""
         return {str(kind): int(count) for kind, count in json.loads(self.alerts_json).items()}
