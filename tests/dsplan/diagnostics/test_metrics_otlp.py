@@ -316,14 +316,14 @@ def test_the_docs_name_what_is_sent() -> None:
     assert rows == [(figure.otel_name, figure.unit, figure.exported_name) for figure in FIGURES]
 
 
-@pytest.mark.slow  # a rank trains for 6 seconds
+@pytest.mark.slow  # two ranks train for 6 seconds
 def test_a_real_run_sends_what_it_serves(
     collector: Collector, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("prometheus_client", reason="needs prometheus-client (extra metrics)")
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "500")
     (tmp_path / "train.py").write_text(SCRIPT)
-    flags = ("--nproc", "1", "--run-dir", "here", "--metrics-port", str(port), "--otlp-endpoint", collector.address)
+    flags = ("--nproc", "2", "--run-dir", "here", "--metrics-port", str(port), "--otlp-endpoint", collector.address)
     process = start_run(*flags, "train.py", cwd=tmp_path)
     seen: list[dict[str, float]] = []
     try:
