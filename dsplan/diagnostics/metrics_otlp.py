@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -35,8 +33,6 @@ _USUAL = "http://localhost:4318"
 _SIGNAL = "/v1/metrics"
 _LAST_SECONDS = 6.0
 """How long a run that is over waits for the collector to take its last figures."""
-_ONE_LOOK_SECONDS = 0.5
-"""Instruments that are read within so long show the same look at the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +101,8 @@ class OtlpExporter:
 
     def __init__(self, spec: LaunchSpec, target: OtlpTarget | None) -> None:
         self._spec, self._target = spec, target
-        self._run = _SharedLook(spec)
+        self._run = RunFollower(spec.directory)
+        self._status: RunStatus | None = None
         self._provider: MeterProvider | None = None
         self._problem = ""
         self._has_complained = False
@@ -156,8 +153,11 @@ class OtlpExporter:
         from opentelemetry.metrics import Observation
 
         def read(_: CallbackOptions) -> Iterable[Observation]:
-            status = self._run.look()
-            for labels, value in [] if status is None else figure.samples(status):
+            if figure is FIGURES[0]:  # instruments are read in the order in which they were created: one look for all
+                self._status = self._run.look()
+            if (status := self._status) is None:
+                return
+            for labels, value in figure.samples(status):
                 yield Observation(value, {"run": status.name, **dict(zip(figure.labels, labels, strict=True))})
 
         return read
@@ -180,24 +180,6 @@ class OtlpExporter:
             return answer
 
         return noting
-
-
-class _SharedLook:
-    """A run, looked at once for all instruments."""
-
-    def __init__(self, spec: LaunchSpec) -> None:
-        self._follower = RunFollower(spec.directory)
-        self._lock = threading.Lock()
-        self._looked = float("-inf")
-        self._status: RunStatus | None = None
-
-    def look(self) -> RunStatus | None:
-        """Return the run as it is now, or was when the first instrument of this round was read."""
-        with self._lock:
-            if time.monotonic() - self._looked > _ONE_LOOK_SECONDS:
-                self._status = self._follower.look()
-                self._looked = time.monotonic()
-            return self._status
 
 
 def _resource(spec: LaunchSpec) -> Resource:
