@@ -1,4 +1,4 @@
-"""What `pip install dsplan` brings: the wheel, what it asks for, and the pinned versions that it is tested with."""
+"""All that `pip install dsplan` brings: the wheel, what it asks for, and the pinned versions of its tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PINS = {normal(name): version for name, _, version in _LINES if version}
 
 
 def command(*words: str | Path, **more: str) -> str:
-    """What a command prints.
+    """Return what a command prints.
 
     Raises:
         AssertionError: it fails; with what it printed.
@@ -50,13 +50,13 @@ def command(*words: str | Path, **more: str) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the tree as it is, elsewhere: a build leaves files behind."""
-    place = tmp_path_factory.mktemp("wheel")
+    directory = tmp_path_factory.mktemp("wheel")
     for room in ROOMS:
-        shutil.copytree(ROOT / room, place / room, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / room, directory / room, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, place)
-    command(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", place / "dist", place)
-    (built,) = (place / "dist").iterdir()
+        shutil.copy(ROOT / name, directory)
+    command(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", directory / "dist", directory)
+    (built,) = (directory / "dist").iterdir()
     return built
 
 
@@ -91,45 +91,45 @@ def closure(names: set[str]) -> set[str]:
     waiting, seen = [*names], set(names)
     while waiting:
         for text in distribution(waiting.pop()).requires or ():
-            asked = Requirement(text)
-            if (asked.marker is None or asked.marker.evaluate({"extra": ""})) and asked.name not in seen:
-                seen.add(asked.name)
-                waiting.append(asked.name)
+            needs = Requirement(text)
+            if (needs.marker is None or needs.marker.evaluate({"extra": ""})) and needs.name not in seen:
+                seen.add(needs.name)
+                waiting.append(needs.name)
     return seen
 
 
 def test_the_wheel_answers_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     """With the pinned packages that it asks for and no others; the network is not asked."""
-    place, packages = tmp_path / "venv", tmp_path / "packages"
-    venv.create(place, with_pip=False, symlinks=True)
+    environment, packages = tmp_path / "venv", tmp_path / "packages"
+    venv.create(environment, with_pip=False, symlinks=True)
     packages.mkdir()
     for name in closure({"typer", "rich", "pyyaml", "nvidia-ml-py", "msgspec", "psutil"}):
         for file in distribution(name).files or ():
             source = Path(str(distribution(name).locate_file(file.parts[0])))
             if file.parts[0] not in ("..", "__pycache__") and not (packages / file.parts[0]).exists():
                 (packages / file.parts[0]).symlink_to(source)
-    python = place / "bin" / "python"
+    python = environment / "bin" / "python"
     options = ("--no-deps", "--no-index", "--no-compile", "--quiet", "--disable-pip-version-check")
     alone = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1", "DSPLAN_HOME": str(tmp_path / "home")}
     command(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, **alone)
-    (site,) = (place / "lib").glob("python*/site-packages")
+    (site,) = (environment / "lib").glob("python*/site-packages")
     (site / "pinned.pth").write_text(f"{packages}\n", encoding="utf-8")
     command(python, "-c", f"import dsplan; assert dsplan.__file__.startswith({str(site)!r}), dsplan.__file__", **alone)
     command(python, "-c", "import importlib.util as u; assert not u.find_spec('torch'), 'torch'", **alone)
-    answer = json.loads(command(place / "bin" / "dsplan", *QUESTION, "--json", **alone))
+    answer = json.loads(command(environment / "bin" / "dsplan", *QUESTION, "--json", **alone))
     assert answer["plans"][0]["verdict"] == "fits"
 
 
 def interpreters() -> list[str]:
     """Of each version from `Requires-Python` on that this machine has, one that runs."""
     folders = [*Path.home().glob(".pyenv/versions/3.*/bin"), *map(Path, os.environ.get("PATH", "").split(os.pathsep))]
-    known: dict[str, str] = {}
+    by_version: dict[str, str] = {}
     for version in (f"3.{minor}" for minor in range(10, 20)):
         for program in (folder / f"python{version}" for folder in folders):
-            if version not in known and os.access(program, os.X_OK):
+            if version not in by_version and os.access(program, os.X_OK):
                 ran = subprocess.run([program, "-c", ""], capture_output=True, check=False)
-                known |= {version: str(program)} if ran.returncode == 0 else {}
-    return list(known.values())
+                by_version |= {version: str(program)} if ran.returncode == 0 else {}
+    return list(by_version.values())
 
 
 def test_the_oldest_and_the_newest_interpreter_that_is_here_compile_the_wheel(wheel: Path, tmp_path: Path) -> None:
@@ -151,11 +151,11 @@ def test_the_oldest_and_the_newest_interpreter_that_is_here_compile_the_wheel(wh
 @pytest.mark.slow  # asks the package index
 def test_every_interpreter_that_is_here_installs_the_wheel_and_answers(wheel: Path, tmp_path: Path) -> None:
     for python in interpreters():
-        place = tmp_path / Path(python).name
-        command(python, "-m", "venv", place)
-        command(place / "bin" / "python", "-m", "pip", "install", "--quiet", wheel)
+        environment = tmp_path / Path(python).name
+        command(python, "-m", "venv", environment)
+        command(environment / "bin" / "python", "-m", "pip", "install", "--quiet", wheel)
         alone = {"PYTHONPATH": "", "DSPLAN_HOME": str(tmp_path / "home")}
-        assert "fits" in command(place / "bin" / "dsplan", *QUESTION, **alone)
+        assert "fits" in command(environment / "bin" / "dsplan", *QUESTION, **alone)
 
 
 def test_every_pinned_version_has_its_hashes() -> None:
@@ -189,5 +189,5 @@ def test_the_bill_of_materials_names_what_is_pinned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", data_files())
 def test_every_data_file_says_where_it_comes_from(file: str) -> None:
-    """Where it cites, every row with a figure does."""
+    """If it cites, every row with a figure does."""
     assert own(file) is not None or all(cited(file))

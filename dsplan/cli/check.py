@@ -132,7 +132,7 @@ def _write(checked: Checked, out: Path | None, *, prints: bool) -> None:
     if better is None or not better.texts:
         fits = checked.status == 0
         why = (
-            "nothing to change: no plan of the trainer is clearly faster"
+            "nothing to change: no plan of the trainer is clearly faster, or has more room where the files' is tight"
             if fits
             else "no change of the file makes it fit"
         )

@@ -138,7 +138,8 @@ def better_blocks(better: Better | None, now: Plan | None, *, with_diff: bool = 
     if better is None or now is None:
         return []
     plan = better.plan
-    what = "fits" if better.gain is None else f"is predicted {better.gain:.0%} faster"
+    what = f"is predicted {better.gain:.0%} faster" if better.gain is not None else "fits"
+    what += " with room" if better.gain is None and now.verdict == "tight" else ""
     rate = f"{shown_rate(plan):,.0f} {shown_unit(plan)}/s per GPU"
     used = format_bytes(plan.memory.device_needed_bytes or plan.memory.device_used_upper_bytes)
     blocks: list[Block] = [

@@ -27,8 +27,9 @@ from planner.types.plan import Configuration, Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Better:
-    """A plan that the same trainer can run; `gain` is by how much it is faster, None where the files' own does not fit.
+    """A plan that the same trainer can run.
 
+    `gain` is by how much it is faster, None where it fits, or has room, and the files' own does not.
     `texts` are the files that it takes, old and new; empty where they have no keys for it.
     """
 
@@ -157,7 +158,11 @@ def _of_memory(request: Request, plan: Plan) -> list[Finding]:
     memory, findings = plan.memory, []
     need = memory.device_needed_bytes or memory.device_used_upper_bytes
     have = device_limit(request.workload, request.cluster)
-    if need > have:
+    if need > have and plan.verdict == "tight":
+        least = f"{format_bytes(memory.device_least_bytes)} without any margin"
+        message = f"may not fit: needs up to {format_bytes(need)} of {format_bytes(have)} per GPU, {least}"
+        findings.append(Finding(severity="warning", id="tight", message=message))
+    elif need > have:
         beyond = f"{format_bytes(need - have)} too much (peak in {memory.peak_phase})"
         message = f"does not fit: needs {format_bytes(need)} of {format_bytes(have)} per GPU, {beyond}"
         findings.append(Finding(severity="error", id="does-not-fit", message=message))
@@ -227,25 +232,28 @@ def _better(request: Request, reading: Reading, plan: Plan) -> Better | None:
     """Return a plan that the same trainer runs, at the same global batch.
 
     It is one that the files have keys for, where any does; of those about as fast the one that changes least. Where the
-    files' own plan fits it is faster by more than predictions of two plans of one strategy err, and has room.
+    files' own plan fits it is faster by more than predictions of two plans of one strategy err, and has room; where it
+    fits without room and nothing is faster, it has room.
     """
     fits = plan.verdict != "does_not_fit"
     options = [*_nearest(request, reading, plan), *_freest(request, reading, plan)]
     options = [item for item in options if item.configuration != plan.configuration]
-    if not fits:
+    faster = [item for item in options if item.verdict == "fits" and _gain(plan, item) > ONE_STRATEGY]
+    is_faster = bool(faster) and fits
+    if is_faster or plan.verdict == "fits":
+        options = faster
+    else:
         options = [near for item in options for near in (*_nearer(request, plan, item), item)]
-    if any(item.verdict == "fits" for item in options) or fits:
-        options = [item for item in options if item.verdict == "fits"]
-    if fits:
-        options = [item for item in options if _gain(plan, item) > ONE_STRATEGY]
+        if any(item.verdict == "fits" for item in options) or fits:
+            options = [item for item in options if item.verdict == "fits"]
     written = [(item, texts) for item in options if (texts := _texts(reading, plan, item))]
     if written:
         chosen, texts = _least_of(written)
-        return Better(plan=chosen, gain=_gain(plan, chosen) if fits else None, texts=texts)
+        return Better(plan=chosen, gain=_gain(plan, chosen) if is_faster else None, texts=texts)
     if not options:
         return None
     chosen, _ = _least_of([(item, {}) for item in options])
-    return Better(plan=chosen, gain=_gain(plan, chosen) if fits else None, texts={})
+    return Better(plan=chosen, gain=_gain(plan, chosen) if is_faster else None, texts={})
 
 
 def _nearer(request: Request, plan: Plan, other: Plan) -> list[Plan]:

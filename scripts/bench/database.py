@@ -65,9 +65,9 @@ def timed(address: str, request: Request) -> tuple[float, float]:
     """Return the seconds, and those of this process's CPU, in which a plan gets what the database knows of it."""
     started, used = time.perf_counter(), time.process_time()
     with PostgresStore(address) as store:
-        asked = recall_from(store, request)
+        answer = recall_from(store, request)
     seconds = time.perf_counter() - started, time.process_time() - used
-    assert asked.experience.known_runs, "the runs were not looked through"
+    assert answer.experience.known_runs, "the runs were not looked through"
     return seconds
 
 

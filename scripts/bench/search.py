@@ -46,7 +46,7 @@ class Run:
 
     seconds: float
     priced: int
-    found: Mapping[str, str]
+    plans: Mapping[str, str]
 
 
 def pruned(request: Request) -> dict[str, Timed]:
@@ -80,7 +80,7 @@ def ask(kind: str, number: int) -> Run:
     plans = WAYS[kind](request)
     seconds = time.perf_counter() - start
     return Run(
-        seconds=seconds, priced=counted[0], found={name: str(item.configuration) for name, item in plans.items()}
+        seconds=seconds, priced=counted[0], plans={name: str(item.configuration) for name, item in plans.items()}
     )
 
 
@@ -98,7 +98,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.ask:
         run = ask(arguments.ask[0], int(arguments.ask[1]))
-        print(json.dumps({"seconds": run.seconds, "priced": run.priced, "found": run.found}))
+        print(json.dumps({"seconds": run.seconds, "priced": run.priced, "plans": run.plans}))
         return 0
     differ = 0
     print(f"{'question':44} {'priced':>6} {'of':>6} {'seconds':>8} {'of':>8} {'ratio':>6}")
@@ -109,7 +109,7 @@ def main() -> int:
         name = f"{model}, {gpus} x {gpu}, {options.get('objective', 'throughput')}"
         took = f"{seconds:8.3f} {reference:8.3f} {reference / seconds:5.1f}x"
         print(f"{name:44} {few[0].priced:6} {every[0].priced:6} {took}")
-        differ += few[0].found != every[0].found
+        differ += few[0].plans != every[0].plans
     return int(differ > 0)
 
 

@@ -223,7 +223,7 @@ def launcher_processes() -> list[psutil.Process]:
 
 
 class Parts:
-    """What supervision and monitoring take, piece by piece, while they are on."""
+    """The cost of supervision and monitoring, piece by piece, while they are on."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._seconds = (

@@ -136,7 +136,7 @@ def _answered(url: str, opened: int, question: str) -> float:
     return time.perf_counter() - begin
 
 
-def said(name: str, seconds: Sequence[float]) -> str:
+def summarise(name: str, seconds: Sequence[float]) -> str:
     """Return a line with the median and the range of some seconds."""
     ordered = sorted(seconds)
     p95 = ordered[min(len(ordered) - 1, round(0.95 * len(ordered)))]
@@ -153,13 +153,13 @@ def main() -> None:
     options = parser.parse_args()
     with server(options.cores) as url:
         taken, used = in_browser(url, options.rounds)
-        print(said(f"a changed field, in a browser, {options.cores} cores", taken))
+        print(summarise(f"a changed field, in a browser, {options.cores} cores", taken))
         print(f"  processor seconds: {used[SERVER]:.2f} of the server, {used[BROWSER]:.2f} of the browser")
         before = processor_seconds(SERVER)
         each, last = at_once(url, options.users, options.rounds)
         together = (processor_seconds(SERVER) - before) / options.rounds
-        print(said(f"{options.users} at once, {options.cores} cores, each answer", each))
-        print(said(f"{options.users} at once, {options.cores} cores, the last answer", last))
+        print(summarise(f"{options.users} at once, {options.cores} cores, each answer", each))
+        print(summarise(f"{options.users} at once, {options.cores} cores, the last answer", last))
         print(f"  processor seconds: {together:.2f} of the server, {together / options.cores:.2f} on every core")
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {usable_cores()} cores")
 

@@ -81,7 +81,7 @@ class Row:
 
 @dataclass(kw_only=True, slots=True)
 class Turns:
-    """What the turns of one run have given so far."""
+    """Results that the turns of one run have given so far."""
 
     strategy: str
     backend: str

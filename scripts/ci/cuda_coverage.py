@@ -1,4 +1,4 @@
-"""Which of the lines that name CUDA or depend on the device's type a command runs, in all its processes.
+"""Counts the lines that name CUDA or depend on the device's type which a command runs, in all its processes.
 
     python -m scripts.ci.cuda_coverage [--before COMMAND] [--after COMMAND]
 

@@ -29,7 +29,7 @@ def accuracy(engine: Any, passages: Passages) -> float:
     right = 0
     batches = len(passages) // 64
     for start in range(0, batches * 64, 64):
-        samples = [passages[place] for place in range(start, start + 64)]
+        samples = [passages[index] for index in range(start, start + 64)]
         ids, labels = (torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "labels"))
         guesses = engine(input_ids=ids.to(engine.device)).logits.argmax(1).cpu()
         right += int((guesses == labels).sum())
@@ -71,9 +71,9 @@ def main() -> None:
             print(f"step {engine.global_steps} loss {loss.item():.4f}", flush=True)
         if engine.global_steps == options.steps:
             break
-    found = accuracy(engine, Passages(length=options.sequence_length, held_out=True))
+    share = accuracy(engine, Passages(length=options.sequence_length, held_out=True))
     if engine.is_main:
-        print(f"{found:.1%} of the passages it has not seen; guessing finds {1 / len(PACKAGES):.1%}", flush=True)
+        print(f"{share:.1%} of the passages it has not seen; guessing finds {1 / len(PACKAGES):.1%}", flush=True)
 
 
 if __name__ == "__main__":

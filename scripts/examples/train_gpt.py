@@ -73,13 +73,13 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.randn(experts, width, 2 * width) * 0.02)
 
     def forward(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        made = torch.zeros_like(tokens)
+        mixed = torch.zeros_like(tokens)
         for expert in range(self.num_experts):  # under --ep: this rank's
-            rows, place = torch.where(chosen == expert)
+            rows, choice = torch.where(chosen == expert)
             gate, up = functional.linear(tokens[rows], self.gate_up_proj[expert]).chunk(2, -1)
             own = functional.linear(functional.silu(gate) * up, self.down_proj[expert])
-            made = made.index_add(0, rows, (own * weights[rows, place, None]).to(made.dtype))
-        return made
+            mixed = mixed.index_add(0, rows, (own * weights[rows, choice, None]).to(mixed.dtype))
+        return mixed
 
 
 class Gpt(nn.Module):

@@ -46,7 +46,7 @@ def train(engine: Any, dataloader: Any, steps: int) -> None:
 def evaluate(engine: Any, data: Any) -> float:
     """The mean loss over `data`, which every rank goes through: in stage 3 ranks work together in evaluation too."""
     engine.eval()
-    samples = [data[place] for place in range(len(data))]
+    samples = [data[index] for index in range(len(data))]
     batch = {name: torch.stack([sample[name] for sample in samples]).to(engine.device) for name in samples[0]}
     loss: float = engine(**batch).loss.item()
     engine.train()

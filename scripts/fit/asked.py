@@ -66,7 +66,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What `dsplan estimate` says: rate, the memory that the row's kind means in bytes, and the verdict; or why it
+    """The answer of `dsplan estimate`: rate, the memory that the row's kind means in bytes, and the verdict; or why it
     refuses."""
 
     tokens_per_s_per_gpu: float = 0.0
@@ -86,48 +86,48 @@ class Desk:
         self._directory = directory
         self._files: dict[str, str] = {}
 
-    def flags_of(self, asked: Asked) -> dict[str, Any]:
+    def flags_of(self, run: Asked) -> dict[str, Any]:
         """Every flag of `dsplan estimate` by its name in Python."""
-        flags = dict(asked.flags) | {"code": asked.code}
-        flags["model"] = self._written(json.dumps(asked.config), "config.json") if asked.config else asked.model
-        flags["cluster"] = self._written(yaml.safe_dump(dict(asked.cluster), sort_keys=False), "cluster.yaml")
+        flags = dict(run.flags) | {"code": run.code}
+        flags["model"] = self._written(json.dumps(run.config), "config.json") if run.config else run.model
+        flags["cluster"] = self._written(yaml.safe_dump(dict(run.cluster), sort_keys=False), "cluster.yaml")
         return flags
 
-    def command_line(self, asked: Asked) -> list[str]:
+    def command_line(self, run: Asked) -> list[str]:
         """The words after `dsplan`."""
         words = ["estimate"]
-        for name, value in self.flags_of(asked).items():
+        for name, value in self.flags_of(run).items():
             flag = f"--{name.replace('_', '-')}"
             words += [flag] if value is True else [flag, str(value)]
         return [*words, "--json"]
 
-    def plan(self, asked: Asked) -> Plan:
+    def plan(self, run: Asked) -> Plan:
         """The plan of a question; raises as `priced`."""
-        return self.priced(asked)[1]
+        return self.priced(run)[1]
 
-    def priced(self, asked: Asked) -> tuple[Request, Plan]:
+    def priced(self, run: Asked) -> tuple[Request, Plan]:
         """The request and the plan of a question.
 
         Raises:
             DsplanError: the command line refuses.
         """
-        flags = self.flags_of(asked)
-        known = {item.name for item in fields(Question)}
-        question = Question(**{name: value for name, value in flags.items() if name in known})
-        options = ExactOptions(**{name: value for name, value in flags.items() if name not in known})
+        flags = self.flags_of(run)
+        of_question = {item.name for item in fields(Question)}
+        question = Question(**{name: value for name, value in flags.items() if name in of_question})
+        options = ExactOptions(**{name: value for name, value in flags.items() if name not in of_question})
         return estimate_question(question, options)
 
-    def answer(self, asked: Asked) -> Answer:
-        """What is said of a question."""
+    def answer(self, run: Asked) -> Answer:
+        """Return what is said of a question."""
         try:
-            plan = self.plan(asked)
+            plan = self.plan(run)
         except DsplanError as error:
             return Answer(refused=str(error))
         memory = plan.memory
         of_kind = {"allocated": memory.peak_allocated_bytes, "reserved": memory.peak_reserved_bytes}
         return Answer(
             tokens_per_s_per_gpu=plan.throughput.tokens_per_second_per_gpu,
-            memory_bytes=of_kind.get(asked.kind, memory.device_used_bytes),
+            memory_bytes=of_kind.get(run.kind, memory.device_used_bytes),
             verdict=plan.verdict,
         )
 
@@ -160,11 +160,11 @@ def published(path: Path = ROWS) -> Iterator[Asked]:
 def grid() -> Iterator[Asked]:
     """vTrain's grid: GPT under Megatron-DeepSpeed, fp16, vocabulary 50,257."""
     with GRID.open(newline="", encoding="utf-8") as lines:
-        for place, row in enumerate(csv.DictReader(lines), start=1):
-            yield _of_grid(row, place)
+        for number, row in enumerate(csv.DictReader(lines), start=1):
+            yield _of_grid(row, number)
 
 
-def _of_grid(row: Mapping[str, str], place: int) -> Asked:
+def _of_grid(row: Mapping[str, str], number: int) -> Asked:
     gpus, dp, micro = int(row["n_gpus"]), int(row["dp"]), int(row["micro_batch"])
     steps = int(row["global_batch"]) // micro // dp
     tokens = micro * steps * dp * int(row["seq_len"])
@@ -182,7 +182,7 @@ def _of_grid(row: Mapping[str, str], place: int) -> Asked:
     if gpus > 8:
         cluster |= {"inter_link": "ib-hdr", "nics_per_node": 4}
     return Asked(
-        case=f"vtrain_a100-{place}",
+        case=f"vtrain_a100-{number}",
         source="vtrain_a100",
         publication="vtrain_a100",
         reading="stated",
@@ -217,11 +217,11 @@ def questions() -> list[Asked]:
     return [*published(), *grid()]
 
 
-def answers(asked: Iterable[Asked]) -> dict[str, Answer]:
+def answers(runs: Iterable[Asked]) -> dict[str, Answer]:
     """Answers by case of those that are questions."""
     with TemporaryDirectory() as directory:
         desk = Desk(Path(directory))
-        return {one.case: desk.answer(one) for one in asked if not one.why_not}
+        return {one.case: desk.answer(one) for one in runs if not one.why_not}
 
 
 def kept(path: Path = ANSWERS) -> dict[str, Answer]:
@@ -238,27 +238,27 @@ def kept(path: Path = ANSWERS) -> dict[str, Answer]:
         }
 
 
-def written(found: Mapping[str, Answer]) -> str:
+def written(given: Mapping[str, Answer]) -> str:
     """Answers as the text of their file."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["case", "tokens_per_s_per_gpu", "memory_gib", "verdict", "refused"])
-    for case, answer in found.items():
+    for case, answer in given.items():
         speed, memory = answer.tokens_per_s_per_gpu, answer.memory_bytes / GIB
-        known = ["", ""] if answer.refused else [f"{speed:.5g}", f"{memory:.5g}"]
-        writer.writerow([case, *known, answer.verdict, answer.refused])
+        figures = ["", ""] if answer.refused else [f"{speed:.5g}", f"{memory:.5g}"]
+        writer.writerow([case, *figures, answer.verdict, answer.refused])
     return text.getvalue()
 
 
 def main() -> None:
-    asked = questions()
+    runs = questions()
     if sys.argv[1:]:  # the command line of one case
         with TemporaryDirectory() as directory:
-            for one in asked:
+            for one in runs:
                 if one.case in sys.argv[1:]:
                     print(one.config, one.cluster, shlex.join(Desk(Path(directory)).command_line(one)))
         return
-    replace_text(ANSWERS, written(answers(asked)))
+    replace_text(ANSWERS, written(answers(runs)))
 
 
 if __name__ == "__main__":

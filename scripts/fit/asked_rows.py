@@ -46,7 +46,7 @@ Flags = dict[str, Any]
 
 
 class NotAskable(Exception):
-    """Why a row is no question."""
+    """The reason for which a row is no question."""
 
 
 DATA: Mapping[str, Any] = read_shipped_yaml(Path(__file__).with_suffix(".yaml"))
@@ -61,7 +61,7 @@ def notes_of(row: Row) -> dict[str, str]:
 
 
 def code_of(source: str, gpu: str) -> str:
-    """Whose modules a source ran on a GPU; what torchtitan printed of H100s is of 2024 and early 2025."""
+    """Return whose modules a source ran on a GPU; what torchtitan printed of H100s is of 2024 and early 2025."""
     if source.startswith(("torchtitan", "torchao")) and gpu == "H100":
         return "torchtitan-2024"
     if source.startswith("litgpt_peft"):
@@ -312,7 +312,7 @@ def degrees(row: Row, notes: Row, assumed: list[str]) -> Flags:
 
 
 def strategy_of(row: Row, notes: Row, ranks: int, assumed: list[str]) -> str:
-    """How the states are spread."""
+    """Return how the states are spread."""
     source = row["source_id"]
     if source.startswith(("torchtitan", "torchao", "nemo_automodel")):
         return "fsdp" if int(row["n_gpus"]) > 1 else "single"
@@ -495,7 +495,7 @@ def cluster_of_collection(row: Row, device: str) -> dict[str, Any]:
 # All of them.
 
 
-def asked(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
+def question_rows(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
     """Yield a row of published_asked.csv for each row of the collection."""
     memory, training, reasons = read("published_memory"), _by_place(rows), _reasons()
     memories = {row["case"]: row for row in memory}
@@ -575,7 +575,7 @@ NO_SPEED = "speed not asked: "
 
 
 def _no_speed(row: Row, *, timed: bool) -> str:
-    """Why a row's speed is not asked, if it is not."""
+    """Return why a row's speed is not asked, if it is not."""
     if "power limited" in row["notes"]:
         return "its GPUs' power is limited, to how much is not said"
     if timed:
@@ -584,7 +584,7 @@ def _no_speed(row: Row, *, timed: bool) -> str:
 
 
 def _reasons() -> dict[str, str]:
-    """Why rows of a source were left out of times, the commonest last."""
+    """Return why rows of a source were left out of times, the commonest last."""
     return {row["source"]: row["why"] for row in read("published_training_left_out")}
 
 
@@ -618,7 +618,7 @@ def main(arguments: Iterable[str]) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(asked(rows))
+    writer.writerows(question_rows(rows))
     replace_text(PATH, text.getvalue())
 
 

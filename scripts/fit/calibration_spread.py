@@ -1,4 +1,4 @@
-"""How much hardware and code differ from what is shipped, and what is left once their factors are fitted.
+"""Measures how much hardware and code differ from what is shipped, and what is left once their factors are fitted.
 
 Every publication is taken for one user: its runs as they were predicted when it was left out of the fit of the shipped
 constants. The spread of each factor over publications is found by empirical Bayes: the factors of each are fitted with
@@ -51,10 +51,10 @@ def spreads_over(publications: Mapping[str, Sequence[Scored]]) -> tuple[dict[str
         fits = {name: fitted(rows, spreads) for name, rows in publications.items()}
         for name in spreads:
             seen = [
-                found.values[index] ** 2 + found.covariance[index][index]
-                for found in fits.values()
-                for index, known in enumerate(found.names)
-                if known == name
+                own.values[index] ** 2 + own.covariance[index][index]
+                for own in fits.values()
+                for index, factor in enumerate(own.names)
+                if factor == name
             ]
             if len(seen) >= _FEWEST_PUBLICATIONS:
                 spreads[name] = math.sqrt(sum(seen) / len(seen))
@@ -71,7 +71,7 @@ def left(publications: Mapping[str, Sequence[Scored]], fits: Mapping[str, Fit]) 
         for row in rows:
             rest = abs(row.log_error - _change(row, factors)) * math.sqrt(taken)
             sizes[kind_of(row.run.job)].append((rest, weight))
-    return {kind: (_ninth_decile(found) / NINE_OF_TEN, len(found)) for kind, found in sizes.items()}
+    return {kind: (_ninth_decile(sized) / NINE_OF_TEN, len(sized)) for kind, sized in sizes.items()}
 
 
 def _ninth_decile(weighted: Sequence[tuple[float, float]]) -> float:
@@ -88,7 +88,7 @@ def _felt(rows: Sequence[Scored], name: str) -> bool:
 
 
 def _change(row: Scored, factors: Factors) -> float:
-    """What factors add to the logarithm of the prediction."""
+    """Return what factors add to the logarithm of the prediction."""
     job = row.run.job
     return math.log(step_time(with_factors(job, factors)).step_seconds / step_time(job).step_seconds)
 
@@ -102,7 +102,7 @@ def main() -> None:
     spreads, fits = spreads_over(taken)
     print("factor          spread over publications")
     for name, spread in spreads.items():
-        seen = [found.factors[name] for found in fits.values() if name in found.names]
+        seen = [own.factors[name] for own in fits.values() if name in own.names]
         shown = ", ".join(f"{value:.2f}" for value in sorted(seen)) or "felt by none"
         print(f"{name:15} {spread:.2f}   {shown}")
     print("kind            left once fitted    runs")

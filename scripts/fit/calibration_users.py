@@ -1,4 +1,4 @@
-"""What ten runs of one user's model are worth on the next ten, with published runs for users.
+"""Measures what ten runs of one user's model are worth on the next ten, with published runs for users.
 
 A user is one model of one publication with twenty runs or more. Before the first run, predictions are those of
 constants from which the whole publication was left out; then its factors are fitted to ten of its runs, drawn by
@@ -46,11 +46,11 @@ def users(scored: Sequence[Scored]) -> list[User]:
 
 
 def _user(rows: Sequence[Scored]) -> User:
-    known = {row.run.job.configuration: row for row in rows}
+    by_configuration = {row.run.job.configuration: row for row in rows}
 
     def price(job: Job) -> float:
         """As predicted with the publication left out, times what factors change."""
-        row = known[job.configuration]
+        row = by_configuration[job.configuration]
         return row.predicted_seconds * _modelled(job, row) / _modelled(row.run.job, row)
 
     before, after = [], []

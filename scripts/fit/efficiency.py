@@ -79,15 +79,15 @@ def attention_ceilings() -> dict[str, tuple[float, float]]:
 
     The file counts causal products in full and 2.5 times that for the backward; half of either is computed.
     """
-    found: dict[str, dict[str, list[float]]] = {}
+    by_device: dict[str, dict[str, list[float]]] = {}
     with (MEASUREMENTS / "attention_efficiency.csv").open(newline="") as lines:
         for row in csv.DictReader(lines):
             width = int(row["heads"]) * (int(row["qk_head_dim"]) + int(row["v_head_dim"]))
             teraflops = 2e-12 * int(row["batch"]) * int(row["seq_len"]) ** 2 * width
             if teraflops >= SMALLEST_ATTENTION_TFLOP:
-                found.setdefault(row["device"], {}).setdefault(row["op"], []).append(float(row["efficiency"]) / 2)
+                by_device.setdefault(row["device"], {}).setdefault(row["op"], []).append(float(row["efficiency"]) / 2)
     ceilings = {}
-    for device, shares in found.items():
+    for device, shares in by_device.items():
         forward, backward = (statistics.median(shares[name]) for name in ("sdp_fwd", "sdp_bwd"))
         ceilings[device] = forward, 2.5 * forward / backward
     return ceilings
@@ -111,18 +111,18 @@ def _kernel_lines() -> Iterable[str]:
 def _step_lines() -> Iterable[str]:
     """The constants of whole steps, fitted to every stated publication, beside those in the code."""
     model = Model(seen_by_a_fit(list(published_runs())))
-    found = fitted(model, SHIPPED_SPREADS)
-    moved = dict(zip(found.names, found.values, strict=True))
+    fit = fitted(model, SHIPPED_SPREADS)
+    moved = dict(zip(fit.names, fit.values, strict=True))
     for kind in sorted({architecture(run.job.cluster) for run in model.runs}):
         cluster = next(run.job.cluster for run in model.runs if architecture(run.job.cluster) == kind)
         in_code, expected = ceilings(cluster.device), expected_factors(cluster)
         products = in_code[0] * expected.compute * math.exp(moved[f"compute {kind}"])
         attention = in_code[1] * expected.attention * math.exp(moved[f"attention {kind}"])
         yield f"{kind}: products {products:.2f}, attention {attention:.2f}; code {in_code[0]} and {in_code[1]}"
-    found = fitted(model)
-    for index, name in enumerate(found.names):
-        spread = math.sqrt(found.covariance[index][index])
-        yield f"  {name:32} x {math.exp(found.values[index]):.2f} of what was expected, give or take {spread:.0%}"
+    fit = fitted(model)
+    for index, name in enumerate(fit.names):
+        spread = math.sqrt(fit.covariance[index][index])
+        yield f"  {name:32} x {math.exp(fit.values[index]):.2f} of what was expected, give or take {spread:.0%}"
 
 
 if __name__ == "__main__":

@@ -67,19 +67,19 @@ def halves(grid: Sequence[PublishedRun]) -> Iterator[Half]:
             random.Random(seed).shuffle(shapes)
             first = frozenset(shapes[: len(shapes) // 2])
             parts = [run for run in grid if shape_of(run) in first], [run for run in grid if shape_of(run) not in first]
-            for fit_to, asked in (parts, parts[::-1]):
-                yield _half(name, seed, fit_to, asked)
+            for fit_to, tested in (parts, parts[::-1]):
+                yield _half(name, seed, fit_to, tested)
 
 
-def _half(name: str, seed: int, fit_to: Sequence[PublishedRun], asked: Sequence[PublishedRun]) -> Half:
-    seconds = predicted(asked, fitted(Model(fit_to)))
-    errors = [after / run.measured_seconds - 1 for after, run in zip(seconds, asked, strict=True)]
-    large = [abs(e) for e, run in zip(errors, asked, strict=True) if run.job.cluster.gpus >= RECOMPUTED_FROM]
+def _half(name: str, seed: int, fit_to: Sequence[PublishedRun], tested: Sequence[PublishedRun]) -> Half:
+    seconds = predicted(tested, fitted(Model(fit_to)))
+    errors = [after / run.measured_seconds - 1 for after, run in zip(seconds, tested, strict=True)]
+    large = [abs(e) for e, run in zip(errors, tested, strict=True) if run.job.cluster.gpus >= RECOMPUTED_FROM]
     return Half(
         shape=name,
         seed=seed,
         fitted_runs=len(fit_to),
-        asked_runs=len(asked),
+        asked_runs=len(tested),
         median=statistics.median(map(abs, errors)),
         bias=statistics.median(errors),
         recomputed=statistics.median(large) if large else None,

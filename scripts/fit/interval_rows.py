@@ -81,7 +81,7 @@ class Row:
 
     @property
     def is_own(self) -> bool:
-        """Whether it was predicted as the code that ran."""
+        """Return whether it was predicted as the code that ran."""
         return self.code == self.under
 
 
@@ -91,8 +91,8 @@ def base_of(code: str) -> str:
 
 
 def needed_bytes(memory: MemoryEstimate, kind: str) -> float:
-    """What is needed, without what a printed figure of this kind does not hold: the context and the communicators, and
-    segments that are not full. A figure of unknown kind is taken for what nvidia-smi shows."""
+    """Return what is needed, without what a printed figure of this kind does not hold: the context and the
+    communicators, and segments that are not full. A figure of unknown kind is taken for what nvidia-smi shows."""
     tensors = memory.peak_allocated_bytes * (1 + FRAGMENTATION_UPPER)
     return {"allocated": tensors, "reserved": tensors + SEGMENT_BYTES}.get(kind, memory.device_needed_bytes)
 
@@ -131,7 +131,7 @@ class Constants:
         self._fits: dict[tuple[str, ...], Fit] = {}
 
     def moves(self, axis: Axis) -> Mapping[tuple[str, str], float]:
-        """What leaving its fold out makes of predicted times: median logarithms by publication and architecture.
+        """Return what leaving its fold out makes of predicted times: median logarithms by publication and architecture.
 
         Those of an architecture, whatever the publication, have the name "".
         """
@@ -180,13 +180,13 @@ def rows() -> Iterator[Row]:
         for own in _by_publication(questions()).values():
             taken = _spread_evenly(own, MOST_ROWS)
             crossed = _spread_evenly(taken, MOST_CROSSED)
-            for asked in taken:
-                yield from _rows_of(desk, asked, moves, is_crossed=asked in crossed)
+            for run in taken:
+                yield from _rows_of(desk, run, moves, is_crossed=run in crossed)
 
 
-def _by_publication(asked: Iterable[Asked]) -> Mapping[tuple[str, str], list[Asked]]:
+def _by_publication(runs: Iterable[Asked]) -> Mapping[tuple[str, str], list[Asked]]:
     groups: defaultdict[tuple[str, str], list[Asked]] = defaultdict(list)
-    for one in asked:
+    for one in runs:
         has_figure = one.tokens_per_s_per_gpu or one.memory_bytes
         if one.ran and has_figure and not one.why_not and one.reading != "disclaimed":
             groups[one.publication, base_of(one.code)].append(one)
@@ -198,37 +198,37 @@ def _spread_evenly(rows: Sequence[Item], most: int) -> Sequence[Item]:
 
 
 def _rows_of(
-    desk: Desk, asked: Asked, moves: Mapping[Axis, Mapping[tuple[str, str], float]], *, is_crossed: bool
+    desk: Desk, run: Asked, moves: Mapping[Axis, Mapping[tuple[str, str], float]], *, is_crossed: bool
 ) -> Iterator[Row]:
-    code = base_of(asked.code)
+    code = base_of(run.code)
     others = [name for name in code_names() if name == of_any_year(name) != code] if is_crossed else []
-    for under in (asked.code, *others):
+    for under in (run.code, *others):
         try:
-            request, plan = desk.priced(replace(asked, code=under))
+            request, plan = desk.priced(replace(run, code=under))
         except DsplanError:
             continue  # that code base does not do such work
         stratum = stratum_of(job_of(request, plan.configuration))
-        speed = asked.tokens_per_s_per_gpu / plan.throughput.tokens_per_second_per_gpu
+        speed = run.tokens_per_s_per_gpu / plan.throughput.tokens_per_second_per_gpu
         off = -math.log(speed) if speed else math.nan
-        memory = headroom(asked.memory_bytes, plan.memory, asked.kind) if asked.memory_bytes else math.nan
-        is_crowded = asked.kind == "allocated" or asked.memory_bytes > CROWDED * request.cluster.capacity_bytes
+        memory = headroom(run.memory_bytes, plan.memory, run.kind) if run.memory_bytes else math.nan
+        is_crowded = run.kind == "allocated" or run.memory_bytes > CROWDED * request.cluster.capacity_bytes
         yield Row(
-            case=asked.case,
-            publication=asked.publication,
-            reading=asked.reading,
+            case=run.case,
+            publication=run.publication,
+            reading=run.reading,
             code=code,
             under=base_of(under),
             stratum=replace(stratum, code=code),
-            time={axis: off - _move(moves[axis], axis, asked, stratum) for axis in AXES},
+            time={axis: off - _move(moves[axis], axis, run, stratum) for axis in AXES},
             shipped=off,
             memory=memory,
             room=memory if is_crowded else math.nan,
         )
 
 
-def _move(moves: Mapping[tuple[str, str], float], axis: Axis, asked: Asked, stratum: Stratum) -> float:
+def _move(moves: Mapping[tuple[str, str], float], axis: Axis, run: Asked, stratum: Stratum) -> float:
     """Of a publication that no constant saw: what those of its device move by, where these were left out."""
-    own = moves.get((asked.publication, stratum.architecture))
+    own = moves.get((run.publication, stratum.architecture))
     if own is None and axis not in ("publication", "code base"):
         own = moves.get(("", stratum.architecture))
     return own or 0.0
@@ -242,12 +242,12 @@ def _column(axis: Axis) -> str:
     return f"without {axis}"
 
 
-def written(found: Iterable[Row]) -> str:
+def written(listed: Iterable[Row]) -> str:
     """Rows as the text of their file."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*_TEXTS, *_STRATUM, *map(_column, AXES), "shipped", "memory", "room"])
-    for row in found:
+    for row in listed:
         figures = [*(row.time[axis] for axis in AXES), row.shipped, row.memory, row.room]
         cells = ["" if math.isnan(value) else f"{value:.4f}" for value in figures]
         writer.writerow(

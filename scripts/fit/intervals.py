@@ -71,9 +71,9 @@ class Score:
         return self.row.code
 
 
-def scores(found: Iterable[Row], figure: Figure, axis: Axis = "publication") -> list[Score]:
+def scores(runs: Iterable[Row], figure: Figure, axis: Axis = "publication") -> list[Score]:
     """Of the rows that print the figure, with constants that have not seen what an axis leaves out."""
-    pairs = [(row, abs(row.time[axis]) if figure == "time" else getattr(row, figure)) for row in found]
+    pairs = [(row, abs(row.time[axis]) if figure == "time" else getattr(row, figure)) for row in runs]
     printed = [(row, off) for row, off in pairs if not math.isnan(off)]
     counts = Counter((row.publication, row.code, row.under) for row, _ in printed)
     shares = (min(1 / counts[row.publication, row.code, row.under], 1 / ROWS_THAT_COUNT) for row, _ in printed)
@@ -91,14 +91,14 @@ def quantile(weighted: Iterable[tuple[float, float]], share: float) -> float:
     raise ValueError("no values")
 
 
-def own(found: Iterable[Score]) -> list[Score]:
+def own(listed: Iterable[Score]) -> list[Score]:
     """Those that were predicted as the code that ran."""
-    return [score for score in found if score.row.is_own]
+    return [score for score in listed if score.row.is_own]
 
 
-def widths(found: Sequence[Score], figure: Figure) -> Widths:
+def widths(listed: Sequence[Score], figure: Figure) -> Widths:
     """Widths of scores, before anything is left out."""
-    mine = own(found)
+    mine = own(listed)
     regimes = (
         {}
         if figure in UNSPLIT
@@ -112,7 +112,7 @@ def widths(found: Sequence[Score], figure: Figure) -> Widths:
     regimes[ANY_OTHER] = _width(mine, figure)
     scaled = [
         (score, over(score.off, regimes.get(score.row.stratum.regime, regimes[ANY_OTHER]).width, figure))
-        for score in found
+        for score in listed
     ]
     names = sorted({score.code for score in mine})
     if figure in UNSPLIT:
@@ -132,7 +132,7 @@ NEUTRAL = {"product": 1.0, "sum": 0.0}
 
 
 def over(off: float, width: float, figure: Figure) -> float:
-    """What a width has to be joined with to hold a run."""
+    """Return what a width has to be joined with to hold a run."""
     return off / width if JOINS[figure] == "product" else off - width
 
 
@@ -149,8 +149,8 @@ def _architecture(score: Score) -> str:
     return score.row.stratum.architecture
 
 
-def _publications(found: Iterable[Score]) -> int:
-    return len({score.row.publication for score in found})
+def _publications(listed: Iterable[Score]) -> int:
+    return len({score.row.publication for score in listed})
 
 
 def _published(mine: Sequence[Score], code: str | None, factor: float) -> Published:
@@ -168,7 +168,7 @@ def _published(mine: Sequence[Score], code: str | None, factor: float) -> Publis
 
 
 def _mixed(scaled: Sequence[tuple[Score, float]], code: str) -> Iterator[tuple[float, float]]:
-    """What the publications of a code base are off by, and as one publication more what code bases differ by.
+    """Yield what the publications of a code base are off by, and as one publication more what code bases differ by.
 
     Of the latter every code base that ran weighs the same, and of each every one that it was predicted as.
     """
@@ -201,36 +201,36 @@ GROUPS: Mapping[Axis, Callable[[Row], str]] = {
 }
 
 
-def left_out(found: Sequence[Row], figure: Figure, axis: Axis, factors: Mapping[str, float]) -> list[Held]:
+def left_out(runs: Sequence[Row], figure: Figure, axis: Axis, factors: Mapping[str, float]) -> list[Held]:
     """Every run against the widths of those that are not of its group.
 
     `factors` are what was already found to be missing: of publications, for code bases that have others, and of code
     bases that have none. Where a code base is left out its runs are predicted as other ones.
     """
     if axis not in GROUPS:
-        return _by_size(found, figure, axis, factors)
+        return _by_size(runs, figure, axis, factors)
     group_of = GROUPS[axis]
     held = []
-    for group in sorted({group_of(row) for row in found}):
-        rest = [row for row in found if group_of(row) != group and (axis != "code base" or row.under != group)]
+    for group in sorted({group_of(row) for row in runs}):
+        rest = [row for row in runs if group_of(row) != group and (axis != "code base" or row.under != group)]
         table = widened(widths(scores(rest, figure, axis), figure), factors, figure)
-        test = [row for row in found if group_of(row) == group and row.is_own == (axis != "code base")]
+        test = [row for row in runs if group_of(row) == group and row.is_own == (axis != "code base")]
         held += [_held(axis, group, score, table, figure) for score in scores(test, figure, axis)]
     return held
 
 
-def _by_size(found: Sequence[Row], figure: Figure, axis: Axis, factors: Mapping[str, float]) -> list[Held]:
+def _by_size(runs: Sequence[Row], figure: Figure, axis: Axis, factors: Mapping[str, float]) -> list[Held]:
     """The upper third of sizes against the lower one, by publication."""
-    sizes = {id(row): size_of(axis, row.stratum.parameters, row.stratum.gpus) for row in found}
-    near, far = near_and_far(_sizes(own(scores(found, figure)), axis))
-    rest = [row for row in found if sizes[id(row)] <= near]
+    sizes = {id(row): size_of(axis, row.stratum.parameters, row.stratum.gpus) for row in runs}
+    near, far = near_and_far(_sizes(own(scores(runs, figure)), axis))
+    rest = [row for row in runs if sizes[id(row)] <= near]
     table = widened(widths(scores(rest, figure, axis), figure), factors, figure)
-    test = [row for row in found if sizes[id(row)] >= far and row.is_own]
+    test = [row for row in runs if sizes[id(row)] >= far and row.is_own]
     return [_held(axis, score.row.publication, score, table, figure) for score in scores(test, figure, axis)]
 
 
 def _held(axis: Axis, group: str, score: Score, table: Widths, figure: Figure) -> Held:
-    """What going beyond needs is looked for: the table has nothing for it yet."""
+    """Score a run that goes beyond the table; what that takes is looked for, and the table has nothing for it yet."""
     width = max(NARROWEST[figure], table.of(score.row.stratum))
     return Held(axis=axis, group=group, score=score, width=width, over=over(score.off, width, figure))
 
@@ -244,39 +244,39 @@ def widened(table: Widths, factors: Mapping[str, float], figure: Figure) -> Widt
 
 
 def missing(held: Iterable[Held], figure: Figure) -> float:
-    """What widths are to be joined with, so that they hold their share of what was left out; nothing where they do."""
+    """Return what widths are to be joined with to hold their share of what was left out; nothing where they do."""
     wanted = quantile(((one.over, one.score.weight) for one in held), SHARES[figure])
     return max(NEUTRAL[JOINS[figure]], wanted)
 
 
-def _all_left_out(found: Sequence[Row], figure: Figure) -> dict[Axis, list[Held]]:
+def _all_left_out(runs: Sequence[Row], figure: Figure) -> dict[Axis, list[Held]]:
     factors: dict[str, float] = {}
     held: dict[Axis, list[Held]] = {}
     for axis in AXES:
-        held[axis] = left_out(found, figure, axis, factors)
+        held[axis] = left_out(runs, figure, axis, factors)
         factors[axis] = missing(held[axis], figure)
     return held
 
 
-def fitted(found: Sequence[Row], figure: Figure) -> tuple[Widths, dict[Axis, list[Held]]]:
+def fitted(runs: Sequence[Row], figure: Figure) -> tuple[Widths, dict[Axis, list[Held]]]:
     """The widths that the planner reads, and every run that was left out for them."""
-    held = _all_left_out(found, figure)
+    held = _all_left_out(runs, figure)
     factors = {axis: missing(some, figure) for axis, some in held.items()}
-    table = widened(widths(scores(found, figure), figure), factors, figure)
-    beyond = {name: Extrapolation(wider=factors[name], ratio=_ratio(found, figure, name)) for name in BEYOND}
+    table = widened(widths(scores(runs, figure), figure), factors, figure)
+    beyond = {name: Extrapolation(wider=factors[name], ratio=_ratio(runs, figure, name)) for name in BEYOND}
     return replace(table, beyond=beyond), held
 
 
-def _ratio(found: Sequence[Row], figure: Figure, axis: Axis) -> float:
-    """How far apart the sizes are that an extrapolation goes from and to."""
+def _ratio(runs: Sequence[Row], figure: Figure, axis: Axis) -> float:
+    """Return how far apart the sizes are that an extrapolation goes from and to."""
     if axis in GROUPS:
         return 1.0
-    near, far = near_and_far(_sizes(own(scores(found, figure)), axis))
+    near, far = near_and_far(_sizes(own(scores(runs, figure)), axis))
     return max(abs(near), abs(far)) / min(abs(near), abs(far))
 
 
-def _sizes(found: Iterable[Score], axis: Axis) -> list[int]:
-    return [size_of(axis, score.row.stratum.parameters, score.row.stratum.gpus) for score in found]
+def _sizes(listed: Iterable[Score], axis: Axis) -> list[int]:
+    return [size_of(axis, score.row.stratum.parameters, score.row.stratum.gpus) for score in listed]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -334,9 +334,9 @@ def _covered(figure: Figure, group: str, part: Sequence[tuple[Held, float]]) -> 
     )
 
 
-def document(tables: Mapping[Figure, Widths], found: Sequence[Row]) -> str:
+def document(tables: Mapping[Figure, Widths], runs: Sequence[Row]) -> str:
     """The file that the planner reads."""
-    counts = f"{len({row.case for row in found})} runs of {len({row.publication for row in found})} publications"
+    counts = f"{len({row.case for row in runs})} runs of {len({row.publication for row in runs})} publications"
     source = f"python -m scripts.fit.intervals, {counts} (hardware_db/measurements/interval_rows.csv)"
     return json.dumps({"source": source} | {name: _rounded(asdict(table)) for name, table in tables.items()}, indent=1)
 
@@ -397,13 +397,13 @@ def report(covered: Iterable[Coverage], tables: Mapping[Figure, Widths]) -> Iter
 def main() -> None:
     if "--anew" in sys.argv[1:]:
         replace_text(ROWS, written(rows()))
-    found = read_rows()
+    runs = read_rows()
     tables: dict[Figure, Widths] = {}
     covered: list[Coverage] = []
     for figure in FIGURES:
-        tables[figure], held = fitted(found, figure)
+        tables[figure], held = fitted(runs, figure)
         covered += [one for axis in AXES for one in coverage(held[axis], figure)]
-    replace_text(TABLE, document(tables, found) + "\n")
+    replace_text(TABLE, document(tables, runs) + "\n")
     replace_text(COVERAGE, coverage_text(covered))
     print("\n".join(report(covered, tables)))
 

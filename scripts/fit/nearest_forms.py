@@ -1,4 +1,4 @@
-"""How far off the nearest memory form is where a model's own structure was never traced.
+"""Measures how far off the nearest memory form is where a model's own structure was never traced.
 
     python -m scripts.fit.nearest_forms
 
@@ -30,13 +30,13 @@ def left_out() -> Iterator[float]:
 
 def _error(case: Case) -> float:
     files: Any = form
-    known, own = files._file, structure_of(case.job.facts)
-    files._file = lambda model_type: [entry for entry in known(model_type) if entry["structure"] != own]
+    read_file, own = files._file, structure_of(case.job.facts)
+    files._file = lambda model_type: [entry for entry in read_file(model_type) if entry["structure"] != own]
     _forget()
     try:
         return traced_peak(memory_estimate(case.job), case.job) / case.measured - 1
     finally:
-        files._file = known
+        files._file = read_file
         _forget()
 
 

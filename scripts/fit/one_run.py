@@ -1,4 +1,4 @@
-"""What one run of a strategy is worth for the step times of the others, on the real CPU ranks of `times_cpu.csv`.
+"""Measures what one run of a strategy is worth for step times of the others, on real CPU ranks of `times_cpu.csv`.
 
     python -m scripts.fit.one_run
 
@@ -49,34 +49,34 @@ def pairs(bench: Bench) -> Iterator[Pair]:
     """Every strategy after every other one of its setting."""
     for contest in contests(read_time_runs(CPU_FILES.times), bench):
         jobs = [(bench.job(entry.run), entry.run.step_seconds) for entry in contest.entries]
-        for (ran, took), (asked, takes) in permutations(jobs, 2):
-            alike = family_of(ran.configuration) == family_of(asked.configuration)
-            yield Pair(one_family=alike, errors=_errors(ran, took, asked, takes))
+        for (ran, took), (other, takes) in permutations(jobs, 2):
+            alike = family_of(ran.configuration) == family_of(other.configuration)
+            yield Pair(one_family=alike, errors=_errors(ran, took, other, takes))
 
 
-def _errors(ran: Job, took: float, asked: Job, takes: float) -> Error:
+def _errors(ran: Job, took: float, other: Job, takes: float) -> Error:
     run = KnownRun(step_seconds=took, each=(took,), created_at="")
-    predicted = step_time(asked)
+    predicted = step_time(other)
     ratio = max(1.0, took / step_time(ran).step_seconds)
     ways = {
         "nothing": predicted,
-        "what is shared": Experience(known_runs={ran.configuration: run}).expected(asked),
+        "what is shared": Experience(known_runs={ran.configuration: run}).expected(other),
         "whole ratio": Correction(family=ratio).of(predicted),
     }
     return {name: abs(math.log(time.step_seconds / takes)) for name, time in ways.items()}
 
 
-def report(found: Mapping[str, Iterable[Pair]]) -> Iterator[str]:
+def report(by_machine: Mapping[str, Iterable[Pair]]) -> Iterator[str]:
     yield f"{'known of the machine':20} {'pairs':28} {'counted of the run':16} {'median':>6} {'mean':>6} {'p90':>6}"
-    for machine, every in found.items():
+    for machine, every in by_machine.items():
         listed = list(every)
         for kind, alike in (("other families", False), ("ZeRO-1 and ZeRO-2", True)):
             own = [pair.errors for pair in listed if pair.one_family == alike]
-            for way in own[0]:
-                sizes = [errors[way] for errors in own]
+            for counted in own[0]:
+                sizes = [errors[counted] for errors in own]
                 cells = (statistics.median(sizes), statistics.fmean(sizes), percentile(sizes, 0.9))
                 figures = " ".join(f"{cell:6.3f}" for cell in cells)
-                yield f"{machine:20} {f'{kind} ({len(own)})':28} {way:16} {figures}"
+                yield f"{machine:20} {f'{kind} ({len(own)})':28} {counted:16} {figures}"
 
 
 if __name__ == "__main__":

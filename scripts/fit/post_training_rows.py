@@ -35,7 +35,7 @@ Flags = dict[str, Any]
 
 
 class NotAskable(Exception):
-    """Why a row is no question."""
+    """The reason for which a row is no question."""
 
 
 def numbers(text: str) -> list[int]:
@@ -73,8 +73,8 @@ DATASETS = "docs/source_en/Instruction/Supported-models-and-datasets.md"
 def dataset_lengths(checkout: Path) -> Mapping[str, tuple[float, int]]:
     """Return tokens of a sample on average and at most, by the name of a data set."""
     text = (checkout / DATASETS).read_text(encoding="utf-8")
-    found = re.findall(r"^\|\[([^]]+)\].*?\|([\d.]+)±[\d.]+, min=\d+, max=(\d+)\|", text, re.MULTILINE)
-    return {name: (float(mean), int(most)) for name, mean, most in found}
+    rows = re.findall(r"^\|\[([^]]+)\].*?\|([\d.]+)±[\d.]+, min=\d+, max=(\d+)\|", text, re.MULTILINE)
+    return {name: (float(mean), int(most)) for name, mean, most in rows}
 
 
 def sample_length(text: str, flags: Mapping[str, Any], checkout: Path, *, is_padded: bool) -> int | None:
@@ -84,13 +84,13 @@ def sample_length(text: str, flags: Mapping[str, Any], checkout: Path, *, is_pad
     """
     named = re.search(r"--dataset((?:\s|\\|'[^']*'|[\w.:#-]+/[\w.:#/-]+)+)", text)
     parts = re.findall(r"([\w.-]+/[\w.-]+)(?::\w+)?(?:#(\d+))?", named[1] if named else "")
-    known = dataset_lengths(checkout)
-    if not parts or any(name not in known for name, _ in parts):
+    lengths = dataset_lengths(checkout)
+    if not parts or any(name not in lengths for name, _ in parts):
         return None
     limit, samples = flags["seq_len"], flags["micro_batch"]
-    longest = min(max(known[name][1] for name, _ in parts), limit)
+    longest = min(max(lengths[name][1] for name, _ in parts), limit)
     counts = [int(count or 1) for _, count in parts]
-    mean = sum(known[name][0] * count for (name, _), count in zip(parts, counts, strict=True)) / sum(counts)
+    mean = sum(lengths[name][0] * count for (name, _), count in zip(parts, counts, strict=True)) / sum(counts)
     tokens = longest if is_padded else (longest + (samples - 1) * min(mean, limit)) / samples
     shared = flags.get("tp", 1) * flags.get("cp", 1)
     return math.ceil(tokens / shared) * shared

@@ -1,4 +1,4 @@
-"""Whose modules a published row ran, as the name of a code base: by its documentation, not by its error."""
+"""Names the code base whose modules a published row ran: by its documentation, not by its error."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def code_of(row: Mapping[str, str]) -> str:
 
 
 def is_compiled(row: Mapping[str, str]) -> bool:
-    """Whether its blocks were under torch.compile."""
+    """Return whether its blocks were under torch.compile."""
     return row.get("compiled") == "y"

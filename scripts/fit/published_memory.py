@@ -74,7 +74,7 @@ class PublishedRun:
     configuration: Configuration
 
     def predicted(self) -> tuple[MemoryEstimate, Verdict]:
-        """What dsplan says of the run."""
+        """Return what dsplan says of the run."""
         priced = price(self.request, self.configuration)
         return priced.memory, judge(priced.job, priced.memory).verdict
 

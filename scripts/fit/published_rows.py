@@ -64,7 +64,7 @@ class PublishedRun:
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        """What was measured, as a rate."""
+        """Return what was measured, as a rate."""
         return self.rate(self.measured_seconds)
 
     def rate(self, seconds: float) -> float:
@@ -199,7 +199,7 @@ def _run(row: Mapping[str, Any], name: str) -> PublishedRun:
 
 
 def _alike(source: str, job: Job) -> str:
-    """What a run shares with those that differ only in their plan."""
+    """Return what a run shares with those that differ only in their plan."""
     facts, plan = job.facts, job.configuration
     batch = round(math.log(plan.global_batch_size) / math.log(SAME_BATCH))
     shape = (facts.hidden_size, facts.num_layers, facts.num_heads, plan.sequence_length)

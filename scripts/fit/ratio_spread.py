@@ -1,4 +1,4 @@
-"""How far the ratio of two predicted step times is from the ratio that was measured, by how the two plans differ.
+"""Measures how far ratios of two predicted step times are from those measured, by how the two plans differ.
 
 Pairs are published runs that differ only in their plan, as they were predicted when their publication was left out of
 the fit (`time_left_out.csv`). Every group of runs counts once, whatever its number of pairs. The last lines say what
@@ -55,10 +55,10 @@ def kind_of(one: Configuration, other: Configuration) -> str:
     return "one strategy" if one != other else ""
 
 
-def quantile(found: Iterable[Pair], share: float) -> float:
+def quantile(listed: Iterable[Pair], share: float) -> float:
     """Of the errors, where every group weighs the same."""
     groups: defaultdict[str, list[float]] = defaultdict(list)
-    for pair in found:
+    for pair in listed:
         groups[pair.group].append(pair.error)
     weighted = sorted((error, 1 / len(errors)) for errors in groups.values() for error in errors)
     wanted, sum_of = share * len(groups), 0.0
@@ -103,9 +103,9 @@ def report(rows: Iterable[Scored]) -> Iterator[str]:
     for pair in pairs(every):
         kinds[pair.kind].append(pair)
     yield f"{'pairs of':24} {'pairs':>6} {'groups':>6} {'median':>7} {'p90':>6}"
-    for kind, found in kinds.items():
-        groups = len({pair.group for pair in found})
-        yield f"{kind:24} {len(found):6} {groups:6} {quantile(found, 0.5):7.3f} {quantile(found, SHARE):6.3f}"
+    for kind, of_kind in kinds.items():
+        groups = len({pair.group for pair in of_kind})
+        yield f"{kind:24} {len(of_kind):6} {groups:6} {quantile(of_kind, 0.5):7.3f} {quantile(of_kind, SHARE):6.3f}"
     stated = [abs(row.error) for row in every if row.run.reading == "stated" and row.run.source != GRID]
     median, high = percentile(stated, 0.5), percentile(stated, SHARE)
     yield f"{'single predictions':24} {len(stated):6} {'':6} {median:7.3f} {high:6.3f}"

@@ -40,15 +40,15 @@ def left_out(runs: Sequence[PublishedRun]) -> list[Scored]:
     """Every run that is not of the grid, predicted from the stated runs of all other publications."""
     stated = seen_by_a_fit(runs)
     table = [run for run in runs if run.source != GRID]
-    known: dict[str, Fit] = {}
-    found: list[Scored] = []
+    fits: dict[str, Fit] = {}
+    scored: list[Scored] = []
     for document in dict.fromkeys(run.document for run in table):
         # A publication without a stated run leaves the fit as it is.
         absent = document if any(run.document == document for run in stated) else ""
-        if absent not in known:
-            known[absent] = fitted(Model([run for run in stated if run.document != document]))
-        found += _by(known[absent], [run for run in table if run.document == document])
-    return found
+        if absent not in fits:
+            fits[absent] = fitted(Model([run for run in stated if run.document != document]))
+        scored += _by(fits[absent], [run for run in table if run.document == document])
+    return scored
 
 
 def seen_by_a_fit(runs: Sequence[PublishedRun]) -> list[PublishedRun]:
@@ -73,20 +73,20 @@ def _shape(run: PublishedRun) -> tuple[int, int, int]:
     return facts.hidden_size, facts.num_layers, facts.num_heads
 
 
-def _by(found: Fit, runs: Sequence[PublishedRun]) -> list[Scored]:
+def _by(fit: Fit, runs: Sequence[PublishedRun]) -> list[Scored]:
     """Runs as constants predict them that were fitted to others."""
-    return [Scored(run=run, predicted_seconds=s) for run, s in zip(runs, predicted(runs, found), strict=True)]
+    return [Scored(run=run, predicted_seconds=s) for run, s in zip(runs, predicted(runs, fit), strict=True)]
 
 
 def main() -> None:
     runs = list(published_runs())
-    found = {row.run.name: row.predicted_seconds for row in left_out(runs) + halves(runs)}
+    left_out_seconds = {row.run.name: row.predicted_seconds for row in left_out(runs) + halves(runs)}
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["run", "left_out_seconds", "shipped_seconds"])
     for run in runs:
         shipped = step_time(run.job).step_seconds
-        writer.writerow([run.name, f"{found[run.name]:.5g}", f"{shipped:.5g}"])
+        writer.writerow([run.name, f"{left_out_seconds[run.name]:.5g}", f"{shipped:.5g}"])
     replace_text(PATH, text.getvalue())
 
 

@@ -62,12 +62,12 @@ def constants_of(run: PublishedRun) -> tuple[Constant, ...]:
     """The constants that a run depends on."""
     cluster = run.job.cluster
     kind = architecture(cluster)
-    found = [Constant(kind=name, of=kind) for name in ("compute", "attention", "memory")]
+    constants = [Constant(kind=name, of=kind) for name in ("compute", "attention", "memory")]
     if cluster.intra_link is not None and cluster.gpus > 1:
-        found.append(Constant(kind="intra_link", of=cluster.intra_link.name))
+        constants.append(Constant(kind="intra_link", of=cluster.intra_link.name))
     if cluster.inter_link is not None and cluster.nodes > 1:
-        found.append(Constant(kind="inter_link", of=""))
-    return (*found, Constant(kind="launch", of=""))
+        constants.append(Constant(kind="inter_link", of=""))
+    return (*constants, Constant(kind="launch", of=""))
 
 
 def architecture(cluster: Cluster) -> str:
@@ -76,7 +76,7 @@ def architecture(cluster: Cluster) -> str:
 
 
 def expected_factors(cluster: Cluster) -> Factors:
-    """What turns the shipped rates of products and attention into the expected ones."""
+    """Return what turns the shipped rates of products and attention into the expected ones."""
     kind = cluster.device.architecture
     if kind not in PRODUCTS_EXPECTED:
         return Factors()
@@ -103,15 +103,15 @@ class Model:
         return [self._priced(index, values) for index in range(len(self.runs))]
 
     def _priced(self, index: int, values: Sequence[float]) -> float:
-        own = tuple(values[place] for place in self._places[index])
-        known = self._seconds[index]
-        if own not in known:
-            if len(known) > 2 * len(self.constants):
-                known.clear()
+        own = tuple(values[constant] for constant in self._places[index])
+        priced = self._seconds[index]
+        if own not in priced:
+            if len(priced) > 2 * len(self.constants):
+                priced.clear()
             run = self.runs[index]
             job = replace(run.job, cluster=self._cluster(run, own))
-            known[own] = step_time(job).step_seconds
-        return known[own]
+            priced[own] = step_time(job).step_seconds
+        return priced[own]
 
     def _cluster(self, run: PublishedRun, own: tuple[float, ...]) -> Cluster:
         cluster = run.job.cluster
@@ -139,8 +139,8 @@ def fitted(model: Model, spreads: Mapping[str, float] = SPREADS) -> Fit:
     return fit(residuals, priors, NOISE)
 
 
-def predicted(runs: Sequence[PublishedRun], found: Fit) -> list[float]:
+def predicted(runs: Sequence[PublishedRun], constants: Fit) -> list[float]:
     """Seconds of runs under constants fitted on others; a constant that those others do not have stays as expected."""
     model = Model(runs)
-    values = dict(zip(found.names, found.values, strict=True))
+    values = dict(zip(constants.names, constants.values, strict=True))
     return model.seconds([values.get(constant.name, 0.0) for constant in model.constants])

@@ -1,4 +1,4 @@
-"""How scripts that generate a page write it, or check that it is fresh."""
+"""Lets scripts that generate a page write it, or check that it is fresh."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def samples_of(step: int) -> torch.Tensor:
     return torch.randint(0, 128, (GLOBAL_BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
 
 
-def made(model: str, plan: Plan) -> Any:
+def start_engine(model: str, plan: Plan) -> Any:
     """Return an engine that begins with the weights that all begin with."""
     module, adapts = base_of(model), model == ADAPTERS
     torch.manual_seed(1)  # of the adapters that are put in
@@ -185,7 +185,7 @@ def losses_of(engine: Any, first: int, count: int) -> list[float]:
 
 def save_after(model: str, plan: Plan, directory: str) -> list[float]:
     """Train, save, and the losses of the steps that follow."""
-    engine = made(model, plan)
+    engine = start_engine(model, plan)
     losses_of(engine, 0, SAVED_AFTER)
     engine.save_checkpoint(directory, client_state={"at": SAVED_AFTER})
     if model == ADAPTERS:
@@ -195,13 +195,13 @@ def save_after(model: str, plan: Plan, directory: str) -> list[float]:
 
 
 def alone(directory: str) -> str:
-    """Where adapters are saved without what they were trained beside."""
+    """Return where adapters are saved without what they were trained beside."""
     return f"{directory}-alone"
 
 
 def resume_each(model: str, plan: Plan, directories: Sequence[str]) -> list[list[float]]:
     """Return the losses of the steps that follow each checkpoint, all loaded by one engine."""
-    engine, losses = made(model, plan), []
+    engine, losses = start_engine(model, plan), []
     for directory in directories:
         engine.load_checkpoint(directory)
         losses.append(losses_of(engine, SAVED_AFTER, FOLLOWING))
@@ -210,7 +210,7 @@ def resume_each(model: str, plan: Plan, directories: Sequence[str]) -> list[list
 
 def without_moments(model: str, plan: Plan, directory: str) -> list[float]:
     """Return the losses that follow where AdamW begins anew: what a checkpoint without its moments would show."""
-    engine = made(model, plan)
+    engine = start_engine(model, plan)
     engine.load_checkpoint(directory)
     engine.optimizer.state.clear()
     return losses_of(engine, SAVED_AFTER, FOLLOWING)
@@ -249,7 +249,7 @@ Cells = dict[tuple[str, str], str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
-    """What came of each pair of a writer and a reader: the largest difference of a loss, as a share, or what failed.
+    """The outcome of each pair of a writer and a reader: the largest difference of a loss, as a share, or what failed.
 
     The last readers are transformers, or PEFT.
     """
@@ -260,7 +260,7 @@ class Matrix:
 
     @property
     def is_right(self) -> bool:
-        """Whether every pair agrees, and would not where moments are lost."""
+        """Return whether every pair agrees, and would not where moments are lost."""
         return self.without_moments > TOLERANCE and not any(
             cell.startswith("**") or ("e-" not in cell and cell != "0e+00") for cell in self.cells.values()
         )

@@ -35,7 +35,7 @@ from scripts.measure.machines import measured_cluster, record
 from scripts.measure.measured_run import PHASES, StepMemory, Subject, measure_and_time
 from scripts.measure.modules import language_module, language_subject, token_batch
 from scripts.measure.term_rows import Scored, TermRun, key_of
-from scripts.measure.term_rows import question as asked
+from scripts.measure.term_rows import question as ask_question
 from scripts.measure.term_rows import scored as scored_by
 from scripts.measure.trace_terms import case_of
 from strategies.tracing.live import facts_from_module
@@ -112,17 +112,17 @@ class CompositionRun(TermRun):
 
     @property
     def is_own(self) -> bool:
-        """Whether the model is a module of a user's own, which no config describes."""
+        """Return whether the model is a module of a user's own, which no config describes."""
         return "own" in self.model_config
 
     @property
     def is_held_out(self) -> bool:
-        """Whether nobody looked at the row while the cost model was written: those of GPT-2, and of Mixtral in bf16."""
+        """Return whether the cost model was written without the row: those of GPT-2, and of Mixtral in bf16."""
         return self.model == "gpt2" or (self.model == "mixtral" and self.precision == "bf16")
 
     @property
     def degrees(self) -> str:
-        """What splits the model, as people write it: `tp 2 x pp 2`."""
+        """Return what splits the model, as people write it: `tp 2 x pp 2`."""
         degrees = [f"{name} {getattr(self, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(self, name) > 1]
         split = " x ".join(degrees) or "data parallel"
         how = "+ sp" if self.sequence_parallel else self.pp_schedule if self.pp > 1 else ""
@@ -235,7 +235,7 @@ def _case(model: str, **chosen: Any) -> CompositionRun:
 
 def question(run: CompositionRun) -> tuple[Request, Configuration]:
     """Return the row as `dsplan estimate` would ask it."""
-    return asked(run, facts_of(run))
+    return ask_question(run, facts_of(run))
 
 
 def scored(run: CompositionRun) -> Scored:
@@ -272,7 +272,7 @@ class _Ranks:
 
     @staticmethod
     def kind(case: CompositionRun) -> tuple[int, bool]:
-        """How many ranks, and whether they are stages: one thread of gloo would wait for those that send nothing."""
+        """Return how many ranks there are, and whether they are stages: gloo would wait for those that send nothing."""
         return case.world_size, case.pp > 1
 
     def of(self, case: CompositionRun) -> RankPool:

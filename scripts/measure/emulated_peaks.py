@@ -32,7 +32,7 @@ from planner.types.plan import Configuration, Plan
 from planner.types.plan_io import plan_to_dict
 from scripts.measure.measured_run import StepMemory, Subject, measure_subject
 from scripts.measure.memory_grid import SMALL
-from scripts.measure.memory_rows import asked, compared_to_emulated, traced_emulated
+from scripts.measure.memory_rows import compared_to_emulated, question_of, traced_emulated
 from tests.emulated_cuda import Card, environment
 from tests.preload import PRELOAD
 
@@ -129,7 +129,7 @@ def question(case: Case) -> tuple[EmulatedRun, Plan]:
         **{name: version(name) for name in ("torch", "transformers", "deepspeed")},
     }
     row = EmulatedRun(**columns, **_of_row(configuration), outcome="failed")
-    return row, estimate(*asked(row))
+    return row, estimate(*question_of(row))
 
 
 def _of_row(configuration: Configuration) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def measure_and_time(
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(subject.memory_fraction, device)
-    model, batch = (make or _made)(subject, device)
+    model, batch = (make or _build)(subject, device)
     engine, *_ = initialize(model=model, plan=plan_from_dict(subject.plan))
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what building the model on the device left, which training does not need
@@ -107,7 +107,7 @@ def measure_and_time(
     return memory, tuple(_seconds_of_step(engine, batch) for _ in range(steps))
 
 
-def _made(subject: Subject, device: torch.device) -> Made:
+def _build(subject: Subject, device: torch.device) -> Made:
     chosen = plan_from_dict(subject.plan).configuration
     model = build_model(subject.config, subject.task, chosen.attention, device)
     return model, batch_for(model, subject.task, chosen.micro_batch_size, chosen.sequence_length, device)

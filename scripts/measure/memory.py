@@ -40,7 +40,7 @@ RUN_SECONDS = 300.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where runs are measured: columns that all its rows share, and what its driver showed before any rank started."""
+    """A machine for runs: columns that all its rows share, and what its driver showed before any rank started."""
 
     columns: Mapping[str, Any]
     total_bytes: int = 0
@@ -91,7 +91,7 @@ def measure(cases: Iterable[Case], machine: Place, path: Path, *, again: bool, d
     runs = {run.key: run for run in read_memory_runs(path)}
     with Ranks(machine) as ranks:
         for case in sorted(cases, key=Ranks.kind) if not machine.is_gpu else cases:
-            row, plan = _asked(case, machine)
+            row, plan = _plan_case(case, machine)
             if (row.key in runs and not again) or time.monotonic() > deadline:
                 continue
             runs[row.key] = measured = _measured(case, row, plan, ranks)
@@ -103,7 +103,7 @@ class Ranks:
     """One pool of ranks at a time, kept as long as the next case can use it."""
 
     def __init__(self, machine: Place) -> None:
-        self.place = machine
+        self.machine = machine
         self.context_bytes = 0
         self._pool: RankPool | None = None
         self._kind: tuple[bool, int] = (False, 0)
@@ -132,14 +132,16 @@ class Ranks:
         self.close()
         self._kind = self.kind(case)
         # Every rank takes the first GPU, or none.
-        variables = {"LOCAL_RANK": "0"} if self.place.is_gpu else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        variables = (
+            {"LOCAL_RANK": "0"} if self.machine.is_gpu else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        )
         self._pool = RankPool(case.world_size, timeout_seconds=RUN_SECONDS, variables=variables)
-        if not self.place.is_gpu:
+        if not self.machine.is_gpu:
             quiet(self._pool)
         else:
             self._pool.run(device_used_bytes)
             used = max(self._pool.run(device_used_bytes))  # now that every rank is there
-            self.context_bytes = max(used - self.place.used_bytes, 0) // case.world_size
+            self.context_bytes = max(used - self.machine.used_bytes, 0) // case.world_size
 
     def close(self) -> None:
         """End the ranks."""
@@ -154,7 +156,7 @@ class Ranks:
         self.close()
 
 
-def _asked(case: Case, machine: Place) -> tuple[MemoryRun, Plan]:
+def _plan_case(case: Case, machine: Place) -> tuple[MemoryRun, Plan]:
     """Return the row of a case with nothing measured, and the plan that its engine runs."""
     columns: dict[str, Any] = {
         **machine.columns,
@@ -188,7 +190,7 @@ def _measured(case: Case, row: MemoryRun, plan: Plan, ranks: Ranks) -> MemoryRun
         resident_bytes=busiest.resident_bytes,
         peak_allocated_bytes=busiest.peak_bytes,
         peak_reserved_bytes=max(rank.reserved_bytes for rank in steps),
-        device_used_bytes=max(used - ranks.place.used_bytes, 0) // len(steps),
+        device_used_bytes=max(used - ranks.machine.used_bytes, 0) // len(steps),
         context_bytes=ranks.context_bytes,
         host_bytes=sum(rank.host_bytes for rank in steps),
         forward_bytes=busiest.phases["forward"],

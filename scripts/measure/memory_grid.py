@@ -1,4 +1,4 @@
-"""Which runs have their memory measured: small models of many families on CPU ranks, full-size ones on a GPU."""
+"""The runs that have their memory measured: small models of many families on CPU ranks, full-size ones on a GPU."""
 
 from __future__ import annotations
 

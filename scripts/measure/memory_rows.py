@@ -46,7 +46,7 @@ class Compared:
 
 def compared(run: MemoryRun) -> Compared:
     """Ask today's planner about a run."""
-    priced = price(*asked(run))
+    priced = price(*question_of(run))
     return Compared(run=run, memory=priced.memory, host_bytes=_host_tensors(priced.job))
 
 
@@ -83,7 +83,7 @@ PEAKS = ("requested", "allocated", "reserved")
 
 def compared_to_emulated(run: EmulatedRun) -> ComparedToEmulated:
     """Ask today's planner about a run on emulated cards."""
-    priced = price(*asked(run))
+    priced = price(*question_of(run))
     workspace, phases = library_workspace(priced.job), priced.memory.phases
     # Loading is not among what was measured.
     allocated = max(phases[name] for name in run.phases if name in phases) - workspace
@@ -101,7 +101,7 @@ def traced_emulated(run: EmulatedRun) -> EmulatedRun:
     from strategies.tracing.step.build import subject_of
     from strategies.tracing.step.step import trace_step
 
-    job = price(*asked(run)).job
+    job = price(*question_of(run)).job
     if not is_traced_whole(job):
         return run
     sizes = {name: value for name, value in run.model_config.items() if name != "model_type"}
@@ -114,10 +114,10 @@ def traced_emulated(run: EmulatedRun) -> EmulatedRun:
 
 def planned(run: MemoryRun) -> Plan:
     """Return the plan of a run, for the engine to run again."""
-    return estimate(*asked(run))
+    return estimate(*question_of(run))
 
 
-def asked(run: RunRow) -> tuple[Request, Configuration]:
+def question_of(run: RunRow) -> tuple[Request, Configuration]:
     """Return a run as a question to the planner."""
     # What runs do not name was not varied.
     chosen = {item.name: getattr(run, item.name) for item in fields(Configuration) if hasattr(run, item.name)}

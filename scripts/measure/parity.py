@@ -229,7 +229,7 @@ def question(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParityRun(RunRow):
-    """How far one composition came from one process."""
+    """The distance of one composition from one process."""
 
     KIND = "parity run"
     MEASURED = (
@@ -274,7 +274,7 @@ class ParityRun(RunRow):
 
     @property
     def option(self) -> str:
-        """Which of `OPTIONS` it has; empty for none."""
+        """Return which of `OPTIONS` it has; empty for none."""
         parts = [
             *(("fp16",) if self.precision == "fp16" else ()),
             *((f"gradients in {self.gradient_compression}",) if self.gradient_compression != "none" else ()),
@@ -346,7 +346,7 @@ def _module(model: str, pp: int) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Right:
-    """What one process leaves."""
+    """The results that one process leaves."""
 
     losses: list[float]
     norms: list[float]
@@ -356,7 +356,7 @@ class Right:
 
     @cached_property
     def scales(self) -> dict[str, float]:
-        """What a parameter's difference is a share of: a bias without a gradient moves by rounding alone."""
+        """Return what a parameter's difference is a share of: a bias without a gradient moves by rounding alone."""
         least = 0.01 * sum(norm**2 for norm in self.moved.values()) ** 0.5
         return {name: norm + least for name, norm in self.moved.items()}
 
@@ -389,7 +389,7 @@ def alone(model: str, pp: int, precision: str) -> Right:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """What a training leaves."""
+    """The results that a training leaves."""
 
     losses: list[float]
     norms: list[float]
@@ -565,11 +565,11 @@ def page(runs: Sequence[ParityRun], left: int = 0) -> str:
     bad = [run for run in runs if run.outcome != "same"]
     if bad:
         lines += ["## What is not the same", "", "| model | ranks | composition | what |", "|---|---|---|---|"]
-        lines += [f"| {run.model} | {run.ranks} | {run.name} | {run.outcome}: {_said(run)} |" for run in bad]
+        lines += [f"| {run.model} | {run.ranks} | {run.name} | {run.outcome}: {_describe(run)} |" for run in bad]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _said(run: ParityRun) -> str:
+def _describe(run: ParityRun) -> str:
     if run.outcome == "failed":
         return run.where.replace("|", "\\|")
     return (
@@ -628,7 +628,7 @@ class Rows:
         return iter(self._rows.values())
 
     def is_done(self, row: ParityRun, *, by_any_code: bool = False) -> bool:
-        """Whether this code has trained it to the same end."""
+        """Return whether this code has trained it to the same end."""
         kept = self._rows.get(row.key)
         return kept is not None and kept.outcome == "same" and (by_any_code or kept.code == code_digest())
 
@@ -649,7 +649,7 @@ class Rows:
         }
 
     def left(self) -> int:
-        """How many of all compositions have no row."""
+        """Return how many of all compositions have no row."""
         everything = product(MODELS, RANKS, PRECISIONS)
         keys = {row_of(about[0], plan).key for about in everything for plan in plans_of(*about)}
         return len(keys - self._rows.keys())

@@ -1,4 +1,4 @@
-"""What `dsplan bench` measured on the machine of shipped step times, as rows of `measurements/rates_*.csv`."""
+"""Reads what `dsplan bench` measured on the machine of shipped step times into rows of `measurements/rates_*.csv`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from planner.types.cluster import SHIPPED as AS_SHIPPED
 from planner.types.cluster import Factors
 from planner.types.job import Job
 from scripts.fit.time_scores import rank_correlation
-from scripts.measure.memory_rows import asked
+from scripts.measure.memory_rows import question_of
 from scripts.measure.rate_rows import read_rates
 
 
@@ -90,7 +90,7 @@ class Contest:
 
     @property
     def loss(self) -> float:
-        """How much longer the chosen strategy takes than the fastest."""
+        """Return how much longer the chosen strategy takes than the fastest."""
         return self.chosen.run.step_seconds / self.fastest.run.step_seconds - 1
 
     @property
@@ -102,7 +102,7 @@ class Contest:
 
 
 class Bench:
-    """What a machine's benchmark gives the planner: rates, and factors that were learnt from its training runs."""
+    """All that a machine's benchmark gives the planner: rates, and factors that were learnt from its training runs."""
 
     def __init__(self, rates: Sequence[RateMeasurement], training: Iterable[TimeRun] = ()) -> None:
         self._rates = rates
@@ -110,7 +110,7 @@ class Bench:
 
     def job(self, run: TimeRun) -> Job:
         """Return a run as a job on the machine as it was measured."""
-        request, configuration = asked(run)
+        request, configuration = question_of(run)
         rates = rates_from_measurements(self._rates, ranks=run.world_size, precision=request.workload.precision)
         return price(replace(request, cluster=replace(request.cluster, rates=rates)), configuration).job
 

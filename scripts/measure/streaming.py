@@ -168,7 +168,7 @@ def _build(shape: Mapping[str, int]) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """What loading took on a rank."""
+    """Time and memory that loading took on a rank."""
 
     peak_bytes: int
     """Anonymous memory at its most, over what there was before."""
@@ -285,18 +285,18 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where the files go; they take a few MB of disk")
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=[case.name for case in CASES])
-    asked = parser.parse_args()
+    options = parser.parse_args()
     print("| case | own | peak | planned | two shards and a tensor | node, sum of peaks | seconds | CPU seconds |")
     print("|---|---|---|---|---|---|---|---|")
     for case in CASES:
-        if asked.only and case.name not in asked.only:
+        if options.only and case.name not in options.only:
             continue
-        folder = asked.folder / f"narrower-{case.narrower}"
+        folder = options.folder / f"narrower-{case.narrower}"
         total = write_files(folder, case.shape(SHAPE["num_hidden_layers"]))
         with RankPool(RANKS, timeout_seconds=1200, preload=("transformers.models.llama.modeling_llama",)) as pool:
             pool.run(_import)
-            ranks = pool.run(load, case, asked.blocks, str(folder))
-        print(row_of(case, asked.blocks, ranks), f"files of {total / 1e9:.0f} GB", flush=True)
+            ranks = pool.run(load, case, options.blocks, str(folder))
+        print(row_of(case, options.blocks, ranks), f"files of {total / 1e9:.0f} GB", flush=True)
 
 
 def _import() -> None:

@@ -156,7 +156,7 @@ def scored(run: TermRun, facts: ModelFacts | None = None) -> Scored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TermScore:
-    """How far the closed form of a term lies from the traces; shares of the traced peak."""
+    """The distance of the closed form of a term from the traces; shares of the traced peak."""
 
     term: str
     rows: int

@@ -1,4 +1,4 @@
-"""Which runs have their step timed: three models under every strategy on CPU ranks, plans of one GPU on a GPU."""
+"""The runs that have their step timed: three models under every strategy on CPU ranks, plans of one GPU on a GPU."""
 
 from __future__ import annotations
 

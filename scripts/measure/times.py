@@ -39,7 +39,7 @@ RUN_SECONDS = 300.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """How often each run of a group is started, how many steps are timed each time, and when to begin no other."""
+    """Limits of a group: starts of each run, steps timed each time, and the time at which no other begins."""
 
     rounds: int
     steps: int
@@ -51,7 +51,7 @@ class Turn:
     """A run of the group at hand: the row it will become, its plan, and the steps timed so far."""
 
     case: Case
-    asked: TimeRun
+    run: TimeRun
     plan: Plan
     steps: list[TimedStep] = field(default_factory=list)
     problem: str = ""
@@ -91,7 +91,7 @@ def measure(groups: Iterable[Sequence[Case]], machine: Place, path: Path, effort
     with Pools(machine) as pools:
         for group in groups:
             turns = [_turn(case, machine) for case in group]
-            waiting = [turn for turn in turns if again or turn.asked.key not in runs]
+            waiting = [turn for turn in turns if again or turn.run.key not in runs]
             if not waiting or time.monotonic() > effort.deadline:
                 continue
             for turn in waiting * effort.rounds:
@@ -106,7 +106,7 @@ class Pools:
     """Ranks for torch's strategies and ranks for DeepSpeed, which leaves state behind in its own; one world size."""
 
     def __init__(self, machine: Place) -> None:
-        self.place = machine
+        self.machine = machine
         self._pools: dict[bool, RankPool] = {}
 
     def run(self, case: Case, subject: Subject, steps: int, threads: int) -> list[Any]:
@@ -120,7 +120,7 @@ class Pools:
         kind = case.strategy in ZERO_STAGES
         if kind not in self._pools:
             # Every rank takes the first GPU, or none.
-            on_gpu = self.place.is_gpu
+            on_gpu = self.machine.is_gpu
             variables = {"LOCAL_RANK": "0"} if on_gpu else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
             self._pools[kind] = RankPool(case.world_size, timeout_seconds=RUN_SECONDS, variables=variables)
         return self._pools[kind].run(time_subject, subject, steps, threads)
@@ -150,16 +150,16 @@ def _turn(case: Case, machine: Place) -> Turn:
     }
     request, configuration = question(case, str(columns["device"]))
     row = TimeRun(**columns, **asdict(configuration), task=request.workload.task, outcome="failed")
-    return Turn(case=case, asked=row, plan=estimate(request, configuration))
+    return Turn(case=case, run=row, plan=estimate(request, configuration))
 
 
 def _take(turn: Turn, pools: Pools, steps: int) -> None:
     """One start of a run; one that failed has no other."""
     if turn.problem:
         return
-    subject = Subject(config=turn.case.model_config, task=cast("Task", turn.asked.task), plan=plan_to_dict(turn.plan))
+    subject = Subject(config=turn.case.model_config, task=cast("Task", turn.run.task), plan=plan_to_dict(turn.plan))
     try:
-        turn.steps += mean_over_ranks(pools.run(turn.case, subject, steps, turn.asked.threads))
+        turn.steps += mean_over_ranks(pools.run(turn.case, subject, steps, turn.run.threads))
     except RankError as problem:
         turn.problem = str(problem)
         print(turn.problem[:3000], file=sys.stderr)
@@ -167,10 +167,10 @@ def _take(turn: Turn, pools: Pools, steps: int) -> None:
 
 def _row(turn: Turn, rounds: int) -> TimeRun:
     if turn.problem:
-        return replace(turn.asked, outcome="out_of_memory" if "out of memory" in turn.problem else "failed")
+        return replace(turn.run, outcome="out_of_memory" if "out of memory" in turn.problem else "failed")
     seconds = sorted(step.step for step in turn.steps)
     return replace(
-        turn.asked,
+        turn.run,
         outcome="completed",
         rounds=rounds,
         steps=len(seconds),

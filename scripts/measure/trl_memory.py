@@ -94,11 +94,11 @@ def write_runs(runs: Iterable[TrlRun]) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, [item.name for item in fields(TrlRun)], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(map(asdict, sorted(runs, key=_place)))
+    writer.writerows(map(asdict, sorted(runs, key=_order)))
     replace_text(ROWS, text.getvalue())
 
 
-def _place(run: TrlRun) -> tuple[int, int]:
+def _order(run: TrlRun) -> tuple[int, int]:
     return TRAINERS.index(run.trainer), STRATEGIES.index(run.strategy)
 
 
@@ -229,13 +229,13 @@ def measure(trainer: str, strategy: str, folder: Path) -> TrlRun:
     """Run one trainer by one strategy, in a directory of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "dsplan", "run", "--nproc", str(_RANKS), "--strategy", strategy, "--json"]
         command += ["--retries", "0", __file__, "--train", trainer, str(folder), "rows.json"]
         ended = subprocess.run(
-            command, cwd=place, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=_SECONDS
+            command, cwd=directory, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=_SECONDS
         )
-        ranks = json.loads(Path(place, "rows.json").read_text(encoding="utf-8"))
+        ranks = json.loads(Path(directory, "rows.json").read_text(encoding="utf-8"))
     return row_of(trainer, json.loads(ended.stdout)["plan"], ranks)
 
 

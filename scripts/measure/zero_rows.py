@@ -1,4 +1,4 @@
-"""What the benchmark of our own ZeRO trains, and the rows it leaves in `hardware_db/measurements/zero_cpu.csv`."""
+"""Runs of the benchmark of our own ZeRO, and the rows it leaves in `hardware_db/measurements/zero_cpu.csv`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENGINES: tuple[Engine, ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What every engine is asked to train, and on how many ranks."""
+    """The training that every engine is asked for, and on how many ranks."""
 
     model: str
     precision: str
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def setting(self) -> Setting:
-        """What was measured."""
+        """Return what was measured."""
         return Setting(model=self.model, precision=self.precision, accumulation=self.accumulation, ranks=self.ranks)
 
     @property

@@ -60,13 +60,18 @@ _WAYS: tuple[Mapping[str, Any], ...] = (
 
 def plans() -> Iterator[tuple[str, Plan]]:
     """Yield plans by a name that says what they are; those that contradict themselves are left out."""
-    for strategy, way in itertools.product(_STRATEGIES, _WAYS):
-        gpus, nodes = (1, 1) if strategy == "single" else (16, 2) if strategy == "hsdp" or "rollout" in way else (8, 1)
-        gpus += way.get("rollout_gpus", 0)
-        asked = {"model": "llama-3-8b", "gpu": "h100", "gpus": gpus, "nodes": nodes + (gpus > 16), "micro_batch": 2}
-        asked |= {"seq_len": 2048} if way.get("task") not in ("grpo", "ppo") else {}
+    for strategy, settings in itertools.product(_STRATEGIES, _WAYS):
+        gpus, nodes = (
+            (1, 1) if strategy == "single" else (16, 2) if strategy == "hsdp" or "rollout" in settings else (8, 1)
+        )
+        gpus += settings.get("rollout_gpus", 0)
+        flags = {"model": "llama-3-8b", "gpu": "h100", "gpus": gpus, "nodes": nodes + (gpus > 16), "micro_batch": 2}
+        flags |= {"seq_len": 2048} if settings.get("task") not in ("grpo", "ppo") else {}
         try:
-            yield " ".join((strategy, *map(str, way.values()))), estimate(**{**asked, **way, "strategy": strategy})
+            yield (
+                " ".join((strategy, *map(str, settings.values()))),
+                estimate(**{**flags, **settings, "strategy": strategy}),
+            )
         except DsplanError:
             continue
 

@@ -42,9 +42,9 @@ CASES: tuple[tuple[str, str, str, int | None], ...] = (
     ("axolotl-ai-cloud/axolotl", "examples/llama-3/fft-8b.yaml", "A100-SXM4-40GB", 8),
     ("axolotl-ai-cloud/axolotl", "examples/gpt-oss/gpt-oss-20b-sft-lora-singlegpu.yaml", "A100-SXM4-40GB", 8),
     ("hiyouga/LLaMA-Factory", "examples/extras/apollo/llama3_full_sft.yaml", "A100-SXM4-40GB", 8),
-    ("hiyouga/LLaMA-Factory", "examples/extras/eaft/qwen25_05b_eaft_full.yaml", "RTX-3060-12GB", 8),
+    ("hiyouga/LLaMA-Factory", "examples/extras/eaft/qwen25_05b_eaft_full.yaml", "RTX-3070", 1),
     ("hiyouga/LLaMA-Factory", "examples/extras/galore/llama3_full_sft.yaml", "A100-SXM4-40GB", 8),
-    ("modelscope/ms-swift", "examples/megatron/benchmark/deepspeed.sh", "A100-SXM4-40GB", None),
+    ("modelscope/ms-swift", "examples/train/liger/sft.sh", "A100-SXM4-40GB", None),
     ("modelscope/ms-swift", "examples/train/flash_attention_3/transformers.sh", "A100-SXM4-40GB", None),
     ("huggingface/trl", "examples/cli_configs/example_config.yaml", "RTX-3060-12GB", 8),
     ("pytorch/torchtune", "recipes/configs/dev/11B_lora_multi_dataset.yaml", "RTX-3060-12GB", 8),
@@ -112,12 +112,12 @@ def _lines(diff: str) -> int:
 
 def _keys(diff: str) -> list[str]:
     """Return the last words of the keys on changed lines."""
-    found = set()
+    keys = set()
     for line in diff.splitlines():
         if line[:1] in "+-" and line[:3] not in ("+++", "---") and line[1:].strip():
             match = re.search(r"([\w-]+)\s*[:= ]\s*\S*\s*\\?$", line[1:].split("#")[0].rstrip())
-            found.add(match[1] if match else line[1:].strip())
-    return sorted(found)
+            keys.add(match[1] if match else line[1:].strip())
+    return sorted(keys)
 
 
 # The trainers' own parsers: what parses, and what it said.
@@ -177,8 +177,8 @@ def by_arguments(path: str, sources: dict[str, str]) -> None:
     from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
     settings, _ = argument_settings([*_launch_words(path)], read_source(Path(path)))
-    known = {item.name for item in Seq2SeqTrainingArguments.__dataclass_fields__.values()}
-    flags = [word for item in settings if item.key in known and item.key != "deepspeed" for word in _spelt(item)]
+    fields = {item.name for item in Seq2SeqTrainingArguments.__dataclass_fields__.values()}
+    flags = [word for item in settings if item.key in fields and item.key != "deepspeed" for word in _spelt(item)]
     HfArgumentParser(Seq2SeqTrainingArguments).parse_args_into_dataclasses([*flags, "--bf16", "false"])
 
 

@@ -1,4 +1,4 @@
-"""What other tools say of the published runs, as shipped, and the reasons of those that cannot say."""
+"""Answers of other tools for the published runs, as shipped, and the reasons of those that cannot say."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
 
 
 class NoAnswer(Exception):
-    """Why a tool says nothing."""
+    """The reason for which a tool says nothing."""
 
 
 def main() -> None:
@@ -144,12 +144,12 @@ def _llm_analysis(cases: Sequence[Case], interpreter: str) -> Iterable[PeerAnswe
     )
     reply = json.loads(process.stdout)
     for (case, _), answer in zip(answerable, reply["answers"], strict=True):
-        yield _said(case, reply["version"], answer.get("bytes", 0), answer.get("reason", ""))
+        yield _build_answer(case, reply["version"], answer.get("bytes", 0), answer.get("reason", ""))
     for case, reason in refused:
-        yield _said(case, reply["version"], 0, reason)
+        yield _build_answer(case, reply["version"], 0, reason)
 
 
-def _said(case: Case, release: str, predicted: int, reason: str) -> PeerAnswer:
+def _build_answer(case: Case, release: str, predicted: int, reason: str) -> PeerAnswer:
     return PeerAnswer(case=case.name, peer="llm-analysis", version=release, bytes=predicted, reason=reason)
 
 

@@ -1,4 +1,4 @@
-"""What public training scripts ask of the Hub, made here: text, tokenizers, small models and data sets.
+"""Makes here what public training scripts ask of the Hub: text, tokenizers, small models and data sets.
 
 Nothing is downloaded. The text is the sources of Python's standard library, the weights are random, and every folder
 has the name that a script looks for (`bert-base-cased`, `nyu-mll/glue`), so that it is found beside the script.

@@ -61,7 +61,7 @@ class Recipe:
 
     @property
     def edited_lines(self) -> int:
-        """How many lines had to be changed."""
+        """Return how many lines had to be changed."""
         return sum(edit.lines for edit in self.edits)
 
 

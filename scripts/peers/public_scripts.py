@@ -110,16 +110,16 @@ def _prepare_nanochat(directory: Path) -> None:
     subprocess.run(command, cwd=folder, env={**os.environ, **own}, check=True, stdout=subprocess.DEVNULL)
 
 
-def run(directory: Path, recipe: Recipe, way: str, killed_under: str = "zero2") -> dict[str, Any]:
+def run(directory: Path, recipe: Recipe, trial: str, killed_under: str = "zero2") -> dict[str, Any]:
     """Return what became of a recipe in one way."""
-    folder = _place(directory, recipe, way)
+    folder = _choose_folder(directory, recipe, trial)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    strategy = killed_under if way == "killed" else way
+    strategy = killed_under if trial == "killed" else trial
     command = [sys.executable, "-m", "dsplan", "run", "--json", "--run-dir", str(folder / "run")]
     command += ["--nproc", str(recipe.ranks)]
     command += [] if strategy == "free" else ["--strategy", strategy]
-    command += ["--checkpoint-steps", "2"] if way == "killed" else []
+    command += ["--checkpoint-steps", "2"] if trial == "killed" else []
     script, work = _work(directory, recipe, folder)
     words = {"out": str(folder / "out"), "data": str(directory / "data"), "project": str(directory / recipe.project)}
     (folder / "out").mkdir()
@@ -131,7 +131,7 @@ def run(directory: Path, recipe: Recipe, way: str, killed_under: str = "zero2") 
             command, cwd=work, env=_environment(directory, own), stdout=out, stderr=err, start_new_session=True
         )
         try:
-            killed = way == "killed" and _kill_a_rank(process, folder / "run", recipe.ranks - 1)
+            killed = trial == "killed" and _kill_a_rank(process, folder / "run", recipe.ranks - 1)
             process.wait(TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)
@@ -142,17 +142,17 @@ def run(directory: Path, recipe: Recipe, way: str, killed_under: str = "zero2") 
     outcome = _outcome(folder, process.wait())
     for path in (f"{work}/", f"{directory}/"):  # the line is published, and says nothing of this machine
         outcome["reason"] = outcome["reason"].replace(path, "")
-    if way == "killed":
+    if trial == "killed":
         outcome["killed_at"] = _KILL_AT if killed else None
         outcome["killed_under"] = killed_under
-        undisturbed = _place(directory, recipe, killed_under)
+        undisturbed = _choose_folder(directory, recipe, killed_under)
         outcome["loss_difference"] = _difference(undisturbed, folder, recipe.ranks) if recipe.is_seeded else None
     return outcome
 
 
-def _place(directory: Path, recipe: Recipe, way: str) -> Path:
+def _choose_folder(directory: Path, recipe: Recipe, trial: str) -> Path:
     name = recipe.name.replace(", ", "-").replace(" ", "-").replace("/", "-")
-    return directory / "runs" / f"{name}-{way}"
+    return directory / "runs" / f"{name}-{trial}"
 
 
 def _work(directory: Path, recipe: Recipe, folder: Path) -> tuple[Path, Path]:
@@ -280,13 +280,13 @@ def main() -> None:
         shutil.copytree(ROOT / room, directory / _ROOMS / room, dirs_exist_ok=True, ignore=leave)
     chosen = [recipe for recipe in RECIPES if not options.only or any(word in recipe.name for word in options.only)]
     for recipe in chosen:
-        for way in options.ways:
+        for trial in options.ways:
             with _results(directory) as results:
                 zero2 = results["scripts"].get(recipe.name, {}).get("zero2", {})
-            outcome = run(directory, recipe, way, "zero2" if zero2.get("outcome") == "completed" else "free")
-            print(f"{recipe.name} {way}: {json.dumps(outcome)}", flush=True)
+            outcome = run(directory, recipe, trial, "zero2" if zero2.get("outcome") == "completed" else "free")
+            print(f"{recipe.name} {trial}: {json.dumps(outcome)}", flush=True)
             with _results(directory) as results:
-                results["scripts"].setdefault(recipe.name, {})[way] = outcome
+                results["scripts"].setdefault(recipe.name, {})[trial] = outcome
 
 
 if __name__ == "__main__":

@@ -76,9 +76,9 @@ class Rows:
     def errors(self, figure: str) -> list[float]:
         """Signed errors of a figure over the rows that print it and ran."""
         return [
-            getattr(answer, figure) / getattr(asked, figure) - 1
-            for asked, answer in self.pairs
-            if getattr(asked, figure) and asked.ran and asked.reading != "disclaimed" and not answer.refused
+            getattr(answer, figure) / getattr(run, figure) - 1
+            for run, answer in self.pairs
+            if getattr(run, figure) and run.ran and run.reading != "disclaimed" and not answer.refused
         ]
 
     @property
@@ -91,30 +91,30 @@ class Rows:
 
     def verdicts(self, *, ran: bool) -> Counter[str]:
         """Verdicts of runs whose plan is stated, that ran or ran out of memory."""
-        held = [answer for asked, answer in self.pairs if asked.ran == ran and _plan_is_stated(asked)]
+        held = [answer for run, answer in self.pairs if run.ran == ran and _plan_is_stated(run)]
         return Counter(answer.verdict or "refused" for answer in held)
 
 
-def _plan_is_stated(asked: Asked) -> bool:
-    return asked.reading != "vendor" and asked.source != GRID
+def _plan_is_stated(run: Asked) -> bool:
+    return run.reading != "vendor" and run.source != GRID
 
 
-def answered(found: Mapping[str, Answer]) -> list[tuple[Asked, Answer]]:
+def answered(by_case: Mapping[str, Answer]) -> list[tuple[Asked, Answer]]:
     """Questions with their answers, speeds as constants say that have not seen the publication."""
     moved = moves()
-    pairs = ((asked, found[asked.case]) for asked in questions() if asked.case in found)
-    return [(asked, answer.scaled(moved.get(asked.publication, 1.0))) for asked, answer in pairs]
+    pairs = ((run, by_case[run.case]) for run in questions() if run.case in by_case)
+    return [(run, answer.scaled(moved.get(run.publication, 1.0))) for run, answer in pairs]
 
 
 @cache
 def moves() -> Mapping[str, float]:
-    """What leaving a publication out makes of its speeds: the median over its rows of shipped over left-out seconds."""
-    found: defaultdict[str, list[float]] = defaultdict(list)
+    """Return what leaving a publication out makes of its speeds: median over rows of shipped over left-out seconds."""
+    ratios_of: defaultdict[str, list[float]] = defaultdict(list)
     with (MEASUREMENTS / "time_left_out.csv").open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
             source = row["run"].rpartition("-")[0]
-            found[document_of(source)].append(float(row["shipped_seconds"]) / float(row["left_out_seconds"]))
-    return {publication: statistics.median(ratios) for publication, ratios in found.items()}
+            ratios_of[document_of(source)].append(float(row["shipped_seconds"]) / float(row["left_out_seconds"]))
+    return {publication: statistics.median(ratios) for publication, ratios in ratios_of.items()}
 
 
 Key = tuple[str, ...]
@@ -123,9 +123,9 @@ Key = tuple[str, ...]
 def by(pairs: Iterable[tuple[Asked, Answer]], key: Callable[[Asked], Key]) -> list[tuple[Key, Rows]]:
     """Rows by a key, in alphabetical order."""
     groups: defaultdict[Key, list[tuple[Asked, Answer]]] = defaultdict(list)
-    for asked, answer in pairs:
-        groups[key(asked)].append((asked, answer))
-    return [(found, Rows(pairs=groups[found])) for found in sorted(groups)]
+    for run, answer in pairs:
+        groups[key(run)].append((run, answer))
+    return [(group, Rows(pairs=groups[group])) for group in sorted(groups)]
 
 
 FIGURES = ("rows", "median", "90 % within", "bias")
@@ -158,13 +158,13 @@ def scores(rows: Rows) -> list[str]:
 
 
 def losses(pairs: Iterable[tuple[Asked, Answer]]) -> list[float]:
-    """What the plan that is put first loses to the fastest, in each group that shares GPUs, model, length and batch."""
+    """Return what the plan put first loses to the fastest, in each group that shares GPUs, model, length and batch."""
     groups: defaultdict[Key, list[tuple[float, float]]] = defaultdict(list)
-    for asked, answer in pairs:
-        flags, gpus = asked.flags, asked.cluster["nodes"] * asked.cluster["gpus_per_node"]
+    for run, answer in pairs:
+        flags, gpus = run.flags, run.cluster["nodes"] * run.cluster["gpus_per_node"]
         batch = flags["micro_batch"] * flags["grad_accum"] * gpus // flags["tp"] // flags["pp"]
-        group = asked.model, asked.config["n_head"], flags["seq_len"], gpus, batch
-        groups[tuple(map(str, group))].append((answer.tokens_per_s_per_gpu, asked.tokens_per_s_per_gpu))
+        group = run.model, run.config["n_head"], flags["seq_len"], gpus, batch
+        groups[tuple(map(str, group))].append((answer.tokens_per_s_per_gpu, run.tokens_per_s_per_gpu))
     several = (plans for plans in groups.values() if len(plans) > 1)
     return [1 - max(plans)[1] / max(measured for _, measured in plans) for plans in several]
 
@@ -177,7 +177,7 @@ def asked_section() -> Iterator[str]:
     yield BEFORE_HEAD
     yield from _by_code(before)
     yield PUBLICATIONS
-    groups = by(_without_grid(pairs), lambda asked: (asked.code, asked.publication, asked.reading))
+    groups = by(_without_grid(pairs), lambda run: (run.code, run.publication, run.reading))
     yield from table(("code", "publication", "reading", *COLUMNS), ([*key, *scores(rows)] for key, rows in groups))
     yield from _grid(pairs, before)
     yield GAINS
@@ -192,7 +192,7 @@ def _without_grid(pairs: Iterable[tuple[Asked, Answer]]) -> list[tuple[Asked, An
 
 def _by_code(pairs: Iterable[tuple[Asked, Answer]]) -> Iterator[str]:
     own = _without_grid(pairs)
-    groups = [*by(own, lambda asked: (of_any_year(asked.code),)), (("**all**",), Rows(pairs=own))]
+    groups = [*by(own, lambda run: (of_any_year(run.code),)), (("**all**",), Rows(pairs=own))]
     yield from table(("code", *COLUMNS), ([*key, *scores(rows)] for key, rows in groups))
 
 
@@ -228,47 +228,49 @@ def gains(pairs: Iterable[tuple[Asked, Answer]]) -> Iterator[tuple[Asked, float,
     """Runs in 8 or 4 bits that have a twin in wider products: what they measured and predicted of its rate, and the
     ratio of the peaks."""
     groups: defaultdict[Key, dict[str, list[tuple[Asked, Answer]]]] = defaultdict(lambda: defaultdict(list))
-    for asked, answer in pairs:
-        if asked.tokens_per_s_per_gpu and not answer.refused and asked.source != GRID:
-            plan = (str(asked.flags.get(name)) for name in _PLAN)
-            where = asked.source.replace("_fp8", ""), asked.model, asked.cluster["gpu"], str(asked.cluster["nodes"])
-            key = (*where, str(asked.config), *plan)
-            groups[key][asked.flags["precision"]].append((asked, answer))
-    for found in groups.values():
+    for run, answer in pairs:
+        if run.tokens_per_s_per_gpu and not answer.refused and run.source != GRID:
+            plan = (str(run.flags.get(name)) for name in _PLAN)
+            where = run.source.replace("_fp8", ""), run.model, run.cluster["gpu"], str(run.cluster["nodes"])
+            key = (*where, str(run.config), *plan)
+            groups[key][run.flags["precision"]].append((run, answer))
+    for by_precision in groups.values():
         for narrow, wider in (("fp8", ("bf16",)), ("fp4", ("bf16", "fp8"))):
-            name = next((name for name in wider if found[name]), None)
-            for asked, answer in found[narrow] if name else ():
-                twin, said = min(found[name], key=lambda pair: abs(_place(pair[0]) - _place(asked)))
-                measured = asked.tokens_per_s_per_gpu / twin.tokens_per_s_per_gpu
+            name = next((name for name in wider if by_precision[name]), None)
+            for run, answer in by_precision[narrow] if name else ():
+                twin, twins_answer = min(
+                    by_precision[name], key=lambda pair: abs(_read_number(pair[0]) - _read_number(run))
+                )
+                measured = run.tokens_per_s_per_gpu / twin.tokens_per_s_per_gpu
                 peaks = 4.0 if (narrow, name) == ("fp4", "bf16") else 2.0
-                yield asked, measured, answer.tokens_per_s_per_gpu / said.tokens_per_s_per_gpu, peaks
+                yield run, measured, answer.tokens_per_s_per_gpu / twins_answer.tokens_per_s_per_gpu, peaks
 
 
-def _place(asked: Asked) -> int:
-    return int(asked.case.rpartition("-")[2])
+def _read_number(run: Asked) -> int:
+    return int(run.case.rpartition("-")[2])
 
 
 def _gains(pairs: Iterable[tuple[Asked, Answer]]) -> Iterator[str]:
     groups: defaultdict[Key, list[tuple[float, float, float]]] = defaultdict(list)
-    for asked, *ratios in gains(pairs):
-        groups[(asked.code, asked.source, asked.flags.get("fp8_recipe", ""))].append((ratios[0], ratios[1], ratios[2]))
+    for run, *ratios in gains(pairs):
+        groups[(run.code, run.source, run.flags.get("fp8_recipe", ""))].append((ratios[0], ratios[1], ratios[2]))
     cells = []
-    for key, found in sorted(groups.items()):
-        errors = [predicted / measured - 1 for measured, predicted, _ in found]
-        plain = statistics.median(peaks / measured - 1 for measured, _, peaks in found)
-        lowest, most = min(measured for measured, *_ in found), max(measured for measured, *_ in found)
+    for key, ratios_of in sorted(groups.items()):
+        errors = [predicted / measured - 1 for measured, predicted, _ in ratios_of]
+        plain = statistics.median(peaks / measured - 1 for measured, _, peaks in ratios_of)
+        lowest, most = min(measured for measured, *_ in ratios_of), max(measured for measured, *_ in ratios_of)
         cells.append([*key, f"{lowest:.2f} to {most:.2f}", *figures(errors), f"{plain:+.0%}"])
     yield from table(("code", "source", "recipe", "measured gain", "pairs", *FIGURES[1:], "twice"), cells)
 
 
 def _not_said(pairs: Sequence[tuple[Asked, Answer]]) -> Iterator[str]:
-    asked = questions()
-    total = sum(one.source != GRID for one in asked)
-    found = Counter((one.source, one.why_not) for one in asked if one.why_not)
-    found += Counter((one.source, f"refused: {answer.refused}") for one, answer in pairs if answer.refused)
-    yield f"{total - found.total()} of {total} rows of the collection are answered; the others:\n"
+    runs = questions()
+    total = sum(one.source != GRID for one in runs)
+    unanswered = Counter((one.source, one.why_not) for one in runs if one.why_not)
+    unanswered += Counter((one.source, f"refused: {answer.refused}") for one, answer in pairs if answer.refused)
+    yield f"{total - unanswered.total()} of {total} rows of the collection are answered; the others:\n"
     reasons: defaultdict[str, list[str]] = defaultdict(list)
-    for (source, why), count in found.items():
+    for (source, why), count in unanswered.items():
         reasons[why].append(f"{count} of {source}")
     ordered = sorted(reasons.items(), key=lambda item: -sum(int(text.split()[0]) for text in item[1]))
     cells = ([why, str(sum(int(text.split()[0]) for text in of)), ", ".join(of)] for why, of in ordered)
@@ -276,7 +278,7 @@ def _not_said(pairs: Sequence[tuple[Asked, Answer]]) -> Iterator[str]:
     yield ""
     slow = Counter(
         (one.source, part.removeprefix(NO_SPEED))
-        for one in asked
+        for one in runs
         for part in one.assumed.split("; ")
         if part.startswith(NO_SPEED)
     )

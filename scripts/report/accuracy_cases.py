@@ -126,7 +126,7 @@ def _case(truth: Truth, run: MemoryRun) -> Case:
 
 
 def traced_peak(memory: MemoryEstimate, job: Job) -> float:
-    """What a trace sees of a step: not its load, and not the workspace of the matrix library."""
+    """Return what a trace sees of a step: not its load, and not the workspace of the matrix library."""
     return max(memory.phases[name] for name in ("forward", "loss", "backward", "step")) - library_workspace(job)
 
 
@@ -136,7 +136,7 @@ def _digest(run: MemoryRun) -> str:
 
 
 def _priced(run: MemoryRun) -> Priced:
-    """What dsplan says of a run today. A row without a config is a model of the catalogue."""
+    """Return what dsplan says of a run today. A row without a config is a model of the catalogue."""
     # What runs do not name was not varied.
     chosen = {item.name: getattr(run, item.name) for item in fields(Configuration) if hasattr(run, item.name)}
     configuration = Configuration(**chosen)

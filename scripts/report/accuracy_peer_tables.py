@@ -29,31 +29,31 @@ claim no more than model states.
 
 def peers(cases: Sequence[Case]) -> Iterator[str]:
     """A row for each tool and kind of truth that it has answers for, and why it has none for the rest."""
-    known = {case.name: case for case in cases if case.measured}
-    answers = [item for item in read_peers() if item.case in known]
+    measured = {case.name: case for case in cases if case.measured}
+    answers = [item for item in read_peers() if item.case in measured]
     if not answers:
         return
     yield HEAD
     columns = ("tool", "truth", "cases", "median", "worst", "states: median", "states: worst")
-    rows = [row for peer in PEERS for truth in TRUTHS for row in _row(peer, truth, answers, known)]
+    rows = [row for peer in PEERS for truth in TRUTHS for row in _row(peer, truth, answers, measured)]
     yield from table((*columns, "dsplan: median", "dsplan: worst"), rows)
     yield ""
-    yield from table(("tool", "version", "what it claims", "cases without an answer"), _claims(answers, len(known)))
+    yield from table(("tool", "version", "what it claims", "cases without an answer"), _claims(answers, len(measured)))
 
 
-def _row(peer: str, truth: Truth, answers: Sequence[PeerAnswer], known: dict[str, Case]) -> Iterator[list[str]]:
-    said = [(item, known[item.case]) for item in answers if item.peer == peer and item.bytes]
-    said = [(item, case) for item, case in said if case.truth == truth]
-    if not said:
+def _row(peer: str, truth: Truth, answers: Sequence[PeerAnswer], measured: dict[str, Case]) -> Iterator[list[str]]:
+    answered = [(item, measured[item.case]) for item in answers if item.peer == peer and item.bytes]
+    answered = [(item, case) for item, case in answered if case.truth == truth]
+    if not answered:
         return
-    theirs = spread(item.bytes / case.measured - 1 for item, case in said)
+    theirs = spread(item.bytes / case.measured - 1 for item, case in answered)
     cells = [PEERS[peer], TRUTHS[truth], str(theirs.cases), f"{theirs.median:.1%}", f"{theirs.worst:.1%}"]
-    states = [item.bytes / case.states_measured - 1 for item, case in said if case.states_measured]
+    states = [item.bytes / case.states_measured - 1 for item, case in answered if case.states_measured]
     if peer in STATES_ONLY and states:
         cells += [f"{spread(states).median:.1%}", f"{spread(states).worst:.1%}"]
     else:
         cells += ["-", "-"]
-    ours = spread(case.error for _, case in said)
+    ours = spread(case.error for _, case in answered)
     yield [*cells, f"{ours.median:.1%}", f"{ours.worst:.1%}"]
 
 

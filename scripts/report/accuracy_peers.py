@@ -1,4 +1,4 @@
-"""What other tools said of the cases: `hardware_db/measurements/memory_peers.csv`, filled by `peers.py`."""
+"""Answers of other tools for the cases: `hardware_db/measurements/memory_peers.csv`, filled by `peers.py`."""
 
 from __future__ import annotations
 

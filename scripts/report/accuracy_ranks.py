@@ -65,13 +65,13 @@ def _head(runs: Sequence[TimeRun], settings: int) -> str:
 def _by_strategy(plain: Sequence[Contest], learnt: Sequence[Contest]) -> Iterator[list[str]]:
     for strategy in ("", *STRATEGIES):
         sides = [
-            [entry for entry in _entries(found) if strategy in ("", entry.run.strategy)] for found in (plain, learnt)
+            [entry for entry in _entries(side) if strategy in ("", entry.run.strategy)] for side in (plain, learnt)
         ]
         yield [strategy or "all", str(len(sides[0])), *(cell for side in sides for cell in _sizes(side))]
 
 
-def _entries(found: Iterable[Contest]) -> list[Timed]:
-    return [entry for contest in found for entry in contest.entries]
+def _entries(listed: Iterable[Contest]) -> list[Timed]:
+    return [entry for contest in listed for entry in contest.entries]
 
 
 def _sizes(timed: Sequence[Timed]) -> list[str]:
@@ -87,5 +87,5 @@ def _contest_cells(contest: Contest) -> list[str]:
 def _learning(runs: Sequence[TimeRun]) -> Iterator[list[str]]:
     rates = read_rates(CPU_FILES.rates)
     for own in by_batch(runs).values():
-        found = learning(own, rates)
-        yield [found.model, *(f"{error:.1%}" for error in (found.before, found.measured, found.after))]
+        learnt = learning(own, rates)
+        yield [learnt.model, *(f"{error:.1%}" for error in (learnt.before, learnt.measured, learnt.after))]

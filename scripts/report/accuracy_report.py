@@ -163,7 +163,7 @@ def summary_rows(measured: Sequence[Case]) -> Iterator[list[str]]:
 
 
 def verdicts(cases: Sequence[Case]) -> Iterator[str]:
-    """What was called what, of the runs whose outcome is known."""
+    """Yield what was called what, of the runs whose outcome is known."""
     yield "\n## Fits or not\n"
     yield from table(("runs", "number", "fits", "tight", "does not fit"), verdict_rows(cases))
     yield BOUND

@@ -84,8 +84,8 @@ def _read_as(rows: Sequence[Scored], reading: str) -> list[Scored]:
 
 
 def _cells(name: str, rows: Sequence[Scored]) -> list[str]:
-    found = errors(rows)
-    return [name, str(found.runs), f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}"]
+    summary = errors(rows)
+    return [name, str(summary.runs), f"{summary.median:.1%}", f"{summary.p90:.1%}", f"{summary.bias:+.1%}"]
 
 
 def _by(rows: Sequence[Scored], of: Callable[[Scored], str]) -> Iterator[str]:
@@ -101,21 +101,21 @@ def _choosing(public: Sequence[Choice], grid: Sequence[Choice]) -> Iterator[str]
         groups[source] = [choice for choice in public if choice.source == source]
     groups["vTrain's grid"] = list(grid)
     columns = ("", "groups", "median correlation", "median loss", "90 % of losses within")
-    yield from table(columns, (_choice_cells(name, found) for name, found in groups.items()))
+    yield from table(columns, (_choice_cells(name, listed) for name, listed in groups.items()))
 
 
-def _choice_cells(name: str, found: Sequence[Choice]) -> list[str]:
-    ranked = [choice.correlation for choice in found if choice.correlation is not None]
+def _choice_cells(name: str, listed: Sequence[Choice]) -> list[str]:
+    ranked = [choice.correlation for choice in listed if choice.correlation is not None]
     order = f"{statistics.median(ranked):.2f} of {len(ranked)}" if ranked else "-"
-    losses = [choice.loss for choice in found]
-    return [name, str(len(found)), order, f"{statistics.median(losses):.1%}", f"{percentile(losses, 0.9):.1%}"]
+    losses = [choice.loss for choice in listed]
+    return [name, str(len(listed)), order, f"{statistics.median(losses):.1%}", f"{percentile(losses, 0.9):.1%}"]
 
 
 def _peers(stated: Sequence[Scored], grid: Sequence[Scored]) -> Iterator[str]:
     runs = [row.run for row in stated], [row.run for row in grid]
-    said = [peer_scores(part) for part in runs]
+    scores = [peer_scores(part) for part in runs]
     rows = [["dsplan, left out", *_pair(stated), *_pair(grid)]]
-    rows += [[peer, *_pair(said[0][peer]), *_pair(said[1][peer])] for peer in said[0]]
+    rows += [[peer, *_pair(scores[0][peer]), *_pair(scores[1][peer])] for peer in scores[0]]
     yield from table(("", "stated runs", "median size", "90 % within", "grid", "median size", "90 % within"), rows)
     yield ""
     for tool, reason in WITHOUT_TIME.items():
@@ -123,8 +123,8 @@ def _peers(stated: Sequence[Scored], grid: Sequence[Scored]) -> Iterator[str]:
 
 
 def _pair(rows: Sequence[Scored]) -> list[str]:
-    found = errors(rows)
-    return [str(found.runs), f"{found.median:.1%}", f"{found.p90:.1%}"]
+    summary = errors(rows)
+    return [str(summary.runs), f"{summary.median:.1%}", f"{summary.p90:.1%}"]
 
 
 def _left_out() -> Iterator[str]:

@@ -28,8 +28,12 @@ def report(rows: Sequence[Scored]) -> Iterator[str]:
     for source, reading in dict.fromkeys((row.run.source, row.run.reading) for row in rows):
         own = [row for row in rows if (row.run.source, row.run.reading) == (source, reading)]
         of = errors(own)
-        found = [choice.correlation for choice in choices(own) if choice.correlation is not None]
-        order = f"median {statistics.median(found):.2f} of {len(found)}, lowest {min(found):.2f}" if found else "-"
+        correlations = [choice.correlation for choice in choices(own) if choice.correlation is not None]
+        order = (
+            f"median {statistics.median(correlations):.2f} of {len(correlations)}, lowest {min(correlations):.2f}"
+            if correlations
+            else "-"
+        )
         yield f"{f'{source} ({reading})':40} {of.runs:4} {of.median:7.1%} {of.p90:7.1%} {of.bias:+7.1%}  {order}"
 
 

@@ -73,24 +73,24 @@ def _row(timed: Timed) -> str:
     )
 
 
-def _summary(found: Sequence[Contest]) -> str:
-    timed = [entry for contest in found for entry in contest.entries]
+def _summary(listed: Sequence[Contest]) -> str:
+    timed = [entry for contest in listed for entry in contest.entries]
     by_strategy = ", ".join(
         f"{strategy} {median_error(entry for entry in timed if entry.run.strategy == strategy):.1%}"
         for strategy in STRATEGIES
     )
-    right = sum(contest.named_rightly for contest in found)
+    right = sum(contest.named_rightly for contest in listed)
     return (
         f"median error {median_error(timed):.1%} over {len(timed)} runs ({by_strategy}); fastest named rightly in"
-        f" {right} of {len(found)}, median rank correlation {statistics.median(c.order for c in found):.2f}"
+        f" {right} of {len(listed)}, median rank correlation {statistics.median(c.order for c in listed):.2f}"
     )
 
 
-def _learning(found: Learning, half: int) -> str:
+def _learning(learnt: Learning, half: int) -> str:
     """A user's runs of one batch, then as many of another."""
     return (
-        f"{found.model}: {half} runs take the error on the next {half} from {found.before:.1%} ({found.measured:.1%}"
-        f" with the first run's rates) to {found.after:.1%}"
+        f"{learnt.model}: {half} runs take the error on the next {half} from {learnt.before:.1%} ({learnt.measured:.1%}"
+        f" with the first run's rates) to {learnt.after:.1%}"
     )
 
 

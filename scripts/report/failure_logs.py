@@ -66,7 +66,7 @@ class Log:
 
     @property
     def fleet(self) -> Fleet:
-        """What is simulated: saved as often as is best where the log does not say how often."""
+        """Return what is simulated: saved as often as is best where the log does not say how often."""
         given, shipped = self.given, recovery()
         failures = given.per_1000_node_days / 1000 / DAY_SECONDS
         rate = given.nodes * shipped["checkpoint_gbs_per_node"] * GB
@@ -100,14 +100,14 @@ def logs() -> list[Log]:
     return [from_json(Log, row) for row in rows]
 
 
-def page(asked: Sequence[Log]) -> str:
+def page(listed: Sequence[Log]) -> str:
     """Return the page."""
     rows = []
-    for log in asked:
+    for log in listed:
         simulated = log.ask()
-        said = f"over {_figure(log, log.said)}" if log.at_least else _figure(log, log.said)
+        printed = f"over {_figure(log, log.said)}" if log.at_least else _figure(log, log.said)
         off = "above it" if log.at_least and simulated >= log.said else f"{simulated / log.said - 1:+.1%}"
-        rows.append([log.log, log.figure, said, _figure(log, simulated), off, log.why, log.source])
+        rows.append([log.log, log.figure, printed, _figure(log, simulated), off, log.why, log.source])
     heading = ["log", "figure", "the log", "simulated", "off", "asked with, and what the gap is", "source"]
     return HEAD + "\n".join(table(heading, rows)) + "\n"
 

@@ -22,7 +22,7 @@ Runs = Sequence[dict[str, Any]]
 
 
 def row(fault: str, runs: Runs) -> tuple[str, ...]:
-    """What the runs with one kind of fault came to."""
+    """Return what the runs with one kind of fault came to."""
     finished = [run for run in runs if run["finished"]]
     repeated = [steps for run in runs for steps in run["steps_repeated"]]
     worst = max((run["worst_difference"] for run in finished), default=float("nan"))

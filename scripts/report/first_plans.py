@@ -49,7 +49,7 @@ beside layers that split inside one.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Insists:
-    """What a plan is refused over; an empty list or mapping refuses nothing."""
+    """Demands that a plan is refused over; an empty list or mapping refuses nothing."""
 
     strategies: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
@@ -164,8 +164,8 @@ def _table(answers: Sequence[Answer]) -> Iterator[str]:
     yield from table(("question", "flags", "first plan", "misses", "what is insisted on, in short", "source"), cells)
 
 
-def _flags(asked: Mapping[str, Any]) -> str:
-    flags = ((f"--{name.replace('_', '-')}", value) for name, value in asked.items())
+def _flags(question: Mapping[str, Any]) -> str:
+    flags = ((f"--{name.replace('_', '-')}", value) for name, value in question.items())
     return " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags)
 
 

@@ -84,7 +84,7 @@ class Row:
     """A case with what was published, and what is said now, in the unit of its figure."""
 
     case: Case
-    asked: Asked
+    run: Asked
     published: float
     after: float
 
@@ -102,7 +102,7 @@ def read_cases(path: Path = CASES) -> list[Case]:
 
 def answered(cases: Sequence[Case]) -> list[Row]:
     """Ask every case."""
-    questions = {asked.case: asked for path in (None, ROWS) for asked in (published(path) if path else published())}
+    questions = {run.case: run for path in (None, ROWS) for run in (published(path) if path else published())}
     wanted = dict.fromkeys(name for case in cases for name in (case.case, case.beside) if name)
     with TemporaryDirectory() as directory:
         desk = Desk(Path(directory))
@@ -111,13 +111,13 @@ def answered(cases: Sequence[Case]) -> list[Row]:
 
 
 def _row(case: Case, questions: Mapping[str, Asked], answers: Mapping[str, Answer]) -> Row:
-    asked, answer = questions[case.case], answers[case.case]
+    run, answer = questions[case.case], answers[case.case]
     name = "memory_bytes" if case.figure == "memory" else "tokens_per_s_per_gpu"
-    published, after = getattr(asked, name), getattr(answer, name)
+    published, after = getattr(run, name), getattr(answer, name)
     if case.figure == "scaling":
         published /= questions[case.beside].tokens_per_s_per_gpu
         after /= answers[case.beside].tokens_per_s_per_gpu
-    return Row(case=case, asked=asked, published=published, after=after)
+    return Row(case=case, run=run, published=published, after=after)
 
 
 def report(rows: Sequence[Row], halves: Sequence[tuple[Half, Half]]) -> Iterator[str]:
@@ -155,7 +155,7 @@ def listed(line: str, rows: Sequence[Row]) -> Iterator[list[str]]:
     for row in rows:
         if row.case.line == line:
             before, after = (f"{error:+.0%}" for error in row.errors)
-            yield [row.case.case, row.asked.model, plan_text(row.asked), *_figure(row), before, after]
+            yield [row.case.case, row.run.model, plan_text(row.run), *_figure(row), before, after]
 
 
 def _figure(row: Row) -> tuple[str, str]:
@@ -166,11 +166,11 @@ def _figure(row: Row) -> tuple[str, str]:
     return "tokens/s/GPU", f"{row.published:,.0f}"
 
 
-def plan_text(asked: Asked) -> str:
+def plan_text(run: Asked) -> str:
     """Return a plan in a few words: code, GPUs, degrees, batch."""
-    flags, cluster = asked.flags, asked.cluster
+    flags, cluster = run.flags, run.cluster
     degrees = [f"{name} {flags[name]}" for name in ("tp", "pp", "cp", "ep") if flags.get(name, 1) > 1]
-    words = [asked.code.rpartition("/")[2], f"{cluster['nodes'] * cluster['gpus_per_node']} x {cluster['gpu']}"]
+    words = [run.code.rpartition("/")[2], f"{cluster['nodes'] * cluster['gpus_per_node']} x {cluster['gpu']}"]
     words += [f"{flags['strategy']} {' '.join(degrees)}".strip(), f"{flags['micro_batch']} x {flags['seq_len']}"]
     return ", ".join([*words, flags["precision"], *(["compiled"] if flags.get("compile") else [])])
 

@@ -65,7 +65,7 @@ whole step with its generation. Measured by `python -m scripts.measure.trl_memor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What is said of a question; 0 where nothing is."""
+    """The answer to a question; 0 where there is none."""
 
     case: str
     seconds: float = 0.0
@@ -83,9 +83,9 @@ def rows() -> list[Row]:
 def ask(row: Row) -> Answer:
     """Return what `dsplan estimate` says of a row's question."""
     flags = json.loads(row["question"])
-    known = {item.name for item in fields(Question)}
+    of_question = {item.name for item in fields(Question)}
     exact = {item.name for item in fields(ExactOptions)}
-    question = Question(**{name: value for name, value in flags.items() if name in known})
+    question = Question(**{name: value for name, value in flags.items() if name in of_question})
     options = ExactOptions(**{name: value for name, value in flags.items() if name in exact})
     try:
         _, plan = estimate_question(question, options)
@@ -117,16 +117,16 @@ def kept() -> dict[str, Row]:
         return {row["case"]: row for row in csv.DictReader(lines)}
 
 
-def errors(asked: Sequence[Row], answers: Mapping[str, Row], figure: str) -> list[float]:
+def errors(listed: Sequence[Row], answers: Mapping[str, Row], figure: str) -> list[float]:
     """Return the signed errors of a figure, of the rows that print it."""
-    pairs = [(answers[row["case"]][figure], row[figure]) for row in asked if row[figure]]
-    return [float(said) / float(printed) - 1 for said, printed in pairs if said]
+    pairs = [(answers[row["case"]][figure], row[figure]) for row in listed if row[figure]]
+    return [float(predicted) / float(printed) - 1 for predicted, printed in pairs if predicted]
 
 
 def ranks_alike(pairs: Sequence[tuple[float, float]]) -> float:
     """Return the rank correlation of what is predicted with what was measured (Spearman)."""
     places = [sorted(range(len(pairs)), key=lambda index, side=side: pairs[index][side]) for side in (0, 1)]
-    ranks = [{index: place for place, index in enumerate(order)} for order in places]
+    ranks = [{index: rank for rank, index in enumerate(order)} for order in places]
     apart = sum((ranks[0][index] - ranks[1][index]) ** 2 for index in range(len(pairs)))
     return 1 - 6 * apart / (len(pairs) * (len(pairs) ** 2 - 1))
 
@@ -134,34 +134,34 @@ def ranks_alike(pairs: Sequence[tuple[float, float]]) -> float:
 def page(every: Sequence[Row], answers: Mapping[str, Row]) -> Iterator[str]:
     """Yield the lines of the page."""
     yield HEAD
-    asked = [row for row in every if row["case"] in answers and not answers[row["case"]]["refused"]]
+    answered = [row for row in every if row["case"] in answers and not answers[row["case"]]["refused"]]
     for figure, title in (("memory_gib", "Memory of a GPU"), ("seconds", "Seconds of a step")):
         yield f"## {title}\n"
-        yield from table(("framework", "kind", "split", *SPREAD_COLUMNS), _spreads(asked, answers, figure))
+        yield from table(("framework", "kind", "split", *SPREAD_COLUMNS), _spreads(answered, answers, figure))
         yield ""
     yield "## Order of plans of one model\n"
     yield "Rank correlation of predicted and printed seconds, of models with three *test* rows and more.\n"
-    yield from table(("model", "rows", "rank correlation"), _orders(asked, answers))
+    yield from table(("model", "rows", "rank correlation"), _orders(answered, answers))
     yield "\n## Fits or not\n"
-    yield from table(("runs", "number", "fits", "tight", "does not fit"), _verdicts(asked, answers))
+    yield from table(("runs", "number", "fits", "tight", "does not fit"), _verdicts(answered, answers))
     yield from _trl(read_runs())
     yield "\n## Every row that was asked\n"
     columns = ("case", "split", "model", "kind", "seconds", "said", "GiB", "said ", "called", "assumed")
-    yield from table(columns, (_cells(row, answers[row["case"]]) for row in asked))
+    yield from table(columns, (_cells(row, answers[row["case"]]) for row in answered))
     yield "\n## What was not asked\n"
-    others = [row for row in every if row not in asked]
+    others = [row for row in every if row not in answered]
     reasons = Counter((row["framework"], row["why_not"] or answers[row["case"]]["refused"]) for row in others)
     yield from table(("framework", "why", "rows"), ([*key, str(count)] for key, count in sorted(reasons.items())))
     yield ""
 
 
-def _spreads(asked: Sequence[Row], answers: Mapping[str, Row], figure: str) -> Iterator[list[str]]:
-    keys = {(row["framework"], kind, row["split"]) for row in asked for kind in ("all", row["kind"])}
+def _spreads(listed: Sequence[Row], answers: Mapping[str, Row], figure: str) -> Iterator[list[str]]:
+    keys = {(row["framework"], kind, row["split"]) for row in listed for kind in ("all", row["kind"])}
     for framework, kind, split in sorted(keys):
-        group = [row for row in asked if (row["framework"], row["split"]) == (framework, split)]
-        found = errors([row for row in group if kind in ("all", row["kind"])], answers, figure)
-        if found:
-            yield [framework, kind, split, *spread(found).cells]
+        group = [row for row in listed if (row["framework"], row["split"]) == (framework, split)]
+        errors_of = errors([row for row in group if kind in ("all", row["kind"])], answers, figure)
+        if errors_of:
+            yield [framework, kind, split, *spread(errors_of).cells]
 
 
 def _trl(runs: Sequence[TrlRun]) -> Iterator[str]:
@@ -187,8 +187,8 @@ def _trl_cells(run: TrlRun) -> list[str]:
     return [run.trainer, run.strategy, run.backend, batch, *(f"{size / MIB:.0f}" for size in sizes)]
 
 
-def _orders(asked: Sequence[Row], answers: Mapping[str, Row]) -> Iterator[list[str]]:
-    tests = [row for row in asked if row["split"] == "test" and row["seconds"]]
+def _orders(listed: Sequence[Row], answers: Mapping[str, Row]) -> Iterator[list[str]]:
+    tests = [row for row in listed if row["split"] == "test" and row["seconds"]]
     for model in sorted({row["model"] for row in tests}):
         own = [row for row in tests if row["model"] == model]
         if len(own) > 2:
@@ -196,9 +196,9 @@ def _orders(asked: Sequence[Row], answers: Mapping[str, Row]) -> Iterator[list[s
             yield [model, str(len(own)), f"{ranks_alike(pairs):.2f}"]
 
 
-def _verdicts(asked: Sequence[Row], answers: Mapping[str, Row]) -> Iterator[list[str]]:
+def _verdicts(listed: Sequence[Row], answers: Mapping[str, Row]) -> Iterator[list[str]]:
     for name, ran in (("ran", "yes"), ("out of memory", "no")):
-        called = [answers[row["case"]]["verdict"] for row in asked if row["ran"] == ran]
+        called = [answers[row["case"]]["verdict"] for row in listed if row["ran"] == ran]
         yield [name, str(len(called)), *(str(called.count(word)) for word in ("fits", "tight", "does_not_fit"))]
 
 

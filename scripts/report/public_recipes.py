@@ -105,36 +105,36 @@ class Beside:
     place: str
 
 
-def asked_of(asked: Asked, desk: Desk) -> Beside:
+def compare_recipe(recipe: Asked, desk: Desk) -> Beside:
     """One recipe, asked in both ways."""
     try:
-        theirs = desk.plan(asked)
+        theirs = desk.plan(recipe)
     except DsplanError as error:
-        return _beside(asked, None, verdict=f"refused: {error}")
+        return _beside(recipe, None, verdict=f"refused: {error}")
     try:
-        request = _request(asked, desk, theirs.configuration)
+        request = _request(recipe, desk, theirs.configuration)
         plans = recommend(request).plans
     except DsplanError as error:
-        return _beside(asked, theirs, ours=f"refused: {error}")
+        return _beside(recipe, theirs, ours=f"refused: {error}")
     if not plans:
-        return _beside(asked, theirs, ours="nothing fits", place="-")
+        return _beside(recipe, theirs, ours="nothing fits", place="-")
     first = plans[0]
     wanted = _split(theirs.configuration)
-    place = next((place for place, plan in enumerate(plans, 1) if _split(plan.configuration) == wanted), 0)
-    looked_at = place or any(_split(layout) == wanted for layout in enumerate_candidates(request))
+    rank = next((rank for rank, plan in enumerate(plans, 1) if _split(plan.configuration) == wanted), 0)
+    looked_at = rank or any(_split(layout) == wanted for layout in enumerate_candidates(request))
     return _beside(
-        asked,
+        recipe,
         theirs,
         ours=_words(first.configuration),
         ours_predicted=_speed(first),
-        place=f"{place} of {len(plans)}" if place else "beaten by another split" if looked_at else "not looked at",
+        place=f"{rank} of {len(plans)}" if rank else "beaten by another split" if looked_at else "not looked at",
     )
 
 
-def _request(asked: Asked, desk: Desk, theirs: Configuration) -> Request:
-    flags = desk.flags_of(asked)
-    known = {item.name: flags[item.name] for item in fields(Question) if item.name in flags}
-    question = Question(**known | {"global_batch": theirs.global_batch_size})
+def _request(recipe: Asked, desk: Desk, theirs: Configuration) -> Request:
+    flags = desk.flags_of(recipe)
+    given = {item.name: flags[item.name] for item in fields(Question) if item.name in flags}
+    question = Question(**given | {"global_batch": theirs.global_batch_size})
     goal = Goal(all_plans=True, fastest=True, top=RANKED)
     return question.request(**goal.ranking())
 
@@ -159,35 +159,35 @@ def _words(chosen: Configuration) -> str:
     return f"{chosen.strategy} {degrees}{extra}{stages}, {batch}{again}{offload}"
 
 
-def _beside(asked: Asked, theirs: Plan | None, **said: str) -> Beside:
-    cluster, flags = asked.cluster, asked.flags
+def _beside(recipe: Asked, theirs: Plan | None, **cells: str) -> Beside:
+    cluster, flags = recipe.cluster, recipe.flags
     work = [flags["precision"], f"{flags['seq_len']:,} tokens" if "seq_len" in flags else ""]
     work += [flags["method"]] if "method" in flags else []
     if theirs is not None:
         work.append(f"batch {theirs.configuration.global_batch_size:,}")
-        said.setdefault("verdict", theirs.verdict.replace("_", " "))
+        cells.setdefault("verdict", theirs.verdict.replace("_", " "))
     return Beside(
         **dict.fromkeys(("ours", "ours_predicted", "place", "verdict"), "")
         | {
-            "case": asked.case,
-            "code": asked.code,
-            "model": asked.model,
+            "case": recipe.case,
+            "code": recipe.code,
+            "model": recipe.model,
             "hardware": f"{cluster['nodes'] * cluster['gpus_per_node']} x {cluster['gpu']}",
             "work": ", ".join(filter(None, work)),
             "theirs": _words(theirs.configuration) if theirs else "",
-            "published": f"{asked.tokens_per_s_per_gpu:,.0f}" if asked.tokens_per_s_per_gpu else "-",
+            "published": f"{recipe.tokens_per_s_per_gpu:,.0f}" if recipe.tokens_per_s_per_gpu else "-",
             "predicted": _speed(theirs) if theirs else "-",
         }
-        | said
+        | cells
     )
 
 
 def answers() -> list[Beside]:
     """Every recipe, asked now."""
-    known = {asked.case: asked for asked in published()}
+    by_case = {recipe.case: recipe for recipe in published()}
     with TemporaryDirectory() as directory:
         desk = Desk(Path(directory))
-        return [asked_of(asked, desk) for asked in (*(known[case] for case in RECIPES), *_files())]
+        return [compare_recipe(recipe, desk) for recipe in (*(by_case[case] for case in RECIPES), *_files())]
 
 
 def _files() -> Iterator[Asked]:
@@ -225,7 +225,7 @@ def _of_file(recipe: Mapping[str, Any]) -> Asked:
 
 
 def kept() -> list[Beside]:
-    """What was said when the recipes were asked last."""
+    """Return what was said when the recipes were asked last."""
     with KEPT.open(newline="", encoding="utf-8") as lines:
         return [Beside(**row) for row in csv.DictReader(lines)]
 

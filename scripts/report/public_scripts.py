@@ -94,47 +94,51 @@ def _table(
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     for recipe in ran:
-        found = scripts[recipe.name]
+        outcomes = scripts[recipe.name]
         before = (recipe.name, recipe.library, *(str(recipe.edited_lines) for _ in more))
-        yield f"| {' | '.join((*before, *(cell(found[way], way) if way in found else '–' for way in ways)))} |"
+        cells = (cell(outcomes[trial], trial) if trial in outcomes else "–" for trial in ways)
+        yield f"| {' | '.join((*before, *cells))} |"
 
 
-def _outcome(found: Mapping[str, Any], way: str) -> str:
-    if found["outcome"] != "completed":
-        return str(found["outcome"])
-    if way == "killed":
-        return _killed(found)
-    first, last = found["first_loss"], found["last_loss"]
-    losses = f"{found['steps']} steps" if first is None else f"{first:.4g} → {last:.4g}"
-    return losses if way != "free" else f"{found['strategy'] or 'no plan'}: {losses}"
+def _outcome(outcome: Mapping[str, Any], trial: str) -> str:
+    if outcome["outcome"] != "completed":
+        return str(outcome["outcome"])
+    if trial == "killed":
+        return _killed(outcome)
+    first, last = outcome["first_loss"], outcome["last_loss"]
+    losses = f"{outcome['steps']} steps" if first is None else f"{first:.4g} → {last:.4g}"
+    return losses if trial != "free" else f"{outcome['strategy'] or 'no plan'}: {losses}"
 
 
-def _killed(found: Mapping[str, Any]) -> str:
-    if found["killed_at"] is None:
+def _killed(outcome: Mapping[str, Any]) -> str:
+    if outcome["killed_at"] is None:
         return "ended before it was killed"
-    step, difference = found["resumed_at"], found["loss_difference"]
+    step, difference = outcome["resumed_at"], outcome["loss_difference"]
     begins = "began anew" if step == 1 else f"resumed at step {step}"
     return begins if difference is None else f"{begins}, {difference:.1g}"
 
 
-def _ratios(found: Mapping[str, Any], way: str) -> str:
-    pairs = [(found.get(f"predicted_{what}"), found.get(f"measured_{what}")) for what in ("bytes", "seconds")]
+def _ratios(outcome: Mapping[str, Any], trial: str) -> str:
+    pairs = [(outcome.get(f"predicted_{what}"), outcome.get(f"measured_{what}")) for what in ("bytes", "seconds")]
     texts = [f"{predicted / measured:.2f}" if predicted and measured else "–" for predicted, measured in pairs]
     return " / ".join(texts) if texts != ["–", "–"] else "–"
 
 
 def _notes(ran: list[Recipe], scripts: Mapping[str, Outcomes]) -> Iterator[str]:
-    """What was said by runs that were refused or failed."""
+    """Yield what was said by runs that were refused or failed."""
     for recipe in ran:
-        ended = [(found["outcome"], _without(way, found["reason"]), way) for way, found in scripts[recipe.name].items()]
+        ended = [
+            (ended_as["outcome"], _without(trial, ended_as["reason"]), trial)
+            for trial, ended_as in scripts[recipe.name].items()
+        ]
         ended = sorted(item for item in ended if item[0] != "completed")
         for (outcome, reason), items in groupby(ended, key=lambda item: item[:2]):
-            yield f"- {recipe.name}, {', '.join(way for *_, way in items)}: {outcome}: `{reason}`"
+            yield f"- {recipe.name}, {', '.join(trial for *_, trial in items)}: {outcome}: `{reason}`"
 
 
-def _without(way: str, reason: str) -> str:
+def _without(trial: str, reason: str) -> str:
     """The line for any strategy that was asked for."""
-    return reason.replace(f"'{way}'", "NAME").replace(f"--strategy {way}", "--strategy NAME")
+    return reason.replace(f"'{trial}'", "NAME").replace(f"--strategy {trial}", "--strategy NAME")
 
 
 def _edits(ran: list[Recipe]) -> Iterator[str]:

@@ -34,7 +34,7 @@ class CheckedPage:
     """Addresses of other origins that the page asked for; none of them was answered."""
 
     def violations(self, within: str | None = None, rule: str | None = None) -> list[str]:
-        """What axe-core finds, each rule with the element: in a part of the page alone, or of one rule alone."""
+        """Return what axe-core finds, each rule with the element: in a part of the page alone, or of one rule alone."""
         from axe_playwright_python.sync_playwright import Axe
 
         # All of a page's elements that are well, with their selectors, would take longer than the checks.
@@ -88,8 +88,8 @@ class CheckedPage:
     def problems(self, within: str | None = None, rule: str | None = None) -> list[str]:
         """All that must not be on any page: complaints, requests to elsewhere, violations, scrolling sideways."""
         wide = [f"{self.sideways()} pixels too wide"] if self.sideways() > 0 else []
-        asked = [f"asks for {address}" for address in self.outside]
-        return [*self.complaints, *asked, *wide, *self.violations(within, rule)]
+        requests = [f"asks for {address}" for address in self.outside]
+        return [*self.complaints, *requests, *wide, *self.violations(within, rule)]
 
 
 _MARK_CONTROLS = """() => {

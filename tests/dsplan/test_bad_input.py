@@ -89,7 +89,7 @@ def test_bad_flags(cli: Cli, line: str, words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("estimate --gpus two", "--gpus is 'two'; give a whole number from 1 to 1,000,000; see dsplan estimate --help"),
         ("estimate --gpus 0", "--gpus is 0; give a whole number from 1 to 1,000,000; see dsplan estimate --help"),
@@ -108,8 +108,8 @@ def test_bad_flags(cli: Cli, line: str, words: tuple[str, ...]) -> None:
         ),
     ],
 )
-def test_a_flag_is_told_what_it_takes(cli: Cli, line: str, said: str) -> None:
-    assert cli.refuses(line) == f"dsplan: {said}\n"
+def test_a_flag_is_told_what_it_takes(cli: Cli, line: str, message: str) -> None:
+    assert cli.refuses(line) == f"dsplan: {message}\n"
 
 
 @pytest.mark.parametrize(

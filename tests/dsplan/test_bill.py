@@ -33,13 +33,14 @@ def test_without_a_price_cost_is_gpu_hours_and_says_so(cli: Cli) -> None:
 
 
 def test_a_named_node_type_brings_its_list_price_with_its_date(cli: Cli) -> None:
-    asked = "recommend --model opt-1.3b --node-type p5 --objective cost"
+    command = "recommend --model opt-1.3b --node-type p5 --objective cost"
     node = find_node_type("p5")
     assert node.usd_per_hour is not None
     assert (
-        f"at ${node.usd_per_hour / 8:.3g} per GPU-hour, list price of {node.name} on {node.priced_on}" in cli(asked).out
+        f"at ${node.usd_per_hour / 8:.3g} per GPU-hour, list price of {node.name} on {node.priced_on}"
+        in cli(command).out
     )
-    assert "at $1 per GPU-hour" in cli(f"{asked} --price 1").out
+    assert "at $1 per GPU-hour" in cli(f"{command} --price 1").out
 
 
 def test_a_gpu_named_alone_has_no_price(cli: Cli) -> None:
@@ -57,17 +58,17 @@ def test_every_price_has_a_date_and_a_source() -> None:
 def test_a_cluster_file_may_hold_the_price(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("gpu: A100-SXM4-80GB\ngpus_per_node: 8\nusd_per_gpu_hour: 1.25\n")
-    asked = "recommend --model opt-1.3b --objective cost --cluster"
-    assert "at $1.25 per GPU-hour, from the cluster file" in cli(asked, file).out
+    command = "recommend --model opt-1.3b --objective cost --cluster"
+    assert "at $1.25 per GPU-hour, from the cluster file" in cli(command, file).out
     file.write_text("gpu: A100-SXM4-80GB\nusd_per_gpu_hour: free\n")
-    assert "write a number from 0.0001 to 1,000,000 dollars" in cli.refuses(asked, file)
+    assert "write a number from 0.0001 to 1,000,000 dollars" in cli.refuses(command, file)
 
 
 def test_a_deadline_that_cannot_be_met_ends_with_status_1_and_says_what_would_do(cli: Cli) -> None:
-    done = cli(f"{ASKED} --global-batch 512 --tokens 300B --deadline 10d")
-    assert done.status == 1
-    assert "no plan that fits ends in 10 days" in done.out
-    assert "in time is 10 days" in done.out
+    finished = cli(f"{ASKED} --global-batch 512 --tokens 300B --deadline 10d")
+    assert finished.status == 1
+    assert "no plan that fits ends in 10 days" in finished.out
+    assert "in time is 10 days" in finished.out
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,22 @@ def test_the_question_is_that_of_estimate(cli: Cli, config: Path) -> None:
     assert answer["estimate"]["memory"] == estimate["memory"]
 
 
+def test_what_is_tight_is_no_error_and_its_fix_has_room(cli: Cli, config: Path) -> None:
+    config.write_text(
+        "model_name_or_path: Qwen/Qwen2.5-0.5B\nstage: sft\nfinetuning_type: full\ncutoff_len: 2048\n"
+        "deepspeed: examples/deepspeed/ds_z2_config.json\nper_device_train_batch_size: 1\n"
+        "gradient_accumulation_steps: 16\nbf16: true\n"
+    )
+    printed = cli("check train.yaml --gpus 1 --gpu RTX-3060-12GB --json")
+    answer = printed.json
+    assert (printed.status, answer["estimate"]["verdict"]) == (0, "tight")
+    worst = answer["findings"][0]
+    assert (worst["severity"], worst["id"]) == ("warning", "tight")
+    assert worst["message"].startswith("may not fit: needs up to ")
+    assert (answer["best"]["plan"]["verdict"], answer["best"]["gain"]) == ("fits", None)
+    assert "which fits with room" in cli("check train.yaml --gpus 1 --gpu RTX-3060-12GB").out
+
+
 def test_the_fix_fits_and_touches_only_what_it_must(cli: Cli, config: Path, tmp_path: Path) -> None:
     diff = cli(f"check train.yaml {CARD} --fix").out
     changed = [line for line in diff.splitlines() if line[:1] in "+-" and not line.startswith(("+++", "---"))]
@@ -168,8 +184,8 @@ def test_a_command(cli: Cli) -> None:
 
 
 def test_a_card_without_bf16(cli: Cli, config: Path) -> None:
-    found = cli("check train.yaml --gpus 8 --gpu V100-SXM2-32GB --json").json["findings"]
-    assert "no-bf16" in {item["id"] for item in found}
+    findings = cli("check train.yaml --gpus 8 --gpu V100-SXM2-32GB --json").json["findings"]
+    assert "no-bf16" in {item["id"] for item in findings}
 
 
 def test_the_batch_triple(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,11 +406,11 @@ def test_what_a_config_names_is_read_inside_of_its_folder_only(
 
 def test_recommend_takes_the_question_from_a_config(cli: Cli, config: Path, tmp_path: Path) -> None:
     """The plans are those of the same question in flags; a flag beside the config stands in the config's place."""
-    asked = cli(f"recommend --config train.yaml {CARD} --json").json
+    answer = cli(f"recommend --config train.yaml {CARD} --json").json
     flags = "--seq-len 2048 --precision bf16 --optimizer adamw-8bit --attention flash"
     same = cli(f"recommend --model llama-3.1-8b {CARD} {flags} --global-batch 128 --json").json
-    assert asked["plans"]
-    assert [plan["plan"] for plan in asked["plans"]] == [plan["plan"] for plan in same["plans"]]
+    assert answer["plans"]
+    assert [plan["plan"] for plan in answer["plans"]] == [plan["plan"] for plan in same["plans"]]
     lora = AXOLOTL + "adapter: lora\nlora_r: 8\nlora_target_linear: true\n"
     (tmp_path / "lora.yaml").write_text(lora)
     whole = cli(f"recommend --config lora.yaml --method full --model opt-1.3b --seq-len 512 {CARD} --json").json

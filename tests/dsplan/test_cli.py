@@ -1,4 +1,4 @@
-"""What the commands print, and the JSON that scripts rely on."""
+"""The text that the commands print, and the JSON that scripts rely on."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ def started(text: str) -> StartedScript:
     ],
 )
 def test_scripts_behind_launchers(folder: Path, command: str, processes: int | None, arguments: tuple[str]) -> None:
-    found = started(command)
-    assert (found.script, found.processes, found.arguments) == (Path("train.py"), processes, arguments)
+    read = started(command)
+    assert (read.script, read.processes, read.arguments) == (Path("train.py"), processes, arguments)
 
 
 def test_what_a_launcher_hands_on(folder: Path) -> None:
@@ -95,9 +95,9 @@ def test_what_a_launcher_hands_on(folder: Path) -> None:
 def test_the_config_of_accelerate(folder: Path) -> None:
     text = "distributed_type: FSDP\nnum_processes: 4\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n"
     (folder / "fsdp.yaml").write_text(text)
-    found = started("accelerate launch --config_file fsdp.yaml train.py")
-    assert (found.processes, found.strategy) == (4, "fsdp")
-    assert found.start.accelerate == ("--config_file", str(folder / "fsdp.yaml"))
+    read = started("accelerate launch --config_file fsdp.yaml train.py")
+    assert (read.processes, read.strategy) == (4, "fsdp")
+    assert read.start.accelerate == ("--config_file", str(folder / "fsdp.yaml"))
     assert started("accelerate launch --config_file fsdp.yaml --num_processes 2 train.py").processes == 2
     default = folder / "hub" / "accelerate"
     default.mkdir(parents=True)
@@ -203,9 +203,9 @@ def test_torchtune_recipes_by_name(folder: Path, package: Package) -> None:
     )
     package("torchtune/_recipe_registry.py", f"raise SystemExit('is run')\n{registry}\n")
     package("recipes/full.py", LOOP)
-    found = started("tune run --nproc_per_node 2 full --config s/full batch_size=1")
-    assert (found.script, found.processes) == (folder / "recipes" / "full.py", 2)
-    assert found.arguments == ("--config", str(folder / "recipes" / "configs" / "s" / "full.yaml"), "batch_size=1")
+    read = started("tune run --nproc_per_node 2 full --config s/full batch_size=1")
+    assert (read.script, read.processes) == (folder / "recipes" / "full.py", 2)
+    assert read.arguments == ("--config", str(folder / "recipes" / "configs" / "s" / "full.yaml"), "batch_size=1")
     with pytest.raises(DsplanError, match="no such recipe"):
         started("tune run none --config x")
 
@@ -303,7 +303,7 @@ def test_a_command_killed_whole_is_resumed_at_its_step(tmp_path: Path) -> None:
     sizes = ("--steps", "20", "--layers", "2", "--hidden", "64", "--heads", "4", "--sequence-length", "64")
     command = ("torchrun", "--nproc_per_node", "2", str(EXAMPLES / "train_gpt.py"), *sizes)
     options = ("--strategy", "fsdp", "--checkpoint-steps", "4")
-    found = {}
+    losses = {}
     for name in ("quiet", "killed"):
         with FaultyRun(tmp_path / name, {}, options=options, script=command) as faulty:
             faulty.start()
@@ -314,10 +314,10 @@ def test_a_command_killed_whole_is_resumed_at_its_step(tmp_path: Path) -> None:
                 assert faulty.wait() == -signal.SIGKILL
                 faulty.resume()
             assert faulty.wait() == 0, faulty.out
-            found[name] = noted(faulty)
+            losses[name] = noted(faulty)
     assert faulty.events("attempt")[-1]["saved"] in (8, 12)
-    assert found["killed"] == found["quiet"]
-    assert len(found["quiet"]) == 20
+    assert losses["killed"] == losses["quiet"]
+    assert len(losses["quiet"]) == 20
 
 
 def noted(faulty: FaultyRun) -> dict[int, float]:
@@ -335,14 +335,14 @@ def test_a_killed_loop_of_accelerates_is_not_begun_again_in_silence(folder: Path
     for source in (LAUNCHED / "accelerate_script.py", EXAMPLES / "stdlib_text.py"):
         shutil.copy(source, folder)
     script = (folder / "accelerate_script.py").read_text()
-    dies = (
-        "done += 1\n                if done == 6 and not resumes: __import__('os').kill(__import__('os').getpid(), 9)"
-    )
-    assert script.count("done += 1") == 1
+    counts = "completed += 1"
+    kills = "__import__('os').kill(__import__('os').getpid(), 9)"
+    dies = f"{counts}\n                if completed == 6 and not resumes: {kills}"
+    assert script.count(counts) == 1
     saves = 'accelerator.save_state(str(output / "state"))'
     noted = f'{saves}\n            (output / "losses.json").write_text(json.dumps(losses))'
     assert script.count(saves) == 1
-    (folder / "dying.py").write_text(script.replace("done += 1", dies).replace(saves, noted))
+    (folder / "dying.py").write_text(script.replace(counts, dies).replace(saves, noted))
     (folder / "out").mkdir()
     command = ("accelerate", "launch", "--num_processes", "2", "dying.py", "out")
     finished = run("--run-dir", "run", "--strategy", "ddp", *command, cwd=folder)

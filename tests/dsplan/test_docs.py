@@ -97,8 +97,8 @@ def rows_of_changes() -> list[tuple[str, list[str], list[str]]]:
     """CONTRIBUTING's table: what changes, the files and folders to open, and those of its proof."""
     section = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("## Where things go")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")][1:]
-    place = re.compile(rf"`((?:docs|{'|'.join(ROOMS)})/[\w./-]*|mkdocs\.yml|pyproject\.toml|constraints\.txt)`")
-    return [(change.strip(), place.findall(opened), place.findall(proof)) for change, opened, proof in rows]
+    path = re.compile(rf"`((?:docs|{'|'.join(ROOMS)})/[\w./-]*|mkdocs\.yml|pyproject\.toml|constraints\.txt)`")
+    return [(change.strip(), path.findall(opened), path.findall(proof)) for change, opened, proof in rows]
 
 
 def test_twenty_five_kinds_of_change_have_a_row() -> None:

@@ -44,7 +44,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def upper_margin(plan: Any) -> float:
-    """How far the upper bound is above the tensors' peak."""
+    """Return how far the upper bound is above the tensors' peak."""
     memory = plan["memory"]
     return float(memory["device_used_upper_bytes"] - memory["peak_allocated_bytes"])
 
@@ -68,8 +68,8 @@ def traced_rows() -> int:
 )
 @pytest.mark.sweep(every=3)
 def test_memory_is_that_of_a_trace(cli: Cli, model: Path, line: str, who: str) -> None:
-    asked = f"estimate {HARDWARE} {line} --json --model"
-    closed, printed = cli(asked, model), cli(asked, model, "--exact")
+    command = f"estimate {HARDWARE} {line} --json --model"
+    closed, printed = cli(command, model), cli(command, model, "--exact")
     assert (printed.status, printed.err) == (0, "")
     plan = printed.json
     assert plan["provenance"] == {**closed.json["provenance"], "memory": "traced"}
@@ -107,19 +107,19 @@ def test_what_changes_the_answer_is_asked_anew(
     from dsplan.exact import answer
     from dsplan.exact.reading import Refusal, sizes_of
 
-    asked = []
+    jobs = []
 
     def trace_answer(job: Any, *_: Any) -> Refusal:
-        asked.append(job)
+        jobs.append(job)
         return Refusal(sizes=sizes_of(job), reason="a test")
 
     monkeypatch.setattr(answer, "trace_answer", trace_answer)
     line = f"estimate {HARDWARE} --gpus 1 --exact --json --model {quoted(model)}"
     cli(line)
     cli(f"{line} --max-memory-gb 10 --host-memory-gb 10")
-    assert len(asked) == 1
+    assert len(jobs) == 1
     cli(f"{line} {change}")
-    assert len(asked) == 2
+    assert len(jobs) == 2
 
 
 @pytest.mark.slow
@@ -153,19 +153,19 @@ def test_another_length_follows_from_three(cli: Cli, model: Path, monkeypatch: p
 
 
 def test_what_the_trace_does_not_cover_is_said(cli: Cli, model: Path) -> None:
-    asked = f"estimate {HARDWARE} --gpus 4 --strategy ddp --code torchtitan --json --model"
-    closed, plan = cli(asked, model).json, cli(asked, model, "--exact").json
-    said = "the trace does not cover --code torchtitan; the closed form is used, with a wider bound"
-    assert said in plan["notes"]
+    command = f"estimate {HARDWARE} --gpus 4 --strategy ddp --code torchtitan --json --model"
+    closed, plan = cli(command, model).json, cli(command, model, "--exact").json
+    note = "the trace does not cover --code torchtitan; the closed form is used, with a wider bound"
+    assert note in plan["notes"]
     assert plan["provenance"] == closed["provenance"]
     assert upper_margin(plan) > upper_margin(closed)
 
 
 def test_zero_takes_its_activations_from_a_trace(cli: Cli, model: Path) -> None:
-    asked = f"estimate {HARDWARE} --gpus 4 --strategy zero3 --json --model"
-    closed, plan = cli(asked, model).json, cli(asked, model, "--exact").json
-    said = "the trace does not run zero3: its activations are traced, its states and buffers are closed forms"
-    assert said in plan["notes"]
+    command = f"estimate {HARDWARE} --gpus 4 --strategy zero3 --json --model"
+    closed, plan = cli(command, model).json, cli(command, model, "--exact").json
+    note = "the trace does not run zero3: its activations are traced, its states and buffers are closed forms"
+    assert note in plan["notes"]
     assert plan["provenance"]["memory"] == "traced"
     assert plan["memory"]["phases"]["step"] == closed["memory"]["phases"]["step"]
     assert plan["memory"]["phases"]["loss"] != closed["memory"]["phases"]["loss"]

@@ -139,9 +139,9 @@ def three():
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One for all tests, since an operator can be defined only once."""
-    made = tmp_path_factory.mktemp("modules")
-    (made / "exact_modules.py").write_text(MODULE)
-    return made
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "exact_modules.py").write_text(MODULE)
+    return folder
 
 
 @pytest.fixture
@@ -153,8 +153,8 @@ def module(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("factory", ["plain", "Told"])
 def test_a_module_of_ones_own_is_traced(cli: Cli, module: str, factory: str) -> None:
-    asked = f"estimate {HARDWARE} --json --model {module}:{factory}"
-    closed, plan = cli(asked).json, cli(f"{asked} --exact").json
+    command = f"estimate {HARDWARE} --json --model {module}:{factory}"
+    closed, plan = cli(command).json, cli(f"{command} --exact").json
     assert plan["provenance"]["memory"] == "traced"
     assert "memory is a trace of one step of" in plan["notes"][0]
     assert not any("rule of thumb" in note for note in plan["notes"])
@@ -165,12 +165,12 @@ IMAGES = "--gpu H100-SXM5-80GB --gpus 1 --micro-batch 64 --precision fp32 --json
 
 
 def test_a_factory_may_give_its_module_a_batch(cli: Cli, module: str) -> None:
-    asked = f"estimate {IMAGES} --model {module}:images"
-    plan, traced = cli(asked).json, cli(f"{asked} --exact").json
+    command = f"estimate {IMAGES} --model {module}:images"
+    plan, traced = cli(command).json, cli(f"{command} --exact").json
     assert (plan["plan"]["sequence_length"], plan["workload"]["task"]) == (1, "custom")
     assert plan["provenance"]["memory"] == traced["provenance"]["memory"] == "traced"
     assert f"activations and operations are those of a trace of {module}:images" in plan["notes"][0]
-    peaks = [found["memory"]["peak_allocated_bytes"] for found in (plan, traced)]
+    peaks = [answer["memory"]["peak_allocated_bytes"] for answer in (plan, traced)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
     # Three passes over 64 samples: two operations for each weight that an output of a convolution or of the head has.
     operations = 3 * 64 * 2 * (14 * 14 * 32 * 27 + 14 * 14 * 32 * 10)
@@ -185,7 +185,7 @@ def test_what_has_no_tokens_is_counted_in_samples(cli: Cli, module: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("factory", "said"),
+    ("factory", "sentence"),
     [
         (
             "misfit",
@@ -194,9 +194,9 @@ def test_what_has_no_tokens_is_counted_in_samples(cli: Cli, module: str) -> None
         ("three", "the factory returned a tuple; return an nn.Module, alone or as (module, batch), a"),
     ],
 )
-def test_a_batch_that_does_not_fit_is_told(cli: Cli, module: str, factory: str, said: str) -> None:
+def test_a_batch_that_does_not_fit_is_told(cli: Cli, module: str, factory: str, sentence: str) -> None:
     printed = cli(f"estimate {IMAGES} --model {module}:{factory}")
-    assert said in printed.out + printed.err
+    assert sentence in printed.out + printed.err
     assert "Traceback" not in printed.err
 
 
@@ -205,7 +205,7 @@ VALUE = "aten::_local_scalar_dense (Tensor.item, or a tensor as a condition)"
 
 
 @pytest.mark.parametrize(
-    ("factory", "said"),
+    ("factory", "sentence"),
     [
         ("nonzero", f"aten::nonzero in {WHERE} has a data-dependent shape"),
         ("mask", f"aten::nonzero in {WHERE} has a data-dependent shape"),
@@ -227,13 +227,13 @@ VALUE = "aten::_local_scalar_dense (Tensor.item, or a tensor as a condition)"
     ],
 )
 @pytest.mark.sweep(every=2)
-def test_what_the_trace_cannot_follow_is_named(cli: Cli, module: str, factory: str, said: str) -> None:
-    asked = f"estimate {HARDWARE} --json --model {module}:{factory}"
-    closed, printed = cli(asked), cli(f"{asked} --exact")
+def test_what_the_trace_cannot_follow_is_named(cli: Cli, module: str, factory: str, sentence: str) -> None:
+    command = f"estimate {HARDWARE} --json --model {module}:{factory}"
+    closed, printed = cli(command), cli(f"{command} --exact")
     assert (printed.status, printed.err) == (closed.status, "")
     plan = printed.json
     line = plan["notes"][0]
-    assert line.startswith(f"trace: {said}")
+    assert line.startswith(f"trace: {sentence}")
     assert line.endswith("; the closed form is used, with a wider bound")
     assert "\n" not in line
     assert plan["memory"]["peak_allocated_bytes"] == closed.json["memory"]["peak_allocated_bytes"]

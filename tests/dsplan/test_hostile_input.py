@@ -61,7 +61,7 @@ def test_every_number_of_the_command_line_has_both_limits() -> None:
 @pytest.mark.parametrize(("command", "flag"), numeric_flags())
 @pytest.mark.sweep(every=6)
 def test_a_flag_takes_plain_numbers_only(cli: Cli, command: str, flag: str) -> None:
-    """What its type takes, and one of the others, another for each flag, are given to the whole command."""
+    """Values that its type takes, and one of the others, another for each flag, are given to the whole command."""
     (parameter,) = (parameter for parameter in load_command(command).params if flag in parameter.opts)
     whole = [NO_NUMBERS[sum(map(ord, flag)) % len(NO_NUMBERS)]]
     for given in NO_NUMBERS:
@@ -212,8 +212,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             del os.environ["DSPLAN_HOME"]
         else:
             os.environ["DSPLAN_HOME"] = before
-    found: dict[str, Any] = yaml.safe_load((directory / "plan-1.yaml").read_text())
-    return found
+    document: dict[str, Any] = yaml.safe_load((directory / "plan-1.yaml").read_text())
+    return document
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("line", "status", "said"),
+    ("line", "status", "message"),
     [
         ("dsplan models >&-", 2, "dsplan: the standard output is closed; redirect it"),
         ("dsplan models > /dev/full", 2, "dsplan: the standard output cannot be written (No space left on device)"),
@@ -324,11 +324,11 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         ("dsplan models --json | head -n 1 > /dev/null; exit ${PIPESTATUS[0]}", 141, ""),
     ],
 )
-def test_streams_that_are_closed_or_full(line: str, status: int, said: str) -> None:
-    done = shell(line)
-    assert done.returncode == status, done.stderr
-    assert done.stderr.startswith(said)
-    assert done.stderr.count("\n") == (1 if said else 0)
+def test_streams_that_are_closed_or_full(line: str, status: int, message: str) -> None:
+    finished = shell(line)
+    assert finished.returncode == status, finished.stderr
+    assert finished.stderr.startswith(message)
+    assert finished.stderr.count("\n") == (1 if message else 0)
 
 
 INTERRUPTING = """
@@ -346,23 +346,23 @@ sys.exit(main())
 
 @pytest.mark.parametrize("module", ["dsplan.cli.app", "typer", "hardware_db.errors", "planner.search.search"])
 def test_an_interrupt_while_modules_are_imported(module: str) -> None:
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", INTERRUPTING, module, "recommend", *MODEL],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert (finished.returncode, finished.stdout, finished.stderr) == (130, "", "")
 
 
 def test_nothing_slow_is_imported_before_an_interrupt_is_awaited() -> None:
     code = "import sys; before = set(sys.modules); import dsplan.__main__; print(*sorted(set(sys.modules) - before))"
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=True,
     )
-    assert set(done.stdout.split()) - {"__future__"} == {"dsplan", "dsplan.__main__"}
+    assert set(finished.stdout.split()) - {"__future__"} == {"dsplan", "dsplan.__main__"}

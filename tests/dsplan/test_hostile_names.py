@@ -64,17 +64,17 @@ def is_text(printed: str) -> bool:
 def test_whatever_a_flag_is_given_is_printed_as_text(cli: Cli, here: Path, name: str) -> None:
     for command, flag in texts(name, load_command(name)):
         beside = {
-            known: value for known, value in GIVEN.get(command, {}).items() if known not in (flag, INSTEAD.get(flag))
+            other: value for other, value in GIVEN.get(command, {}).items() if other not in (flag, INSTEAD.get(flag))
         }
         for text in (HOSTILE, LONG):
-            words = [part for known, value in {**beside, flag: text}.items() for part in _words(known, value)]
+            words = [part for other, value in {**beside, flag: text}.items() for part in _words(other, value)]
             printed = cli(command, *words)
             assert is_text(printed.out), (command, flag, printed.out[:300])
             assert is_text(printed.err), (command, flag, printed.err[:300])
 
 
-def _words(known: str, value: str) -> list[str]:
-    return [known, value] if known.startswith("-") else [value]
+def _words(name: str, value: str) -> list[str]:
+    return [name, value] if name.startswith("-") else [value]
 
 
 def test_what_files_say_is_printed_as_text(cli: Cli, here: Path) -> None:

@@ -96,25 +96,25 @@ def test_words_of_pictures_that_overlap_or_are_cut_are_seen(tmp_path: Path, open
 HACK = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 
 
-def question_page(place: Path) -> Page:
+def question_page(directory: Path) -> Page:
     request = Question(model="facebook/opt-125m", gpus=2, gpu="A100-SXM4-80GB").request()
     return answer_page(recommend(request, with_front=True), f"dsplan report {HACK}")
 
 
-def sources_of_all_kinds_page(place: Path) -> Page:
+def sources_of_all_kinds_page(directory: Path) -> Page:
     """Plans, runs and what was learnt on one page."""
     request = Question(model="facebook/opt-125m", gpus=2, gpu="A100-SXM4-80GB").request()
-    runs = [read_run(run_directory(place / name)) for name in ("first", HACK.replace("/", ""))]
+    runs = [read_run(run_directory(directory / name)) for name in ("first", HACK.replace("/", ""))]
     store = MemoryStore()
     store.add(*User().runs(8))
     return sources_page(recommend(request).plans[:2], runs, refresh(store, HERE, keep=False))
 
 
-@pytest.mark.parametrize("made", [question_page, pytest.param(sources_of_all_kinds_page, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("write_page", [question_page, pytest.param(sources_of_all_kinds_page, marks=pytest.mark.slow)])
 def test_a_report_is_drawn_reached_read_and_printed(
-    made: Callable[[Path], Page], tmp_path: Path, open_page: OpenPage
+    write_page: Callable[[Path], Page], tmp_path: Path, open_page: OpenPage
 ) -> None:
-    page = made(tmp_path)
+    page = write_page(tmp_path)
     (tmp_path / "page.html").write_text(page_html(page), encoding="utf-8")
     checked = open_page((tmp_path / "page.html").as_uri(), width=NARROW)
     assert list(checked.pictures()) == [f"plot-{name}" for name in page.pictures]
@@ -185,29 +185,29 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """`dsplan ui` on two processes."""
     pytest.importorskip("gradio", reason="needs gradio (extra ui)")
-    place = tmp_path_factory.mktemp("ui")
-    (place / "sitecustomize.py").write_text(_LISTENER.format(log=str(place / "reached")))
-    (place / "reached").touch()
-    completed_run(place / "runs" / "<b>ann", at=0.0, seconds=100.0, count=50)
+    directory = tmp_path_factory.mktemp("ui")
+    (directory / "sitecustomize.py").write_text(_LISTENER.format(log=str(directory / "reached")))
+    (directory / "reached").touch()
+    completed_run(directory / "runs" / "<b>ann", at=0.0, seconds=100.0, count=50)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    paths = os.pathsep.join([str(place), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    with (place / "log").open("w") as log:
+    paths = os.pathsep.join([str(directory), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with (directory / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "dsplan", "ui", "--port", str(port), "--workers", "2", "--runs", "runs"],
-            env={**os.environ, "PYTHONPATH": paths, "DSPLAN_HOME": str(place / "home"), "TMPDIR": str(place)},
+            env={**os.environ, "PYTHONPATH": paths, "DSPLAN_HOME": str(directory / "home"), "TMPDIR": str(directory)},
             stdout=log,
             stderr=log,
-            cwd=place,
+            cwd=directory,
         )
         try:
             url = f"http://127.0.0.1:{port}/"
             _wait_for(url, process)
-            yield Server(url, psutil.Process(process.pid), place / "reached")
+            yield Server(url, psutil.Process(process.pid), directory / "reached")
             process.send_signal(signal.SIGINT)
             assert process.wait(20) == 130
-            assert "Traceback" not in (place / "log").read_text()
+            assert "Traceback" not in (directory / "log").read_text()
         finally:
             process.kill()
             process.wait()
@@ -352,7 +352,7 @@ def test_strange_names_and_configs_are_text_or_refused(server: Server, open_page
     checked = shown(open_page(f"{server.url}?{SMALL}"))
     page = checked.page
     field, alert = page.get_by_label("Model", exact=True), page.get_by_role("alert")
-    for name, said in (
+    for name, words in (
         (HACK, "unknown model '<img src=x onerror=\"window"),
         ("\x1b[31mred\x1b[0m", "write it in letters that can be seen"),
         ("x" * 2**14, "write at most 100 characters"),
@@ -360,17 +360,17 @@ def test_strange_names_and_configs_are_text_or_refused(server: Server, open_page
         field.fill(name)
         field.press("Enter")
         field.blur()
-        expect(alert).to_contain_text(said)
+        expect(alert).to_contain_text(words)
         assert len(alert.inner_text()) < 400
     page.get_by_role("button", name="Another model").click()
-    for config, said in (
+    for config, words in (
         (json.dumps({**LLAMA, "model_type": HACK}), "<img src=x"),
         ("[" * 10_000, "nested"),
         ("x" * (2**17 + 1), "larger than 128 KiB"),
     ):
         page.get_by_label("config.json").fill(config)
         page.get_by_label("config.json").blur()
-        expect(alert).to_contain_text(said)
+        expect(alert).to_contain_text(words)
     page.get_by_label("config.json").fill(json.dumps(LLAMA | {"_name_or_path": HACK}))
     page.get_by_label("config.json").blur()
     expect(page.locator("#plans")).to_contain_text("config.json: ")
@@ -396,12 +396,12 @@ def test_the_files_are_those_of_the_command_line(server: Server, tmp_path: Path)
     assert main(line) == 0
     _, packed = fetched(f"{server.url}files?{SMALL}&plan=2")
     with zipfile.ZipFile(io.BytesIO(packed)) as archive:
-        found = {name: archive.read(name).decode() for name in archive.namelist()}
+        files = {name: archive.read(name).decode() for name in archive.namelist()}
     folder = tmp_path / "plan-2"
     written = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
-    assert found == {"plan.yaml": (tmp_path / "plan-2.yaml").read_text(), **written}
-    name = next(name for name in found if name.startswith("torchrun/"))
-    assert fetched(f"{server.url}files?{SMALL}&plan=2&file={name}") == (200, found[name].encode())
+    assert files == {"plan.yaml": (tmp_path / "plan-2.yaml").read_text(), **written}
+    name = next(name for name in files if name.startswith("torchrun/"))
+    assert fetched(f"{server.url}files?{SMALL}&plan=2&file={name}") == (200, files[name].encode())
     status, text = fetched(f"{server.url}files?{SMALL}&plan=77")
     assert (status, b"there is no plan 77" in text) == (400, True)
 
@@ -437,12 +437,12 @@ def test_no_file_of_the_machine_is_to_be_had(server: Server, path: str) -> None:
 def test_neither_the_page_nor_an_answer_names_a_place_on_the_machine(server: Server) -> None:
     texts = [fetched(server.url + path)[1].decode() for path in ("", "config", "gradio_api/info", "theme.css")]
     texts.append(answer_to(server, SMALL))
-    for place in (str(ROOT), str(server.reached.parent), sys.prefix, str(Path.home()) + "/"):
-        assert not [text for text in texts if place in text and place != "/"]
+    for folder in (str(ROOT), str(server.reached.parent), sys.prefix, str(Path.home()) + "/"):
+        assert not [text for text in texts if folder in text and folder != "/"]
 
 
 def answer_to(server: Server, query: str) -> str:
-    """What the page's first request brings, as a program asks for it."""
+    """Return what the page's first request brings, as a program asks for it."""
     config = json.loads(fetched(f"{server.url}config")[1])
     number = next(entry["id"] for entry in config["dependencies"] if entry["targets"][0][1] == "load")
     session = uuid.uuid4().hex
@@ -464,8 +464,8 @@ def test_eight_at_once_have_their_own_answers_of_the_same_processes(server: Serv
     before = processes_of(server)
     questions = {gpus: f"model=llama-2-7b&gpus={gpus}&gpu=H100-SXM5-80GB" for gpus in range(8, 72, 8)}
     with ThreadPoolExecutor(8) as users:
-        found = dict(zip(questions, users.map(lambda query: answer_to(server, query), questions.values()), strict=True))
-    assert all(f"{gpus} x H100-SXM5-80GB" in text for gpus, text in found.items())
+        texts = dict(zip(questions, users.map(lambda query: answer_to(server, query), questions.values()), strict=True))
+    assert all(f"{gpus} x H100-SXM5-80GB" in text for gpus, text in texts.items())
     assert processes_of(server) == before
 
 
@@ -482,13 +482,13 @@ def test_the_server_reached_nobody(server: Server) -> None:
 
 def test_a_taken_port_is_said_in_one_line(server: Server) -> None:
     port = server.url.rpartition(":")[2].strip("/")
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-m", "dsplan", "ui", "--port", port],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert f"no page can be served at 127.0.0.1:{port}" in done.stderr
+    assert finished.returncode == 2
+    assert finished.stderr.count("\n") == 1
+    assert f"no page can be served at 127.0.0.1:{port}" in finished.stderr

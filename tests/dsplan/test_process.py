@@ -59,10 +59,10 @@ def run(*arguments: str, blocked: frozenset[str] = frozenset(), **environment: s
 )
 @pytest.mark.sweep(every=3)
 def test_planning_works_with_the_base_dependencies_alone(arguments: tuple[str, ...]) -> None:
-    done = run(*arguments, blocked=frozenset(TRAINING | PAGES | TRACKERS | {"pydantic"}))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-    assert not (TRAINING | PAGES | TRACKERS) & imported(done)
+    finished = run(*arguments, blocked=frozenset(TRAINING | PAGES | TRACKERS | {"pydantic"}))
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout
+    assert not (TRAINING | PAGES | TRACKERS) & imported(finished)
 
 
 @pytest.mark.parametrize("arguments", [RECOMMEND, ("--help",), ("--version",), ("recommend", "--help")])
@@ -71,23 +71,23 @@ def test_a_plan_imports_nothing_of_pages_trackers_and_training_that_are_installe
     assert not (PAGES | TRACKERS | slow) & imported(run(*arguments))
 
 
-def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
-    return set(ast.literal_eval(done.stderr.splitlines()[-1]))
+def imported(finished: subprocess.CompletedProcess[str]) -> set[str]:
+    return set(ast.literal_eval(finished.stderr.splitlines()[-1]))
 
 
 @pytest.mark.parametrize("missing", ["uvicorn", "gradio"])
 def test_a_missing_extra_is_named_in_one_line(missing: str) -> None:
-    done = run("ui", blocked=frozenset({missing}))
-    assert done.returncode == 2
-    said = done.stderr.splitlines()[0]
-    assert missing in said
-    assert said.endswith("; pip install 'dsplan[ui]'")
+    finished = run("ui", blocked=frozenset({missing}))
+    assert finished.returncode == 2
+    message = finished.stderr.splitlines()[0]
+    assert missing in message
+    assert message.endswith("; pip install 'dsplan[ui]'")
 
 
 def test_a_piped_answer_needs_no_rich() -> None:
-    done = run(*RECOMMEND, blocked=frozenset({"rich"}))
-    assert done.returncode == 0, done.stderr
-    assert "rich" not in ast.literal_eval(done.stderr)
+    finished = run(*RECOMMEND, blocked=frozenset({"rich"}))
+    assert finished.returncode == 0, finished.stderr
+    assert "rich" not in ast.literal_eval(finished.stderr)
 
 
 def test_recommend_stays_within_its_import_budget() -> None:
@@ -108,12 +108,12 @@ def test_any_encoding_prints(encoding: str) -> None:
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    done = subprocess.run(
+    finished = subprocess.run(
         ["bash", "-c", f"{shlex.quote(sys.executable)} -m dsplan models --json | head -n 1"],
         capture_output=True,
         text=True,
         cwd=ROOT,
         check=True,
     )
-    assert done.stdout == "[\n"
-    assert done.stderr == ""
+    assert finished.stdout == "[\n"
+    assert finished.stderr == ""

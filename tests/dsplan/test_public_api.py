@@ -1,4 +1,4 @@
-"""What `import dsplan` promises."""
+"""The promises of `import dsplan`."""
 
 from __future__ import annotations
 

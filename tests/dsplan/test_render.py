@@ -129,7 +129,7 @@ def test_tables_keep_their_answer_at_any_width(
 
 
 class AsciiTerminal(io.StringIO):
-    """What is printed to a terminal whose encoding has no letters but ASCII's."""
+    """A terminal whose encoding has no letters but ASCII's, with what is printed to it."""
 
     encoding = "ascii"
 

@@ -232,8 +232,8 @@ def plans(pick: draw.DrawFn, format: Format) -> Plan:
     )
 
 
-def asked(reading: Reading, plan: Plan) -> tuple[Request, Configuration]:
-    """What a reading asks for on the plan's cards; what it does not say is the plan's."""
+def ask(reading: Reading, plan: Plan) -> tuple[Request, Configuration]:
+    """Return what a reading asks for on the plan's cards; what it does not say is the plan's."""
     answers = {name: value for name, value in reading.answers.items() if value is not None}
     gpus = answers.get("gpus", plan.cluster["gpus"])
     work = {name: answers[name] for name in Question.__dataclass_fields__ if name in answers and name != "nodes"}
@@ -254,7 +254,7 @@ def model_of(reading: Reading, plan: Plan) -> ModelFacts:
 
 
 def read_back(plan: Plan, format: str) -> Reading:
-    """What the emitted files are read as; a format that has no form of the plan ends the example."""
+    """Return what the emitted files are read as; a format that has no form of the plan ends the example."""
     try:
         files = emit(plan, format)
     except ContradictoryRequest:
@@ -270,7 +270,7 @@ def read_back(plan: Plan, format: str) -> Reading:
 def check_round_trip(plan: Plan, name: str) -> None:
     format = FORMATS[name]
     reading = read_back(plan, name)
-    request, configuration = asked(reading, plan)
+    request, configuration = ask(reading, plan)
     expected, got = plan.configuration, configuration
     assert {field: getattr(got, field) for field in format.fields} == {
         field: getattr(expected, field) for field in format.fields
@@ -327,11 +327,11 @@ ROUNDS = {
 
 @pytest.mark.parametrize("name", ROUNDS)
 def test_rounds_of_generation_are_read_as_they_were_emitted(name: str, tmp_path: Path) -> None:
-    script, way = ROUNDS[name]
+    script, rollout = ROUNDS[name]
     asked_for = {"generations": 8, "prompt_len": 512, "completion_len": "512:1024", "beta": 0.04, "rollout_sleep": True}
     plan = estimate(
         model="llama-3-8b", gpu="h100", gpus=8, task="grpo", rollout="colocate", micro_batch=2, grad_accum=4,
-        optimizer="adamw-fused", checkpointing="full", **asked_for, **way,
+        optimizer="adamw-fused", checkpointing="full", **asked_for, **rollout,
     )  # fmt: skip
     for file, text in emit(plan, name).items():
         (tmp_path / file).write_text(text, encoding="utf-8")
@@ -339,7 +339,7 @@ def test_rounds_of_generation_are_read_as_they_were_emitted(name: str, tmp_path:
     round_of = plan.workload
     expected = {
         "task": "grpo",
-        "strategy": way["strategy"],
+        "strategy": rollout["strategy"],
         "micro_batch": 2,
         "optimizer": "adamw-fused",
         "checkpointing": "full",

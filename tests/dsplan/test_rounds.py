@@ -79,8 +79,8 @@ def test_the_command_line_shows_the_round(cli: Cli) -> None:
 
 
 def test_a_round_is_written_and_explained_and_its_largest_micro_batch_found(cli: Cli, tmp_path: Path) -> None:
-    asked = f"{ASKED} --rollout colocate --rollout-tp 1 --rollout-sleep --rollout-memory 0.3"
-    written = cli(f"recommend {asked} --top 1 --out", tmp_path)
+    flags = f"{ASKED} --rollout colocate --rollout-tp 1 --rollout-sleep --rollout-memory 0.3"
+    written = cli(f"recommend {flags} --top 1 --out", tmp_path)
     assert written.status == 0
     assert "in tiles of tokens and words" in (tmp_path / "plan-1" / "accelerate" / "accelerate.yaml").read_text()
     assert "a round of 16 prompts x 4 completions" in cli("explain", tmp_path / "plan-1.yaml").out
@@ -90,8 +90,8 @@ def test_a_round_is_written_and_explained_and_its_largest_micro_batch_found(cli:
 
 @pytest.mark.parametrize(("rollout", "words"), [("hf", "hf"), ("server", "1 GPU")])
 def test_reports_draw_the_round(rollout: str, words: str) -> None:
-    asked = question(rollout=rollout, **({"rollout_gpus": 1, "rollout_tp": 1} if rollout == "server" else {}))
-    (request,) = asked.requests()
+    about = question(rollout=rollout, **({"rollout_gpus": 1, "rollout_tp": 1} if rollout == "server" else {}))
+    (request,) = about.requests()
     plan = first_plan(request)
     assert plan is not None
     assert rollout_text(plan.workload) == words

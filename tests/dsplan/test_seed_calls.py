@@ -75,7 +75,7 @@ def tiny(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def cached_numbers(cache: Any) -> int:
-    """What a cache of transformers really holds."""
+    """Return what a cache of transformers really holds."""
     if hasattr(cache, "self_attention_cache"):
         return cached_numbers(cache.self_attention_cache) + cached_numbers(cache.cross_attention_cache)
     return sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
@@ -123,9 +123,9 @@ def test_serving_takes_the_fewest_gpus_that_hold_it() -> None:
 
 def test_command_lines(cli: Cli, tmp_path: Path) -> None:
     """`--model-name llama-7b --batch-size 16 --gpu-count 8`, a configuration generator, and lists of models."""
-    asked = cli(f"recommend --model llama-7b --gpus 8 --gpu {GPU} --global-batch 128 --max-memory-gb 60 --json")
-    assert asked.status == 0
-    assert asked.json["plans"][0]["plan"]["global_batch_size"] == 128
+    answer = cli(f"recommend --model llama-7b --gpus 8 --gpu {GPU} --global-batch 128 --max-memory-gb 60 --json")
+    assert answer.status == 0
+    assert answer.json["plans"][0]["plan"]["global_batch_size"] == 128
     generated = cli(f"recommend --model-size 6B --gpus 32 --gpu {GPU} --global-batch 64 --out", tmp_path)
     assert generated.status == 0
     config = next(tmp_path.glob("plan-*/deepspeed/deepspeed.json"))
@@ -138,10 +138,10 @@ def test_names_on_the_page_are_there() -> None:
     named = set(re.findall(r"`dsplan\.([A-Za-z_.]+)", page)) - {"mpi"}
     assert len(named) >= 8
     for name in named:
-        found: Any = dsplan
+        value: Any = dsplan
         for part in name.split("."):
-            found = getattr(found, part)
-        assert callable(found)
+            value = getattr(value, part)
+        assert callable(value)
     in_mpi = re.findall(r"^\| `(\w+)\(", page.partition("## On arrays")[2], re.MULTILINE)
     assert len(in_mpi) == 8
     assert set(in_mpi) <= set(mpi.__all__)

@@ -39,8 +39,8 @@ LLAMA = {
 
 
 def test_the_page_has_every_flag_that_names_no_file_of_the_server() -> None:
-    known = {item.name for group in (ModelFlags, HardwareFlags, WorkFlags, RankingFlags) for item in fields(group)}
-    assert known - set(page_fields()) == {"model_size", "cluster", "out", "top", "pareto", "plot"}
+    flags = {item.name for group in (ModelFlags, HardwareFlags, WorkFlags, RankingFlags) for item in fields(group)}
+    assert flags - set(page_fields()) == {"model_size", "cluster", "out", "top", "pareto", "plot"}
 
 
 TEXTS = {"switch": "true", "whole": "3", "fraction": "1.5", "text": "it's <b>&=+%2B é"}
@@ -51,39 +51,39 @@ def test_what_is_asked_comes_back_from_the_address(name: str) -> None:
     field = page_fields()[name]
     text = TEXTS.get(field.kind) or next(choice for choice in field.choices if choice != field.default)
     text = "0.5" if field.kind == "fraction" and 0 < field.most < 1.5 else text
-    asked = read_values({"model": "opt-6.7b", "gpu": "H100", name: text})
-    assert asked.values[name] != page_fields()[name].default
-    assert read_address(asked.address()) == (asked, ())
+    question = read_values({"model": "opt-6.7b", "gpu": "H100", name: text})
+    assert question.values[name] != page_fields()[name].default
+    assert read_address(question.address()) == (question, ())
 
 
 def test_an_own_model_is_in_the_address() -> None:
-    asked = read_values({"gpu": "H100", "gpus": "4"}, json.dumps(LLAMA))
-    back, _ = read_address(asked.address())
-    assert back == asked
-    assert len(asked.address()) < 400
+    question = read_values({"gpu": "H100", "gpus": "4"}, json.dumps(LLAMA))
+    back, _ = read_address(question.address())
+    assert back == question
+    assert len(question.address()) < 400
     assert back.question()[1].name == "us/own"
     assert back.question()[1].num_layers == 8
 
 
 def test_an_empty_address_asks_something_that_has_an_answer() -> None:
-    asked, unknown = read_address("")
+    question, unknown = read_address("")
     assert not unknown
-    assert answers.answer(Task(kind="plans", query=asked.address()))["plans"]
+    assert answers.answer(Task(kind="plans", query=question.address()))["plans"]
 
 
 def test_what_goes_without_saying_is_not_added_to_other_hardware() -> None:
-    asked, unknown = read_address("node-type=dgx-h100&nodes=2&__theme=dark&colour=red")
-    assert (asked.values["gpu"], asked.values["gpus"], asked.values["model"]) == (None, None, "llama-3-8b")
+    question, unknown = read_address("node-type=dgx-h100&nodes=2&__theme=dark&colour=red")
+    assert (question.values["gpu"], question.values["gpus"], question.values["model"]) == (None, None, "llama-3-8b")
     assert unknown == ("'colour'",)
 
 
 def test_the_command_line_asks_the_same() -> None:
-    asked, _ = read_address("model=opt-6.7b&gpus=4&gpu=A100&seq-len=1k&fastest=true")
-    assert asked.command() == "dsplan recommend --model opt-6.7b --gpus 4 --gpu A100 --seq-len 1024 --fastest"
+    question, _ = read_address("model=opt-6.7b&gpus=4&gpu=A100&seq-len=1k&fastest=true")
+    assert question.command() == "dsplan recommend --model opt-6.7b --gpus 4 --gpu A100 --seq-len 1024 --fastest"
 
 
 @pytest.mark.parametrize(
-    ("query", "said"),
+    ("query", "words"),
     [
         ("model=/etc/passwd", "unknown model '/etc/passwd'; choose one of the list"),
         ("model=.", "unknown model '.'"),
@@ -109,26 +109,26 @@ def test_the_command_line_asks_the_same() -> None:
     ],
     ids=lambda value: value[:30],
 )
-def test_what_cannot_be_asked_is_refused_in_one_line(query: str, said: str) -> None:
+def test_what_cannot_be_asked_is_refused_in_one_line(query: str, words: str) -> None:
     error = answers.answer(Task(kind="plans", query=query))["error"]
-    assert said in error
+    assert words in error
     assert "\n" not in error
     assert len(error) < 400
 
 
 @pytest.mark.parametrize(
-    ("query", "said"),
+    ("query", "words"),
     [
         ("model=llama-3-8b&gpus=8&gpu=H100&shard=3", "“Ranks that share one set of states” 3 does not divide 8 GPUs"),
         ("model=llama-3-8b&gpus=8&gpu=H100&lora-rank=4", "“LoRA rank” is for “Method” lora"),
         ("model=7B&gpus=1e3&gpu=H100", "“GPUs in total” is &#x27;1e3&#x27;; give a whole number"),
     ],
 )
-def test_the_page_names_its_fields_where_the_command_line_names_flags(query: str, said: str) -> None:
+def test_the_page_names_its_fields_where_the_command_line_names_flags(query: str, words: str) -> None:
     error = answers.answer(Task(kind="plans", query=query))["error"]
     shown = pieces.failure_html(error)
     assert "--" in error
-    assert said in shown
+    assert words in shown
     assert "--" not in shown
 
 
@@ -167,8 +167,8 @@ def test_a_packed_config_that_grows_without_end_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["$(reboot)", "a\nb", "x" * 101, "../../etc", "a b", 7, "a/b/c"])
 def test_a_config_names_its_model_only_in_letters_that_no_shell_reads(name: object) -> None:
-    asked = read_values({"gpu": "H100"}, json.dumps({**LLAMA, "_name_or_path": name}))
-    facts = asked.question()[1]
+    question = read_values({"gpu": "H100"}, json.dumps({**LLAMA, "_name_or_path": name}))
+    facts = question.question()[1]
     assert facts.name == ("7" if name == 7 else "config.json")
 
 
@@ -213,8 +213,8 @@ def test_files_of_a_trainer_are_checked_and_fill_the_question() -> None:
     assert fields.items() >= {"model": "meta-llama/Llama-3.1-8B", "gpus": "2", "gpu": "A100-SXM4-80GB"}.items()
     assert fields.items() >= {"seq_len": "2048", "global_batch": "128", "precision": "bf16"}.items()
     assert not {"objective", "price"} & answer["fields"].keys()
-    asked = read_values(answer["fields"], answer["config"])
-    assert asked.question()[0].global_batch == 128
+    question = read_values(answer["fields"], answer["config"])
+    assert question.question()[0].global_batch == 128
 
 
 def test_a_script_brings_its_gpus_and_the_page_what_no_file_says() -> None:
@@ -306,15 +306,16 @@ class Counted:
 def test_one_answer_serves_all_who_ask_the_same_at_once() -> None:
     counted = Counted()
     remembered = Remembered(counted)
-    found: list[Any] = []
+    received: list[Any] = []
     threads = [
-        threading.Thread(target=lambda: found.append(remembered.ask(Task(kind="plans", query="q")))) for _ in range(8)
+        threading.Thread(target=lambda: received.append(remembered.ask(Task(kind="plans", query="q"))))
+        for _ in range(8)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 8
+    assert len(received) == 8
     assert len(counted.made) == 1
 
 

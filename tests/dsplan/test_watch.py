@@ -40,7 +40,7 @@ def test_a_line_rises_and_falls_with_its_values() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """What two ranks of an engine have written after four steps."""
+    """Return what two ranks of an engine have written after four steps."""
     directory = tmp_path / "run"
     directory.mkdir()
     for rank in range(2):
@@ -57,11 +57,11 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_what_ranks_have_written_is_shown(cli: Cli, run: Path) -> None:
-    found = cli(f"watch '{run}' --steps 100 --json").json
-    assert (found["step"], found["steps"], found["step_seconds"], found["loss"]) == (4, 100, 0.5, 1.5)
-    assert found["seconds_left"] is None  # nobody runs
-    assert [rank["peak_bytes"] for rank in found["ranks"]] == [3 << 20, 3 << 20]
-    assert [rank["gpu_utilization_percent"] for rank in found["ranks"]] == [93, 93]
+    document = cli(f"watch '{run}' --steps 100 --json").json
+    assert (document["step"], document["steps"], document["step_seconds"], document["loss"]) == (4, 100, 0.5, 1.5)
+    assert document["seconds_left"] is None  # nobody runs
+    assert [rank["peak_bytes"] for rank in document["ranks"]] == [3 << 20, 3 << 20]
+    assert [rank["gpu_utilization_percent"] for rank in document["ranks"]] == [93, 93]
     shown = cli(f"watch '{run}'").out
     assert "loss      #=-_ 1.5000 (1.5000 to 4.5000)" in shown
     assert "3.0 MiB" in shown
@@ -146,11 +146,11 @@ def test_a_run_that_has_not_stepped_yet_lasts_since_it_began(cli: Cli, tmp_path:
     row = {"event": "attempt", "attempt": 0, "time": time.time() - 900, "ranks": 2}
     (tmp_path / "run.jsonl").write_text(json.dumps(row) + "\n")
     with RunLock(tmp_path):
-        shown, found = cli(f"watch '{tmp_path}'").out, cli(f"watch '{tmp_path}' --json").json
+        shown, document = cli(f"watch '{tmp_path}'").out, cli(f"watch '{tmp_path}' --json").json
     assert "running, step 0, 15" in shown
     assert "min so far" in shown
-    assert found["seconds"] == pytest.approx(900, abs=30)
-    assert [rank["step"] for rank in found["ranks"]] == [None, None]
+    assert document["seconds"] == pytest.approx(900, abs=30)
+    assert [rank["step"] for rank in document["ranks"]] == [None, None]
 
 
 def test_the_last_rows_of_a_long_run_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_the_last_rows_of_a_long_run_are_read_once(tmp_path: Path, monkeypatch: 
 
 
 class Terminal(io.StringIO):
-    """What is printed to a terminal."""
+    """A terminal, with what is printed to it."""
 
     encoding = "utf-8"
 

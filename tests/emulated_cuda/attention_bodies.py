@@ -1,4 +1,4 @@
-"""What the tests of fused attention have a process with a card do."""
+"""Calls of fused attention that its tests make in a process with a card."""
 
 from __future__ import annotations
 

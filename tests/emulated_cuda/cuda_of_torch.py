@@ -141,7 +141,7 @@ def _begin() -> None:
 
 
 class _CudaDeviceProperties:
-    """What `torch.cuda.get_device_properties` returns, from the machine's file."""
+    """The return value of `torch.cuda.get_device_properties`, from the machine's file."""
 
     def __init__(self, device: dict[str, Any]) -> None:
         major, minor = device.get("capability", [9, 0])

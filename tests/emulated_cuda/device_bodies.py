@@ -1,4 +1,4 @@
-"""What the tests of the device run on a card."""
+"""Functions that the tests of the device run on a card."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def reserved_for(sizes: list[int]) -> list[tuple[int, int]]:
 
 
 def story_of_blocks() -> dict[str, Any]:
-    """What splitting, merging and reuse leave."""
+    """Return what splitting, merging and reuse leave."""
     answers: dict[str, Any] = {}
     torch.cuda.empty_cache()
     first = torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
@@ -65,7 +65,7 @@ def history_of_blocks(events: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def running_out() -> dict[str, Any]:
-    """What an overflow says, and whether the card can be used after it."""
+    """Return what an overflow says, and whether the card can be used after it."""
     answers: dict[str, Any] = {}
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
@@ -92,7 +92,7 @@ def running_out() -> dict[str, Any]:
 
 
 def expandable() -> dict[str, Any]:
-    """How a segment grows and is given back with `expandable_segments`."""
+    """Return how a segment grows and is given back with `expandable_segments`."""
     answers: dict[str, Any] = {}
     torch.cuda.empty_cache()
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
@@ -116,7 +116,7 @@ def expandable() -> dict[str, Any]:
 
 
 def reuse_after_another_stream(records: bool) -> bool:
-    """Whether a block that another stream still reads is handed out again."""
+    """Return whether a block that another stream still reads is handed out again."""
     torch.cuda.empty_cache()
     stream = torch.cuda.Stream()
     tensor = torch.zeros(3 * MIB, dtype=torch.uint8, device="cuda")
@@ -147,7 +147,7 @@ def error_of(function: Callable[[], Any]) -> str:
 
 
 def streams_and_copies() -> dict[str, Any]:
-    """What is seen of work on other streams and of copies, before and after it is waited for."""
+    """Return what is seen of work on other streams and of copies, before and after it is waited for."""
     answers: dict[str, Any] = {}
     stream = torch.cuda.Stream()
     values = torch.arange(1000, device="cuda")
@@ -202,7 +202,7 @@ def mixed_devices() -> list[str]:
 
 
 def random_numbers() -> dict[str, Any]:
-    """What seeds, states and the CPU's own generator do."""
+    """Return what seeds, states and the CPU's own generator do."""
     torch.manual_seed(3)
     host = torch.rand(4)
     torch.manual_seed(3)
@@ -230,9 +230,9 @@ def loading() -> list[str]:
     buffer = io.BytesIO()
     torch.save({"a": torch.ones(3, device="cuda:1")}, buffer)
     devices = []
-    for place in (None, "cpu", "cuda:0"):
+    for device in (None, "cpu", "cuda:0"):
         buffer.seek(0)
-        devices.append(str(torch.load(buffer, map_location=place)["a"].device))
+        devices.append(str(torch.load(buffer, map_location=device)["a"].device))
     devices.append(str({k: v.to("cuda") for k, v in load(save({"a": torch.ones(3)})).items()}["a"].device))
     return devices
 
@@ -321,7 +321,7 @@ def collectives(device: str) -> list[Any]:
 
 
 def read_before_wait() -> str:
-    """What happens to whoever does not wait for a collective."""
+    """Return what happens to whoever does not wait for a collective."""
     import torch.distributed as dist
 
     tensor = torch.ones(4, device="cuda")

@@ -1,4 +1,4 @@
-"""Which lines only a card reaches, and which of them a process has run.
+"""The lines that only a card reaches, and those of them that a process has run.
 
 Statements that name CUDA, streams or pinned memory, and the branches that a card takes. A process whose CUDA_LINES
 names a folder writes there what it runs of them, once each: the statements themselves say so, which tracing would not

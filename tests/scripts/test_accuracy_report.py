@@ -22,8 +22,8 @@ cases = cache(all_cases)
 
 def one(strategy: Strategy, precision: Precision) -> Case:
     """A published run of one strategy, in a precision."""
-    found = next(case for case in cases() if case.strategy == strategy)
-    return replace(found, job=replace(found.job, configuration=replace(found.job.configuration, precision=precision)))
+    first = next(case for case in cases() if case.strategy == strategy)
+    return replace(first, job=replace(first.job, configuration=replace(first.job.configuration, precision=precision)))
 
 
 def test_a_spread_is_of_sizes_and_keeps_the_signs_of_the_largest() -> None:
@@ -75,8 +75,8 @@ def test_llm_analysis_is_asked_for_16_bits_only() -> None:
 @pytest.mark.slow
 def test_gpu_runs_get_a_section_of_their_own_and_their_verdicts() -> None:
     """As they will be once there are rows: one that ran, and one that ran out of memory."""
-    found = next(case for case in cases() if case.truth == "cpu")
-    ran = replace(found, truth="gpu", name="gpu-1", used_measured=2e9, used_predicted=3e9)
+    on_cpu = next(case for case in cases() if case.truth == "cpu")
+    ran = replace(on_cpu, truth="gpu", name="gpu-1", used_measured=2e9, used_predicted=3e9)
     out = replace(ran, name="gpu-2", ran=False, measured=0, used_measured=0, verdict="does_not_fit")
     page = "\n".join(report([ran, out]))
     assert "## Against GPUs" in page

@@ -15,40 +15,40 @@ from scripts.report.accuracy_asked import GRID, Rows, answered, gains, losses, m
 from tests.dsplan.cli import Cli
 
 ASKED = questions()
-BY_CASE = {asked.case: asked for asked in ASKED}
+BY_CASE = {run.case: run for run in ASKED}
 
 
 def some(count: int) -> list[Asked]:
     """Questions evenly spaced over all."""
-    own = [asked for asked in ASKED if not asked.why_not]
+    own = [run for run in ASKED if not run.why_not]
     return own[:: len(own) // count]
 
 
 def test_every_row_of_the_collection_is_a_question_or_says_why_not() -> None:
-    collection = [asked for asked in ASKED if asked.source != GRID]
+    collection = [run for run in ASKED if run.source != GRID]
     assert len(collection) == 1540
     assert len(ASKED) - len(collection) == 761
-    assert not [asked.case for asked in collection if bool(asked.why_not) == bool(asked.flags)]
-    assert set(kept()) == {asked.case for asked in ASKED if not asked.why_not}
+    assert not [run.case for run in collection if bool(run.why_not) == bool(run.flags)]
+    assert set(kept()) == {run.case for run in ASKED if not run.why_not}
 
 
 def test_the_command_line_says_what_was_kept_of_a_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli, desk = Cli(capsys), Desk(tmp_path)
     for case in ("torchtitan_h100_2024-239", "vtrain_a100-700"):
-        said = cli("", *desk.command_line(BY_CASE[case])).json
+        printed = cli("", *desk.command_line(BY_CASE[case])).json
         answer = desk.answer(BY_CASE[case])
-        assert said["throughput"]["tokens_per_second_per_gpu"] == pytest.approx(answer.tokens_per_s_per_gpu)
-        assert said["verdict"] == answer.verdict
+        assert printed["throughput"]["tokens_per_second_per_gpu"] == pytest.approx(answer.tokens_per_s_per_gpu)
+        assert printed["verdict"] == answer.verdict
 
 
 def test_publications_are_left_out_whole() -> None:
-    named = {asked.publication for asked in ASKED}
+    named = {run.publication for run in ASKED}
     assert named >= set(moves())
-    assert not [asked.case for asked in ASKED if asked.publication != document_of(asked.source)]
+    assert not [run.case for run in ASKED if run.publication != document_of(run.source)]
 
 
 def test_scores_by_hand() -> None:
-    first = next(asked for asked in ASKED if asked.memory_bytes and asked.tokens_per_s_per_gpu and asked.ran)
+    first = next(run for run in ASKED if run.memory_bytes and run.tokens_per_s_per_gpu and run.ran)
     half = Answer(tokens_per_s_per_gpu=first.tokens_per_s_per_gpu / 2, memory_bytes=first.memory_bytes, verdict="fits")
     out = replace(first, ran=False)
     vendor = replace(first, reading="vendor")
@@ -60,7 +60,7 @@ def test_scores_by_hand() -> None:
 
 
 def test_regret_by_hand() -> None:
-    slow, fast = (BY_CASE[f"{GRID}-{place}"] for place in (1, 1))
+    slow, fast = (BY_CASE[f"{GRID}-{number}"] for number in (1, 1))
     slow = replace(slow, tokens_per_s_per_gpu=80.0)
     fast = replace(fast, tokens_per_s_per_gpu=100.0)
     pairs = [(slow, Answer(tokens_per_s_per_gpu=9.0)), (fast, Answer(tokens_per_s_per_gpu=8.0))]
@@ -69,28 +69,26 @@ def test_regret_by_hand() -> None:
 
 def test_kept_answers_are_todays() -> None:
     # Where this fails the answers have changed: run python -m scripts.fit.asked, then scripts.report.accuracy_report.
-    sample, known = some(60), kept()
-    found = answers(sample)
+    sample, before = some(60), kept()
+    today = answers(sample)
     for figure in ("tokens_per_s_per_gpu", "memory_bytes"):
-        off = {case: getattr(known[case], figure) / (getattr(new, figure) or 1) - 1 for case, new in found.items()}
-        assert not {case: change for case, change in off.items() if abs(change) > 0.02 and not found[case].refused}
+        off = {case: getattr(before[case], figure) / (getattr(new, figure) or 1) - 1 for case, new in today.items()}
+        assert not {case: change for case, change in off.items() if abs(change) > 0.02 and not today[case].refused}
 
 
 def test_gains_by_hand() -> None:
-    wide = next(asked for asked in ASKED if asked.flags and asked.flags["precision"] == "bf16")
+    wide = next(run for run in ASKED if run.flags and run.flags["precision"] == "bf16")
     wide = replace(wide, tokens_per_s_per_gpu=100.0)
     narrow = replace(wide, source=f"{wide.source}_fp8", tokens_per_s_per_gpu=130.0)
     narrow = replace(narrow, flags={**wide.flags, "precision": "fp8", "fp8_recipe": "tensorwise"})
     elsewhere = replace(narrow, flags={**narrow.flags, "tp": 2})
-    said = [Answer(tokens_per_s_per_gpu=rate) for rate in (50.0, 60.0, 70.0)]
-    assert list(gains(zip((wide, narrow, elsewhere), said, strict=True))) == [(narrow, 1.3, 1.2, 2.0)]
+    rates = [Answer(tokens_per_s_per_gpu=rate) for rate in (50.0, 60.0, 70.0)]
+    assert list(gains(zip((wide, narrow, elsewhere), rates, strict=True))) == [(narrow, 1.3, 1.2, 2.0)]
 
 
 def test_gains_of_fp8_are_predicted_for_publications_that_nothing_was_fitted_to() -> None:
     own = ("llmfoundry_h100_fp8", "dgxc_h100", "dgxc_gb200", "torchtitan_h100_2024")
-    errors = [
-        predicted / measured - 1 for asked, measured, predicted, _ in gains(answered(kept())) if asked.source in own
-    ]
+    errors = [predicted / measured - 1 for run, measured, predicted, _ in gains(answered(kept())) if run.source in own]
     assert len(errors) > 25
     assert statistics.median(map(abs, errors)) < 0.05
     assert percentile([abs(error) for error in errors], 0.9) < 0.12

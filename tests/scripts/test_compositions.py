@@ -1,4 +1,4 @@
-"""What splits a model is predicted to the byte that real ranks needed."""
+"""The memory of split models is predicted to the byte that real ranks needed."""
 
 from __future__ import annotations
 

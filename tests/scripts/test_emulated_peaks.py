@@ -50,7 +50,7 @@ _IN_SUITE = ("gpt2 ddp 2", "gpt2 fsdp 2", "gpt2 zero3 2")
 @pytest.mark.sweep(every=3, suite=lambda row: f"{row.model} {row.strategy} {row.world_size}" in _IN_SUITE)
 @pytest.mark.parametrize("row", TRACED, ids=lambda row: f"{row.model}-{row.strategy}-{row.world_size}")
 def test_traces_are_those_of_today(row: EmulatedRun) -> None:
-    """Where this fails the trace has changed: run python -m scripts.measure.emulated_peaks --trace."""
+    """If this fails the trace has changed: run python -m scripts.measure.emulated_peaks --trace."""
     traced = traced_emulated(row)
     names = [f"traced_{peak}_bytes" for peak in PEAKS]
     assert [getattr(traced, name) for name in names] == [getattr(row, name) for name in names]

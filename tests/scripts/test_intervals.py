@@ -64,10 +64,10 @@ def row(code: str, publication: str, off: float, *, under: str = "", gpus: int =
 
 
 def test_what_the_planner_reads_is_what_the_rows_say() -> None:
-    """Where this fails rows or code have changed: run scripts/fit/intervals.py."""
-    found = {figure: fitted(ROWS, figure) for figure in FIGURES}
-    assert TABLE.read_text() == document({name: table for name, (table, _) in found.items()}, ROWS) + "\n"
-    covered = [one for name, (_, held) in found.items() for axis in AXES for one in coverage(held[axis], name)]
+    """If this fails rows or code have changed: run scripts/fit/intervals.py."""
+    by_figure = {figure: fitted(ROWS, figure) for figure in FIGURES}
+    assert TABLE.read_text() == document({name: table for name, (table, _) in by_figure.items()}, ROWS) + "\n"
+    covered = [one for name, (_, held) in by_figure.items() for axis in AXES for one in coverage(held[axis], name)]
     assert COVERAGE.read_text() == coverage_text(covered)
 
 
@@ -80,8 +80,8 @@ def test_nine_of_ten_runs_left_out_stay_inside(total: Coverage) -> None:
 def test_no_publication_weighs_more_than_ten_runs() -> None:
     long = [row("a", "long", 0.1) for _ in range(99)]
     short = [row("a", "short", 2.0) for _ in range(10)]
-    found = scores([*long, *short], "time")
-    assert sum(score.weight for score in found[:99]) == pytest.approx(sum(score.weight for score in found[99:]))
+    weighted = scores([*long, *short], "time")
+    assert sum(score.weight for score in weighted[:99]) == pytest.approx(sum(score.weight for score in weighted[99:]))
     assert quantile([(1.0, 1.0), (2.0, 1.0), (9.0, 0.1)], 0.9) == 2.0
 
 
@@ -108,14 +108,14 @@ def test_a_code_base_without_runs_is_as_wide_as_code_bases_differ() -> None:
     assert table.of(replace(two[0].stratum, code="never published")) == pytest.approx(0.4)
     # Two publications of its own and one of what code bases differ by: nine tenths of three are more than two.
     assert table.of(two[0].stratum) == pytest.approx(0.4)
-    many = [one for place in range(20) for one in publication("x", f"more{place}", 0.1)]
+    many = [one for number in range(20) for one in publication("x", f"more{number}", 0.1)]
     table = widths(scores([*two, *many, *crossed(0.4)], "time"), "time")
     assert table.of(two[0].stratum) == pytest.approx(0.1)
     assert (table.codes["x"].publications, table.codes["x"].runs) == (22, 220)
 
 
 def test_a_group_that_is_left_out_widens_the_others() -> None:
-    near = [one for place in range(4) for one in publication("x", f"near{place}", 0.1)]
+    near = [one for number in range(4) for one in publication("x", f"near{number}", 0.1)]
     far = publication("x", "far", 0.3)
     held = left_out([*near, *far, *crossed(0.1)], "time", "publication", {})
     over = {one.group: one.over for one in held}
@@ -196,10 +196,10 @@ def test_a_run_below_what_is_said_to_be_used_needs_no_headroom() -> None:
 
 
 def test_rows_are_of_the_models_as_they_are(tmp_path: Path) -> None:
-    """Where this fails the time or the memory model has changed: run scripts.fit.intervals with --anew."""
-    asked, desk = {one.case: one for one in questions()}, Desk(tmp_path)
+    """If this fails the time or the memory model has changed: run scripts.fit.intervals with --anew."""
+    by_case, desk = {one.case: one for one in questions()}, Desk(tmp_path)
     for kept in [one for one in ROWS if one.is_own][::50]:
-        one = asked[kept.case]
+        one = by_case[kept.case]
         _, plan = desk.priced(one)
         if not math.isnan(kept.shipped):
             ratio = plan.throughput.tokens_per_second_per_gpu / one.tokens_per_s_per_gpu

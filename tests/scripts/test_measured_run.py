@@ -74,5 +74,5 @@ def test_a_model_without_blocks_has_no_border_between_forward_and_loss() -> None
 def test_tensors_and_their_gradients_are_reached() -> None:
     weight = nn.Parameter(torch.ones(3))
     (weight * 2).sum().backward()
-    found = {id(tensor) for tensor in reachable_tensors()}
-    assert {id(weight), id(weight.grad)} <= found
+    reached = {id(tensor) for tensor in reachable_tensors()}
+    assert {id(weight), id(weight.grad)} <= reached

@@ -53,9 +53,9 @@ def test_shipped_forms_are_what_a_trace_gives_today(name: str, variant: Variant)
 def test_every_model_of_the_catalogue_has_a_form_of_its_own_structure() -> None:
     for facts in models():
         for mode in ("fp32", "autocast", "pure"):
-            found = find_form(structure_of(facts), [f"cuda {mode} eager"])
-            assert found is not None
-            assert found.differences == 0, facts.name
+            form = find_form(structure_of(facts), [f"cuda {mode} eager"])
+            assert form is not None
+            assert form.differences == 0, facts.name
 
 
 CASES: list[tuple[str, Precision, Checkpointing, int, int]] = [
@@ -135,7 +135,7 @@ def test_a_shape_that_no_symbol_explains_is_named() -> None:
 
 def test_an_unknown_structure_takes_the_nearest_form() -> None:
     structure = structure_of(find_model("llama-3-8b")) | {"qk_norm": "per_head"}
-    found = find_form(structure, ["cuda pure sdpa"])
-    assert found is not None
-    assert found.differences == 1
+    form = find_form(structure, ["cuda pure sdpa"])
+    assert form is not None
+    assert form.differences == 1
     assert find_form(structure | {"model_type": "never-seen"}, ["cuda pure sdpa"]) is not None

@@ -1,4 +1,4 @@
-"""What the tests of activation checkpointing run on ranks."""
+"""Functions that the tests of activation checkpointing run on ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLES, LENGTH, WIDTH = 6, 64, 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Which modules recompute, and how; None for none."""
+    """The modules that recompute, and how; None for none."""
 
     modules: str | None = None
     policy: str = "full"
@@ -104,10 +104,10 @@ def _engine(recipe: Recipe, choice: Choice) -> Any:
 
 
 def traced_keeping(choice: Choice) -> float:
-    """What the planner's trace of such a model says that its forward pass keeps."""
+    """Return what the planner's trace of such a model says that its forward pass keeps."""
     model = Activated()
     choice.apply(model)
-    found = trace_activations(
+    traces = trace_activations(
         model, lambda n: (torch.zeros(n, LENGTH, WIDTH),), "fp32", probed_cluster(probe(), ranks=1).device
     )
-    return SAMPLES * found["fp32"].kept
+    return SAMPLES * traces["fp32"].kept

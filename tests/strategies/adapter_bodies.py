@@ -98,7 +98,7 @@ def train(engine: Any, steps: range) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapted:
-    """What training adapters leaves on rank 0."""
+    """The results of training adapters on rank 0."""
 
     losses: list[float]
     adapters: dict[str, torch.Tensor]

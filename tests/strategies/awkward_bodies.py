@@ -83,12 +83,12 @@ def _steps(engine: Any, steps: int = STEPS) -> dict[str, torch.Tensor]:
 
 
 def undisturbed(strategy: str) -> dict[str, torch.Tensor]:
-    """What a run ends with in which nothing unusual happens."""
+    """Return what a run ends with in which nothing unusual happens."""
     return _steps(make_engine(_stack(), strategy))
 
 
 def disturbed(strategy: str, how: str) -> dict[str, torch.Tensor]:
-    """What a run ends with between whose steps something happens that must change nothing."""
+    """Return what a run ends with between whose steps something happens that must change nothing."""
     engine = make_engine(_stack(), strategy)
     for step in range(STEPS):
         DISTURBANCES[how](engine, _part(engine, step))
@@ -134,9 +134,9 @@ def _copies_the_model(engine: Any, x: torch.Tensor) -> None:
         copy = deepcopy(engine.module)
         expected = engine.module(x)
     if engine.is_main:  # no other rank is asked for anything
-        found = copy(x)
-        assert torch.allclose(found, expected, rtol=1e-6)
-        found.backward()
+        output = copy(x)
+        assert torch.allclose(output, expected, rtol=1e-6)
+        output.backward()
         assert all(parameter.grad is not None for parameter in copy.parameters())
 
 
@@ -212,8 +212,8 @@ def two_engines(strategy: str) -> dict[str, torch.Tensor]:
         maker.backward(judge(maker(x)))
         maker.step()
         judge.module.zero_grad()
-    found = training_bodies.whole_parameters(judge)
-    return {**found, **{f"maker.{name}": p for name, p in training_bodies.whole_parameters(maker).items()}}
+    parameters = training_bodies.whole_parameters(judge)
+    return {**parameters, **{f"maker.{name}": p for name, p in training_bodies.whole_parameters(maker).items()}}
 
 
 def reference_two_engines() -> dict[str, torch.Tensor]:
@@ -227,5 +227,5 @@ def reference_two_engines() -> dict[str, torch.Tensor]:
             steps[model].step()
             maker.zero_grad()
             judge.zero_grad()
-    found = {name: parameter.detach() for name, parameter in judge.named_parameters()}
-    return {**found, **{f"maker.{name}": p.detach() for name, p in maker.named_parameters()}}
+    parameters = {name: parameter.detach() for name, parameter in judge.named_parameters()}
+    return {**parameters, **{f"maker.{name}": p.detach() for name, p in maker.named_parameters()}}

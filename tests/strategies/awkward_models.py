@@ -71,8 +71,8 @@ class Branching(Stack):
         self.unused = nn.Linear(WIDTH, 2)
 
     def forward(self, x: torch.Tensor, skips: bool = False) -> Any:
-        for place, block in enumerate(self.blocks):
-            x = x if skips and place == 1 else block(x)
+        for index, block in enumerate(self.blocks):
+            x = x if skips and index == 1 else block(x)
         return self.head(x).square().mean()
 
 
@@ -196,10 +196,10 @@ class Experts(Stack):
         weights = self.router(x).softmax(1)
         chosen = weights.argmax(1)
         out = torch.zeros_like(x)
-        for place, expert in enumerate(self.experts):
-            mine = (chosen == place).nonzero().squeeze(1)
+        for index, expert in enumerate(self.experts):
+            mine = (chosen == index).nonzero().squeeze(1)
             if len(mine):
-                out = out.index_add(0, mine, expert(x[mine]) * weights[mine, place : place + 1])
+                out = out.index_add(0, mine, expert(x[mine]) * weights[mine, index : index + 1])
         return x + out
 
 

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints run on ranks."""
+"""Functions that the tests of checkpoints run on ranks."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _tensors(engine: Any) -> list[torch.Tensor]:
 
 
 def full_disk_on_rank_1(recipe: Recipe, directory: str, asynchronous: bool) -> tuple[str, str, str]:
-    """What is said when rank 1 cannot write, the checkpoint that is the latest then, and the one saved afterwards."""
+    """Return what is said when rank 1 cannot write, the latest checkpoint then, and the one saved afterwards."""
     engine = training_bodies.make_engine(recipe)
     training_bodies.one_step(engine, 0)
     engine.save_checkpoint(directory)
     training_bodies.one_step(engine, 1)
-    original, said = storage.write, ""
+    original, message = storage.write, ""
 
     def full(*arguments: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -53,13 +53,13 @@ def full_disk_on_rank_1(recipe: Recipe, directory: str, asynchronous: bool) -> t
         engine.save_checkpoint(directory, asynchronous=asynchronous)
         engine.wait_for_checkpoint()
     except DsplanError as problem:
-        said = str(problem)
+        message = str(problem)
     finally:
         storage.write = original
     latest = Path(directory, "latest").read_text().strip()
     torch.distributed.barrier()
     after = engine.save_checkpoint(directory)
-    return said, latest, os.path.basename(after)
+    return message, latest, os.path.basename(after)
 
 
 def save_after(recipe: Recipe, directory: str, steps: int) -> list[float]:
@@ -74,14 +74,14 @@ def save_after(recipe: Recipe, directory: str, steps: int) -> list[float]:
 def resume_each(recipe: Recipe, directories: list[str], steps: int) -> list[list[float]]:
     """For each checkpoint, the losses of two steps trained from it; all in one engine."""
     engine = training_bodies.make_engine(recipe)
-    found = []
+    losses = []
     for directory in directories:
         path, state = engine.load_checkpoint(directory)
         assert path is not None
         assert state == {"at": steps}
         assert engine.global_steps == steps
-        found.append([training_bodies.one_step(engine, step) for step in range(steps, steps + 2)])
-    return found
+        losses.append([training_bodies.one_step(engine, step) for step in range(steps, steps + 2)])
+    return losses
 
 
 def pass_on(recipe: Recipe, source: str, goal: str) -> None:
@@ -92,7 +92,7 @@ def pass_on(recipe: Recipe, source: str, goal: str) -> None:
 
 
 def times_written(directory: Path) -> dict[str, float]:
-    """How often the latest checkpoint holds the elements of each tensor but random states, on average."""
+    """Return how often the latest checkpoint holds the elements of each tensor but random states, on average."""
     folder = directory / (directory / "latest").read_text().strip()
     entries = json.loads((folder / "tensors.json").read_text()).items()
     return {
@@ -105,15 +105,15 @@ def times_written(directory: Path) -> dict[str, float]:
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the latest checkpoint but random states, whole, put together by hand."""
     folder = directory / (directory / "latest").read_text().strip()
-    found, read = {}, cache(load_file)
+    tensors, read = {}, cache(load_file)
     for name, entry in json.loads((folder / "tensors.json").read_text()).items():
         if not name.startswith("rng/"):
             whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
             for box in entry["boxes"]:
-                place = tuple(slice(o, o + n) for o, n in zip(box["offsets"], box["sizes"], strict=True))
-                whole[place] = read(folder / box["file"])[box["key"]]
-            found[name] = whole
-    return found
+                box_slices = tuple(slice(o, o + n) for o, n in zip(box["offsets"], box["sizes"], strict=True))
+                whole[box_slices] = read(folder / box["file"])[box["key"]]
+            tensors[name] = whole
+    return tensors
 
 
 def random_numbers_after_saving(recipe: Recipe, directory: str) -> list[float]:
@@ -148,30 +148,30 @@ def _with_data(recipe: Recipe) -> Any:
 
 
 def _two_steps(engine: Any) -> list[list[float]]:
-    found = []
-    for place, batch in enumerate(engine.dataloader):
-        found.append(batch.flatten().tolist())
+    batches = []
+    for step, batch in enumerate(engine.dataloader):
+        batches.append(batch.flatten().tolist())
         engine.backward(engine(batch).mean())
         engine.step()
-        if place == 1:
+        if step == 1:
             break
-    return found
+    return batches
 
 
 def batches_after_saving(recipe: Recipe, directory: str) -> list[list[float]]:
     """This rank's samples of the third and fourth step."""
     engine = _with_data(recipe)
     batches = iter(engine.dataloader)
-    found = []
+    read = []
     for step in range(4):
         batch = next(batches)
         if step >= 2:
-            found.append(batch.flatten().tolist())
+            read.append(batch.flatten().tolist())
         engine.backward(engine(batch).mean())
         engine.step()
         if step == 1:
             engine.save_checkpoint(directory)
-    return found
+    return read
 
 
 def batches_after_loading(recipe: Recipe, directory: str) -> list[list[float]]:
@@ -202,7 +202,7 @@ def export_gpt2(recipe: Recipe, directory: str) -> dict[str, torch.Tensor]:
 
 
 def relayed(recipe: Recipe, source: str, goal: str) -> tuple[list[float], float, int, list[float]]:
-    """What was loaded (else: what is after two steps) of rates, scale and steps, and two losses; saves `goal`."""
+    """Return what was loaded (else: is after two steps) of rates, scale and steps, and two losses; save `goal`."""
     section = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 20}}
     torch.manual_seed(3)
     engine, *_ = training_bodies.initialize(

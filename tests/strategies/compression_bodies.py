@@ -1,4 +1,4 @@
-"""What the tests of compressed communication run on ranks."""
+"""Functions that the tests of compressed communication run on ranks."""
 
 from __future__ import annotations
 

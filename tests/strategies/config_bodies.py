@@ -22,7 +22,7 @@ from tests.strategies.training_bodies import Recipe, TinyModel, Trained, batch_o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByConfig:
-    """What a run leaves, where it began, and the rate of the first group in every step."""
+    """The results of a run, where it began, and the rate of the first group in every step."""
 
     trained: Trained
     rates: list[float]
@@ -93,7 +93,7 @@ def plain_by_config(recipe: Recipe, config: Mapping[str, Any]) -> ByConfig:
 
 
 def refusal_of(recipe: Recipe, config: Mapping[str, Any]) -> str:
-    """What `initialize` says of a config that it refuses; empty where it does not."""
+    """Return what `initialize` says of a config that it refuses; empty where it does not."""
     try:
         initialize(model=TinyModel(), plan=recipe.plan(), config=config)
     except dsplan.DsplanError as problem:
@@ -115,7 +115,7 @@ def planned_on_avx2(config: Mapping[str, Any], backend: Any) -> str:
 
 
 def refusal_on_a_device_without(precision: str, recipe: Recipe) -> str:
-    """What `initialize` says of a plan in a precision that DeepSpeed's accelerator has not got."""
+    """Return what `initialize` says of a plan in a precision that DeepSpeed's accelerator has not got."""
     from deepspeed.accelerator import get_accelerator
 
     with mock.patch.object(get_accelerator(), f"is_{precision}_supported", return_value=False):

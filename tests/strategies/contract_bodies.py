@@ -1,4 +1,4 @@
-"""What the contract of all strategies compares bf16 with, and a step that overflows."""
+"""The runs that the contract of all strategies compares bf16 with, and a step that overflows."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Poisonable(TinyModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overflow:
-    """What a rank saw of training whose first step overflows on rank 1: entries per step, from the start on."""
+    """The view of a rank on training whose first step overflows on rank 1: entries per step, from the start on."""
 
     scales: list[float]
     skipped: list[int]

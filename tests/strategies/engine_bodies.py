@@ -1,4 +1,4 @@
-"""What ranks do in the tests of an engine's conveniences."""
+"""Functions that ranks run in the tests of an engine's conveniences."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def poisoned(recipe: Recipe) -> dict[str, Any]:
     engine.backward(loss * (math.inf if engine.environment.rank == 0 else 1.0))
     engine.step()
     after = training_bodies.whole_parameters(engine)
-    found = {
+    outcome = {
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
         "norm": engine.gradient_norm,
         "skipped": engine.skipped_steps,
         "halved": engine.loss_scale / scale,
     }
     training_bodies.one_step(engine, 2)
-    return {**found, "later norm": engine.gradient_norm, "later skips": engine.skipped_steps}
+    return {**outcome, "later norm": engine.gradient_norm, "later skips": engine.skipped_steps}
 
 
 def accumulated_without_sync(recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -100,7 +100,7 @@ class Product(torch.nn.Module):
 
 
 def summed_gradient(recipe: Recipe, dtype: str) -> float:
-    """How far a step of SGD moves a bf16 weight whose gradient is 1 in one micro-batch and 1/512 in each other one."""
+    """Return how far SGD moves a bf16 weight whose gradient is 1 in one micro-batch and 1/512 in each other one."""
     micro_batches = recipe.accumulation
     engine, *_ = initialize(
         model=Product(),
@@ -117,7 +117,7 @@ def summed_gradient(recipe: Recipe, dtype: str) -> float:
 
 
 def changed_weights(recipe: Recipe) -> dict[str, Any]:
-    """What rank 0 writes to one element of a weight, on every rank, before and after another step."""
+    """Return what rank 0 writes to one element of a weight, on every rank, before and after another step."""
     engine = engine_of(recipe)
     training_bodies.one_step(engine, 0)
     name, batch = "blocks.1.up.weight", training_bodies.batch_of(1)
@@ -177,9 +177,9 @@ def report(recipe: Recipe) -> tuple[dict[str, int], str, int]:
     engine = engine_of(recipe, {"zero_optimization": zero} if recipe.offload == "nvme" else None)
     for step in range(3):
         training_bodies.one_step(engine, step)
-    found = engine.memory_report()
+    summary = engine.memory_report()
     elements = sum(math.prod(shape) for shape in shapes())
-    return {row.name: row.live_bytes for row in found.rows}, str(found), elements
+    return {row.name: row.live_bytes for row in summary.rows}, str(summary), elements
 
 
 def shapes() -> list[torch.Size]:
@@ -230,7 +230,7 @@ def logged(recipe: Recipe, folder: str) -> list[float]:
 
 
 def models_that_differ(recipe: Recipe, how: str, odd: int) -> tuple[str, float]:
-    """What is said where one rank builds another model, and the seconds until then."""
+    """Return what is said where one rank builds another model, and the seconds until then."""
     torch.manual_seed(3)
     model = training_bodies.TinyModel()
     if dist.get_rank() == odd:
@@ -263,7 +263,7 @@ DIFFERENCES: dict[str, Callable[[training_bodies.TinyModel], object]] = {
 
 
 def kinds_of_a_joint_failure() -> list[tuple[str, str]]:
-    """What a rank's last word is of a plan that rank 0 does not find, and of a bug of rank 1: kind and message."""
+    """Return a rank's last word of a plan that rank 0 does not find, and of a bug of rank 1: kind and message."""
 
     def nothing() -> None:
         raise NothingFits("no plan fits this machine")
@@ -272,10 +272,10 @@ def kinds_of_a_joint_failure() -> list[tuple[str, str]]:
         if dist.get_rank() == 1:
             raise KeyError("gone")
 
-    found = []
+    kinds = []
     for fails in (lambda: on_rank_zero(nothing), lambda: everywhere(bug)):
         try:
             fails()
         except Exception as error:
-            found.append((kind_of(error), str(error)))
-    return found
+            kinds.append((kind_of(error), str(error)))
+    return kinds

@@ -110,8 +110,8 @@ def seal_with(folder: Path, sums: dict[str, Any]) -> None:
 
 
 def sums_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "checksums.json").read_text())["files"]
-    return found
+    by_file: dict[str, Any] = json.loads((folder / "checksums.json").read_text())["files"]
+    return by_file
 
 
 def sums(change: Callable[[dict[str, Any]], object]) -> Damage:
@@ -270,7 +270,7 @@ def new_line_in_name(folder: Path) -> None:
 
 
 class Bomb:
-    """What unpickling it does can be seen afterwards."""
+    """Leaves a mark that shows afterwards that it was unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -492,7 +492,7 @@ def refused(recipe: Recipe, hostile: dict[str, str]) -> tuple[dict[str, str], li
     What each refusal said, the names of those that changed something on this rank, and the next two losses of an engine
     that never tried and of this one.
     """
-    said, changed, losses = dict[str, str](), list[str](), list[list[float]]()
+    messages, changed, losses = dict[str, str](), list[str](), list[list[float]]()
     for directories in ({}, hostile):
         engine = make_engine(recipe)
         for step in range(2):
@@ -502,13 +502,13 @@ def refused(recipe: Recipe, hostile: dict[str, str]) -> tuple[dict[str, str], li
             try:
                 with failing_reads(fails=name == DISK_FAILS and engine.environment.rank == 1):
                     engine.load_checkpoint(directory)
-                said[name] = "loaded"
+                messages[name] = "loaded"
             except DsplanError as problem:
-                said[name] = str(problem)
+                messages[name] = str(problem)
             if state_of(engine) != before:
                 changed.append(name)
         losses.append([training_bodies.one_step(engine, step) for step in (2, 3)])
-    return said, changed, losses
+    return messages, changed, losses
 
 
 def a_box_missing(folder: Path) -> None:
@@ -525,7 +525,7 @@ def a_box_missing(folder: Path) -> None:
 
 
 def rank_1_draws_nothing(folder: Path) -> None:
-    """What only rank 1 reads is wrong."""
+    """Damage what only rank 1 reads."""
     for path in folder.glob("*.safetensors"):
         values = load_file(path)
         if "rng/torch/1" in values:

@@ -41,10 +41,10 @@ def _attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch
     CALLS["attention"] = CALLS.get("attention", 0) + 1
     copies = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-    found = functional.scaled_dot_product_attention(
+    attended = functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=how["scaling"]
     )
-    return found.transpose(1, 2).contiguous(), None
+    return attended.transpose(1, 2).contiguous(), None
 
 
 FUNCTIONS = {"rms_norm": _rms_norm, "swiglu": _swiglu, "rotary": _rotary, "attention": _attention}
@@ -56,14 +56,14 @@ def register() -> None:
         kernels.register_kernel(name, function, device="cpu", dtype="fp32", provider="mine")
 
 
-def losses_with(recipe: Recipe, asked: dict[str, str]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def losses_with(recipe: Recipe, chosen: dict[str, str]) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Five steps of a Llama, and its weights."""
     register()
     engine, *_ = initialize(
         model=adapter_bodies.llama(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         plan=recipe.plan(),
-        config={"kernels": asked},
+        config={"kernels": chosen},
     )
     engine.train()
     return adapter_bodies.train(engine, range(5)), engine.state_dict()

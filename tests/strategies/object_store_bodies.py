@@ -1,4 +1,4 @@
-"""What the tests of checkpoints on a real server run on ranks, and a network between them that fails."""
+"""Functions that the tests of checkpoints on a real server run on ranks, and a network between them that fails."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def _large_engine() -> Any:
 
 
 def bytes_read(address: str) -> tuple[int, int, int]:
-    """What this rank reads of the store to resume, what it has of the state, and all that is in the checkpoint."""
+    """Return what this rank reads of the store to resume, its part of the state, and all that is in the checkpoint."""
     import s3fs
 
     read = 0

@@ -1,4 +1,4 @@
-"""What the tests of offload run on ranks.
+"""Functions that the tests of offload run on ranks.
 
 A CPU's memory is the host's, so `apart` keeps device and host copies apart there as a GPU does, with copies that run in
 threads.
@@ -35,7 +35,7 @@ _DEVICES = {"none": "none", "optimizer": "cpu", "all": "cpu", "nvme": "nvme"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class How:
-    """Where states go: `recipe.offload`, to a disk below `directory`, whole or by `ratio`."""
+    """The place that states go to: `recipe.offload`, to a disk below `directory`, whole or by `ratio`."""
 
     recipe: Recipe
     directory: str = ""
@@ -72,7 +72,7 @@ def _apart(copies: type[ThreadCopies]) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What a run leaves; `places` says for every bucket where its states were."""
+    """The results of a run; `places` says for every bucket where its states were."""
 
     losses: list[float]
     parameters: dict[str, torch.Tensor]
@@ -138,7 +138,7 @@ class Meetings:
         self._on = True
 
     def next_of(self, what: str) -> int:
-        """How many have come before, of one kind."""
+        """Return how many have come before, of one kind."""
         count = self._counts.get(what, 0)
         self._counts[what] = count + 1
         return count

@@ -32,7 +32,7 @@ VOCABULARY, LENGTH, SAMPLES = 101, 16, 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Composition:
-    """How ranks train a model together."""
+    """The way in which ranks train a model together."""
 
     strategy: str = "ddp"
     dp_replicate: int = 1
@@ -80,7 +80,7 @@ class Composition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """How far a run is from one process: of the losses, of every parameter, and the gradients' norm."""
+    """The distance of a run from one process: of the losses, of every parameter, and the gradients' norm."""
 
     loss: float
     parameter: float
@@ -147,7 +147,7 @@ class _OwnBlock(nn.Module):
 
 
 def refused_layers(composition: Composition, members: Sequence[Sequence[int]] | None) -> str:
-    """What `initialize` says to layers that are split over the whole job, or over this rank's of some groups."""
+    """Return what `initialize` says to layers that are split over the whole job, or over this rank's of some groups."""
     group = dist.new_subgroups_by_enumeration([list(ranks) for ranks in members])[0] if members else None
     return _refused(lambda: initialize(OwnLayers(group), optimizer=_optimizer, plan=composition.plan()))
 
@@ -169,20 +169,20 @@ class _Unnamed(nn.Module):
 
 
 def said_of_splits(composition: Composition, tp_plan: Mapping[str, str]) -> list[str]:
-    """What is said while the example's model is split by a plan, or one with `_Unnamed` attention by the rule."""
+    """Return what is said while a plan splits the example's model, or the rule one with `_Unnamed` attention."""
     model: Any = build("gpt")
     model.blocks = model.blocks[:2]
     if not tp_plan:
         model = OwnLayers(dist.new_subgroups(group_size=1)[0])
         for block in model.blocks:
             block.attention = _Unnamed()
-    tensor, said = importlib.import_module("strategies.parallel.tensor"), list[str]()
-    usual, tensor.notice = tensor.notice, said.append
+    tensor, notices = importlib.import_module("strategies.parallel.tensor"), list[str]()
+    usual, tensor.notice = tensor.notice, notices.append
     try:
         initialize(model, optimizer=_optimizer, plan=composition.plan(), tp_plan=tp_plan)
     finally:
         tensor.notice = usual
-    return said
+    return notices
 
 
 class _Numbered(nn.Module):
@@ -191,7 +191,7 @@ class _Numbered(nn.Module):
     def __init__(self, gpt: Any) -> None:
         super().__init__()
         self.tokens, self.norm, self.head = gpt.tokens, gpt.norm, gpt.head
-        self.layers = nn.ModuleDict({str(place): _Masked(block) for place, block in enumerate(gpt.blocks)})
+        self.layers = nn.ModuleDict({str(index): _Masked(block) for index, block in enumerate(gpt.blocks)})
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.tokens(input_ids)
@@ -352,7 +352,7 @@ def passes_of_a_block(kind: Kind, composition: Composition, is_chosen_by_script:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InStages:
-    """What a model does that was cut into stages."""
+    """Answers of a model that was cut into stages."""
 
     loss: float
     expected: float
@@ -392,7 +392,7 @@ Unfit = Literal["positions", "eager", "eager llama", "bert", "mamba", "packed", 
 
 
 def refused_sequences(kind: Unfit, tp: int = 1) -> str:
-    """What cp 2 says to a model, or to a call of it, that it cannot split."""
+    """Return what cp 2 says to a model, or to a call of it, that it cannot split."""
     transformers: Any = importlib.import_module("transformers")
     given, step = dict(batch_of(0)), Composition(cp=2, tp=tp)
     if kind in ("positions", "eager"):
@@ -419,7 +419,7 @@ def refused_sequences(kind: Unfit, tp: int = 1) -> str:
 
 
 def refused_in_stages(composition: Composition) -> str:
-    """What a pipeline of ranks that share sequences says to padded samples."""
+    """Return what a pipeline of ranks that share sequences says to padded samples."""
     engine, *_ = initialize(build("llama"), optimizer=_optimizer, plan=composition.plan())
     batch = {**batch_of(0), "attention_mask": torch.ones(SAMPLES, LENGTH, dtype=torch.long)}
     batch["attention_mask"][-1, -1] = 0
@@ -429,8 +429,8 @@ def refused_in_stages(composition: Composition) -> str:
 def _with_positions(block: Any, x: torch.Tensor) -> torch.Tensor:
     """Rows are turned by their number in what the block sees, as rotary embeddings are inside attention."""
     turns = torch.arange(x.shape[1], device=x.device).cos().unsqueeze(-1)
-    made: torch.Tensor = type(block).forward(block, x.roll(1, -1) * turns + x)
-    return made
+    output: torch.Tensor = type(block).forward(block, x.roll(1, -1) * turns + x)
+    return output
 
 
 def _eager(block: Any, x: torch.Tensor) -> torch.Tensor:
@@ -471,7 +471,7 @@ def _dropped() -> dict[str, Any]:
     seen: list[torch.Tensor] = []
     for block in blocks.children():
         block.mlp_norm = nn.Sequential(nn.Dropout(0.5), block.mlp_norm)
-        block.mlp_norm[0].register_forward_hook(lambda _, __, made: seen.append(made == 0))
+        block.mlp_norm[0].register_forward_hook(lambda _, __, output: seen.append(output == 0))
     engine, *_ = initialize(model, optimizer=_optimizer, plan=Composition(cp=2).plan())
     torch.manual_seed(3)
     engine(**batch_of(0))
@@ -488,7 +488,7 @@ def _refused(call: Callable[[], object]) -> str:
 
 def train_batch_and_loop(composition: Composition) -> tuple[list[float], list[float], int]:
     """Losses of three steps by `train_batch`, from an iterator and from whole steps, and by a loop of calls."""
-    found = []
+    both = []
     for uses_iterator in (None, True, False):
         engine, *_ = initialize(build("gpt"), optimizer=_optimizer, plan=composition.plan())
         losses = []
@@ -501,14 +501,14 @@ def train_batch_and_loop(composition: Composition) -> tuple[list[float], list[fl
                 dict(zip(own, rows, strict=True)) for rows in zip(*(ids.chunk(2) for ids in own.values()), strict=True)
             ]
             losses.append(float(engine.train_batch(iter(halves) if uses_iterator else own)))
-        found.append(losses)
-    assert found[1] == found[2]
-    return found[0], found[1], engine.global_steps
+        both.append(losses)
+    assert both[1] == both[2]
+    return both[0], both[1], engine.global_steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skipped:
-    """What a rank sees of three steps, of which the second overflows on one rank."""
+    """The view of a rank on three steps, of which the second overflows on one rank."""
 
     skipped: list[int]
     """Steps that were skipped, after each."""
@@ -530,33 +530,33 @@ def skips_together(composition: Composition) -> Skipped:
 
     if engine.environment.rank == 0:
         engine.module.get_input_embeddings().register_forward_hook(overflow)
-    found = Skipped(skipped=[], scales=[], norms=[], moved=[])
+    answer = Skipped(skipped=[], scales=[], norms=[], moved=[])
     before = engine.state_dict()
     for step in range(3):
         overflows = step == 1
         one_step(engine, step)
         after = engine.state_dict()
-        found.skipped.append(engine.skipped_steps)
-        found.scales.append(engine.loss_scale)
-        found.norms.append(engine.gradient_norm)
-        found.moved.append(max(float((after[name] - value).abs().max()) for name, value in before.items()))
+        answer.skipped.append(engine.skipped_steps)
+        answer.scales.append(engine.loss_scale)
+        answer.norms.append(engine.gradient_norm)
+        answer.moved.append(max(float((after[name] - value).abs().max()) for name, value in before.items()))
         before = after
-    return found
+    return answer
 
 
 def train_after_other_meetings(kind: Kind, compositions: Sequence[Composition]) -> list[Difference]:
     """`train` where rank 0 has met others more often than they have met it, as with an engine that it had alone."""
-    found = []
+    differences = []
     for composition in compositions:
         for _ in range(3 * (dist.get_rank() == 0)):
             with PULSE.meeting("save_checkpoint"):
                 pass
-        found.append(train(kind, composition))
-    return found
+        differences.append(train(kind, composition))
+    return differences
 
 
 def meetings_of_a_step(composition: Composition) -> list[tuple[str, int]]:
-    """What a step and an evaluation count as calls that all ranks make alike, by kind and number."""
+    """Return what a step and an evaluation count as calls that all ranks make alike, by kind and number."""
     engine, *_ = initialize(build("llama"), _optimizer, plan=composition.plan())
     rows = {name: ids.chunk(engine.data_parallel_size)[engine.data_parallel_rank] for name, ids in batch_of(0).items()}
     before = PULSE.number

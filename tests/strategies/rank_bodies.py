@@ -51,7 +51,7 @@ def parent_and_modules() -> tuple[int, set[str]]:
 
 
 def make_groups(count: int) -> int:
-    """How many threads this rank has with so many more groups."""
+    """Return how many threads this rank has with so many more groups."""
     for _ in range(count):
         dist.new_group()
     return len(os.listdir("/proc/self/task"))

@@ -1,4 +1,4 @@
-"""What ranks do in `engine/test_seed_calls.py`: calls as people know them from other libraries, on two ranks."""
+"""Functions that ranks run in `engine/test_seed_calls.py`: calls as people know them from other libraries."""
 
 from __future__ import annotations
 
@@ -212,8 +212,8 @@ def manager_made_before_the_engine(folder: str) -> None:
     assert path is not None
     assert [item.name for item in Path(folder).glob("step-*")] == [path.name], "one is kept"
     expected = train_one(engine, 3)
-    found, _ = manager.load(path, engine, engine.optimizer, engine.lr_scheduler)
-    assert (found, engine.global_steps) == (path, STEPS + 1)
+    loaded, _ = manager.load(path, engine, engine.optimizer, engine.lr_scheduler)
+    assert (loaded, engine.global_steps) == (path, STEPS + 1)
     assert train_one(engine, 3) == pytest.approx(expected, rel=1e-6)
     with pytest.raises(DsplanError, match="this optimizer is not the engine's"):
         manager.save(engine, 4, torch.optim.SGD(model().parameters()))

@@ -129,10 +129,10 @@ class Composition:
         )
 
 
-def split_by_hand(model: ElementModel, way: Strategy, *, partial: bool = False) -> None:
+def split_by_hand(model: ElementModel, strategy: Strategy, *, partial: bool = False) -> None:
     """Leave this rank's part of a model: heads of fused products, columns and rows, keys that two ranks have, experts
     and blocks; with `partial`, norms have a part of their gradient on each tp rank."""
-    mesh = way.mesh
+    mesh = strategy.mesh
     tp, rank = mesh.size("tp"), mesh.rank("tp")
     parts = ModelParts(tp=(rank, tp))
     shapes = dict(model.state_dict())
@@ -189,8 +189,8 @@ def make(composition: Composition, *, compression: str = "none", partial: bool =
     environment: Environment = join()
     places = NATIVE if configuration.backend == "native" else STRATEGIES
     module, _, name = places[configuration.strategy].partition(":")
-    way: Strategy = getattr(__import__(module, fromlist=[name]), name)(configuration, environment)
-    split_by_hand(model, way, partial=partial)
+    strategy: Strategy = getattr(__import__(module, fromlist=[name]), name)(configuration, environment)
+    split_by_hand(model, strategy, partial=partial)
     plan = replace(Recipe().plan(), configuration=configuration)
     parts = TrainingParts(
         model=model,
@@ -199,7 +199,7 @@ def make(composition: Composition, *, compression: str = "none", partial: bool =
         gradient_clipping=0.5,
         script=read_config({"communication": {"compression": compression, "block_size": 16}}),
     )
-    return way.engine(parts)
+    return strategy.engine(parts)
 
 
 def grouped(model: nn.Module) -> list[dict[str, Any]]:
@@ -238,7 +238,7 @@ def resume_each(
 ) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
     """Of each checkpoint: load it, save it again below `goal`, and the norms of the next two steps, with the whole
     weights after them."""
-    engine, found = make(composition), []
+    engine, resumed = make(composition), []
     for directory in directories:
         path, state = engine.load_checkpoint(directory)
         assert path is not None
@@ -246,8 +246,8 @@ def resume_each(
         assert engine.module.extra == 5
         if goal:
             engine.save_checkpoint(Path(goal, Path(directory).name), state)
-        found.append((steps(engine, 2), engine.state_dict()))
-    return found
+        resumed.append((steps(engine, 2), engine.state_dict()))
+    return resumed
 
 
 def overflow(composition: Composition) -> tuple[int, bool]:
@@ -275,7 +275,7 @@ def export_from(composition: Composition, directory: str, goal: str) -> list[str
 
 
 def refusal_of(composition: Composition, directory: str, name: str) -> str:
-    """What is said of a checkpoint that lacks a weight which one block has."""
+    """Return what is said of a checkpoint that lacks a weight which one block has."""
     block, _, attribute = name.rpartition(".")
     engine = make(composition)
     names = dict(engine.module.named_modules())

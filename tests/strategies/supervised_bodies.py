@@ -1,4 +1,4 @@
-"""What the tests of supervision run on ranks: a small model trained without a command above it."""
+"""Functions that the tests of supervision run on ranks: a small model trained without a command above it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def supervised(recipe: Recipe, directory: str, **options: Any) -> Any:
 
 def train(engine: Any, passes: int, stop_at: int | None = None) -> list[tuple[int, float]]:
     """The script's naive loop: (step, loss) of every step that is made; rank 0 is asked to stop in step `stop_at`."""
-    made: list[tuple[int, float]] = []
+    losses: list[tuple[int, float]] = []
     try:
         for _ in range(passes):
             for ids, targets in engine.dataloader:
@@ -55,11 +55,11 @@ def train(engine: Any, passes: int, stop_at: int | None = None) -> list[tuple[in
                         STOP_SIGNAL.ask("preempted", 60.0)
                     time.sleep(0.3)  # the watchdogs look four times a second
                 engine.step()
-                made.append((engine.global_steps, loss.item()))
+                losses.append((engine.global_steps, loss.item()))
     except Stopped:
         _stay(engine)
-        made.append((engine.global_steps, loss.item()))
-    return made
+        losses.append((engine.global_steps, loss.item()))
+    return losses
 
 
 def whole(recipe: Recipe, directory: str, passes: int) -> list[tuple[int, float]]:
@@ -143,7 +143,7 @@ def full_disk(recipe: Recipe, directory: str, asynchronous: bool) -> tuple[list[
 
 
 def script_saves_after_a_full_disk(recipe: Recipe, directory: str, own: str) -> tuple[bool, bool]:
-    """Whether a save in the background failed on this rank, and whether the script's own after it is there."""
+    """Return whether a save in the background failed on this rank, and whether the script's own after it is there."""
     engine = supervised(recipe, directory, checkpoint_steps=1000)
     train(engine, 1)
     original = storage.write
@@ -165,7 +165,7 @@ def script_saves_after_a_full_disk(recipe: Recipe, directory: str, own: str) -> 
 
 
 def stops_where_rank_1_is_not_finite(recipe: Recipe, directory: str) -> tuple[Any, str]:
-    """What a stop saves, and how it is told, when the last loss was bad on rank 1 alone."""
+    """Return what a stop saves, and how it is told, when the last loss was bad on rank 1 alone."""
     engine = supervised(recipe, directory, checkpoint_steps=1000)
     train(engine, 1)
     engine.supervision._finite._bad_losses = engine.environment.rank
@@ -173,7 +173,7 @@ def stops_where_rank_1_is_not_finite(recipe: Recipe, directory: str) -> tuple[An
 
 
 def script_loads(recipe: Recipe, run: str, own: str) -> tuple[str, int, Any]:
-    """What the script's own `load_checkpoint` gives in a run that resumes."""
+    """Return what the script's own `load_checkpoint` gives in a run that resumes."""
     engine = supervised(recipe, run)
     path, state = engine.load_checkpoint(own)
     return str(path), engine.global_steps, state
@@ -188,17 +188,17 @@ def script_saves(recipe: Recipe, run: str, own: str, passes: int) -> int:
 
 
 def blow_up(recipe: Recipe, directory: str) -> tuple[str, int]:
-    """What is said where losses stay NaN, and how many checkpoints were made of it."""
+    """Return what is said where losses stay NaN, and how many checkpoints were made of it."""
     engine = supervised(recipe, directory, checkpoint_steps=1)
-    said = ""
+    message = ""
     try:
         for _ in range(20):
             for ids, targets in engine.dataloader:
                 engine.backward(engine(ids, targets) * float("nan"))
                 engine.step()
     except Exception as problem:
-        said = f"{type(problem).__name__}: {problem}"
-    return said, len(lineage.read(Path(directory)))
+        message = f"{type(problem).__name__}: {problem}"
+    return message, len(lineage.read(Path(directory)))
 
 
 def _stay(engine: Any) -> None:
@@ -212,7 +212,7 @@ def _steps(directory: str) -> list[int]:
 
 
 def too_late(recipe: Recipe, directory: str) -> tuple[str, int]:
-    """What is said where the time is over before saving could begin, and how many checkpoints were made."""
+    """Return what is said where the time is over before saving could begin, and how many checkpoints were made."""
     engine = supervised(recipe, directory)
     train(engine, 1)
     try:
@@ -250,7 +250,7 @@ def is_resumed(recipe: Recipe, directory: str, options: dict[str, Any], own: str
     """The step at which training begins in a run with these options, what is said of it, and why it does not begin; the
     script loads what it has in `own`."""
     refusal = ""
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
         try:
             engine = supervised(recipe, directory, **options)
             if own:
@@ -259,7 +259,7 @@ def is_resumed(recipe: Recipe, directory: str, options: dict[str, Any], own: str
             engine(*training_bodies.batch_of(0))
         except DsplanError as problem:
             step, refusal = -1, str(problem)
-    return step, said.getvalue(), refusal
+    return step, printed.getvalue(), refusal
 
 
 def run_saving(recipe: Recipe, directory: str, passes: int, every: int, run_id: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What ranks compute with split layers, beside the same layers whole."""
+"""Results that ranks compute with split layers, beside the same layers whole."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def linear_layers() -> dict[str, float]:
     """Differences of column, row, and column and row layers from `nn.Linear`s."""
     parallel = dsplan.parallel
     x = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(1))
-    made: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    pairs: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
         "column": (
             lambda: parallel.ColumnParallelLinear(12, 24, gather_output=True),
             lambda: nn.Linear(12, 24),
@@ -69,7 +69,7 @@ def linear_layers() -> dict[str, float]:
             lambda: nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12, bias=False)),
         ),
     }
-    return {name: _compared(_start(split), _start(whole), x) for name, (split, whole) in made.items()}
+    return {name: _compared(_start(split), _start(whole), x) for name, (split, whole) in pairs.items()}
 
 
 class _Attention(nn.Module):
@@ -101,7 +101,7 @@ def blocks() -> dict[str, float]:
     """Differences of Megatron's split of attention, with as many key heads and fewer, and of MLPs."""
     generator = torch.Generator().manual_seed(1)
     wide, narrow = torch.randn(2, 5, 24, generator=generator), torch.randn(3, 12, generator=generator)
-    found = {
+    differences = {
         f"attention {heads}": _compared(
             _start(lambda heads=heads: dsplan.parallel.ParallelAttention(24, 6, key_heads=heads)),
             _start(lambda heads=heads: _Attention(heads)),
@@ -110,7 +110,7 @@ def blocks() -> dict[str, float]:
         for heads in (6, 2)
     }
     gated = _start(lambda: dsplan.parallel.ParallelMLP(12, 16, is_gated=True))
-    return {**found, "gated": _compared(gated, _start(_Gated), narrow)}
+    return {**differences, "gated": _compared(gated, _start(_Gated), narrow)}
 
 
 def vocabulary(length: int) -> dict[str, float]:
@@ -127,7 +127,7 @@ def vocabulary(length: int) -> dict[str, float]:
     first, end = table.ranks.share(length)
     part = scores[first:end].clone().requires_grad_()
     head = scores.clone().requires_grad_()
-    found = {"table": float((mine - expected).abs().max())}
+    differences = {"table": float((mine - expected).abs().max())}
     local = dsplan.parallel.copy_to_ranks(mine, table.ranks) @ part.t()
     losses = {}
     for kind in ("sum", "none", "mean"):
@@ -138,8 +138,8 @@ def vocabulary(length: int) -> dict[str, float]:
     there.backward()
     assert part.grad is not None
     assert head.grad is not None
-    found["head gradient"] = float((part.grad - head.grad[first:end]).abs().max())
-    return {**found, **losses, "table gradient": _gradients_alike(table, whole)}
+    differences["head gradient"] = float((part.grad - head.grad[first:end]).abs().max())
+    return {**differences, **losses, "table gradient": _gradients_alike(table, whole)}
 
 
 def sequence_parts() -> dict[str, float]:
@@ -195,7 +195,7 @@ def layers_on_ranks_of(tokens: bool) -> tuple[float, list[str]]:
 
 
 def refusal_of_other_targets() -> str:
-    """What the loss says where ranks that it takes to share a vocabulary read other samples."""
+    """Return what the loss says where ranks that it takes to share a vocabulary read other samples."""
     import_module("strategies.parallel.loss")._reads_alike.clear()
     targets = torch.full((2, 3), dist.get_rank())
     try:
@@ -206,7 +206,7 @@ def refusal_of_other_targets() -> str:
 
 
 def refusal_of_odd_width() -> str:
-    """What a layer says whose outputs do not divide."""
+    """Return what a layer says whose outputs do not divide."""
     try:
         dsplan.parallel.ColumnParallelLinear(4, 5)
     except CannotRun as problem:
@@ -349,7 +349,7 @@ def split_step(engine: Any, step: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRun:
-    """What a rank saw of a training."""
+    """The view of a rank on a training."""
 
     losses: list[float]
     parameters: dict[str, torch.Tensor]
@@ -380,7 +380,7 @@ def norm_alone(composition: Composition) -> float:
 
 
 def refusal_of(composition: Composition) -> str:
-    """What `initialize` says to a plan."""
+    """Return what `initialize` says to a plan."""
     try:
         split_engine(composition)
     except CannotRun as problem:
@@ -389,7 +389,7 @@ def refusal_of(composition: Composition) -> str:
 
 
 def refusal_of_odd_length() -> str:
-    """What a forward pass of seven tokens says under sequence parallelism."""
+    """Return what a forward pass of seven tokens says under sequence parallelism."""
     engine = split_engine(Composition(model="llama", sequence_parallel=True))
     try:
         engine(input_ids=torch.ones(2, 7, dtype=torch.int64))
@@ -414,7 +414,7 @@ def loss_inside_whole_parameters() -> tuple[float, float, float]:
 
 
 def dropped_out() -> dict[str, list[float]]:
-    """What dropout leaves of ones between a column and a row layer, and after the row layer."""
+    """Return what dropout leaves of ones between a column and a row layer, and after the row layer."""
     transformers: Any = import_module("transformers")
     torch.manual_seed(3)
     config = transformers.GPT2Config(
@@ -463,7 +463,7 @@ def _adapter_optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def adapters_trained(sequence_parallel: bool) -> dict[str, float]:
-    """How far losses and weights of a model with LoRA's adapters are from those of one process."""
+    """Return how far losses and weights of a model with LoRA's adapters are from those of one process."""
     whole = _with_adapters()
     optimizer, losses = _adapter_optimizer(whole.parameters()), []
     for step in range(4):
@@ -474,11 +474,11 @@ def adapters_trained(sequence_parallel: bool) -> dict[str, float]:
         losses.append(loss.item())
     plan = Composition(model="llama", sequence_parallel=sequence_parallel).plan()
     engine, *_ = initialize(model=_with_adapters(), optimizer=_adapter_optimizer, plan=plan)
-    found = [split_step(engine, step) for step in range(4)]
+    split_losses = [split_step(engine, step) for step in range(4)]
     state = engine.state_dict()
     adapters = {name: split for name, split in parts_of(engine.module).splits.items() if "lora_" in name}
     return {
-        "loss": max(abs(a - b) for a, b in zip(found, losses, strict=True)),
+        "loss": max(abs(a - b) for a, b in zip(split_losses, losses, strict=True)),
         "weights": max(float((state[name] - p).abs().max()) for name, p in whole.named_parameters()),
         "split adapters": float(len(adapters)),
     }

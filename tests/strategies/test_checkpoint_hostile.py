@@ -201,14 +201,14 @@ def test_if_one_rank_refuses_all_do_and_train_on_as_if_nothing_had_been(
         hostile[name] = str(tmp_path / str(number))
         shutil.copytree(tmp_path / "good", hostile[name])
         damage(Path(hostile[name], "step-00000001"))
-    found = pool.run(hostile_bodies.refused, recipe, hostile)
+    of_ranks = pool.run(hostile_bodies.refused, recipe, hostile)
     for name, (named, _) in ON_RANKS.items():
-        lines = [said[name] for said, _, _ in found]
+        lines = [messages[name] for messages, _, _ in of_ranks]
         assert named in lines[0] or "samples" in lines[0], name
         assert lines[0] == lines[1]
         assert len(lines[0].splitlines()) == 1
-    assert [changed for _, changed, _ in found] == [[], []]
-    for _, _, (never_tried, tried) in found:
+    assert [changed for _, changed, _ in of_ranks] == [[], []]
+    for _, _, (never_tried, tried) in of_ranks:
         assert tried == never_tried, "bit for bit"
 
 

@@ -1,4 +1,4 @@
-"""Where a run continues whose list, journal or checkpoints are lost, cut, damaged, moved or another run's."""
+"""The step where a run continues whose list, journal or checkpoints are lost, cut, damaged, moved or another run's."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps whose checkpoints of steps 4 and 6 are there and in its list and journal."""
     directory = tmp_path_factory.mktemp("trained") / "run"
     ranks.run(supervised_bodies.run_saving, DDP, str(directory), 2, 2, "a")
-    for made in lineage.read(directory):
-        Journal(directory).append("saved", 0, step=made.step, path=made.path, run=made.run, is_automatic=True)
+    for checkpoint in lineage.read(directory):
+        Journal(directory).append(
+            "saved", 0, step=checkpoint.step, path=checkpoint.path, run=checkpoint.run, is_automatic=True
+        )
     return directory
 
 
@@ -82,7 +84,7 @@ def _keep_all(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lose", "step", "said"),
+    ("lose", "step", "phrases"),
     [
         (_keep_all, 6, ["resumed at step 6 from"]),
         (_lose_list, 6, ["checkpoints.jsonl is gone and does not name the checkpoints of step", "resumed at step 6"]),
@@ -95,15 +97,15 @@ def _keep_all(run: Path) -> None:
     ],
 )
 def test_a_run_resumes_from_what_is_on_disk(
-    lose: Callable[[Path], None], step: int, said: list[str], run: Path, ranks: RankPool
+    lose: Callable[[Path], None], step: int, phrases: list[str], run: Path, ranks: RankPool
 ) -> None:
     lose(run)
     (begun, told, refusal), (other, silence, _) = ranks.run(supervised_bodies.is_resumed, DDP, str(run), LATER)
     assert (begun, other, refusal, silence) == (step, step, "", "")
-    assert all(words in told for words in said), told
+    assert all(words in told for words in phrases), told
     assert str(run / "checkpoints") in told.splitlines()[-1]
     if lose is _lose_list_and_journal:  # what was found is in the list again, and cleared away in time
-        assert {6, 4} <= {made.step for made in lineage.read(run) if made.is_automatic}
+        assert {6, 4} <= {checkpoint.step for checkpoint in lineage.read(run) if checkpoint.is_automatic}
 
 
 @pytest.mark.parametrize(
@@ -120,14 +122,14 @@ def test_a_run_of_which_nothing_is_left_never_begins_anew_without_a_word(
 ) -> None:
     shutil.rmtree(run / "checkpoints")
     options = {name: value.format(run=run) if isinstance(value, str) else value for name, value in options.items()}
-    for rank, found in enumerate(ranks.run(supervised_bodies.is_resumed, DDP, str(run), LATER | options)):
-        assert found[0] == step
+    for rank, answer in enumerate(ranks.run(supervised_bodies.is_resumed, DDP, str(run), LATER | options)):
+        assert answer[0] == step
         if step < 0:
-            assert words.format(run=run) in found[2]
-            assert found[2].endswith(f"begin anew with dsplan run --resume {run} --resume-from start")
-            assert "\n" not in found[2]
+            assert words.format(run=run) in answer[2]
+            assert answer[2].endswith(f"begin anew with dsplan run --resume {run} --resume-from start")
+            assert "\n" not in answer[2]
         elif rank == 0:
-            assert words in found[1]
+            assert words in answer[1]
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_says_what_to_do(run: Path, ranks: RankPool) -> None:
@@ -181,12 +183,12 @@ def test_the_last_node_resumes_from_what_another_nodes_rank_0_has_saved(run: Pat
 
 
 def test_only_the_runs_own_checkpoints_are_cleared_away(run: Path) -> None:
-    made = lineage.read(run)
-    assert [path.name for path in lineage.outdated(made, 1, run="a")] == ["step-00000004"]
-    assert lineage.outdated(made, 0, run="b") == []
-    assert lineage.outdated(made, 0, run="a", since=1) == []
+    checkpoints = lineage.read(run)
+    assert [path.name for path in lineage.outdated(checkpoints, 1, run="a")] == ["step-00000004"]
+    assert lineage.outdated(checkpoints, 0, run="b") == []
+    assert lineage.outdated(checkpoints, 0, run="a", since=1) == []
     # Where nodes come and go, the last one clears away what another node's rank 0 has saved.
-    assert [path.name for path in lineage.outdated(made, 1, run="b", has_nodes=True)] == ["step-00000004"]
+    assert [path.name for path in lineage.outdated(checkpoints, 1, run="b", has_nodes=True)] == ["step-00000004"]
 
 
 def test_a_node_that_came_late_lists_what_others_have_saved(run: Path, tmp_path: Path) -> None:
@@ -196,7 +198,10 @@ def test_a_node_that_came_late_lists_what_others_have_saved(run: Path, tmp_path:
     options = attempt_options(checkpoint_directory=str(run / "checkpoints"), run_id="b", has_nodes=True)
     candidates = resume._choose([lineage.Lineage(), others], late, options)
     assert [checkpoint.step for checkpoint in candidates.newest_first] == [6, 4]
-    assert [(made.step, made.run, made.is_automatic) for made in lineage.read(late)] == [(4, "a", True), (6, "a", True)]
+    assert [(checkpoint.step, checkpoint.run, checkpoint.is_automatic) for checkpoint in lineage.read(late)] == [
+        (4, "a", True),
+        (6, "a", True),
+    ]
     resume._choose([lineage.read_lineage(late), others], late, options)
     assert len(lineage.read(late)) == 2
 
@@ -208,6 +213,6 @@ def test_a_node_that_came_late_lists_what_others_have_saved(run: Path, tmp_path:
 def test_a_line_that_is_none_is_counted_and_the_rest_is_read(line: str, tmp_path: Path) -> None:
     (tmp_path / LINEAGE_FILE).write_text(line)
     lineage.note(tmp_path, lineage.RunCheckpoint(path=str(tmp_path), step=3))  # a cut line does not spoil the next one
-    known = lineage.read_lineage(tmp_path)
-    assert ([made.step for made in known.listed], known.damaged_lines) == ([3], 1)
+    read = lineage.read_lineage(tmp_path)
+    assert ([checkpoint.step for checkpoint in read.listed], read.damaged_lines) == ([3], 1)
     assert json.loads((tmp_path / LINEAGE_FILE).read_text().splitlines()[-1])["step"] == 3

@@ -110,7 +110,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """What a run leaves: the loss of every step over the global batch, and every parameter, whole."""
+    """The results of a run: the loss of every step over the global batch, and every parameter, whole."""
 
     losses: list[float]
     parameters: dict[str, torch.Tensor]
@@ -245,8 +245,8 @@ def state_bytes(recipe: Recipe) -> int:
 
 
 def what_is_left_of_engines(recipe: Recipe) -> tuple[bool, bool]:
-    """Whether a model that a script still holds is trained after it dropped the engine, and whether the engine is there
-    when the model is dropped too."""
+    """Return whether a model that a script still holds is trained after it dropped the engine, and whether the engine
+    is there when the model is dropped too."""
     engine = make_engine(recipe)
     one_step(engine, 0)
     model, watched = engine.module, weakref.ref(engine)

@@ -1,4 +1,4 @@
-"""What the tests of our own ZeRO run on ranks, over a model that has everything that is awkward."""
+"""Functions that the tests of our own ZeRO run on ranks, over a model that has everything that is awkward."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ ByConfig = tuple[str, tuple[int, int, int], list[float]]
 
 
 def train_by_config(zero: dict[str, Any], steps: int) -> ByConfig:
-    """Who trains by a config's ZeRO section, over dp_replicate x dp_shard ranks with hpz, and the losses."""
+    """Return who trains by a config's ZeRO section, over dp_replicate x dp_shard ranks with hpz, and the losses."""
     return _train(_engine_by_config(zero), steps)
 
 
@@ -280,25 +280,25 @@ def poison_on_rank_1(recipe: Recipe) -> tuple[bool, int, float | None, list[floa
 
 
 def evaluate_and_change(recipe: Recipe) -> dict[str, Any]:
-    """What reading, evaluating and changing the weights of stage 3 gives between steps."""
+    """Return what reading, evaluating and changing the weights of stage 3 gives between steps."""
     engine = training_bodies.make_engine(recipe)
     training_bodies.one_step(engine, 0)
     weight = engine.module.blocks[1].up.weight
     batch = training_bodies.batch_of(1)
-    found: dict[str, Any] = {"released": bool(weight.isnan().all()), "shape": tuple(weight.shape)}
+    figures: dict[str, Any] = {"released": bool(weight.isnan().all()), "shape": tuple(weight.shape)}
     engine.eval()
     with torch.no_grad():
-        found["evaluated"] = engine(*batch).item()
-    found["released after evaluation"] = bool(weight.isnan().all())
+        figures["evaluated"] = engine(*batch).item()
+    figures["released after evaluation"] = bool(weight.isnan().all())
     with engine.whole_parameters(), torch.no_grad():
-        found["inside"] = engine.module(*batch).item()  # the module itself, as `generate` calls it
-        found["whole"] = bool(weight.isfinite().all())
+        figures["inside"] = engine.module(*batch).item()  # the module itself, as `generate` calls it
+        figures["whole"] = bool(weight.isfinite().all())
     with engine.whole_parameters(keeps_changes=True), torch.no_grad():
         engine.module.blocks[1].up.weight.fill_(0.25 + engine.environment.rank)
-    found["changed"] = training_bodies.whole_parameters(engine)["blocks.1.up.weight"].unique().tolist()
+    figures["changed"] = training_bodies.whole_parameters(engine)["blocks.1.up.weight"].unique().tolist()
     engine.train()
-    found["continued"] = training_bodies.one_step(engine, 1)
-    return found
+    figures["continued"] = training_bodies.one_step(engine, 1)
+    return figures
 
 
 def two_gradients(recipe: Recipe) -> None:
@@ -353,8 +353,8 @@ def live_states(recipe: Recipe, config: dict[str, Any]) -> dict[str, int]:
 
 
 def _belongs_to(tensor: torch.Tensor, engine: Any) -> bool:
-    """Whether a tensor is this engine's: a rank of a pool holds those of earlier tests as well, fake ones among them,
-    whose storages have no address."""
+    """Return whether a tensor is this engine's: a rank of a pool holds those of earlier tests as well, fake ones among
+    them, whose storages have no address."""
     buckets = (*engine._sharded_model.trained, *engine._sharded_model.fixed)
     own = [*engine.module.parameters(), *(t for b in buckets for t in (b.whole, b.part, b.master))]
     return tensor.untyped_storage()._cdata in {shard.untyped_storage()._cdata for shard in own}

@@ -1,4 +1,4 @@
-"""What the tests of optimizers under our own ZeRO run on ranks: optimizers that look at whole tensors, and few rows."""
+"""Functions that ranks run in the tests of ZeRO's optimizers: those that look at whole tensors, and few rows."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def reference_late(run: Run, how: str) -> dict[str, torch.Tensor]:
 
 
 def refusal(run: Run) -> str:
-    """What the engine says to an optimizer, when it is made or in its first step."""
+    """Return what the engine says to an optimizer, when it is made or in its first step."""
     with pytest.raises(DsplanError) as caught:
         train_steps(engine_of(run), run, range(1))
     return str(caught.value)

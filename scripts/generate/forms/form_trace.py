@@ -71,7 +71,7 @@ BLOCKS_PER_KIND = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What changes a form besides the structure.
+    """All that changes a form besides the structure.
 
     Precision, attention written out or not, local attention by masks, and whether the weights are frozen, so that
     gradients only pass through.

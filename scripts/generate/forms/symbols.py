@@ -145,9 +145,9 @@ def _tower(tower: TowerFacts, depth: int) -> TowerFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoder:
-    """Turns shapes into polynomials; `known` maps a dimension to what it stands for."""
+    """Turns shapes into polynomials; `sums` maps a dimension to what it stands for."""
 
-    known: Mapping[int, Polynomial]
+    sums: Mapping[int, Polynomial]
 
     def elements(self, shape: tuple[int, ...]) -> Polynomial:
         """Return the number of elements of a tensor of this shape.
@@ -157,8 +157,8 @@ class Decoder:
         """
         total: Polynomial = {"": 1.0}
         for size in shape:
-            if size in self.known:
-                total = multiply(total, self.known[size])
+            if size in self.sums:
+                total = multiply(total, self.sums[size])
             elif size <= LARGEST_CONSTANT:
                 total = scale(total, size)
             else:
@@ -182,7 +182,7 @@ def decoder_of(facts: ModelFacts, sizes: Mapping[str, float]) -> Decoder:
     for name, multiple in itertools.product(("s", "t", "d", "D"), _PADDINGS):
         if name in values:
             sizes_by_value.setdefault(-(-values[name] // multiple) * multiple, {name: 1.0})
-    return Decoder(known=sizes_by_value)
+    return Decoder(sums=sizes_by_value)
 
 
 _PADDINGS = (8, 32, 64, 128)

@@ -39,25 +39,25 @@ def eager(sizes: Sizes) -> float:
 @pytest.mark.parametrize("samples", [3, 8, 64])
 @pytest.mark.parametrize("activations", [fused, eager])
 def test_samples_are_affine(activations: Bytes, samples: int) -> None:
-    known = readings(activations, at(2), at(4))
-    found = extrapolated(known, at(samples), lambda sizes: phases(activations, sizes))
-    assert found is not None
-    assert found.taken_from == (at(2), at(4))
-    assert found.phases["forward"].activations == pytest.approx(activations(at(samples)), rel=1e-12)
-    assert found.phases["step"] == phases(activations, at(2))["step"]
+    traces = readings(activations, at(2), at(4))
+    answer = extrapolated(traces, at(samples), lambda sizes: phases(activations, sizes))
+    assert answer is not None
+    assert answer.taken_from == (at(2), at(4))
+    assert answer.phases["forward"].activations == pytest.approx(activations(at(samples)), rel=1e-12)
+    assert answer.phases["step"] == phases(activations, at(2))["step"]
 
 
 @pytest.mark.parametrize("activations", [fused, eager])
 def test_positions_are_quadratic_at_most(activations: Bytes) -> None:
-    known = readings(activations, at(1, 512), at(1, 1024), at(1, 2048))
-    found = extrapolated(known, at(1, 8192), lambda sizes: phases(activations, sizes))
-    assert found is not None
-    assert found.taken_from == tuple(reading.sizes for reading in known)
-    assert found.phases["forward"].activations == pytest.approx(activations(at(1, 8192)), rel=1e-9)
+    traces = readings(activations, at(1, 512), at(1, 1024), at(1, 2048))
+    answer = extrapolated(traces, at(1, 8192), lambda sizes: phases(activations, sizes))
+    assert answer is not None
+    assert answer.taken_from == tuple(reading.sizes for reading in traces)
+    assert answer.phases["forward"].activations == pytest.approx(activations(at(1, 8192)), rel=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("known", "asked"),
+    ("traced", "wanted"),
     [
         ((), at(8)),
         ((at(2),), at(8)),
@@ -68,16 +68,16 @@ def test_positions_are_quadratic_at_most(activations: Bytes) -> None:
         ((at(2, 256), at(2, 1024), at(4, 2048)), at(2)),
     ],
 )
-def test_too_few_traces_say_nothing(known: tuple[Sizes, ...], asked: Sizes) -> None:
-    assert extrapolated(readings(eager, *known), asked, lambda sizes: phases(eager, sizes)) is None
+def test_too_few_traces_say_nothing(traced: tuple[Sizes, ...], wanted: Sizes) -> None:
+    assert extrapolated(readings(eager, *traced), wanted, lambda sizes: phases(eager, sizes)) is None
 
 
 def test_the_nearest_traces_are_taken_and_the_others_must_lie_on_their_line() -> None:
-    known = readings(fused, at(2), at(4), at(16))
-    found = extrapolated(known, at(15), lambda sizes: phases(fused, sizes))
-    assert found is not None
-    assert found.taken_from == (at(4), at(16))
-    bent = [*known[1:], *readings(lambda sizes: 2 * fused(sizes), at(2))]
+    traces = readings(fused, at(2), at(4), at(16))
+    answer = extrapolated(traces, at(15), lambda sizes: phases(fused, sizes))
+    assert answer is not None
+    assert answer.taken_from == (at(4), at(16))
+    bent = [*traces[1:], *readings(lambda sizes: 2 * fused(sizes), at(2))]
     assert extrapolated(bent, at(15), lambda sizes: phases(fused, sizes)) is None
 
 
@@ -88,15 +88,15 @@ def test_a_peak_that_moves_to_another_moment_is_traced_again() -> None:
         return max(2e10, fused(sizes))
 
     assert fused(at(4)) < 2e10 < fused(at(30))
-    known = readings(peak, at(2), at(4))
-    assert extrapolated(known, at(5), lambda sizes: phases(peak, sizes)) is not None
-    assert extrapolated(known, at(30), lambda sizes: phases(peak, sizes)) is None
+    traces = readings(peak, at(2), at(4))
+    assert extrapolated(traces, at(5), lambda sizes: phases(peak, sizes)) is not None
+    assert extrapolated(traces, at(30), lambda sizes: phases(peak, sizes)) is None
 
 
 def test_a_window_that_begins_to_bind_is_traced_again() -> None:
     def windowed(sizes: Sizes) -> float:
         return 4e3 * sizes.micro_batch * sizes.sequence * min(sizes.sequence, 4096)
 
-    known = readings(windowed, at(1, 1024), at(1, 2048), at(1, 4096))
-    assert extrapolated(known, at(1, 3072), lambda sizes: phases(windowed, sizes)) is not None
-    assert extrapolated(known, at(1, 8192), lambda sizes: phases(windowed, sizes)) is None
+    traces = readings(windowed, at(1, 1024), at(1, 2048), at(1, 4096))
+    assert extrapolated(traces, at(1, 3072), lambda sizes: phases(windowed, sizes)) is not None
+    assert extrapolated(traces, at(1, 8192), lambda sizes: phases(windowed, sizes)) is None

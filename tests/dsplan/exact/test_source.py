@@ -1,4 +1,4 @@
-"""Where a model to trace comes from: known again without running its code, and new when its code changes."""
+"""The source of a model to trace: known again without running its code, and new when its code changes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def write(directory: Path, width: int = 8, depth: int = 3) -> None:
     (directory / "trace_source_model.py").write_text(FACTORY.replace("DEPTH", str(depth)))
 
 
-def asked() -> ModelSource:
+def own_source() -> ModelSource:
     """The source as a new process sees it."""
     for name in ("trace_source_layers", "trace_source_model"):
         sys.modules.pop(name, None)
@@ -73,20 +73,20 @@ def runs(directory: Path) -> int:
 
 
 def test_a_factory_runs_once(project: Path) -> None:
-    first, second = asked(), asked()
+    first, second = own_source(), own_source()
     assert first == second
     assert first.facts.num_layers == 3
     assert runs(project) == 1
 
 
 def test_a_factory_runs_again_when_a_file_it_uses_changes_and_not_when_it_changes_back(project: Path) -> None:
-    first = asked()
+    first = own_source()
     write(project, depth=5)
-    deeper = asked()
+    deeper = own_source()
     write(project, width=8, depth=3)
-    again = asked()
+    again = own_source()
     (project / "trace_source_layers.py").write_text(LAYERS.replace("WIDTH", "8") + "# a remark\n")
-    remarked = asked()
+    remarked = own_source()
     assert deeper.facts.num_layers == 5
     assert again == first
     assert runs(project) == 3

@@ -24,9 +24,9 @@ def average_is_numpys(comm: MPI.Intracomm) -> None:
         everyone = [tree_of(rank) for rank in range(comm.size)]
         for name, tolerance in (("w", 1e-6), ("half", 1e-3), ("double", 1e-14), ("empty", 0.0), ("transposed", 1e-6)):
             expected = _mean([tree["layers"][0][name] for tree in everyone])
-            found = average["layers"][0][name]
-            assert found.dtype == everyone[0]["layers"][0][name].dtype
-            np.testing.assert_allclose(found.astype(np.float64), expected, rtol=tolerance, atol=tolerance)
+            mean = average["layers"][0][name]
+            assert mean.dtype == everyone[0]["layers"][0][name].dtype
+            np.testing.assert_allclose(mean.astype(np.float64), expected, rtol=tolerance, atol=tolerance)
         assert isinstance(average["layers"], list)
         assert isinstance(average["pair"], tuple)
         assert average["pair"][0] == pytest.approx(_mean([tree["pair"][0] for tree in everyone]))
@@ -59,8 +59,8 @@ def sum_is_numpys(comm: MPI.Intracomm) -> None:
 
 def weights_are_numbers_of_samples(comm: MPI.Intracomm) -> None:
     samples = [3 * rank for rank in range(comm.size)]
-    found = GradientManager(comm).average_gradients({"w": np.full(5, comm.rank + 1.0)}, weight=samples[comm.rank])
-    np.testing.assert_allclose(found["w"], np.average([rank + 1.0 for rank in range(comm.size)], weights=samples))
+    average = GradientManager(comm).average_gradients({"w": np.full(5, comm.rank + 1.0)}, weight=samples[comm.rank])
+    np.testing.assert_allclose(average["w"], np.average([rank + 1.0 for rank in range(comm.size)], weights=samples))
 
 
 def no_weight_at_all_is_refused(comm: MPI.Intracomm) -> None:
@@ -78,30 +78,30 @@ def a_weight_that_is_no_number_ends_every_rank(comm: MPI.Intracomm) -> None:
 
 def a_gradient_that_a_rank_has_not_counts_as_zero(comm: MPI.Intracomm) -> None:
     gradients = {"mine": np.full(4, 6.0, np.float32) if comm.rank == 0 else None, "nobodys": None}
-    found = GradientManager(comm).average_gradients(gradients)
-    np.testing.assert_allclose(found["mine"], 6.0 / comm.size)
-    assert found["mine"].dtype == np.float32
-    assert found["nobodys"] is None
+    average = GradientManager(comm).average_gradients(gradients)
+    np.testing.assert_allclose(average["mine"], 6.0 / comm.size)
+    assert average["mine"].dtype == np.float32
+    assert average["nobodys"] is None
 
 
 def collection_has_every_ranks_tree(comm: MPI.Intracomm) -> None:
     manager = GradientManager(comm, bucket_bytes=1 << 10)
     last = comm.size - 1
     for root in (0, last, None):
-        found = manager.collect_gradients(tree_of(comm.rank), root=root)
+        trees = manager.collect_gradients(tree_of(comm.rank), root=root)
         if root is None or comm.rank == root:
-            assert found is not None
-            assert len(found) == comm.size
-            assert all(same(tree, tree_of(rank)) for rank, tree in enumerate(found))
+            assert trees is not None
+            assert len(trees) == comm.size
+            assert all(same(tree, tree_of(rank)) for rank, tree in enumerate(trees))
         else:
-            assert found is None
+            assert trees is None
 
 
 def collection_keeps_what_is_absent(comm: MPI.Intracomm) -> None:
-    found = GradientManager(comm).collect_gradients({"w": np.arange(3) if comm.rank else None}, root=None)
-    assert found is not None
-    assert found[0] == {"w": None}
-    np.testing.assert_array_equal(found[1]["w"], np.arange(3))
+    trees = GradientManager(comm).collect_gradients({"w": np.arange(3) if comm.rank else None}, root=None)
+    assert trees is not None
+    assert trees[0] == {"w": None}
+    np.testing.assert_array_equal(trees[1]["w"], np.arange(3))
 
 
 def broadcast_gives_the_roots_values(comm: MPI.Intracomm) -> None:
@@ -141,9 +141,9 @@ def a_bug_on_one_rank_ends_the_call_on_all(comm: MPI.Intracomm) -> None:
 
 def keys_may_come_in_any_order(comm: MPI.Intracomm) -> None:
     keys = ["a", "b", "c"][:: 1 if comm.rank else -1]
-    found = GradientManager(comm).average_gradients({key: np.full(2, float(ord(key))) for key in keys})
-    assert list(found) == keys
-    assert all((found[key] == ord(key)).all() for key in keys)
+    average = GradientManager(comm).average_gradients({key: np.full(2, float(ord(key))) for key in keys})
+    assert list(average) == keys
+    assert all((average[key] == ord(key)).all() for key in keys)
 
 
 def parallel_sizes_make_groups(comm: MPI.Intracomm) -> None:
@@ -173,8 +173,8 @@ def sizes_that_do_not_fit_are_refused(comm: MPI.Intracomm) -> None:
 
 def averages_stay_within_a_group(comm: MPI.Intracomm) -> None:
     groups = ModelParallelConfig(model_parallel_size=comm.size).split(comm)
-    found = GradientManager(groups.data).average_gradients({"w": np.full(2, float(comm.rank))})
-    assert (found["w"] == comm.rank).all()
+    average = GradientManager(groups.data).average_gradients({"w": np.full(2, float(comm.rank))})
+    assert (average["w"] == comm.rank).all()
     groups.free()
 
 
@@ -216,5 +216,5 @@ def collectives_are_timed(comm: MPI.Intracomm) -> None:
 
 
 def ranks_are_those_of_the_environment(comm: MPI.Intracomm) -> None:
-    place = read_own_variables()
-    assert (place.rank, place.world_size) == (comm.rank, comm.size)
+    variables = read_own_variables()
+    assert (variables.rank, variables.world_size) == (comm.rank, comm.size)

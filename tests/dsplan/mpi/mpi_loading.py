@@ -22,15 +22,15 @@ def training_goes_on_under_every_stage(comm: MPI.Intracomm, directory: Path) -> 
         for stage in (1, 2, 3):
             state = CheckpointManager(comm, directory / f"stage-{saved_stage}").load_checkpoint(STEP)
             optimizer = ZeROOptimizer(comm, stage, 1e-2)
-            found = state["model"]
-            optimizer.register_parameters(found)
+            model = state["model"]
+            optimizer.register_parameters(model)
             optimizer.load_state(state["optimizer"])
             for step in range(3, 6):
-                found = optimizer.step(found, optimizer.reduce_gradients(gradients(step)))
+                model = optimizer.step(model, optimizer.reduce_gradients(gradients(step)))
             for name in parameters():
-                assert found[name].dtype == expected[name].dtype
+                assert model[name].dtype == expected[name].dtype
                 np.testing.assert_allclose(
-                    found[name], expected[name], rtol=1e-6, atol=1e-3 if name == "half" else 1e-7
+                    model[name], expected[name], rtol=1e-6, atol=1e-3 if name == "half" else 1e-7
                 )
 
 
@@ -57,9 +57,9 @@ def parts_and_names_of_all_ranks_come_together(comm: MPI.Intracomm, directory: P
     assert (state["stages"]["stage 2"] == 2).all()
     assert state["progress"] == {"epoch": 2, "name": "run", "nothing": None, "done": False, 3: (1.5, [])}
     rows = Part(values=np.zeros((1, 6), np.float32), shape=(4, 6), start=(comm.rank, 0))
-    found = CheckpointManager(comm, directory / "stage-1").load_checkpoint(like={"columns": rows})
-    np.testing.assert_array_equal(found["columns"].values, whole_matrix(SAVED_BY)[comm.rank : comm.rank + 1])
-    assert found["columns"].values.dtype == np.float32
+    loaded = CheckpointManager(comm, directory / "stage-1").load_checkpoint(like={"columns": rows})
+    np.testing.assert_array_equal(loaded["columns"].values, whole_matrix(SAVED_BY)[comm.rank : comm.rank + 1])
+    assert loaded["columns"].values.dtype == np.float32
 
 
 def what_was_different_on_each_rank_is_refused(comm: MPI.Intracomm, directory: Path) -> None:

@@ -106,7 +106,7 @@ def recomputed_layers_have_the_gradients_of_kept_ones(comm: Any) -> None:
         runs.append(1)
         return _forward(*inputs)
 
-    found, kept = {}, {}
+    gradients_of, kept = {}, {}
     for segments in (2, 6):
         checkpoint = ActivationCheckpoint(checkpoint_segments=segments)
         checkpoint.register_function("layer", counted, _backward)
@@ -119,13 +119,15 @@ def recomputed_layers_have_the_gradients_of_kept_ones(comm: Any) -> None:
         for index in reversed(range(len(layers))):
             above, *rest = checkpoint.backward_pass("layer", index, len(layers), above)
             of_weights.append(rest)
-        found[segments] = (above, of_weights)
+        gradients_of[segments] = (above, of_weights)
         assert checkpoint.kept_bytes == 0
         assert len(runs) == {2: 6 + 4, 6: 6}[segments], "a layer runs again once at most"
     assert kept == {2: 2 * x.nbytes, 6: 6 * x.nbytes}
-    assert np.array_equal(found[2][0], found[6][0])
+    assert np.array_equal(gradients_of[2][0], gradients_of[6][0])
     assert all(
-        np.array_equal(a, b) for pair in zip(found[2][1], found[6][1], strict=True) for a, b in zip(*pair, strict=True)
+        np.array_equal(a, b)
+        for pair in zip(gradients_of[2][1], gradients_of[6][1], strict=True)
+        for a, b in zip(*pair, strict=True)
     )
     with pytest.raises(DsplanError, match=r"'layer_0' is not registered \(registered: layer\)"):
         checkpoint.checkpoint_activations("layer_0", 0, 2, [x])

@@ -32,7 +32,7 @@ def main(module: str, directory: str) -> None:
         except Exception:
             problem = f"rank {comm.rank}: {traceback.format_exc()}"
             print(problem, file=sys.stderr, flush=True)
-        outcomes[name] = [found for found in comm.allgather(problem) if found]
+        outcomes[name] = [reported for reported in comm.allgather(problem) if reported]
     if comm.rank == 0:
         print(json.dumps(outcomes))
 

@@ -17,10 +17,10 @@ from tests.dsplan.mpi.mpi_trees import STEP, same, trained, tree_of, whole_matri
 
 def a_state_for_other_numbers_of_ranks(comm: MPI.Intracomm, directory: Path) -> None:
     for stage in (1, 2, 3):
-        optimizer, found = trained(comm, stage, 3)
+        optimizer, model = trained(comm, stage, 3)
         columns = slice(2 * comm.rank, 2 * comm.rank + 2)
         state = {
-            "model": found,
+            "model": model,
             "optimizer": optimizer.state(),
             "columns": Part(
                 values=whole_matrix(comm.size)[:, columns].copy(), shape=(4, 2 * comm.size), start=(0, columns.start)
@@ -61,10 +61,10 @@ def other_libraries_read_the_files(comm: MPI.Intracomm, directory: Path) -> None
     path = CheckpointManager(comm, directory / "read").save_checkpoint(
         {"a": np.arange(5), "b": np.float16([1.5])}, step=1
     )
-    found = {key: value for file in path.glob("rank-*") for key, value in load_file(file).items()}
-    assert sorted(found) == ["a", "b"]
-    np.testing.assert_array_equal(found["a"], np.arange(5))
-    assert found["b"].dtype == np.float16
+    tensors = {key: value for file in path.glob("rank-*") for key, value in load_file(file).items()}
+    assert sorted(tensors) == ["a", "b"]
+    np.testing.assert_array_equal(tensors["a"], np.arange(5))
+    assert tensors["b"].dtype == np.float16
 
 
 def every_dtype_comes_back(comm: MPI.Intracomm, directory: Path) -> None:

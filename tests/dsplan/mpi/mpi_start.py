@@ -51,17 +51,17 @@ def mpirun(ranks: int, *command: str | Path) -> subprocess.CompletedProcess[str]
 
 @functools.cache
 def outcomes(module: str, ranks: int) -> dict[str, list[str]]:
-    """What became of each body of a module on so many ranks: its failures."""
+    """Return what became of each body of a module on so many ranks: its failures."""
     with tempfile.TemporaryDirectory() as directory:
         return run_bodies(module, ranks, Path(directory))
 
 
 def run_bodies(module: str, ranks: int, directory: Path) -> dict[str, list[str]]:
     """As `outcomes`, in a directory that the test knows."""
-    done = mpirun(ranks, HERE / "mpi_runner.py", module, directory)
-    assert done.returncode == 0, done.stderr + done.stdout
-    found: dict[str, list[str]] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    finished = mpirun(ranks, HERE / "mpi_runner.py", module, directory)
+    assert finished.returncode == 0, finished.stderr + finished.stdout
+    problems: dict[str, list[str]] = json.loads(finished.stdout.strip().splitlines()[-1])
+    return problems
 
 
 def bodies(module: str) -> list[str]:

@@ -16,10 +16,10 @@ RATE = 1e-2
 def tensors_come_back_as_tensors(comm: MPI.Intracomm) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         given = torch.nn.Parameter(torch.full((3, 2), float(comm.rank), dtype=dtype))
-        found = GradientManager(comm).average_gradients([given])[0]
-        assert found.dtype == dtype
-        assert found.shape == (3, 2)
-        torch.testing.assert_close(found, torch.full((3, 2), (comm.size - 1) / 2, dtype=dtype))
+        average = GradientManager(comm).average_gradients([given])[0]
+        assert average.dtype == dtype
+        assert average.shape == (3, 2)
+        torch.testing.assert_close(average, torch.full((3, 2), (comm.size - 1) / 2, dtype=dtype))
 
 
 def torch_parameters_are_stepped(comm: MPI.Intracomm) -> None:
@@ -51,8 +51,8 @@ def tensors_are_saved_and_loaded(comm: MPI.Intracomm, directory: Path) -> None:
     for step, dtype in enumerate((torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)):
         given = {"t": (torch.randn(4, 3) * 3).to(dtype).T}
         checkpoints.save_checkpoint(given, step=step)
-        found = checkpoints.load_checkpoint(step)["t"]
-        assert found.dtype == (np.float32 if dtype == torch.bfloat16 else str(dtype).removeprefix("torch."))
+        loaded = checkpoints.load_checkpoint(step)["t"]
+        assert loaded.dtype == (np.float32 if dtype == torch.bfloat16 else str(dtype).removeprefix("torch."))
         restored = checkpoints.load_checkpoint(step, like={"t": torch.zeros(3, 4, dtype=dtype)})["t"]
         assert restored.dtype == dtype
         assert torch.equal(restored, given["t"])

@@ -31,7 +31,7 @@ def tree_of(rank: int) -> dict[str, Any]:
 
 
 def same(one: Any, two: Any) -> bool:
-    """Whether two trees have the same nesting, dtypes and values."""
+    """Return whether two trees have the same nesting, dtypes and values."""
     first, second = leaves(one), leaves(two)
     return list(first) == list(second) and all(
         np.asarray(first[path]).dtype == np.asarray(second[path]).dtype and np.array_equal(first[path], second[path])
@@ -53,13 +53,13 @@ def gradients(step: int) -> dict[str, Any]:
 def trained(comm: MPI.Intracomm, stage: int, steps: int) -> tuple[ZeROOptimizer, Any]:
     """An optimizer and parameters after some steps."""
     optimizer = ZeROOptimizer(comm, stage, 1e-2)
-    found: Any = parameters()
-    optimizer.register_parameters(found)
+    model: Any = parameters()
+    optimizer.register_parameters(model)
     for step in range(steps):
-        found = optimizer.step(found, optimizer.reduce_gradients(gradients(step)))
-    return optimizer, found
+        model = optimizer.step(model, optimizer.reduce_gradients(gradients(step)))
+    return optimizer, model
 
 
 def whole_matrix(ranks: int) -> np.ndarray[Any, Any]:
-    """What the ranks' columns make together."""
+    """Return what the ranks' columns make together."""
     return np.arange(4.0 * 2 * ranks).reshape(4, 2 * ranks)

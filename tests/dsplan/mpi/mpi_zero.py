@@ -44,7 +44,7 @@ def _gradients(step: int, rank: int) -> dict[str, Any]:
 
 
 def _reference(ranks: int, make: Optimizer, clip: float | None = None) -> dict[Any, np.ndarray[Any, Any]]:
-    """What one process with all gradients gets; fp16 parameters as the fp32 masters that stand behind them."""
+    """Return what one process with all gradients gets; fp16 parameters as the fp32 masters that stand behind them."""
     wide = {path: torch.tensor(_wide(value), requires_grad=True) for path, value in leaves(_parameters()).items()}
     optimizer = make(list(wide.values()))
     for step in range(STEPS):
@@ -73,8 +73,8 @@ def _trained(comm: MPI.Intracomm, stage: ZeROStage, rule: Any, **step_options: A
     return optimizer, parameters
 
 
-def _require_close(found: Any, expected: dict[Any, np.ndarray[Any, Any]]) -> None:
-    for path, value in leaves(found).items():
+def _require_close(tree: Any, expected: dict[Any, np.ndarray[Any, Any]]) -> None:
+    for path, value in leaves(tree).items():
         tolerance = 2e-3 if path == HALF else 2e-6
         np.testing.assert_allclose(_wide(value), expected[path], rtol=tolerance, atol=tolerance, err_msg=str(path))
         assert value.dtype == leaves(_parameters())[path].dtype
@@ -146,9 +146,9 @@ def what_gets_no_gradient_stays(comm: MPI.Intracomm) -> None:
     optimizer = ZeROOptimizer(comm, 2, RATE, rule=AdamW(weight_decay=0.5))
     optimizer.register_parameters(_parameters())
     gradients = {"one": np.ones(1, np.float32) if comm.rank == 0 else None, "half": None}
-    found = optimizer.step(_parameters(), optimizer.reduce_gradients(gradients))
-    np.testing.assert_array_equal(found["half"], _parameters()["half"])
-    assert found["one"] != _parameters()["one"]
+    stepped = optimizer.step(_parameters(), optimizer.reduce_gradients(gradients))
+    np.testing.assert_array_equal(stepped["half"], _parameters()["half"])
+    assert stepped["one"] != _parameters()["one"]
 
 
 def what_the_script_changes_between_steps_counts(comm: MPI.Intracomm) -> None:

@@ -28,7 +28,7 @@ def tree_of(rank: int) -> Any:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """What two ranks save."""
+    """Return what two ranks save."""
     folder = tmp_path / "run" / "step-00000001"
     folder.mkdir(parents=True)
     trees = [tree_of(rank) for rank in range(2)]
@@ -106,7 +106,7 @@ def test_a_hostile_checkpoint_is_refused(kind: str, saved: Path) -> None:
 
 
 def test_the_same_checkpoint_without_damage_loads(saved: Path) -> None:
-    found = SavedTree(saved, 0, 1).whole()
-    np.testing.assert_array_equal(found["w"], np.arange(12.0).reshape(3, 4))
-    assert found["rows"][:, 0].tolist() == [0.0] * 32 + [1.0] * 32
-    assert found["progress"] == {"epoch": 2, "names": ["a", None]}
+    tree = SavedTree(saved, 0, 1).whole()
+    np.testing.assert_array_equal(tree["w"], np.arange(12.0).reshape(3, 4))
+    assert tree["rows"][:, 0].tolist() == [0.0] * 32 + [1.0] * 32
+    assert tree["progress"] == {"epoch": 2, "names": ["a", None]}

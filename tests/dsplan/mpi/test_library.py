@@ -42,7 +42,7 @@ def test_saving(body: str, saved: tuple[Path, dict[str, list[str]]]) -> None:
 
 @pytest.fixture(scope="module")
 def loaded(saved: tuple[Path, dict[str, list[str]]]) -> dict[int, dict[str, list[str]]]:
-    """What became of loading on fewer and on more ranks."""
+    """Return what became of loading on fewer and on more ranks."""
     return {ranks: run_bodies("mpi_loading", ranks, saved[0]) for ranks in (2, 4)}
 
 
@@ -67,9 +67,9 @@ def test_the_program_of_the_docs_trains_and_resumes_with_other_ranks(tmp_path: P
     program.write_text(page.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
     lines = []
     for ranks in (3, 2):
-        done = mpirun(ranks, "-m", "mpi4py", program, tmp_path / "checkpoints")
-        assert done.returncode == 0, done.stderr
-        lines += [line for line in done.stdout.splitlines() if line.startswith("step")]
+        finished = mpirun(ranks, "-m", "mpi4py", program, tmp_path / "checkpoints")
+        assert finished.returncode == 0, finished.stderr
+        lines += [line for line in finished.stdout.splitlines() if line.startswith("step")]
     steps = [int(line.split()[1].strip(":")) for line in lines]
     losses = [float(line.split()[3]) for line in lines]
     assert steps == [100, 200]

@@ -1,4 +1,4 @@
-"""What dsplan.mpi does before and after MPI: buckets, trees, files, and what it says where MPI is not there."""
+"""The parts of dsplan.mpi before and after MPI: buckets, trees, files, and what it says where MPI is not there."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def test_a_bucket_size_that_mpi_cannot_count_is_refused() -> None:
 
 def test_leaves_come_in_one_order_and_go_back_to_theirs() -> None:
     tree = {"b": [1.0, (2.0,)], "a": {3: None, "x": 4.0}}
-    found = leaves(tree)
-    assert list(found) == [("a", 3), ("a", "x"), ("b", 0), ("b", 1, 0)]
-    assert rebuilt(tree, found.__getitem__) == tree
-    assert list(rebuilt(tree, found.__getitem__)) == ["b", "a"]
+    by_path = leaves(tree)
+    assert list(by_path) == [("a", 3), ("a", "x"), ("b", 0), ("b", 1, 0)]
+    assert rebuilt(tree, by_path.__getitem__) == tree
+    assert list(rebuilt(tree, by_path.__getitem__)) == ["b", "a"]
     assert subtree(tree, ("b", 1)) == (2.0,)
 
 
@@ -114,22 +114,24 @@ def test_the_safetensors_library_reads_what_is_written_and_the_other_way_round(t
         for key, value in arrays.items()
     ]
     files.write(tmp_path / "mine.safetensors", stored)
-    found = safetensors.load_file(tmp_path / "mine.safetensors")
+    loaded = safetensors.load_file(tmp_path / "mine.safetensors")
     for key, value in arrays.items():
-        np.testing.assert_array_equal(found[key], value)
-        assert found[key].dtype == value.dtype
+        np.testing.assert_array_equal(loaded[key], value)
+        assert loaded[key].dtype == value.dtype
     safetensors.save_file(arrays, tmp_path / "theirs.safetensors")
     for key, value in arrays.items():
         digest = files.digest_of(files.bytes_of(value, value.dtype.name))
-        place = files.header(tmp_path, "theirs.safetensors")[key]
-        read = files.read(tmp_path / "theirs.safetensors", key, place, value.dtype.name, digest)
+        entry = files.header(tmp_path, "theirs.safetensors")[key]
+        read = files.read(tmp_path / "theirs.safetensors", key, entry, value.dtype.name, digest)
         np.testing.assert_array_equal(read, value.reshape(-1))
 
 
 def _python(code: str, **variables: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
-    return done.stderr.strip().splitlines()[-1]
+    finished = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
+    return finished.stderr.strip().splitlines()[-1]
 
 
 def test_without_mpi4py_numpy_or_an_mpi_library_one_line_says_what_to_install() -> None:

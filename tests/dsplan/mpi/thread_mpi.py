@@ -14,7 +14,7 @@ _WAIT_SECONDS = 60.0
 
 
 class _Room:
-    """Where the ranks of a communicator exchange values."""
+    """The room in which the ranks of a communicator exchange values."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -38,13 +38,13 @@ class Intracomm:
     def allgather(self, value: Any) -> list[Any]:
         self._room.values[self.rank] = copy.deepcopy(value)
         self._room.barrier.wait()
-        found = copy.deepcopy(self._room.values)
+        gathered = copy.deepcopy(self._room.values)
         self._room.barrier.wait()
-        return found
+        return gathered
 
     def gather(self, value: Any, root: int = 0) -> list[Any] | None:
-        found = self.allgather(value)
-        return found if root == self.rank else None
+        gathered = self.allgather(value)
+        return gathered if root == self.rank else None
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         return self.allgather(value)[root]
@@ -60,9 +60,9 @@ class Intracomm:
         whole[0][...] = np.concatenate(self.allgather(part[0]))
 
     def Gather(self, part: list[Any], whole: list[Any] | None, root: int = 0) -> None:  # noqa: N802
-        found = self.gather(part[0], root)
-        if whole is not None and found is not None:
-            whole[0][...] = np.concatenate(found)
+        parts = self.gather(part[0], root)
+        if whole is not None and parts is not None:
+            whole[0][...] = np.concatenate(parts)
 
     def Bcast(self, buffer: list[Any], root: int = 0) -> None:  # noqa: N802
         buffer[0][...] = self.bcast(buffer[0], root)

@@ -27,10 +27,10 @@ HOSTILE = "<script>alert(1)</script>\x1b[31m&\"'"
 
 
 def figures(page: str) -> dict[str, Any]:
-    """What plotly draws on a page, by picture."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    return dict(json.loads(found[1])["figures"])
+    """Return what plotly draws on a page, by picture."""
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert data is not None
+    return dict(json.loads(data[1])["figures"])
 
 
 @pytest.fixture(scope="module")

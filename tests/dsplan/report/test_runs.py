@@ -167,9 +167,9 @@ def test_what_is_shown_of_a_calibration_is_what_was_learnt() -> None:
     store.add(*User().runs(8))
     refreshed = refresh(store, HERE, keep=False)
     (kind,) = refreshed.kinds
-    found = checks(kind)
+    shown = checks(kind)
     for word, error in (("shipped", kind.lesson.error_before), ("left_out", kind.lesson.error_after)):
-        errors = [abs(getattr(check, word)[1] / check.row.seconds - 1) for check in found]
+        errors = [abs(getattr(check, word)[1] / check.row.seconds - 1) for check in shown]
         assert statistics.median(errors) == pytest.approx(error)
     predictions, factors = calibration_pictures(refreshed)
     assert [len(trace["x"]) for trace in predictions.figure["data"]] == [8, 8]

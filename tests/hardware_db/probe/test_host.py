@@ -130,14 +130,14 @@ def test_disks_know_their_kind(tmp_path: Path) -> None:
         )
         (root / "sys/class/block").mkdir(parents=True, exist_ok=True)
         (root / "sys/class/block" / partition).symlink_to(root / "sys/devices" / disk / partition)
-    found = {disk.mount: disk for disk in probe_disks(root)}
-    assert {mount: disk.kind for mount, disk in found.items()} == {
+    by_mount = {disk.mount: disk for disk in probe_disks(root)}
+    assert {mount: disk.kind for mount, disk in by_mount.items()} == {
         "/": None,
         "/fast disk": "nvme",
         "/slow": "hdd",
         "/virtual": None,
     }
-    assert all(isinstance(disk, Disk) and disk.total_bytes >= disk.free_bytes > 0 for disk in found.values())
+    assert all(isinstance(disk, Disk) and disk.total_bytes >= disk.free_bytes > 0 for disk in by_mount.values())
 
 
 def test_active_adapters_with_their_rates(tmp_path: Path) -> None:
@@ -250,5 +250,5 @@ def test_this_machine_is_probed_with_its_versions() -> None:
 
 def test_probing_imports_neither_torch_nor_numpy() -> None:
     program = "import sys, hardware_db.probe as p; p.probe(); print({'torch', 'numpy', 'psutil'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert finished.stdout.strip() == "set()"

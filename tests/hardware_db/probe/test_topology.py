@@ -1,4 +1,4 @@
-"""Which catalogue link joins the GPUs of a node."""
+"""The catalogue link that joins the GPUs of a node."""
 
 from __future__ import annotations
 
@@ -117,9 +117,9 @@ def test_every_card_and_module_has_a_usual_link() -> None:
 
 
 def test_a_probed_gpu_takes_its_datasheet_and_its_own_memory() -> None:
-    known = gpu_device(Gpu(index=0, name="NVIDIA GeForce RTX 3080", total_bytes=12 * GIB))
-    assert known.name == "RTX-3080"
-    assert known.total_bytes == 12 * GIB
+    device = gpu_device(Gpu(index=0, name="NVIDIA GeForce RTX 3080", total_bytes=12 * GIB))
+    assert device.name == "RTX-3080"
+    assert device.total_bytes == 12 * GIB
     exact = gpu_device(Gpu(index=0, name="NVIDIA H100 80GB HBM3", total_bytes=81559 * MIB))
     assert exact == find_device("h100")
 
@@ -137,9 +137,9 @@ def test_a_gpu_without_datasheet_is_derived_from_cores_clocks_and_bus() -> None:
         memory_clock_max_mhz=10501,
     )
     device = gpu_device(card)
-    known = find_device("4090")
-    assert device.peak_flops("fp32") == pytest.approx(known.peak_flops("fp32"), rel=0.01)
-    assert device.memory_bandwidth_bytes_per_s == pytest.approx(known.memory_bandwidth_bytes_per_s, rel=0.01)
+    datasheet = find_device("4090")
+    assert device.peak_flops("fp32") == pytest.approx(datasheet.peak_flops("fp32"), rel=0.01)
+    assert device.memory_bandwidth_bytes_per_s == pytest.approx(datasheet.memory_bandwidth_bytes_per_s, rel=0.01)
     assert device.supports_bf16
     assert device.note is not None
 
@@ -147,8 +147,8 @@ def test_a_gpu_without_datasheet_is_derived_from_cores_clocks_and_bus() -> None:
 def test_a_mig_slice_has_its_share_of_the_whole() -> None:
     whole = Gpu(index=0, name="NVIDIA H100 80GB HBM3", total_bytes=81559 * MIB)
     part = mig_device(whole, MigDevice(name="MIG 1g.10gb", total_bytes=9984 * MIB, multiprocessors=16))
-    known = find_device("h100")
-    assert part.peak_flops("bf16") == pytest.approx((known.peak_flops("bf16") or 0) * 16 / 132)
-    bandwidth = known.memory_bandwidth_bytes_per_s or 0
+    datasheet = find_device("h100")
+    assert part.peak_flops("bf16") == pytest.approx((datasheet.peak_flops("bf16") or 0) * 16 / 132)
+    bandwidth = datasheet.memory_bandwidth_bytes_per_s or 0
     assert part.memory_bandwidth_bytes_per_s == pytest.approx(bandwidth * 9984 / 81559)
     assert part.total_bytes == 9984 * MIB

@@ -229,9 +229,9 @@ def test_the_command_neither_imports_torch_nor_rich_in_a_pipe(home: Path) -> Non
 def test_forget_removes_one_run_and_says_which(capsys: pytest.CaptureFixture[str]) -> None:
     with open_store() as store:
         gone, *stays = store.list()
-    made = gone.created_at[:10]
+    day = gone.created_at[:10]
     assert _out(capsys, "forget", gone.id) == (
-        f"forgotten: {gone.id[:8]}, {gone.model} under {gone.strategy} on {made}\n"
+        f"forgotten: {gone.id[:8]}, {gone.model} under {gone.strategy} on {day}\n"
     )
     with open_store() as store:
         assert list(store.list()) == stays

@@ -178,7 +178,7 @@ def test_a_plan_with_any_text_survives(store: Store) -> None:
 
 def test_a_trace_is_kept_under_its_key_and_its_series(store: Store) -> None:
     first, second, other = trace(1), trace(2), trace(3, series="b" * 32)
-    assert [store.add_trace(made) for made in (first, second, other)] == [True, True, True]
+    assert [store.add_trace(each) for each in (first, second, other)] == [True, True, True]
     assert store.trace(first.key) == first
     assert store.trace(first.key).document == {"phases": {"loss": 1}}  # type: ignore[union-attr]
     assert store.traces(first.series) == (second, first)
@@ -203,8 +203,8 @@ def test_shapes_repeats_and_intervals_come_out_as_they_went_in(store: Store) -> 
 def test_the_newest_calibration_of_a_kind_of_hardware_is_in_force(store: Store) -> None:
     laptop = HardwareKind(device="laptop")
     old, new, other = calibration(1), calibration(2), calibration(3, laptop)
-    for made in (new, old, other, replace(new, document_json="{}")):
-        store.add_calibration(made)
+    for each in (new, old, other, replace(new, document_json="{}")):
+        store.add_calibration(each)
     assert store.calibration(new.hardware) == new
     assert store.calibration(laptop) == other
     assert store.calibration(HardwareKind(device="laptop", inter_link="eth-25")) is None

@@ -1,4 +1,4 @@
-"""Where the database lies, and how files are replaced."""
+"""The place of the database, and the replacement of files."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def test_operators_are_compiled_where_the_user_may_write(tmp_path: Path, monkeyp
     assert places[0] == places[1], "what one run compiled serves the next"
     assert places[0].parent == tmp_path / "temporary"
     assert stat.S_IMODE(places[0].stat().st_mode) == 0o700
-    asked = {"XDG_CACHE_HOME": str(tmp_path / "file"), "TORCH_EXTENSIONS_DIR": "/asked"}
-    provide_torch_extensions(asked)
-    assert asked["TORCH_EXTENSIONS_DIR"] == "/asked"
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "file"), "TORCH_EXTENSIONS_DIR": "/asked"}
+    provide_torch_extensions(environment)
+    assert environment["TORCH_EXTENSIONS_DIR"] == "/asked"
 
 
 def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is particular to the database that a team shares; the conformance suite runs on it as on the others."""
+"""Particulars of the database that a team shares; the conformance suite runs on it as on the others."""
 
 from __future__ import annotations
 

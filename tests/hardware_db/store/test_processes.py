@@ -37,9 +37,9 @@ def test_eight_processes_writing_at_once_lose_nothing(tmp_path: Path) -> None:
     path.parent.mkdir()
     _run_all("write_many", path)
     with open_store(path) as store:
-        found = store.list()
-    assert Counter(run.measured.host_bytes for run in found) == dict.fromkeys(range(PROCESSES), WRITES)
-    assert len({(run.measured.host_bytes, run.measured.steps) for run in found}) == PROCESSES * WRITES
+        runs = store.list()
+    assert Counter(run.measured.host_bytes for run in runs) == dict.fromkeys(range(PROCESSES), WRITES)
+    assert len({(run.measured.host_bytes, run.measured.steps) for run in runs}) == PROCESSES * WRITES
 
 
 def test_eight_processes_lose_no_run_no_rate_and_no_calibration(tmp_path: Path) -> None:

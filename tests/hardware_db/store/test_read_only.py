@@ -57,9 +57,9 @@ def frozen_disk(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
 
 def _mount_read_only(directory: Path) -> None:
     for options in (["--bind", str(directory), str(directory)], ["-o", "remount,ro,bind", str(directory)]):
-        done = subprocess.run(["mount", *options], capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"root may not mount here: {done.stderr.strip()}")
+        finished = subprocess.run(["mount", *options], capture_output=True, text=True, check=False)
+        if finished.returncode:
+            pytest.skip(f"root may not mount here: {finished.stderr.strip()}")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts as Linux does")

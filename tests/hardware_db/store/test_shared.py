@@ -56,7 +56,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def shared(home: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """What `dsplan db share` wrote."""
+    """Return what `dsplan db share` wrote."""
     path = home / "shared.jsonl"
     assert main(["db", "share", str(path)]) == 0
     assert capsys.readouterr().out.startswith(f"2 runs written to {path}, 4 left out")
@@ -77,7 +77,7 @@ def test_nothing_that_a_person_chose_is_in_a_shared_file(shared: Path) -> None:
 
 @pytest.fixture
 def address(shared: Path) -> Iterator[str]:
-    """Where a server publishes the file."""
+    """Return where a server publishes the file."""
     handler = partial(SimpleHTTPRequestHandler, directory=str(shared.parent))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = Thread(target=server.serve_forever)
@@ -123,9 +123,9 @@ def test_a_strangers_run_is_not_one_that_was_made_here() -> None:
     request = question("gpt2", "a100-80gb", 8)
     request = replace(request, cluster=replace(request.cluster, machine=HERE))
     own, strange = MemoryStore(), MemoryStore()
-    made = made_here(request)
-    own.add(made)
-    strange.add(replace(made, source="shared:somewhere"))
+    own_run = made_here(request)
+    own.add(own_run)
+    strange.add(replace(own_run, source="shared:somewhere"))
     assert recall_from(own, request).experience.known_runs
     assert not recall_from(strange, request).experience.known_runs
 

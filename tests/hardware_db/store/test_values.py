@@ -143,8 +143,8 @@ def _gpu(index: int, **changes: Any) -> Gpu:
 
 
 def test_a_machine_with_gpus() -> None:
-    found = fingerprint(_machine(_gpu(0), _gpu(1)))
-    assert found == Fingerprint(
+    read = fingerprint(_machine(_gpu(0), _gpu(1)))
+    assert read == Fingerprint(
         machine=MachineIdentity(
             device="NVIDIA A100-SXM4-80GB",
             device_count=2,

@@ -1,4 +1,4 @@
-"""What HardwareSelector makes of its own arguments: hardware, families, counts, other task types."""
+"""HardwareSelector reads its own arguments: hardware, families, counts, other task types."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ SLOW = Factors(compute=0.7, memory=0.8, intra_link=0.6)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class User:
-    """Who runs `model` on some hardware whose true factors are `truth`; every run is `noise` (logarithmic) off."""
+    """A user of `model` on some hardware whose true factors are `truth`; every run is `noise` (logarithmic) off."""
 
     model: str | ModelFacts = "facebook/opt-1.3b"
     hardware: HardwareRequest = field(default_factory=lambda: HardwareRequest(gpus=8, gpu="A100-SXM4-80GB"))
@@ -101,7 +101,7 @@ class User:
 
 
 def predicted(request: Request, configuration: Configuration) -> float:
-    """What the request's cluster, with the factors it has, makes of a configuration, seconds."""
+    """Return what the request's cluster, with the factors it has, makes of a configuration, seconds."""
     return step_time(job_of(request, configuration)).step_seconds
 
 

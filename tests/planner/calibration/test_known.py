@@ -21,7 +21,7 @@ from scripts.fit import one_run
 from tests.planner.calibration.runs import HERE, User, on_this_machine
 
 
-def _asked(store: MemoryStore, user: User) -> Request:
+def _ask(store: MemoryStore, user: User) -> Request:
     return recall_from(store, user.request())
 
 
@@ -30,7 +30,7 @@ def test_the_measurement_answers_and_the_prediction_stands_beside_it() -> None:
     (run,) = user.runs(1)
     store = MemoryStore()
     store.add(run)
-    request = _asked(store, user)
+    request = _ask(store, user)
     (configuration,) = request.experience.known_runs
     plan = estimate(request, configuration)
     assert plan.time.step_seconds == run.measured.step_seconds
@@ -54,15 +54,15 @@ def test_any_other_configuration_model_or_work_is_predicted() -> None:
     (run,) = user.runs(1)
     store = MemoryStore()
     store.add(run)
-    (configuration,) = _asked(store, user).experience.known_runs
+    (configuration,) = _ask(store, user).experience.known_runs
     other = replace(configuration, activation_checkpointing="selective")
-    assert estimate(_asked(store, user), other).time.predicted_step_seconds is None
+    assert estimate(_ask(store, user), other).time.predicted_step_seconds is None
     assert recall_from(store, user.request(task="causal-lm")).experience.known_runs
     assert not recall_from(store, replace(user, model="distilgpt2").request()).experience.known_runs
     elsewhere = replace(user, machine=User().machine)
     away = MemoryStore()
     away.add(elsewhere.runs(1)[0])
-    assert not _asked(away, user).experience.known_runs
+    assert not _ask(away, user).experience.known_runs
 
 
 def test_a_plan_like_one_that_was_run_is_as_far_off_as_that() -> None:
@@ -70,7 +70,7 @@ def test_a_plan_like_one_that_was_run_is_as_far_off_as_that() -> None:
     (run,) = user.runs(1)
     store = MemoryStore()
     store.add(replace(run, measured=replace(run.measured, step_seconds=1.3 * (run.predicted.step_seconds or 0.0))))
-    request, bare = _asked(store, user), user.request()
+    request, bare = _ask(store, user), user.request()
     (configuration,) = request.experience.known_runs
     alike = replace(configuration, activation_checkpointing="full")
     there, alone = estimate(request, alike), estimate(bare, alike)
@@ -146,7 +146,9 @@ def test_zero1_and_zero2_of_one_backend_are_off_alike() -> None:
 def test_one_run_predicts_other_strategies_better_by_what_they_share_than_by_all_it_took() -> None:
     for machine, bench in one_run.machines().items():
         errors_of_pairs = [pair.errors for pair in one_run.pairs(bench)]
-        mean = {way: statistics.fmean(errors[way] for errors in errors_of_pairs) for way in errors_of_pairs[0]}
+        mean = {
+            counted: statistics.fmean(errors[counted] for errors in errors_of_pairs) for counted in errors_of_pairs[0]
+        }
         assert mean["what is shared"] < mean["whole ratio"], machine
         assert mean["what is shared"] < mean["nothing"], machine
 
@@ -160,7 +162,7 @@ def test_several_runs_answer_with_their_median_and_a_narrower_interval() -> None
     for count in (1, 3, 8):
         while store.count() < count:
             store.add(user.run(configuration, chance))
-        time = estimate(_asked(store, user), configuration).time
+        time = estimate(_ask(store, user), configuration).time
         seconds = sorted(stored.measured.step_seconds or 0.0 for stored in store.list())
         assert time.step_seconds == pytest.approx(seconds[len(seconds) // 2], rel=0.02)
         assert time.step_seconds_low is not None
@@ -179,8 +181,8 @@ def test_runs_of_the_newest_versions_and_completed_ones_count() -> None:
     failed = replace(run, id="b" * 32, created_at="2099-01-02T00:00:00.000000Z", outcome="failed")
     store = MemoryStore()
     store.add(run, again, failed)
-    (known,) = _asked(store, user).experience.known_runs.values()
-    assert known.each == (faster.step_seconds,)
+    (newest,) = _ask(store, user).experience.known_runs.values()
+    assert newest.each == (faster.step_seconds,)
 
 
 def test_a_run_under_another_name_of_the_model_is_found() -> None:
@@ -188,7 +190,7 @@ def test_a_run_under_another_name_of_the_model_is_found() -> None:
     (run,) = user.runs(1)
     store = MemoryStore()
     store.add(replace(run, plan_json=run.plan_json.replace("openai-community/gpt2", "./my-gpt2")))
-    assert _asked(store, user).experience.known_runs
+    assert _ask(store, user).experience.known_runs
 
 
 def test_without_a_database_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +221,7 @@ def test_a_measured_time_scales_every_part() -> None:
     user = on_this_machine(noise=0.0)
     store = MemoryStore()
     store.add(user.runs(1)[0])
-    (run,) = _asked(store, user).experience.known_runs.values()
+    (run,) = _ask(store, user).experience.known_runs.values()
     answer = replace(run, step_seconds=8.0, each=(8.0,)).answer(time)
     assert (answer.compute_seconds, answer.communication_seconds, answer.bubble_seconds) == (4.0, 6.0, 1.0)
     assert (answer.step_seconds, answer.predicted_step_seconds) == (8.0, 4.0)

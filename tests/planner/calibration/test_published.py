@@ -1,4 +1,4 @@
-"""What runs of published users teach, from predictions that had not seen their publication."""
+"""Lessons of the runs of published users, from predictions that had not seen their publication."""
 
 from __future__ import annotations
 

@@ -400,7 +400,7 @@ def test_interconnect_names_the_link_between_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("flags", "message"),
     [
         ({"gpus": 16, "interconnect": "ib-hdrr"}, r"unknown link 'ib-hdrr'; nearest: ib-hdr"),
         ({"gpus": 16, "interconnect": "nvlink4-h100"}, r"is a link inside a node; between nodes are .*ib-ndr"),
@@ -408,9 +408,9 @@ def test_interconnect_names_the_link_between_nodes() -> None:
         ({"gpus": 8, "interconnect": "ib-hdr"}, r"are one node here; leave it out or give --nodes"),
     ],
 )
-def test_an_interconnect_that_cannot_be_is_one_line(asked: dict[str, Any], message: str) -> None:
+def test_an_interconnect_that_cannot_be_is_one_line(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(DsplanError, match=message):
-        resolve(gpu="H100", **asked)
+        resolve(gpu="H100", **flags)
 
 
 def test_an_interconnect_beside_a_cluster_file_may_only_repeat_it(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_dora_adds_a_magnitude_for_each_output() -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "said"),
+    ("work", "sentence"),
     [
         (
             {"method": "lora", "lora_targets": "nothing"},
@@ -74,10 +74,10 @@ def test_dora_adds_a_magnitude_for_each_output() -> None:
         ({"load_dtype": "fp32", "precision": "bf16-pure"}, "use --precision bf16"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_in_one_sentence(work: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_trained_is_refused_in_one_sentence(work: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ContradictoryRequest) as refused:
         request_of(**work)
-    assert said in str(refused.value)
+    assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

@@ -1,4 +1,4 @@
-"""Whose code runs decides memory and time: the catalogue, a file of one's own, and what follows from their traits."""
+"""Code that runs decides memory and time: the catalogue, a file of one's own, what follows from their traits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from planner.types.plan import Plan
 from scripts.fit.published_memory import predicted_bytes, published_runs
 
 
-def asked(model: str = "llama-3-8b", gpus: int = 8, **options: Any) -> Request:
+def ask(model: str = "llama-3-8b", gpus: int = 8, **options: Any) -> Request:
     work = {"seq_len": 4096, "precision": "bf16", **options}
     return make_request(find_model(model), resolve_cluster(HardwareRequest(gpu="H100", gpus=gpus)), WorkOptions(**work))
 
@@ -53,7 +53,7 @@ def test_the_documented_code_bases_are_known_and_each_trait_has_a_source() -> No
 
 def test_an_unknown_code_is_told_the_known_ones() -> None:
     with pytest.raises(UnknownName, match=r"unknown code 'megatorn'; nearest: megatron.*known are transformers, torch"):
-        asked(code="megatorn")
+        ask(code="megatorn")
 
 
 def test_a_block_of_gpt_in_megatron_keeps_what_its_authors_count() -> None:
@@ -134,7 +134,7 @@ def test_modules_that_cannot_be_recomputed(options: dict[str, Any], why: str) ->
 
 @pytest.mark.parametrize(("strategy", "bytes_per_parameter"), [("ddp", 18), ("zero1", 6 + 12 / 8)])
 def test_megatron_holds_what_its_documentation_says(strategy: Any, bytes_per_parameter: float) -> None:
-    plan = planned(asked("opt-1.3b", seq_len=512, code="megatron"), strategy=strategy, checkpointing="full")
+    plan = planned(ask("opt-1.3b", seq_len=512, code="megatron"), strategy=strategy, checkpointing="full")
     held = plan.memory.states
     per_parameter = sum(held.values()) / plan.model["parameters"]  # type: ignore[operator]
     assert per_parameter == pytest.approx(bytes_per_parameter, rel=1e-3)
@@ -142,7 +142,7 @@ def test_megatron_holds_what_its_documentation_says(strategy: Any, bytes_per_par
 
 def test_code_changes_memory_and_time() -> None:
     plans = {
-        code: planned(asked(code=code, compile=compiled), strategy="fsdp", micro_batch=1)
+        code: planned(ask(code=code, compile=compiled), strategy="fsdp", micro_batch=1)
         for code, compiled in (("transformers", False), ("torch", False), ("torchtitan", True))
     }
     used = [plan.memory.peak_allocated_bytes for plan in plans.values()]
@@ -154,7 +154,7 @@ def test_code_changes_memory_and_time() -> None:
 
 @pytest.mark.parametrize("loss", ["chunked", "fused"])
 def test_a_loss_without_all_logits_at_once_saves_their_copies(loss: Any) -> None:
-    plain, other = (planned(asked(loss=kind), strategy="fsdp", micro_batch=2) for kind in ("plain", loss))
+    plain, other = (planned(ask(loss=kind), strategy="fsdp", micro_batch=2) for kind in ("plain", loss))
     logits = 2 * 4096 * 128256
     saved = plain.memory.phases["loss"] - other.memory.phases["loss"]
     assert 5 * logits < saved < 12 * logits
@@ -162,22 +162,22 @@ def test_a_loss_without_all_logits_at_once_saves_their_copies(loss: Any) -> None
 
 
 def test_what_dsplan_does_not_run_names_the_tool_that_does() -> None:
-    plan = planned(asked(code="megatron"), strategy="zero1", tp=4)
+    plan = planned(ask(code="megatron"), strategy="zero1", tp=4)
     assert not plan.runnable
     assert plan.notes[0].startswith("Megatron-LM runs the code megatron; dsplan run runs transformers' modules")
     assert plan.configuration.sequence_parallel
-    assert not planned(asked(), strategy="zero1", tp=4).configuration.sequence_parallel
-    answer = recommend(asked(code="torchtitan"))
+    assert not planned(ask(), strategy="zero1", tp=4).configuration.sequence_parallel
+    answer = recommend(ask(code="torchtitan"))
     assert {plan.configuration.strategy for plan in answer.plans} <= {"fsdp", "fsdp-grad-op", "ddp"}
     assert ("zero3", "torchtitan has no zero3") in {(item.strategy, item.reason) for item in answer.rejected}
 
 
 def test_what_is_not_counted_as_its_own_is_said() -> None:
-    of_encoder = planned(asked("google-bert/bert-base-uncased", seq_len=512, code="megatron"), strategy="ddp")
+    of_encoder = planned(ask("google-bert/bert-base-uncased", seq_len=512, code="megatron"), strategy="ddp")
     assert any(note.startswith("only plain decoders' blocks are known of megatron") for note in of_encoder.notes)
-    compiled = planned(asked("google-bert/bert-base-uncased", seq_len=512, compile=True), strategy="ddp")
+    compiled = planned(ask("google-bert/bert-base-uncased", seq_len=512, compile=True), strategy="ddp")
     assert any("take eager ones' memory" in note for note in compiled.notes)
-    fused = planned(asked(code="nemo", compile=True), strategy="ddp")
+    fused = planned(ask(code="nemo", compile=True), strategy="ddp")
     assert any(note.startswith("--compile changes nothing that is known of nemo") for note in fused.notes)
 
 
@@ -193,12 +193,12 @@ def test_what_is_not_counted_as_its_own_is_said() -> None:
 )
 def test_what_a_code_base_cannot_do_is_refused(code: str, exactly: dict[str, Any], reason: str) -> None:
     with pytest.raises(ContradictoryRequest, match=reason):
-        planned(asked("llama-3.1-8b", gpus=16, code=code), **exactly)
+        planned(ask("llama-3.1-8b", gpus=16, code=code), **exactly)
 
 
 @pytest.mark.parametrize("code", ["torchtitan", "megatron", "nanotron"])
 def test_what_is_recommended_for_a_trainer_is_written_for_it(code: str) -> None:
-    answer = recommend(replace(asked("llama-3-8b", gpus=16, code=code), top=20))
+    answer = recommend(replace(ask("llama-3-8b", gpus=16, code=code), top=20))
     assert len(answer.plans) > 2
     for plan in answer.plans:
         assert emit(plan, code), plan.configuration
@@ -207,7 +207,7 @@ def test_what_is_recommended_for_a_trainer_is_written_for_it(code: str) -> None:
 def test_only_code_that_makes_whole_copies_has_to_stream_for_host_memory() -> None:
     """Eight copies of 70.6 billion fp32 weights do not fit a terabyte of host memory; ranks then read their parts."""
     transformers, megatron = (
-        planned(asked("meta-llama/Llama-3.1-70B", gpus=64, host_memory_gb=1000, code=code), strategy="ddp", tp=8, pp=8)
+        planned(ask("meta-llama/Llama-3.1-70B", gpus=64, host_memory_gb=1000, code=code), strategy="ddp", tp=8, pp=8)
         for code in ("transformers", "megatron")
     )
     streams = "a node has no room to load 8 copies of the model"
@@ -221,7 +221,7 @@ def test_fsdp_in_a_pipeline_holds_a_stage_whole_until_its_last_micro_batch() -> 
     """torchtitan's policy: no micro-batch but the last shards weights or gradients, or moves them."""
     plans = {
         (pp, steps): planned(
-            asked("llama-3-8b", 16, code="torchtitan", compile=True),
+            ask("llama-3-8b", 16, code="torchtitan", compile=True),
             strategy="fsdp",
             pp=pp,
             micro_batch=1,
@@ -242,20 +242,20 @@ def test_fsdp_in_a_pipeline_holds_a_stage_whole_until_its_last_micro_batch() -> 
 def test_how_uneven_experts_are_is_said_by_the_user() -> None:
     """Forced balance, as published benchmarks of MoE models run, does a fifth less of the experts' products."""
     even, usual, uneven = (
-        planned(asked("qwen3-30b-a3b", code="megatron", **said), strategy="zero1", ep=8, checkpointing="none")
-        for said in ({"expert_imbalance": 1.0}, {}, {"expert_imbalance": 2.0})
+        planned(ask("qwen3-30b-a3b", code="megatron", **options), strategy="zero1", ep=8, checkpointing="none")
+        for options in ({"expert_imbalance": 1.0}, {}, {"expert_imbalance": 2.0})
     )
     assert even.time.compute_seconds < usual.time.compute_seconds < uneven.time.compute_seconds
     assert even.memory.peak_allocated_bytes < usual.memory.peak_allocated_bytes < uneven.memory.peak_allocated_bytes
     assert (even.workload["expert_imbalance"], usual.workload["expert_imbalance"]) == (1.0, 1.25)
     with pytest.raises(ContradictoryRequest, match="--expert-imbalance is for models with experts, which meta-llama"):
-        asked(expert_imbalance=1.0)
+        ask(expert_imbalance=1.0)
 
 
 @pytest.mark.parametrize("code", ["megatron", "nemo", "automodel"])
 def test_transformer_engine_has_sinks_in_fused_attention(code: str) -> None:
     """transformers runs gpt-oss eagerly, with its scores in memory."""
-    eager, fused = (asked("gpt-oss-20b", code=name).facts for name in ("transformers", code))
+    eager, fused = (ask("gpt-oss-20b", code=name).facts for name in ("transformers", code))
     assert (eager.eager_only, fused.eager_only) == (True, False)
 
 
@@ -263,7 +263,7 @@ def test_fsdp_qlora_holds_its_logits_until_the_backward_has_ended() -> None:
     """A 16-bit copy of each beside what transformers' loss keeps; and no recomputation stops early."""
     lora = {"method": "qlora", "precision": "bf16", "seq_len": 2048}
     new, old = (
-        planned(asked(code=code, **lora), strategy="fsdp", checkpointing="full", micro_batch=4)
+        planned(ask(code=code, **lora), strategy="fsdp", checkpointing="full", micro_batch=4)
         for code in ("transformers", "transformers-2024")
     )
     logits = 4 * 2048 * 128256
@@ -272,7 +272,7 @@ def test_fsdp_qlora_holds_its_logits_until_the_backward_has_ended() -> None:
 
 
 def test_nemo_keeps_gradients_in_16_bit() -> None:
-    megatron, nemo = (planned(asked(code=code), strategy="ddp") for code in ("megatron", "nemo"))
+    megatron, nemo = (planned(ask(code=code), strategy="ddp") for code in ("megatron", "nemo"))
     assert sum(megatron.memory.states.values()) / sum(nemo.memory.states.values()) == pytest.approx(18 / 16, rel=1e-3)
 
 
@@ -283,8 +283,8 @@ def written(path: Path, text: str) -> str:
 
 def test_a_code_base_of_ones_own(tmp_path: Path) -> None:
     own = written(tmp_path, "like: torch\nblock: {norm: fused, activation: fused}\nloads: sharded\n")
-    plan = planned(asked(code=own), strategy="fsdp", micro_batch=1)
-    like = planned(asked(code="torch"), strategy="fsdp", micro_batch=1)
+    plan = planned(ask(code=own), strategy="fsdp", micro_batch=1)
+    like = planned(ask(code="torch"), strategy="fsdp", micro_batch=1)
     assert plan.memory.peak_allocated_bytes < like.memory.peak_allocated_bytes
     assert plan.workload["code"] == own
 
@@ -314,7 +314,7 @@ def test_published_memory_by_code_base() -> None:
         if run.memory_bytes:
             error = predicted_bytes(memory, run.kind) / run.memory_bytes - 1
             errors[run.request.workload.code].append(abs(error))
-    medians = {code: statistics.median(found) for code, found in errors.items() if len(found) >= 3}
+    medians = {code: statistics.median(of_code) for code, of_code in errors.items() if len(of_code) >= 3}
     assert {"torchtitan-2024", "megatron", "megatron-deepspeed", "litgpt"} <= medians.keys()
     assert {code: median for code, median in medians.items() if median > 0.14} == {}
-    assert statistics.median(error for found in errors.values() for error in found) <= 0.08
+    assert statistics.median(error for of_code in errors.values() for error in of_code) <= 0.08

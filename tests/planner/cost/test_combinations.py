@@ -156,7 +156,7 @@ def _drawn(count: int) -> Iterator[Configuration]:
 
 
 def _engine_says(plan: Configuration) -> str:
-    """Why the engine refuses a configuration; empty where it makes its strategy of it."""
+    """Return why the engine refuses a configuration; empty where it makes its strategy of it."""
     ranks = plan.world_size
     ranks_of = {"rank": 0, "local_rank": 0, "world_size": ranks, "local_world_size": ranks}
     try:

@@ -40,7 +40,7 @@ def speed(job_: Job) -> float:
 
 
 @pytest.mark.parametrize(
-    ("device", "precision", "recipe", "code", "said"),
+    ("device", "precision", "recipe", "code", "reason"),
     [
         ("H100-SXM5-80GB", "fp8", None, "transformers", ""),
         ("RTX-4090", "fp8", "rowwise", "transformers", ""),
@@ -62,14 +62,14 @@ def speed(job_: Job) -> float:
     ],
 )
 def test_what_cannot_multiply_in_8_or_4_bits_is_refused(
-    device: str, precision: words.Precision, recipe: words.Fp8Recipe | None, code: str, said: str
+    device: str, precision: words.Precision, recipe: words.Fp8Recipe | None, code: str, reason: str
 ) -> None:
     answer = why_not_scaled(find_device(device), precision, recipe, code)
-    assert (answer or "").startswith(said) if said else answer is None
+    assert (answer or "").startswith(reason) if reason else answer is None
     options = WorkOptions(precision=precision, fp8_recipe=recipe, code=code)
     where = replace(H100, device=find_device(device))
-    if said:
-        with pytest.raises(ContradictoryRequest, match=said.split(";")[0]):
+    if reason:
+        with pytest.raises(ContradictoryRequest, match=reason.split(";")[0]):
             make_request(find_model("gpt2"), where, options)
         return
     request = make_request(find_model("gpt2"), where, options)
@@ -118,10 +118,10 @@ def test_fp8_all_gathers_take_half_of_the_blocks_bytes() -> None:
 
 def test_torchao_keeps_16_bit_inputs_and_transformer_engine_8_bit_ones() -> None:
     """torchao's table of Llama-3 8B on eight H100: 47.65 GB in bf16, 47.77 with float8."""
-    bf16, ours = (memory_estimate(job(*asked)).activations_bytes for asked in (("bf16",), ("fp8", "rowwise")))
+    bf16, ours = (memory_estimate(job(*shared)).activations_bytes for shared in (("bf16",), ("fp8", "rowwise")))
     assert ours == bf16
-    asked = {"code": "megatron", "strategy": "zero1", "where": B200}
-    plain, narrow = (memory_estimate(job(*given, **asked)) for given in (("bf16",), ("fp8", "mxfp8")))
+    shared = {"code": "megatron", "strategy": "zero1", "where": B200}
+    plain, narrow = (memory_estimate(job(*given, **shared)) for given in (("bf16",), ("fp8", "mxfp8")))
     facts = find_model(LLAMA)
     # Two norms' outputs and the down projection's input, less attention's output, which is kept twice.
     each = (2 - MX) * (2 * facts.hidden_size + facts.intermediate_size) - MX * facts.hidden_size

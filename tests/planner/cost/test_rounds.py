@@ -25,10 +25,10 @@ GIB = 1 << 30
 CHOSEN = ("strategy", "backend", "checkpointing", "steps_per_generation")
 
 
-def plan(model: str = "llama-3-8b", gpus: int = 8, gpu: str = "H100-SXM5-80GB", micro: int = 2, **asked: Any) -> Plan:
+def plan(model: str = "llama-3-8b", gpus: int = 8, gpu: str = "H100-SXM5-80GB", micro: int = 2, **work: Any) -> Plan:
     """Return the estimate of a question, `strategy` and `checkpointing` among what is asked."""
-    chosen = {name: asked.pop(name) for name in CHOSEN if name in asked}
-    options = WorkOptions(**{"task": "grpo", **asked})
+    chosen = {name: work.pop(name) for name in CHOSEN if name in work}
+    options = WorkOptions(**{"task": "grpo", **work})
     cluster = training_cluster(resolve_cluster(HardwareRequest(gpus=gpus, gpu=gpu)), options)
     request = make_request(find_model(model), cluster, options)
     configuration = ExactOptions(
@@ -65,8 +65,8 @@ def test_dpo_of_a_7b_does_not_fit_where_it_ran_out_of_memory() -> None:
 @pytest.mark.parametrize(("backend", "width"), [("deepspeed", 2 / 8), ("native", 4)])
 def test_a_reference_is_sharded_by_deepspeed_and_not_by_our_own_zero(backend: str, width: float) -> None:
     """TRL's `prepare_deepspeed` cuts it, in 16 bits; under our own work its `prepare_model` leaves it as it is."""
-    asked: dict[str, Any] = {"model": "llama-2-7b", "task": "dpo", "seq_len": 1024, "strategy": "zero3"}
-    dpo, alone = (plan(backend=backend, precompute_ref=without, **asked) for without in (False, True))
+    work: dict[str, Any] = {"model": "llama-2-7b", "task": "dpo", "seq_len": 1024, "strategy": "zero3"}
+    dpo, alone = (plan(backend=backend, precompute_ref=without, **work) for without in (False, True))
     reference = dpo.memory.phases["step"] - alone.memory.phases["step"]
     assert reference == pytest.approx(width * 6.738e9, rel=0.05)
 
@@ -145,9 +145,9 @@ def test_decoding_reads_weights_once_for_all_sequences() -> None:
     assert crowd < 4 * seconds
 
 
-def job(**asked: Any) -> Job:
+def job(**work: Any) -> Job:
     """Return the job of a colocated round."""
-    options = WorkOptions(**{"task": "grpo", "rollout": "colocate", **ROUND, **asked})
+    options = WorkOptions(**{"task": "grpo", "rollout": "colocate", **ROUND, **work})
     request = make_request(
         find_model("llama-3-8b"), resolve_cluster(HardwareRequest(gpus=8, gpu="H100-SXM5-80GB")), options
     )
@@ -171,13 +171,13 @@ def test_a_plan_remembers_its_round() -> None:
 
 def test_micro_batches_count_the_samples_of_a_generation() -> None:
     """TRL's `steps_per_generation` 4 at micro-batch 2 on 8 ranks makes 64 completions, of 8 prompts."""
-    made = plan(prompt_len=64, completion_len="64", global_batch=16, steps_per_generation=4)
-    assert made.workload["prompts_per_step"] == 8
-    assert made.time.round_seconds == pytest.approx(4 * made.time.step_seconds)
+    answer = plan(prompt_len=64, completion_len="64", global_batch=16, steps_per_generation=4)
+    assert answer.workload["prompts_per_step"] == 8
+    assert answer.time.round_seconds == pytest.approx(4 * answer.time.step_seconds)
 
 
 @pytest.mark.parametrize(
-    ("asked", "problem"),
+    ("work", "problem"),
     [
         ({"task": "sft", "generations": 4}, "--generations is for --task grpo or ppo"),
         ({"task": "causal-lm", "prompt_len": 4}, "--prompt-len is for --task sft"),
@@ -191,9 +191,9 @@ def test_micro_batches_count_the_samples_of_a_generation() -> None:
         ({"rollout_gpus": 4, "rollout_tp": 3}, "rollout_tp 3 does not divide the 4 GPUs"),
     ],
 )
-def test_contradictions_are_refused(asked: dict[str, Any], problem: str) -> None:
+def test_contradictions_are_refused(work: dict[str, Any], problem: str) -> None:
     with pytest.raises(ContradictoryRequest, match=problem):
-        plan(**asked)
+        plan(**work)
 
 
 def test_a_value_model_takes_states_as_the_trained_one_and_less_time() -> None:
@@ -201,10 +201,10 @@ def test_a_value_model_takes_states_as_the_trained_one_and_less_time() -> None:
 
     Its card is not named. Of its seconds without generation 0.78 are updates, and 8.3 references make one.
     """
-    asked: dict[str, Any] = {"prompt_len": 104, "completion_len": "239:256", "generations": 1, "beta": 0.001}
-    asked |= {"prompts_per_step": 256, "global_batch": 64, "rollout": "colocate", "rollout_sleep": True}
+    work: dict[str, Any] = {"prompt_len": 104, "completion_len": "239:256", "generations": 1, "beta": 0.001}
+    work |= {"prompts_per_step": 256, "global_batch": 64, "rollout": "colocate", "rollout_sleep": True}
     ppo, grpo = (
-        plan("Qwen/Qwen2.5-0.5B", 1, "L4-24GB", 4, task=task, strategy="single", **asked) for task in ("ppo", "grpo")
+        plan("Qwen/Qwen2.5-0.5B", 1, "L4-24GB", 4, task=task, strategy="single", **work) for task in ("ppo", "grpo")
     )
     updates = ppo.time.phases["update"], grpo.time.phases["update"]
     assert updates[0] / updates[1] - 1 == pytest.approx(0.77, rel=0.1)

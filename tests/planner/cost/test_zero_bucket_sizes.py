@@ -1,4 +1,4 @@
-"""How our own ZeRO deals tensors out: to buckets, to the ranks that own them, and to the host."""
+"""Our own ZeRO deals tensors out: to buckets, to the ranks that own them, and to the host."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ provide_torch_extensions(ENVIRONMENT)
 
 
 def ask(script: str, question: object, *, directory: Path) -> Any:
-    """What `script` prints last, as JSON, for `question` on its standard input.
+    """Return what `script` prints last, as JSON, for `question` on its standard input.
 
     Its process is forked from the one that ranks of tests are forked from, which has imported torch and transformers.
     """

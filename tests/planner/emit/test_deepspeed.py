@@ -32,7 +32,7 @@ def grid() -> list[Plan]:
     for precision, optimizer, checkpointing in words:
         chosen = {"precision": precision, "optimizer": optimizer, "activation_checkpointing": checkpointing}
         plans += [make_plan(strategy, **chosen) for strategy in ("single", "ddp")]
-        plans += [make_plan(stage, offload=place, **chosen) for stage, places in OFFLOADS.items() for place in places]
+        plans += [make_plan(stage, offload=device, **chosen) for stage, places in OFFLOADS.items() for device in places]
     plans += [make_plan("zero3", **each) for each in ({"hpz_partition_size": 4}, ALL_OF_ZERO_PLUS)]
     return plans + [make_plan(strategy, precision="bf16-pure") for strategy in OFFLOADS]
 
@@ -79,7 +79,7 @@ TRAINED = [
 
 @dataclass(frozen=True)
 class Answers:
-    """What one process of DeepSpeed's made of all configs: importing it takes longer than reading them."""
+    """The answers of one process of DeepSpeed's to all configs: importing it takes longer than reading them."""
 
     of_grid: list[dict[str, Any]]
     of_recommended: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""What holds for every format: the table of formats, the frozen files, refusals in one line."""
+"""Rules that hold for every format: the table of formats, the frozen files, refusals in one line."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def grid() -> list[Plan]:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What one process of transformers' took the arguments of the grid for, and last those of a CPU plan."""
+    """Return what one process of transformers' took the arguments of the grid for, and last those of a CPU plan."""
     # use_cpu, because transformers refuses bf16 where it sees no GPU; no name of a process group, because it looks for
     # one then, and this process is alone: tests/strategies/cuda/test_frameworks.py makes the group.
     question = [{**training_arguments(plan), "use_cpu": True} for plan in grid()]

@@ -70,8 +70,8 @@ def _start(tmp_path: Path, nodes: int, **variables: str) -> list[str]:
     command.chmod(0o755)
     words = run_command(str(tmp_path / "run"), nodes, ("--nproc", "2", "--", "train.py", "two words"))
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
+    finished = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    return finished.stdout.splitlines()
 
 
 def test_a_container_begins_a_run_and_then_resumes_it(tmp_path: Path) -> None:

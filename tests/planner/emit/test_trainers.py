@@ -1,4 +1,4 @@
-"""What torchtitan, Megatron-LM, Megatron-Bridge, NeMo 2 and nanotron are given, against what they document.
+"""The files for torchtitan, Megatron-LM, Megatron-Bridge, NeMo 2 and nanotron, against what they document.
 
 `trainer_schemas.json` has the names and kinds that each takes, with the commit they were read at. With DSPLAN_TRAINERS
 set to a folder of checkouts (torchtitan-0.2.2, torchtitan, Megatron-LM, Megatron-Bridge, NeMo, nanotron) the slow test
@@ -111,12 +111,12 @@ KINDS = {"int": int, "float": float}
 
 
 def test_megatron_takes_every_argument_with_its_kind() -> None:
-    known = SCHEMAS["megatron"]["arguments"]
+    schema = SCHEMAS["megatron"]["arguments"]
     emitted = every_file("megatron")
     assert len(emitted) >= 16
     for case, (_, files) in emitted.items():
         for name, values in megatron_words(files).items():
-            kind, choices = known[name]
+            kind, choices = schema[name]
             assert (kind == "flag") == (not values), (case, name)
             for value in values:
                 KINDS.get(kind, str)(value)
@@ -161,7 +161,7 @@ def test_megatron_is_told_what_a_plan_is_about(case: str, expected: dict[str, li
 
 @pytest.mark.parametrize(("format", "name"), [("megatron-bridge", "bridge_plan.py"), ("nemo", "nemo_plan.py")])
 def test_python_names_only_fields_that_there_are(format: str, name: str) -> None:
-    known = SCHEMAS[format]["classes"]
+    schema = SCHEMAS[format]["classes"]
     emitted = every_file(format)
     assert len(emitted) >= 14
     for case, (plan, files) in emitted.items():
@@ -171,7 +171,7 @@ def test_python_names_only_fields_that_there_are(format: str, name: str) -> None
             assert isinstance(call.func, ast.Name | ast.Attribute)
             function = call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id
             fields = {str(item.arg): item.value for item in call.keywords}
-            assert set(fields) <= set(known[function]), (case, function, set(fields) - set(known[function]))
+            assert set(fields) <= set(schema[function]), (case, function, set(fields) - set(schema[function]))
             named |= fields
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         degrees = plan.configuration
@@ -180,7 +180,7 @@ def test_python_names_only_fields_that_there_are(format: str, name: str) -> None
 
 def test_torchtitans_toml_has_the_fields_of_its_job_config() -> None:
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
-    known = SCHEMAS["torchtitan"]["sections"]
+    schema = SCHEMAS["torchtitan"]["sections"]
     emitted = [(plan, files) for plan, files in every_file("torchtitan").values() if "torchtitan.toml" in files]
     assert len(emitted) >= 11
     for plan, files in emitted:
@@ -191,7 +191,7 @@ def test_torchtitans_toml_has_the_fields_of_its_job_config() -> None:
             **{f"quantize.linear.{name}": part for name, part in quantize.items()},
         }.items():
             for key, value in values.items():
-                kinds = known[section][key]
+                kinds = schema[section][key]
                 assert type(value).__name__ in kinds or value in kinds, (section, key, value)
         assert config["model"]["flavor"] in SCHEMAS["torchtitan"]["flavors"][config["model"]["name"]]
         check_titan_degrees(plan, config["parallelism"])
@@ -239,12 +239,12 @@ def literal(node: ast.expr) -> object:
 
 
 def test_nanotrons_yaml_has_the_fields_of_its_config() -> None:
-    known = SCHEMAS["nanotron"]["classes"]
+    schema = SCHEMAS["nanotron"]["classes"]
     emitted = every_file("nanotron")
     assert len(emitted) >= 5
     for plan, files in emitted.values():
         config = yaml.safe_load(files["nanotron.yaml"])
-        assert set(config) <= set(known["Config"])
+        assert set(config) <= set(schema["Config"])
         model = config["model"]["model_config"]
         family = "Qwen2Config" if model.get("is_qwen2_config") else "LlamaConfig"
         for name, section in (
@@ -256,7 +256,7 @@ def test_nanotrons_yaml_has_the_fields_of_its_config() -> None:
             ("ModelArgs", config["model"]),
             (family, model),
         ):
-            assert set(section) <= set(known[name]), (name, set(section) - set(known[name]))
+            assert set(section) <= set(schema[name]), (name, set(section) - set(schema[name]))
         sizes, degrees = config["parallelism"], plan.configuration
         product = sizes["dp"] * sizes["tp"] * sizes["pp"] * sizes["context_parallel_size"]
         assert product == degrees.world_size
@@ -375,6 +375,6 @@ def check_answer(tool: str, plan: Plan, answer: dict[str, Any]) -> None:
         assert answer["degrees"] == [degrees.dims.data_parallel, degrees.tp, degrees.pp, degrees.cp]
         assert answer["global_batch_size"] == degrees.global_batch_size
     else:
-        found = [degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp, degrees.pp]
-        assert answer["degrees"] == found
+        expected = [degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp, degrees.pp]
+        assert answer["degrees"] == expected
         assert answer.get("weights", plan.model["parameters"]) == plan.model["parameters"]

@@ -158,8 +158,8 @@ def fields_of(*paths):
                     if isinstance(line, ast.FunctionDef) and line.name == "__init__":
                         named |= {item.arg for item in (*line.args.args, *line.args.kwonlyargs)}
                 bases = [base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in node.bases]
-                known, others = classes.setdefault(node.name, (set(), []))
-                known |= named
+                own, others = classes.setdefault(node.name, (set(), []))
+                own |= named
                 others += bases
     return classes
 

@@ -35,9 +35,9 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize(("asked", "found"), EXPECTED.items())
-def test_people_find_models_by_the_names_they_use(asked: str, found: str) -> None:
-    assert find_model(asked).name == found
+@pytest.mark.parametrize(("name", "model"), EXPECTED.items())
+def test_people_find_models_by_the_names_they_use(name: str, model: str) -> None:
+    assert find_model(name).name == model
 
 
 def test_all_280_models_answer_to_their_815_names() -> None:

@@ -97,7 +97,7 @@ def test_sequences_are_split_where_transformers_has_a_tensor_parallel_plan() -> 
 
 
 def _follows(fact: str, config: Any) -> tuple[Any, ...]:
-    """What a figure may be in the class where the entry leaves it to the others."""
+    """Return what a figure may be in the class where the entry leaves it to the others."""
     if fact == "num_kv_heads":
         return (None, config.num_attention_heads)
     if fact == "head_dim":

@@ -1,4 +1,4 @@
-"""What another task changes of a model: its head, its counts, its logits."""
+"""Changes that another task makes to a model: its head, its counts, its logits."""
 
 from __future__ import annotations
 

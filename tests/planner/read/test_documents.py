@@ -34,8 +34,8 @@ def settings(name: str, text: str) -> dict[str, Setting]:
 
 
 def test_yaml() -> None:
-    found = settings("x.yaml", YAML)
-    assert {key: item.value for key, item in found.items()} == {
+    items = settings("x.yaml", YAML)
+    assert {key: item.value for key, item in items.items()} == {
         "base.rank": 8,
         "model": "org/name",
         "lists": [1, 2],
@@ -45,14 +45,14 @@ def test_yaml() -> None:
         "data.0.path": "one",
         "data.1.path": "two",
     }
-    assert found["data.1.path"].line == 11
-    assert YAML[found["model"].start : found["model"].end] == '"org/name"'
-    assert YAML[found["base.rank"].start : found["base.rank"].end] == "8"
+    assert items["data.1.path"].line == 11
+    assert YAML[items["model"].start : items["model"].end] == '"org/name"'
+    assert YAML[items["base.rank"].start : items["base.rank"].end] == "8"
 
 
 def test_json() -> None:
-    found = settings("x.json", JSON)
-    assert {key: item.value for key, item in found.items()} == {
+    items = settings("x.json", JSON)
+    assert {key: item.value for key, item in items.items()} == {
         "a.b": [1, 2],
         "a.c": 'x"y',
         "l.0.k": True,
@@ -60,7 +60,7 @@ def test_json() -> None:
         "e": {},
         "n": 5e8,
     }
-    assert [JSON[item.start : item.end] for item in found.values()] == [
+    assert [JSON[item.start : item.end] for item in items.values()] == [
         "[1, 2]",
         '"x\\"y"',
         "true",
@@ -68,20 +68,20 @@ def test_json() -> None:
         "{}",
         "5e8",
     ]
-    assert found["l.0.k"].line == 2
+    assert items["l.0.k"].line == 2
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is of Python 3.11")
 def test_toml() -> None:
-    found = settings("x.toml", TOML)
-    assert {key: item.value for key, item in found.items()} == {
+    items = settings("x.toml", TOML)
+    assert {key: item.value for key, item in items.items()} == {
         "title": "x",
         "training.steps": 10,
         "training.name": "llama",
         "a.b.flag": True,
     }
-    assert TOML[found["training.steps"].start : found["training.steps"].end] == "10"
-    assert found["a.b.flag"].line == 6
+    assert TOML[items["training.steps"].start : items["training.steps"].end] == "10"
+    assert items["a.b.flag"].line == 6
 
 
 @pytest.mark.parametrize(

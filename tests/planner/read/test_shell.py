@@ -118,5 +118,5 @@ def test_launchers(text: str, gpus: int | None, program: str) -> None:
 def test_overrides() -> None:
     source = Source(path="x.sh", text="tune run r --config c a.b=1 +c='x' d=[1,2] e=null f=True")
     (launch,) = launches(parse_script(source).commands, source)
-    found = {item.key: item.value for item in override_settings(launch.arguments, source)}
-    assert found == {"a.b": 1, "c": "x", "d": [1, 2], "e": None, "f": True}
+    overrides = {item.key: item.value for item in override_settings(launch.arguments, source)}
+    assert overrides == {"a.b": 1, "c": "x", "d": [1, 2], "e": None, "f": True}

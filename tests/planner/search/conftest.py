@@ -1,4 +1,4 @@
-"""What a search costs, counted: the same on every machine."""
+"""The cost of a search, counted: the same on every machine."""
 
 from __future__ import annotations
 

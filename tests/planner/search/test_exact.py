@@ -110,7 +110,7 @@ def test_the_memory_figures_add_up_to_the_byte(strategy: Strategy, micro: int) -
 
 
 @pytest.mark.parametrize(
-    ("code", "tp", "asked", "split"),
+    ("code", "tp", "setting", "split"),
     [
         ("megatron", 2, None, True),
         ("megatron", 2, False, False),
@@ -120,9 +120,9 @@ def test_the_memory_figures_add_up_to_the_byte(strategy: Strategy, micro: int) -
     ],
 )
 def test_tp_ranks_split_the_sequence_where_the_code_does_it(
-    code: str, tp: int, asked: bool | None, split: bool
+    code: str, tp: int, setting: bool | None, split: bool
 ) -> None:
     cluster = resolve_cluster(HardwareRequest(gpus=8, gpu="A100-SXM4-80GB"))
     request = make_request(find_model("llama-2-7b"), cluster, WorkOptions(code=code))
-    _, chosen = exact(request, ExactOptions(strategy="zero1", tp=tp, sequence_parallel=asked))
+    _, chosen = exact(request, ExactOptions(strategy="zero1", tp=tp, sequence_parallel=setting))
     assert chosen.sequence_parallel is split

@@ -11,7 +11,7 @@ from tests.planner.search.questions import question
 CASES = [("llama-3-8b", "H100-SXM5-80GB", 8), ("gpt2", "RTX-4090", 1), ("mixtral-8x7b", "A100-SXM4-80GB", 16)]
 
 
-def fits(row: Maximum, gpu: str, gpus: int, micro_batch: int = 1, **asked: object) -> bool:
+def fits(row: Maximum, gpu: str, gpus: int, micro_batch: int = 1, **options: object) -> bool:
     chosen = row.configuration
     plan = dsplan.estimate(
         gpus=gpus,
@@ -20,7 +20,7 @@ def fits(row: Maximum, gpu: str, gpus: int, micro_batch: int = 1, **asked: objec
         checkpointing=chosen.activation_checkpointing,
         offload=chosen.offload,
         micro_batch=micro_batch,
-        **asked,
+        **options,
     )
     has_margins = plan.memory.device_needed_bytes <= plan.cluster["capacity_bytes"]
     return plan.verdict != "does_not_fit" and has_margins

@@ -26,7 +26,7 @@ def _run(configuration: Configuration, outcome: Outcome, number: int, day: int =
     return replace(measurement, id=f"{number:032x}", created_at=f"2026-05-{day:02}T00:00:00.000000Z")
 
 
-def _asked(*runs: Measurement, **options: Any) -> Request:
+def _ask(*runs: Measurement, **options: Any) -> Request:
     store = MemoryStore()
     store.add(*runs)
     return recall_from(store, USER.request(**options))
@@ -46,12 +46,12 @@ FAILED, LARGER, SMALLER = BY_PEAK[len(BY_PEAK) // 2], BY_PEAK[-1], BY_PEAK[0]
 
 
 def test_the_failed_plan_and_all_that_take_as_much_are_out() -> None:
-    request = _asked(_run(FIRST, "out_of_memory", 7))
+    request = _ask(_run(FIRST, "out_of_memory", 7))
     proposed = _proposed(request)
     assert proposed
     assert FIRST not in proposed
     assert all(_peak(configuration) < _peak(FIRST) for configuration in proposed)
-    request = _asked(_run(FAILED, "out_of_memory", 7))
+    request = _ask(_run(FAILED, "out_of_memory", 7))
     assert [estimate(request, configuration).verdict for configuration in (SMALLER, FAILED, LARGER)] == [
         "fits",
         *2 * ["does_not_fit"],
@@ -60,7 +60,7 @@ def test_the_failed_plan_and_all_that_take_as_much_are_out() -> None:
 
 
 def test_it_is_listed_with_its_reason_its_date_and_how_to_allow_it() -> None:
-    reasons = [rejection.reason for rejection in recommend(_asked(_run(FIRST, "out_of_memory", 7))).rejected]
+    reasons = [rejection.reason for rejection in recommend(_ask(_run(FIRST, "out_of_memory", 7))).rejected]
     (reason,) = [reason for reason in reasons if "dsplan db forget" in reason]
     assert reason.startswith(f"ran out of memory here on 2026-05-01 at micro-batch {FIRST.micro_batch_size}")
     assert "`dsplan db forget 00000000`" in reason
@@ -69,14 +69,14 @@ def test_it_is_listed_with_its_reason_its_date_and_how_to_allow_it() -> None:
 @pytest.mark.parametrize(("later", "proposed"), [(True, True), (False, False)])
 def test_the_newest_run_of_a_plan_decides(*, later: bool, proposed: bool) -> None:
     failed, completed = _run(FIRST, "out_of_memory", 7, day=2), _run(FIRST, "completed", 8, day=3 if later else 1)
-    assert (FIRST in _proposed(_asked(failed, completed))) is proposed
-    assert len(_asked(failed, completed).experience.oom_records) == (0 if proposed else 1)
+    assert (FIRST in _proposed(_ask(failed, completed))) is proposed
+    assert len(_ask(failed, completed).experience.oom_records) == (0 if proposed else 1)
 
 
 def test_a_newer_run_that_took_more_and_completed_takes_a_failure_back() -> None:
     failed = _run(FAILED, "out_of_memory", 7)
-    assert not _asked(failed, _run(LARGER, "completed", 8, day=2)).experience.oom_records
-    assert _asked(failed, _run(SMALLER, "completed", 8, day=2)).experience.oom_records
+    assert not _ask(failed, _run(LARGER, "completed", 8, day=2)).experience.oom_records
+    assert _ask(failed, _run(SMALLER, "completed", 8, day=2)).experience.oom_records
 
 
 def test_a_failure_of_a_plan_that_offloads_is_taken_back_by_the_same_plan_alone() -> None:
@@ -100,19 +100,19 @@ def test_a_failure_of_a_plan_that_offloads_is_taken_back_by_the_same_plan_alone(
 @pytest.mark.parametrize("change", [{"seq_len": 512}, {"precision": "fp32"}, {"optimizer": "sgd"}])
 def test_other_work_and_other_models_are_as_they_were(change: dict[str, Any]) -> None:
     failed = _run(FIRST, "out_of_memory", 7)
-    assert not _asked(failed, **change).experience.oom_records
+    assert not _ask(failed, **change).experience.oom_records
     store = MemoryStore()
     store.add(failed)
     assert not recall_from(store, replace(USER, model="distilgpt2").request()).experience.oom_records
 
 
 def test_another_global_batch_is_the_same_work() -> None:
-    assert _asked(_run(FIRST, "out_of_memory", 7), global_batch=32).experience.oom_records
+    assert _ask(_run(FIRST, "out_of_memory", 7), global_batch=32).experience.oom_records
 
 
 def test_failures_elsewhere_say_nothing() -> None:
     gpus = User()
-    assert not _asked(_run(gpus.configurations()[0], "out_of_memory", 7, user=gpus)).experience.oom_records
+    assert not _ask(_run(gpus.configurations()[0], "out_of_memory", 7, user=gpus)).experience.oom_records
 
 
 def test_a_gpu_with_more_free_memory_than_then_is_another_matter() -> None:

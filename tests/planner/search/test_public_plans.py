@@ -1,4 +1,4 @@
-"""What is recommended for models at their public shapes is near what their authors trained with, and rules say what
+"""Recommended plans of models at their public shapes are near what their authors trained with, and rules say what
 cannot be split."""
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def exactly(request: Request, **options: Any) -> Plan:
 
 def test_llama_405b_on_16384_gpus() -> None:
     """tp 8, pp 16, dp 128 of 8k tokens, 2048 samples (Llama Team 2024, arXiv 2407.21783, table 4)."""
-    found = answer("llama-3.1-405b", "H100-SXM5-80GB", 16384, seq_len=8192, global_batch=2048, code="megatron")
-    fastest = min(found.plans, key=lambda plan: plan.time.step_seconds)
+    ranking = answer("llama-3.1-405b", "H100-SXM5-80GB", 16384, seq_len=8192, global_batch=2048, code="megatron")
+    fastest = min(ranking.plans, key=lambda plan: plan.time.step_seconds)
     chosen = fastest.configuration
     assert (chosen.tp, chosen.pp, chosen.cp, chosen.dims.data_parallel) == (8, 16, 1, 128)
     assert chosen.sequence_parallel
@@ -45,12 +45,12 @@ def test_llama_405b_on_16384_gpus() -> None:
 
 def test_llama_405b_at_128k_tokens() -> None:
     """tp 8, cp 16, pp 16, dp 8 (arXiv 2407.21783, table 4), 16 samples of 131072 tokens in the paper's global batch."""
-    found = answer("llama-3.1-405b", "H100-SXM5-80GB", 16384, seq_len=131072, global_batch=128, code="megatron")
-    sharded = next(plan.configuration for plan in found.plans if plan.configuration.strategy == "zero1")
+    ranking = answer("llama-3.1-405b", "H100-SXM5-80GB", 16384, seq_len=131072, global_batch=128, code="megatron")
+    sharded = next(plan.configuration for plan in ranking.plans if plan.configuration.strategy == "zero1")
     assert sharded.tp == 8
     assert sharded.pp in (16, 32)
     assert sharded.cp in (8, 16, 32)
-    assert min(found.plans, key=lambda plan: plan.time.step_seconds).configuration.cp > 1
+    assert min(ranking.plans, key=lambda plan: plan.time.step_seconds).configuration.cp > 1
 
 
 def test_128k_tokens_of_llama_8b_on_one_node() -> None:

@@ -1,4 +1,4 @@
-"""What two plans are told apart by is what published runs say of pairs, and of single predictions."""
+"""Two plans are told apart by what published runs say of pairs, and of single predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the search promises: plans fit, the batch stays, the best is first, every loser has its reason."""
+"""The promises of the search: plans fit, the batch stays, the best is first, every loser has its reason."""
 
 from __future__ import annotations
 
@@ -95,11 +95,11 @@ def test_nothing_fits_is_an_answer_whose_remedies_hold() -> None:
 
 
 def test_a_batch_that_cannot_be_split_names_its_neighbours() -> None:
-    said = "60 cannot be split evenly over 8 GPUs; use 56 or 64"
-    with pytest.raises(ContradictoryRequest, match=said):
+    sentence = "60 cannot be split evenly over 8 GPUs; use 56 or 64"
+    with pytest.raises(ContradictoryRequest, match=sentence):
         recommend(question("mamba-130m", "a100-80gb", 8, global_batch=60))
     answer = recommend(question("opt-1.3b", "a100-80gb", 8, global_batch=60))
-    assert said in answer.choice
+    assert sentence in answer.choice
     assert all(plan.configuration.splits_model and plan.runnable for plan in answer.plans)
     reasons = {item.strategy: item.reason for item in answer.rejected}
     assert reasons["ddp"] == "global batch 60 cannot be split over 8 data-parallel ranks"
@@ -140,13 +140,13 @@ def test_a_memory_cap_is_kept() -> None:
 
 
 def test_the_answer_does_not_depend_on_how_python_hashes(tmp_path: Path) -> None:
-    asked = "recommend --model llama-3-8b --gpus 8 --gpu h100 --objective cost --pareto --price 2 --json"
+    line = "recommend --model llama-3-8b --gpus 8 --gpu h100 --objective cost --pareto --price 2 --json"
     answers = set()
     for seed in ("0", "1", "4711"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "DSPLAN_HOME": str(tmp_path)}
-        command = [sys.executable, "-m", "dsplan", *asked.split()]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-        answers.add(done.stdout)
+        command = [sys.executable, "-m", "dsplan", *line.split()]
+        finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        answers.add(finished.stdout)
     assert len(answers) == 1
 
 
@@ -256,12 +256,14 @@ def test_one_consumer_gpu_is_offered_adapters_beside_offload() -> None:
     assert answer.plans[0].configuration.offload != "none"
     assert [item.flag for item in answer.remedies] == ["--method lora", "--method qlora"]
     assert all("x as fast as the first plan" in item.plan for item in answer.remedies)
-    asked = recommend(make_request(find_model("llama-3-8b"), cluster, WorkOptions(precision="bf16", method="qlora")))
+    with_qlora = recommend(
+        make_request(find_model("llama-3-8b"), cluster, WorkOptions(precision="bf16", method="qlora"))
+    )
     # 22.5 of 23.6 GiB is tight, so that one with room stands beside it, on the device as well.
-    verdicts = [(plan.configuration.strategy, plan.verdict) for plan in asked.plans]
+    verdicts = [(plan.configuration.strategy, plan.verdict) for plan in with_qlora.plans]
     assert verdicts == [("single", "tight"), ("single", "fits"), ("fsdp", "fits")]
-    assert "; the second plan has room, at " in asked.choice
-    assert not asked.remedies
+    assert "; the second plan has room, at " in with_qlora.choice
+    assert not with_qlora.remedies
 
 
 def test_plans_that_mostly_wait_are_last_resorts() -> None:
@@ -361,9 +363,9 @@ def test_something_is_found_to_fit_where_anything_does(
     model: str, gpu: str, gpus: int, options: dict[str, object]
 ) -> None:
     request = question(model, gpu, gpus, **options)
-    found = can_fit(request)
-    assert found is not None
-    assert found.judgement.verdict != "does_not_fit"
+    plan = can_fit(request)
+    assert plan is not None
+    assert plan.judgement.verdict != "does_not_fit"
     little = replace(request, workload=replace(request.workload, max_memory_bytes=10**9))
     assert can_fit(little) is None
     assert next(everything_that_fits(little), None) is None

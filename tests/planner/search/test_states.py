@@ -124,9 +124,9 @@ def test_one_screen_says_one_thing_of_experts_that_do_not_spread() -> None:
 def test_selective_checkpointing_that_saves_nothing_is_said_and_not_proposed(
     attention: words.Attention, saves: bool
 ) -> None:
-    asked = {"model": "gemma-3-4b", "gpus": 8, "gpu": "H200", "attention": attention, "precision": "fp32"}
+    flags = {"model": "gemma-3-4b", "gpus": 8, "gpu": "H200", "attention": attention, "precision": "fp32"}
     none, selective = (
-        dsplan.estimate(**asked, strategy="fsdp", checkpointing=level) for level in ("none", "selective")
+        dsplan.estimate(**flags, strategy="fsdp", checkpointing=level) for level in ("none", "selective")
     )
     assert (selective.memory.peak_allocated_bytes < none.memory.peak_allocated_bytes) == saves
     assert any("selective checkpointing keeps more" in note for note in selective.notes) != saves
@@ -198,8 +198,8 @@ def test_ranks_that_cannot_share_states(shard: int, why: str) -> None:
 
 def test_the_search_weighs_copies_of_the_fewest_nodes_that_hold_the_states() -> None:
     def spreads(model: str, strategy: str, **options: object) -> set[tuple[int, int]]:
-        asked = question(model, "h100", 256, strategies=(strategy,), allow_unrunnable=True, **options)
-        whole = (layout for layout in enumerate_candidates(asked) if not layout.splits_model)
+        request = question(model, "h100", 256, strategies=(strategy,), allow_unrunnable=True, **options)
+        whole = (layout for layout in enumerate_candidates(request) if not layout.splits_model)
         return {(layout.dp_replicate, layout.dp_shard) for layout in whole}
 
     assert spreads("llama-2-7b", "hsdp") == {(32, 8)}
@@ -211,8 +211,8 @@ def test_the_search_weighs_copies_of_the_fewest_nodes_that_hold_the_states() -> 
 
 def test_the_search_makes_no_copies_over_which_experts_do_not_divide() -> None:
     """GPT-OSS 120B on 8 nodes: copies of one node with tp 4 and ep 16 would leave a rank without whole experts."""
-    asked = {"code": "megatron", "allow_unrunnable": True, "seq_len": 4096, "global_batch": 1280}
-    request = question("gpt-oss-120b", "h100", 64, **asked)
+    options = {"code": "megatron", "allow_unrunnable": True, "seq_len": 4096, "global_batch": 1280}
+    request = question("gpt-oss-120b", "h100", 64, **options)
     layouts = tuple(enumerate_candidates(request))
     assert any(layout.ep == 16 for layout in layouts)
     assert any(layout.dp_replicate > 1 and layout.strategy == "zero1" for layout in layouts)

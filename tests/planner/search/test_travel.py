@@ -19,14 +19,14 @@ GPUS, SAMPLES, LENGTH, WIDTH, BLOCKS = 4, 16, 1024, 768, 12
 def plan_of(gpu: str = "a100-80gb", **options: object) -> Plan:
     cluster = resolve_cluster(HardwareRequest(gpus=GPUS, gpu=gpu))
     request = make_request(find_model("gpt2"), cluster, WorkOptions(seq_len=LENGTH, precision="bf16"))
-    asked = {"strategy": "zero2", "backend": "native", "micro_batch": SAMPLES, **options}
-    return estimate(*exact(request, ExactOptions(**asked)))  # type: ignore[arg-type]
+    chosen = {"strategy": "zero2", "backend": "native", "micro_batch": SAMPLES, **options}
+    return estimate(*exact(request, ExactOptions(**chosen)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("strategy", "backend", "share"), [("zero1", "native", 3 / 4), ("ddp", None, 1.0)])
 def test_errors_are_remembered_in_two_bytes(strategy: str, backend: str | None, share: float) -> None:
     plain, compressed = (
-        plan_of(strategy=strategy, backend=backend, gradient_compression=way) for way in ("none", "int8")
+        plan_of(strategy=strategy, backend=backend, gradient_compression=codec) for codec in ("none", "int8")
     )
     added = compressed.memory.phases["loss"] - plain.memory.phases["loss"]
     assert added == pytest.approx(2 * share * find_model("gpt2").parameters, rel=0.001)
@@ -36,8 +36,8 @@ def test_errors_are_remembered_in_two_bytes(strategy: str, backend: str | None, 
 def test_less_is_sent(strategy: str, backend: str | None, width: int) -> None:
     """Over slow links time follows bytes: here of all-reduces, which the reductions of ZeRO-2 share with a gather."""
     seconds = {
-        way: plan_of("t4", strategy=strategy, backend=backend, gradient_compression=way).time.communication_seconds
-        for way in ("none", "bf16", "int8")
+        codec: plan_of("t4", strategy=strategy, backend=backend, gradient_compression=codec).time.communication_seconds
+        for codec in ("none", "bf16", "int8")
     }
     assert seconds["bf16"] == pytest.approx(seconds["none"]) if width == 2 else seconds["bf16"] < seconds["none"]
     assert seconds["int8"] < seconds["bf16"]
@@ -45,7 +45,7 @@ def test_less_is_sent(strategy: str, backend: str | None, width: int) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_inputs_on_the_host_are_on_no_device(kind: str) -> None:
-    here, moved = (plan_of(checkpointing=kind, activations_on_host=way) for way in (False, True))
+    here, moved = (plan_of(checkpointing=kind, activations_on_host=on_host) for on_host in (False, True))
     one = 2 * SAMPLES * LENGTH * WIDTH
     saved = here.memory.phases["loss"] - moved.memory.phases["loss"]
     assert saved == pytest.approx(BLOCKS * one)

@@ -31,7 +31,7 @@ def test_encoder_and_decoder_in_order_and_experts_stay_inside() -> None:
 
 def test_a_dictionary_with_numbers_is_a_stack_and_one_with_names_is_not() -> None:
     blocks = [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
-    assert repeated_blocks(nn.ModuleDict({str(place): block for place, block in enumerate(blocks)})) == blocks
+    assert repeated_blocks(nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})) == blocks
     assert repeated_blocks(nn.ModuleDict(dict(zip(("image", "text"), blocks, strict=True)))) == []
 
 

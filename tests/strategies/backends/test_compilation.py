@@ -1,4 +1,4 @@
-"""What is said, and what is refused, before DeepSpeed compiles an operator."""
+"""Notices and refusals before DeepSpeed compiles an operator."""
 
 from __future__ import annotations
 

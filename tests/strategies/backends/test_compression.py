@@ -43,21 +43,21 @@ def test_a_block_is_off_by_half_a_step_at_most(elements: int, dtype: torch.dtype
     values[:16] *= 1000  # beside a block of small values
     message = codec.encode(values, None)
     assert message.numel() == codec.message_bytes(elements) == -(-elements // 16) * 20
-    found = decoded(codec, message, elements)
+    received = decoded(codec, message, elements)
     for start in range(0, elements, 16):
         exact = values[start : start + 16].float()
-        assert (found[start : start + 16] - exact).abs().max() <= exact.abs().max() / 254 * 1.0001
+        assert (received[start : start + 16] - exact).abs().max() <= exact.abs().max() / 254 * 1.0001
 
 
 def test_zeros_stay_zero_and_what_is_not_finite_stays_so() -> None:
     codec = Codec(block=4)
     values = torch.tensor([0.0, 0, 0, 0, 1, torch.inf, 2, 3, 4, torch.nan, 5, 6, 127, -127, 1, 0])
     error = torch.zeros(16, dtype=torch.bfloat16)
-    found = decoded(codec, codec.encode(values, error), 16)
-    assert found[:4].tolist() == [0, 0, 0, 0]
-    assert found[12:].tolist() == [127, -127, 1, 0]
-    assert not found[4:8].isfinite().any()
-    assert not found[8:12].isfinite().any()
+    received = decoded(codec, codec.encode(values, error), 16)
+    assert received[:4].tolist() == [0, 0, 0, 0]
+    assert received[12:].tolist() == [127, -127, 1, 0]
+    assert not received[4:8].isfinite().any()
+    assert not received[8:12].isfinite().any()
     assert error.tolist() == [0.0] * 16
 
 

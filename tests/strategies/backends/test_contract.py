@@ -1,4 +1,4 @@
-"""What every strategy must do, whichever it is: a new strategy adds its name to SPREAD.
+"""The contract of every strategy, whichever it is: a new strategy adds its name to SPREAD.
 
 Losses and every parameter after ten steps are those of plain torch in one process, on two and on three ranks.
 """
@@ -64,11 +64,11 @@ def assert_same_in_bf16(trained: Trained, recipe: Recipe) -> None:
     start, reference = contract_bodies.start(), contract_bodies.reference_in_bf16(recipe)
     assert trained.losses == pytest.approx(reference.losses, rel=BF16_LOSS)
     assert trained.parameters.keys() == reference.parameters.keys()
-    for name, found in trained.parameters.items():
+    for name, learned in trained.parameters.items():
         expected = reference.parameters[name]
         # Whoever computes with bf16 weights shows these; the masters are beside them.
-        shown = expected.bfloat16().float() if torch.equal(found, found.bfloat16().float()) else expected
-        assert (found - shown).norm() <= BF16_MOVE * (expected - start[name]).norm(), name
+        shown = expected.bfloat16().float() if torch.equal(learned, learned.bfloat16().float()) else expected
+        assert (learned - shown).norm() <= BF16_MOVE * (expected - start[name]).norm(), name
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -156,17 +156,17 @@ def test_sixteen_bits_learn_the_same_within_rounding(
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(strategy: str, pool_of: PoolOf) -> None:
     """The scheduler does not move either, and training resumes from the weights it had."""
     recipe = ten_steps(strategy, 2, precision="fp16", accumulation=3)
-    found = pool_of(strategy).run(contract_bodies.overflow_on_rank_1, recipe)
+    of_ranks = pool_of(strategy).run(contract_bodies.overflow_on_rank_1, recipe)
     expected = contract_bodies.reference_without_the_first_step(recipe)
-    for seen in found:
+    for seen in of_ranks:
         assert seen.stayed
         assert seen.skipped == [0] + [1] * 10
         assert seen.scales[:3] == [256, 128, 128]
         assert max(seen.scales[3:]) > 128, "it grows again after steps without overflow"
-        assert seen.scales == found[0].scales
+        assert seen.scales == of_ranks[0].scales
         assert seen.rates[:3] == pytest.approx([2e-3, 2e-3, 1.8e-3])
         assert seen.losses[1:] == pytest.approx(expected[1:], rel=0.005)
-        assert all(torch.equal(seen.parameters[name], value) for name, value in found[0].parameters.items())
+        assert all(torch.equal(seen.parameters[name], value) for name, value in of_ranks[0].parameters.items())
 
 
 @pytest.mark.parametrize("strategy", SPREAD)

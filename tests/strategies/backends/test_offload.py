@@ -28,10 +28,10 @@ def how(strategy: str, offload: str, directory: Path, *, ratio: float = 1.0, apa
     return How(recipe=recipe, directory=str(directory), ratio=ratio, apart=apart)
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(learned: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert learned.keys() == expected.keys()
     for name, value in expected.items():
-        assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
+        assert (learned[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
@@ -40,13 +40,13 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def test_training_is_the_same_wherever_states_live(
     strategy: str, offload: str, ratio: float, ranks: RankPool, tmp_path: Path
 ) -> None:
-    asked = how(strategy, offload, tmp_path, ratio=ratio, accumulation=3, clipping=0.5)
-    expected = training_bodies.reference(asked.recipe)
-    for found in ranks.run(offload_bodies.train, asked):
-        assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-        assert_equal(found.parameters, expected.parameters)
+    run = how(strategy, offload, tmp_path, ratio=ratio, accumulation=3, clipping=0.5)
+    expected = training_bodies.reference(run.recipe)
+    for trained in ranks.run(offload_bodies.train, run):
+        assert trained.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert_equal(trained.parameters, expected.parameters)
         away = {"nvme": "disk"}.get(offload, "host")
-        assert set(found.places) == ({away} if ratio == 1 else {away, "device"})
+        assert set(trained.places) == ({away} if ratio == 1 else {away, "device"})
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -58,18 +58,18 @@ def test_not_a_bit_is_lost_on_the_way(
     """bf16 weights and gradients, fp32 masters: fused AdamW does on the host what the loop over tensors does."""
     more = {"precision": "bf16", "accumulation": accumulation}
     stays = ranks.run(offload_bodies.train, how(strategy, "none", tmp_path, **more))[0]
-    found = ranks.run(offload_bodies.train, how(strategy, offload, tmp_path, **more))[0]
-    assert found.losses == pytest.approx(stays.losses, rel=1e-6)
+    away = ranks.run(offload_bodies.train, how(strategy, offload, tmp_path, **more))[0]
+    assert away.losses == pytest.approx(stays.losses, rel=1e-6)
     for name, value in stays.parameters.items():
-        assert torch.equal(found.parameters[name], value), name
+        assert torch.equal(away.parameters[name], value), name
 
 
 def test_nvme_where_the_device_is_the_host(ranks: RankPool, three_ranks: RankPool, tmp_path: Path) -> None:
     for pool in (ranks, three_ranks):
-        asked = how("zero3", "nvme", tmp_path, apart=False)
-        asked = replace(asked, recipe=replace(asked.recipe, world_size=pool.world_size))
+        run = how("zero3", "nvme", tmp_path, apart=False)
+        run = replace(run, recipe=replace(run.recipe, world_size=pool.world_size))
         assert_equal(
-            pool.run(offload_bodies.train, asked)[1].parameters, training_bodies.reference(asked.recipe).parameters
+            pool.run(offload_bodies.train, run)[1].parameters, training_bodies.reference(run.recipe).parameters
         )
 
 
@@ -79,8 +79,8 @@ def test_nvme_where_the_device_is_the_host(ranks: RankPool, three_ranks: RankPoo
 def test_any_optimizer(offload: str, optimizer: str, ranks: RankPool, tmp_path: Path) -> None:
     """States that come late, of parameters unused at first, find their place too."""
     recipe = zero_bodies.OddRecipe(strategy="zero2", optimizer=optimizer)
-    for found in ranks.run(offload_bodies.train_odd, how("zero2", offload, tmp_path), optimizer):
-        assert_equal(found, zero_bodies.reference_odd(recipe))
+    for learned in ranks.run(offload_bodies.train_odd, how("zero2", offload, tmp_path), optimizer):
+        assert_equal(learned, zero_bodies.reference_odd(recipe))
 
 
 def test_a_count_of_steps_that_a_group_keeps_goes_up_once_in_a_step(ranks: RankPool, tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ def test_a_count_of_steps_that_a_group_keeps_goes_up_once_in_a_step(ranks: RankP
         assert_equal(weights, stays[1])
 
 
-def _named(found: Events, name: str) -> Events:
-    return sorted((event for event in found if event[0] == name), key=lambda event: event[1])
+def _named(events: Events, name: str) -> Events:
+    return sorted((event for event in events if event[0] == name), key=lambda event: event[1])
 
 
 def _overlap(one: tuple[str, float, float], other: tuple[str, float, float]) -> bool:
@@ -100,24 +100,24 @@ def _overlap(one: tuple[str, float, float], other: tuple[str, float, float]) -> 
 
 
 def test_a_trace_shows_copies_beside_backward_and_beside_the_step(ranks: RankPool, tmp_path: Path) -> None:
-    found = ranks.run(offload_bodies.copies_in_a_trace, how("zero2", "optimizer", tmp_path))[0]
-    down, up, steps = (_named(found, f"dsplan::{name}") for name in ("gradients_down", "weights_up", "step_on_host"))
-    made = sorted(begin for name, begin, _ in found if "AccumulateGrad" in name)
+    events = ranks.run(offload_bodies.copies_in_a_trace, how("zero2", "optimizer", tmp_path))[0]
+    down, up, steps = (_named(events, f"dsplan::{name}") for name in ("gradients_down", "weights_up", "step_on_host"))
+    computed = sorted(begin for name, begin, _ in events if "AccumulateGrad" in name)
     assert len(down) == len(up) == len(steps) == 4
-    assert down[0][1] < made[-1], "the first gradient goes down before the last is made"
-    for place in range(3):
-        assert _overlap(up[place], steps[place + 1]), "weights return while the next bucket is stepped"
+    assert down[0][1] < computed[-1], "the first gradient goes down before the last is made"
+    for bucket in range(3):
+        assert _overlap(up[bucket], steps[bucket + 1]), "weights return while the next bucket is stepped"
 
 
 def test_a_trace_shows_the_disk_beside_the_step(ranks: RankPool, tmp_path: Path) -> None:
-    found = ranks.run(offload_bodies.disk_in_a_trace, how("zero2", "nvme", tmp_path, apart=False))[0]
+    events = ranks.run(offload_bodies.disk_in_a_trace, how("zero2", "nvme", tmp_path, apart=False))[0]
     reads, writes, steps = (
-        _named(found, f"dsplan::{name}") for name in ("read_states", "write_states", "step_on_host")
+        _named(events, f"dsplan::{name}") for name in ("read_states", "write_states", "step_on_host")
     )
     assert len(reads) == len(writes) == len(steps) == 4
-    for place in range(3):
-        assert _overlap(reads[place + 1], steps[place]), "the next states are read while one bucket is stepped"
-        assert _overlap(writes[place], steps[place + 1]), "states are written while the next bucket is stepped"
+    for bucket in range(3):
+        assert _overlap(reads[bucket + 1], steps[bucket]), "the next states are read while one bucket is stepped"
+        assert _overlap(writes[bucket], steps[bucket + 1]), "states are written while the next bucket is stepped"
 
 
 @pytest.mark.parametrize(("strategy", "offload"), [("zero1", "optimizer"), ("zero3", "all"), ("zero3", "nvme")])
@@ -142,9 +142,9 @@ def test_checkpoints_continue_with_and_without_offload(ranks: RankPool, tmp_path
 def test_live_bytes_fall_by_masters_and_moments(strategy: str, precision: str, ranks: RankPool, tmp_path: Path) -> None:
     """Weights alone stay in memory: all of them in stage 2, half of them on each of two ranks in stage 3. States too
     small for a place in the file, and the steps' counts, take 64 KiB, where masters and moments would be 8 to 13 MB."""
-    asked = how(strategy, "nvme", tmp_path, apart=False, precision=precision)
+    run = how(strategy, "nvme", tmp_path, apart=False, precision=precision)
     width = 2 if precision == "bf16" else 4
-    for live, elements in ranks.run(offload_bodies.live_between_steps, asked):
+    for live, elements in ranks.run(offload_bodies.live_between_steps, run):
         assert live == pytest.approx(width * elements / (1 if strategy == "zero2" else 2), abs=2**16)
 
 

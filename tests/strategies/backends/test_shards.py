@@ -173,8 +173,8 @@ def test_checkpoints_go_from_copies_to_every_strategy_and_back(
 )
 @pytest.mark.sweep(every=2)
 def test_copies_of_split_models(composition: Composition, four_ranks: RankPool) -> None:
-    for found in four_ranks.run(parallel_bodies.train, "llama", composition):
-        assert max(found.loss, found.parameter, found.norm) < 1e-5, found
+    for difference in four_ranks.run(parallel_bodies.train, "llama", composition):
+        assert max(difference.loss, difference.parameter, difference.norm) < 1e-5, difference
 
 
 @pytest.mark.slow
@@ -188,5 +188,5 @@ def test_copies_of_split_models(composition: Composition, four_ranks: RankPool) 
     ],
 )
 def test_copies_of_shards_of_split_models(kind: Any, composition: Composition, eight_ranks: RankPool) -> None:
-    for found in eight_ranks.run(parallel_bodies.train, kind, composition):
-        assert max(found.loss, found.parameter, found.norm) < 1e-5, found
+    for difference in eight_ranks.run(parallel_bodies.train, kind, composition):
+        assert max(difference.loss, difference.parameter, difference.norm) < 1e-5, difference

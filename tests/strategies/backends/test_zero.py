@@ -23,10 +23,10 @@ def native(strategy: str, **how: object) -> Recipe:
     return Recipe(strategy=strategy, backend="native", world_size=2, **how)  # type: ignore[arg-type]
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(learned: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert learned.keys() == expected.keys()
     for name, value in expected.items():
-        assert (found[name] - value).norm() <= tolerance * value.norm(), name
+        assert (learned[name] - value).norm() <= tolerance * value.norm(), name
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -37,8 +37,8 @@ def test_any_model_and_any_optimizer_that_works_element_by_element(
 ) -> None:
     """Tied, shared, frozen, scalar and unused parameters, two dtypes, groups and schedulers, a branch of one rank."""
     recipe = OddRecipe(strategy=strategy, optimizer=optimizer, is_built=optimizer in ("sgd", "adagrad"))
-    for found in ranks.run(zero_bodies.train_odd, recipe):
-        assert_equal(found, zero_bodies.reference_odd(recipe))
+    for learned in ranks.run(zero_bodies.train_odd, recipe):
+        assert_equal(learned, zero_bodies.reference_odd(recipe))
 
 
 @pytest.mark.parametrize("strategy", STAGES)
@@ -67,7 +67,7 @@ def test_one_rank_alone(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STAGES)
 @pytest.mark.sweep(every=4)
 def test_bf16_steps_masters_in_fp32(strategy: str, ranks: RankPool) -> None:
-    """What is lost is the rounding of weights to 8 bits of mantissa, 2^-9 each, and not of their sum of updates: after
+    """The loss is the rounding of weights to 8 bits of mantissa, 2^-9 each, and not of their sum of updates: after
     30 steps at 2e-3 the losses of DDP under autocast, whose weights are fp32, are within that of the largest weight."""
     expected = ranks.run(training_bodies.train, Recipe(strategy="ddp", world_size=2, precision="bf16", steps=30))[0]
     trained = ranks.run(training_bodies.train, native(strategy, precision="bf16", steps=30))[0]
@@ -115,8 +115,8 @@ def test_weights_are_gathered_ahead_while_forward_runs(ranks: RankPool) -> None:
     backward = min(begin for name, begin, _ in events if name.startswith("autograd::engine"))
     forward = [begin for begin in gathers if begin < backward]
     assert len(forward) == 4, "the root and three blocks"
-    for asked, waited in list(zip(forward, waits[:4], strict=True))[2:]:
-        between = [begin for begin in products if asked < begin < waited]
+    for begun, waited in list(zip(forward, waits[:4], strict=True))[2:]:
+        between = [begin for begin in products if begun < begin < waited]
         assert len(between) == 2, "the block in front computes while the next one's weights travel"
 
 
@@ -144,14 +144,14 @@ def test_what_is_not_a_number_on_one_rank_is_not_learned(strategy: str, precisio
 
 def test_stage_3_is_whole_where_it_must_be(ranks: RankPool) -> None:
     expected = training_bodies.train(Recipe(steps=1))
-    for found in ranks.run(zero_bodies.evaluate_and_change, native("zero3")):
-        assert found["released"]
-        assert found["released after evaluation"]
-        assert found["shape"] == tuple(expected.parameters["blocks.1.up.weight"].shape)
-        assert found["whole"]
-        assert found["evaluated"] == pytest.approx(found["inside"], rel=1e-6)
-        assert found["changed"] == [0.25], "rank 0's"
-        assert found["continued"] != found["evaluated"]
+    for report in ranks.run(zero_bodies.evaluate_and_change, native("zero3")):
+        assert report["released"]
+        assert report["released after evaluation"]
+        assert report["shape"] == tuple(expected.parameters["blocks.1.up.weight"].shape)
+        assert report["whole"]
+        assert report["evaluated"] == pytest.approx(report["inside"], rel=1e-6)
+        assert report["changed"] == [0.25], "rank 0's"
+        assert report["continued"] != report["evaluated"]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

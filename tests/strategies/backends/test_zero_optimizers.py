@@ -15,10 +15,10 @@ STAGES = ("zero1", "zero2", "zero3")
 LEARNING = [name for name in OPTIMIZERS if name not in ("lbfgs", "sparse adam and a dense layer")]
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(learned: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert learned.keys() == expected.keys()
     for name, value in expected.items():
-        assert (found[name] - value).norm() <= tolerance * value.norm(), name
+        assert (learned[name] - value).norm() <= tolerance * value.norm(), name
 
 
 @pytest.mark.parametrize("optimizer", LEARNING)
@@ -27,8 +27,8 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def test_optimizers_learn_what_one_process_learns(strategy: str, optimizer: str, ranks: RankPool) -> None:
     run = Run(strategy=strategy, optimizer=optimizer)
     expected = ranks.run(bodies.reference, run)[0]  # on a rank, whose one thread rounds as those that train
-    for found in ranks.run(bodies.train, run):
-        assert_equal(found, expected)
+    for learned in ranks.run(bodies.train, run):
+        assert_equal(learned, expected)
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon and signs", "lamb", "8-bit"])
@@ -120,5 +120,5 @@ def test_parameters_join_late(strategy: str, how: str, optimizer: str, ranks: Ra
     """Unfrozen after `initialize`, and given to the optimizer before it or by `add_param_group`."""
     run = Run(strategy=strategy, optimizer=optimizer, accumulation=2)
     expected = ranks.run(bodies.reference_late, run, how)[0]
-    for found in ranks.run(bodies.train_late, run, how):
-        assert_equal(found, expected)
+    for learned in ranks.run(bodies.train_late, run, how):
+        assert_equal(learned, expected)

@@ -36,7 +36,7 @@ def test_runs_cover_a_bucket_without_overlap(elements: int, world: int) -> None:
 def test_pieces_of_all_ranks_make_up_every_parameter() -> None:
     sizes = (5, 1, 17, 3)
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
-    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    starts = [sum(sizes[:before]) for before in range(len(sizes))]
     slots = [Slot(name=str(s), parameter=p, start=s) for s, p in zip(starts, parameters, strict=True)]
     for world in (1, 2, 3, 7):
         owned: dict[str, list[int]] = {slot.name: [] for slot in slots}
@@ -53,8 +53,8 @@ def test_buckets_keep_dtypes_apart_and_large_parameters_alone() -> None:
     sizes = {"a": 3, "b": 4, "c": 50, "d": 2, "e": 6, "f": 1}
     named = [(name, nn.Parameter(torch.zeros(size))) for name, size in sizes.items()]
     dtypes = {p: torch.float64 if name == "f" else torch.float32 for name, p in named}
-    made = buckets_of(named, Ranks(rank=0, world_size=2), dtypes, limit=20)
-    assert [[slot.name for slot in bucket.slots] for bucket in made] == [["c"], ["a", "b", "d", "e"], ["f"]]
+    buckets = buckets_of(named, Ranks(rank=0, world_size=2), dtypes, limit=20)
+    assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["c"], ["a", "b", "d", "e"], ["f"]]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (9,), (3, 4), (5, 1), (2, 3, 4), (3, 1, 2, 2)])
@@ -62,11 +62,11 @@ def test_boxes_are_the_run_and_nothing_else(shape: tuple[int, ...]) -> None:
     size = math.prod(shape)
     numbers = torch.arange(size).view(shape)
     for start, stop in ((a, b) for a in range(size + 1) for b in range(a, size + 1)):
-        found = list(boxes(shape, start, stop))
-        assert len(found) <= max(1, 2 * len(shape) - 1)
-        taken = [numbers[tuple(slice(o, o + s) for o, s in zip(b.offsets, b.sizes, strict=True))] for b in found]
+        listed = list(boxes(shape, start, stop))
+        assert len(listed) <= max(1, 2 * len(shape) - 1)
+        taken = [numbers[tuple(slice(o, o + s) for o, s in zip(b.offsets, b.sizes, strict=True))] for b in listed]
         assert [int(n) for part in taken for n in part.reshape(-1)] == list(range(start, stop))
-        assert [box.start + start for box in found] == [int(part.reshape(-1)[0]) for part in taken]
+        assert [box.start + start for box in listed] == [int(part.reshape(-1)[0]) for part in taken]
 
 
 def test_a_part_writes_through_its_boxes() -> None:
@@ -178,6 +178,6 @@ def test_the_page_on_zero_names_what_there_is() -> None:
     ]
     assert len(places) > 20
     for path, name in places:
-        found: object = import_module(path.removesuffix(".py").replace("/", "."))
+        value: object = import_module(path.removesuffix(".py").replace("/", "."))
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)

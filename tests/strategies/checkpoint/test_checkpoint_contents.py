@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside weights and moments, how it is saved, and how it is exported."""
+"""The contents of a checkpoint beside weights and moments, how it is saved, and how it is exported."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ NATIVE = Recipe(strategy="zero3", backend="native", world_size=2)
 
 @pytest.fixture
 def engine() -> Any:
-    made = training_bodies.make_engine(Recipe())
-    training_bodies.one_step(made, 0)
-    return made
+    trained = training_bodies.make_engine(Recipe())
+    training_bodies.one_step(trained, 0)
+    return trained
 
 
 def engine_of(model: nn.Module, **parts: Any) -> Any:
@@ -56,19 +56,17 @@ def test_every_rank_has_random_numbers_of_its_own(ranks: RankPool, three_ranks: 
     assert expected[0] != expected[1]
     assert ranks.run(checkpoint_bodies.random_numbers_after_loading, NATIVE, str(tmp_path)) == expected
     three = Recipe(strategy="ddp", world_size=3)
-    found = three_ranks.run(checkpoint_bodies.random_numbers_after_loading, three, str(tmp_path))
-    assert found[:2] == expected
-    assert found[2] not in expected
+    drawn = three_ranks.run(checkpoint_bodies.random_numbers_after_loading, three, str(tmp_path))
+    assert drawn[:2] == expected
+    assert drawn[2] not in expected
 
 
 def test_the_place_in_the_data_continues_on_more_ranks(ranks: RankPool, three_ranks: RankPool, tmp_path: Path) -> None:
     """In the middle of an epoch; the same samples whatever the number of ranks."""
     expected = ranks.run(checkpoint_bodies.batches_after_saving, NATIVE, str(tmp_path))
     three = Recipe(strategy="zero2", backend="native", world_size=3)
-    found = three_ranks.run(checkpoint_bodies.batches_after_loading, three, str(tmp_path))
-    steps = [
-        [sorted(chain.from_iterable(step)) for step in zip(*batches, strict=True)] for batches in (found, expected)
-    ]
+    read = three_ranks.run(checkpoint_bodies.batches_after_loading, three, str(tmp_path))
+    steps = [[sorted(chain.from_iterable(step)) for step in zip(*batches, strict=True)] for batches in (read, expected)]
     assert steps[0] == steps[1]
     assert [len(set(step)) for step in steps[0]] == [12, 12]
 

@@ -102,10 +102,10 @@ def test_a_disk_that_is_full_is_one_line_and_the_old_checkpoint_stays(tmp_path: 
             os.write(pipe, str(problem).encode())
 
     child, pipe = in_a_child(work)
-    said = os.read(pipe, 10_000).decode()
+    message = os.read(pipe, 10_000).decode()
     os.close(pipe)
     assert os.waitpid(child, 0)[1] == 0
-    assert said == f"{good}-2: cannot be written (File too large); make room, or name another directory"
+    assert message == f"{good}-2: cannot be written (File too large); make room, or name another directory"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", good.name]
     assert loading.open_whole(good).path == good
 
@@ -113,11 +113,11 @@ def test_a_disk_that_is_full_is_one_line_and_the_old_checkpoint_stays(tmp_path: 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_one_rank_cannot_write_is_said_by_every_rank(ranks: RankPool, tmp_path: Path, asynchronous: bool) -> None:
     recipe = Recipe(strategy="zero2", backend="native", world_size=2)
-    found = ranks.run(checkpoint_bodies.full_disk_on_rank_1, recipe, str(tmp_path), asynchronous)
+    of_ranks = ranks.run(checkpoint_bodies.full_disk_on_rank_1, recipe, str(tmp_path), asynchronous)
     line = "step-00000002: cannot be written (No space left on device); make room, or name another directory"
-    assert [said for said, _, _ in found] == [f"{tmp_path}/{line}"] * 2
-    assert [name for _, name, _ in found] == ["step-00000001"] * 2
-    assert [after for _, _, after in found] == ["step-00000002"] * 2, "the next one is saved as ever"
+    assert [message for message, _, _ in of_ranks] == [f"{tmp_path}/{line}"] * 2
+    assert [name for _, name, _ in of_ranks] == ["step-00000001"] * 2
+    assert [after for _, _, after in of_ranks] == ["step-00000002"] * 2, "the next one is saved as ever"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
 
 

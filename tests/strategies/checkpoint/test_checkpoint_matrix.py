@@ -76,12 +76,12 @@ def on(request: pytest.FixtureRequest) -> Ranks:
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Who, tuple[str, object]]:
     """A checkpoint of each writer after three steps, and the losses of the two steps that it made next."""
     top, on = tmp_path_factory.mktemp("written"), Ranks(request)
-    found: dict[Who, tuple[str, object]] = {}
+    checkpoints: dict[Who, tuple[str, object]] = {}
     for who in WRITERS:
         if who[1] != "deepspeed" or find_spec("deepspeed") is not None:
             folder = str(top / "-".join(map(str, who)))
-            found[who] = folder, on.run(who, checkpoint_bodies.save_after, recipe_of(who), folder, STEPS)
-    return found
+            checkpoints[who] = folder, on.run(who, checkpoint_bodies.save_after, recipe_of(who), folder, STEPS)
+    return checkpoints
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -95,15 +95,15 @@ def test_every_checkpoint_continues_under_every_strategy(
 ) -> None:
     reader = (strategy, backend, world_size)
     folders = [folder for folder, _ in written.values()]
-    found = on.run(reader, checkpoint_bodies.resume_each, recipe_of(reader), folders, STEPS)
-    assert isinstance(found, list)
-    for writer, losses in zip(written, found, strict=True):
+    resumed = on.run(reader, checkpoint_bodies.resume_each, recipe_of(reader), folders, STEPS)
+    assert isinstance(resumed, list)
+    for writer, losses in zip(written, resumed, strict=True):
         assert losses == pytest.approx(written[writer][1], rel=1e-6), writer
 
 
 def test_every_checkpoint_continues_in_one_process(written: dict[Who, tuple[str, object]]) -> None:
-    found = checkpoint_bodies.resume_each(Recipe(), [folder for folder, _ in written.values()], STEPS)
-    for writer, losses in zip(written, found, strict=True):
+    resumed = checkpoint_bodies.resume_each(Recipe(), [folder for folder, _ in written.values()], STEPS)
+    for writer, losses in zip(written, resumed, strict=True):
         assert losses == pytest.approx(written[writer][1], rel=1e-6), writer
 
 
@@ -123,7 +123,7 @@ def test_masters_and_states_stay_the_same_bits_from_hand_to_hand(library: str, o
         ("single", "torch", 1),
     ]
     relay = on.going_through(relay, library, "bf16")
-    folders = [str(tmp_path / str(place)) for place in range(len(relay))]
+    folders = [str(tmp_path / str(number)) for number in range(len(relay))]
     on.run(relay[0], checkpoint_bodies.save_after, recipe_of(relay[0], "bf16"), folders[0], STEPS)
     first = checkpoint_bodies.tensors_of(Path(folders[0]))
     assert {value.dtype for value in first.values()} == {torch.float32}
@@ -147,11 +147,11 @@ def test_schedules_and_loss_scales_go_from_hand_to_hand(library: str, on: Ranks,
     ]
     relay = on.going_through(relay, library, "fp16")
     rates, scales = [], []
-    for place, who in enumerate(relay):
-        source = str(tmp_path / str(place - 1)) if place else ""
-        found = on.run(who, checkpoint_bodies.relayed, recipe_of(who, "fp16"), source, str(tmp_path / str(place)))
-        rate, scale, steps, losses = found  # type: ignore[misc]
-        assert steps == max(2, 2 * place)
+    for number, who in enumerate(relay):
+        source = str(tmp_path / str(number - 1)) if number else ""
+        answer = on.run(who, checkpoint_bodies.relayed, recipe_of(who, "fp16"), source, str(tmp_path / str(number)))
+        rate, scale, steps, losses = answer  # type: ignore[misc]
+        assert steps == max(2, 2 * number)
         assert all(loss < 30 for loss in losses), who
         rates.append(rate[0])
         scales.append(scale)
@@ -175,6 +175,6 @@ def test_the_whole_matrix(tmp_path: Path) -> None:
     for world_size in (1, 2, 3, 4):
         with RankPool(world_size, variables={"DS_ACCELERATOR": "cpu"}, timeout_seconds=600) as pool:
             for reader in ((*kind, world_size) for kind in kinds):
-                found = pool.run(checkpoint_bodies.resume_each, recipe_of(reader), folders, STEPS)[0]
-                for writer, losses in zip(expected, found, strict=True):
+                resumed = pool.run(checkpoint_bodies.resume_each, recipe_of(reader), folders, STEPS)[0]
+                for writer, losses in zip(expected, resumed, strict=True):
                     assert losses == pytest.approx(expected[writer], rel=1e-6), (writer, reader)

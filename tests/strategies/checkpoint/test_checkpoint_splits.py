@@ -42,7 +42,7 @@ def four_ranks(new_pool: Any) -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Norms]:
-    """What one process writes after two steps, and the norms of these and of the next two."""
+    """Return what one process writes after two steps, and the norms of these and of the next two."""
     folder = tmp_path_factory.mktemp("single")
     return folder, split_bodies.save_after(SINGLE, str(folder))
 
@@ -58,15 +58,15 @@ def written(four_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 def state_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / (folder / "latest").read_text().strip() / "state.json").read_text())
-    return found
+    state: dict[str, Any] = json.loads((folder / (folder / "latest").read_text().strip() / "state.json").read_text())
+    return state
 
 
 def require_same(folder: Path, other: Path) -> None:
-    found, expected = tensors_of(folder), tensors_of(other)
-    assert found.keys() == expected.keys()
+    tensors, expected = tensors_of(folder), tensors_of(other)
+    assert tensors.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.allclose(found[name].double(), value.double(), rtol=1e-5, atol=1e-6), name
+        assert torch.allclose(tensors[name].double(), value.double(), rtol=1e-5, atol=1e-6), name
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -99,9 +99,9 @@ def test_every_composition_resumes_from_every_other(
     """The next norms are the same, and so are the whole weights that every rank gathers after them."""
     pool = request.getfixturevalue("three_ranks" if reader.world_size == 3 else "four_ranks")
     folders = [single[0], *(folder for folder, _ in written.values())][which]
-    found = pool.run(split_bodies.resume_each, reader, [str(folder) for folder in folders], str(tmp_path))
+    of_ranks = pool.run(split_bodies.resume_each, reader, [str(folder) for folder in folders], str(tmp_path))
     expected = split_bodies.resume_each(SINGLE, [str(single[0])], "")[0]
-    for norms, weights in (pair for rank in found for pair in rank):
+    for norms, weights in (pair for rank in of_ranks for pair in rank):
         assert norms == pytest.approx(single[1][2:], rel=1e-5)
         assert weights.keys() == expected[1].keys()
         for name, value in expected[1].items():
@@ -147,24 +147,24 @@ def test_gradients_travel_in_8_bits_between_data_parallel_ranks_alone(four_ranks
 
 def test_an_export_is_the_whole_model(four_ranks: RankPool, written: Any, tmp_path: Path) -> None:
     four_ranks.run(split_bodies.export_from, WRITERS[2], str(written[WRITERS[2]][0]), str(tmp_path / "pipeline"))
-    found = load_file(tmp_path / "pipeline" / "model.safetensors")
+    exported = load_file(tmp_path / "pipeline" / "model.safetensors")
     saved = tensors_of(written[WRITERS[2]][0])
-    assert {f"model/{name}" for name in found} == {name for name in saved if name.startswith("model/")}
-    for name, value in found.items():
+    assert {f"model/{name}" for name in exported} == {name for name in saved if name.startswith("model/")}
+    for name, value in exported.items():
         assert torch.equal(value, saved[f"model/{name}"]), name
 
 
 def test_a_weight_that_one_stage_misses_is_named_on_every_rank(
     four_ranks: RankPool, single: tuple[Path, Norms], tmp_path: Path
 ) -> None:
-    found = four_ranks.run(split_bodies.refusal_of, WRITERS[2], str(single[0]), "blocks.3.gate")
-    assert len(set(found)) == 1
-    assert "has no weight blocks.3.gate" in found[0]
+    refusals = four_ranks.run(split_bodies.refusal_of, WRITERS[2], str(single[0]), "blocks.3.gate")
+    assert len(set(refusals)) == 1
+    assert "has no weight blocks.3.gate" in refusals[0]
 
 
 def brute(part: torch.Tensor, split: Split) -> dict[tuple[int, ...], float]:
-    """Where each element of a part is in the whole."""
-    places = [place for first, end in split.pieces for place in range(first, end)]
+    """Return where each element of a part is in the whole."""
+    places = [index for first, end in split.pieces for index in range(first, end)]
     return {
         (*where[: split.dim], places[where[split.dim]], *where[split.dim + 1 :]): float(part[where])
         for where in (tuple(int(i) for i in index) for index in torch.ones(part.shape).nonzero())
@@ -184,11 +184,11 @@ def test_any_run_of_any_part_lands_where_it_is_in_the_whole(shape: tuple[int, ..
         for item in part.__create_write_items__("w", part):
             assert item.tensor_data is not None
             chunk = item.tensor_data.chunk
-            place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-            assert bool((whole[place] == -1).all()), "no element twice"
-            whole[place] = part.__get_tensor_shard__(item.index)
-        found = {where: value for where, value in brute_whole(whole).items() if value >= 0}
-        assert found == {where: value for where, value in expected.items() if start <= value < stop}
+            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            assert bool((whole[box] == -1).all()), "no element twice"
+            whole[box] = part.__get_tensor_shard__(item.index)
+        held = {where: value for where, value in brute_whole(whole).items() if value >= 0}
+        assert held == {where: value for where, value in expected.items() if start <= value < stop}
 
 
 def brute_whole(whole: torch.Tensor) -> dict[tuple[int, ...], float]:
@@ -203,6 +203,6 @@ def test_stages_of_an_interleaved_pipeline_are_described_in_the_models_order() -
     first = stage(["embedding.weight", "layers.0.up", "layers.0.down", "layers.2.up"], range(1), range(2, 3))
     last = stage(["layers.1.up", "layers.3.up", "norm.weight"], range(1, 2), range(3, 4))
     order = ["embedding.weight", "layers.0.up", "layers.0.down", "layers.1.up", "layers.2.up", "layers.3.up"]
-    found = together([first, last])
-    assert list(found.names) == [*order, "norm.weight"]
-    assert found.optimizer["groups"] == [{"parameters": [*order, "norm.weight"], "options": {"lr": 1.0}}]
+    joined = together([first, last])
+    assert list(joined.names) == [*order, "norm.weight"]
+    assert joined.optimizer["groups"] == [{"parameters": [*order, "norm.weight"], "options": {"lr": 1.0}}]

@@ -49,7 +49,7 @@ class Faults:
 
     @property
     def changes(self) -> int:
-        """How many calls have changed something."""
+        """Return how many calls have changed something."""
         return sum(name in CALLS[:4] for name in self.calls)
 
 
@@ -406,6 +406,6 @@ def test_one_failure_of_every_kind_is_the_same_on_all_ranks() -> None:
 def test_the_flag_names_a_store() -> None:
     from strategies.launch.options import DEFAULT_SUPERVISION, RequestedSupervision
 
-    asked = RequestedSupervision(checkpoint_dir=location("s3://bucket/run")).over(DEFAULT_SUPERVISION)
-    assert isinstance(asked, SupervisionOptions)
-    assert asked.checkpoint_directory == "s3://bucket/run"
+    options = RequestedSupervision(checkpoint_dir=location("s3://bucket/run")).over(DEFAULT_SUPERVISION)
+    assert isinstance(options, SupervisionOptions)
+    assert options.checkpoint_directory == "s3://bucket/run"

@@ -1,4 +1,4 @@
-"""What a config says: DeepSpeed's sections and ours, flat ones, and keys that nobody knows."""
+"""The sections and keys of a config: DeepSpeed's sections and ours, flat ones, and keys that nobody knows."""
 
 from __future__ import annotations
 
@@ -400,7 +400,7 @@ def test_every_key_of_deepspeeds_own_models_is_known(monkeypatch: pytest.MonkeyP
         (TOP.sections["bf16"], DeepSpeedBF16Config),
         (TOP, DeepSpeedMonitorConfig),
     ]
-    assert {name for known, model in pairs for name in names_of(model) - set(known.names)} - renamed == unprefixed
+    assert {name for keys, model in pairs for name in names_of(model) - set(keys.names)} - renamed == unprefixed
 
 
 @pytest.mark.parametrize(
@@ -443,10 +443,10 @@ def test_the_plan_offloads_what_the_config_offloads() -> None:
 PAGE = (Path(__file__).parents[3] / "docs/reference/config.md").read_text(encoding="utf-8")
 
 
-def keys_read(known: Keys) -> set[str]:
+def keys_read(keys: Keys) -> set[str]:
     """The keys that every engine reads, in a section and those below it."""
-    below = [keys_read(section) for section in known.sections.values()]
-    return set(known.read | known.own).union(*below)
+    below = [keys_read(section) for section in keys.sections.values()]
+    return set(keys.read | keys.own).union(*below)
 
 
 def test_the_page_names_every_key_and_class() -> None:

@@ -1,4 +1,4 @@
-"""What ranks run in `test_measured.py`."""
+"""Functions that ranks run in `test_measured.py`."""
 
 from __future__ import annotations
 

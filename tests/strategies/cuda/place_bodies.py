@@ -1,4 +1,4 @@
-"""What processes with cards run in `test_places.py`."""
+"""Functions that processes with cards run in `test_places.py`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PAUSE = 0.2
 
 
 def written_through_mpi(folder: Path) -> tuple[bool, list[float]]:
-    """Whether MPI may receive into a tensor's own memory, and what the tensor is when values are written to it."""
+    """Return whether MPI may receive into a tensor's own memory, and the tensor after values are written to it."""
     tensor = torch.zeros(3, device=CARD)
     into = own_memory(tensor)
     write_into(tensor, np.arange(3, dtype=np.float32), "weights")
@@ -64,7 +64,7 @@ def measured(folder: Path) -> tuple[str, str]:
 
 
 def random_numbers_beside_measuring(folder: Path) -> tuple[list[str], bool]:
-    """What is measured of a card before a first plan, and whether the script's numbers go on as they were."""
+    """Return what is measured of a card before a first plan, and whether the script's numbers go on as they were."""
     torch.cuda.manual_seed(3)
     expected = torch.rand(4, device=CARD)
     torch.cuda.manual_seed(3)
@@ -74,7 +74,7 @@ def random_numbers_beside_measuring(folder: Path) -> tuple[list[str], bool]:
 
 
 def monitored(folder: Path) -> tuple[bool, bool]:
-    """Whether a monitor that is made without an engine looks at the card of its process."""
+    """Return whether a monitor that is made without an engine looks at the card of its process."""
     held = torch.zeros(1 << 20, device=CARD)
     monitor = TrainingMonitor(log_dir=folder, save_logs=False, quiet=True, sample_seconds=60)
     stats = monitor.get_system_stats()
@@ -83,7 +83,7 @@ def monitored(folder: Path) -> tuple[bool, bool]:
 
 
 def ended_by_its_losses(folder: Path) -> tuple[list[bool], str]:
-    """Whether a run is clean after each step of losses that lie on the card, and the line that ends it."""
+    """Return whether a run is clean after each step of losses that lie on the card, and the line that ends it."""
     engine = SimpleNamespace(configuration=SimpleNamespace(backend="torch"), global_steps=7)
     watch, clean = FiniteWatch(engine, limit=3, sees_gradients=False), list[bool]()
     for value in (math.nan, 1.0, math.inf, math.nan, math.nan):
@@ -97,7 +97,7 @@ def ended_by_its_losses(folder: Path) -> tuple[list[bool], str]:
 
 
 def saved_in_the_background(folder: Path) -> tuple[bool, bool]:
-    """Whether a checkpoint has the weights of when it was asked for, and whether those of the card changed since."""
+    """Return whether a checkpoint has the weights of its request, and whether those of the card changed since."""
     engine = training_bodies.make_engine(Recipe())
     training_bodies.one_step(engine, 0)
     expected = training_bodies.whole_parameters(engine)
@@ -112,7 +112,7 @@ def saved_in_the_background(folder: Path) -> tuple[bool, bool]:
 
 
 def pinned_by_the_engine(folder: Path) -> bool:
-    """Whether batches of an engine's own loader are in pinned memory, which nobody asked for."""
+    """Return whether batches of an engine's own loader are in pinned memory, which nobody asked for."""
     plan, data = Recipe().plan(), checkpoint_bodies.Numbers()
     _, _, loader, _ = initialize(model=torch.nn.Linear(1, 1), plan=plan, training_data=data)
     assert loader is not None
@@ -120,7 +120,7 @@ def pinned_by_the_engine(folder: Path) -> bool:
 
 
 def pinned(folder: Path) -> list[bool]:
-    """Whether batches of a script's own loader are in pinned memory, where it asks for that and where not."""
+    """Return whether batches of a script's own loader are in pinned memory, where it asks for that and where not."""
     data = cast("Any", torch.arange(8.0))
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     with mock.patch.dict(os.environ, alone):
@@ -147,22 +147,22 @@ def timed_steps(folder: Path) -> list[tuple[float, float | None]]:
 
 
 def split_by_the_script(folder: Path) -> tuple[str, str]:
-    """What is printed of a Trainer that splits its model itself, and how another plan is refused beside it."""
+    """Return what is printed of a Trainer that splits its model itself, and how another plan is refused beside it."""
     from strategies.launch.hooks import huggingface
 
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         huggingface._require_own_split("from_pretrained(tp_plan=...) (tp 2)")
     with mock.patch.dict(os.environ, {REQUEST: '{"strategy": "zero3"}'}):
         try:
             huggingface._require_own_split("from_pretrained(tp_plan=...) (tp 2)")
         except CannotRun as refusal:
-            return said.getvalue(), str(refusal)
-    return said.getvalue(), ""
+            return output.getvalue(), str(refusal)
+    return output.getvalue(), ""
 
 
 def without_its_library(folder: Path) -> tuple[str, ...]:
-    """What is said of kernels whose library is not there."""
+    """Return what is said of kernels whose library is not there."""
     with mock.patch("strategies.modules.kernels.find_spec", return_value=None):
         return install_kernels(adapter_bodies.llama(), {"rms_norm": "liger"}, torch.device(CARD)).notes
 

@@ -36,7 +36,7 @@ def names_without(module_name: str, statement: str) -> Names:
 
 
 def outcome(story: str, module_name: str, statement: str) -> tuple[str, bool]:
-    """How a story ends without the statement: an error's text, and whether the numbers are right."""
+    """Return how a story ends without the statement: an error's text, and whether the numbers are right."""
     functions: dict[str, Callable[[Names], bool]] = {f.__name__: f for f in (down, up, beside, parked, compressed)}
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What `dsplan run` decides of a machine's cards, as its ranks get it."""
+"""Decisions of `dsplan run` on a machine's cards, as its ranks get it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _TOLERANCES = {"bf16": 1e-2, "bf16-pure": 1e-2, "fp16": 5e-4}
 
 
 def _train(world_size: int, cases: Cases, cards: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """What the ranks of a process each, with a card each, answer."""
+    """Return what the ranks of a process each, with a card each, answer."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     answer = folder / "answer.json"

@@ -1,4 +1,4 @@
-"""What ranks measure on their cards: rates before they plan, and the driver's figures while they train."""
+"""Measurements of ranks on their cards: rates before they plan, and the driver's figures while they train."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ def project(tmp_path: Path, cuda_environment: Mapping[str, str]) -> Iterator[Pat
 
 def _dsplan(folder: Path, *arguments: str) -> Finished:
     command = [sys.executable, "-m", "dsplan", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
-    return Finished(status=done.returncode, out=done.stdout, err=done.stderr)
+    finished = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    return Finished(status=finished.returncode, out=finished.stdout, err=finished.stderr)
 
 
 def _recommended(folder: Path) -> dict[str, Any]:

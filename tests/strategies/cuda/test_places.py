@@ -60,8 +60,8 @@ def test_the_time_to_the_first_loss_is_a_part_of_the_step(card: CardPool, tmp_pa
 
 @pytest.mark.slow  # imports Trainer
 def test_a_trainer_may_split_its_model_on_cards(card: CardPool, tmp_path: Path) -> None:
-    [(said, refused)] = card.run(bodies.split_by_the_script, tmp_path)
-    assert said.startswith(
+    [(output, refused)] = card.run(bodies.split_by_the_script, tmp_path)
+    assert output.startswith(
         "dsplan: no plan: the script splits its model by from_pretrained(tp_plan=...) (tp 2); it runs"
     )
     assert refused.startswith("--strategy zero3 cannot be applied: the script splits its model by from_pretrained(")
@@ -88,9 +88,9 @@ def test_sections_of_a_step_are_timed_by_events_of_the_card(card: CardPool, tmp_
 
 
 def test_memory_is_what_torchs_allocator_counts(card: CardPool, tmp_path: Path) -> None:
-    [found] = card.run(bodies.reported, tmp_path)
-    assert found["report"] == found["allocator"]
-    assert 0.75 < found["counted"] / found["peak"] <= 1, "each tensor is rounded up to 512 bytes"
+    [figures] = card.run(bodies.reported, tmp_path)
+    assert figures["report"] == figures["allocator"]
+    assert 0.75 < figures["counted"] / figures["peak"] <= 1, "each tensor is rounded up to 512 bytes"
 
 
 def test_counters_of_a_fused_optimizer_come_back_to_the_card(card: CardPool, tmp_path: Path) -> None:

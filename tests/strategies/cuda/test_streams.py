@@ -1,4 +1,4 @@
-"""What is done over several streams is in order, and every wait that this takes is missed when it is left out."""
+"""Work over several streams is in order, and every wait that this takes is missed when it is left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples a rank gets: together the ranks see every sample once, in the same global batches whatever the plan."""
+"""Samples that a rank gets: together ranks see every sample once, in the same global batches whatever the plan."""
 
 from __future__ import annotations
 
@@ -192,8 +192,8 @@ def test_the_engine_moves_the_place_in_the_data() -> None:
     config = {"dataloader": {"num_workers": 1, "pin_memory": False, "bad_samples": 2, "seed": 41}}
     engine = engine_bodies.engine_of(Recipe(accumulation=3), config, dataset=samples)
     assert engine.dataloader.state_dict() == {"epoch": 0, "samples": 0, "seed": 41, "length": 36, "passes": 0}
-    for place, (ids, targets) in enumerate(engine.dataloader, start=1):
+    for batches, (ids, targets) in enumerate(engine.dataloader, start=1):
         engine.backward(engine(ids, targets))
         engine.step()
-        assert engine.dataloader.state_dict()["samples"] == place // 3 * 12
+        assert engine.dataloader.state_dict()["samples"] == batches // 3 * 12
     assert (engine.dataloader.epoch, engine.dataloader.samples) == (1, 0)

@@ -1,4 +1,4 @@
-"""What ranks of a pool do to meet each other again, as processes with places of the test's choice."""
+"""Lets ranks of a pool meet each other again, as processes with places of the test's choice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def play(roles: Sequence[Role | None], port: int, seconds: float | None) -> tupl
         return "absent", 0.0
     os.environ[RENDEZVOUS_SECONDS] = "" if seconds is None else str(seconds)
     time.sleep(role.late_seconds)
-    place = ProcessVariables(
+    variables = ProcessVariables(
         source="the test",
         rank=role.rank,
         world_size=role.world_size,
@@ -48,11 +48,11 @@ def play(roles: Sequence[Role | None], port: int, seconds: float | None) -> tupl
     )
     begun = time.monotonic()
     try:
-        store = meet(place, role.device)
+        store = meet(variables, role.device)
         if role.ends:
             rendezvous.notify_end()
         if role.meets_again:
-            store = meet(place, role.device)
+            store = meet(variables, role.device)
         store.set(f"shared-{role.rank}", "here")
         for rank in range(0 if role.ends else role.world_size):
             assert store.get(f"shared-{rank}") == b"here"

@@ -67,7 +67,7 @@ class Starter:
 
 
 def torchrun(rank: int, ranks: int, job: int) -> Variables:
-    """What torchrun sets, or a person who starts ranks by hand."""
+    """Return what torchrun sets, or a person who starts ranks by hand."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -79,7 +79,7 @@ def torchrun(rank: int, ranks: int, job: int) -> Variables:
 
 
 def open_mpi(rank: int, ranks: int, job: int) -> Variables:
-    """What `mpirun` of Open MPI 4 sets."""
+    """Return what `mpirun` of Open MPI 4 sets."""
     return {
         "OMPI_COMM_WORLD_RANK": str(rank),
         "OMPI_COMM_WORLD_SIZE": str(ranks),
@@ -91,7 +91,7 @@ def open_mpi(rank: int, ranks: int, job: int) -> Variables:
 
 
 def slurm(rank: int, ranks: int, job: int) -> Variables:
-    """What `srun` sets, srun(1)."""
+    """Return what `srun` sets, srun(1)."""
     return {
         "SLURM_JOB_ID": str(job),
         "SLURM_STEP_ID": "0",
@@ -106,7 +106,7 @@ def slurm(rank: int, ranks: int, job: int) -> Variables:
 
 
 def hydra(rank: int, ranks: int, job: int) -> Variables:
-    """What `mpirun` of MPICH and of Intel MPI sets."""
+    """Return what `mpirun` of MPICH and of Intel MPI sets."""
     return {
         "PMI_RANK": str(rank),
         "PMI_SIZE": str(ranks),

@@ -207,11 +207,11 @@ def test_without_a_limit_of_its_own_a_malformed_start_ends_long_before_torch_alo
 @pytest.mark.slow
 def test_an_interpreter_of_its_own_says_one_line_and_ends_with_status_two(script: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "2", "WORLD_SIZE": "2"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("dsplan: the environment (RANK, WORLD_SIZE) says rank 2 of 2; ")
-    assert done.stderr.count("\n") == 1
+    finished = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=200)
+    assert finished.returncode == 2
+    assert finished.stdout == ""
+    assert finished.stderr.startswith("dsplan: the environment (RANK, WORLD_SIZE) says rank 2 of 2; ")
+    assert finished.stderr.count("\n") == 1
 
 
 def test_ranks_of_every_launcher_that_fit_together_begin(starter: Starter, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Run:
     spec: Path
 
     def reasons(self, ranks: int = 4) -> list[str]:
-        """What the ranks that had a number wrote down, all expected."""
+        """Return what the ranks that had a number wrote down, all expected."""
         told = [failure_path(self.directory, rank) for rank in range(ranks)]
         failures = [json.loads(path.read_text()) for path in told if path.exists()]
         assert all(failure["expected"] for failure in failures)

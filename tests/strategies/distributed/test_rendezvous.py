@@ -75,9 +75,9 @@ def test_ranks_that_an_agent_started_are_waited_for(pool: RankPool) -> None:
 def test_a_rank_that_ended_before_the_others_met_it_again_is_named_at_once(pool: RankPool, first: int) -> None:
     roles = [Role(rank=rank, world_size=2, ends=rank == first, meets_again=rank != first) for rank in range(2)]
     played = pool.run(meeting_bodies.play_under_an_agent, [*roles, None], free_port(), 2)
-    said, seconds = played[1 - first]
-    assert f"rank {first} on" in said
-    assert "ended with status 0 before the others met it" in said
+    message, seconds = played[1 - first]
+    assert f"rank {first} on" in message
+    assert "ended with status 0 before the others met it" in message
     assert seconds < 100  # the patience of ranks that have met is 600
 
 
@@ -89,10 +89,10 @@ def test_ranks_of_a_run_wait_no_longer_than_a_hang_takes(
     variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "ROLE_WORLD_SIZE": "2", "DSPLAN_RUN_DIR": str(tmp_path)}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    place = ProcessVariables(source="the test", rank=1, world_size=2, local_rank=1, local_world_size=2)
-    assert rendezvous._stranger_seconds(place) == waited
+    process = ProcessVariables(source="the test", rank=1, world_size=2, local_rank=1, local_world_size=2)
+    assert rendezvous._stranger_seconds(process) == waited
     monkeypatch.setenv("ROLE_WORLD_SIZE", "3")
-    assert rendezvous._stranger_seconds(place) == rendezvous.FIRST_SECONDS
+    assert rendezvous._stranger_seconds(process) == rendezvous.FIRST_SECONDS
 
 
 def test_two_processes_with_one_rank_are_named_on_all(pool: RankPool) -> None:
@@ -164,9 +164,9 @@ def test_what_a_lone_process_can_know_is_reported(variables: dict[str, str], com
         "try: join()\n"
         "except DsplanError as refusal: print(refusal)\n"
     )
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
     )
-    assert complaint in done.stdout
-    assert done.stdout.count("\n") == 1
-    assert done.stderr == ""
+    assert complaint in finished.stdout
+    assert finished.stdout.count("\n") == 1
+    assert finished.stderr == ""

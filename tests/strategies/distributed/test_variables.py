@@ -1,4 +1,4 @@
-"""Who a process is, from the variables of each launcher, and the line that says what is wrong with them."""
+"""Rank and place of a process, from the variables of each launcher, and the line that says what is wrong there."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ SLURM = {
 HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 
 
-def numbers(place: ProcessVariables) -> tuple[int, int, int, int]:
-    return place.rank, place.world_size, place.local_rank, place.local_world_size
+def numbers(process: ProcessVariables) -> tuple[int, int, int, int]:
+    return process.rank, process.world_size, process.local_rank, process.local_world_size
 
 
 @pytest.mark.parametrize(
@@ -60,22 +60,22 @@ def numbers(place: ProcessVariables) -> tuple[int, int, int, int]:
 def test_every_launcher_is_understood(
     variables: dict[str, str], expected: tuple[int, int, int, int], host: str
 ) -> None:
-    place = read_process_variables(variables)
-    assert numbers(place) == expected
-    assert place.meeting_point is not None
-    assert place.meeting_point.host == host
+    process = read_process_variables(variables)
+    assert numbers(process) == expected
+    assert process.meeting_point is not None
+    assert process.meeting_point.host == host
     published: dict[str, str] = {}
-    publish_process_variables(place, published)
+    publish_process_variables(process, published)
     assert numbers(read_process_variables(published)) == expected
-    assert read_process_variables(published).meeting_point == place.meeting_point
+    assert read_process_variables(published).meeting_point == process.meeting_point
 
 
 def test_without_a_launcher_a_process_is_alone() -> None:
     # The shell of a batch script has SLURM's variables of the job, and is no rank.
-    place = read_process_variables({"SLURM_JOB_ID": "41", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"})
-    assert (*numbers(place), place.meeting_point) == (0, 1, 0, 1, None)
+    process = read_process_variables({"SLURM_JOB_ID": "41", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"})
+    assert (*numbers(process), process.meeting_point) == (0, 1, 0, 1, None)
     published: dict[str, str] = {}
-    publish_process_variables(place, published)
+    publish_process_variables(process, published)
     assert published == {}
 
 

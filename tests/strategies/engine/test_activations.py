@@ -57,7 +57,7 @@ def test_chosen_modules_train_as_without(strategy: str, choice: Choice, pool_of:
 @pytest.mark.parametrize("strategy", SPREAD)
 @pytest.mark.slow  # what is kept is traced and measured in tests/strategies/tracing/test_checkpointing.py
 def test_memory_falls_as_a_trace_predicts(strategy: str, pool_of: PoolOf) -> None:
-    """What forward keeps for backward; gathered weights and the like are the same with and without checkpointing."""
+    """Forward keeps them for backward; gathered weights and the like are the same with and without checkpointing."""
     pool, recipe, none = pool_of(strategy), recipe_of(strategy), Choice()
     planned = activation_bodies.traced_keeping(none)
     before = pool.run(activation_bodies.kept_by_forward, recipe, none)[0]

@@ -48,28 +48,28 @@ WAYS = [
 def test_adapters_learn_as_in_one_process(recipe: Recipe, method: str, pool_of: PoolOf, one_rank: RankPool) -> None:
     expected = one_rank.run(bodies.adapters_after, Recipe(), method)[0]
     pool = pool_of("" if recipe.backend == "native" else recipe.strategy)
-    found = pool.run(bodies.adapters_after, recipe, method)[0]
-    assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+    trained_rank = pool.run(bodies.adapters_after, recipe, method)[0]
+    assert trained_rank.losses == pytest.approx(expected.losses, abs=1e-5)
     for name, adapter in expected.adapters.items():
-        torch.testing.assert_close(found.adapters[name], adapter, atol=1e-5, rtol=0)
-    assert found.frozen_changed == []
-    assert found.gradients_of_frozen == 0
+        torch.testing.assert_close(trained_rank.adapters[name], adapter, atol=1e-5, rtol=0)
+    assert trained_rank.frozen_changed == []
+    assert trained_rank.gradients_of_frozen == 0
     trained = sum(adapter.numel() for adapter in expected.adapters.values())
     assert expected.optimized == trained
     if recipe.backend == "native":
-        assert found.optimized == trained // 2  # a rank's part
+        assert trained_rank.optimized == trained // 2  # a rank's part
     elif recipe.strategy in ("ddp", "fsdp", "fsdp-grad-op"):
-        assert found.optimized == trained
+        assert trained_rank.optimized == trained
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("own", marks=pytest.mark.slow)])
 def test_adapters_follow_the_split_of_their_layers(method: str, ranks: RankPool, one_rank: RankPool) -> None:
     expected = one_rank.run(bodies.adapters_after, Recipe(), method)[0]
-    found = ranks.run(bodies.adapters_after, _recipe("fsdp"), method, 2)[0]
-    assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+    trained = ranks.run(bodies.adapters_after, _recipe("fsdp"), method, 2)[0]
+    assert trained.losses == pytest.approx(expected.losses, abs=1e-5)
     for name, adapter in expected.adapters.items():
-        torch.testing.assert_close(found.adapters[name], adapter, atol=1e-5, rtol=0)
-    assert found.frozen_changed == []
+        torch.testing.assert_close(trained.adapters[name], adapter, atol=1e-5, rtol=0)
+    assert trained.frozen_changed == []
     with pytest.raises(RankError, match=r"tensor parallelism \(tp 2\) splits LoRA's adapters and no other kind"):
         ranks.run(bodies.adapters_after, _recipe("fsdp"), "dora", 2)
 
@@ -96,11 +96,11 @@ def test_the_adapters_of_all_stages_are_exported(ranks: RankPool, tmp_path: Path
 def test_adapters_learn_in_bf16(strategy: str, ranks: RankPool, one_rank: RankPool) -> None:
     expected = one_rank.run(bodies.adapters_after, Recipe(precision="bf16"), "lora")[0]
     backend = "native" if strategy.startswith("zero") else ""
-    found = ranks.run(bodies.adapters_after, _recipe(strategy, backend, precision="bf16"), "lora")[0]
-    assert found.losses == pytest.approx(expected.losses, abs=2e-2)
+    trained = ranks.run(bodies.adapters_after, _recipe(strategy, backend, precision="bf16"), "lora")[0]
+    assert trained.losses == pytest.approx(expected.losses, abs=2e-2)
     for name, adapter in expected.adapters.items():
-        torch.testing.assert_close(found.adapters[name].float(), adapter, atol=2e-2, rtol=0)
-    assert found.frozen_changed == []
+        torch.testing.assert_close(trained.adapters[name].float(), adapter, atol=2e-2, rtol=0)
+    assert trained.frozen_changed == []
 
 
 def test_adapters_alone_are_saved_over_their_base_and_exported(
@@ -109,8 +109,8 @@ def test_adapters_alone_are_saved_over_their_base_and_exported(
     expected, exported = ranks.run(bodies.saved_and_exported, _recipe("fsdp"), "dora", tmp_path)[0]
     (checkpoint,) = tmp_path.glob("step-*")
     assert "embed_tokens" not in (checkpoint / "tensors.json").read_text()
-    found = ranks.run(bodies.resumed, _recipe("zero2", "native"), "dora", tmp_path)[0]
-    assert found == pytest.approx(expected, abs=1e-5)
+    losses = ranks.run(bodies.resumed, _recipe("zero2", "native"), "dora", tmp_path)[0]
+    assert losses == pytest.approx(expected, abs=1e-5)
     assert one_rank.run(bodies.losses_of_exports, tmp_path)[0] == pytest.approx((exported, exported), abs=1e-5)
     with pytest.raises(RankError, match="was trained beside other frozen weights than this model's"):
         ranks.run(bodies.resumed, _recipe("ddp"), "dora", tmp_path, 0.01)
@@ -137,11 +137,11 @@ def _names(model: nn.Module) -> set[str]:
 )
 def test_targets_are_linear_layers_of_blocks(targets: str, layers: set[str]) -> None:
     model = TinyModel()
-    said = apply_method(model, TrainingMethod(method="lora", rank=2, targets=targets))
+    description = apply_method(model, TrainingMethod(method="lora", rank=2, targets=targets))
     trained = _names(model)
     assert {name.split(".")[2] for name in trained} == layers
     assert all("lora_" in name for name in trained)
-    assert said.startswith("lora adapters of rank 2 beside ")
+    assert description.startswith("lora adapters of rank 2 beside ")
     assert apply_method(model, TrainingMethod(method="lora")) is None  # it has some
 
 
@@ -162,9 +162,9 @@ def test_a_mistyped_target_gets_the_near_one() -> None:
 
 def test_a_pattern_leaves_the_rest_frozen() -> None:
     model = TinyModel()
-    said = apply_method(model, TrainingMethod(train_only=r"blocks\.2\."))
+    description = apply_method(model, TrainingMethod(train_only=r"blocks\.2\."))
     assert all(name.startswith("blocks.2.") for name in _names(model))
-    assert said.startswith("weights that match")
+    assert description.startswith("weights that match")
     with pytest.raises(CannotRun, match="train_only 'layers' matches no weight of TinyModel; names are like"):
         apply_method(TinyModel(), TrainingMethod(train_only="layers"))
 
@@ -181,8 +181,8 @@ def test_the_config_and_the_plan_name_one_method() -> None:
 
 def test_the_command_line_comes_before_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REQUEST, '{"method": {"method": "dora", "lora_targets": "up"}}')
-    found = read_method(read_config({"lora": {"rank": 16}}), {}, None)
-    assert (found.method, found.targets) == ("dora", "up")
+    method = read_method(read_config({"lora": {"rank": 16}}), {}, None)
+    assert (method.method, method.targets) == ("dora", "up")
 
 
 @pytest.mark.parametrize(
@@ -206,10 +206,10 @@ def test_adapters_learn_beside_weights_in_four_bits(
 ) -> None:
     pytest.importorskip("bitsandbytes")
     expected = one_rank.run(bodies.adapters_after, Recipe(), "qlora")[0]
-    found = ranks.run(bodies.adapters_after, _recipe(strategy, backend), "qlora")[0]
-    assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+    trained = ranks.run(bodies.adapters_after, _recipe(strategy, backend), "qlora")[0]
+    assert trained.losses == pytest.approx(expected.losses, abs=1e-5)
     for name, adapter in expected.adapters.items():
-        torch.testing.assert_close(found.adapters[name], adapter, atol=1e-5, rtol=0)
+        torch.testing.assert_close(trained.adapters[name], adapter, atol=1e-5, rtol=0)
 
 
 def test_four_bits_need_their_library_and_survive_no_cast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def loss_tolerance(config: Mapping[str, Any]) -> float:
 
 
 def tolerance(config: Mapping[str, Any]) -> float:
-    """How far parameters may be off, as a part of the way that they went.
+    """Return how far parameters may be off, as a part of the way that they went.
 
     Sums over ranks round otherwise than sums over a batch, by 2^-24 each. torch's Muon turns gradients into steps in
     bf16, where such a difference may be a rounding of 2^-9, in each of its five iterations. Lion's steps have one size:
@@ -182,13 +182,13 @@ def test_optimizers_that_cannot_be_made(
 def test_adam_is_adamw_as_in_deepspeed_unless_it_is_told_otherwise() -> None:
     parameters = [nn.Parameter(torch.zeros(2))]
 
-    def made(name: str, **params: Any) -> torch.optim.Optimizer:
+    def build(name: str, **params: Any) -> torch.optim.Optimizer:
         return optimizer_by_name(NamedParts(name=name, params=params))(parameters)
 
-    assert [type(made(name)) for name in ("Adam", "adamw")] == [torch.optim.AdamW] * 2
-    assert type(made("Adam", adam_w_mode=False, torch_adam=True)) is torch.optim.Adam
-    assert made("AdamW").defaults["weight_decay"] == 0.0
-    assert made("AdamW", betas=[0.5, 0.6]).defaults["betas"] == (0.5, 0.6)
+    assert [type(build(name)) for name in ("Adam", "adamw")] == [torch.optim.AdamW] * 2
+    assert type(build("Adam", adam_w_mode=False, torch_adam=True)) is torch.optim.Adam
+    assert build("AdamW").defaults["weight_decay"] == 0.0
+    assert build("AdamW", betas=[0.5, 0.6]).defaults["betas"] == (0.5, 0.6)
 
 
 def test_optimizers_of_deepspeed_alone_are_named() -> None:
@@ -217,9 +217,9 @@ def test_an_optimizer_that_deepspeed_has_not_got_is_named(deepspeed_ranks: RankP
 
 def test_8_bit_optimizers_are_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", SimpleNamespace(AdamW8bit=torch.optim.RAdam))
-    made = optimizer_by_name(NamedParts(name="adamw_8bit", params={"lr": 0.5}))([nn.Parameter(torch.zeros(2))])
-    assert isinstance(made, torch.optim.RAdam)
-    assert made.defaults["lr"] == 0.5
+    optimizer = optimizer_by_name(NamedParts(name="adamw_8bit", params={"lr": 0.5}))([nn.Parameter(torch.zeros(2))])
+    assert isinstance(optimizer, torch.optim.RAdam)
+    assert optimizer.defaults["lr"] == 0.5
 
 
 def test_a_deepspeed_file_trains_the_same_without_deepspeed(ranks: RankPool, deepspeed_ranks: RankPool) -> None:

@@ -1,4 +1,4 @@
-"""What every engine offers beside training, the same under every strategy."""
+"""The offers of every engine beside training, the same under every strategy."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def recipe_of(strategy: str, **how: Any) -> Recipe:
 def test_figures_of_a_step(strategy: str, pool_of: PoolOf) -> None:
     alone = engine_bodies.figures(Recipe())
     assert alone["norm"] == pytest.approx(first_norms()[-1], rel=1e-5)
-    for found in pool_of(strategy).run(engine_bodies.figures, recipe_of(strategy)):
-        assert found["own"], "the script's own model, whatever runs it"
-        assert found["norm"] == pytest.approx(alone["norm"], rel=1e-5)
-        assert (found["skipped"], found["scale"], found["rates"]) == (0, 1.0, [engine_bodies.RATE])
-        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    for figures in pool_of(strategy).run(engine_bodies.figures, recipe_of(strategy)):
+        assert figures["own"], "the script's own model, whatever runs it"
+        assert figures["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+        assert (figures["skipped"], figures["scale"], figures["rates"]) == (0, 1.0, [engine_bodies.RATE])
+        assert figures["losses"] == pytest.approx(alone["losses"], rel=1e-5)
 
 
 def first_norms() -> list[float]:
@@ -58,12 +58,12 @@ def first_norms() -> list[float]:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", *NATIVE])
 @pytest.mark.sweep(every=2)
 def test_what_is_not_finite_on_one_rank_is_learned_on_none(strategy: str, precision: str, pool_of: PoolOf) -> None:
-    for found in pool_of(strategy).run(engine_bodies.poisoned, recipe_of(strategy, precision=precision)):
-        assert found["unchanged"]
-        assert (found["norm"], found["skipped"]) == (None, 1)
-        assert found["halved"] == (0.5 if precision == "fp16" else 1.0)
-        assert found["later norm"] > 0
-        assert found["later skips"] == 1
+    for figures in pool_of(strategy).run(engine_bodies.poisoned, recipe_of(strategy, precision=precision)):
+        assert figures["unchanged"]
+        assert (figures["norm"], figures["skipped"]) == (None, 1)
+        assert figures["halved"] == (0.5 if precision == "fp16" else 1.0)
+        assert figures["later norm"] > 0
+        assert figures["later skips"] == 1
 
 
 @pytest.mark.parametrize("strategy", SPREAD)
@@ -71,9 +71,9 @@ def test_what_is_not_finite_on_one_rank_is_learned_on_none(strategy: str, precis
 def test_micro_batches_without_sync_add_up_to_the_same_step(strategy: str, pool_of: PoolOf) -> None:
     recipe = recipe_of(strategy, accumulation=3, steps=1)
     reference = training_bodies.reference(Recipe(steps=1)).parameters
-    for found in pool_of(strategy).run(engine_bodies.accumulated_without_sync, recipe):
+    for learned in pool_of(strategy).run(engine_bodies.accumulated_without_sync, recipe):
         for name, expected in reference.items():
-            torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(learned[name], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -96,12 +96,12 @@ def test_a_narrower_sum_than_the_gradients_is_refused() -> None:
 @pytest.mark.sweep(every=3, suite=lambda strategy, precision: precision == "bf16" or strategy in ENGINES)
 def test_whole_weights_are_read_used_and_changed(strategy: str, precision: str, pool_of: PoolOf) -> None:
     first, second = pool_of(strategy).run(engine_bodies.changed_weights, recipe_of(strategy, precision=precision))
-    for found in (first, second):
-        assert found["value"] == 0.5, "rank 0's value counts"
-        assert {name: count for name, count in found["differs"].items() if count} == {"blocks.1.up.weight": 1}
-        assert found["later"] == pytest.approx(0.5, abs=0.01), "training resumes from it"
-        assert found["later"] != 0.5
-        assert found["size"] == 4 * training_bodies.WIDTH**2
+    for figures in (first, second):
+        assert figures["value"] == 0.5, "rank 0's value counts"
+        assert {name: count for name, count in figures["differs"].items() if count} == {"blocks.1.up.weight": 1}
+        assert figures["later"] == pytest.approx(0.5, abs=0.01), "training resumes from it"
+        assert figures["later"] != 0.5
+        assert figures["size"] == 4 * training_bodies.WIDTH**2
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["whole", "gathered as it runs"])
@@ -120,28 +120,28 @@ def test_a_trained_gpt2_generates_the_same_tokens_under_every_strategy(inside: b
 def test_the_memory_report_tells_states_apart(strategy: str, pool_of: PoolOf) -> None:
     """Weights, gradients and optimizer states of fp32 AdamW, after a step: 4, 0 and 8 bytes of what is whole or cut."""
     stage = int(strategy[-1]) if strategy[-1].isdigit() else 3 if strategy == "fsdp" else 0
-    for found, text, elements in pool_of(strategy).run(engine_bodies.report, recipe_of(strategy)):
+    for live, text, elements in pool_of(strategy).run(engine_bodies.report, recipe_of(strategy)):
         states = 8 * elements / (1 if stage == 0 else 2)
         # DeepSpeed keeps fp32 masters beside fp32 weights, and pads its flat buffers.
         states += 4 * elements / 2 if strategy in DEEPSPEED else 0
-        assert found["masters and optimizer states"] == pytest.approx(states, rel=0.05)
+        assert live["masters and optimizer states"] == pytest.approx(states, rel=0.05)
         # Stage 3 keeps biases and norms, a tenth of this small model, whole.
         weights = 4 * elements / (2 if stage == 3 else 1)
-        assert found["weights and buffers"] == pytest.approx(weights, rel=0.13 if stage == 3 else 0.01)
+        assert live["weights and buffers"] == pytest.approx(weights, rel=0.13 if stage == 3 else 0.01)
         assert "predicted" in text.splitlines()[0]
 
 
 def test_what_is_on_disk_is_in_no_ones_memory(ranks: RankPool) -> None:
-    for found, _, elements in ranks.run(engine_bodies.report, recipe_of("native zero2", offload="nvme")):
+    for live, _, elements in ranks.run(engine_bodies.report, recipe_of("native zero2", offload="nvme")):
         # States of small pieces, which are most of this model's, stay in memory.
-        assert found["masters and optimizer states"] < 0.5 * 8 * elements / 2
-        assert found["weights and buffers"] == pytest.approx(4 * elements, rel=0.01)
+        assert live["masters and optimizer states"] < 0.5 * 8 * elements / 2
+        assert live["weights and buffers"] == pytest.approx(4 * elements, rel=0.01)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "native zero2"])
 def test_a_timeline_shows_the_peak_of_a_step(strategy: str, pool_of: PoolOf, tmp_path: Path) -> None:
-    found = pool_of(strategy).run(engine_bodies.timeline, recipe_of(strategy), str(tmp_path))
-    for rank, (peak, reported, layers) in enumerate(found):
+    peaks = pool_of(strategy).run(engine_bodies.timeline, recipe_of(strategy), str(tmp_path))
+    for rank, (peak, reported, layers) in enumerate(peaks):
         assert reported == peak == max(sum(sample) for sample in layers)
         before, after = layers[0], layers[-1]
         assert after[:3] == before[:3], "states are there before and after"
@@ -169,22 +169,22 @@ def test_a_timeline_shows_the_peak_of_a_step(strategy: str, pool_of: PoolOf, tmp
     ],
 )
 def test_ranks_that_built_another_model_are_named(strategy: str, how: str, difference: str, pool_of: PoolOf) -> None:
-    found = pool_of(strategy).run(engine_bodies.models_that_differ, recipe_of(strategy), how, 1)
-    for said, seconds in found:
+    of_ranks = pool_of(strategy).run(engine_bodies.models_that_differ, recipe_of(strategy), how, 1)
+    for message, seconds in of_ranks:
         if how == "none":
-            assert said == "trains"
+            assert message == "trains"
             continue
-        assert said.startswith("rank 1 has another model than rank 0: ")
-        assert difference in said
-        assert "\n" not in said
+        assert message.startswith("rank 1 has another model than rank 0: ")
+        assert difference in message
+        assert "\n" not in message
         assert seconds < 100  # the patience of ranks is 600
-    assert found[0][0] == found[1][0]
+    assert of_ranks[0][0] == of_ranks[1][0]
 
 
 def test_the_rank_that_differs_from_most_is_named(three_ranks: RankPool) -> None:
     recipe = Recipe(strategy="zero3", backend="native", world_size=3)
-    for said, _ in three_ranks.run(engine_bodies.models_that_differ, recipe, "shape", 0):
-        assert said.startswith("rank 0 has another model than rank 1: positions: [7, 16]")
+    for message, _ in three_ranks.run(engine_bodies.models_that_differ, recipe, "shape", 0):
+        assert message.startswith("rank 0 has another model than rank 1: positions: [7, 16]")
 
 
 def test_all_ranks_say_alike_what_ended_a_joint_doing(ranks: RankPool) -> None:

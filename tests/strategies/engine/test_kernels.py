@@ -39,8 +39,8 @@ def test_registered_kernels_compute_forward_and_backward() -> None:
     usual, ids = copy.deepcopy(model), adapter_bodies.batch_of(0)
     expected = usual(input_ids=ids, labels=ids).loss
     expected.backward()
-    asked = read_kernels({"all": "mine", "linear_cross_entropy": "chunked"}, None)
-    installed = install_kernels(model, asked, CPU)
+    chosen = read_kernels({"all": "mine", "linear_cross_entropy": "chunked"}, None)
+    installed = install_kernels(model, chosen, CPU)
     kernel_bodies.CALLS.clear()
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
@@ -191,11 +191,11 @@ def test_the_command_line_comes_before_the_config(monkeypatch: pytest.MonkeyPatc
 )
 def test_training_with_kernels_is_the_same(recipe: Recipe, ranks: RankPool, one_rank: RankPool) -> None:
     expected, weights = one_rank.run(kernel_bodies.losses_with, Recipe(), {})[0]
-    asked = {**dict.fromkeys(kernel_bodies.FUNCTIONS, "mine"), "linear_cross_entropy": "chunked"}
-    losses, found = ranks.run(kernel_bodies.losses_with, recipe, asked)[0]
+    chosen = {**dict.fromkeys(kernel_bodies.FUNCTIONS, "mine"), "linear_cross_entropy": "chunked"}
+    losses, learned = ranks.run(kernel_bodies.losses_with, recipe, chosen)[0]
     assert losses == pytest.approx(expected, abs=1e-5)
     for name, weight in weights.items():
-        torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=0)
+        torch.testing.assert_close(learned[name], weight, atol=1e-5, rtol=0)
 
 
 def test_a_rotary_embedding_called_in_another_way_is_the_familys_own() -> None:

@@ -163,9 +163,9 @@ def test_wishes_that_cannot_be_planned(arguments: dict[str, Any], words: str) ->
 @pytest.mark.sweep(every=2)
 def test_zero_in_fp16_runs_where_deepspeed_has_none(backend: str | None, expected: str, ranks: RankPool) -> None:
     config = {"train_batch_size": 12, "zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}
-    for found in ranks.run(config_bodies.planned_on_avx2, config, backend):
-        assert found.endswith(expected)
-        assert "\n" not in found
+    for message in ranks.run(config_bodies.planned_on_avx2, config, backend):
+        assert message.endswith(expected)
+        assert "\n" not in message
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

@@ -1,4 +1,4 @@
-"""What the engine refuses: one line that says what, where, and what to do."""
+"""Refusals of the engine: one line that says what, where, and what to do."""
 
 from __future__ import annotations
 
@@ -80,18 +80,18 @@ def test_a_plan_for_another_number_of_ranks() -> None:
 
 def test_a_plan_of_another_global_batch_or_strategy() -> None:
     plan = Recipe().plan()
-    asked = refusal(initialize, TinyModel(), plan=plan, config={"train_batch_size": 24})
-    assert "plan again with --global-batch 24" in asked
+    message = refusal(initialize, TinyModel(), plan=plan, config={"train_batch_size": 24})
+    assert "plan again with --global-batch 24" in message
     assert "strategy='ddp' was asked for" in refusal(initialize, TinyModel(), plan=plan, strategy="ddp")
 
 
 def test_degrees_that_are_none() -> None:
-    asked = partial(refusal, initialize, TinyModel())
-    assert "parallel: tp is 0" in asked(parallel={"tp": 0})
-    assert "choose from shard, tp, pp, cp, ep" in asked(parallel={"dp": 2})
-    assert "one of gpipe, 1f1b" in asked(parallel={"pp": 1, "pp_schedule": "zigzag"})
-    assert "must be True or False" in asked(parallel={"tp": 1, "sequence_parallel": 1})
-    assert "schedule gpipe is for a pipeline" in asked(parallel={"pp_schedule": "gpipe"})
+    refuse = partial(refusal, initialize, TinyModel())
+    assert "parallel: tp is 0" in refuse(parallel={"tp": 0})
+    assert "choose from shard, tp, pp, cp, ep" in refuse(parallel={"dp": 2})
+    assert "one of gpipe, 1f1b" in refuse(parallel={"pp": 1, "pp_schedule": "zigzag"})
+    assert "must be True or False" in refuse(parallel={"tp": 1, "sequence_parallel": 1})
+    assert "schedule gpipe is for a pipeline" in refuse(parallel={"pp_schedule": "gpipe"})
 
 
 def test_a_plan_of_other_degrees_than_the_script_asks_for() -> None:
@@ -101,7 +101,7 @@ def test_a_plan_of_other_degrees_than_the_script_asks_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("settings", "words"),
     [
         ({"backend": "deepspeed", "parallel": Degrees(tp=2)}, "hands whole models to DeepSpeed, and tp 2 splits them"),
         ({"strategy": "hsdp", "parallel": Degrees(tp=2)}, "hsdp is fsdp unless there are several nodes"),
@@ -114,8 +114,8 @@ def test_a_plan_of_other_degrees_than_the_script_asks_for() -> None:
         ({"parallel": Degrees(ep=2)}, "ep 2 spreads experts over ranks, and TinyModel has none; use ep 1"),
     ],
 )
-def test_what_is_asked_of_four_ranks_and_cannot_be_planned(asked: dict[str, Any], words: str) -> None:
-    options = PlanningOptions(config=read_config({"train_batch_size": 8}), **asked)
+def test_what_is_asked_of_four_ranks_and_cannot_be_planned(settings: dict[str, Any], words: str) -> None:
+    options = PlanningOptions(config=read_config({"train_batch_size": 8}), **settings)
     four = replace(ALONE, world_size=4, local_world_size=4)
     with pytest.raises(CannotRun, match=words):
         live_request(TinyModel(), options, four, ())

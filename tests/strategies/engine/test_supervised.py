@@ -44,8 +44,8 @@ def test_a_run_stopped_on_the_way_resumes_at_the_exact_step_and_sample(
         assert 5 <= first[rank][-1][0] <= 8
         assert first[0][-1][0] == first[1][-1][0]
         assert [*first[rank], *rest[rank]] == whole[rank]
-    (made,) = lineage.read(tmp_path / "run")
-    assert made.step == first[0][-1][0]
+    (checkpoint,) = lineage.read(tmp_path / "run")
+    assert checkpoint.step == first[0][-1][0]
 
 
 def test_a_trainer_resumes_in_the_middle_of_a_loader_that_keeps_no_place(pool_of: PoolOf, tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_trainer_resumes_in_the_middle_of_a_loader_that_keeps_no_place(pool_of
         return pool_of("ddp").run(body, DDP, str(tmp_path / folder), fails_at)
 
     whole, failed, resumed = trained("whole", None), trained("run", (2, 4)), trained("run", None)
-    assert [found[0]["steps"] for found in (whole, failed, resumed)] == [15, 9, 15]
+    assert [of_ranks[0]["steps"] for of_ranks in (whole, failed, resumed)] == [15, 9, 15]
     assert all(torch.equal(whole[0][name], value) for name, value in resumed[0].items() if name != "steps")
 
 
@@ -69,7 +69,7 @@ def test_the_newest_two_automatic_checkpoints_stay(pool_of: PoolOf, tmp_path: Pa
     # The sixth may still be on its way when the fifth is seen complete.
     assert there[0][-1] == "step-00000012"
     assert 2 <= len(there[0]) <= 3
-    assert [made.step for made in lineage.read(tmp_path)] == [2, 4, 6, 8, 10, 12]
+    assert [checkpoint.step for checkpoint in lineage.read(tmp_path)] == [2, 4, 6, 8, 10, 12]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -83,14 +83,14 @@ def test_training_continues_while_the_disk_is_full_and_saves_when_it_no_longer_i
 
 def test_an_automatic_save_that_failed_does_not_end_the_scripts_own(pool_of: PoolOf, tmp_path: Path) -> None:
     body = supervised_bodies.script_saves_after_a_full_disk
-    found = pool_of("ddp").run(body, DDP, str(tmp_path / "run"), str(tmp_path / "own"))
-    assert found[1] == (True, True)
-    assert found[0][1]
+    of_ranks = pool_of("ddp").run(body, DDP, str(tmp_path / "run"), str(tmp_path / "own"))
+    assert of_ranks[1] == (True, True)
+    assert of_ranks[0][1]
 
 
 def test_a_stop_saves_nothing_where_one_rank_is_not_finite(pool_of: PoolOf, tmp_path: Path) -> None:
-    found = pool_of("ddp").run(supervised_bodies.stops_where_rank_1_is_not_finite, DDP, str(tmp_path))
-    assert list(found) == 2 * [(None, ", not saved: losses or gradients are not finite")]
+    of_ranks = pool_of("ddp").run(supervised_bodies.stops_where_rank_1_is_not_finite, DDP, str(tmp_path))
+    assert list(of_ranks) == 2 * [(None, ", not saved: losses or gradients are not finite")]
     assert not lineage.read(tmp_path)
 
 
@@ -135,14 +135,14 @@ def test_a_script_that_loads_a_checkpoint_of_another_run_keeps_it_at_its_start(p
 
 
 def test_losses_that_stay_nan_end_the_run_and_are_never_saved(pool_of: PoolOf, tmp_path: Path) -> None:
-    for said, checkpoints in pool_of("ddp").run(supervised_bodies.blow_up, DDP, str(tmp_path)):
-        assert said.startswith("NotFinite: losses of the last 20 steps are NaN or infinite, up to step 20")
+    for message, checkpoints in pool_of("ddp").run(supervised_bodies.blow_up, DDP, str(tmp_path)):
+        assert message.startswith("NotFinite: losses of the last 20 steps are NaN or infinite, up to step 20")
         assert checkpoints == 0
 
 
 def test_a_save_that_cannot_end_in_time_is_not_begun(pool_of: PoolOf, tmp_path: Path) -> None:
-    for said, checkpoints in pool_of("ddp").run(supervised_bodies.too_late, DDP, str(tmp_path)):
-        assert said == "stopped at step 3, not saved: the time left is shorter than saving takes"
+    for message, checkpoints in pool_of("ddp").run(supervised_bodies.too_late, DDP, str(tmp_path)):
+        assert message == "stopped at step 3, not saved: the time left is shorter than saving takes"
         assert checkpoints == 0
 
 

@@ -72,7 +72,7 @@ class FaultyRun:
 
     @property
     def out(self) -> str:
-        """What the command has printed, all of its starts together."""
+        """Return what the command has printed, all of its starts together."""
         return (self.directory / "out.txt").read_text()
 
     def start(self) -> None:
@@ -112,15 +112,15 @@ class FaultyRun:
 
     def processes(self) -> dict[int, str]:
         """Every process of this run, by id: its command line."""
-        found = {}
+        by_pid = {}
         for path in Path("/proc").glob("[0-9]*"):
             if (
                 path.name not in self._strangers
                 and _environment(path).get(TOKEN) == self._token
                 and (line := _command_line(path))
             ):
-                found[int(path.name)] = line
-        return found
+                by_pid[int(path.name)] = line
+        return by_pid
 
     def ranks(self) -> dict[int, int]:
         """The processes of the ranks: id by rank."""
@@ -133,11 +133,11 @@ class FaultyRun:
         return next((_parent(pid) for pid in self.ranks().values()), None)
 
     def has_opened(self) -> bool:
-        """Whether ranks that run have come as far as the loop."""
+        """Return whether ranks that run have come as far as the loop."""
         return any(_command_line(Path(f"/proc/{pid}")) for start in self.starts()[-1:] for pid in start.processes)
 
     def left_running(self) -> list[str]:
-        """What still runs a while after the command ended."""
+        """Return what still runs a while after the command ended."""
         with contextlib.suppress(AssertionError):
             wait_for(lambda: not self.processes(), seconds=20)
         return [f"{pid} {line}" for pid, line in self.processes().items()]

@@ -1,4 +1,4 @@
-"""What the ledgers of a run say: the steps that count, their losses, and which sample was trained on when."""
+"""Reads the ledgers of a run: the steps that count, their losses, and which sample was trained on when."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a run was at some time: the last step that a rank had begun, and how many steps had been saved."""
+    """The progress of a run at some time: the last step that a rank had begun, and how many steps had been saved."""
 
     step: int
     checkpoints: int
@@ -51,12 +51,12 @@ class Step:
 
 def read_starts(directory: Path) -> list[Start]:
     """The attempts in the order they began; those that did not come as far as the loop left nothing."""
-    found: dict[int, dict[str, Any]] = {}
+    by_number: dict[int, dict[str, Any]] = {}
     for path in sorted(directory.glob("rank*.jsonl")):
         rank = int(path.stem.removeprefix("rank"))
         for line in path.read_text().splitlines():
             row = json.loads(line)
-            start = found.setdefault(row["start"], {"opening": row, "processes": [], "rows": {}})
+            start = by_number.setdefault(row["start"], {"opening": row, "processes": [], "rows": {}})
             rows = start["rows"].setdefault(rank, {})
             if "resumed_at" in row:
                 same = ("resumed_at", "plan")
@@ -74,12 +74,12 @@ def read_starts(directory: Path) -> list[Start]:
             resumed_at=start["opening"]["resumed_at"],
             rows=start["rows"],
         )
-        for number, start in sorted(found.items())
+        for number, start in sorted(by_number.items())
     ]
 
 
 def progress(starts: list[Start], when: float) -> Progress:
-    """How far a run was at a time in seconds since 1970, as far as its ranks had written down by then."""
+    """Return how far a run was at a time in seconds since 1970, as far as its ranks had written down by then."""
     begun = [start for start in starts if start.began <= when]
     rows = [[row for rows in start.rows.values() for row in rows.values() if row["time"] <= when] for start in begun]
     step = max((row["step"] for row in rows[-1]), default=begun[-1].resumed_at) if begun else 0
@@ -88,12 +88,12 @@ def progress(starts: list[Start], when: float) -> Progress:
 
 def lineage(starts: list[Start]) -> list[Step]:
     """The steps that the last weights went through: an attempt that resumes from a step replaces all after it."""
-    made: list[tuple[Start, int]] = []
+    steps: list[tuple[Start, int]] = []
     for start in starts:
-        gap = f"an attempt resumed from step {start.resumed_at}, and the ones before came to {len(made)}"
-        assert start.resumed_at <= len(made), gap
-        made[start.resumed_at :] = [(start, step) for step in range(start.resumed_at + 1, start.last_step + 1)]
-    return [_joined(start, step) for start, step in made]
+        gap = f"an attempt resumed from step {start.resumed_at}, and the ones before came to {len(steps)}"
+        assert start.resumed_at <= len(steps), gap
+        steps[start.resumed_at :] = [(start, step) for step in range(start.resumed_at + 1, start.last_step + 1)]
+    return [_joined(start, step) for start, step in steps]
 
 
 def _joined(start: Start, step: int) -> Step:

@@ -64,10 +64,10 @@ class Net(nn.Module):
 def go_wrong(rank: int, step: int) -> None:
     """Fail as `FAULTS` says, each entry once, over all attempts."""
     for number, fault in enumerate(json.loads(os.environ.get("FAULTS", "[]"))):
-        done = LEDGER / f"fault{number}"
-        if (rank, step) != (fault["rank"], fault["step"]) or done.exists():
+        mark = LEDGER / f"fault{number}"
+        if (rank, step) != (fault["rank"], fault["step"]) or mark.exists():
             continue
-        done.write_text(json.dumps({"time": time.time(), "rank": rank}))
+        mark.write_text(json.dumps({"time": time.time(), "rank": rank}))
         if fault["kind"] == "out_of_memory":
             torch.empty(_without_memory_for(GIB), dtype=torch.uint8)
         elif fault["kind"] == "host_memory":
@@ -89,8 +89,8 @@ def _without_memory_for(size: int) -> int:
 
 def newest_checkpoint() -> int:
     """The step of the newest complete checkpoint, 0 where there is none."""
-    found = re.match(r"step-(\d+)", LATEST.read_text()) if LATEST.exists() else None
-    return int(found[1]) if found else 0
+    match = re.match(r"step-(\d+)", LATEST.read_text()) if LATEST.exists() else None
+    return int(match[1]) if match else 0
 
 
 class Ledger:

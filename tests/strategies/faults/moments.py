@@ -1,4 +1,4 @@
-"""What is done to a run from outside, at moments that are drawn before it begins."""
+"""Faults that come to a run from outside, at moments that are drawn before it begins."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.strategies.faults.ledger import progress
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class When:
-    """When to do something: between steps, or in the seconds in which processes start and load."""
+    """The time to do something: between steps, or in the seconds in which processes start and load."""
 
     step: int  # one that a rank has begun to make
     checkpoints: int = 0  # how many steps have to be saved by then
@@ -267,7 +267,7 @@ def _unfinished(run: FaultyRun) -> list[Path]:
 
 
 def _report_line(run: FaultyRun, since: float) -> bool:
-    """Whether a rank has told of a full disk; its file has every such alert, the journal one a minute."""
+    """Return whether a rank has told of a full disk; its file has every such alert, the journal one a minute."""
     lines = [line for path in run.run_directory.glob("metrics-rank*.jsonl") for line in path.read_text().splitlines()]
     return any(json.loads(line)["time"] >= since for line in lines if "No space left" in line)
 

@@ -48,7 +48,7 @@ STARTING = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What the script trains under; empty: what the planner chooses."""
+    """The plan that the script trains under; empty: what the planner chooses."""
 
     strategy: str | None = None
     backend: str | None = None
@@ -157,7 +157,7 @@ DEFAULTS = {"steps": 30, "samples": 80, "batch": 8, "width": 128, "dropout": 0.1
 
 
 def settings_of(fault: Fault, plan: Plan) -> dict[str, Any]:
-    """What the script of a run is told, where the fault can happen on this machine."""
+    """Return what the script of a run is told, where the fault can happen on this machine."""
     if fault.small_disk and os.geteuid() != 0:
         pytest.skip("only root may mount a small disk")
     return {**DEFAULTS, "strategy": plan.strategy, "backend": plan.backend, **fault.settings}
@@ -165,7 +165,7 @@ def settings_of(fault: Fault, plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """What a run came to."""
+    """Figures of what a run came to."""
 
     fault: str
     seed: int
@@ -190,7 +190,7 @@ class Figures:
 
     @property
     def late(self) -> int:
-        """How many faults came after the third checkpoint."""
+        """Return how many faults came after the third checkpoint."""
         return sum(count >= LATE_CHECKPOINTS for count in self.checkpoints)
 
     def keep(self) -> None:
@@ -259,7 +259,7 @@ def play(case: Case, directory: Path) -> tuple[Case, Figures, str]:
 
 
 def check(case: Case, figures: Figures, out: str) -> None:
-    """What every run has to come to."""
+    """Check what every run has to come to."""
     assert figures.finished, out
     assert figures.worst_difference <= (0 if figures.plans == 1 else 1e-6)
     assert figures.misused_samples == 0
@@ -279,8 +279,8 @@ def check(case: Case, figures: Figures, out: str) -> None:
 
 
 def _drawn(case: Case, chance: random.Random) -> list[When]:
-    """When each fault is to happen: at least half of them after the third checkpoint, none in the last step, so that
-    it shows. A start is that of the attempt which the fault before it ended, so as late as that one."""
+    """Return when each fault is to happen: at least half of them after the third checkpoint, none in the last step, so
+    that it shows. A start is that of the attempt which the fault before it ended, so as late as that one."""
     count, steps = len(case.faults), int(case.settings["steps"])
     last = steps - (5 if any(fault.needs_checkpoints for fault in case.faults) else 1)
     early = count // 2
@@ -305,7 +305,7 @@ Planned = Sequence[tuple[Fault, When]]
 
 
 def _inside(planned: Planned, chance: random.Random) -> list[dict[str, Any]]:
-    """What the script does to itself, and where."""
+    """Return what the script does to itself, and where."""
     return [
         {"kind": fault.inside, "rank": chance.randrange(2), "step": when.step}
         for fault, when in planned
@@ -319,7 +319,7 @@ def _inflict(planned: Planned, run: FaultyRun, chance: random.Random) -> list[Mo
 
 
 def _unmet(happened: Sequence[Moment], run: FaultyRun, starts: list[Start]) -> Iterator[str]:
-    """What should have followed a fault and did not."""
+    """Yield what should have followed a fault and did not."""
     for moment in happened:
         after = next((start for start in starts if start.began > moment.time), None)
         if after is not None and moment.goes_on_from not in (None, after.resumed_at):

@@ -33,12 +33,12 @@ def _options(flags: tuple[str, ...], saved_every: int) -> tuple[str, ...]:
 
 def _losses(run: FaultyRun) -> Losses:
     """The last loss of each step that each rank has noted."""
-    found: Losses = {}
+    losses: Losses = {}
     for path in run.run_directory.glob("metrics-rank*.jsonl"):
         rank = int(path.stem.removeprefix("metrics-rank"))
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        found |= {(rank, row["global_step"]): row["loss"] for row in rows if row["event"] == "step"}
-    return found
+        losses |= {(rank, row["global_step"]): row["loss"] for row in rows if row["event"] == "step"}
+    return losses
 
 
 def _steps(run: FaultyRun) -> int:
@@ -62,10 +62,10 @@ def _right(directory: Path, flags: tuple[str, ...], *more: str) -> Losses:
     with run:
         run.start()
         assert run.wait() == 0, run.out
-    found = _losses(run)
+    losses = _losses(run)
     steps = int(more[-1]) if "--steps" in more else STEPS
-    assert {step for _, step in found} == set(range(1, steps + 1))
-    return found
+    assert {step for _, step in losses} == set(range(1, steps + 1))
+    return losses
 
 
 @pytest.mark.slow
@@ -89,8 +89,8 @@ def test_a_killed_rank_changes_no_loss(
     right = _right(tmp_path / "undisturbed", flags, *more)
     run = _run(tmp_path / "killed", flags, *more)
     _killed(run, rank)
-    found = _losses(run)
-    assert found == right
+    losses = _losses(run)
+    assert losses == right
 
 
 WRITING, WRITTEN, PUBLISHING, PUBLISHED, CLEANING = (

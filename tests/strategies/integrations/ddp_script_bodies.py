@@ -23,7 +23,7 @@ STEPS = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loop:
-    """How a script trains."""
+    """The way in which a script trains."""
 
     strategy: str = "ddp"
     optimizer_first: bool = False
@@ -70,7 +70,7 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 
 def train(loop: Loop) -> dict[str, Any]:
-    """What a script trains: losses over all ranks, the norms it clipped by, its evaluation, and its checkpoint."""
+    """Return what a script trains: losses over all ranks, norms it clipped by, its evaluation, and its checkpoint."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(100 + rank)  # rank 0's weights must be everyone's
     model: nn.Module = Noisy()
@@ -146,7 +146,7 @@ def clear(how: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_sharded(strategy: str) -> dict[str, Any]:
-    """What a rank holds after a step: elements of weights and of optimizer states, of those of the whole model."""
+    """Return what a rank holds after a step: elements of weights and optimizer states, of those of the whole model."""
     model = Noisy()
     whole = sum(parameter.numel() for parameter in model.parameters())
     model_in_ddp = wrapped(model, Loop(strategy=strategy))

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of Lightning: train one module under Lightning's own strategies and under ours."""
+"""Functions that ranks run in the tests of Lightning: one module under Lightning's own strategies and ours."""
 
 from __future__ import annotations
 
@@ -112,30 +112,30 @@ def whole(strategy: Any, module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.float() for name, value in whole_state(getattr(strategy, "engine", None), module).items()}
 
 
-def fit(asked: dict[str, Any] | None, options: dict[str, Any], module: dict[str, Any]) -> dict[str, Any]:
+def fit(arguments: dict[str, Any] | None, options: dict[str, Any], module: dict[str, Any]) -> dict[str, Any]:
     """Train under `LightningStrategy(**asked)`, None for Lightning's DDP; what there is to compare."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    strategy: Any = LightningStrategy(**asked) if asked is not None else "ddp" if world_size > 1 else "auto"
-    made, model = trainer(strategy, **options), Tiny(**module)
-    made.fit(model, loader(), loader(samples=8))
-    rates = [group["lr"] for group in made.optimizers[0].param_groups]
-    metrics = {name: value.item() for name, value in made.callback_metrics.items()}
-    found = {"losses": model.losses, "weights": whole(made.strategy, model), "rates": rates, "metrics": metrics}
-    return {**found, "step": made.global_step}
+    strategy: Any = LightningStrategy(**arguments) if arguments is not None else "ddp" if world_size > 1 else "auto"
+    runner, model = trainer(strategy, **options), Tiny(**module)
+    runner.fit(model, loader(), loader(samples=8))
+    rates = [group["lr"] for group in runner.optimizers[0].param_groups]
+    metrics = {name: value.item() for name, value in runner.callback_metrics.items()}
+    figures = {"losses": model.losses, "weights": whole(runner.strategy, model), "rates": rates, "metrics": metrics}
+    return {**figures, "step": runner.global_step}
 
 
-def saved(asked: dict[str, Any], directory: str, steps: int, calm: bool = False) -> dict[str, Any]:
+def saved(arguments: dict[str, Any], directory: str, steps: int, calm: bool = False) -> dict[str, Any]:
     """Train for twice `steps` with checkpoints every `steps`; what an undisturbed run leaves, and their paths."""
     keeps = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=steps, save_top_k=-1)
-    strategy = LightningStrategy(**asked)
-    made = trainer(strategy, max_steps=2 * steps, callbacks=[keeps], enable_checkpointing=True)
+    strategy = LightningStrategy(**arguments)
+    runner = trainer(strategy, max_steps=2 * steps, callbacks=[keeps], enable_checkpointing=True)
     model = Tiny(interval="step", dropout=0.0 if calm else 0.3)
-    made.fit(model, loader(shuffle=not calm))
+    runner.fit(model, loader(shuffle=not calm))
     plain = Path(directory, "weights.ckpt")
-    made.save_checkpoint(plain, weights_only=True)
+    runner.save_checkpoint(plain, weights_only=True)
     paths = {"whole": f"{directory}/step={steps}.ckpt", "weights": str(plain), "last": keeps.best_model_path}
-    tested, weights = made.test(model, loader(samples=8), verbose=False), whole(strategy, model)
-    best = made.validate(model, loader(samples=8), ckpt_path=paths["whole"], verbose=False)
+    tested, weights = runner.test(model, loader(samples=8), verbose=False), whole(strategy, model)
+    best = runner.validate(model, loader(samples=8), ckpt_path=paths["whole"], verbose=False)
     return {
         "losses": model.losses,
         "weights": weights,
@@ -145,43 +145,43 @@ def saved(asked: dict[str, Any], directory: str, steps: int, calm: bool = False)
     }
 
 
-def resumed(asked: dict[str, Any], path: str, steps: int, calm: bool = False) -> dict[str, Any]:
+def resumed(arguments: dict[str, Any], path: str, steps: int, calm: bool = False) -> dict[str, Any]:
     """Go on from a checkpoint of whichever strategy, with the samples of two ranks in each batch of all."""
-    strategy = LightningStrategy(**asked)
-    made, model = trainer(strategy, max_steps=steps), Tiny(interval="step", dropout=0.0 if calm else 0.3)
+    strategy = LightningStrategy(**arguments)
+    runner, model = trainer(strategy, max_steps=steps), Tiny(interval="step", dropout=0.0 if calm else 0.3)
     size = 2 * PER_RANK // int(os.environ.get("WORLD_SIZE", "1"))
-    made.fit(model, loader(batch_size=size, shuffle=not calm), ckpt_path=path)
-    return {"losses": model.losses, "weights": whole(strategy, model), "step": made.global_step}
+    runner.fit(model, loader(batch_size=size, shuffle=not calm), ckpt_path=path)
+    return {"losses": model.losses, "weights": whole(strategy, model), "step": runner.global_step}
 
 
 def evaluated(path: str) -> dict[str, Any]:
     """Test, validate and predict without training, from a checkpoint; and read the weights as Lightning does."""
     model = Tiny(dropout=0.3)
-    made = trainer(LightningStrategy(strategy="fsdp"))
-    tested = made.test(model, loader(samples=8), ckpt_path=path, verbose=False)
-    predicted = made.predict(model, loader(samples=8))
+    runner = trainer(LightningStrategy(strategy="fsdp"))
+    tested = runner.test(model, loader(samples=8), ckpt_path=path, verbose=False)
+    predicted = runner.predict(model, loader(samples=8))
     return {"tested": tested[0]["test_loss"], "predicted": len(predicted or ())}
 
 
 def loaded(path: str) -> dict[str, torch.Tensor]:
-    """What `load_from_checkpoint` makes of a file of weights."""
+    """Return what `load_from_checkpoint` makes of a file of weights."""
     return dict(Tiny.load_from_checkpoint(path).state_dict())
 
 
-def refused(asked: dict[str, Any], options: dict[str, Any], module: dict[str, Any]) -> str:
+def refused(arguments: dict[str, Any], options: dict[str, Any], module: dict[str, Any]) -> str:
     """The line that a Trainer ends with."""
     try:
-        trainer(LightningStrategy(**asked), **options).fit(Tiny(**module), loader())
+        trainer(LightningStrategy(**arguments), **options).fit(Tiny(**module), loader())
     except DsplanError as problem:
         return str(problem)
     return ""
 
 
-def fabric_loop(asked: dict[str, Any] | None, accumulation: int, path: str = "", steps: int = 6) -> dict[str, Any]:
+def fabric_loop(arguments: dict[str, Any] | None, accumulation: int, path: str = "", steps: int = 6) -> dict[str, Any]:
     """The same loop under `FabricStrategy(**asked)`, None for Fabric's DDP; saved after half of the steps."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    strategy: Any = FabricStrategy(**asked) if asked is not None else "ddp"
-    plugins = [] if asked is not None else [TorchElasticEnvironment()]
+    strategy: Any = FabricStrategy(**arguments) if arguments is not None else "ddp"
+    plugins = [] if arguments is not None else [TorchElasticEnvironment()]
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
     fabric.launch()
     torch.manual_seed(0)
@@ -208,10 +208,10 @@ def fabric_loop(asked: dict[str, Any] | None, accumulation: int, path: str = "",
     return {"losses": losses, "norms": norms, "weights": whole(fabric.strategy, original)}
 
 
-def fabric_resumed(asked: dict[str, Any], path: str) -> dict[str, Any]:
+def fabric_resumed(arguments: dict[str, Any], path: str) -> dict[str, Any]:
     """The step and the weights that another strategy finds."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=FabricStrategy(**asked))
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=FabricStrategy(**arguments))
     fabric.launch()
     original = TinyModel()
     model, optimizer = fabric.setup(original, torch.optim.AdamW(original.parameters(), lr=1e-2))

@@ -101,5 +101,5 @@ def test_dataclasses_and_compiled_models_train_alike(strategy: str, body: Any, r
     ],
 )
 def test_what_a_strategy_cannot_do_is_refused(strategy: str, what: str, line: str, ranks: RankPool) -> None:
-    for said in ranks.run(bodies.refusal, strategy, what):
-        assert said.startswith(line)
+    for message in ranks.run(bodies.refusal, strategy, what):
+        assert message.startswith(line)

@@ -90,8 +90,8 @@ def test_the_loss_of_a_run_is_the_mean_over_its_ranks() -> None:
         for rank in (0, 1)
     ]
     silent = [{"event": "step", "step": 0, "global_step": 1, "loss": None, "seconds": 1.0}]
-    found = summarise([*rows, silent])
-    assert (found.first_loss, found.last_loss) == (5.5, 4.5)
+    summary = summarise([*rows, silent])
+    assert (summary.first_loss, summary.last_loss) == (5.5, 4.5)
 
 
 def test_samples_that_a_collator_packs_are_counted_one_by_one() -> None:

@@ -1,4 +1,4 @@
-"""What another library keeps beside the weights, written into checkpoints as JSON."""
+"""State that another library keeps beside the weights, written into checkpoints as JSON."""
 
 from __future__ import annotations
 

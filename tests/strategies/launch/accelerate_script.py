@@ -25,13 +25,13 @@ def main(output: Path, resumes: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(StdlibText(length=32, windows=128), batch_size=2, shuffle=False)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    done = 0
+    completed = 0
     losses: list[float] = []
     if resumes:
         accelerator.load_state(str(output / "state"))
         losses = json.loads((output / "losses.json").read_text())[:SAVED_AFTER]
         # The plan may have cut other micro-batches than the script wrote.
-        taken, done = SAVED_AFTER * accelerator.gradient_accumulation_steps, SAVED_AFTER
+        taken, completed = SAVED_AFTER * accelerator.gradient_accumulation_steps, SAVED_AFTER
         loader = accelerator.skip_first_batches(loader, taken)
     micro: list[torch.Tensor] = []
     for batch in loader:
@@ -41,14 +41,14 @@ def main(output: Path, resumes: bool) -> None:
             micro.append(accelerator.gather(loss.detach().reshape(1)).mean())
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                done += 1
+                completed += 1
                 losses.append(torch.stack(micro).mean().item())
                 micro.clear()
             optimizer.step()
             optimizer.zero_grad()
-        if accelerator.sync_gradients and done == SAVED_AFTER and not resumes:
+        if accelerator.sync_gradients and completed == SAVED_AFTER and not resumes:
             accelerator.save_state(str(output / "state"))
-        if done == STEPS:
+        if completed == STEPS:
             break
     if accelerator.is_main_process:
         (output / ("resumed.json" if resumes else "losses.json")).write_text(json.dumps(losses))

@@ -28,10 +28,10 @@ class Finished:
 
     @property
     def json(self) -> dict[str, Any]:
-        """What stdout held, which has to be one JSON object and nothing else."""
-        found = json.loads(self.out)
-        assert isinstance(found, dict)
-        return found
+        """Return what stdout held, which has to be one JSON object and nothing else."""
+        document = json.loads(self.out)
+        assert isinstance(document, dict)
+        return document
 
 
 def start_run(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
@@ -54,7 +54,7 @@ def run(*arguments: str | Path, cwd: Path) -> Finished:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not waited for does not."""
+    """Return whether a process runs; one that ended and was not waited for does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Why an attempt ended, from what several ranks, their launcher and the kernel left behind."""
+"""The cause of an attempt's end, from what several ranks, their launcher and the kernel left behind."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def _result(directory: Path, codes: dict[int, int], **more: Any) -> None:
     write_json(directory / RESULT_FILE, {"failures": codes, **more})
 
 
-def _said(directory: Path, rank: int, kind: EndingKind, message: str = "why", **more: Any) -> None:
+def _write_failure(directory: Path, rank: int, kind: EndingKind, message: str = "why", **more: Any) -> None:
     failure = {"kind": kind, "type": "RuntimeError", "message": message, "expected": False, "host": "node1", **more}
     write_json(failure_path(directory, rank), failure)
 
 
 def test_a_killed_rank_comes_before_what_its_peers_say_of_it(tmp_path: Path) -> None:
     _result(tmp_path, {0: 1, 1: -9, 2: -15})
-    _said(tmp_path, 0, "failed", ECHO)
+    _write_failure(tmp_path, 0, "failed", ECHO)
     ending = ending_of(tmp_path, 1)
     assert (ending.kind, ending.rank, ending.exit_status) == ("killed", 1, -9)
 
 
 def test_an_exception_comes_before_a_peer_that_aborted(tmp_path: Path) -> None:
     _result(tmp_path, {0: -6, 1: 1})
-    _said(tmp_path, 1, "failed", "bad thing", step=7)
+    _write_failure(tmp_path, 1, "failed", "bad thing", step=7)
     ending = ending_of(tmp_path, 1)
     assert (ending.kind, ending.rank, ending.step, ending.host) == ("failed", 1, 7, "node1")
 
@@ -43,14 +43,14 @@ def test_an_exception_comes_before_a_peer_that_aborted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["out_of_memory", "not_finite", "disk_full"])
 def test_a_cause_comes_before_its_effects(kind: EndingKind, tmp_path: Path) -> None:
     _result(tmp_path, {0: 1, 1: 1, 2: -9})
-    _said(tmp_path, 0, "failed", "something else")
-    _said(tmp_path, 1, kind)
+    _write_failure(tmp_path, 0, "failed", "something else")
+    _write_failure(tmp_path, 1, kind)
     assert (ending_of(tmp_path, 1).kind, ending_of(tmp_path, 1).rank) == (kind, 1)
 
 
 def test_peers_that_only_lost_each_other_are_lost(tmp_path: Path) -> None:
     _result(tmp_path, {0: 1})
-    _said(tmp_path, 0, "failed", ECHO)
+    _write_failure(tmp_path, 0, "failed", ECHO)
     assert ending_of(tmp_path, 1).kind == "lost"
 
 
@@ -74,7 +74,7 @@ def test_a_rank_that_gloo_aborts_in_another_collective_is_not_started_again(
 
 
 @pytest.mark.parametrize(
-    ("codes", "said", "culprit"),
+    ("codes", "failure", "culprit"),
     [
         ({0: 1}, {"kind": "failed", "message": ECHO}, 1),
         ({0: 1, 2: -6}, {"kind": "failed", "message": ECHO}, 1),
@@ -85,10 +85,10 @@ def test_a_rank_that_gloo_aborts_in_another_collective_is_not_started_again(
     ],
 )
 def test_a_rank_that_ended_well_too_early_is_named_where_the_others_only_miss_it(
-    codes: dict[int, int], said: dict[str, Any], culprit: int, tmp_path: Path
+    codes: dict[int, int], failure: dict[str, Any], culprit: int, tmp_path: Path
 ) -> None:
     _result(tmp_path, codes)
-    _said(tmp_path, 0, step=8, **said)
+    _write_failure(tmp_path, 0, step=8, **failure)
     write_json(success_path(tmp_path, 1), {"step": 7, "host": "node2", "time": 5.0})
     write_json(success_path(tmp_path, 3), {"step": 8, "host": "node2", "time": 6.0})
     ending = ending_of(tmp_path, 1)
@@ -105,15 +105,15 @@ def test_a_rank_that_ended_well_too_early_is_named_where_the_others_only_miss_it
 
 def test_a_connection_of_the_script_comes_before_the_peers_that_its_end_has_left(tmp_path: Path) -> None:
     _result(tmp_path, {0: 1, 1: 1})
-    _said(tmp_path, 0, "lost", ECHO)
-    _said(tmp_path, 1, "lost", "the data's server went away", type="ConnectionResetError")
+    _write_failure(tmp_path, 0, "lost", ECHO)
+    _write_failure(tmp_path, 1, "lost", "the data's server went away", type="ConnectionResetError")
     ending = ending_of(tmp_path, 1)
     assert (ending.rank, ending.reason) == (1, "ConnectionResetError: the data's server went away")
 
 
 def test_the_rank_that_is_behind_is_at_fault_for_a_hang(tmp_path: Path) -> None:
     _result(tmp_path, {0: 1, 1: -9})
-    _said(tmp_path, 0, "hung", "no progress for 9 s", behind=[1])
+    _write_failure(tmp_path, 0, "hung", "no progress for 9 s", behind=[1])
     (tmp_path / "rank1.stacks.txt").write_text("Thread 1")
     ending = with_stacks_kept(ending_of(tmp_path, 1), tmp_path, 4)
     assert (ending.kind, ending.rank) == ("hung", 1)
@@ -132,20 +132,20 @@ def test_a_kill_is_out_of_memory_where_the_kernel_says_so(tmp_path: Path) -> Non
 
 def test_a_stop_on_purpose_is_no_failure_although_a_late_rank_was_ended(tmp_path: Path) -> None:
     _result(tmp_path, {0: 75, 1: -15})
-    _said(tmp_path, 0, "preempted", "saved", saved="/x/step-00000003")
+    _write_failure(tmp_path, 0, "preempted", "saved", saved="/x/step-00000003")
     assert (ending_of(tmp_path, 1).kind, ending_of(tmp_path, 1).saved) == ("preempted", "/x/step-00000003")
 
 
 def test_the_launcher_knows_of_other_nodes(tmp_path: Path) -> None:
     _result(tmp_path, {0: 1}, kind="lost", reason="node2 does not answer", node="node2")
-    _said(tmp_path, 0, "failed", "something")
+    _write_failure(tmp_path, 0, "failed", "something")
     ending = ending_of(tmp_path, 1)
     assert (ending.kind, ending.host, ending.rank, ending.reason) == ("lost", "node2", None, "node2 does not answer")
 
 
 def test_the_launcher_calls_a_stop_by_another_name(tmp_path: Path) -> None:
     _result(tmp_path, {0: 75}, kind="regrouped")
-    _said(tmp_path, 0, "preempted", "saved", saved="/x", step=3)
+    _write_failure(tmp_path, 0, "preempted", "saved", saved="/x", step=3)
     ending = ending_of(tmp_path, 1)
     assert (ending.kind, ending.saved, ending.step) == ("regrouped", "/x", 3)
 
@@ -204,7 +204,7 @@ SILENT = {"message": "rank 0 does not answer", "behind": [0], "silent": {"0": 20
 def test_a_rank_that_has_reported_itself_is_not_believed_to_be_stuck(first: int, tmp_path: Path) -> None:
     _result(tmp_path, {first: 1, 1 - first: -15})
     for rank in (first, 1 - first):
-        _said(tmp_path, rank, "hung", **(SILENT if rank else OUTSIDE))
+        _write_failure(tmp_path, rank, "hung", **(SILENT if rank else OUTSIDE))
     ending = ending_of(tmp_path, 1)
     assert (ending.kind, ending.rank, ending.reason) == ("hung", 1, OUTSIDE["message"])
 
@@ -212,7 +212,7 @@ def test_a_rank_that_has_reported_itself_is_not_believed_to_be_stuck(first: int,
 @pytest.mark.parametrize(("number", "culprit"), [(20, 0), (21, 1)])
 def test_a_rank_whose_heart_went_on_is_not_believed_to_be_stuck(number: int, culprit: int, tmp_path: Path) -> None:
     _result(tmp_path, {1: 1, 2: 1})
-    _said(tmp_path, 1, "hung", **SILENT)
-    _said(tmp_path, 2, "hung", **OUTSIDE)
+    _write_failure(tmp_path, 1, "hung", **SILENT)
+    _write_failure(tmp_path, 2, "hung", **OUTSIDE)
     heartbeat_path(tmp_path, 0).write_text(beat(0, number).text())
     assert ending_of(tmp_path, 1).rank == culprit

@@ -111,14 +111,14 @@ def test_a_module_that_is_not_there_is_missed_as_before(library: Path) -> None:
 
 
 def test_the_places_are_where_the_libraries_have_them() -> None:
-    for place in places.PLACES:
+    for hooked in places.PLACES:
         try:
-            found: Any = importlib.import_module(place.module)
+            value: Any = importlib.import_module(hooked.module)
         except ImportError:
-            pytest.skip(f"{place.module} is not installed")
-        for part in filter(None, place.name.split(".")):
-            found = getattr(found, part)
-        module, _, name = place.hook.partition(":")
+            pytest.skip(f"{hooked.module} is not installed")
+        for part in filter(None, hooked.name.split(".")):
+            value = getattr(value, part)
+        module, _, name = hooked.hook.partition(":")
         assert callable(getattr(importlib.import_module(module), name))
 
 
@@ -159,13 +159,13 @@ def test_what_a_library_can_run(
 ) -> None:
     if backend:
         monkeypatch.setenv(REQUEST, PlanRequest(backend=backend).to_variables()[REQUEST])
-    said = ""
+    message = ""
     try:
         capabilities.require_possible(kind, strategy, gpus=gpus)
     except CannotRun as refusal:
-        said = str(refusal)
-    assert said.startswith(says)
-    assert bool(said) is bool(says)
+        message = str(refusal)
+    assert message.startswith(says)
+    assert bool(message) is bool(says)
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "accelerate", "deepspeed", "lightning", "torch"])
@@ -201,9 +201,9 @@ def test_a_library_that_trains_the_scripts_modules_refuses_to_change_them(
 def test_a_trainer_that_splits_its_model_itself_is_refused_without_a_gpu(parallel: dict[str, int], own: str) -> None:
     huggingface = pytest.importorskip("strategies.launch.hooks.huggingface")
     settings = SimpleNamespace(parallelism_config=SimpleNamespace(**parallel) if parallel else None)
-    found = huggingface._own_split(SimpleNamespace(tp_size=2), settings)
+    split = huggingface._own_split(SimpleNamespace(tp_size=2), settings)
     with pytest.raises(CannotRun, match=f"the script splits its model by {own}, which accelerate runs on GPUs alone"):
-        huggingface._require_own_split(found)
+        huggingface._require_own_split(split)
     assert huggingface._own_split(nn.Linear(1, 1), SimpleNamespace()) == ""
 
 
@@ -237,6 +237,6 @@ def test_whether_the_code_around_prepare_accumulates(
     source, expected = LOOPS[where]
     (tmp_path / "loop_module.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = _module("loop_module").main(lambda: _accumulates(sys._getframe(1)))
+    accumulates = _module("loop_module").main(lambda: _accumulates(sys._getframe(1)))
     sys.modules.pop("loop_module")
-    assert found is expected
+    assert accumulates is expected

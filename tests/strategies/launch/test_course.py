@@ -1,4 +1,4 @@
-"""What a supervisor keeps of a run: steps and times, the journal, its files, and how to resume it."""
+"""The records that a supervisor keeps of a run: steps and times, the journal, its files, and how to resume it."""
 
 from __future__ import annotations
 

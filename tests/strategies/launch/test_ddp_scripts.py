@@ -15,8 +15,8 @@ SCRIPT = Path(__file__).with_name("ddp_script.py")
 
 
 def trained(folder: Path, strategy: str, wrapper: str = "ddp", who: str = "all") -> Finished:
-    asked = ("--strategy", strategy) if strategy else ()
-    return run("--nproc", "2", *asked, "--run-dir", f"run-{strategy}", SCRIPT, wrapper, who, cwd=folder)
+    options = ("--strategy", strategy) if strategy else ()
+    return run("--nproc", "2", *options, "--run-dir", f"run-{strategy}", SCRIPT, wrapper, who, cwd=folder)
 
 
 def losses(finished: Finished) -> list[str]:

@@ -136,8 +136,8 @@ def test_torch_is_not_asked_without_a_driver_or_where_gpus_are_hidden(monkeypatc
 
 @pytest.mark.parametrize("answer", ["", "Segmentation fault", '[]\n{"no": "list"'])
 def test_a_torch_that_does_not_answer_sees_nothing(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = subprocess.CompletedProcess([], 0, stdout=answer)
-    monkeypatch.setattr(device_module.subprocess, "run", lambda *arguments, **options: done)
+    finished = subprocess.CompletedProcess([], 0, stdout=answer)
+    monkeypatch.setattr(device_module.subprocess, "run", lambda *arguments, **options: finished)
     assert ask_torch() == ()
 
 

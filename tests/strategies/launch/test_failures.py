@@ -80,18 +80,18 @@ def test_running_out_of_memory_is_stored_as_such_and_comes_back_from_the_run_dir
 ) -> None:
     script = _script(tmp_path, PLANNED + "train(3)\ntorch.empty(1 << 60)\n")
     finished = run("--json", "--nproc", "1", script, cwd=tmp_path)
-    found = finished.json
-    assert (finished.status, found["outcome"]) == (1, "out_of_memory")
-    assert found["measured"]["steps"] == 3
+    document = finished.json
+    assert (finished.status, document["outcome"]) == (1, "out_of_memory")
+    assert document["measured"]["steps"] == 3
     with open_store() as store:
         (row,) = store.list()
-    assert (row.id, row.outcome, row.measured.steps) == (found["measurement_id"], "out_of_memory", 3)
+    assert (row.id, row.outcome, row.measured.steps) == (document["measurement_id"], "out_of_memory", 3)
     database_path().unlink()
-    assert main(["db", "import", found["run_directory"]]) == 0
+    assert main(["db", "import", document["run_directory"]]) == 0
     assert capsys.readouterr().out == "1 records imported, 0 were there already\n"
     with open_store() as store:
         assert store.list() == (row,)
-    assert main(["db", "import", found["run_directory"]]) == 0
+    assert main(["db", "import", document["run_directory"]]) == 0
     assert capsys.readouterr().out == "0 records imported, 1 were there already\n"
 
 

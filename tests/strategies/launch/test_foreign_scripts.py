@@ -40,17 +40,17 @@ def test_a_loop_that_nobody_plans_for_is_measured_and_stored(tmp_path: Path) -> 
     script = _script(tmp_path, {"loop.py": LOOP})
     finished = run("--nproc", "1", "--json", script, str(tmp_path / "stepped"), cwd=tmp_path)
     assert finished.status == 0, finished.err
-    found, measured = finished.json, finished.json["measured"]
+    ended, measured = finished.json, finished.json["measured"]
     assert "trains with none of dsplan, HF Trainer" in finished.err
-    assert (found["trained_with"], found["plan"], measured["steps"]) == ("plain", None, 8)
+    assert (ended["trained_with"], ended["plan"], measured["steps"]) == ("plain", None, 8)
     assert measured["last_loss"] < measured["first_loss"]
     assert measured["step_seconds"] > 0
     # The loss is over 128 x 10 logits; weights, gradients and two moments are 650 numbers each.
     assert 4 * 650 * 4 < measured["peak_allocated_bytes"] < 100_000
-    claim = read_claim(Path(found["run_directory"]))
+    claim = read_claim(Path(ended["run_directory"]))
     assert claim == Claim(kind="plain", parameters=650)
     with open_store() as store:
-        stored = store.get(found["measurement_id"])
+        stored = store.get(ended["measurement_id"])
     assert (stored.model, stored.strategy, stored.measured.steps) == ("loop.py", "unplanned", 8)
     assert stored.predicted.step_seconds is None
 
@@ -112,12 +112,12 @@ def test_a_subclass_of_trainer_behind_two_lines_trains_under_a_plan(tmp_path: Pa
     pytest.importorskip("transformers")
     finished = run("--nproc", "1", "--json", _script(tmp_path, TRAINER), cwd=tmp_path)
     assert finished.status == 0, finished.err
-    found = finished.json
-    assert (found["trained_with"], found["measured"]["steps"]) == ("huggingface", 4)
-    chosen = found["plan"]["plan"]
+    ended = finished.json
+    assert (ended["trained_with"], ended["measured"]["steps"]) == ("huggingface", 4)
+    chosen = ended["plan"]["plan"]
     assert (chosen["sequence_length"], chosen["global_batch_size"]) == (32, 4)
     assert "SAMPLES 4 4" in finished.err
-    assert 0.85 < found["measured"]["peak_allocated_bytes"] / found["plan"]["memory"]["peak_allocated_bytes"] < 1.15
+    assert 0.85 < ended["measured"]["peak_allocated_bytes"] / ended["plan"]["memory"]["peak_allocated_bytes"] < 1.15
 
 
 @pytest.mark.slow
@@ -152,10 +152,10 @@ def test_a_vision_model_under_deepspeed(
     pytest.importorskip("deepspeed")
     finished = run(*options, "--json", _script(tmp_path, {"vision.py": VISION}), cwd=tmp_path)
     assert finished.status == 0, finished.err
-    found = finished.json
-    assert (found["trained_with"], found["measured"]["steps"]) == ("deepspeed", 4)
+    ended = finished.json
+    assert (ended["trained_with"], ended["measured"]["steps"]) == ("deepspeed", 4)
     assert f"STAGE {stage}" in finished.err
-    assert (found["plan"] and found["plan"]["plan"]["strategy"]) == strategy
+    assert (ended["plan"] and ended["plan"]["plan"]["strategy"]) == strategy
     assert ("the script has shown no data to plan for" in finished.err) is (strategy is None)
 
 
@@ -176,7 +176,7 @@ def tokenizer():
     )
 
 def main():
-    rows = [{"text": " ".join("abcdefghij"[(row + place) % 10] for place in range(12))} for row in range(64)]
+    rows = [{"text": " ".join("abcdefghij"[(row + index) % 10] for index in range(12))} for row in range(64)]
     sizes = {"vocab_size": 16, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
     args = SFTConfig(
@@ -193,10 +193,10 @@ def test_trl_fine_tunes_under_a_plan(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     finished = run("--strategy", "ddp", "--json", _script(tmp_path, SFT), cwd=tmp_path)
     assert finished.status == 0, finished.err
-    found = finished.json
-    assert (found["trained_with"], found["measured"]["steps"], found["measured"]["ranks"]) == ("huggingface", 5, 2)
+    ended = finished.json
+    assert (ended["trained_with"], ended["measured"]["steps"], ended["measured"]["ranks"]) == ("huggingface", 5, 2)
     # 12 words and the end of the text, of which TRL makes tokens before it comes to Trainer.
-    assert (found["plan"]["plan"]["sequence_length"], found["plan"]["plan"]["global_batch_size"]) == (13, 8)
+    assert (ended["plan"]["plan"]["sequence_length"], ended["plan"]["plan"]["global_batch_size"]) == (13, 8)
 
 
 @pytest.mark.slow

@@ -46,9 +46,9 @@ def test_a_journal_that_cannot_be_written_is_reported_once(tmp_path: Path, capsy
         journal.append("decision", 0)
     journal.append("end", 0)
     assert [row["event"] for row in read_journal(tmp_path)] == ["attempt", "end"]
-    said = capsys.readouterr().err
-    assert said.startswith("dsplan: run.jsonl: ")
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("dsplan: run.jsonl: ")
+    assert printed.count("\n") == 1
 
 
 def test_a_page_that_cannot_be_written_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a terminal that closes asks of the command in it."""
+"""A terminal that closes asks the command in it for a stop."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_a_closed_terminal_asks_for_a_stop_and_nohup_continues(
     before: tuple[str, ...], told: str, tmp_path: Path
 ) -> None:
     ours, theirs = pty.openpty()
-    script, found, output = tmp_path / "waits.py", tmp_path / "told", tmp_path / "output"
+    script, received, output = tmp_path / "waits.py", tmp_path / "told", tmp_path / "output"
     script.write_text(WAITS)
     with output.open("wb") as log:
         process = subprocess.Popen(
-            [*before, sys.executable, script, os.ttyname(theirs), found, *before],
+            [*before, sys.executable, script, os.ttyname(theirs), received, *before],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         )  # fmt: skip
@@ -44,4 +44,4 @@ def test_a_closed_terminal_asks_for_a_stop_and_nohup_continues(
     os.close(theirs)
     os.close(ours)
     assert process.wait(timeout=60) == 0, output.read_text()
-    assert found.read_text() == told
+    assert received.read_text() == told

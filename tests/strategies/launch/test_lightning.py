@@ -30,20 +30,20 @@ def test_every_strategy_trains_alike_and_a_killed_run_makes_the_same_steps(tmp_p
     assert len(expected) == 16
     assert answer["plan"]["plan"]["gradient_accumulation_steps"] == 2
     for strategy in ("ddp", "fsdp", "zero2", "zero3"):
-        found, answer = _trained(tmp_path, strategy, "quiet", "--strategy", strategy)
+        losses, answer = _trained(tmp_path, strategy, "quiet", "--strategy", strategy)
         assert answer["plan"]["plan"]["strategy"] == strategy
-        assert found == pytest.approx(expected, abs=1e-5)
+        assert losses == pytest.approx(expected, abs=1e-5)
     for strategy in ("fsdp", "zero2"):
         options = ("--strategy", strategy, "--checkpoint-steps", "1")
-        found, answer = _trained(tmp_path, f"{strategy}-killed", "faulty", *options)
+        losses, answer = _trained(tmp_path, f"{strategy}-killed", "faulty", *options)
         assert [item["ending"]["kind"] for item in answer["attempts"] if item["ending"]] == ["killed"]
-        assert found == pytest.approx(expected, abs=1e-5)
+        assert losses == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.slow
 def test_the_plans_strategy_takes_the_place_of_the_scripts(ranks: RankPool) -> None:
-    for found in ranks.run(taken_place):
-        assert found == {
+    for figures in ranks.run(taken_place):
+        assert figures == {
             "strategies": ["LightningStrategy", "LightningStrategy", "FabricStrategy"],
             "is_the_scripts_own": [False, True, False],
             "devices": [2, 2, 2],
@@ -53,7 +53,7 @@ def test_the_plans_strategy_takes_the_place_of_the_scripts(ranks: RankPool) -> N
 
 
 def taken_place() -> dict[str, list[Any]]:
-    """What a Trainer, one with dsplan's strategy already, and a Fabric of a script are made with under `dsplan run`."""
+    """Return what `dsplan run` makes a Trainer, one with dsplan's strategy already, and a Fabric of a script with."""
     import lightning.fabric
     import lightning.pytorch
 
@@ -62,16 +62,16 @@ def taken_place() -> dict[str, list[Any]]:
 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     own = LightningStrategy("zero1", backend="native")
-    made: list[Any] = []
-    for asked in ({"strategy": "ddp_spawn", "devices": 7, "num_nodes": 2}, {"strategy": own, "accelerator": "auto"}):
-        made.append(lightning.pytorch.Trainer.__new__(lightning.pytorch.Trainer))
-        trainer(lightning.pytorch.Trainer.__init__, made[-1], **asked, **quiet)
-    made.append(lightning.fabric.Fabric.__new__(lightning.fabric.Fabric))
-    fabric_(lightning.fabric.Fabric.__init__, made[-1], strategy="deepspeed", devices=3, accelerator="cpu")
+    trainers: list[Any] = []
+    for given in ({"strategy": "ddp_spawn", "devices": 7, "num_nodes": 2}, {"strategy": own, "accelerator": "auto"}):
+        trainers.append(lightning.pytorch.Trainer.__new__(lightning.pytorch.Trainer))
+        trainer(lightning.pytorch.Trainer.__init__, trainers[-1], **given, **quiet)
+    trainers.append(lightning.fabric.Fabric.__new__(lightning.fabric.Fabric))
+    fabric_(lightning.fabric.Fabric.__init__, trainers[-1], strategy="deepspeed", devices=3, accelerator="cpu")
     return {
-        "strategies": [type(item.strategy).__name__ for item in made],
-        "is_the_scripts_own": [item.strategy is own for item in made],
-        "devices": [item.strategy.num_processes for item in made],
-        "sizes": [item.world_size for item in made],
-        "shared": made[-1].all_gather(torch.ones(1)).flatten().tolist(),  # in a script that does not call `launch`
+        "strategies": [type(item.strategy).__name__ for item in trainers],
+        "is_the_scripts_own": [item.strategy is own for item in trainers],
+        "devices": [item.strategy.num_processes for item in trainers],
+        "sizes": [item.world_size for item in trainers],
+        "shared": trainers[-1].all_gather(torch.ones(1)).flatten().tolist(),  # in a script that does not call `launch`
     }

@@ -34,8 +34,8 @@ def test_the_batch_is_kept_where_the_script_can_accumulate(
         accumulates=accumulates,
     )
     assert script_plan._global_batch(job, 3) == expected
-    said = capsys.readouterr().out
-    assert ("does not accumulate gradients: 3 ranks train on 12 samples a step, not on 24" in said) is (
+    printed = capsys.readouterr().out
+    assert ("does not accumulate gradients: 3 ranks train on 12 samples a step, not on 24" in printed) is (
         kept == 24 and not accumulates
     )
 

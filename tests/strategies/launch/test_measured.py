@@ -39,7 +39,7 @@ def test_too_few_steps_give_no_step_time() -> None:
 
 def _attempt(index: int, steps: range, **more: Any) -> list[dict[str, Any]]:
     """The rows of one attempt that trained the global steps `steps`."""
-    rows = [_step(place, 1.0 + index, global_step=step, loss=100.0 * index + step) for place, step in enumerate(steps)]
+    rows = [_step(row, 1.0 + index, global_step=step, loss=100.0 * index + step) for row, step in enumerate(steps)]
     return [{"event": "attempt", "attempt": index}, *({**row, **more} for row in rows)]
 
 

@@ -80,11 +80,11 @@ that is not activations."""
 
 def _recommended(folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "dsplan", "recommend", "--model", "tiny_net:make", "--gpu", "cpu", "--gpus", "2"]
-    asked = [*command, "--seq-len", "64", "--global-batch", "256", "--json"]
+    words = [*command, "--seq-len", "64", "--global-batch", "256", "--json"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
-    done = subprocess.run(asked, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    ended = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    document: dict[str, Any] = json.loads(ended.stdout)
+    return document
 
 
 @pytest.mark.slow  # several attempts; in the suite test_failures.py runs out of memory once
@@ -143,14 +143,14 @@ def test_whole_layers_that_are_too_large_give_way_to_split_ones(tmp_path: Path) 
     script.write_text(SPLIT)
     for name, words in (("undisturbed", ()), ("short", ("short",))):
         options = ("--strategy", "ddp", "--nproc", "2", "--checkpoint-steps", "1", "--run-dir", tmp_path / name)
-        done = run(*options, script, str(tmp_path / f"{name}.jsonl"), *words, cwd=tmp_path)
-        assert done.status == 0, done.err
+        finished = run(*options, script, str(tmp_path / f"{name}.jsonl"), *words, cwd=tmp_path)
+        assert finished.status == 0, finished.err
         rows[name] = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-    found = {row[0]: row for row in rows["short"]}
-    assert sorted(found) == list(range(1, 7))
-    assert [row[2] for row in found.values()] == 6 * ["ddp"]
-    assert [row[3] * row[4] for row in found.values()] == [1, 1, 2, 2, 2, 2]
-    assert [row[1] for row in found.values()] == pytest.approx([row[1] for row in rows["undisturbed"]], rel=1e-5)
+    by_step = {row[0]: row for row in rows["short"]}
+    assert sorted(by_step) == list(range(1, 7))
+    assert [row[2] for row in by_step.values()] == 6 * ["ddp"]
+    assert [row[3] * row[4] for row in by_step.values()] == [1, 1, 2, 2, 2, 2]
+    assert [row[1] for row in by_step.values()] == pytest.approx([row[1] for row in rows["undisturbed"]], rel=1e-5)
     used = load_plan(tmp_path / "short" / "plan.yaml").configuration
     assert (used.splits_model, used.global_batch_size) == (True, 4)
     page = (tmp_path / "short" / "report.md").read_text()

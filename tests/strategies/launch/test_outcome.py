@@ -1,4 +1,4 @@
-"""How a run ended is judged from what its processes left behind."""
+"""The outcome of a run is judged from what its processes left behind."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def _failed(directory: Path, codes: dict[int, int]) -> None:
     write_json(directory / RESULT_FILE, {"failures": codes})
 
 
-def _said(directory: Path, rank: int, kind: str, message: str, *, expected: bool = False) -> None:
+def _write_failure(directory: Path, rank: int, kind: str, message: str, *, expected: bool = False) -> None:
     write_json(failure_path(directory, rank), {"type": kind, "message": message, "expected": expected})
 
 
 def test_the_rank_that_failed_by_itself_is_named_and_not_the_one_stopped_for_it(tmp_path: Path) -> None:
     _failed(tmp_path, {0: -15, 1: 1})
-    _said(tmp_path, 1, "ValueError", "bad thing")
+    _write_failure(tmp_path, 1, "ValueError", "bad thing")
     outcome = judge(tmp_path, 1)
     assert (outcome.name, outcome.exit_code, outcome.rank) == ("failed", 1, 1)
     assert outcome.reason == "ValueError: bad thing"
@@ -42,7 +42,7 @@ def test_the_rank_that_failed_by_itself_is_named_and_not_the_one_stopped_for_it(
 )
 def test_out_of_memory_is_told_apart(message: str, tmp_path: Path) -> None:
     _failed(tmp_path, {0: 1})
-    _said(tmp_path, 0, "RuntimeError", message)
+    _write_failure(tmp_path, 0, "RuntimeError", message)
     assert judge(tmp_path, 1).name == "out_of_memory"
 
 
@@ -55,14 +55,14 @@ def test_a_killed_rank_is_said_to_be_killed(tmp_path: Path) -> None:
 
 def test_expected_failures_keep_their_exit_status_and_lose_their_type(tmp_path: Path) -> None:
     _failed(tmp_path, {0: 2})
-    _said(tmp_path, 0, "UnknownName", "unknown strategy 'x'", expected=True)
+    _write_failure(tmp_path, 0, "UnknownName", "unknown strategy 'x'", expected=True)
     outcome = judge(tmp_path, 1)
     assert (outcome.exit_code, outcome.reason) == (2, "unknown strategy 'x'")
 
 
 def test_that_no_plan_fits_is_a_refusal_with_the_status_of_what_does_not_fit(tmp_path: Path) -> None:
     _failed(tmp_path, {0: 1})
-    _said(tmp_path, 0, "NothingFits", "no plan fits this machine", expected=True)
+    _write_failure(tmp_path, 0, "NothingFits", "no plan fits this machine", expected=True)
     assert judge(tmp_path, 1).exit_code == 1
 
 

@@ -69,8 +69,8 @@ def test_a_refusal_is_left_to_the_last_line(tmp_path: Path, capsys: pytest.Captu
     with RunView(ranks=2, out=sys.stdout) as view:
         view.show(OutputLine(rank=0, stream="stderr", text=f"error: {REFUSED.reason}"))
         view.show(AttemptEnded(attempt=0, ending=REFUSED, decision=GIVES_UP))
-    shown, said = capsys.readouterr()
-    assert (shown, said) == ("", "")
+    shown, errors = capsys.readouterr()
+    assert (shown, errors) == ("", "")
     report = _report(tmp_path, outcome_of(REFUSED), REFUSED)
     assert not [block for block in report_blocks(report, reason_follows=True) if isinstance(block, Table)]
     assert [block for block in report_blocks(report) if isinstance(block, Table)], "report.md keeps it"
@@ -82,9 +82,9 @@ def test_an_error_that_ends_nothing_is_shown_in_its_place(capsys: pytest.Capture
             view.show(OutputLine(rank=0, stream="stderr", text=text))
         view.show(OutputLine(rank=1, stream="stderr", text="error: of another rank"))
         view.show(AttemptEnded(attempt=0, ending=REFUSED, decision=AGAIN))
-    said = capsys.readouterr().err.splitlines()
-    assert said[:3] == ["error: of the script's own", "and then", "[rank 1] error: of another rank"]
-    assert REFUSED.reason in said[3]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:3] == ["error: of the script's own", "and then", "[rank 1] error: of another rank"]
+    assert REFUSED.reason in lines[3]
 
 
 def test_the_page_lists_what_ran_and_what_happened(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What follows an ending: restarts with growing pauses within a budget, other plans, or the end."""
+"""Decisions that follow an ending: restarts with growing pauses within a budget, other plans, or the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dsplan run` refuses before it starts a process, each in one line."""
+"""Refusals of `dsplan run` before it starts a process, each in one line."""
 
 from __future__ import annotations
 

@@ -135,9 +135,9 @@ def test_fewer_and_more_ranks_continue_under_plans_of_their_own(tmp_path: Path) 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
 
     def trained(*options: str | Path, losses: Path, fails_at: int = 0) -> Finished:
-        done = run(*options, script, "9", str(losses), str(fails_at), cwd=tmp_path)
-        assert done.status == (1 if fails_at else 0), done.err
-        return done
+        finished = run(*options, script, "9", str(losses), str(fails_at), cwd=tmp_path)
+        assert finished.status == (1 if fails_at else 0), finished.err
+        return finished
 
     alone = [sys.executable, str(script), "9", str(whole), "0"]
     subprocess.run(alone, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=200)
@@ -206,8 +206,8 @@ def test_tp_and_pp_change_with_the_ranks_that_there_are(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
 
     def trained(*options: str | Path, losses: Path, fails_at: int = 0) -> None:
-        done = run(*options, script, str(losses), str(fails_at), "0", cwd=tmp_path)
-        assert done.status == (1 if fails_at else 0), done.err
+        finished = run(*options, script, str(losses), str(fails_at), "0", cwd=tmp_path)
+        assert finished.status == (1 if fails_at else 0), finished.err
 
     split = ("--strategy", "fsdp", "--tp", "2", "--pp", "2", "--nproc", "4", "--checkpoint-steps", "1")
     trained(*split, "--run-dir", tmp_path / "undisturbed", losses=whole)
@@ -234,9 +234,9 @@ def test_a_node_that_is_lost_takes_tp_or_pp_with_it_and_one_that_comes_brings_it
     split = ("--strategy", "fsdp", "--tp", "2", "--pp", "2", "--checkpoint-steps", "1")
     alone = run(*split, "--nproc", "4", "--run-dir", tmp_path / "alone", script, whole, "0", "0", cwd=tmp_path)
     assert alone.status == 0, alone.err
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
     meeting = ("--nproc", "2", "--nodes", "1:2", "--rendezvous", f"127.0.0.1:{port}")
     nodes: list[subprocess.Popen[str]] = []
 
@@ -272,6 +272,6 @@ def test_a_node_that_is_lost_takes_tp_or_pp_with_it_and_one_that_comes_brings_it
     assert [nodes[0].returncode, nodes[2].returncode] == [0, 0], outs
     assert all(row[4] * row[5] <= row[3] and (row[4:] == [2, 2]) is (row[3] == 4) for row in rows())
     # A step at whose end the ranks were asked to save and leave is done, and its script did not come to its line.
-    found, right = _losses(parts), _losses(whole)
-    assert len(found) >= 11
-    assert [found[step] for step in found] == pytest.approx([right[step] for step in found], rel=1e-6)
+    changed, right = _losses(parts), _losses(whole)
+    assert len(changed) >= 11
+    assert [changed[step] for step in changed] == pytest.approx([right[step] for step in changed], rel=1e-6)

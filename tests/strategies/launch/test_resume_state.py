@@ -1,4 +1,4 @@
-"""How a run stands when its ranks start: failed plans of all nodes, one global batch, the plan to resume with."""
+"""The state of a run when its ranks start: failed plans of all nodes, one global batch, the plan to resume with."""
 
 from __future__ import annotations
 
@@ -152,10 +152,10 @@ def test_metrics_of_ranks_that_trained_say_that_the_run_continues(tmp_path: Path
     assert not Findings.of(tmp_path).is_resumed
     (tmp_path / "metrics-rank1.jsonl").write_text("{}\n")
     save_plan(_plans(4)[0], tmp_path / "plan.yaml")
-    found = Findings.of(tmp_path)
-    assert found.is_resumed
-    assert found.last == plan_to_dict(_plans(4)[0])
-    assert Findings.from_text(found.to_text()).to_text() == found.to_text()
+    findings = Findings.of(tmp_path)
+    assert findings.is_resumed
+    assert findings.last == plan_to_dict(_plans(4)[0])
+    assert Findings.from_text(findings.to_text()).to_text() == findings.to_text()
 
 
 def test_tuning_says_what_to_follow_and_after_it_what_was_fastest(tmp_path: Path) -> None:
@@ -175,20 +175,20 @@ def test_the_ranks_of_all_nodes_come_to_one_standing(tmp_path: Path) -> None:
         node.mkdir()
         failed = (_failed(plan),) if number else ()
         attempt_options(checkpoint_directory="c", attempt=2, failed_plans=failed, global_batch_size=24).save(node)
-    found: dict[int, ResumeState] = {}
+    states: dict[int, ResumeState] = {}
 
     def rank(number: int) -> None:
-        place = state_consensus.Place(rank=number, local_rank=number % 2, ranks=4)
-        found[number] = state_consensus.consensus(store, place, nodes[number // 2])
+        own = state_consensus.Place(rank=number, local_rank=number % 2, ranks=4)
+        states[number] = state_consensus.consensus(store, own, nodes[number // 2])
 
     ranks = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
     for thread in ranks:
         thread.start()
     for thread in ranks:
         thread.join(20)
-    assert len(found) == 4
-    assert set(map(ResumeState.to_text, found.values())) == {found[0].to_text()}
-    assert found[3].failed_plans == (_failed(plan),)
+    assert len(states) == 4
+    assert set(map(ResumeState.to_text, states.values())) == {states[0].to_text()}
+    assert states[3].failed_plans == (_failed(plan),)
 
 
 def test_a_rank_that_does_not_train_waits_until_the_script_of_rank_0_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,8 +286,8 @@ class _Run:
             config=read_config({"train_batch_size": 8}),
             training_data=[self._batch],
         )
-        place = {"rank": 0, "local_rank": 0, "world_size": state.ranks, "local_world_size": min(per_node, state.ranks)}
-        return live.live_request(self.model, options, Environment(**place, device=torch.device("cpu")), ())
+        sizes = {"rank": 0, "local_rank": 0, "world_size": state.ranks, "local_world_size": min(per_node, state.ranks)}
+        return live.live_request(self.model, options, Environment(**sizes, device=torch.device("cpu")), ())
 
 
 def _splits_in(request: Request) -> set[tuple[int, int]]:
@@ -314,8 +314,8 @@ def test_a_run_whose_nodes_have_not_all_come_begins_with_other_degrees(
 ) -> None:
     run = _Run(monkeypatch, tmp_path)
     assert _splits_in(run.request(ResumeState(ranks=2, most_ranks=4), tp=2, pp=2)) == {(1, 1), (2, 1), (1, 2)}
-    said = "parallel: tp 2 x pp 2 x cp 1 = 4 does not divide the 2 ranks of this job: others are chosen"
-    assert said in capsys.readouterr().out
+    notice = "parallel: tp 2 x pp 2 x cp 1 = 4 does not divide the 2 ranks of this job: others are chosen"
+    assert notice in capsys.readouterr().out
     assert _splits_in(run.request(ResumeState(ranks=4, most_ranks=4), tp=2, pp=2)) == {(2, 2)}
     assert "others are chosen" not in capsys.readouterr().out
     with pytest.raises(CannotRun, match="does not divide the 2 ranks of this job; change a degree"):
@@ -349,6 +349,6 @@ def test_ranks_on_cpus_split_a_model_only_after_memory_ran_out(monkeypatch: pyte
 def test_a_pipeline_is_chosen_for_scripts_that_can_feed_it(
     script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    found = _splits_in(_Run(monkeypatch, tmp_path, script, gpu="A100-SXM4-80GB").request(ResumeState(ranks=4)))
-    assert {(1, 1), (2, 1), (4, 1)} <= found
-    assert any(pp > 1 for _, pp in found) is (script is STEPPING)
+    splits = _splits_in(_Run(monkeypatch, tmp_path, script, gpu="A100-SXM4-80GB").request(ResumeState(ranks=4)))
+    assert {(1, 1), (2, 1), (4, 1)} <= splits
+    assert any(pp > 1 for _, pp in splits) is (script is STEPPING)

@@ -1,4 +1,4 @@
-"""What a run carries from attempt to attempt: the plan in use, those that failed, and the file that keeps it."""
+"""State of a run from attempt to attempt: the plan in use, those that failed, and the file that keeps it."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def _train(spec: LaunchSpec, *, steps: int = 6, saved: tuple[int, ...] = (2, 4))
         path = spec.directory / "checkpoints" / f"step-{step:08d}"
         path.mkdir(parents=True)
         lineage.note(spec.directory, lineage.RunCheckpoint(path=str(path), step=step, run=spec.run_id))
-    for made in state.notice_saves():
-        journal.append("saved", made.attempt, step=made.step, path=made.path)
+    for checkpoint in state.notice_saves():
+        journal.append("saved", checkpoint.attempt, step=checkpoint.step, path=checkpoint.path)
     rows = [{"event": "attempt", "attempt": 0}, *({"event": "step", "global_step": at + 1} for at in range(steps))]
     (spec.directory / "metrics-rank0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return state
@@ -190,6 +190,6 @@ def test_checkpoints_are_noticed_once_and_when_they_are_complete(spec: LaunchSpe
     lineage.note(spec.directory, lineage.RunCheckpoint(path=str(path), step=6))
     assert state.notice_saves() == []
     path.mkdir()
-    assert [made.step for made in state.notice_saves()] == [6]
+    assert [checkpoint.step for checkpoint in state.notice_saves()] == [6]
     assert state.notice_saves() == []
     assert RunState(spec, None, resumes=True).saves_to_note[0].step == 6  # the journal has not been told of it

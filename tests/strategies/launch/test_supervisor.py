@@ -69,7 +69,7 @@ def _steps(directory: Path) -> list[int]:
 
 def _at_step(process: subprocess.Popen[str], directory: Path, step: int) -> None:
     deadline = time.monotonic() + 100
-    while not any(done >= step for done in _steps(directory)):
+    while not any(number >= step for number in _steps(directory)):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -87,9 +87,9 @@ def test_the_launcher_and_then_a_rank_are_killed_and_the_page_tells(tmp_path: Pa
     finished = run(
         "--strategy", "ddp", "--checkpoint-steps", "3", "--json", _script(tmp_path, FAULTS), cwd=tmp_path
     )  # fmt: skip
-    found = finished.json
-    assert (finished.status, found["outcome"], found["measured"]["steps"]) == (0, "completed", STEPS), finished.err
-    first, second, third = found["attempts"]
+    ended = finished.json
+    assert (finished.status, ended["outcome"], ended["measured"]["steps"]) == (0, "completed", STEPS), finished.err
+    first, second, third = ended["attempts"]
     endings = [
         (ending["kind"], ending["rank"], ending["exit_status"]) for ending in (first["ending"], second["ending"])
     ]
@@ -97,7 +97,7 @@ def test_the_launcher_and_then_a_rank_are_killed_and_the_page_tells(tmp_path: Pa
     assert [first["decision"]["action"], second["decision"]["action"], third["ending"]] == ["restart", "restart", None]
     assert 1 < third["first_step"] <= second["last_step"] + 1
     assert second["seconds_lost"] > 0
-    directory = Path(found["run_directory"])
+    directory = Path(ended["run_directory"])
     assert _steps(directory) == list(range(1, STEPS + 1))
     assert _ranks_of(directory) == []
     events = [row["event"] for row in read_journal(directory) if row["event"] not in ("alert", "plan")]
@@ -200,9 +200,9 @@ def test_a_rank_that_leaves_is_named_and_a_run_without_checkpoints_is_not_begun_
 def test_out_of_memory_brings_a_smaller_plan_and_is_remembered(tmp_path: Path) -> None:
     fault = "if engine.global_steps == 5 and once('full'): raise torch.OutOfMemoryError('CUDA out of memory.')"
     finished = run("--checkpoint-steps", "2", "--json", _script(tmp_path, fault), cwd=tmp_path)
-    found = finished.json
-    assert (finished.status, found["outcome"], found["measured"]["steps"]) == (0, "completed", STEPS), finished.err
-    first, second = found["attempts"]
+    ended = finished.json
+    assert (finished.status, ended["outcome"], ended["measured"]["steps"]) == (0, "completed", STEPS), finished.err
+    first, second = ended["attempts"]
     assert (first["ending"]["kind"], first["decision"]["action"]) == ("out_of_memory", "next_plan")
     assert first["plan"] != second["plan"]
     assert first["plan"]["global_batch_size"] == second["plan"]["global_batch_size"] == 8
@@ -217,12 +217,12 @@ def test_out_of_memory_brings_a_smaller_plan_and_is_remembered(tmp_path: Path) -
 
 def _ranks_of(directory: Path) -> list[str]:
     """Command lines of live processes that name the run directory."""
-    found = []
+    commands = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = path.read_bytes().decode(errors="replace")
         except OSError:
             continue
         if str(directory) in command and "rank_main" in command:
-            found.append(command)
-    return found
+            commands.append(command)
+    return commands

@@ -33,9 +33,9 @@ def test_a_killed_trainer_makes_the_steps_of_one_that_was_left_alone(tmp_path: P
         shutil.copy(file, tmp_path)
     expected, endings = _losses(tmp_path, strategy, "quiet")
     assert (len(expected), endings) == (10, [])
-    found, endings = _losses(tmp_path, strategy, "faulty")
+    losses, endings = _losses(tmp_path, strategy, "faulty")
     assert endings == ["killed"]
-    assert found == expected
+    assert losses == expected
     if strategy != "ddp":
         assert list(expected.values()) == pytest.approx(list(_losses(tmp_path, "ddp", "quiet")[0].values()), abs=2e-5)
 
@@ -45,7 +45,7 @@ def test_accelerate_trains_saves_and_loads_its_state(tmp_path: Path, strategy: s
     pytest.importorskip("accelerate")
     for file in (ACCELERATE, EXAMPLES / "stdlib_text.py"):
         shutil.copy(file, tmp_path)
-    found = {}
+    losses = {}
     for name in ("ddp", strategy):
         output = tmp_path / name
         output.mkdir()
@@ -54,6 +54,6 @@ def test_accelerate_trains_saves_and_loads_its_state(tmp_path: Path, strategy: s
             finished = run(*command, cwd=tmp_path)
             assert finished.status == 0, finished.err
             assert finished.json["plan"]["plan"]["strategy"] == name
-        found[name] = json.loads((output / "losses.json").read_text())
-        assert json.loads((output / "resumed.json").read_text()) == pytest.approx(found[name], abs=1e-6)
-    assert found[strategy] == pytest.approx(found["ddp"], abs=1e-5)
+        losses[name] = json.loads((output / "losses.json").read_text())
+        assert json.loads((output / "resumed.json").read_text()) == pytest.approx(losses[name], abs=1e-6)
+    assert losses[strategy] == pytest.approx(losses["ddp"], abs=1e-5)

@@ -1,4 +1,4 @@
-"""What tuning decides from measured steps, and a run that changes its plan for it."""
+"""Decisions of tuning from measured steps, and a run that changes its plan for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where DeepSpeed is not installed everything but its backend is the same: plans, configs, and losses of ZeRO."""
+"""Without DeepSpeed everything but its backend is the same: plans, configs, and losses of ZeRO."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_the_tests_really_hide_it(hiding: Path) -> None:
 )
 @pytest.mark.sweep(every=2)
 def test_plans_are_the_same(arguments: tuple[str, ...], with_and_without: Dsplan) -> None:
-    found, without = with_and_without(*arguments)
-    assert found == without
+    answer, without = with_and_without(*arguments)
+    assert answer == without
 
 
 def test_written_configs_are_the_same(hiding: Path, tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_written_configs_are_the_same(hiding: Path, tmp_path: Path) -> None:
     for hides in (None, hiding):
         folder = tmp_path / ("without" if hides else "with")
         limits = ("--max-memory-gb", "8", "--out", folder)
-        made = _python("-m", "dsplan", "recommend", "--model", "gpt2-xl", *CLUSTER, *limits, hides=hides)
-        assert made.returncode == 0, made.stderr
+        finished = _python("-m", "dsplan", "recommend", "--model", "gpt2-xl", *CLUSTER, *limits, hides=hides)
+        assert finished.returncode == 0, finished.stderr
         written.append({path.relative_to(folder): path.read_text() for path in folder.rglob("*") if path.is_file()})
     assert written[0] == written[1]
     assert any("zero_optimization" in text for text in written[0].values())
@@ -93,11 +93,11 @@ def test_written_configs_are_the_same(hiding: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_zero_trains_with_the_same_losses(with_and_without: Dsplan) -> None:
     pytest.importorskip("deepspeed")
-    found, without = with_and_without("run", "--strategy", "zero2", EXAMPLES / "train_gpt.py", *SHORT)
-    assert found["plan"]["plan"]["backend"] == "deepspeed"
+    document, without = with_and_without("run", "--strategy", "zero2", EXAMPLES / "train_gpt.py", *SHORT)
+    assert document["plan"]["plan"]["backend"] == "deepspeed"
     assert without["plan"]["plan"]["backend"] == "native"
     for which in ("first_loss", "last_loss"):
-        assert without["measured"][which] == pytest.approx(found["measured"][which], rel=1e-4)
+        assert without["measured"][which] == pytest.approx(document["measured"][which], rel=1e-4)
     assert without["measured"]["last_loss"] < without["measured"]["first_loss"]
 
 

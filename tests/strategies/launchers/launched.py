@@ -32,8 +32,8 @@ class Launched:
         self, *options: str, before: Sequence[str] = (), run_directory: Path | None = None
     ) -> subprocess.Popen[bytes]:
         """`dsplan run OPTIONS SCRIPT` in the background; `before` are words before the command."""
-        place = ["--run-dir", str(run_directory or self.run_directory)]
-        return self._start([*before, *_DSPLAN_RUN, *place, *options, str(SCRIPT)])
+        directory_flag = ["--run-dir", str(run_directory or self.run_directory)]
+        return self._start([*before, *_DSPLAN_RUN, *directory_flag, *options, str(SCRIPT)])
 
     def dsplan(self, *words: str) -> subprocess.Popen[bytes]:
         """`dsplan WORDS` in the background."""
@@ -89,9 +89,9 @@ class Launched:
 
     def losses(self) -> list[float]:
         """The loss of every step; of a step that was trained again the later."""
-        found = {step: loss for step, _, loss in self.rows()}
-        assert sorted(found) == list(range(1, len(found) + 1)), f"steps {sorted(found)}:\n{self.out}"
-        return [found[step] for step in sorted(found)]
+        by_step = {step: loss for step, _, loss in self.rows()}
+        assert sorted(by_step) == list(range(1, len(by_step) + 1)), f"steps {sorted(by_step)}:\n{self.out}"
+        return [by_step[step] for step in sorted(by_step)]
 
     @property
     def out(self) -> str:

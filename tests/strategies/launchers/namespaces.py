@@ -12,7 +12,7 @@ _NETWORK = "10.86.72"
 
 
 def missing() -> str:
-    """Why there can be none here; empty where there can."""
+    """Return why there can be none here; empty where there can."""
     if shutil.which("ip") is None:
         return "needs `ip` (apt-get install iproute2)"
     if os.geteuid() != 0:

@@ -45,7 +45,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=
 
 
 def missing() -> str:
-    """Why there can be none here; empty where there can."""
+    """Return why there can be none here; empty where there can."""
     absent = [name for name in _NEEDED if shutil.which(name) is None]
     if absent:
         return f"needs SLURM and munge (apt-get install slurm-wlm munge): no {', '.join(absent)}"
@@ -95,8 +95,8 @@ def _start(directory: Path, environment: dict[str, str]) -> None:
 
 
 def _state(environment: dict[str, str]) -> str:
-    asked = subprocess.run(["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True, check=False)
-    return asked.stdout.strip()
+    answer = subprocess.run(["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True, check=False)
+    return answer.stdout.strip()
 
 
 def _end(pid_file: Path) -> None:
@@ -111,7 +111,7 @@ def _end(pid_file: Path) -> None:
 
 def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as open_sockets:
-        found = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
-        for listening in found:
+        listeners = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
+        for listening in listeners:
             listening.bind(("127.0.0.1", 0))
-        return [listening.getsockname()[1] for listening in found]
+        return [listening.getsockname()[1] for listening in listeners]

@@ -23,7 +23,7 @@ _SLOW = "rfc3987_syntax"
 
 
 def missing() -> str:
-    """Why there can be none here; empty where there can."""
+    """Return why there can be none here; empty where there can."""
     return "" if find_spec("ray") is not None else "needs Ray (pip install 'dsplan[ray]')"
 
 

@@ -172,8 +172,8 @@ class _Job:
 
     @property
     def conditions(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.document.setdefault("status", {}).setdefault("conditions", [])
-        return found
+        listed: list[dict[str, Any]] = self.document.setdefault("status", {}).setdefault("conditions", [])
+        return listed
 
     def end(self, *, completed: bool, message: str) -> None:
         words = {"trainjobs": "Complete", "jobsets": "Completed", "pytorchjobs": "Succeeded"}
@@ -220,7 +220,7 @@ class _Job:
         return _Pod(f"{self.name}-node-0-{index}-{self.made:05d}", index, template, labels)
 
     def variables(self, index: int) -> dict[str, str]:
-        """What the controllers add to a container's environment."""
+        """Return what the controllers add to a container's environment."""
         if self.plural == "jobsets":
             return {}
         if self.plural == "pytorchjobs":
@@ -542,23 +542,23 @@ class StandInCluster:
         assert query["container"] == pod.container["name"]
         assert query["follow"] == query["timestamps"] == "true"
         process, lines = pod.process, pod.lines
-        done = max(0, len(lines) - int(query["tailLines"])) if "tailLines" in query else 0
+        sent = max(0, len(lines) - int(query["tailLines"])) if "tailLines" in query else 0
         while not self._is_over.is_set():
             is_live = process is not None and process.poll() is None
             if not is_live:
                 time.sleep(2 * _TICK_SECONDS)  # for the reader of the pipe
-            for stamp, text in lines[done:]:
+            for stamp, text in lines[sent:]:
                 yield f"{stamp} {text}"
-                done += 1
+                sent += 1
             if not is_live:
                 return
             time.sleep(_TICK_SECONDS)
 
-    def _watch_events(self, done: int) -> Iterator[str]:
+    def _watch_events(self, sent: int) -> Iterator[str]:
         while not self._is_over.wait(_TICK_SECONDS):
-            while done < len(self.events):
-                yield json.dumps({"type": "ADDED", "object": self.events[done]})
-                done += 1
+            while sent < len(self.events):
+                yield json.dumps({"type": "ADDED", "object": self.events[sent]})
+                sent += 1
 
 
 class _Refused(Exception):
@@ -630,12 +630,12 @@ def _patch(document: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 def _marked(uid: str) -> list[int]:
     """The processes of a pod's container."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if f"{_MARK}={uid}".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def _free_port() -> int:

@@ -39,18 +39,18 @@ def test_a_job_that_is_told_to_save_resumes_when_it_is_queued_again(slurm: dict[
         variables = {"PATH": path, "PYTHONPATH": str(ROOT), "LOSSES": str(directory / "losses"), "STEPS": "12"}
         environment = {**os.environ, **slurm, **variables, "PAUSE": "0.5", "OMP_NUM_THREADS": "1"}
 
-        def said(*words: str) -> str:
+        def ask(*words: str) -> str:
             return subprocess.run(
                 words, cwd=directory, env=environment, capture_output=True, text=True, check=True
             ).stdout.strip()
 
-        said(sys.executable, "-m", "dsplan", "emit", str(plan), "--format", "slurm", "--out", str(directory))
-        job = said("sbatch", "--parsable", "slurm.sh", str(SCRIPT))
+        ask(sys.executable, "-m", "dsplan", "emit", str(plan), "--format", "slurm", "--out", str(directory))
+        job = ask("sbatch", "--parsable", "slurm.sh", str(SCRIPT))
         losses = directory / "losses"
         _until(lambda: losses.exists() and len(losses.read_text().splitlines()) >= 3, directory)
-        said("scancel", "--signal=USR1", "--batch", job)
-        _until(lambda: "COMPLETED" in said("scontrol", "show", "job", job), directory)
-        assert "Restarts=1" in said("scontrol", "show", "job", job)
+        ask("scancel", "--signal=USR1", "--batch", job)
+        _until(lambda: "COMPLETED" in ask("scontrol", "show", "job", job), directory)
+        assert "Restarts=1" in ask("scontrol", "show", "job", job)
     rows = [line.split() for line in losses.read_text().splitlines()]
     assert [int(row[0]) for row in rows] == list(range(1, 13)), "a step was trained twice, or not at all"
     assert [float(row[2]) for row in rows] == reference

@@ -39,12 +39,12 @@ class ClusterRun:
         self.cluster, self.run = cluster, run
 
     def submit(self, *options: str) -> subprocess.Popen[bytes]:
-        place = ("--kube-image", self.cluster.image, "--kube-volume", f"runs:{self.cluster.directory}/volume")
-        words = (*ON_CLUSTER, *place, "--kube-name", "trained", "--launcher-option", "cpu=1", *options)
+        cluster_flags = ("--kube-image", self.cluster.image, "--kube-volume", f"runs:{self.cluster.directory}/volume")
+        words = (*ON_CLUSTER, *cluster_flags, "--kube-name", "trained", "--launcher-option", "cpu=1", *options)
         return self.run.dsplan("run", *words, "--checkpoint-steps", "1", str(SCRIPT))
 
     def attempts(self, node: int = 0) -> list[str]:
-        """How the attempts of a node's `dsplan run` ended, and the last one's outcome."""
+        """Return how the attempts of a node's `dsplan run` ended, and the last one's outcome."""
         text = (self.cluster.directory / "volume" / "trained" / f"node{node}" / "run.jsonl").read_text()
         rows = [json.loads(line) for line in text.splitlines()]
         return [row.get("kind") or row["outcome"] for row in rows if row["event"] in ("ending", "end")]

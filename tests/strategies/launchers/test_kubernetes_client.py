@@ -1,4 +1,4 @@
-"""What `dsplan run --launcher kubernetes` says and leaves on a cluster, with pods that only seem to train."""
+"""Words of `dsplan run --launcher kubernetes` and what it leaves on a cluster, with pods that only seem to train."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Client:
         (self.cluster.directory / "enough").touch()
 
     def submit(self, *words: str) -> tuple[int, str]:
-        place = ("--kube-image", self.cluster.image, "--kube-volume", f"runs:{self.cluster.directory}/volume")
+        cluster_flags = ("--kube-image", self.cluster.image, "--kube-volume", f"runs:{self.cluster.directory}/volume")
         options = ("--kube-name", "trained", "--launcher-option", "cpu=1", "--nproc", "2")
-        return self.run("run", *place, *options, *words, "train.py")
+        return self.run("run", *cluster_flags, *options, *words, "train.py")
 
     def run(self, command: str, *words: str) -> tuple[int, str]:
         """Exit status and output."""
@@ -62,9 +62,9 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     with StandInCluster(tmp_path / "cluster", {}) as cluster:
         # The client reads KUBECONFIG once per process.
         monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(cluster.kubeconfig))
-        found = Client(cluster, capsys)
-        found.image_has(TRAINS)
-        yield found
+        new_client = Client(cluster, capsys)
+        new_client.image_has(TRAINS)
+        yield new_client
 
 
 def _later(client: Client, act: signal.Signals) -> threading.Thread:
@@ -84,19 +84,19 @@ def _later(client: Client, act: signal.Signals) -> threading.Thread:
 
 @pytest.mark.parametrize("kind", ["TrainJob", "PyTorchJob", "JobSet"])
 def test_a_run_of_every_kind_is_detached_watched_and_described(kind: str, client: Client) -> None:
-    status, said = client.submit("--kube-kind", kind, "--nodes", "2", "--detach")
-    assert status == 0, said
-    assert "watch it from anywhere: dsplan watch trained --launcher kubernetes --kube-namespace default" in said
+    status, out = client.submit("--kube-kind", kind, "--nodes", "2", "--detach")
+    assert status == 0, out
+    assert "watch it from anywhere: dsplan watch trained --launcher kubernetes --kube-namespace default" in out
     client.enough()
-    status, said = client.run("watch", "trained")
-    assert status == 0, said
-    assert f"{kind} trained: completed" in said
-    assert "--nodes 2 --rendezvous 127.0.0.1:" in said
-    status, said = client.run("watch", "trained", "--json")
-    document = json.loads(said)
+    status, out = client.run("watch", "trained")
+    assert status == 0, out
+    assert f"{kind} trained: completed" in out
+    assert "--nodes 2 --rendezvous 127.0.0.1:" in out
+    status, out = client.run("watch", "trained", "--json")
+    document = json.loads(out)
     assert (document["kind"], document["state"], len(document["pods"])) == (kind, "completed", 2)
-    status, said = client.run("watch", "trained", "--once")
-    assert f"{kind} trained: completed" in said
+    status, out = client.run("watch", "trained", "--once")
+    assert f"{kind} trained: completed" in out
     assert client.run("run", "--resume", "trained") == (
         2,
         "trained: the run completed, nothing is left to resume; start a new one",
@@ -109,47 +109,47 @@ def test_a_stop_suspends_the_job_whose_pods_save(
     number: signal.Signals, status: int, options: tuple[str, ...], client: Client
 ) -> None:
     sender = _later(client, number)
-    ended, said = client.submit(*options)
+    ended, out = client.submit(*options)
     sender.join()
-    assert (ended, client.cluster.pods()) == (status, []), said
+    assert (ended, client.cluster.pods()) == (status, []), out
     assert not client.cluster.left()
-    assert "saved" in said.splitlines()
-    assert "resume it from anywhere: dsplan run --launcher kubernetes --kube-namespace default --resume trained" in said
-    ended, said = client.run("run", "--resume", "trained")
-    assert ended == 0, said
-    assert "resumed" in said.splitlines()
+    assert "saved" in out.splitlines()
+    assert "resume it from anywhere: dsplan run --launcher kubernetes --kube-namespace default --resume trained" in out
+    ended, out = client.run("run", "--resume", "trained")
+    assert ended == 0, out
+    assert "resumed" in out.splitlines()
 
 
 def test_a_job_that_failed_is_resumed_as_a_new_one(client: Client) -> None:
     client.image_has('if [ "$2" = --resume ]; then exit 0; fi\ntouch "$3/launch.json"\nexit 1\n')
     client.cluster.backoff_limit = 0
-    status, said = client.submit()
-    assert status == 1, said
-    assert "the job trained failed: jobset failed due to one or more job failures; pod " in said
-    assert "ended with status 1" in said
+    status, out = client.submit()
+    assert status == 1, out
+    assert "the job trained failed: jobset failed due to one or more job failures; pod " in out
+    assert "ended with status 1" in out
     assert client.run("run", "--resume", "trained")[0] == 0
 
 
 def test_what_no_repetition_mends_ends_the_job(client: Client) -> None:
     client.image_has("echo error: no model; exit 2\n")
-    status, said = client.submit()
-    assert status == 2, said
-    assert "ended with status 2: dsplan run refuses it, as its last line above says; the job trained is deleted" in said
-    assert "error: no model" in said
+    status, out = client.submit()
+    assert status == 2, out
+    assert "ended with status 2: dsplan run refuses it, as its last line above says; the job trained is deleted" in out
+    assert "error: no model" in out
     (client.cluster.directory / "bin" / "dsplan").unlink()
     client.cluster.until_gone("trained")
-    status, said = client.submit()
-    assert status == 2, said
-    assert "the image has no dsplan command" in said
+    status, out = client.submit()
+    assert status == 2, out
+    assert "the image has no dsplan command" in out
 
 
 def test_refusals_are_one_line_each(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = client.cluster
 
     def refused(*words: str) -> str:
-        status, said = client.submit(*words)
-        assert (status, "\n" in said) == (2, False), said
-        return said
+        status, out = client.submit(*words)
+        assert (status, "\n" in out) == (2, False), out
+        return out
 
     assert "no such namespace in this cluster; name one with --kube-namespace" in refused("--kube-namespace", "nowhere")
     assert "has no PersistentVolumeClaim none; create it" in refused("--kube-volume", "none")
@@ -165,27 +165,27 @@ def test_refusals_are_one_line_each(client: Client, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_image_that_cannot_be_had_is_named(client: Client) -> None:
-    status, said = client.submit("--kube-image", "nowhere:1")
-    assert status == 2, said
-    assert "nowhere:1 may be another image tomorrow" in said
-    assert "dsplan: Pod trained-node-0-0-00001: Failed: Error: ErrImagePull" in said
+    status, out = client.submit("--kube-image", "nowhere:1")
+    assert status == 2, out
+    assert "nowhere:1 may be another image tomorrow" in out
+    assert "dsplan: Pod trained-node-0-0-00001: Failed: Error: ErrImagePull" in out
     assert (
         'no image (Back-off pulling image "nowhere:1"); name another with --kube-image; the job trained is deleted'
-        in said
+        in out
     )
 
 
 def test_a_run_is_followed_without_its_events_where_they_are_forbidden(client: Client) -> None:
     client.cluster.forbidden = {"watch events"}
     client.enough()
-    status, said = client.submit()
-    assert status == 0, said
-    assert "events are not shown: may not watch events" in said
+    status, out = client.submit()
+    assert status == 0, out
+    assert "events are not shown: may not watch events" in out
 
 
 def test_a_cluster_that_is_gone_for_a_while_is_asked_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strategies.launch.kubernetes.submitted._SILENCE_SECONDS", 2.0)
     threading.Timer(1.5, lambda: setattr(client.cluster, "is_silent", True)).start()
-    status, said = client.submit()
+    status, out = client.submit()
     assert status == 2
-    assert "the job trained is not followed any more, and may go on" in said
+    assert "the job trained is not followed any more, and may go on" in out

@@ -44,8 +44,8 @@ def test_a_node_that_loses_another_while_they_meet_gives_its_place_up(
     places: list[_Place] = []
 
     class _Agent:
-        def __init__(self, spec: LaunchSpec, place: Any) -> None:
-            assert place is places[-1]
+        def __init__(self, spec: LaunchSpec, meeting: Any) -> None:
+            assert meeting is places[-1]
 
         def run(self) -> None:
             raise error
@@ -63,7 +63,7 @@ def test_a_node_that_loses_another_while_they_meet_gives_its_place_up(
         node.round()
     told = json.loads((tmp_path / RESULT_FILE).read_text())
     assert (told["kind"], told["status"]) == ("lost", 1)
-    assert [place.has_left for place in places] == [leaves, leaves]
+    assert [meeting.has_left for meeting in places] == [leaves, leaves]
 
 
 @contextlib.contextmanager
@@ -77,9 +77,9 @@ def _program(answer: bytes | None) -> Iterator[int]:
                 while True:
                     kept.append(listening.accept()[0])
                     if answer is not None:
-                        with kept[-1] as asked:
-                            asked.recv(64)
-                            asked.sendall(answer)
+                        with kept[-1] as caller:
+                            caller.recv(64)
+                            caller.sendall(answer)
 
         threads.submit(serve)
         try:
@@ -91,7 +91,7 @@ def _program(answer: bytes | None) -> Iterator[int]:
 
 
 def _report_line(directory: Path, host: str, port: int) -> dict[str, Any]:
-    """What a node that is to meet others at an address writes of it."""
+    """Return what a node that is to meet others at an address writes of it."""
     spec = LaunchSpec(script="train.py", processes=1, run_directory=str(directory), supervision=DEFAULT_SUPERVISION)
     nodes.Node(spec, Address(host=host, port=port)).round()
     told = json.loads((directory / RESULT_FILE).read_text())

@@ -67,13 +67,13 @@ def node_of(process_id: int) -> str:
 
 def processes_of(run: Launched) -> list[str]:
     """Command lines of what works for the run."""
-    found = []
+    commands = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             command = path.read_bytes().decode(errors="replace").replace("\0", " ")
             if str(run.run_directory) in command and int(path.parent.name) != os.getpid():
-                found.append(command)
-    return found
+                commands.append(command)
+    return commands
 
 
 def assert_nothing_is_left(run: Launched) -> None:

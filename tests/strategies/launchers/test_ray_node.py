@@ -34,7 +34,7 @@ def start_of(spec: LaunchSpec, **more: Any) -> NodeStart:
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What every rank runs: Python, with the program that the test appends."""
+    """Return what every rank runs: Python, with the program that the test appends."""
     command = [sys.executable, "-S", "-c"]
     monkeypatch.setattr(ray_node, "rank_command", lambda spec: command)
     return command

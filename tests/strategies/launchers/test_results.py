@@ -1,4 +1,4 @@
-"""What launchers print of their ranks' ends, and the command lines they are started with; no process is."""
+"""Lines that launchers print of their ranks' ends, and the command lines they are started with; no process is."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def launcher(directory: Path, **placement: Any) -> ProcessLauncher:
         placement=Placement(**placement),
         supervision=DEFAULT_SUPERVISION,
     )
-    made = make_launcher(spec)
-    assert isinstance(made, ProcessLauncher)
-    return made
+    process_launcher = make_launcher(spec)
+    assert isinstance(process_launcher, ProcessLauncher)
+    return process_launcher
 
 
 @pytest.mark.parametrize(
-    ("said", "failures"),
+    ("output", "failures"),
     [
         ("srun: error: vm: tasks 0-1: Exited with exit code 75\n", {0: 75, 1: 75}),
         ("srun: error: node[1-2]: tasks 0,3-4: Exited with exit code 1\n", {0: 1, 3: 1, 4: 1}),
@@ -51,8 +51,8 @@ def launcher(directory: Path, **placement: Any) -> ProcessLauncher:
         ("srun: cluster configuration lacks support for cpu binding\n", {}),
     ],
 )
-def test_srun_tells_how_ranks_ended(said: str, failures: dict[int, int]) -> None:
-    assert step_result(said) == {"failures": failures}
+def test_srun_tells_how_ranks_ended(output: str, failures: dict[int, int]) -> None:
+    assert step_result(output) == {"failures": failures}
 
 
 def test_slurm_tells_of_memory_and_of_nodes() -> None:
@@ -62,22 +62,22 @@ def test_slurm_tells_of_memory_and_of_nodes() -> None:
     assert step_result("srun: error: Node failure on node7\n")["kind"] == "lost"
 
 
-@pytest.mark.parametrize(("said", "failures"), [(BY_SIGNAL, {1: -9}), (BY_STATUS, {2: 3}), ("", {})])
-def test_mpirun_tells_which_rank_was_first(said: str, failures: dict[int, int]) -> None:
-    assert job_result(said) == {"failures": failures}
+@pytest.mark.parametrize(("output", "failures"), [(BY_SIGNAL, {1: -9}), (BY_STATUS, {2: 3}), ("", {})])
+def test_mpirun_tells_which_rank_was_first(output: str, failures: dict[int, int]) -> None:
+    assert job_result(output) == {"failures": failures}
 
 
 @pytest.mark.parametrize(("status", "kind"), [(1, "failed"), (127, "failed"), (137, None), (143, None), (-9, None)])
 def test_mpirun_ended_by_a_signal_has_not_failed(status: int, kind: str | None, tmp_path: Path) -> None:
     (tmp_path / AGENT_LOG).write_text("")
-    found = launcher(tmp_path, launcher="mpi").result(status)
-    assert found is not None
-    assert found.get("kind") == kind
+    result = launcher(tmp_path, launcher="mpi").result(status)
+    assert result is not None
+    assert result.get("kind") == kind
 
 
 def test_what_mpirun_says_before_any_rank_is_the_reason() -> None:
-    said = f"{'-' * 60}\nThere are not enough slots available in the system to satisfy the 4\nslots that\n"
-    assert first_words(said) == "There are not enough slots available in the system to satisfy the 4"
+    output = f"{'-' * 60}\nThere are not enough slots available in the system to satisfy the 4\nslots that\n"
+    assert first_words(output) == "There are not enough slots available in the system to satisfy the 4"
 
 
 def test_a_lost_node_of_an_mpi_job() -> None:
@@ -111,12 +111,12 @@ def test_nodes_of_open_mpi_get_the_runs_variables(tmp_path: Path, monkeypatch: p
     hostfile = tmp_path / "hosts"
     hostfile.write_text("node0 slots=2\nnode1 slots=2\n")
     several = {"least_nodes": 2, "most_nodes": 2, "hostfile": str(hostfile)}
-    found = launcher(tmp_path, launcher="mpi", **several)
-    command = found.command()
+    of_nodes = launcher(tmp_path, launcher="mpi", **several)
+    command = of_nodes.command()
     assert command[1:5] == ["-np", "4", "--bind-to", "none"]
     exported = {command[at + 1] for at, word in enumerate(command) if word == "-x"}
     assert {"MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "PYTHONSAFEPATH"} <= exported
-    assert (found.environment()["MASTER_ADDR"], found.environment()["MASTER_PORT"]) == ("node0", "29500")
+    assert (of_nodes.environment()["MASTER_ADDR"], of_nodes.environment()["MASTER_PORT"]) == ("node0", "29500")
 
 
 @pytest.mark.parametrize("text", ["# nodes\n\nnode0 slots=4\nnode1 slots=4\n", "node0:4\nnode1:4\n", "node0\n"])

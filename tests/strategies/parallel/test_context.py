@@ -28,8 +28,8 @@ CP = Composition(strategy="fsdp", cp=2)
 )  # the others are in the stages of a pipeline below
 def test_two_ranks_train_as_one_process(ranks: RankPool, kind: Kind) -> None:
     composition = replace(CP, clipping=0.5, checkpointing="full", accumulation=2)
-    for found in ranks.run(parallel_bodies.train, kind, composition):
-        assert max(found.loss, found.parameter, found.norm) < 1e-5, found
+    for difference in ranks.run(parallel_bodies.train, kind, composition):
+        assert max(difference.loss, difference.parameter, difference.norm) < 1e-5, difference
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -58,10 +58,10 @@ def test_what_a_gpus_attention_skips_can_be_said_where_products_are_kept() -> No
     with keeping:
         skipped = earlier_tokens(4, 12, torch.device("cuda"))
         assert isinstance(skipped, CausalBias)
-        found = functional.scaled_dot_product_attention(queries, keys, keys, attn_mask=skipped)
+        attended = functional.scaled_dot_product_attention(queries, keys, keys, attn_mask=skipped)
     mask = earlier_tokens(4, 12, torch.device("cpu"))
     expected = functional.scaled_dot_product_attention(queries, keys, keys, attn_mask=mask)
-    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(attended, expected, atol=1e-6)
 
 
 STAGES = replace(CP, pp=2, accumulation=4, steps=2)
@@ -77,9 +77,9 @@ STAGES = replace(CP, pp=2, accumulation=4, steps=2)
 )
 @pytest.mark.sweep(suite={"gpt-composition1"})
 def test_stages_of_a_pipeline_share_sequences(four_ranks: RankPool, kind: Kind, composition: Composition) -> None:
-    for found in four_ranks.run(parallel_bodies.train, kind, composition):
-        assert max(found.loss, found.parameter, found.norm) < 1e-5, found
-        assert found.share < 0.6
+    for difference in four_ranks.run(parallel_bodies.train, kind, composition):
+        assert max(difference.loss, difference.parameter, difference.norm) < 1e-5, difference
+        assert difference.share < 0.6
 
 
 @pytest.mark.slow
@@ -96,8 +96,10 @@ def test_stages_of_a_pipeline_share_sequences(four_ranks: RankPool, kind: Kind, 
 )
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "gpt"])
 def test_eight_ranks_train_as_one_process(eight_ranks: RankPool, kind: Kind, composition: Composition) -> None:
-    for found in eight_ranks.run(parallel_bodies.train, kind, composition):
-        assert max(found.loss, found.parameter) < (2e-2 if composition.precision == "bf16" else 1e-5), found
+    for difference in eight_ranks.run(parallel_bodies.train, kind, composition):
+        assert max(difference.loss, difference.parameter) < (2e-2 if composition.precision == "bf16" else 1e-5), (
+            difference
+        )
 
 
 @pytest.mark.slow
@@ -114,8 +116,10 @@ def test_eight_ranks_train_as_one_process(eight_ranks: RankPool, kind: Kind, com
 )
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "gpt"])
 def test_four_ranks_train_as_one_process(four_ranks: RankPool, kind: Kind, composition: Composition) -> None:
-    for found in four_ranks.run(parallel_bodies.train, kind, composition):
-        assert max(found.loss, found.parameter) < (2e-2 if composition.precision == "bf16" else 1e-5), found
+    for difference in four_ranks.run(parallel_bodies.train, kind, composition):
+        assert max(difference.loss, difference.parameter) < (2e-2 if composition.precision == "bf16" else 1e-5), (
+            difference
+        )
 
 
 @pytest.mark.parametrize(
@@ -132,27 +136,27 @@ def test_four_ranks_train_as_one_process(four_ranks: RankPool, kind: Kind, compo
     ],
 )
 def test_what_would_train_wrong_in_silence_is_refused(ranks: RankPool, kind: Unfit, reason: str) -> None:
-    for said in ranks.run(parallel_bodies.refused_sequences, kind):
-        assert reason in said
+    for message in ranks.run(parallel_bodies.refused_sequences, kind):
+        assert reason in message
 
 
 @pytest.mark.slow
 def test_positions_are_seen_in_blocks_that_are_split_too(four_ranks: RankPool) -> None:
-    for said in four_ranks.run(parallel_bodies.refused_sequences, "positions", 2):
-        assert "positions that it counts itself" in said
+    for message in four_ranks.run(parallel_bodies.refused_sequences, "positions", 2):
+        assert "positions that it counts itself" in message
 
 
 def test_every_stage_refuses_padding_before_it_waits_for_another(four_ranks: RankPool) -> None:
-    for said in four_ranks.run(parallel_bodies.refused_in_stages, replace(CP, pp=2, accumulation=4)):
-        assert "attention_mask has zeros" in said
+    for message in four_ranks.run(parallel_bodies.refused_in_stages, replace(CP, pp=2, accumulation=4)):
+        assert "attention_mask has zeros" in message
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_loss_of_the_scripts_own_is_of_whole_sequences_and_ranks_drop_out_apart(ranks: RankPool, kind: Kind) -> None:
     first, second = ranks.run(parallel_bodies.own_loss, kind)
-    for found in (first, second):
-        assert abs(found.loss - found.expected) < 1e-5
-        assert found.gradient < 1e-5
+    for rank in (first, second):
+        assert abs(rank.loss - rank.expected) < 1e-5
+        assert rank.gradient < 1e-5
     assert first.dropped != second.dropped
     assert first.later == second.later
 

@@ -28,9 +28,9 @@ EP = Composition(strategy="fsdp", dp_shard=2, ep=2)
 )
 @pytest.mark.sweep(every=4)
 def test_two_ranks_train_as_one_process(ranks: RankPool, kind: Kind, composition: Composition) -> None:
-    for found in ranks.run(parallel_bodies.train, kind, composition):
-        assert max(found.loss, found.parameter, found.norm) < 1e-5, found
-        assert found.share < 0.9
+    for difference in ranks.run(parallel_bodies.train, kind, composition):
+        assert max(difference.loss, difference.parameter, difference.norm) < 1e-5, difference
+        assert difference.share < 0.9
 
 
 TENSOR = replace(EP, dp_shard=1, tp=2, sequence_parallel=True, steps=3)
@@ -46,9 +46,9 @@ TENSOR = replace(EP, dp_shard=1, tp=2, sequence_parallel=True, steps=3)
 )
 @pytest.mark.sweep(every=4)
 def test_experts_lie_whole_on_ranks_that_split_layers(ranks: RankPool, kind: Kind, composition: Composition) -> None:
-    for found in ranks.run(parallel_bodies.train, kind, composition):
-        assert max(found.loss, found.parameter, found.norm) < 1e-5, found
-        assert found.share < 0.7
+    for difference in ranks.run(parallel_bodies.train, kind, composition):
+        assert max(difference.loss, difference.parameter, difference.norm) < 1e-5, difference
+        assert difference.share < 0.7
 
 
 @pytest.mark.slow
@@ -66,8 +66,8 @@ def test_experts_lie_whole_on_ranks_that_split_layers(ranks: RankPool, kind: Kin
 )
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek", "qwen2_moe"])
 def test_four_ranks_split_layers_and_spread_experts(four_ranks: RankPool, kind: Kind, composition: Composition) -> None:
-    for found in four_ranks.run(parallel_bodies.train, kind, composition):
-        assert max(found.loss, found.parameter) < 1e-5, found
+    for difference in four_ranks.run(parallel_bodies.train, kind, composition):
+        assert max(difference.loss, difference.parameter) < 1e-5, difference
 
 
 @pytest.mark.slow
@@ -81,8 +81,10 @@ def test_four_ranks_split_layers_and_spread_experts(four_ranks: RankPool, kind: 
     ],
 )
 def test_eight_ranks_train_as_one_process(eight_ranks: RankPool, composition: Composition) -> None:
-    for found in eight_ranks.run(parallel_bodies.train, "mixtral", composition):
-        assert max(found.loss, found.parameter) < (2e-2 if composition.precision == "bf16" else 1e-5), found
+    for difference in eight_ranks.run(parallel_bodies.train, "mixtral", composition):
+        assert max(difference.loss, difference.parameter) < (2e-2 if composition.precision == "bf16" else 1e-5), (
+            difference
+        )
 
 
 @pytest.mark.slow
@@ -98,8 +100,10 @@ def test_eight_ranks_train_as_one_process(eight_ranks: RankPool, composition: Co
     ],
 )
 def test_four_ranks_train_as_one_process(four_ranks: RankPool, composition: Composition) -> None:
-    for found in four_ranks.run(parallel_bodies.train, "mixtral", composition):
-        assert max(found.loss, found.parameter) < (2e-2 if composition.precision == "bf16" else 1e-5), found
+    for difference in four_ranks.run(parallel_bodies.train, "mixtral", composition):
+        assert max(difference.loss, difference.parameter) < (2e-2 if composition.precision == "bf16" else 1e-5), (
+            difference
+        )
 
 
 def test_experts_that_are_given_no_choice_are_no_mixture() -> None:

@@ -171,8 +171,8 @@ def test_what_is_the_same(
 ) -> None:
     row, right = _row_and_right()
     good = Trained(losses=right.losses, norms=right.norms, apart=dict.fromkeys(right.parameters, (0.0, 0.0)))
-    found = Trained(losses=losses, norms=norms, apart=apart)
-    ranks = [found] if outcome == "failed" else [good, found]
+    trained = Trained(losses=losses, norms=norms, apart=apart)
+    ranks = [trained] if outcome == "failed" else [good, trained]
     assert compared(row, right, ranks).outcome == outcome
 
 
@@ -219,8 +219,8 @@ def test_the_page_counts_what_is_the_same_and_says_what_is_not() -> None:
 )
 @pytest.mark.sweep(every=3, suite=lambda kind, composition: (kind == "qwen3") == (composition.pp == 2))
 def test_a_loss_without_logits_goes_with_every_split(ranks: RankPool, kind: Kind, composition: Composition) -> None:
-    for found in ranks.run(parallel_bodies.train, kind, composition, None, {"linear_cross_entropy": "chunked"}):
-        assert max(found.loss, found.parameter) < 1e-5, found
+    for difference in ranks.run(parallel_bodies.train, kind, composition, None, {"linear_cross_entropy": "chunked"}):
+        assert max(difference.loss, difference.parameter) < 1e-5, difference
 
 
 @pytest.mark.slow

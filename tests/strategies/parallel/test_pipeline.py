@@ -30,8 +30,8 @@ PP = Composition(pp=2, accumulation=4, clipping=0.5)
 INTERLEAVED = replace(PP, schedule="interleaved", virtual_stages=2)
 
 
-def _worst(found: list[Difference]) -> Difference:
-    return max(found, key=lambda difference: max(difference.loss, difference.parameter))
+def _worst(differences: list[Difference]) -> Difference:
+    return max(differences, key=lambda difference: max(difference.loss, difference.parameter))
 
 
 # Over ranks, against one process.
@@ -91,35 +91,35 @@ def test_four_ranks_train_as_one_process(four_ranks: RankPool, kind: Kind, compo
 
 
 def test_evaluation_and_what_is_refused(ranks: RankPool) -> None:
-    for found in ranks.run(parallel_bodies.evaluated_in_stages, PP):
-        assert abs(found.loss - found.expected) < 1e-6
-        assert found.is_training
-        assert "call engine.train_batch(batch)" in found.called
-        assert "the batch has 3 samples, and this rank's share of a step is 4 micro-batches of 2" in found.short
-        assert found.stale == 0  # elements of other stages' weights that somebody still holds
-        assert found.groups == 2
+    for answer in ranks.run(parallel_bodies.evaluated_in_stages, PP):
+        assert abs(answer.loss - answer.expected) < 1e-6
+        assert answer.is_training
+        assert "call engine.train_batch(batch)" in answer.called
+        assert "the batch has 3 samples, and this rank's share of a step is 4 micro-batches of 2" in answer.short
+        assert answer.stale == 0  # elements of other stages' weights that somebody still holds
+        assert answer.groups == 2
 
 
 def test_a_step_of_stages_is_one_call_that_all_ranks_make_alike(four_ranks: RankPool) -> None:
-    found = four_ranks.run(parallel_bodies.meetings_of_a_step, replace(PP, strategy="fsdp", dp_shard=2, accumulation=2))
-    assert found == 4 * [[("train_batch", 1), ("step", 2), ("eval_batch", 3)]]
+    calls = four_ranks.run(parallel_bodies.meetings_of_a_step, replace(PP, strategy="fsdp", dp_shard=2, accumulation=2))
+    assert calls == 4 * [[("train_batch", 1), ("step", 2), ("eval_batch", 3)]]
 
 
 def test_what_a_rank_has_done_before_does_not_count(ranks: RankPool) -> None:
     compositions = [Composition(strategy=name, dp_shard=2, steps=2) for name in ("fsdp", "zero3")]
-    for found in ranks.run(parallel_bodies.train_after_other_meetings, "gpt", compositions):
-        assert max(max(each.loss, each.parameter) for each in found) < 1e-5
+    for differences in ranks.run(parallel_bodies.train_after_other_meetings, "gpt", compositions):
+        assert max(max(each.loss, each.parameter) for each in differences) < 1e-5
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
 @pytest.mark.sweep(every=2)
 def test_train_batch_is_the_loop_of_calls(ranks: RankPool, strategy: str) -> None:
     parts = {"dp_replicate": 2} if strategy == "ddp" else {"dp_shard": 2}
-    for found in ranks.run(
+    for losses in ranks.run(
         parallel_bodies.train_batch_and_loop, Composition(strategy=strategy, accumulation=2, **parts)
     ):
-        assert found[0] == pytest.approx(found[1], abs=1e-6)
-        assert found[2] == 3
+        assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+        assert losses[2] == 3
 
 
 # Schedules, without a rank.
@@ -163,9 +163,9 @@ def test_no_more_micro_batches_are_held_than_the_estimate_counts(schedule: Sched
 
 def test_a_schedule_that_never_ends_is_found() -> None:
     order = with_messages(order_of("1f1b", ranks=2, virtual_stages=1, micro_batches=2), _lies_on(2), 2)
-    place = order[1].index(Action("receive_forward", 1, 1))
-    order[1][place - 1], order[1][place] = order[1][place], order[1][place - 1]
-    sends = [place for place, action in enumerate(order[0]) if action.kind == "send_forward"]
+    index = order[1].index(Action("receive_forward", 1, 1))
+    order[1][index - 1], order[1][index] = order[1][index], order[1][index - 1]
+    sends = [index for index, action in enumerate(order[0]) if action.kind == "send_forward"]
     order[0][sends[0]], order[0][sends[1]] = order[0][sends[1]], order[0][sends[0]]
     with pytest.raises(CannotRun, match="rank 0 of the pipeline waits for ever at send_forward of stage 0"):
         require_end(order, _lies_on(2), 2)
@@ -182,9 +182,9 @@ def cut(model: nn.Module, rank: int, ranks: int = 2, partition: Partition = "uni
     configuration = Composition(pp=ranks, accumulation=ranks).plan().configuration
     parts = ModelParts()
     cut_stages(model, mesh, SplitOptions(configuration=configuration, partition=partition), parts)
-    found = stages_of(model)
-    assert found is not None
-    return found, parts
+    stages = stages_of(model)
+    assert stages is not None
+    return stages, parts
 
 
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
@@ -233,14 +233,14 @@ def test_stages_are_the_whole_model(family: str) -> None:
     loss.backward()
     hidden.backward(received.grad)
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
-    found: dict[str, torch.Tensor] = {}
+    summed: dict[str, torch.Tensor] = {}
     for member, parts in zip((first, last), noted, strict=True):
         for name, parameter in member.named_parameters():
             if parameter.grad is not None:
                 whole = parts.shared.get(name, name)
-                found[whole] = found.get(whole, torch.zeros(())) + parameter.grad
-    assert found.keys() == gradients.keys()
-    assert max((found[name] - gradient).abs().max().item() for name, gradient in gradients.items()) < 1e-6
+                summed[whole] = summed.get(whole, torch.zeros(())) + parameter.grad
+    assert summed.keys() == gradients.keys()
+    assert max((summed[name] - gradient).abs().max().item() for name, gradient in gradients.items()) < 1e-6
 
 
 class Plain(nn.Module):
@@ -318,11 +318,11 @@ def test_optimizers_lose_what_other_stages_have() -> None:
 
 def test_a_stage_lets_go_of_what_it_has_sent_and_can_still_go_back() -> None:
     weight = torch.full((3,), 2.0, requires_grad=True)
-    made = _Made(weight * weight)
-    memory = weakref.ref(made.values.untyped_storage())
-    made.is_sent()
+    output = _Made(weight * weight)
+    memory = weakref.ref(output.values.untyped_storage())
+    output.is_sent()
     assert memory() is None
-    torch.autograd.backward(made.root, torch.ones(3))
+    torch.autograd.backward(output.root, torch.ones(3))
     assert weight.grad is not None
     assert weight.grad.tolist() == [4.0, 4.0, 4.0]
 

@@ -89,13 +89,13 @@ def test_a_plan_of_the_script_is_followed(ranks: RankPool) -> None:
 )
 def test_plans_that_cannot_be_followed_say_so(ranks: RankPool, plan: dict[str, str], sentence: str) -> None:
     composition = Composition(model="gpt", tp_plan=tuple(plan.items()))
-    for said in ranks.run(bodies.refusal_of, composition):
-        assert sentence in said
+    for message in ranks.run(bodies.refusal_of, composition):
+        assert sentence in message
 
 
 def test_lengths_that_do_not_divide_are_refused_by_sequence_parallelism(ranks: RankPool) -> None:
-    for said in ranks.run(bodies.refusal_of_odd_length):
-        assert "splits the length of activations [2, 7, 16] over 2 ranks, which does not divide" in said
+    for message in ranks.run(bodies.refusal_of_odd_length):
+        assert "splits the length of activations [2, 7, 16] over 2 ranks, which does not divide" in message
 
 
 def test_inside_whole_parameters_a_rank_computes_alone(ranks: RankPool) -> None:
@@ -105,10 +105,10 @@ def test_inside_whole_parameters_a_rank_computes_alone(ranks: RankPool) -> None:
 
 
 def test_what_ranks_split_is_dropped_out_differently_and_what_they_share_alike(ranks: RankPool) -> None:
-    found = ranks.run(bodies.dropped_out)
-    assert found[0]["shared"] == found[1]["shared"]
-    assert found[0]["own"] != found[1]["own"]
-    assert found[0]["again"] != found[0]["own"]
+    of_ranks = ranks.run(bodies.dropped_out)
+    assert of_ranks[0]["shared"] == of_ranks[1]["shared"]
+    assert of_ranks[0]["own"] != of_ranks[1]["own"]
+    assert of_ranks[0]["again"] != of_ranks[0]["own"]
 
 
 def test_ranks_that_share_samples_count_their_share(ranks: RankPool) -> None:
@@ -118,9 +118,9 @@ def test_ranks_that_share_samples_count_their_share(ranks: RankPool) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.slow
 def test_adapters_are_split_with_their_layers(ranks: RankPool, sequence_parallel: bool) -> None:
-    for found in ranks.run(bodies.adapters_trained, sequence_parallel):
-        assert max(found["loss"], found["weights"]) < 1e-5
-        assert found["split adapters"] == 2 * 5, "A of row layers, B of column layers, in two blocks"
+    for differences in ranks.run(bodies.adapters_trained, sequence_parallel):
+        assert max(differences["loss"], differences["weights"]) < 1e-5
+        assert differences["split adapters"] == 2 * 5, "A of row layers, B of column layers, in two blocks"
 
 
 @pytest.mark.slow
@@ -129,5 +129,5 @@ def test_stages_of_a_pipeline_are_split_with_their_tied_embeddings(
     four_ranks: RankPool, kind: parallel_bodies.Kind
 ) -> None:
     staged = parallel_bodies.Composition(strategy="ddp", tp=2, pp=2, accumulation=4, sequence_parallel=True)
-    for found in four_ranks.run(parallel_bodies.train, kind, staged):
-        assert max(found.loss, found.parameter, found.norm) < 1e-5
+    for difference in four_ranks.run(parallel_bodies.train, kind, staged):
+        assert max(difference.loss, difference.parameter, difference.norm) < 1e-5

@@ -21,8 +21,8 @@ TP = Composition(strategy="ddp", tp=2)
 FSDP = Composition(strategy="fsdp", dp_shard=2, tp=2)
 
 
-def _worst(found: list[Difference]) -> Difference:
-    return max(found, key=lambda difference: max(difference.loss, difference.parameter))
+def _worst(differences: list[Difference]) -> Difference:
+    return max(differences, key=lambda difference: max(difference.loss, difference.parameter))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mixtral", "gpt", "numbered"])
@@ -42,13 +42,15 @@ def test_layers_of_a_script_are_split_by_the_plan(ranks: RankPool, split: Compos
 
 @pytest.mark.parametrize(("strategy", "parts"), [("ddp", "dp_replicate"), ("fsdp", "dp_shard"), ("zero2", "dp_shard")])
 def test_layers_split_over_ranks_with_different_samples_are_refused(ranks: RankPool, strategy: str, parts: str) -> None:
-    for said in ranks.run(parallel_bodies.refused_layers, Composition(strategy=strategy, **{parts: 2}), None):
-        assert said.startswith("tokens is split over 2 ranks and the plan has tp 1; use tp 2, or make the layer before")
+    for message in ranks.run(parallel_bodies.refused_layers, Composition(strategy=strategy, **{parts: 2}), None):
+        assert message.startswith(
+            "tokens is split over 2 ranks and the plan has tp 1; use tp 2, or make the layer before"
+        )
 
 
 def test_layers_split_over_other_ranks_than_the_plans_are_refused(four_ranks: RankPool) -> None:
-    found = four_ranks.run(parallel_bodies.refused_layers, FSDP, ((0, 2), (1, 3)))
-    assert found[3].startswith("tokens is split over ranks 1, 3 and the plan's tp ranks are 2, 3, who read the same")
+    messages = four_ranks.run(parallel_bodies.refused_layers, FSDP, ((0, 2), (1, 3)))
+    assert messages[3].startswith("tokens is split over ranks 1, 3 and the plan's tp ranks are 2, 3, who read the same")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -96,8 +98,8 @@ def test_four_ranks_train_as_one_process(four_ranks: RankPool, kind: Kind, compo
     ],
 )
 def test_gathered_layers_say_what_to_do(ranks: RankPool, plan: dict[str, str], sentence: str) -> None:
-    said = ranks.run(parallel_bodies.said_of_splits, TP, plan)[0]
-    assert said == [f"tensor parallelism splits {sentence}"]
+    notices = ranks.run(parallel_bodies.said_of_splits, TP, plan)[0]
+    assert notices == [f"tensor parallelism splits {sentence}"]
 
 
 @pytest.fixture
@@ -114,8 +116,8 @@ def test_ranks_that_shard_samples_and_states_make_no_warning() -> None:
         plan = Composition(strategy="hsdp", dp_replicate=replicas, dp_shard=4 // replicas, cp=2).plan()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found = Mesh.of(plan.configuration, there).shard_mesh
-        assert found.mesh.tolist() == expected
+            mesh = Mesh.of(plan.configuration, there).shard_mesh
+        assert mesh.mesh.tolist() == expected
 
 
 def test_transformers_recomputes_without_a_warning() -> None:

@@ -1,4 +1,4 @@
-"""When ranks look at the clock, and when they save."""
+"""The times at which ranks look at the clock, and at which they save."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_by_time_saves_come_within_a_twentieth_of_the_interval_or_a_step(step_se
 @pytest.mark.parametrize(("save", "hours"), [(3.0, 1.0), (20.0, 4.0), (90.0, 0.5)])
 def test_saves_come_as_often_as_is_best_for_what_they_take_and_for_failures(save: float, hours: float) -> None:
     interval = Interval(seconds=600.0, mttf=3600 * hours)
-    clock, now, begun, took, said = SaveClock(interval, step=0), 0.0, [], None, []
+    clock, now, begun, took, notices = SaveClock(interval, step=0), 0.0, [], None, []
     for step in range(1, 40_000):
         now += 1.0
         if step >= clock.next_look:
             is_due = clock.is_due(step, now, took)
-            said += filter(None, [clock.change(took)])
+            notices += filter(None, [clock.change(took)])
             if is_due:
                 begun.append(now)
                 now += save
@@ -57,7 +57,7 @@ def test_saves_come_as_often_as_is_best_for_what_they_take_and_for_failures(save
     assert begun[0] == pytest.approx(600, rel=0.05)
     assert gaps[0] == pytest.approx(best_interval(save, 3600 * hours), rel=0.08)
     assert max(gaps) <= 1.1 * gaps[0]
-    (line,) = said  # two saves that take about as long change nothing
+    (line,) = notices  # two saves that take about as long change nothing
     assert line.startswith("checkpoints every ")
 
 

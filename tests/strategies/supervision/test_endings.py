@@ -1,4 +1,4 @@
-"""What a rank says of its end, what a script keeps for itself, and which checkpoints a run knows."""
+"""Words of a rank on its end, what a script keeps for itself, and the checkpoints that a run knows."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def test_the_first_word_of_a_rank_is_its_last(tmp_path: Path) -> None:
     first = failure_of(CannotRun("config: no such key\nmore"), tmp_path)
     write_failure(tmp_path, 3, first)
     write_failure(tmp_path, 3, failure_of(ValueError("an effect"), tmp_path))
-    found = read_failure(tmp_path, 3)
-    assert found is not None
-    assert (found["kind"], found["message"], found["expected"]) == ("refused", "config: no such key", True)
+    failure = read_failure(tmp_path, 3)
+    assert failure is not None
+    assert (failure["kind"], failure["message"], failure["expected"]) == ("refused", "config: no such key", True)
     assert exit_status(first) == 2
     assert exit_status(failure_of(ValueError("x"), tmp_path)) == 1
     assert read_failure(tmp_path, 0) is None
@@ -128,11 +128,11 @@ def test_a_run_knows_its_checkpoints_and_only_complete_ones_count(tmp_path: Path
         lineage.note(tmp_path, lineage.RunCheckpoint(path=str(path), step=step, is_automatic=step != 5))
     with (tmp_path / LINEAGE_FILE).open("a") as file:
         file.write('{"path": "cut sho')
-    made = lineage.read(tmp_path)
-    assert [checkpoint.step for checkpoint in made] == [5, 10, 15]
-    assert [checkpoint.step for checkpoint in lineage.newest_first(made)] == [10, 5]
-    assert lineage.outdated(made, 0) == [tmp_path / "step-10"]
-    assert lineage.outdated(made, 1) == []
+    checkpoints = lineage.read(tmp_path)
+    assert [checkpoint.step for checkpoint in checkpoints] == [5, 10, 15]
+    assert [checkpoint.step for checkpoint in lineage.newest_first(checkpoints)] == [10, 5]
+    assert lineage.outdated(checkpoints, 0) == [tmp_path / "step-10"]
+    assert lineage.outdated(checkpoints, 1) == []
 
 
 def test_ranks_out_of_step_agree_on_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,12 +165,12 @@ def test_ranks_out_of_step_agree_on_one_step(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_first_request_counts() -> None:
-    asked = StopSignal()
-    asked.ask("switch", 5.0)
-    asked.ask("preempted", 1.0)
-    assert isinstance(asked.request, Request)
-    assert asked.request.kind == "switch"
-    assert asked.request.deadline > time.monotonic() + 1.0
+    signal = StopSignal()
+    signal.ask("switch", 5.0)
+    signal.ask("preempted", 1.0)
+    assert isinstance(signal.request, Request)
+    assert signal.request.kind == "switch"
+    assert signal.request.deadline > time.monotonic() + 1.0
 
 
 def test_what_wants_a_gpu_is_a_refusal_that_names_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

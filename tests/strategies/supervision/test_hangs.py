@@ -1,4 +1,4 @@
-"""Who is behind in a hang, what counts as getting on, and what a hung process leaves."""
+"""The rank that is behind in a hang, what counts as getting on, and what a hung process leaves."""
 
 from __future__ import annotations
 

@@ -19,17 +19,17 @@ from tests.strategies.attempts import attempt_options
 
 
 class _Trainer:
-    """What `supervise` needs of a Trainer; keeps what its `train` was asked for."""
+    """The part of a Trainer that `supervise` needs; keeps what its `train` was asked for."""
 
     def __init__(self, output: Path) -> None:
         self.args = SimpleNamespace(output_dir=str(output))
-        self.asked: list[Any] = []
+        self.resumed_from: list[Any] = []
 
     def add_callback(self, callback: Any) -> None:
         pass
 
     def train(self, resume_from_checkpoint: Any = None) -> None:
-        self.asked.append(resume_from_checkpoint)
+        self.resumed_from.append(resume_from_checkpoint)
 
 
 @pytest.fixture
@@ -46,18 +46,18 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _asked(run: Path, resume_from_checkpoint: Any = None, **options: Any) -> Any:
-    """What the Trainer of the next attempt is asked to resume from."""
+def _ask_trainer(run: Path, resume_from_checkpoint: Any = None, **options: Any) -> Any:
+    """Return what the Trainer of the next attempt is asked to resume from."""
     later = {"checkpoint_directory": "c", "attempt": 1, "resumes": True, "reached": 9, "may_begin_anew": False}
     attempt_options(**{**later, **options}).save(run)
     trainer = _Trainer(run / "out")
     hook.supervise(trainer)
     trainer.train(resume_from_checkpoint)
-    return trainer.asked[0]
+    return trainer.resumed_from[0]
 
 
 def test_a_trainer_resumes_from_what_is_on_disk(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _asked(run) == str(run / "out" / "checkpoint-6")
+    assert _ask_trainer(run) == str(run / "out" / "checkpoint-6")
     assert "does not name checkpoints in" in capsys.readouterr().err
 
 
@@ -66,7 +66,7 @@ def test_a_trainer_says_that_its_newest_checkpoint_is_gone(run: Path, capsys: py
         path = str(run / "out" / f"checkpoint-{step}")
         Journal(run).append("saved", 0, step=step, path=path, by="huggingface")
     (run / "out" / "checkpoint-6" / "trainer_state.json").write_text('{"global_st')
-    assert _asked(run) == str(run / "out" / "checkpoint-3")
+    assert _ask_trainer(run) == str(run / "out" / "checkpoint-3")
     told = capsys.readouterr().err
     assert "the checkpoint of step 6 is gone or not complete: the steps after 3 are made again" in told
 
@@ -76,19 +76,19 @@ def test_a_trainer_of_which_nothing_is_left_begins_anew_only_with_a_word(
 ) -> None:
     shutil.rmtree(run / "out")
     with pytest.raises(CannotRun, match=r"came to step 9 and no checkpoint is left \(looked in .*/out\)"):
-        _asked(run)
+        _ask_trainer(run)
     monkeypatch.setattr(hook, "_trains_again", False)
-    assert _asked(run, may_begin_anew=True) is None
+    assert _ask_trainer(run, may_begin_anew=True) is None
     assert "it begins at step 1 again" in capsys.readouterr().err
     monkeypatch.setattr(hook, "_trains_again", False)
-    assert _asked(run, "own/checkpoint-4") == "own/checkpoint-4"
+    assert _ask_trainer(run, "own/checkpoint-4") == "own/checkpoint-4"
 
 
 def test_a_trainer_begins_anew_or_where_it_was_told_to(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _asked(run, since=1, reached=0, may_begin_anew=True) is None
+    assert _ask_trainer(run, since=1, reached=0, may_begin_anew=True) is None
     monkeypatch.setattr(hook, "_trains_again", False)
     older = str(run / "out" / "checkpoint-3")
-    assert _asked(run, since=1, base=older) == older
+    assert _ask_trainer(run, since=1, base=older) == older
 
 
 def test_only_the_first_training_of_a_process_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -107,5 +107,5 @@ def test_only_the_first_training_of_a_process_continues(monkeypatch: pytest.Monk
     first.train()
     first.train()
     second.train()
-    assert first.asked == [str(saved), None]
-    assert second.asked == [None]
+    assert first.resumed_from == [str(saved), None]
+    assert second.resumed_from == [None]

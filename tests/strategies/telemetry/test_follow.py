@@ -1,4 +1,4 @@
-"""What the ranks tell reaches whoever follows the run; ranks are compared with each other."""
+"""News of the ranks reach whoever follows the run; ranks are compared with each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config's logs, timers, traces and memory lines leave behind."""
+"""Files that a config's logs, timers, traces and memory lines leave behind."""
 
 from __future__ import annotations
 
@@ -137,16 +137,16 @@ class Event:
 
 def test_communication_is_exposed_where_nothing_is_computed() -> None:
     events = [Event("gloo:send", 0, 4), Event("gloo:recv", 2, 6), Event("aten::mm", 1, 3), Event("aten::add", 5, 9)]
-    found = communication_time(events, on_gpu=False)
-    assert (found.seconds, found.exposed_seconds) == (6.0, 3.0)
+    times = communication_time(events, on_gpu=False)
+    assert (times.seconds, times.exposed_seconds) == (6.0, 3.0)
     kernels = [
         Event("ncclDevKernel_AllReduce", 0, 4, on_gpu=True),
         Event("gemm", 3, 9, on_gpu=True),
         Event("Memcpy DtoD", 0, 9, on_gpu=True),
         Event("aten::mm", 0, 9),
     ]
-    found = communication_time(kernels, on_gpu=True)
-    assert (found.seconds, found.exposed_seconds) == (4.0, 3.0)
+    times = communication_time(kernels, on_gpu=True)
+    assert (times.seconds, times.exposed_seconds) == (4.0, 3.0)
 
 
 def test_intervals() -> None:

@@ -1,4 +1,4 @@
-"""What is read of the machine, with a GPU that answers and refuses as NVML does."""
+"""Figures that are read of the machine, with a GPU that answers and refuses as NVML does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FakeGpu:
     """Answers in the place of the driver; `refused` names functions that it does not know."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reasons, self.refused, self.asked = 0, set[str](), list[str]()
+        self.reasons, self.refused, self.calls = 0, set[str](), list[str]()
         monkeypatch.setattr(nvml, "driver_library_loads", lambda: True)
         monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
         answers = {
@@ -37,7 +37,7 @@ class FakeGpu:
             monkeypatch.setattr(pynvml, name, lambda *_, name=name, answer=answer: self._answer(name, answer))
 
     def _answer(self, name: str, answer: object) -> object:
-        self.asked.append(name)
+        self.calls.append(name)
         if name in self.refused:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         assert callable(answer)
@@ -70,7 +70,7 @@ def test_what_a_driver_refuses_is_left_out_and_asked_no_more(tmp_path: Path, gpu
     reader = _reader(tmp_path, cpu=False)
     assert "gpu_power_watts" not in reader.read()
     assert len(reader.read()) == 5
-    assert gpu.asked.count("nvmlDeviceGetPowerUsage") == 1
+    assert gpu.calls.count("nvmlDeviceGetPowerUsage") == 1
 
 
 def test_a_gpu_that_nvml_does_not_know_has_no_figures(

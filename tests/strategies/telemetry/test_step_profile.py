@@ -51,11 +51,11 @@ def test_torchs_viewer_takes_the_memory_of_a_step(profiled: Path) -> None:
     peak = 0
     for event in trace:
         if event["action"] == "alloc":
-            place, end = event["addr"], event["addr"] + event["size"]
-            assert all(end <= other or other + size <= place for other, size in taken.items())
-            assert segment["address"] <= place
+            address, end = event["addr"], event["addr"] + event["size"]
+            assert all(end <= other or other + size <= address for other, size in taken.items())
+            assert segment["address"] <= address
             assert end <= segment["address"] + segment["total_size"]
-            taken[place] = event["size"]
+            taken[address] = event["size"]
             if event["frames"][0]["filename"] == "there before the step":
                 kind = event["frames"][0]["name"]
                 standing[kind] = standing.get(kind, 0) + event["size"]
@@ -66,8 +66,8 @@ def test_torchs_viewer_takes_the_memory_of_a_step(profiled: Path) -> None:
     weights = 4 * (2 * 4 * WIDTH * WIDTH + 4 * WIDTH + 512 // 4)  # the second bias takes a whole block of 512 bytes
     assert standing["weights"] >= weights
     assert standing["optimizer states"] >= 2 * weights
-    made = {frame["name"] for event in trace for frame in event["frames"]}
-    assert {"aten.addmm.default", "train"} <= made
+    frames = {frame["name"] for event in trace for frame in event["frames"]}
+    assert {"aten.addmm.default", "train"} <= frames
     # At its peak a step has all gradients beside weights and states.
     assert peak >= standing["weights"] + standing["optimizer states"] + weights
 

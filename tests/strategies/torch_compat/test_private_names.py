@@ -88,7 +88,7 @@ def root_of(node: ast.expr) -> str:
 
 
 def reaches(nodes: Nodes, own: set[str]) -> Iterator[str]:
-    """What in a module reaches into torch's private parts, with its line."""
+    """Yield what in a module reaches into torch's private parts, with its line."""
     torch_names = from_torch(nodes)
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -138,8 +138,8 @@ def modules_in(*folders: str) -> dict[str, Nodes]:
 def test_private_names_of_torch_are_used_in_one_package_alone() -> None:
     modules = modules_in(*ROOMS)
     own = own_names(modules)
-    found = {path: list(reaches(nodes, own)) for path, nodes in modules.items() if not path.startswith(COMPAT)}
-    assert not {path: lines for path, lines in found.items() if lines}
+    reached = {path: list(reaches(nodes, own)) for path, nodes in modules.items() if not path.startswith(COMPAT)}
+    assert not {path: lines for path, lines in reached.items() if lines}
 
 
 @pytest.mark.parametrize(

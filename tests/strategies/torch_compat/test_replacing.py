@@ -1,4 +1,4 @@
-"""What replaces functions of torch is undone."""
+"""Replacements of torch's functions are undone."""
 
 from __future__ import annotations
 

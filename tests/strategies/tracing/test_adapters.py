@@ -80,11 +80,11 @@ def test_names_are_those_of_the_real_module(name: str) -> None:
     real = {key: tuple(weight.shape) for key, weight in subject_of(facts).module.named_parameters()}
     counts = count_parameters(facts)
     named = dict(zip((_parameter(facts, each) for each in counts.names), counts.outside, strict=True))
-    place = 0
+    index = 0
     for block in counts.blocks:
         for _ in range(block.repeats):
-            named |= dict(zip(_names_in(facts, block, place), block.shapes, strict=True))
-            place += 1
+            named |= dict(zip(_names_in(facts, block, index), block.shapes, strict=True))
+            index += 1
     assert named == real
 
 

@@ -319,7 +319,7 @@ def _handed_over(module: nn.Module, x: Tensor, arguments: dict[str, Any], *, cas
 
 
 def _is_activation(tensor: Tensor) -> bool:
-    """Whether a dimension is that of the samples, or of all positions of all samples."""
+    """Return whether a dimension is that of the samples, or of all positions of all samples."""
     return bool({SAMPLES, SAMPLES * LENGTH} & set(tensor.shape))
 
 
@@ -327,6 +327,6 @@ def _is_activation(tensor: Tensor) -> bool:
 def test_a_trace_says_what_it_does_not_run(work: dict[str, Any], what: str) -> None:
     job = _job(_facts(gated=True))
     own = replace(job, workload=replace(job.workload, **{"code": "transformers", **work}))
-    found = coverage_of(own)
-    assert found.job is None
-    assert found.remark.startswith(f"the trace does not cover {what}; the closed form is used")
+    coverage = coverage_of(own)
+    assert coverage.job is None
+    assert coverage.remark.startswith(f"the trace does not cover {what}; the closed form is used")

@@ -82,16 +82,16 @@ def attend(
 
 def test_flash_keeps_the_output_and_one_figure_per_row(cuda: None) -> None:
     tensors = heads(), heads(2), heads(2)
-    found = kept(attend(*tensors, is_causal=True, enable_gqa=True, dropout_p=0.1), *tensors)
-    assert found == B * H * S * D * 2 + B * H * S * 4 + SEEDS
+    size = kept(attend(*tensors, is_causal=True, enable_gqa=True, dropout_p=0.1), *tensors)
+    assert size == B * H * S * D * 2 + B * H * S * 4 + SEEDS
 
 
 def test_the_memory_efficient_kernel_pads_its_figures_and_keeps_a_mask(cuda: None) -> None:
     tensors = heads(length=100), heads(length=100), heads(length=100)
     mask = torch.empty(B, 1, 100, 100, dtype=torch.bool)
     additive = B * 100 * 104 * 2  # bf16, its rows padded to a multiple of 8
-    found = kept(attend(*tensors, attn_mask=mask), *tensors, mask)
-    assert found == pytest.approx(B * H * 100 * D * 2 + B * H * 128 * 4 + additive + SEEDS, abs=512)
+    size = kept(attend(*tensors, attn_mask=mask), *tensors, mask)
+    assert size == pytest.approx(B * H * 100 * D * 2 + B * H * 128 * 4 + additive + SEEDS, abs=512)
 
 
 def test_without_a_kernel_the_scores_are_kept(cuda: None) -> None:

@@ -48,8 +48,8 @@ def _taking(name: str) -> nn.Module:
     ],
 )
 def test_a_module_is_called_with_what_it_takes_of_a_batch(forward: str, batch: Any, arguments: list[Any]) -> None:
-    found = list(examples_for(_taking(forward), batch))
-    for example, expected in zip(found, arguments, strict=True):
+    examples = list(examples_for(_taking(forward), batch))
+    for example, expected in zip(examples, arguments, strict=True):
         positional, named = example.batch_of(5)
         if isinstance(expected, dict):
             assert {name: tuple(value.shape) for name, value in named.items()} == expected

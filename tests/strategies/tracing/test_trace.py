@@ -30,7 +30,7 @@ CPU = probed_cluster(probe(), ranks=1).device
 
 
 def own_run(strategy: str, **degrees: int) -> CompositionRun:
-    """What real ranks measured of a step of the example's GPT in fp32."""
+    """Return what real ranks measured of a step of the example's GPT in fp32."""
     wanted = {"dp_shard": 1, "tp": 1, "pp": 1, "cp": 1, "strategy": strategy, "precision": "fp32", **degrees}
     return next(run for run in OWN_RUNS if all(getattr(run, name) == value for name, value in wanted.items()))
 
@@ -111,8 +111,8 @@ def test_a_rank_that_shares_layers_needs_what_real_ranks_measured(
     strategy: str, ranks: dict[str, int], shared_by_two: ModelFacts
 ) -> None:
     run = own_run(strategy, **ranks)
-    found = scored_by(run, shared_by_two).error
-    assert abs(found) <= 0.02
+    error = scored_by(run, shared_by_two).error
+    assert abs(error) <= 0.02
     whole = replace(shared_by_two, traced={mode: replace(t, parts={}) for mode, t in shared_by_two.traced.items()})
     assert scored_by(run, whole).error > 0.1
 
@@ -216,14 +216,14 @@ def test_the_plan_of_a_module_without_tokens_has_the_memory_of_a_real_step(
 
 
 def test_operations_are_those_of_convolutions_and_products() -> None:
-    found = trace_activations(Convolved(), lambda n: torch.zeros(n, 3, 32, 32), "fp32", CPU)["fp32"]
+    traced = trace_activations(Convolved(), lambda n: torch.zeros(n, 3, 32, 32), "fp32", CPU)["fp32"]
     stem, second, head = 32 * 32 * 16 * 3 * 9, 15 * 15 * 64 * 16 * 9, 64 * 10
-    assert found.operations == 2 * (stem + second + head)
-    assert found.products_launched == 3
+    assert traced.operations == 2 * (stem + second + head)
+    assert traced.products_launched == 3
     # Subtraction, three products, two batch norms with a counter each, two ReLUs, the mean; the loss casts and adds.
-    assert found.kernels_launched <= 20
+    assert traced.kernels_launched <= 20
     # At least both batch norms and ReLUs read and write what the convolutions made.
-    assert found.moved > 4 * 4 * (32 * 32 * 16 + 15 * 15 * 64)
+    assert traced.moved > 4 * 4 * (32 * 32 * 16 + 15 * 15 * 64)
 
 
 def test_a_module_is_traced_as_it_trains_and_given_back_as_it_was() -> None:

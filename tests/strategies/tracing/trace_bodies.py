@@ -82,13 +82,13 @@ class Steps:
 
     def run(self, steps: int = 2) -> dict[str, int]:
         optimizer = _OPTIMIZERS[self._configuration.optimizer](list(self._module.parameters()))
-        found = []
+        measured = []
         with self._tracker:
             for _ in range(steps):
                 self._phases = {}
                 self._step(optimizer)
-                found.append(self._phases)
-        return {phase: min(step[phase] for step in found[1:]) for phase in found[-1]}
+                measured.append(self._phases)
+        return {phase: min(step[phase] for step in measured[1:]) for phase in measured[-1]}
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         accumulation = self._configuration.gradient_accumulation_steps

@@ -34,9 +34,9 @@ def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
     """The one JSON object that a benchmark with --json printed."""
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
-    found = json.loads(out)
-    assert isinstance(found, dict)
-    return found
+    answer = json.loads(out)
+    assert isinstance(answer, dict)
+    return answer
 
 
 def plan_file(folder: Path, points: Iterable[Point]) -> Path:

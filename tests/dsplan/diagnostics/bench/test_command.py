@@ -93,10 +93,10 @@ def training_event(seconds: float | None = 0.5) -> Measured:
 
 
 def report(**figures: object) -> BenchReport:
-    made = BenchReport(plan=BenchPlan(device="cpu", points=launches(4)), database=Path("db"), fingerprint="f")
+    summary = BenchReport(plan=BenchPlan(device="cpu", points=launches(4)), database=Path("db"), fingerprint="f")
     for name, figure in figures.items():
-        setattr(made, name, figure)
-    return made
+        setattr(summary, name, figure)
+    return summary
 
 
 def test_work_and_results_in_words() -> None:
@@ -158,10 +158,10 @@ def test_a_terminal_gets_a_bar_that_ends_empty() -> None:
 def test_the_report_groups_rates_and_compares_runs() -> None:
     other = rate_event(replace(PRODUCT, shape=(8, 8, 8)), spread=0.75)
     refused = [Refused(work=PRODUCT, reason="no such thing")]
-    made = report(
+    summary = report(
         measured=[rate_event(), other, training_event()], refused=refused, stored=3, found=2, left=4, seconds=90.0
     )
-    text = plain_text(report_blocks(made))
+    text = plain_text(report_blocks(summary))
     row = next(line for line in text.splitlines() if line.startswith("matmul"))
     assert row.split() == ["matmul", "fp32", "2", "2", "123", "GFLOP/s", "123", "GFLOP/s", "50%"]
     run = next(line for line in text.splitlines() if line.startswith("bench-llama-5m"))
@@ -173,11 +173,11 @@ def test_the_report_groups_rates_and_compares_runs() -> None:
 
 
 def test_the_object_holds_every_new_record() -> None:
-    made = report(measured=[rate_event(), training_event()], stored=1, seconds=1.5)
-    found = json.loads(json.dumps(report_to_dict(made), allow_nan=False))
-    assert [record["kind"] for record in found["measured"]] == ["rate", "measurement"]
-    assert found["measured"][0]["shape"] == [128, 256, 512]
-    assert (found["wanted"], found["stored_before"], found["left"], found["seconds"]) == (4, 1, 0, 1.5)
+    summary = report(measured=[rate_event(), training_event()], stored=1, seconds=1.5)
+    document = json.loads(json.dumps(report_to_dict(summary), allow_nan=False))
+    assert [record["kind"] for record in document["measured"]] == ["rate", "measurement"]
+    assert document["measured"][0]["shape"] == [128, 256, 512]
+    assert (document["wanted"], document["stored_before"], document["left"], document["seconds"]) == (4, 1, 0, 1.5)
 
 
 def test_only_a_benchmark_that_found_nothing_at_all_fails() -> None:

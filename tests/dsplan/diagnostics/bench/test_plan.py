@@ -1,4 +1,4 @@
-"""What a benchmark decides to measure, and the file that says so."""
+"""A benchmark's choice of what to measure, and the file that says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each kind of point means: the arithmetic from seconds to a rate, and the grids they are taken from."""
+"""The meaning of each kind of point: the arithmetic from seconds to a rate, and the grids they are taken from."""
 
 from __future__ import annotations
 

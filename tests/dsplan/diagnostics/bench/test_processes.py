@@ -28,13 +28,13 @@ def stored() -> list[object]:
 
 def children(pid: int) -> set[int]:
     """Processes that a process started."""
-    found = set()
+    pids = set()
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == pid:
-                found.add(int(entry.name))
-    return found
+                pids.add(int(entry.name))
+    return pids
 
 
 def is_alive(pid: int) -> bool:

@@ -90,12 +90,12 @@ def test_ranks_of_all_pools_are_forked_from_one_process_that_has_imported_what_t
     ranks: RankPool, new_pool: Callable[..., RankPool]
 ) -> None:
     with new_pool(1, variables={"DSPLAN_TEST_WORD": "here"}) as pool:
-        (found,) = pool.run(rank_bodies.parent_and_modules)
+        (answer,) = pool.run(rank_bodies.parent_and_modules)
         assert pool.run(rank_bodies.environment_of, "DSPLAN_TEST_WORD") == ["here"]
-    parents = {parent for parent, _ in (found, *ranks.run(rank_bodies.parent_and_modules))}
+    parents = {parent for parent, _ in (answer, *ranks.run(rank_bodies.parent_and_modules))}
     assert len(parents) == 1
     assert os.getpid() not in parents
-    assert "torch.distributed.checkpoint" in found[1]
+    assert "torch.distributed.checkpoint" in answer[1]
 
 
 @pytest.mark.parametrize("preload", [(), ("torch",)], ids=["spawned", "forked"])
@@ -116,10 +116,10 @@ def test_ranks_end_with_their_parent(preload: tuple[str, ...]) -> None:
         path = Path(folder, "parent.py")
         path.write_text(script)
         environment = {**os.environ, "PYTHONPATH": str(root), "TMPDIR": folder}
-        done = subprocess.run(
+        finished = subprocess.run(
             [sys.executable, path, *preload], env=environment, stdout=subprocess.PIPE, text=True, timeout=120
         )
-    rank = int(done.stdout)
+    rank = int(finished.stdout)
     deadline = time.monotonic() + 60
     while _alive(rank) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -127,7 +127,7 @@ def test_ranks_end_with_their_parent(preload: tuple[str, ...]) -> None:
 
 
 def _alive(process_id: int) -> bool:
-    """Whether a process runs; one that has ended but that nobody has reaped does not count."""
+    """Return whether a process runs; one that has ended but that nobody has reaped does not count."""
     try:
         state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

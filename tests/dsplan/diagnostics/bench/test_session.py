@@ -1,4 +1,4 @@
-"""What a benchmark does with what is stored, with the clock, with other benchmarks, and with refusals."""
+"""A benchmark and what is stored, the clock, other benchmarks, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks find together; nodes are threads over one store. tests/strategies/distributed has ranks that are
+"""Findings of ranks together; nodes are threads over one store. tests/strategies/distributed has ranks that are
 processes."""
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def test_a_directory_that_another_node_does_not_see_is_a_problem(
     def look(part: Room) -> list[Any]:
         return cluster._check_directories(part, members, [0, 1], [ours, theirs])
 
-    for found in together([look, look]):
-        assert [(finding.level, finding.message) for finding in found] == [
+    for findings in together([look, look]):
+        assert [(finding.level, finding.message) for finding in findings] == [
             ("ok", f"{tmp_path} is shared by all nodes"),
             ("problem", f"{ours} is not shared with a b"),
             ("problem", f"{theirs} cannot be written by a"),
@@ -128,9 +128,9 @@ def test_a_node_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch)
     members = [
         cluster.Member(node=node, address="127.0.0.1", port=port, local_rank=0, versions={}) for node in ("a", "b")
     ]
-    found = together([lambda part: cluster._check_reach(part, members, [0, 1])] * 2)
-    assert found[0] == found[1]
-    assert [finding.message for finding in found[0]] == [
+    findings = together([lambda part: cluster._check_reach(part, members, [0, 1])] * 2)
+    assert findings[0] == findings[1]
+    assert [finding.message for finding in findings[0]] == [
         f"{here} cannot connect to {there} at 127.0.0.1:{port} (Connection refused)"
         for here, there in (("a", "b"), ("b", "a"))
     ]

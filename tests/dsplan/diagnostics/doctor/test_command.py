@@ -18,10 +18,10 @@ def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 
 def test_a_problem_is_one_line_with_what_to_do_and_status_one() -> None:
-    done = doctor(GLOO_SOCKET_IFNAME="none0")
-    assert done.returncode == 1
-    assert done.stderr == ""
-    first, *_, last = done.stdout.splitlines()
+    finished = doctor(GLOO_SOCKET_IFNAME="none0")
+    assert finished.returncode == 1
+    assert finished.stderr == ""
+    first, *_, last = finished.stdout.splitlines()
     assert first.startswith(
         "problem  interface GLOO_SOCKET_IFNAME is 'none0' and no interface that is up has that name"
     )
@@ -30,9 +30,9 @@ def test_a_problem_is_one_line_with_what_to_do_and_status_one() -> None:
 
 
 def test_json_has_every_finding() -> None:
-    done = doctor("--json", CUDA_LAUNCH_BLOCKING="1")
-    told = json.loads(done.stdout)
-    assert done.returncode == (0 if told["healthy"] else 1)
+    finished = doctor("--json", CUDA_LAUNCH_BLOCKING="1")
+    told = json.loads(finished.stdout)
+    assert finished.returncode == (0 if told["healthy"] else 1)
     assert told["links"] == []
     settings = next(finding for finding in told["findings"] if finding["check"] == "settings")
     assert settings["level"] == "warning"
@@ -40,7 +40,7 @@ def test_json_has_every_finding() -> None:
 
 
 def test_variables_that_contradict_each_other_are_one_line() -> None:
-    done = doctor(RANK="3", WORLD_SIZE="2")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("dsplan: the environment (RANK, WORLD_SIZE) says rank 3 of 2;")
-    assert done.stderr.count("\n") == 1
+    finished = doctor(RANK="3", WORLD_SIZE="2")
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert finished.stderr.startswith("dsplan: the environment (RANK, WORLD_SIZE) says rank 3 of 2;")
+    assert finished.stderr.count("\n") == 1

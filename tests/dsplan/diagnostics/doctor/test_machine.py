@@ -1,4 +1,4 @@
-"""What one machine shows: each check against a state that is fine and one that is not."""
+"""Findings on one machine: each check against a state that is fine and one that is not."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ ETH, IB = Interface(name="eth0", address="10.0.0.4"), Interface(name="ib0", addr
 
 
 def test_a_directory_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
-    found = {
+    levels = {
         finding.message: finding.level
         for finding in examine([tmp_path, tmp_path / "none"]).findings
         if finding.check == "shared"
     }
-    assert found[f"{tmp_path / 'none'} cannot be written here"] == "problem"
-    assert list(found.values()).count("ok") == 1
+    assert levels[f"{tmp_path / 'none'} cannot be written here"] == "problem"
+    assert list(levels.values()).count("ok") == 1
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("here", "asked", "chosen"),
+    ("here", "setting", "chosen"),
     [
         ([LO, DOCKER, ETH, IB], "", "ib0"),
         ([LO, DOCKER, ETH], "", "eth0"),
@@ -56,17 +56,17 @@ def test_a_directory_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
         ([LO, ETH], "ens", None),
     ],
 )
-def test_nccl_takes_the_interface_that_its_guide_names(here: list[Interface], asked: str, chosen: str | None) -> None:
-    choice = nccl_choice(here, {"NCCL_SOCKET_IFNAME": asked} if asked else {})
+def test_nccl_takes_the_interface_that_its_guide_names(here: list[Interface], setting: str, chosen: str | None) -> None:
+    choice = nccl_choice(here, {"NCCL_SOCKET_IFNAME": setting} if setting else {})
     assert (choice and choice.name) == chosen
 
 
 @pytest.mark.parametrize(
-    ("known", "asked", "chosen"),
+    ("addresses", "setting", "chosen"),
     [(["10.0.0.4"], "", "eth0"), (["127.0.1.1"], "", "lo"), ([], "", "lo"), (["10.0.0.4"], "ib0", "ib0")],
 )
-def test_gloo_takes_the_address_of_the_host_name(known: list[str], asked: str, chosen: str) -> None:
-    choice = gloo_choice([LO, ETH, IB], known, {"GLOO_SOCKET_IFNAME": asked} if asked else {})
+def test_gloo_takes_the_address_of_the_host_name(addresses: list[str], setting: str, chosen: str) -> None:
+    choice = gloo_choice([LO, ETH, IB], addresses, {"GLOO_SOCKET_IFNAME": setting} if setting else {})
     assert choice is not None
     assert choice.name == chosen
 
@@ -95,12 +95,12 @@ def test_limits_of_this_process_are_read() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
         rdma = Host(system="Linux", usable_cores=4, logical_cores=8, nics=(Nic(name="mlx5_0:1", kind="infiniband"),))
-        found = {finding.check: finding for finding in limit_findings(rdma, gpus=8)}
+        findings = {finding.check: finding for finding in limit_findings(rdma, gpus=8)}
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert found["files"].message == "a process may open 512 files, which many ranks or data loader workers exceed"
-    assert found["files"].remedy == "`ulimit -n 65536` before the start"
-    assert found["cpu"].message == "4 processor cores for 8 GPUs"
+    assert findings["files"].message == "a process may open 512 files, which many ranks or data loader workers exceed"
+    assert findings["files"].remedy == "`ulimit -n 65536` before the start"
+    assert findings["cpu"].message == "4 processor cores for 8 GPUs"
     assert check_open_files(None).level == check_open_files(1 << 16).level == "ok"
 
 
@@ -124,13 +124,13 @@ HEALTHY = Machine(
 
 
 def test_a_healthy_gpu_is_fine() -> None:
-    found = [*check_versions(HEALTHY), *check_gpus(HEALTHY)]
-    assert {finding.level for finding in found} == {"ok"}
-    assert found[-1].message == "1 of 1 GPUs usable: H100"
+    findings = [*check_versions(HEALTHY), *check_gpus(HEALTHY)]
+    assert {finding.level for finding in findings} == {"ok"}
+    assert findings[-1].message == "1 of 1 GPUs usable: H100"
 
 
 @pytest.mark.parametrize(
-    ("change", "level", "said"),
+    ("change", "level", "message"),
     [
         ({"lost": True}, "problem", "GPU 0 does not answer"),
         ({"ecc_uncorrected_errors": 3}, "problem", "GPU 0 has 3 uncorrected memory errors"),
@@ -140,16 +140,16 @@ def test_a_healthy_gpu_is_fine() -> None:
         ({"pcie_width": 8, "pcie_width_max": 16}, "warning", "GPU 0 has 8 of 16 PCIe lanes"),
     ],
 )
-def test_what_is_wrong_with_a_gpu_is_reported(change: dict[str, object], level: str, said: str) -> None:
+def test_what_is_wrong_with_a_gpu_is_reported(change: dict[str, object], level: str, message: str) -> None:
     broken = Gpu(**{"index": 0, "name": "H100", "total_bytes": 80 * GIB, "free_bytes": GIB, **change})  # type: ignore[arg-type]
     machine = Machine(host=HEALTHY.host, software=HEALTHY.software, gpus=(broken,))
     first = check_gpus(machine)[0]
-    assert (first.level, first.message) == (level, said)
+    assert (first.level, first.message) == (level, message)
     assert first.remedy
 
 
 @pytest.mark.parametrize(
-    ("software", "said"),
+    ("software", "message"),
     [
         (Software(python="3.12"), "torch is not installed, and a run needs it"),
         (Software(python="3.12", torch_cuda="cpu", packages=(("torch", "2.6.0"),)), "torch is built without CUDA"),
@@ -161,22 +161,27 @@ def test_what_is_wrong_with_a_gpu_is_reported(change: dict[str, object], level: 
         ),
     ],
 )
-def test_a_torch_that_does_not_fit_is_a_problem(software: Software, said: str) -> None:
+def test_a_torch_that_does_not_fit_is_a_problem(software: Software, message: str) -> None:
     last = check_versions(Machine(host=HEALTHY.host, software=software, gpus=(GPU,)))[-1]
     assert last.level == "problem"
-    assert said in last.message
+    assert message in last.message
     assert last.remedy
 
 
 def test_gpus_without_peer_copies_are_named() -> None:
     pairs = (GpuPair(first=0, second=1, p2p="chipset not supported"), GpuPair(first=0, second=2, p2p="ok"))
-    found = check_gpus(Machine(host=HEALTHY.host, software=HEALTHY.software, gpus=(GPU,), pairs=pairs))
-    assert found[0].message == "GPUs cannot copy to each other directly: 0-1 (chipset not supported)"
+    findings = check_gpus(Machine(host=HEALTHY.host, software=HEALTHY.software, gpus=(GPU,), pairs=pairs))
+    assert findings[0].message == "GPUs cannot copy to each other directly: 0-1 (chipset not supported)"
 
 
 def test_settings_that_slow_down_are_named() -> None:
-    found = check_settings({"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0", "TORCH_DISTRIBUTED_DEBUG": "detail"})
-    assert [finding.message.split("=")[0] for finding in found] == ["CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG"]
+    findings = check_settings(
+        {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0", "TORCH_DISTRIBUTED_DEBUG": "detail"}
+    )
+    assert [finding.message.split("=")[0] for finding in findings] == [
+        "CUDA_LAUNCH_BLOCKING",
+        "TORCH_DISTRIBUTED_DEBUG",
+    ]
 
 
 def test_findings_that_nodes_share_are_one_line_and_problems_come_first() -> None:

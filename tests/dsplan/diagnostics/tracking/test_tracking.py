@@ -1,4 +1,4 @@
-"""What trackers get of a run: each step once, whatever ends in between, and nothing that ends the run."""
+"""Trackers get each step of a run once, whatever ends in between, and nothing that ends the run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Notebook(Tracker):
         super().__init__(run)
         before = self.runs.get(run.identity)
         self.steps: list[tuple[int, Mapping[str, float]]] = before.steps if before else []
-        self.said: list[str] = before.said if before else []
+        self.notes: list[str] = before.notes if before else []
         self.configuration: Mapping[str, Any] = before.configuration if before else {}
         self.succeeded: bool | None = None
         self.runs[run.identity] = self
@@ -64,7 +64,7 @@ class Notebook(Tracker):
         self.steps.append((step, values))
 
     def say(self, title: str, text: str, step: int, number: int) -> None:
-        self.said.append(f"{title} {step}: {text}")
+        self.notes.append(f"{title} {step}: {text}")
 
     def finish(self, *, succeeded: bool) -> None:
         self.succeeded = succeeded
@@ -121,7 +121,7 @@ def attempt(number: int) -> dict[str, Any]:
 
 def steps(numbers: range, **figures: Any) -> list[dict[str, Any]]:
     """Rows of an attempt that resumes before the first of `numbers`, counted from 1."""
-    return [step_row(place, global_step=number, **figures) for place, number in enumerate(numbers)]
+    return [step_row(index, global_step=number, **figures) for index, number in enumerate(numbers)]
 
 
 def fed(directory: Path, name: str, *happenings: Callable[[], object]) -> None:
@@ -160,12 +160,12 @@ def test_the_plan_and_the_flags_of_the_script_are_its_configuration(run: Path) -
     Journal(run).append("plan", 0, plan=plan)
     write(run, attempt(0), *steps(range(1, 2)))
     fed(run, "notebook")
-    found = Notebook.of("abc").configuration
-    assert found["plan.strategy"] == "fsdp"
-    assert (found["plan.tp"], found["memory.peak_allocated_bytes"]) == (2, 5)
-    assert (found["run.arguments.lr"], found["run.arguments.bf16"]) == ("0.1", "true")
-    assert found["run.arguments.name"] == " [31m<b>"
-    assert "hf_secret" not in str(found)
+    configuration = Notebook.of("abc").configuration
+    assert configuration["plan.strategy"] == "fsdp"
+    assert (configuration["plan.tp"], configuration["memory.peak_allocated_bytes"]) == (2, 5)
+    assert (configuration["run.arguments.lr"], configuration["run.arguments.bf16"]) == ("0.1", "true")
+    assert configuration["run.arguments.name"] == " [31m<b>"
+    assert "hf_secret" not in str(configuration)
 
 
 @pytest.mark.parametrize(("name", "losses"), [("notebook", [2.0] * 5 + [1.0] * 2), ("erasable", [2.0] * 3 + [1.0] * 4)])
@@ -179,7 +179,7 @@ def test_a_restart_gives_each_step_once(run: Path, name: str, losses: list[float
     fed(run, name, lambda: None, crash)
     assert seen() == [1, 2, 3, 4, 5, 6, 7]
     assert [values["train/loss"] for _, values in Notebook.of("abc").steps] == losses
-    assert Notebook.of("abc").said == [
+    assert Notebook.of("abc").notes == [
         "ending 5: attempt 0 ended: killed: by SIGKILL",
         "attempt 7: attempt 1 begins, on 2 ranks",
     ]
@@ -202,7 +202,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(run: Path, name: s
     fed(run, name)
     fed(run, name)  # and again: there is nothing more to give
     assert seen() == [1, 2, 3, 900, 4, 5]
-    assert Notebook.of("abc").said == ["alert 2: rank 1: loss is nan", "attempt 5: attempt 1 begins, on 2 ranks"]
+    assert Notebook.of("abc").notes == ["alert 2: rank 1: loss is nan", "attempt 5: attempt 1 begins, on 2 ranks"]
 
 
 def test_a_run_that_begins_anew_is_another_run_of_the_tracker(run: Path) -> None:
@@ -260,7 +260,7 @@ def test_an_outcome_is_handed_on_and_no_step_is_no_run(run: Path) -> None:
     Journal(run).append("end", 0, outcome="failed", exit_code=1)
     fed(run, "notebook")
     assert Notebook.of("abc").succeeded is False
-    assert Notebook.of("abc").said == ["end 1: the run ended: failed"]
+    assert Notebook.of("abc").notes == ["end 1: the run ended: failed"]
 
 
 @pytest.fixture
@@ -309,8 +309,8 @@ def test_readers_of_tensorboard_see_each_step_as_it_was_run_last(run: Path, real
     Journal(run).append("alert", 0, message="<script>\x1b[31m", rank=1, step=5)
     fed(run, "tensorboard", lambda: None, crash)
     events = tensorboard_of(run)
-    found = [(point.step, point.value) for point in events.Scalars("train/loss")]
-    assert found == [(1, 2.0), (2, 2.0), (3, 2.0), (4, 1.0), (5, 1.0), (6, 1.0), (7, 1.0)]
+    points = [(point.step, point.value) for point in events.Scalars("train/loss")]
+    assert points == [(1, 2.0), (2, 2.0), (3, 2.0), (4, 1.0), (5, 1.0), (6, 1.0), (7, 1.0)]
     (text,) = events.Tensors("alert/text_summary")
     assert text.tensor_proto.string_val == [b"    rank 1: <script> [31m"]
 
@@ -341,11 +341,11 @@ def test_every_tracker_has_what_the_rows_say(
     assert cli(f"track {run} --to wandb,mlflow,trackio").status == 0
     assert cli(f"track {run} --to wandb,mlflow,trackio").status == 0  # and again, which adds nothing
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    known = read_state(run, "mlflow").run
-    history = client.get_metric_history(known, "train/loss")
+    run_id = read_state(run, "mlflow").run
+    history = client.get_metric_history(run_id, "train/loss")
     assert {point.step: point.value for point in history} == pytest.approx(losses)
-    assert client.get_run(known).data.tags["alert.2"] == "step 5: rank 1: memory rises"
-    assert client.get_run(known).data.params["run.arguments.lr"] == "0.1"
+    assert client.get_run(run_id).data.tags["alert.2"] == "step 5: rank 1: memory rises"
+    assert client.get_run(run_id).data.params["run.arguments.lr"] == "0.1"
     printed = subprocess.run(
         [sys.executable, "-c", _TRACKIO], capture_output=True, text=True, check=True, env={**os.environ}
     )
@@ -366,7 +366,7 @@ def wandb_losses(directory: Path) -> dict[int, float]:
     """The losses in W&B's offline files, which are records of protobuf in blocks of 32 KiB, as LevelDB's logs are."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found: dict[int, float] = {}
+    by_step: dict[int, float] = {}
     for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
         content, at, record = path.read_bytes(), 7, b""
         while at + 7 <= len(content):
@@ -381,10 +381,10 @@ def wandb_losses(directory: Path) -> dict[int, float]:
                 items = Record.FromString(record).history.item
                 values = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
                 if "train/loss" in values:
-                    assert values["_step"] not in found
-                    found[values["_step"]] = values["train/loss"]
+                    assert values["_step"] not in by_step
+                    by_step[values["_step"]] = values["train/loss"]
                 record = b""
-    return found
+    return by_step
 
 
 def test_a_directory_that_takes_no_files_is_one_line(run: Path, real: None) -> None:
@@ -408,9 +408,9 @@ def test_a_missing_package_is_named_before_anything_starts(
     monkeypatch.setitem(options.TRACKER_PACKAGES, "mlflow", "no_such_package")
     script = tmp_path / "train.py"
     script.write_text("print(1)\n")
-    said = "dsplan: tracker mlflow needs the package no_such_package; pip install no_such_package\n"
-    assert cli.refuses("track --to mlflow", run) == said
-    assert cli.refuses("run --track mlflow --run-dir", tmp_path / "new", script) == said
+    message = "dsplan: tracker mlflow needs the package no_such_package; pip install no_such_package\n"
+    assert cli.refuses("track --to mlflow", run) == message
+    assert cli.refuses("run --track mlflow --run-dir", tmp_path / "new", script) == message
     assert not (tmp_path / "new").exists()
 
 

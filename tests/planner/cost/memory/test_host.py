@@ -18,7 +18,7 @@ PSI = 8_030_261_248  # Llama-3-8B
 PROCESS = 335 << 20
 
 
-def asked(model: str = "llama-3-8b", gpus: int = 8, host_gb: float | None = None) -> Request:
+def ask(model: str = "llama-3-8b", gpus: int = 8, host_gb: float | None = None) -> Request:
     cluster = resolve_cluster(HardwareRequest(gpu="h100", gpus=gpus))
     options = WorkOptions(seq_len=2048, precision="bf16", host_memory_gb=host_gb)
     return make_request(find_model(model), cluster, options)
@@ -40,18 +40,18 @@ def test_zero_offload_pins_buffer_by_buffer() -> None:
     part = PSI / 8
     buffers = 2 * pinned_bytes(4 * part) + pinned_bytes(2 * part) + pinned_bytes(2 * 128256 * 4096)
     expected = 8 * (PROCESS + buffers + 8 * part)
-    assert priced(asked(), "zero2", "optimizer").memory.host_bytes_per_node == pytest.approx(expected, rel=1e-3)
+    assert priced(ask(), "zero2", "optimizer").memory.host_bytes_per_node == pytest.approx(expected, rel=1e-3)
 
 
 def test_fsdp_offload_pins_tensor_by_tensor() -> None:
     """A table of 128256 x 4096 over 8 ranks is 262 MB in fp32 and takes 2^28 bytes, its moments what they are."""
-    memory = priced(asked(), "fsdp", "all").memory
+    memory = priced(ask(), "fsdp", "all").memory
     states = 16 * PSI
     assert states < memory.host_bytes_per_node - 8 * PROCESS < 1.5 * states
 
 
 def test_frozen_weights_on_the_host_have_neither_gradients_nor_moments() -> None:
-    """What 4-bit weights take, and for 42 million adapters' 16 bytes each; all of them pinned to powers of two."""
+    """The bytes of 4-bit weights, and for 42 million adapters' 16 bytes each; all of them pinned to powers of two."""
     cluster = resolve_cluster(HardwareRequest(gpu="h100", gpus=8))
     options = WorkOptions(seq_len=2048, precision="bf16", method="qlora", lora_rank=16)
     request = make_request(find_model("llama-3-8b"), cluster, options)
@@ -61,9 +61,9 @@ def test_frozen_weights_on_the_host_have_neither_gradients_nor_moments() -> None
 
 
 def test_every_process_makes_a_whole_model_unless_the_node_has_no_room() -> None:
-    roomy = priced(asked(), "zero3").memory
+    roomy = priced(ask(), "zero3").memory
     assert roomy.host_load_bytes_per_node == pytest.approx(8 * (4 * PSI + PROCESS), rel=1e-3)
-    small = asked(host_gb=100)
+    small = ask(host_gb=100)
     assert priced(small, "zero3").memory.host_load_bytes_per_node == pytest.approx(4 * PSI + 8 * PROCESS, rel=1e-3)
     (note,) = estimate(*exact(small, ExactOptions(strategy="fsdp"))).notes
     assert note.startswith("a node has no room to load 8 copies of the model, 29.9 GiB each: counted for one")
@@ -73,7 +73,7 @@ def test_weights_stream_where_a_node_has_no_room_for_one_copy() -> None:
     """ZeRO-1 has no way to make the model once; of a node of 30 GB no strategy has room for 32 GB of weights."""
     read = 8 * (32 << 20)
     for host_gb, strategy in ((100, "zero1"), (30, "fsdp"), (30, "ddp")):
-        small = asked(host_gb=host_gb)
+        small = ask(host_gb=host_gb)
         memory = priced(small, strategy).memory
         assert memory.host_load_bytes_per_node == pytest.approx(8 * PROCESS + read, rel=1e-6)
         (note,) = [note for note in estimate(*exact(small, ExactOptions(strategy=strategy))).notes if "room" in note]
@@ -108,7 +108,7 @@ def test_quantised_weights_go_to_the_card_tensor_by_tensor() -> None:
 
 @pytest.mark.parametrize(("save", "more"), [("full", 4 * PSI), ("sharded", 4 * 128256 * 4096)])
 def test_a_save_collects_in_host_memory(save: Save, more: int) -> None:
-    request, configuration = exact(asked(), ExactOptions(strategy="fsdp"))
+    request, configuration = exact(ask(), ExactOptions(strategy="fsdp"))
     saving = replace(request, workload=replace(request.workload, save=save))
     without, memory = (price(question, configuration).memory for question in (request, saving))
     assert memory.host_bytes_per_node - without.host_bytes_per_node == pytest.approx(more, rel=1e-3)

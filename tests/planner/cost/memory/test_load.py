@@ -34,7 +34,7 @@ def pool(new_pool: Callable[..., RankPool]) -> Iterator[RankPool]:
         yield quiet(ranks)
 
 
-def asked(precision: Precision, ranks: int = RANKS) -> Request:
+def ask(precision: Precision, ranks: int = RANKS) -> Request:
     facts = facts_from_config(load_bodies.CONFIG, "small-llama")
     cluster = probed_cluster(probe_hardware(), ranks=ranks)
     return make_request(facts, cluster, WorkOptions(seq_len=64, global_batch=ranks, precision=precision))
@@ -59,7 +59,7 @@ def test_the_peak_while_a_model_is_placed(
 ) -> None:
     if strategy in ZERO_STAGES and (problem := pool.run(why_impossible, precision)[0]):
         pytest.skip(problem)
-    request, configuration = exact(asked(precision), ExactOptions(strategy=strategy))
+    request, configuration = exact(ask(precision), ExactOptions(strategy=strategy))
     plan = tmp_path / "plan.yaml"
     save_plan(estimate(request, configuration), plan)
     # Gloo's threads free what ZeRO-3 gathers, and the profiler does not see threads that were there before it.
@@ -93,7 +93,7 @@ def test_what_a_gpu_holds_while_the_shards_of_a_large_model_are_made() -> None:
 
 
 def test_on_a_cpu_the_model_that_is_placed_is_there_already() -> None:
-    request, configuration = exact(asked("bf16", ranks=1), ExactOptions(strategy="single"))
+    request, configuration = exact(ask("bf16", ranks=1), ExactOptions(strategy="single"))
     memory = price(request, configuration).memory
     assert memory.phases["load"] >= 4 * request.counts.total
     assert memory.host_load_bytes_per_node == 0

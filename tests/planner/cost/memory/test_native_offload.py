@@ -1,4 +1,4 @@
-"""What our own ZeRO's plans say of offload: by arithmetic on GPUs, and on CPUs beside what two real ranks measured."""
+"""Offload in plans of our own ZeRO: by arithmetic on GPUs, and on CPUs beside what two real ranks measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MEASURED: Mapping[tuple[str, str, float], tuple[int, int]] = {
 """Bytes of gpt2-14m on 2 CPU ranks, states on NVMe, between steps and at the peak: `measure_subject`, to 0.1 MB."""
 
 
-def asked(gpu: str = "a100-80gb", gpus: int = GPUS, **more: Any) -> Request:
+def ask(gpu: str = "a100-80gb", gpus: int = GPUS, **more: Any) -> Request:
     cluster = resolve_cluster(HardwareRequest(gpu=gpu, gpus=gpus))
     work = WorkOptions(seq_len=2048, precision="bf16")
     return replace(make_request(find_model("llama-3-8b"), cluster, work), zero_backend="native", **more)
@@ -46,7 +46,7 @@ def priced(strategy: str, offload: str = "none", ratio: float = 1.0) -> Priced:
         offload=offload,  # type: ignore[arg-type]
         offload_ratio=ratio,
     )
-    return price(*exact(asked(), options))
+    return price(*exact(ask(), options))
 
 
 def on_device(priced: Priced) -> int:
@@ -78,7 +78,7 @@ def test_what_leaves_is_in_host_memory_or_on_the_disk() -> None:
 
 
 def test_a_node_without_a_disk_has_no_room() -> None:
-    request, configuration = exact(asked(), ExactOptions(strategy="zero2", backend="native", offload="nvme"))
+    request, configuration = exact(ask(), ExactOptions(strategy="zero2", backend="native", offload="nvme"))
     assert request.cluster.nvme_bytes_per_node > 0
     bare = replace(request, cluster=replace(request.cluster, nvme_bytes_per_node=0))
     assert price(request, configuration).judgement.verdict == "fits"
@@ -98,23 +98,23 @@ def test_the_slowest_of_what_runs_at_once_counts() -> None:
 
 
 def test_the_search_offloads_no_more_than_it_must() -> None:
-    best = recommend(asked("a100-80gb", 2)).plans[0].configuration
+    best = recommend(ask("a100-80gb", 2)).plans[0].configuration
     assert best.offload == "optimizer"
     assert best.offload_ratio in (0.25, 0.5, 0.75)
-    plans = recommend(asked("a100-40gb", 2, offload="nvme")).plans
+    plans = recommend(ask("a100-40gb", 2, offload="nvme")).plans
     assert {plan.configuration.offload for plan in plans} == {"nvme"}
-    (plan, *_) = recommend(asked("a100-40gb", 2, offload="optimizer", offload_ratio=0.9)).plans
+    (plan, *_) = recommend(ask("a100-40gb", 2, offload="optimizer", offload_ratio=0.9)).plans
     assert plan.configuration.offload_ratio == 0.9
     assert plan.runnable
 
 
 def test_a_share_needs_something_to_share() -> None:
     for options in ({"backend": "deepspeed", "offload": "optimizer"}, {"backend": "native"}):
-        request, configuration = exact(asked(), ExactOptions(strategy="zero2", offload_ratio=0.5, **options))  # type: ignore[arg-type]
+        request, configuration = exact(ask(), ExactOptions(strategy="zero2", offload_ratio=0.5, **options))  # type: ignore[arg-type]
         reason = str(why_impossible(request, configuration))
         assert "an offload ratio (0.5) is for backend native with an offload" in reason
     with pytest.raises(ContradictoryRequest, match="offload_ratio is 0"):
-        exact(asked(), ExactOptions(strategy="zero2", offload_ratio=0.0))
+        exact(ask(), ExactOptions(strategy="zero2", offload_ratio=0.0))
 
 
 @pytest.fixture

@@ -87,24 +87,24 @@ def test_a_structure_that_was_never_traced_has_a_note() -> None:
     usual = job_of("single", gpus=1)
     traced_job = replace(usual, facts=find_model("gpt2"))
     strange = replace(traced_job, facts=replace(traced_job.facts, parallel_residual=True, qk_norm=True))
-    said = []
+    has_note = []
     for job in (traced_job, strange):
         request = make_request(job.facts, job.cluster, WorkOptions(seq_len=128))
         notes = estimate(*exact(request, ExactOptions(strategy="single"))).notes
-        said.append(any("no gpt2 of this structure was ever traced" in note for note in notes))
-    assert said == [False, True]
+        has_note.append(any("no gpt2 of this structure was ever traced" in note for note in notes))
+    assert has_note == [False, True]
     assert (has_other_form(traced_job), has_other_form(strange)) == (False, True)
 
 
 def test_only_autocast_copies_the_weights_of_a_traced_module() -> None:
     read = TracedActivations(kept=1e6, forward=1e6, backward=1e6, block=1e5, boundary=1e4, products=1e4)
-    known = find_model("gpt2")
-    facts = replace(known, kind="custom", traced={"fp32": read, "autocast": read})
+    gpt2 = find_model("gpt2")
+    facts = replace(gpt2, kind="custom", traced={"fp32": read, "autocast": read})
     cluster = resolve_cluster(HardwareRequest(gpu="cpu", gpus=1))
     copied = {}
     precisions: tuple[Precision, ...] = ("fp32", "bf16")
     for precision in precisions:
-        request = make_request(known, cluster, WorkOptions(seq_len=128, precision=precision))
+        request = make_request(gpt2, cluster, WorkOptions(seq_len=128, precision=precision))
         job = replace(price(*exact(request, ExactOptions(strategy="single"))).job, facts=facts)
         copied[precision] = phases_of(job)["forward"].temporaries
     blocks = job.counts.blocks

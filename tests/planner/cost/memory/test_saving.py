@@ -25,8 +25,8 @@ def test_a_full_save_of_shards_holds_the_largest_tensor_twice_and_all_of_it_on_r
     with new_pool(2, timeout_seconds=300) as pool:
         (held, peak), (held_elsewhere, _) = pool.run(save_bodies.gather_full)
     cluster = resolve_cluster(HardwareRequest(gpu="h100", gpus=2))
-    asked = make_request(facts_from_config(load_bodies.CONFIG, "small-llama"), cluster, WorkOptions(seq_len=64))
-    request, configuration = exact(asked, ExactOptions(strategy="fsdp"))
+    question = make_request(facts_from_config(load_bodies.CONFIG, "small-llama"), cluster, WorkOptions(seq_len=64))
+    request, configuration = exact(question, ExactOptions(strategy="fsdp"))
     job = price(replace(request, workload=replace(request.workload, save="full")), configuration).job
     recipe = recipe_of(job)
     saving = saving_of(job, recipe, states_of(job, recipe))

@@ -1,4 +1,4 @@
-"""What single, DDP and FSDP2 hold, and their optimizers' steps, against the strategies themselves, byte by byte."""
+"""Memory of single, DDP and FSDP2, and of their optimizers' steps, against the strategies themselves, byte by byte."""
 
 from __future__ import annotations
 
@@ -116,15 +116,15 @@ def _instants(sizes: Sizes, job: Job) -> Iterator[Instant]:
     common: dict[str, Any] = {"activations": 0.0, "cast": 0.0, "blocks": sizes.blocks}
     yield Instant(phase="loss", unit="head", blocks_done=sizes.blocks, **common)
     yield Instant(phase="backward", unit="head", unit_gradients=table, **common)
-    for done in range(sizes.blocks):
+    for blocks_done in range(sizes.blocks):
         for edge in (True, False):
-            yield Instant(phase="forward", unit="block", blocks_done=done, enters=edge, **common)
+            yield Instant(phase="forward", unit="block", blocks_done=blocks_done, enters=edge, **common)
             yield Instant(
                 phase="backward",
                 unit="block",
                 unit_gradients=block,
-                done_gradients=table + done * block,
-                blocks_done=done,
+                done_gradients=table + blocks_done * block,
+                blocks_done=blocks_done,
                 leaves=edge,
                 **common,
             )

@@ -113,11 +113,11 @@ def test_stages_have_the_model_between_them(model: str, tables: int, virtual: in
 
 def test_only_the_last_stage_has_a_loss_and_only_the_first_a_table() -> None:
     options = {"pp": 4, "gradient_accumulation_steps": 8}
-    found = []
+    units = []
     for stage in range(4):
         here = job("llama-3-8b", stage=stage, **options)
-        found.append({instant.unit for instant in instants_of(here, recipe_of(here))})
-    assert found == [{"block", "table"}, {"block"}, {"block"}, {"block", "head"}]
+        units.append({instant.unit for instant in instants_of(here, recipe_of(here))})
+    assert units == [{"block", "table"}, {"block"}, {"block"}, {"block", "head"}]
 
 
 def test_the_busiest_stage_counts() -> None:

@@ -36,7 +36,7 @@ def test_a_term_is_counted_where_the_row_says_or_its_size_stands_there(term: tup
 
 
 def is_defined(name: str) -> bool:
-    """Whether a dotted name is a module of this repository, or a function or class at the top of one."""
+    """Return whether a dotted name is a module of this repository, or a function or class at the top of one."""
     if (ROOT / (name.replace(".", "/") + ".py")).is_file():
         return True
     module, _, attribute = name.rpartition(".")

@@ -20,12 +20,12 @@ OUTPUTS = ("entropy", "is_top1")
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the storages that are alive, those of `known` tensors aside."""
+    """Adds up the storages that are alive, those of `others` aside."""
 
-    def __init__(self, *known: torch.Tensor) -> None:
+    def __init__(self, *others: torch.Tensor) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._seen = {tensor.untyped_storage()._cdata for tensor in known}
+        self._seen = {tensor.untyped_storage()._cdata for tensor in others}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))

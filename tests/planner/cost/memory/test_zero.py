@@ -1,4 +1,4 @@
-"""What ZeRO holds, against sums by hand from DeepSpeed's code; test_memory_measured compares whole steps."""
+"""The memory of ZeRO against sums by hand from DeepSpeed's code; test_memory_measured compares whole steps."""
 
 from __future__ import annotations
 

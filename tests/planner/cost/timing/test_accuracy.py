@@ -1,4 +1,4 @@
-"""What the accuracy report says of step times: how it comes about, and that it does not get worse."""
+"""The accuracy report on step times: how it comes about, and that it does not get worse."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_answers_of_other_tools_are_seconds_or_a_reason() -> None:
 
 def test_the_rule_of_thumb_by_hand() -> None:
     run = of("fms_fsdp")[0]
-    said = peer_scores([run])[RULE][0]
-    tokens = run.rate(said.predicted_seconds)
+    score = peer_scores([run])[RULE][0]
+    tokens = run.rate(score.predicted_seconds)
     facts = run.job.facts
     block = 2 * facts.hidden_size**2 * 2 + 3 * facts.hidden_size * facts.intermediate_size
     weights = facts.num_layers * block + facts.vocab_size * facts.hidden_size

@@ -29,10 +29,10 @@ SAMPLES, LAYERS = 2, 2
 
 
 def smallest_of_every_type() -> Iterator[ModelFacts]:
-    found: dict[str, ModelFacts] = {}
+    smallest: dict[str, ModelFacts] = {}
     for facts in sorted(models(), key=lambda facts: facts.parameters, reverse=True):
-        found[facts.model_type] = facts
-    yield from (facts for name, facts in sorted(found.items()) if name not in WITHOUT_A_CLASS)
+        smallest[facts.model_type] = facts
+    yield from (facts for name, facts in sorted(smallest.items()) if name not in WITHOUT_A_CLASS)
 
 
 def counted(subject: Subject, length: int) -> int:

@@ -210,9 +210,9 @@ def test_faster_parts_never_slow_a_step(strategy: str, factor: float, what: str,
         offload=where if offload else "none",
     )
 
-    def rates(found: dict[str, float]) -> Rates:
-        curves = {name: constant_rate(rate) for name, rate in found.items() if name != "all_reduce"}
-        return Rates(**curves, collectives={("all_reduce", 8): constant_rate(found["all_reduce"])})
+    def rates(constants: dict[str, float]) -> Rates:
+        curves = {name: constant_rate(rate) for name, rate in constants.items() if name != "all_reduce"}
+        return Rates(**curves, collectives={("all_reduce", 8): constant_rate(constants["all_reduce"])})
 
     slow, fast = rates(base), rates({**base, what: base[what] * factor})
     assert step_time(on(job, rates=fast)).step_seconds <= step_time(on(job, rates=slow)).step_seconds * (1 + 1e-9)
