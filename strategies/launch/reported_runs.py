@@ -30,7 +30,7 @@ from strategies.launch.run_status import (
 from strategies.run_directory.spec import LaunchSpec
 
 REPORT_SECONDS = 15.0
-"""Between two reports of a run. A thousand runs are then 67 rows per second, of half a kilobyte each."""
+"""Between two reports of a run. A thousand runs are then 67 rows per second."""
 SILENT_SECONDS = 60.0
 """After so long without a report nobody knows whether a run goes on: four were to come."""
 MOST_RUNS = 200

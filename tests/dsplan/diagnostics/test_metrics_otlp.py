@@ -34,7 +34,7 @@ NEEDED = "needs opentelemetry-sdk and its OTLP exporter (extra otel)"
 
 @dataclass
 class Collector:
-    """What was sent to a server of the tests' own."""
+    """A server of the tests' own, and everything that was sent to it."""
 
     address: str = ""
     answer: int = 200
@@ -134,7 +134,7 @@ def in_prometheus(figure: Figure) -> str:
 
 
 def collected(collector: RunCollector) -> dict[str, float]:
-    """What Prometheus is served, under OpenTelemetry's names and without the run's label."""
+    """Return all that Prometheus is served, under OpenTelemetry's names and without the run's label."""
     names = {figure.exported_name: figure.otel_name for figure in FIGURES}
     samples = {}
     for sample in (sample for metric in collector.collect() for sample in metric.samples):

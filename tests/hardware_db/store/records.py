@@ -96,7 +96,7 @@ def calibration(number: int, hardware: HardwareKind | None = None) -> Calibratio
 
 
 def report(number: int, **changes: Any) -> StatusReport:
-    """The report of the run with id `number`; `changes` replace fields."""
+    """Return the report of the run with id `number`; `changes` replace fields."""
     values: dict[str, Any] = {
         "id": f"{number:032x}", "name": f"run-{number}", "user": "ada", "host": "node7", "state": "running",
         "outcome": "", "model": "opt-125m", "strategy": "zero2", "backend": "torch", "precision": "bf16",
