@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,8 @@ class TrlRun:
     gradient_accumulation_steps: int
     optimizer: str
     activation_checkpointing: str
+    sync_each_micro_batch: int
+    """1, or 0 where gradients are reduced in the last micro-batch alone, as FSDP may keep them."""
     peak_bytes: int
     resident_bytes: int
     """Alive between steps."""
@@ -124,7 +126,9 @@ def predicted_bytes(run: TrlRun) -> int:
         checkpointing=run.activation_checkpointing,  # type: ignore[arg-type]
         **chosen,
     )
-    return price(*exact(request, options)).memory.peak_allocated_bytes
+    request, configuration = exact(request, options)
+    configuration = replace(configuration, sync_each_micro_batch=bool(run.sync_each_micro_batch))
+    return price(request, configuration).memory.peak_allocated_bytes
 
 
 # One rank of a run.
@@ -245,6 +249,7 @@ def row_of(trainer: str, plan: Mapping[str, Any], ranks: Sequence[Mapping[str, i
     return TrlRun(
         trainer=trainer,
         **{name: plan["plan"][name] for name in (*names, "activation_checkpointing")},
+        sync_each_micro_batch=int(plan["plan"]["sync_each_micro_batch"]),
         peak_bytes=max(rank["peak"] for rank in ranks),
         resident_bytes=max(rank["resident"] for rank in ranks),
         planned_bytes=round(plan["memory"]["peak_allocated_bytes"]),
