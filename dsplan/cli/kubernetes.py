@@ -153,8 +153,11 @@ _TAIL = 40
 def _check_resumption(script: Path | None, planning: Any, placement: RequestedPlacement, supervision: Any) -> None:
     """Refuse what the pods would not hear of: they resume what their directories hold."""
     from planner.errors import ContradictoryRequest
+    from strategies.checkpoint.object_store import ObjectPath
     from strategies.run_directory.request import named
 
+    if isinstance(supervision.resume, ObjectPath):
+        raise ContradictoryRequest(f"--resume {supervision.resume}: on a cluster a run is resumed by its job's name")
     others = [*_words(planning, ()), *_words(supervision, ("resume",))]
     others += [f"--{name.replace('_', '-')}" for name in named(placement) if name != "launcher"]
     if script is not None or others:

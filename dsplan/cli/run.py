@@ -164,7 +164,9 @@ class SupervisionFlags:
     resume: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Resume the run in this run directory, or of this name on a cluster, without SCRIPT."
+            metavar="DIR|s3://BUCKET/PREFIX",
+            parser=directory_or_address,
+            help="Resume, without SCRIPT, the run of this run directory, --checkpoint-dir in a store, or cluster job.",
         ),
     ] = None
     resume_from: Annotated[
@@ -330,7 +332,8 @@ def _run(request: RunRequest, metrics: RunCollector, target: OtlpTarget | None, 
         say(stored.sentence)
     if report.outcome.reason:
         where = f"rank {report.outcome.rank}: " if report.outcome.rank is not None else ""
-        notice(f"{where}{report.outcome.reason}; log: {report.outcome.log}")
+        log = f"; log: {report.outcome.log}" if report.outcome.log is not None else ""
+        notice(f"{where}{report.outcome.reason}{log}")
     return report.outcome.exit_code
 
 

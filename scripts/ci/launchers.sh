@@ -18,7 +18,8 @@ if [ "${#missing[@]}" -gt 0 ]; then
         echo "skipped are the tests that need ${missing[*]}: installing them takes root and apt" >&2
     fi
 fi
-python -c "import kubernetes" 2> /dev/null || python -m pip install -qq -c constraints.txt kubernetes
+python -c "import kubernetes, kubernetes_validate" 2> /dev/null ||
+    python -m pip install -qq -c constraints.txt kubernetes 'kubernetes-validate>=1.37'
 ray=$PWD/.venv/ray
 if [ ! -d "$ray/ray" ]; then
     python -m pip --disable-pip-version-check install -qq --no-deps -c constraints.txt --target "$ray" ray

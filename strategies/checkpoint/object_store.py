@@ -55,6 +55,8 @@ _DENIED = frozenset(
     {
         "AccessDenied",
         "AuthenticationFailed",
+        "AuthorizationFailure",
+        "AuthorizationPermissionMismatch",
         "ClientAuthenticationError",
         "ExpiredToken",
         "InvalidAccessKeyId",
@@ -62,7 +64,7 @@ _DENIED = frozenset(
         "SignatureDoesNotMatch",
     }
 )
-"""The codes of S3 and the words of Azure's library for who may not do what."""
+"""The codes of S3 and Azure, and the words of the latter's library, for who may not do what."""
 
 
 class Unreachable(BrokenFile):
@@ -165,14 +167,17 @@ def persist(path: Path, call: Callable[[], T], pauses: Sequence[float] = _PAUSES
 
     Raises:
         FileNotFoundError: there is no such object.
+        FileExistsError: there is one, and the call was to make it.
         Unreachable: the store refuses, or did not answer after any of the pauses.
     """
     for pause in (*pauses, None):
         try:
             return call()
-        except (FileNotFoundError, DsplanError, *_BUGS):
+        except (FileNotFoundError, FileExistsError, DsplanError, *_BUGS):
             raise
         except Exception as problem:  # each library has its own
+            if _word_of(problem) == "PreconditionFailed":
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
             refusal = _refusal(path, problem)
             if refusal is not None:
                 raise refusal from None
@@ -195,11 +200,28 @@ def put(target: Path, call: Callable[[], object], pauses: Sequence[float] = _PAU
         raise _no_bucket(target) from None
 
 
+def create(target: Path, data: bytes) -> bool:
+    """Put an object where there is none, and return whether it was put: of several processes at once, one does.
+
+    That holds where the store keeps its word of conditional writes (`If-None-Match`, `ifGenerationMatch`).
+
+    Raises:
+        Unreachable: as `put`.
+    """
+    try:
+        put(target, lambda: store_of(target).pipe_file(str(target), data, mode="create"))
+    except FileExistsError:
+        return read_small(target, len(data)) == data  # else it was put, and the answer was lost
+    return True
+
+
 def _refusal(path: Path, problem: Exception) -> Unreachable | None:
     """Return the failure that no second call will change, or None."""
     word, scheme = _word_of(problem), str(path).partition(":")[0]
     if "Credentials" in word:
         return _no_credentials(path)
+    if word == "ContainerNotFound":  # which adlfs passes on as no FileNotFoundError
+        return _no_bucket(path)
     if isinstance(problem, PermissionError) or word in _DENIED:
         return Unreachable(path, f"the object store denies access ({word})", f"see {_credentials(scheme)}")
     return None
@@ -211,6 +233,8 @@ def _word_of(problem: BaseException) -> str:
     while cause is not None:
         response = getattr(cause, "response", None)
         code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+        azure_code = getattr(cause, "error_code", None)
+        code = getattr(azure_code, "value", azure_code) or code
         if isinstance(code, str) and re.fullmatch(r"\w{1,40}", code):
             return code
         cause = cause.__cause__ or cause.__context__
@@ -329,6 +353,22 @@ def _modified(info: Mapping[str, Any]) -> float:
 
 
 # Reading.
+
+
+def read_small(path: Path, most_bytes: int) -> bytes | None:
+    """Return an object of at most so many bytes in memory; None where there is none.
+
+    Raises:
+        BrokenFile: it is larger.
+        Unreachable: the store refuses, or does not answer.
+    """
+    try:
+        data = persist(path, lambda: bytes(store_of(path).cat_file(str(path), start=0, end=most_bytes + 1)))
+    except FileNotFoundError:
+        return None
+    if len(data) > most_bytes:
+        raise BrokenFile(path, f"has more than {most_bytes} bytes", "it is not dsplan's")
+    return data
 
 
 class ObjectFile(io.RawIOBase):

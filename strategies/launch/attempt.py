@@ -224,6 +224,9 @@ class Attempt:
 
     def _conclude(self, status: int | None, *, memory_killed: bool) -> None:
         self.completed = status == 0
+        if self._requests.superseded and not self.completed:
+            self.ending = Ending(kind="refused", reason=self._requests.superseded)
+            return
         if self.completed or self._requests.interrupted:
             return
         ending = None if status is None else ending_of(self._spec.directory, status, memory_killed=memory_killed)

@@ -24,13 +24,16 @@ class StopRequests:
 
     Ctrl-C sets `interrupted_at`, SIGTERM, SIGUSR1 and the SIGHUP of a closed terminal set `preempted_at`, the times of
     `time.monotonic` at which the first came; nohup's runs continue. A second Ctrl-C asks for an end without saving.
-    Only a main thread gets signals; elsewhere nothing is changed.
+    Only a main thread gets signals; elsewhere nothing is changed. `superseded` is why a run is to end here at once that
+    another machine has resumed; empty: none has.
     """
 
     def __init__(self) -> None:
         self.interrupted_at: float | None = None
         self.at_once = False
         self.preempted_at: float | None = None
+        self.superseded = ""
+        self._superseded_at: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -46,7 +49,12 @@ class StopRequests:
     @property
     def since(self) -> float | None:
         """Time of `time.monotonic` since which the run is to stop."""
-        return min((at for at in (self.interrupted_at, self.preempted_at) if at is not None), default=None)
+        moments = (self.interrupted_at, self.preempted_at, self._superseded_at)
+        return min((at for at in moments if at is not None), default=None)
+
+    def supersede(self, why: str) -> None:
+        """Have the run end at once, without saving, as another machine has resumed it; of any thread."""
+        self.superseded, self.at_once, self._superseded_at = why, True, time.monotonic()
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():

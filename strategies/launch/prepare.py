@@ -25,6 +25,7 @@ from planner.types.plan_io import load_plan
 from strategies.checkpoint.object_store import ObjectPath, location, require_usable
 from strategies.launch.device import Decision, decide
 from strategies.launch.options import DEFAULT_SUPERVISION, RequestedPlacement, RequestedSupervision, check_trackers
+from strategies.launch.run_record import fetched
 from strategies.launch.state import BEGIN_ANEW, check_unfinished
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.files import SPEC_FILE
@@ -110,7 +111,7 @@ class RunRequest:
     plan: PlanRequest = field(default_factory=PlanRequest)
     run_directory: Path | None = None
     resume: Path | None = None
-    """The directory of a run to resume, which fills in what is left open."""
+    """The directory of a run to resume, or where its checkpoints are in a store; it fills in what is left open."""
     resume_from: str = ""
     """The checkpoint to resume from, or `start`; empty: the newest."""
     trackers: tuple[str, ...] = ()
@@ -152,6 +153,14 @@ def prepare(request: RunRequest, notices: tuple[str, ...] = ()) -> Launch:
     Raises:
         DsplanError: the script, the plan, or this machine does not allow the run; one line says which and what to do.
     """
+    if isinstance(request.resume, ObjectPath):
+        with fetched(
+            request.resume,
+            lambda script: _lay_out(replace(request, resume=None), script),
+            has_script=request.script is not None,
+            has_options=bool(request.placement.launcher_option),
+        ) as directory:
+            return prepare(replace(request, resume=directory, run_directory=None), notices)
     earlier = None
     if request.resume is not None:
         earlier = _unfinished(request, request.resume)

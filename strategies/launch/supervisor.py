@@ -26,6 +26,7 @@ from strategies.launch.report import (
     outcome_of,
 )
 from strategies.launch.run_lock import RunLock, launcher_lock
+from strategies.launch.run_record import RecordKeeper
 from strategies.launch.state import RunState
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.files import REPORT_FILE
@@ -77,6 +78,7 @@ class Supervisor:
         self._state = RunState(spec, plan, resumes=resumes, resume_from=resume_from)
         self._policy = Policy(spec.supervision.retries)
         self._journal = Journal(spec.directory)
+        self._record = RecordKeeper(spec)
         self._earlier = earlier_attempts(spec.directory) if resumes else ()
         self._attempts: list[AttemptReport] = []
         self._outcome: Outcome | None = None
@@ -87,21 +89,20 @@ class Supervisor:
         """Start the ranks and give their lines, plans and steps until the run is over. Ctrl-C ends it.
 
         Raises:
-            DsplanError: another command is at work in the run directory.
+            DsplanError: another command is at work in the run directory, or on this run elsewhere.
         """
         with ExitStack() as companions:
             for companion in self._companions:
                 companions.callback(companion.close)
-            with RunLock(self._spec.directory), StopRequests() as requests:
-                yield from self._run_to_its_end(requests)
+            with RunLock(self._spec.directory):
+                self._record.take()
+                with StopRequests() as requests, self._record.keep(requests):
+                    yield from self._run_to_its_end(requests)
             # Behind the lock, whose release says to companions that nothing more comes.
             with suppress(KeyboardInterrupt):
                 for companion in self._companions:
                     for text in companion.finish(in_a_hurry=requests.came):
                         yield OutputLine(rank=0, stream="stderr", text=label_lines(text))
-
-    def _remarks(self) -> list[str]:
-        return [text for companion in self._companions for text in companion.remarks()]
 
     def _run_to_its_end(self, requests: StopRequests) -> Iterator[Event]:
         # Ranks of a command that was killed may still be about to end, and to say so in files of this directory.
@@ -121,9 +122,16 @@ class Supervisor:
                 break
             self._number += 1
             if not _wait(decision.delay_seconds, requests):
-                self._outcome = INTERRUPTED if requests.interrupted else outcome_of(Ending(kind="preempted"))
+                superseded = Ending(kind="refused", reason=requests.superseded)
+                stopped = superseded if requests.superseded else Ending(kind="preempted")
+                self._outcome = INTERRUPTED if requests.interrupted else outcome_of(stopped)
                 break
         self._write_end()
+
+    def _remarks(self) -> list[str]:
+        """Return the lines for people of what runs beside the ranks, since the last call."""
+        ours = [text for companion in self._companions for text in companion.remarks()]
+        return [*ours, *self._record.remarks()]
 
     def report(self) -> RunReport:
         """Return the finished run.

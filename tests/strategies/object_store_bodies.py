@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shlex
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import torch
@@ -20,14 +26,43 @@ from hardware_db.errors import DsplanError
 from strategies.checkpoint import loading, object_store, retention
 from strategies.checkpoint.object_store import location
 from strategies.engine.initialize import initialize
+from strategies.launch.run_hold import RUNS
 from tests.strategies import checkpoint_bodies, training_bodies
 from tests.strategies.training_bodies import Recipe
 
 KEY, SECRET = "AKIAOFTHETESTS00", "secret-of-the-tests/0123456789"
+ACCOUNT, ACCOUNT_KEY = "accountoftests", b64encode(b"key of the tests").decode()
+Scheme = Literal["s3", "az"]
+SECRETS = (KEY, SECRET, ACCOUNT_KEY)
+AZURITE = shlex.split(os.environ.get("AZURITE", "azurite-blob"))
+"""The command that starts Azurite's blob service, Microsoft's own emulator of Azure's."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """An object store on a port of this machine."""
+
+    scheme: Scheme
+    port: int
+    key: str = ACCOUNT_KEY
+    """Of Azure's account."""
+
+    def address(self, path: str) -> str:
+        """The address of a bucket, or container, and what is below it."""
+        return f"{self.scheme}://{path}"
+
+    def variables(self, staging: Path, port: int | None = None) -> dict[str, str]:
+        """The environment of ranks that use it, perhaps by another port that leads there."""
+        port = self.port if port is None else port
+        if self.scheme == "s3":
+            return variables(port, staging)
+        account = f"AccountName={ACCOUNT};AccountKey={self.key};BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT}"
+        connection = f"DefaultEndpointsProtocol=http;{account}"
+        return {"AZURE_STORAGE_CONNECTION_STRING": connection, "DSPLAN_STAGING": str(staging)}
 
 
 def variables(port: int, staging: Path) -> dict[str, str]:
-    """The environment of ranks that use a server on a port."""
+    """The environment of ranks that use an S3 server on a port."""
     return {
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -37,20 +72,33 @@ def variables(port: int, staging: Path) -> dict[str, str]:
     }
 
 
-@contextmanager
-def serve_s3(folder: Path) -> Iterator[int]:
+def serve_s3(folder: Path) -> AbstractContextManager[int]:
     """Run moto's S3 server, and return its port."""
     port = free_port()
     program = "import sys; from moto.server import main; main(sys.argv[1:])"
+    return _served([sys.executable, "-c", program, "-H", "127.0.0.1", "-p", str(port)], {}, port, folder)
+
+
+def serve_azure(folder: Path) -> AbstractContextManager[int]:
+    """Run Azurite, and return its port."""
+    port = free_port()
+    listening = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder), "--silent"]
+    options = [*listening, "--skipApiVersionCheck", "--disableTelemetry"]
+    return _served([*AZURITE, *options], {"AZURITE_ACCOUNTS": f"{ACCOUNT}:{ACCOUNT_KEY}"}, port, folder)
+
+
+@contextmanager
+def _served(command: list[str], environment: dict[str, str], port: int, folder: Path) -> Iterator[int]:
     with open(folder / "server.log", "w") as log:
-        arguments = [sys.executable, "-c", program, "-H", "127.0.0.1", "-p", str(port)]
-        server = subprocess.Popen(arguments, stdout=log, stderr=log, cwd=folder)
+        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env={**os.environ, **environment})
     try:
         deadline = time.monotonic() + 120
         while True:
             try:
                 urlopen(f"http://127.0.0.1:{port}/", timeout=10).close()
                 break
+            except HTTPError:
+                break  # it refuses who does not say who it is
             except OSError:
                 assert server.poll() is None, (folder / "server.log").read_text()
                 assert time.monotonic() < deadline, "the server does not answer"
@@ -129,11 +177,9 @@ def free_port() -> int:
 # On ranks.
 
 
-def make_bucket(bucket: str) -> None:
-    """Make a bucket."""
-    import fsspec
-
-    fsspec.filesystem("s3").mkdir(f"s3://{bucket}")
+def make_bucket(address: str) -> None:
+    """Make a bucket, or container."""
+    object_store.store_of(location(address)).mkdir(address)
 
 
 def save_for_ever(recipe: Recipe, address: str, begins_at: int, notes: str, *, asynchronous: bool) -> None:
@@ -213,12 +259,12 @@ def wait_until(is_so: Callable[[], object], seconds: float = 120.0) -> None:
 
 
 def newest_of(address: str) -> tuple[int, str, int, int]:
-    """The newest checkpoint's step and path, how many there are, all whole, and how many folders of others."""
+    """The newest checkpoint's step and path, how many there are, all whole, and how many halves of others."""
     directory = location(address)
     published = retention.published(directory)
     steps = [loading.open_whole(path).content.progress["global_steps"] for path in published]
-    names = object_store.names_in(directory)
-    return steps[0], str(published[0]), len(published), len(names) - len(published)
+    others = {*object_store.names_in(directory)} - {path.name for path in published} - {RUNS}
+    return steps[0], str(published[0]), len(published), len(others)
 
 
 def save_large(address: str) -> None:
@@ -237,10 +283,9 @@ def _large_engine() -> Any:
 
 def bytes_read(address: str) -> tuple[int, int, int]:
     """Return what this rank reads of the store to resume, its part of the state, and all that is in the checkpoint."""
-    import s3fs
-
     read = 0
-    original = s3fs.S3FileSystem._cat_file
+    kind: Any = type(object_store.store_of(location(address)))
+    original = kind._cat_file
 
     async def counted(self: Any, *arguments: Any, **named: Any) -> bytes:
         nonlocal read
@@ -249,11 +294,11 @@ def bytes_read(address: str) -> tuple[int, int, int]:
         return bytes(data)
 
     engine = _large_engine()
-    s3fs.S3FileSystem._cat_file = counted
+    kind._cat_file = counted
     try:
         path, _ = engine.load_checkpoint(address)
     finally:
-        s3fs.S3FileSystem._cat_file = original
+        kind._cat_file = original
     assert path is not None
     own = sum(
         getattr(tensor, "_local_tensor", tensor).nbytes
@@ -263,8 +308,41 @@ def bytes_read(address: str) -> tuple[int, int, int]:
     return read, own, sum(object_store.sizes_in(path).values())
 
 
+def texts_in(address: str) -> str:
+    """Return everything below an address, unpacked."""
+    import gzip
+
+    folder = location(address)
+    texts = []
+    for name in object_store.sizes_in(folder):
+        data = object_store.read_small(folder / name, 2**20) or b""
+        texts.append((gzip.decompress(data) if name.endswith(".gz") else data).decode())
+    return "\n".join(texts)
+
+
+def kill_whole(process: int) -> None:
+    """Kill a process and all that it has started, and those, at once: a machine that is gone."""
+    for each in stop_whole(process):
+        os.kill(each, signal.SIGKILL)
+
+
+def stop_whole(process: int) -> list[int]:
+    """Stop a process and all that it has started, and return their ids."""
+    import psutil
+
+    seen: list[int] = []
+    while True:
+        tree = [process, *(child.pid for child in psutil.Process(process).children(recursive=True))]
+        new = [each for each in tree if each not in seen]
+        if not new:
+            return seen
+        for each in new:
+            os.kill(each, signal.SIGSTOP)
+        seen += new
+
+
 def credentials_in(folder: Path) -> list[str]:
     """Files below a folder that have a part of the credentials in them."""
-    secrets = (KEY.encode(), SECRET.encode())
+    secrets = [secret.encode() for secret in SECRETS]
     files = (path for path in folder.rglob("*") if path.is_file())
     return [str(path) for path in files if any(secret in path.read_bytes() for secret in secrets)]

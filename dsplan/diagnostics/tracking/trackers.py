@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hardware_db.records import dataclass
+from strategies.launch.secret_values import is_secret
 from strategies.telemetry.metrics import group
 
 
@@ -214,7 +215,6 @@ def figures(row: Mapping[str, Any], *, heading: str = "") -> dict[str, float]:
 
 _MOST_LETTERS = 500
 """MLflow refuses longer values."""
-_SECRET = ("token", "secret", "password", "api_key", "apikey", "credential")
 
 
 def flatten(values: Mapping[str, Any], above: str = "") -> dict[str, bool | int | float | str]:
@@ -245,7 +245,7 @@ def flags_of(arguments: Sequence[str]) -> dict[str, str]:
             continue
         name, is_pair, value = word[2:].partition("=")
         name = file_name(name.replace("-", "_"))
-        if not any(part in name.lower() for part in _SECRET):
+        if not is_secret(name):
             flags[name] = clean(value if is_pair else "true" if following.startswith("--") else following)
     return flags
 

@@ -6,6 +6,9 @@ the variables of Kubeflow's torch runtime, a JobSet's indexed Job with its podFa
 workers, Kueue's Workload for a job with a queue. Containers are processes of this machine, whose image is
 this checkout and whose volumes are directories of it; all pods have the address 127.0.0.1. When a container's first
 process ends all of its others are killed, as the end of a PID namespace does.
+
+Every answer is checked against the API's own OpenAPI document (`api_schemas`); what is not as it says is in
+`violations`. A list of pods has in it what jobs were submitted with: containers, volumes, tolerations.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from urllib.parse import parse_qs, urlparse
 
 import yaml
 
+from tests.strategies.launchers import api_schemas
+
 ROOT = Path(__file__).resolve().parents[3]
 _SERVED = {
     "trainjobs": "trainer.kubeflow.org/v1alpha1",
@@ -37,6 +42,7 @@ _SERVED = {
     "jobsets": "jobset.x-k8s.io/v1alpha2",
 }
 _QUEUE = "kueue.x-k8s.io/queue-name"
+_WORKLOAD = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "Workload"}
 _TICK_SECONDS = 0.05
 _BACKOFF_LIMIT = 6  # batch/v1
 _MARK = "STAND_IN_POD"
@@ -151,6 +157,12 @@ class _Job:
         return str(self.document["metadata"]["name"])
 
     @property
+    def reference(self) -> dict[str, str]:
+        """The job as an owner."""
+        names = {name: str(self.document[name]) for name in ("apiVersion", "kind")}
+        return {**names, "name": self.name, "uid": str(self.document["metadata"]["uid"])}
+
+    @property
     def queue(self) -> str:
         return str((self.document["metadata"].get("labels") or {}).get(_QUEUE, ""))
 
@@ -248,6 +260,8 @@ class StandInCluster:
         self.jobs: dict[tuple[str, str], _Job] = {}
         self.events: list[dict[str, Any]] = []
         self.requests: list[str] = []
+        self.violations: list[str] = []
+        self._checked: set[str] = set()
         self._made: list[str] = []
         self._lock = threading.RLock()
         self._is_over = threading.Event()
@@ -443,7 +457,9 @@ class StandInCluster:
                     self._stream(answer)
                     return
                 status = answer.status if isinstance(answer, _Refused) else 201 if self.command == "POST" else 200
-                self._send(status, answer.text if isinstance(answer, _Refused) else json.dumps(answer))
+                text = answer.text if isinstance(answer, _Refused) else json.dumps(answer)
+                cluster._check(text)
+                self._send(status, text)
 
             def _send(self, status: int, text: str) -> None:
                 data = text.encode()
@@ -466,6 +482,13 @@ class StandInCluster:
             do_GET = do_POST = do_PATCH = do_DELETE = _answer  # noqa: N815
 
         return Handler
+
+    def _check(self, text: str, *, is_change: bool = False) -> None:
+        """Note where an answer, or a line of a watch, is not as the API's document says."""
+        if text.startswith("{") and text not in self._checked:
+            self._checked.add(text)
+            check = api_schemas.problems_of_change if is_change else api_schemas.problems_of
+            self.violations += check(json.loads(text))
 
     def _route(self, method: str, path: str, query: Mapping[str, str], body: Any) -> Any:
         match = re.fullmatch(r"/(?:api/v1|apis/([^/]+/[^/]+))/namespaces/([^/]+)/([^/]+)(?:/([^/]+))?(?:/(\w+))?", path)
@@ -514,25 +537,30 @@ class StandInCluster:
                 document = {"spec": {"active": job.is_active}}
                 _patch(document, body)
                 job.is_active = document["spec"]["active"]
-                return document
-            owners = {name: [{"uid": job.document["metadata"]["uid"]}] for name, job in queued.items()}
-            return {"items": [{"metadata": {"name": name, "ownerReferences": owner}} for name, owner in owners.items()]}
+                return {**_WORKLOAD, "metadata": {"name": name}, **document}
+            items = [
+                {**_WORKLOAD, "metadata": {"name": name, "ownerReferences": [job.reference]}}
+                for name, job in queued.items()
+            ]
+            return {**_WORKLOAD, "kind": "WorkloadList", "metadata": {}, "items": items}
 
     def _core(self, resource: str, namespace: str, name: str | None, query: Mapping[str, str]) -> Any:
         if resource == "persistentvolumeclaims":
             if name not in self.claims or namespace not in self.namespaces:
                 raise _Refused.because(404, "NotFound", f'persistentvolumeclaims "{name}" not found')
-            return {"metadata": {"name": name}}
+            return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name}}
         if resource == "events":
             if query.get("watch"):
                 return self._watch_events(int(query["resourceVersion"]))
             past = list(self.events)
-            return {"metadata": {"resourceVersion": str(len(past))}, "items": past}
+            metadata = {"resourceVersion": str(len(past))}
+            return {"apiVersion": "v1", "kind": "EventList", "metadata": metadata, "items": past}
         if resource == "pods":
             wanted = dict(part.split("=") for part in query["labelSelector"].split(","))
             with self._lock:
                 chosen = [pod for pod in self.pods() if wanted.items() <= pod.labels.items()]
-                return {"items": [pod.document(namespace) for pod in chosen]}
+                items = [pod.document(namespace) for pod in chosen]
+                return {"apiVersion": "v1", "kind": "PodList", "metadata": {}, "items": items}
         pod = next((pod for pod in self.pods() if pod.name == name), None)
         if resource != "pods/log" or pod is None:
             raise _Refused.because(404, "NotFound", f'pods "{name}" not found')
@@ -557,7 +585,9 @@ class StandInCluster:
     def _watch_events(self, sent: int) -> Iterator[str]:
         while not self._is_over.wait(_TICK_SECONDS):
             while sent < len(self.events):
-                yield json.dumps({"type": "ADDED", "object": self.events[sent]})
+                line = json.dumps({"type": "ADDED", "object": self.events[sent]})
+                self._check(line, is_change=True)
+                yield line
                 sent += 1
 
 
@@ -570,8 +600,8 @@ class _Refused(Exception):
 
     @classmethod
     def because(cls, status: int, reason: str, message: str) -> _Refused:
-        document = {"kind": "Status", "status": "Failure", "reason": reason, "message": message, "code": status}
-        return cls(status, json.dumps(document))
+        document = {"status": "Failure", "reason": reason, "message": message, "code": status}
+        return cls(status, json.dumps({"apiVersion": "v1", "kind": "Status", "metadata": {}, **document}))
 
 
 def _train_job_pod(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tests.strategies.launchers.launched import PATIENCE_SECONDS, SCRIPT, Launch
 from tests.strategies.launchers.stand_in_cluster import StandInCluster
 
 pytest.importorskip("kubernetes", reason="needs the Kubernetes client (pip install 'dsplan[kubernetes]')")
+pytest.importorskip("kubernetes_validate", reason="needs the API's schemas (pip install kubernetes-validate)")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 STEPS = "12"
@@ -66,6 +67,7 @@ def on_cluster(tmp_path: Path) -> Iterator[ClusterRun]:
         cluster_left = [pod.name for pod in cluster.pods() if pod.is_live]
         assert not cluster_left
         assert not cluster.left()
+        assert not cluster.violations
 
 
 def test_a_pod_killed_is_resumed_at_its_step(on_cluster: ClusterRun, reference: list[float]) -> None:

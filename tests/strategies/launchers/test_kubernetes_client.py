@@ -14,9 +14,11 @@ import pytest
 
 from dsplan.cli.app import run
 from hardware_db.errors import DsplanError
+from tests.strategies.launchers.api_schemas import problems_of, problems_of_change
 from tests.strategies.launchers.stand_in_cluster import StandInCluster
 
 pytest.importorskip("kubernetes", reason="needs the Kubernetes client (pip install 'dsplan[kubernetes]')")
+pytest.importorskip("kubernetes_validate", reason="needs the API's schemas (pip install kubernetes-validate)")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TRAINS = """\
@@ -65,6 +67,7 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         new_client = Client(cluster, capsys)
         new_client.image_has(TRAINS)
         yield new_client
+        assert not cluster.violations
 
 
 def _later(client: Client, act: signal.Signals) -> threading.Thread:
@@ -189,3 +192,19 @@ def test_a_cluster_that_is_gone_for_a_while_is_asked_again(client: Client, monke
     status, out = client.submit()
     assert status == 2
     assert "the job trained is not followed any more, and may go on" in out
+
+
+def test_answers_are_measured_by_the_apis_document() -> None:
+    metadata = {"name": "a", "namespace": "default"}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [{"name": "node"}]}}
+    job = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": metadata, "spec": {"anything": 1}}
+    assert problems_of(pod) == problems_of(job) == []
+    unnamed = {**pod, "spec": {"containers": [{"image": "a", "unheard": 1}]}}
+    lines = problems_of({"apiVersion": "v1", "kind": "PodList", "metadata": {}, "items": [pod, unnamed]})
+    assert {line.partition(":")[0] for line in lines} == {"PodList.items[1].spec.containers[0]"}
+    assert len(lines) == 2
+    assert problems_of({**job, "metadata": {"labels": {"a": 1}}}) == [
+        "PyTorchJob.metadata.labels.a: 1 is not of type 'string', 'null'"
+    ]
+    assert problems_of({"items": []}) == ['no apiVersion and kind: {"items": []}']
+    assert problems_of_change({"type": "ADDED", "object": unnamed}) == problems_of(unnamed) != []
