@@ -144,7 +144,7 @@ def _possible_work(answers: dict[str, Any], facts: ModelFacts) -> tuple[dict[str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class FilesQuestion:
     """The question of files and flags together, the model where only the files know it, and what to tell of both."""
 
     question: Question
@@ -152,7 +152,7 @@ class Asked:
     remarks: tuple[str, ...]
 
 
-def question_of(paths: Sequence[Path], flags: Mapping[str, Any]) -> Asked:
+def question_of(paths: Sequence[Path], flags: Mapping[str, Any]) -> FilesQuestion:
     """Return the question that files ask, with flags of `Question` in the place of what they say.
 
     `flags` are those that a person gave, and no defaults. The global batch of the files is that of their micro-batch,
@@ -164,7 +164,7 @@ def question_of(paths: Sequence[Path], flags: Mapping[str, Any]) -> Asked:
     return question_of_reading(read_files(paths), flags)
 
 
-def question_of_reading(reading: Reading, flags: Mapping[str, Any]) -> Asked:
+def question_of_reading(reading: Reading, flags: Mapping[str, Any]) -> FilesQuestion:
     """Return the question that a reading asks, with flags in the place of what it says, as `question_of` does.
 
     Raises:
@@ -193,7 +193,7 @@ def question_of_reading(reading: Reading, flags: Mapping[str, Any]) -> Asked:
     if gaps := list(dict.fromkeys(item.key for item in reading.gaps)):
         more = f" and {len(gaps) - _SHOWN_GAPS} more" if len(gaps) > _SHOWN_GAPS else ""
         remarks.append(f"not counted of it: {', '.join(gaps[:_SHOWN_GAPS])}{more}; `dsplan check` says why")
-    return Asked(question=question, facts=facts, remarks=tuple(remarks))
+    return FilesQuestion(question=question, facts=facts, remarks=tuple(remarks))
 
 
 _MODEL = ("model", "model_size")

@@ -62,9 +62,9 @@ class Question(WorkOptions):
         """
         own_model = None
         if facts is None and self.model is not None and is_factory(self.model):
-            from dsplan.exact.factory import model_and_made
+            from dsplan.exact.factory import model_and_product
 
-            facts, own_model = model_and_made(self.model, model_size=self.model_size)
+            facts, own_model = model_and_product(self.model, model_size=self.model_size)
         elif facts is None:
             facts = resolve_model(self.model, model_size=self.model_size)
         cluster = training_cluster(resolve_cluster(self._hardware()), self)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from dsplan.exact.factory import Made, call_factory
+from dsplan.exact.factory import Product, call_factory
 from dsplan.exact.reading import Answer, Reading, Refusal, sizes_of
 from dsplan.exact.source import ModelSource
 from planner.cost.memory.ledger import Ledger
@@ -51,7 +51,7 @@ def trace_answer(job: Job, source: ModelSource, report: Callable[[str], None]) -
     return Reading(sizes=sizes, phases=ledgers, reserved=step.reserved)
 
 
-def _subject(job: Job, source: ModelSource, product: Made | None) -> Subject:
+def _subject(job: Job, source: ModelSource, product: Product | None) -> Subject:
     attention = job.configuration.attention
     model: Any = None if product is None else product.model
     if product is not None and isinstance(model, nn.Module):

@@ -58,7 +58,7 @@ def _version(package: str) -> str:
         return ""
 
 
-Found = TypeVar("Found")
+Row = TypeVar("Row")
 
 
 class TraceCache:
@@ -73,17 +73,17 @@ class TraceCache:
 
     def find(self, key: str) -> TraceRecord | None:
         """Return the record of a question, if it was answered."""
-        return self._asked(lambda store: store.trace(key), None)
+        return self._ask(lambda store: store.trace(key), None)
 
     def series(self, series: str) -> tuple[TraceRecord, ...]:
         """Return all records of a series."""
-        return self._asked(lambda store: store.traces(series), ())
+        return self._ask(lambda store: store.traces(series), ())
 
     def keep(self, record: TraceRecord) -> None:
         """Keep a record in place of an older one."""
-        self._asked(lambda store: store.add_trace(record), False)
+        self._ask(lambda store: store.add_trace(record), False)
 
-    def _asked(self, question: Callable[[Store], Found], without: Found) -> Found:
+    def _ask(self, question: Callable[[Store], Row], without: Row) -> Row:
         if self.problem:
             return without
         try:

@@ -17,7 +17,7 @@ from planner.models.resolve import is_factory, resolve_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Made:
+class Product:
     """Return of a factory: a module, a config or a dict, and beside a module maybe a batch of its inputs."""
 
     model: Any
@@ -28,12 +28,12 @@ def any_model(name: str | None, *, model_size: str | None = None) -> ModelFacts:
     """As `resolve_model`, and what `package.module:factory` makes.
 
     Raises:
-        DsplanError: as `model_and_made`.
+        DsplanError: as `model_and_product`.
     """
-    return model_and_made(name, model_size=model_size)[0]
+    return model_and_product(name, model_size=model_size)[0]
 
 
-def model_and_made(name: str | None, *, model_size: str | None = None) -> tuple[ModelFacts, Made | None]:
+def model_and_product(name: str | None, *, model_size: str | None = None) -> tuple[ModelFacts, Product | None]:
     """Return the model's facts, and what a factory made where it comes from one.
 
     Raises:
@@ -45,7 +45,7 @@ def model_and_made(name: str | None, *, model_size: str | None = None) -> tuple[
     return facts_of_product(name.strip(), product), product
 
 
-def call_factory(spec: str) -> Made:
+def call_factory(spec: str) -> Product:
     """Return what `package.module:factory` returns, called without arguments and, with torch, on the meta device.
 
     The working directory is searched first, as `python -m` does.
@@ -61,8 +61,8 @@ def call_factory(spec: str) -> Made:
             raise DsplanError(f"{spec}: {attribute} is of type {kind}; name a function that returns a model")
         product = _call(spec, factory)
     if isinstance(product, tuple) and len(product) == 2 and hasattr(product[0], "named_parameters"):
-        return Made(model=product[0], batch=product[1])
-    return Made(model=product)
+        return Product(model=product[0], batch=product[1])
+    return Product(model=product)
 
 
 @contextlib.contextmanager
@@ -122,7 +122,7 @@ def _meta_device() -> contextlib.AbstractContextManager[Any]:
     return device
 
 
-def facts_of_product(spec: str, product: Made) -> ModelFacts:
+def facts_of_product(spec: str, product: Product) -> ModelFacts:
     """Return the facts of what a factory made: an `nn.Module`, a transformers config, or a dict such as a config.json.
 
     Raises:

@@ -107,6 +107,8 @@ def question_of(job: Job, source: ModelSource, versions: Mapping[str, str]) -> Q
         del configuration["activations_on_host"]  # traces that are older than it
     if not job.configuration.recompute_modules:
         del configuration["recompute_modules"]  # the same
+    if not job.configuration.layers_per_stage:
+        del configuration["layers_per_stage"]  # the same
     if not job.configuration.zero_plus_text:
         for name in ("hpz_partition_size", "quantized_weights", "quantized_gradients"):
             del configuration[name]  # the same

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from dsplan.exact.cache import TraceCache, trace_versions
-from dsplan.exact.factory import Made, call_factory, facts_of_product
+from dsplan.exact.factory import Product, call_factory, facts_of_product
 from hardware_db.files import digest
 from hardware_db.from_json import from_json
 from hardware_db.handed_in import read_json
@@ -151,7 +151,7 @@ def _source(spec: str, document: Mapping[str, Any]) -> ModelSource:
     return ModelSource(facts=facts, factory=spec, identity=identity, work=(task, length))
 
 
-def _work_of(facts: ModelFacts, model: Made) -> tuple[Task | None, int | None]:
+def _work_of(facts: ModelFacts, model: Product) -> tuple[Task | None, int | None]:
     if model.batch is None:
         return None, None
     from strategies.tracing.module_trace import work_of
@@ -165,7 +165,7 @@ def _modules(spec: str, product: Any) -> set[str]:
     return {spec.partition(":")[0], *(type(part).__module__ for part in parts)}
 
 
-def _structure(product: Made) -> str:
+def _structure(product: Product) -> str:
     """Hash a module's parts, weights, buffers and inputs, or a config."""
     model = product.model
     if hasattr(model, "named_parameters"):

@@ -136,7 +136,7 @@ class Form:
         """True if a mean over ranks means something: real or complex floating point."""
         return self.is_floating or np.dtype(self.word).kind == "c"
 
-    def made(self, values: Array) -> Any:
+    def leaf_of(self, values: Array) -> Any:
         """Return a leaf of this form with `values`, [count] or [shape], any dtype that casts to it."""
         values = values.reshape(self.shape)
         if self.kind == "tensor":
@@ -153,7 +153,7 @@ class Form:
         """`values`, [elements], as they are after a cast to this form's dtype, in `transfer_dtype`."""
         kind = "tensor" if self.kind == "tensor" else "array"
         flat = replace(self, kind=kind, shape=values.shape, device=None if kind == "array" else "cpu")
-        return values_of(flat.made(values))
+        return values_of(flat.leaf_of(values))
 
 
 def is_tensor(value: object) -> bool:

@@ -31,7 +31,7 @@ class Run:
     at: int
 
     @property
-    def place(self) -> slice:
+    def elements(self) -> slice:
         """Elements of the bucket that the run covers."""
         return slice(self.at, self.at + self.stop - self.start)
 
@@ -54,13 +54,13 @@ class Bucket:
         buffer = np.empty(self.count, dtype=self.dtype)
         for run in self.runs:
             leaf = flat[run.leaf]
-            buffer[run.place] = 0 if leaf is None else leaf[run.start : run.stop]
+            buffer[run.elements] = 0 if leaf is None else leaf[run.start : run.stop]
         return buffer
 
     def spread(self, buffer: Array, flat: Sequence[Array]) -> None:
         """Write the buffer's values to the leaves, cast to theirs."""
         for run in self.runs:
-            flat[run.leaf][run.start : run.stop] = buffer[run.place]
+            flat[run.leaf][run.start : run.stop] = buffer[run.elements]
 
     def runs_of(self, rank: int) -> Iterator[Run]:
         """Return the runs of a rank's part, placed from the part's beginning."""

@@ -106,7 +106,7 @@ class CheckpointManager:
         self._communicator.require_same(
             "load_checkpoint", lambda: None, lambda _: [f"step {step} below {self.directory}"]
         )
-        name = self._from_root(lambda: self._found(step))
+        name = self._from_root(lambda: self._folder_of(step))
 
         def loaded() -> Tree:
             saved = SavedTree(self.directory / name, self._communicator.rank, self._communicator.size)
@@ -142,7 +142,7 @@ class CheckpointManager:
         retention.write_text(temporary / INDEX, json.dumps(index))
         retention.publish(self.directory, name, self._keep_last)
 
-    def _found(self, step: int | None) -> str:
+    def _folder_of(self, step: int | None) -> str:
         """On rank 0: the name of a step's folder."""
         latest = retention.named_latest(self.directory)
         if step is None and latest is not None:

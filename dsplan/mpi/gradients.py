@@ -179,7 +179,7 @@ def _divided(sums: Array, by: float) -> Array:
 def _tree(tree: Tree, present: Sequence[Leaf], flat: Sequence[Array], rank: int | None = None) -> Tree:
     """Return the tree around new values; a leaf is None if there is no value, or `rank` had none."""
     by_path = {
-        leaf.path: leaf.form.made(values)
+        leaf.path: leaf.form.leaf_of(values)
         for leaf, values in zip(present, flat, strict=True)
         if leaf.form is not None and rank not in leaf.absent
     }

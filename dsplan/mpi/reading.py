@@ -72,7 +72,7 @@ class SavedTree:
                 f"load_checkpoint: {name!r} has shape {list(wanted.shape)}, in {self._folder} it is {there}"
             )
         if not isinstance(wanted, Part):
-            return form_of(wanted, name).made(self._assembled(saved, None))
+            return form_of(wanted, name).leaf_of(self._assembled(saved, None))
         part = wanted.region.within(self._assembled(saved, wanted.region)).astype(wanted.values.dtype)
         return Part(values=part, shape=wanted.shape, start=wanted.start)
 
@@ -115,7 +115,7 @@ class SavedTree:
         word, shape = saved["dtype"], tuple(saved["shape"])
         regions = [(piece, _region(piece, shape)) for piece in saved["pieces"]]
         needed = [
-            (piece, region, self._place(piece, word, region))
+            (piece, region, self._locate(piece, word, region))
             for piece, region in regions
             if wanted is None or wanted.overlaps(region)
         ]
@@ -125,7 +125,7 @@ class SavedTree:
             region.copy_to(whole, values.reshape(region.shape))
         return whole
 
-    def _place(self, piece: Json, word: str, region: Region) -> Stored:
+    def _locate(self, piece: Json, word: str, region: Region) -> Stored:
         """Return where a piece lies in its file, which holds as many bytes of it as it should."""
         name, key = piece["file"], piece["key"]
         if name not in self._headers:

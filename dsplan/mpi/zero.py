@@ -296,7 +296,7 @@ class ZeROOptimizer:
         own /= self._communicator.size
         for run in bucket.runs_of(self._communicator.rank):
             begin = targets.shards[run.leaf].start
-            targets.flats[run.leaf][run.start - begin : run.stop - begin] = own[run.place]
+            targets.flats[run.leaf][run.start - begin : run.stop - begin] = own[run.elements]
 
     def _updated(self, path: Path, part: Array, whole: Mapping[Path, Any] | None, factor: float) -> Array:
         """Return this rank's run of a parameter after the step."""
@@ -326,10 +326,10 @@ class ZeROOptimizer:
             part = np.empty(bucket.counts[self._communicator.rank], dtype=bucket.dtype)
             for run in bucket.runs_of(self._communicator.rank):
                 begin = shards[run.leaf].start
-                part[run.place] = values[run.leaf][run.start - begin : run.stop - begin]
+                part[run.elements] = values[run.leaf][run.start - begin : run.stop - begin]
             bucket.spread(self._communicator.all_gather(part, bucket.counts), flats)
         if into is None:
-            return {shard.path: shard.form.made(flat) for shard, flat in zip(shards, flats, strict=True)}
+            return {shard.path: shard.form.leaf_of(flat) for shard, flat in zip(shards, flats, strict=True)}
         for shard, memory, flat in zip(shards, own, flats, strict=True):
             if memory is None:
                 write_into(into[shard.path], flat, shard.name)

@@ -171,7 +171,7 @@ def _remarks(gpu: Gpu) -> Iterable[str]:
 def _pair_table(machine: Machine) -> Table:
     """Every GPU against every other: NVLink, or the nearest place where their PCIe paths meet."""
     indices = [gpu.index for gpu in machine.gpus]
-    ways = {frozenset((pair.first, pair.second)): _way(pair) for pair in machine.pairs}
+    ways = {frozenset((pair.first, pair.second)): _link(pair) for pair in machine.pairs}
     headings = columns(">to GPU", *(str(index) for index in indices))
     rows = [
         [str(row), *("-" if row == column else ways.get(frozenset((row, column)), "?") for column in indices)]
@@ -180,7 +180,7 @@ def _pair_table(machine: Machine) -> Table:
     return Table(columns=headings, rows=rows)
 
 
-def _way(pair: GpuPair) -> str:
+def _link(pair: GpuPair) -> str:
     return "nvlink" if pair.nvlink else pair.ancestor or "?"
 
 

@@ -108,16 +108,18 @@ def offload_text(configuration: Configuration) -> str:
 def dims_text(configuration: Configuration) -> str:
     """Return the parallel degrees above 1.
 
-    `dp 8`, `dp 2x4 tp 2` (copies x shards), `pp 4x2` (virtual stages), `pp 4 gpipe`, or `1 GPU`.
+    `dp 8`, `dp 2x4 tp 2` (copies x shards), `pp 4x2` (virtual stages), `pp 4 gpipe`, `pp 4 (3x9,1x5)` (blocks of each
+    stage), or `1 GPU`.
     """
     copies, shards = configuration.dp_replicate, configuration.dp_shard
     data_parallel = f"{copies}x{shards}" if copies > 1 and shards > 1 else str(copies * shards)
     pieces = f"x{configuration.virtual_stages}" if configuration.virtual_stages > 1 else ""
     # 1F1B is what a pipeline has unless it says so, and several stages a rank are interleaved.
     schedule = f" {configuration.pp_schedule}" if configuration.pp_schedule in ("gpipe", "zero-bubble") else ""
+    layers = f" ({configuration.layers_per_stage})" if configuration.layers_per_stage else ""
     degrees = (
         ("tp", configuration.tp, ""),
-        ("pp", configuration.pp, pieces + schedule),
+        ("pp", configuration.pp, pieces + schedule + layers),
         ("cp", configuration.cp, ""),
         ("ep", configuration.ep, ""),
     )

@@ -214,7 +214,7 @@ def with_labels(html: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class PageQuestion:
     """A question of the page: values of flags, and the text of a config.json in place of a model's name."""
 
     values: Mapping[str, Value]
@@ -286,7 +286,7 @@ class Asked:
         return {name: self.values[name] for name in ("gpu", *SECTIONS["Hardware"], "gpus")}
 
 
-def read_values(written: Mapping[str, str], config: str = "") -> Asked:
+def read_values(written: Mapping[str, str], config: str = "") -> PageQuestion:
     """Return what the fields of the page say; `written` has texts by the names of fields, and may lack some.
 
     Where there is a config.json, the model that they name does not count.
@@ -299,10 +299,10 @@ def read_values(written: Mapping[str, str], config: str = "") -> Asked:
     config = config.strip()
     texts = {**written, "model": ""} if config else written
     values = {name: field.read(texts.get(name, "")) for name, field in page_fields().items()}
-    return Asked(values=values, config=config)
+    return PageQuestion(values=values, config=config)
 
 
-def read_address(query: str) -> tuple[Asked, tuple[str, ...]]:
+def read_address(query: str) -> tuple[PageQuestion, tuple[str, ...]]:
     """Return what the query of an address asks, and the names in it that are no flag of the page.
 
     Raises:

@@ -79,7 +79,7 @@ def known_runs(measurements: Iterable[Measurement], inputs: Sections) -> dict[Co
         group = runs.setdefault(configuration, [])
         if not group or group[0].fingerprint.versions == measurement.fingerprint.versions:
             group.append(measurement)
-    return {configuration: _known(group) for configuration, group in runs.items()}
+    return {configuration: _run_of(group) for configuration, group in runs.items()}
 
 
 class SameWork:
@@ -125,7 +125,7 @@ class SameWork:
         )
 
 
-def _known(group: list[Measurement]) -> KnownRun:
+def _run_of(group: list[Measurement]) -> KnownRun:
     import statistics  # most questions are asked where nothing is known
 
     each = tuple(measurement.measured.step_seconds or 0.0 for measurement in group)

@@ -186,6 +186,8 @@ class CodeBase:
     """Whether fewer ranks than there are can share ZeRO-1's states, in several copies."""
     whole_stages: bool = False
     """Whether FSDP holds a pipeline stage's weights and gradients whole until the last micro-batch of a step."""
+    names_layers: bool = False
+    """Whether the blocks of each pipeline stage can be named one by one."""
     lists_recomputed: bool = False
     """Whether selective recomputation takes a list of parts of a block (`vocabulary.RECOMPUTED_MODULES`)."""
     scaled_products: Literal["none", "torchao", "Transformer Engine"] = "none"
@@ -236,7 +238,7 @@ def code_base(name: str) -> CodeBase:
     """
     rows = _rows()
     if name in rows:
-        return _made(name, rows[name])
+        return _code_base(name, rows[name])
     if "." in name or "/" in name:
         return _handed_in(name)
     raise UnknownName("code", name, rows, hint=f"known are {', '.join(rows)}, and a FILE.yaml of one's own")
@@ -271,7 +273,7 @@ def _rows() -> Mapping[str, Mapping[str, Any]]:
     return rows
 
 
-def _made(name: str, row: Mapping[str, Any]) -> CodeBase:
+def _code_base(name: str, row: Mapping[str, Any]) -> CodeBase:
     """Return the code base of a row that was checked when it was compiled."""
     compiled = row.get("compiled")
     plain = {key: row[key] for key in row.keys() - {*_GROUPS, "compiled", "like"}}
@@ -292,7 +294,7 @@ def _traits(row: Mapping[str, Any]) -> Traits:
 
 def _handed_in(path: str) -> CodeBase:
     row = read_yaml(path, _REMEDY)
-    return _made(Path(path).stem, checked_row(row, _rows(), path))
+    return _code_base(Path(path).stem, checked_row(row, _rows(), path))
 
 
 def compile_code_bases(path: Path = _WRITTEN) -> str:

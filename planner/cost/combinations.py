@@ -21,11 +21,11 @@ class Rule:
     breaks: Callable[[Configuration], bool]
     """Whether a configuration asks for what does not go together."""
     sentence: str
-    """Why, and what to do: a template over `plan`, the configuration, and what `_said` adds."""
+    """Why, and what to do: a template over `plan`, the configuration, and what `_derived_words` adds."""
 
     def why(self, plan: Configuration) -> str:
         """Return the sentence for a configuration that breaks the rule."""
-        return self.sentence.format(plan=plan, **_said(plan))
+        return self.sentence.format(plan=plan, **_derived_words(plan))
 
 
 def why_contradictory(plan: Configuration) -> str | None:
@@ -296,7 +296,7 @@ _BESIDE_FROZEN: tuple[tuple[Callable[[Adapted], bool], Rule], ...] = (
 """What `dsplan run` does not do where adapters are trained, with the adapters that a line is about."""
 
 
-def _said(plan: Configuration) -> dict[str, object]:
+def _derived_words(plan: Configuration) -> dict[str, object]:
     """Return what sentences name beside the configuration's own fields."""
     degrees = {name: getattr(plan, name) for name in words.DEGREES}
     return {

@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from planner.cost.code_bases import code_base
+from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts
 from planner.types.job import Job
 from planner.types.plan import Configuration
@@ -37,23 +38,51 @@ def blocks_per_piece(blocks: int, pieces: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def blocks_per_stage(blocks: int, *, pp: int, virtual_stages: int = 1) -> tuple[int, ...]:
-    """Return how many of the blocks each rank of the pipeline has."""
-    pieces = blocks_per_piece(blocks, pp * virtual_stages)
+def blocks_per_stage(blocks: int, *, pp: int, virtual_stages: int = 1, named: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Return how many of the blocks each rank of the pipeline has; `named` is what a plan says of each piece.
+
+    Raises:
+        ContradictoryRequest: the plan names other blocks than there are.
+    """
+    pieces = _pieces(blocks, pp * virtual_stages, named)
     return tuple(sum(pieces[stage::pp]) for stage in range(pp))
 
 
+def _pieces(blocks: int, pieces: int, named: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how many of the blocks each piece has: as the plan says, else dealt out."""
+    if not named:
+        return blocks_per_piece(blocks, pieces)
+    if problem := why_other_layers(named, blocks):
+        raise ContradictoryRequest(problem)
+    return named
+
+
+def why_other_layers(named: tuple[int, ...], blocks: int, model: str = "the model") -> str | None:
+    """Return why the blocks that a plan names of each piece are not the model's; None where they are, or it has none.
+
+    `blocks` are those of the model.
+    """
+    if not named or sum(named) == blocks:
+        return None
+    layers = ",".join(map(str, named))
+    return f"layers_per_stage {layers} are {sum(named)} blocks, and {model} has {blocks}; name each of them once"
+
+
 @lru_cache(maxsize=1024)
-def kinds_on_stage(kinds: tuple[tuple[str, int], ...], *, pp: int, virtual_stages: int, stage: int) -> tuple[int, ...]:
-    """Return how many blocks of each kind a rank has; `kinds` are the names and numbers in the order of the model."""
+def kinds_on_stage(
+    kinds: tuple[tuple[str, int], ...], *, pp: int, virtual_stages: int, stage: int, named: tuple[int, ...] = ()
+) -> tuple[int, ...]:
+    """Return how many blocks of each kind a rank has; `kinds` are the names and numbers in the order of the model.
+
+    `named` is what a plan says of each piece.
+    """
     total = sum(count for _, count in kinds)
     if pp == 1:
         return tuple(count for _, count in kinds)
     if total and all(name in _MIXED for name, _ in kinds):
-        return _in_proportion(
-            [count for _, count in kinds], blocks_per_stage(total, pp=pp, virtual_stages=virtual_stages)[stage]
-        )
-    pieces = blocks_per_piece(total, pp * virtual_stages)
+        each = blocks_per_stage(total, pp=pp, virtual_stages=virtual_stages, named=named)
+        return _in_proportion([count for _, count in kinds], each[stage])
+    pieces = _pieces(total, pp * virtual_stages, named)
     ranges = list(pairwise(accumulate(pieces, initial=0)))[stage::pp]
     ends = pairwise(accumulate((count for _, count in kinds), initial=0))
     return tuple(sum(max(0, min(stop, last) - max(start, first)) for start, stop in ranges) for first, last in ends)
@@ -86,12 +115,18 @@ def micro_batches_in_flight(configuration: Configuration, stage: int) -> float:
     return float(min(steps, pp - stage))
 
 
-def stages_looked_at(pp: int) -> tuple[int, ...]:
+def stages_looked_at(configuration: Configuration) -> tuple[int, ...]:
     """Return the stages of which one is the busiest in memory.
 
     They are the first, which holds the most micro-batches and the embedding; the one after it, which may have a block
-    more; the last, which has the head and the loss.
+    more; the last, which has the head and the loss. Where the plan names the blocks of each, they are the first of
+    every number of blocks, which holds more micro-batches than those after it.
     """
+    pp, named = configuration.pp, configuration.stage_layers
+    if named:
+        each = [sum(named[stage::pp]) for stage in range(pp)]
+        first_with = {layers: stage for stage, layers in reversed(list(enumerate(each)))}
+        return tuple(sorted({0, *first_with.values(), pp - 1}))
     return tuple(dict.fromkeys((0, min(1, pp - 1), pp - 1)))
 
 

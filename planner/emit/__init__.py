@@ -41,6 +41,8 @@ FORMATS: dict[str, str] = {
 
 _LAUNCHERS = ("torchrun", "slurm", "mpi", "kubernetes", "skypilot", "dstack")
 """Formats that start a script, whose ranks take their shares from the plan."""
+_NAMES_LAYERS = ("torchtitan", "megatron", "megatron-bridge", "nemo")
+"""Formats of trainers that are told which layers a stage has."""
 _Emitter = Callable[[Plan, EmitOptions], dict[str, str]]
 
 
@@ -56,6 +58,9 @@ def emit(plan: Plan, format: str, options: EmitOptions = DEFAULTS) -> dict[str, 
     if plan.configuration.is_uneven and format not in _LAUNCHERS:
         shares = f"with micro-batches of {plan.configuration.micro_batches}"
         raise refuse(plan, format, shares, "only `dsplan run` gives ranks unlike shares; emit its launcher")
+    if plan.configuration.layers_per_stage and format not in (*_LAUNCHERS, *_NAMES_LAYERS):
+        stages = f"whose stages have {plan.configuration.layers_per_stage} layers"
+        raise refuse(plan, format, stages, f"`dsplan run` trains it, or emit {' or '.join(_NAMES_LAYERS)}")
     module, _, function = FORMATS[format].partition(":")
     return cast("_Emitter", getattr(import_module(module), function))(plan, options)
 

@@ -120,6 +120,8 @@ def _argument(name: str, value: object) -> str:
         # Megatron-LM evaluates the text; runs of like layers keep it short.
         dense = value.index(1)
         return f'{flag} "([0]*{dense}+[1]*{len(value) - dense})"'
+    if name == "pipeline_model_parallel_layout":
+        return f'{flag} "{value}"'
     separator = "," if isinstance(value, tuple) else " "
     return f"{flag} {separator.join(map(str, value)) if isinstance(value, list | tuple) else value}"
 
@@ -303,7 +305,12 @@ def parallel_fields(plan: Plan, form: str) -> Fields:
 
 
 def _stages(plan: Plan, form: str, layers: int) -> Fields:
-    """Return how layers are cut into stages: evenly, embedding and head counted as layers, or with smaller ends."""
+    """Return how layers are cut into stages: as named, evenly, embedding and head counted as layers, or by the ends.
+
+    A layout names the embedding, every layer and the loss, and says how many stages a rank has, which no other argument
+    may beside it (NVIDIA/Megatron-LM@d98e8a64 megatron/core/transformer/pipeline_parallel_layer_layout.py;
+    megatron/training/arguments.py line 931).
+    """
     configuration = plan.configuration
     pp, virtual = configuration.pp, configuration.virtual_stages
     if pp == 1:
@@ -312,6 +319,9 @@ def _stages(plan: Plan, form: str, layers: int) -> Fields:
     if virtual > 1 and configuration.gradient_accumulation_steps % pp:
         steps = configuration.gradient_accumulation_steps
         raise refuse(plan, form, f"with {steps} micro-batches", f"interleaving needs a multiple of pp {pp}")
+    if configuration.stage_layers:
+        stages = "|".join(f"t*{count}" for count in configuration.stage_layers)
+        return {"pipeline_model_parallel_layout": f"E{stages}L"}
     if layers % (pp * virtual) == 0:
         return fields
     if (layers + 2) % (pp * virtual) == 0:
@@ -513,7 +523,8 @@ _STRATEGY_FIELDS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("context_parallel_size", "sequence_parallel", "expert_model_parallel_size", "expert_tensor_parallel_size"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_dtype"),
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),
+    "pipeline_dtype",
 )
 """Fields that NeMo 2 takes in its strategy and sets in the model itself."""
 _NEMO = """{head}

@@ -7,6 +7,8 @@ distributed/pipeline_parallel.py) and at b5bcd76c (config/configs.py, config/REA
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import accumulate
 
 from hardware_db.records import dataclass
 from planner.cost.code_bases import code_base
@@ -143,6 +145,8 @@ def _require_stages(plan: Plan, layers: int) -> None:
     if looped != (virtual > 1):
         schedule = f"with schedule {configuration.pp_schedule} and {virtual} stages per rank"
         raise refuse(plan, _FORM, schedule, f"torch's takes {'two or more' if looped else 'one'}; --virtual-stages")
+    if configuration.stage_layers:
+        return
     if virtual > 2 and -(-layers // -(-layers // (pp * virtual))) != pp * virtual:
         raise refuse(plan, _FORM, f"of {layers} layers in {pp * virtual} stages", "plan with fewer --virtual-stages")
 
@@ -176,7 +180,19 @@ def _recipe(plan: Plan) -> str:
 # Sections that both forms share.
 
 
-def _degrees(plan: Plan) -> Section:
+def _named_stages(layers: Sequence[int], head: str) -> list[list[str]]:
+    """Return the names of the modules of each stage, the output layer being called `head`."""
+    stages = [
+        [f"layers.{index}" for index in range(end - count, end)]
+        for count, end in zip(layers, accumulate(layers), strict=True)
+    ]
+    stages[0].insert(0, "tok_embeddings")
+    stages[-1] += ["norm", head]
+    return stages
+
+
+def _degrees(plan: Plan, head: str) -> Section:
+    """Return the degrees; releases after 0.2.2 call the output layer by another name (`head`)."""
     configuration = plan.configuration
     reshards = configuration.strategy != "fsdp-grad-op" and configuration.pp == 1
     section: Section = {
@@ -194,7 +210,9 @@ def _degrees(plan: Plan) -> Section:
     # Stages of as many layers as the plan counts; by default torchtitan takes one from the first and one from the last.
     section |= {"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0}
     section["pipeline_parallel_schedule"] = _SCHEDULES[configuration.pp_schedule]
-    if configuration.virtual_stages > 2:
+    if configuration.stage_layers:
+        section["module_fqns_per_model_part"] = _named_stages(configuration.stage_layers, head)
+    elif configuration.virtual_stages > 2:
         layers = model_number(plan, "num_layers")
         section["pipeline_parallel_layers_per_stage"] = -(-layers // (configuration.pp * configuration.virtual_stages))
     return section
@@ -214,7 +232,7 @@ def toml_sections(plan: Plan, flavor: _Flavor, options: EmitOptions = DEFAULTS) 
     """Return the tables of `torchtitan.toml`, by their dotted names."""
     configuration, recipe = plan.configuration, _recipe(plan)
     micro, steps = configuration.micro_batch_size, configuration.gradient_accumulation_steps
-    parallelism = _degrees(plan)
+    parallelism = _degrees(plan, "output")
     if configuration.pp > 1:
         parallelism["pipeline_parallel_microbatch_size"] = micro
     if configuration.ep > 1:
@@ -321,8 +339,9 @@ _CONVERTERS = {
 def _python(plan: Plan, flavor: _Flavor, options: EmitOptions) -> str:
     configuration = plan.configuration
     compiled = bool(plan.workload.get("compile"))
-    split = configuration.tp > 1
-    parallelism = _degrees(plan) | ({"enable_sequence_parallel": configuration.sequence_parallel} if split else {})
+    parallelism = _degrees(plan, "lm_head")
+    if configuration.tp > 1:
+        parallelism["enable_sequence_parallel"] = configuration.sequence_parallel
     if configuration.pp > 1:
         parallelism["num_pp_microbatches"] = configuration.gradient_accumulation_steps
     training: Section = {

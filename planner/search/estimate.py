@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hardware_db.records import dataclass
 from hardware_db.units import GB, format_bytes
 from planner import vocabulary as words
@@ -19,7 +21,7 @@ from planner.cost.memory.overhead import NEAREST_FORM_ERROR, has_other_form, lea
 from planner.cost.memory.states import is_uneven, nominal_states_of, states_of
 from planner.cost.memory.units import shards_of, shards_over, units_of
 from planner.cost.precision import EAGER_CAST_BYTES, recipe_of, scaled_products
-from planner.cost.split import micro_batches_in_flight
+from planner.cost.split import micro_batches_in_flight, why_other_layers
 from planner.cost.timing import step_time, throughput
 from planner.cost.verdict import Judgement, judge, limited_by
 from planner.errors import ContradictoryRequest
@@ -58,10 +60,13 @@ def job_of(request: Request, configuration: Configuration) -> Job:
     )
 
 
-def price(request: Request, configuration: Configuration) -> Priced:
-    """Memory and verdict of a configuration; time is left to `plan_of`, since most candidates never need it."""
-    job = job_of(request, configuration)
-    memory = memory_estimate(job)
+def price(request: Request, configuration: Configuration, *, stage: int | None = None) -> Priced:
+    """Memory and verdict of a configuration; time is left to `plan_of`, since most candidates never need it.
+
+    With `stage` they are those of one stage of its pipeline, which the job looks at.
+    """
+    job = replace(job_of(request, configuration), stage=stage or 0)
+    memory = memory_estimate(job, stages=None if stage is None else (stage,))
     experience = request.experience
     return Priced(
         job=job,
@@ -227,6 +232,8 @@ def why_indivisible(request: Request, configuration: Configuration) -> str | Non
             f"sequence parallelism needs the places where {facts.name} gathers its tokens, and transformers has no"
             f" tensor-parallel plan of {facts.model_type}; use no sequence parallelism"
         )
+    if other := why_other_layers(configuration.stage_layers, layers, facts.name):
+        return other
     if pp > layers:
         return f"pp {pp} is more than the {layers} blocks of {facts.name}"
     if stages > layers + 2:  # the first piece may be the embedding alone, the last one the head

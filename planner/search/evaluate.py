@@ -292,7 +292,7 @@ def bound(group: Sequence[Candidate]) -> float:
     """Seconds that a step of any of a group takes at least, had it never run; infinite where none can fit."""
     families = (family for family in families_of(group) if not family.is_hopeless())
     least = min((family.bound() for family in families), default=math.inf)
-    return min([least, *(run.time.step_seconds for run in _known(group))])
+    return min([least, *(run.time.step_seconds for run in _already_run(group))])
 
 
 def any_that_fits(group: Iterable[Candidate]) -> Priced | None:
@@ -309,7 +309,7 @@ def closest(group: Sequence[Candidate]) -> Priced | None:
 def _fast(group: Sequence[Candidate], objective: words.Objective, limit: float) -> Iterator[Timed]:
     """Yield what was measured before, then ever better configurations by time or cost."""
     least_worth = math.inf
-    for run in _known(group):
+    for run in _already_run(group):
         if run.time.step_seconds <= limit:
             least_worth = min(least_worth, worth(run, objective))
             yield run
@@ -327,7 +327,7 @@ def _fast(group: Sequence[Candidate], objective: words.Objective, limit: float) 
             yield member
 
 
-def _known(group: Iterable[Candidate]) -> Iterator[Timed]:
+def _already_run(group: Iterable[Candidate]) -> Iterator[Timed]:
     """Yield what this machine has run, with the times that it took."""
     for candidate in group:
         for index in range(len(candidate.micros)):

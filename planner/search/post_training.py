@@ -79,8 +79,10 @@ def lengths_of(
     """
     is_given = options.prompt_len is not None or options.completion_len is not None
     if task not in words.POST_TRAINING:
-        if is_given or options.precompute_ref or _said(options):
-            name = next(iter(_said(options)), "precompute_ref" if options.precompute_ref else "prompt_len")
+        if is_given or options.precompute_ref or _generation_options(options):
+            name = next(
+                iter(_generation_options(options)), "precompute_ref" if options.precompute_ref else "prompt_len"
+            )
             raise ContradictoryRequest(f"{_flag(name)} is for --task {' or '.join(words.POST_TRAINING)}, not {task}")
         return None
     if not is_given and task not in words.GENERATING:
@@ -137,7 +139,7 @@ def post_training(
     if options.precompute_ref and task not in words.REFERRING:
         raise ContradictoryRequest(f"--precompute-ref is for --task {' or '.join(words.REFERRING)}, not {task}")
     if task not in words.GENERATING:
-        for name in _said(options):
+        for name in _generation_options(options):
             if name != "beta":
                 raise ContradictoryRequest(f"{_flag(name)} is for --task {' or '.join(words.GENERATING)}, not {task}")
         return PostTraining(
@@ -217,7 +219,7 @@ def training_cluster(cluster: Cluster, options: PostTrainingOptions) -> Cluster:
     return replace(cluster, gpus_per_node=left // cluster.nodes)
 
 
-def _said(options: PostTrainingOptions) -> list[str]:
+def _generation_options(options: PostTrainingOptions) -> list[str]:
     return [name for name in _GENERATION if getattr(options, name) is not None]
 
 

@@ -133,10 +133,10 @@ def recall_from(store: Store, request: Request) -> Request:
     calibration = calibration_of(store, request.cluster)
     if calibration is not None:
         request = replace(request, cluster=replace(request.cluster, factors=calibration.factors))
-    completed = _made(store, request, "completed")
+    completed = _newest_runs(store, request, "completed")
     experience = Experience(
         calibration=calibration,
-        known_runs=_known(completed, request),
+        known_runs=_known_runs(completed, request),
         oom_records=_oom_records(store, request, completed),
     )
     return replace(request, experience=experience)
@@ -159,7 +159,7 @@ def with_rates(store: Store, request: Request) -> Cluster:
     return replace(cluster, rates=rates)
 
 
-def _made(store: Store, request: Request, outcome: Outcome) -> tuple[Measurement, ...]:
+def _newest_runs(store: Store, request: Request, outcome: Outcome) -> tuple[Measurement, ...]:
     """Return the newest runs of a model of this size on this machine; a stranger's machine is never this one."""
     cluster = request.cluster
     if cluster.machine is None:
@@ -172,7 +172,7 @@ def _made(store: Store, request: Request, outcome: Outcome) -> tuple[Measurement
     return tuple(run for run in runs if not is_shared(run.source))
 
 
-def _known(completed: tuple[Measurement, ...], request: Request) -> dict[Configuration, KnownRun]:
+def _known_runs(completed: tuple[Measurement, ...], request: Request) -> dict[Configuration, KnownRun]:
     if not completed:
         return {}
     from planner.calibration.experience import known_runs
@@ -181,7 +181,7 @@ def _known(completed: tuple[Measurement, ...], request: Request) -> dict[Configu
 
 
 def _oom_records(store: Store, request: Request, completed: tuple[Measurement, ...]) -> tuple[OomRecord, ...]:
-    failed = _made(store, request, "out_of_memory")
+    failed = _newest_runs(store, request, "out_of_memory")
     if not failed:
         return ()
 

@@ -135,8 +135,8 @@ def recommend_ways(requests: Sequence[Request], *, with_front: bool = False) -> 
     if answer.plans[0] not in plans[:1]:
         plans = [answer.plans[0], *(plan for plan in plans if plan is not answer.plans[0])][: best_request.top]
     first = best_plan.time.step_seconds
-    others = "; ".join(f"{_way(plan)} {plan.time.step_seconds / first - 1:+.0%}" for plan in shown)
-    choice = f"{answer.choice}; generation {_way(best_plan)}" + (f" ({others})" if others else "")
+    others = "; ".join(f"{_describe_rollout(plan)} {plan.time.step_seconds / first - 1:+.0%}" for plan in shown)
+    choice = f"{answer.choice}; generation {_describe_rollout(best_plan)}" + (f" ({others})" if others else "")
     rejected = (*answer.rejected, *_without_plan(requests, firsts))
     return replace(answer, plans=tuple(plans), choice=choice, rejected=rejected)
 
@@ -175,7 +175,7 @@ def _without_plan(requests: Sequence[Request], firsts: Sequence[tuple[Plan, Requ
             yield Rejection(strategy=f"rollout {site}", reason="no plan fits beside it")
 
 
-def _way(plan: Plan) -> str:
+def _describe_rollout(plan: Plan) -> str:
     """Return where a plan generates, in a few words."""
     work = plan.workload
     site, tp = work["rollout"], f", tp {work['rollout_tp']}"

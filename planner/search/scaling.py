@@ -81,8 +81,13 @@ def _clusters(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def over_micro_batches(request: Request, plan: Plan) -> tuple[Plan, ...]:
-    """Return the plan at every micro-batch that is a power of two and leaves the global batch as it is."""
+    """Return the plan at every micro-batch that is a power of two and leaves the global batch as it is.
+
+    None of a plan whose ranks have unlike shares, which others would fit at another micro-batch.
+    """
     chosen = plan.configuration
+    if chosen.has_shares:
+        return ()
     samples = chosen.micro_batch_size * chosen.gradient_accumulation_steps
     sizes = {2**power for power in range(samples.bit_length()) if samples % 2**power == 0} | {chosen.micro_batch_size}
     return _priced(
@@ -92,10 +97,13 @@ def over_micro_batches(request: Request, plan: Plan) -> tuple[Plan, ...]:
 
 
 def over_lengths(request: Request, plan: Plan) -> tuple[Plan, ...]:
-    """Return the plan at sequences of powers of two tokens, as many samples as before; none where no length is."""
+    """Return the plan at sequences of powers of two tokens, as many samples as before.
+
+    None where no length is, and of a plan whose ranks have unlike shares.
+    """
     most = min(longest_steps(request) * SEQUENCE_STEP, limits.TOKENS.most)
     length_here = plan.configuration.sequence_length
-    if not most or length_here < 2:
+    if not most or length_here < 2 or plan.configuration.has_shares:
         return ()
     lengths = {
         SHORTEST << power for power in range(20) if SHORTEST << power <= min(most, max(LONGEST, length_here))

@@ -79,7 +79,7 @@ class Recommendation:
 
         Trials give every GPU as many samples, so that none is compared with a plan of unlike shares.
         """
-        if not self.plans or self.plans[0].configuration.is_uneven:
+        if not self.plans or self.plans[0].configuration.has_shares:
             return ()
         from planner.search.advice import advise  # after the answer, so that it does not wait
 
@@ -89,7 +89,8 @@ class Recommendation:
 def recommend(request: Request, *, with_front: bool = False) -> Recommendation:
     """Rank the best plan of every strategy that fits; `with_front` adds the Pareto front.
 
-    Where nodes differ, ranks have shares of the batch by their speed if that is faster (`planner.search.uneven`).
+    Where nodes differ, ranks have shares of the batch, or stages of a pipeline blocks, by their speed if that is faster
+    (`planner.search.uneven`).
 
     Raises:
         ContradictoryRequest: the global batch cannot be split over the GPUs in any way.

@@ -1,95 +1,30 @@
-"""Plans for nodes that differ: unlike shares of every micro-batch, or the slower of each for all if that is faster.
+"""Plans for nodes that differ: unlike shares of a step, or the slower of each node for all if that is faster.
 
-A step of data parallelism ends when its slowest rank has. Each group of alike nodes is priced as if all nodes were like
-it, with its own share of the micro-batch and between the links that all have: the longest of these steps is the step.
+Shares are samples of a micro-batch by the speed of each rank, or blocks of the model by the speed of each stage of a
+pipeline.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from hardware_db.records import dataclass
 from hardware_db.units import format_seconds
-from planner import vocabulary as words
-from planner.cluster.groups import all_like, level, name_group
-from planner.cost.code_bases import code_base
-from planner.cost.combinations import why_refused
-from planner.cost.timing import throughput
+from planner.cluster.groups import level
 from planner.errors import ContradictoryRequest
 from planner.search.device_counts import on_devices
-from planner.search.estimate import Priced, adapted_of, plan_of, price
+from planner.search.ranking import slower_threshold
 from planner.search.request import Request
-from planner.search.space import divisors
+from planner.search.uneven_parts import Shared, kinds_of, plan_of_shared
+from planner.search.uneven_shares import Evenly, fastest_shares
+from planner.search.uneven_stages import fastest_stages
 from planner.types.cluster import Cluster
-from planner.types.job import cluster_section
-from planner.types.plan import Configuration, Plan, StepTime, Throughput
-from planner.types.shares import split_by_rate, write_sizes
+from planner.types.plan import Plan
 
 if TYPE_CHECKING:
     from planner.search.search import Recommendation
-
-Evenly = Callable[[Request], "Recommendation"]
-"""The search over plans that give every rank as many samples."""
-
-LAYOUTS = 8
-"""Plans of each kind of node whose layouts are tried with unlike shares."""
-SPLITS = 2
-"""Times that a micro-batch is split, each by the seconds that the groups took with the shares before."""
-WORTH_IT = 0.02
-"""Share of a step that splitting again must save: shares in proportion to rates are right where time is linear."""
-ROUNDS = 3
-"""Numbers of accumulation steps that are tried of a layout, from the least with which it fits."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
-    """A group of alike nodes, and the question if all nodes were like it."""
-
-    group: Cluster
-    request: Request
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """One group of alike nodes in a step."""
-
-    group: Cluster
-    samples: int
-    """Of a micro-batch, on its fullest rank."""
-    priced: Priced
-    """As if all nodes were like it."""
-    time: StepTime
-
-    @property
-    def pressure(self) -> float:
-        """The share of a device's memory that is needed."""
-        return self.priced.judgement.pressure
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
-    """A configuration with unlike shares, and what each group makes of it."""
-
-    configuration: Configuration
-    parts: tuple[Part, ...]
-
-    @property
-    def slowest(self) -> Part:
-        """The group that the others wait for."""
-        return max(self.parts, key=lambda part: part.time.step_seconds)
-
-    def fits(self, request: Request) -> bool:
-        """Return whether every group has the memory, with every margin unless the request goes to the limit."""
-        judgements = [part.priced.judgement for part in self.parts]
-        if request.to_the_limit:
-            return all(judgement.verdict != "does_not_fit" for judgement in judgements)
-        return all(judgement.keeps_margins for judgement in judgements)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,11 +43,15 @@ class Uneven:
     """Training over nodes that differ: with unlike shares, as the slower of each, and without the odd ones."""
 
     even: Plan | None
-    """The best plan with as many samples on every rank; None where none fits."""
+    """The best plan with as much on every rank; None where none fits."""
     shared: Shared | None
-    """The best with unlike shares; None where none fits, or none may have them."""
+    """The best with unlike shares, of samples or of blocks; None where none fits, or none may have them."""
     plan: Plan | None
     """That of the unlike shares."""
+    by_samples: Shared | None
+    """The best whose ranks have samples by their speed."""
+    by_stages: Shared | None
+    """The best whose pipeline stages have blocks by their speed."""
     request: Request
     evenly: Evenly
 
@@ -123,22 +62,35 @@ class Uneven:
 
     @property
     def is_first(self) -> bool:
-        """True if unlike shares are the faster answer."""
+        """True if unlike shares are the faster answer, a pipeline by more than what a simpler plan is preferred for."""
         if self.plan is None or self.even is None:
             return self.plan is not None
-        return self.plan.time.step_seconds < self.even.time.step_seconds
+        return _goes_before(self.plan, self.even)
 
     def sentence(self) -> str:
         """Return why shares are alike or not."""
-        if self.plan is None:
+        if self.plan is None or self.shared is None:
             return "every GPU has as many samples: no plan of unlike shares fits"
-        unlike = f"{format_seconds(self.plan.time.step_seconds)} a step"
+        what = _WHAT[self.shared is self.by_stages]
+        other = self.by_samples if self.shared is self.by_stages else self.by_stages
+        others = "" if other is None else f", {_WHAT[other is self.by_stages]} {format_seconds(other.step_seconds)}"
+        unlike = format_seconds(self.plan.time.step_seconds)
         if self.even is None:
-            return f"GPUs have unlike shares ({unlike}): as many samples on each fit nowhere"
+            return f"GPUs have unlike shares, {what} ({unlike} a step{others}): as much on each fits nowhere"
         alike = format_seconds(self.even.time.step_seconds)
         if self.is_first:
-            return f"GPUs have shares by their speed: {unlike}, and {alike} with as many samples on each"
-        return f"as many samples on every GPU take {alike} a step, and shares by their speed {unlike}"
+            return f"GPUs have shares by their speed, {what}: {unlike} a step{others}, and {alike} with as much on each"
+        return f"as much on every GPU takes {alike} a step, and shares by their speed, {what}, {unlike}{others}"
+
+
+_WHAT = {True: "blocks of pipeline stages", False: "samples of micro-batches"}
+
+
+def _goes_before(plan: Plan, other: Plan) -> bool:
+    """Return whether a plan is faster, by more than it has to be if it is a pipeline and the other is simpler."""
+    one, second = plan.configuration, other.configuration
+    worth = 1 + slower_threshold(one, second) if one.layers_per_stage and second.pp == 1 else 1.0
+    return plan.time.step_seconds * worth < other.time.step_seconds
 
 
 def recommend_for_groups(request: Request, evenly: Evenly) -> Recommendation:
@@ -152,14 +104,24 @@ def recommend_for_groups(request: Request, evenly: Evenly) -> Recommendation:
         answer = evenly(request)
     except ContradictoryRequest as refusal:
         problem = refusal
-    shared = _fastest(request, evenly, () if answer is None else answer.plans)
-    plan = None if shared is None else _plan(request, shared)
+    kinds = kinds_of(request)
+    by_samples = fastest_shares(kinds, evenly, () if answer is None else answer.plans)
+    by_stages = fastest_stages(request, kinds)
+    shared, plan = _better(request, by_samples, by_stages)
     if problem is not None and plan is None:
         raise problem
     if answer is None:
         answer = replace(evenly(on_devices(request, request.cluster)), request=request, plans=(), closest=None)
     even = min(answer.plans, key=lambda other: other.time.step_seconds, default=None)
-    uneven = Uneven(even=even, shared=shared, plan=plan, request=request, evenly=evenly)
+    uneven = Uneven(
+        even=even,
+        shared=shared,
+        plan=plan,
+        by_samples=by_samples,
+        by_stages=by_stages,
+        request=request,
+        evenly=evenly,
+    )
     if plan is None or not uneven.is_first:
         choice = "; ".join(filter(None, (answer.choice, uneven.sentence() if answer.plans else "")))
         return replace(answer, choice=choice, uneven=uneven)
@@ -167,6 +129,14 @@ def recommend_for_groups(request: Request, evenly: Evenly) -> Recommendation:
     others = "; all others have as many samples on each, and what is not shown is compared with the first of those"
     choice = uneven.sentence() + (others if answer.plans else "")
     return replace(answer, plans=plans, choice=choice, closest=None, remedies=(), uneven=uneven)
+
+
+def _better(request: Request, by_samples: Shared | None, by_stages: Shared | None) -> tuple[Shared | None, Plan | None]:
+    """Return the better of two ways to share, with its plan."""
+    plans = [(shared, plan_of_shared(request, shared)) for shared in (by_samples, by_stages) if shared is not None]
+    if len(plans) == 2:
+        return plans[_goes_before(plans[1][1], plans[0][1])]
+    return plans[0] if plans else (None, None)
 
 
 def _alternatives(plan: Plan, answer: Recommendation) -> tuple[dict[str, str], ...]:
@@ -179,156 +149,6 @@ def _alternatives(plan: Plan, answer: Recommendation) -> tuple[dict[str, str], .
         }
         for other in answer.plans
     )
-
-
-def _fastest(request: Request, evenly: Evenly, plans: Sequence[Plan]) -> Shared | None:
-    """Return the configuration of unlike shares with the shortest step; None where none fits or may be."""
-    workload = request.workload
-    may = code_base(workload.code).runs_here and not workload.generates and request.micro_batch is None
-    if request.objective == "memory" or not may:
-        return None
-    cluster = request.cluster
-    # What is priced is remembered by the cluster it is on, so that there is one of each kind.
-    kinds = [Kind(group=each, request=replace(request, cluster=all_like(cluster, each))) for each in cluster.groups]
-    every = (shared for layout in _layouts(kinds, evenly, plans) for shared in _fitting(kinds, layout))
-    return min(every, key=lambda shared: shared.slowest.time.step_seconds, default=None)
-
-
-def _layouts(kinds: Sequence[Kind], evenly: Evenly, plans: Sequence[Plan]) -> tuple[Configuration, ...]:
-    """Return ways to spread the model: those of `plans`, and of the best plans if all nodes were like one group's.
-
-    DeepSpeed gives every rank as many samples, so that ZeRO is our own.
-    """
-    every, request = list(plans), kinds[0].request
-    for kind in kinds:
-        option = replace(on_devices(kind.request, kind.request.cluster), top=LAYOUTS, zero_backend="native")
-        with suppress(ContradictoryRequest):
-            every += evenly(option).plans
-    layouts: dict[Configuration, None] = {}
-    for chosen in (_resized(plan.configuration, 1, 1) for plan in every):
-        layout = replace(chosen, backend="native") if chosen.zero_stage else chosen
-        splits_groups = any(kind.group.gpus % layout.sharing for kind in kinds)
-        refused = layout.pp * layout.ep > 1 or why_refused(layout, adapted_of(request.workload))
-        if layout.world_size == request.cluster.gpus and not splits_groups and not refused:
-            layouts[layout] = None
-    return tuple(layouts)
-
-
-def _resized(layout: Configuration, micro_batch: int, accumulation: int) -> Configuration:
-    ranks = layout.dims.data_parallel
-    return replace(
-        layout,
-        micro_batch_size=micro_batch,
-        gradient_accumulation_steps=accumulation,
-        global_batch_size=micro_batch * accumulation * ranks,
-        micro_batches="",
-    )
-
-
-def _fitting(kinds: Sequence[Kind], layout: Configuration) -> Iterator[Shared]:
-    """Yield a layout with unlike shares, at the fewest accumulation steps with which it fits and a few more."""
-    request = kinds[0].request
-    batch, ranks = request.workload.global_batch_size, layout.dims.data_parallel
-    steps = [step for step in divisors(batch) if batch // step >= ranks]
-    shares = cache(partial(_share, kinds, layout))
-
-    def fitting(step: int) -> Shared | None:
-        shared = shares(step)
-        return shared if shared is not None and shared.fits(request) else None
-
-    fewest = bisect_left(steps, True, key=lambda step: fitting(step) is not None)
-    for step in dict.fromkeys((*steps[:1], *steps[fewest : fewest + ROUNDS])):
-        shared = fitting(step)
-        if shared is not None and shared.configuration.is_uneven:
-            yield shared
-
-
-def _share(kinds: Sequence[Kind], layout: Configuration, accumulation: int) -> Shared | None:
-    """Return a layout whose ranks have samples in proportion to their rates; None where these are too few.
-
-    Of devices of one kind the rates are their speeds. Of others they are samples over seconds of an even share, and
-    then of the share that follows, since a few samples take more time each than many.
-    """
-    batch = kinds[0].request.workload.global_batch_size
-    together, ranks = batch // accumulation, [kind.group.gpus // layout.sharing for kind in kinds]
-    sizes = [max(1, together // sum(ranks))] * len(kinds)
-    price_each = partial(_on, layout, accumulation)
-    each, best = tuple(map(price_each, kinds, sizes)), None
-    of_one_kind = len({kind.group.device.name for kind in kinds}) == 1
-    for _ in range(1 if of_one_kind else SPLITS):
-        rates = [part.samples / part.time.compute_seconds for part in each]
-        rates = [kind.group.speed for kind in kinds] if of_one_kind else rates
-        split = split_by_rate(together, list(zip(ranks, rates, strict=True)))
-        if split is None:
-            return None
-        sizes = [max(size for _, size in own) for own in split]
-        each = tuple(map(price_each, kinds, sizes))
-        configuration = replace(
-            layout,
-            micro_batch_size=max(sizes),
-            gradient_accumulation_steps=accumulation,
-            global_batch_size=batch,
-            micro_batches=write_sizes(chain(*split)),
-        )
-        shared = Shared(configuration=configuration, parts=each)
-        if best is None or shared.slowest.time.step_seconds < (1 - WORTH_IT) * best.slowest.time.step_seconds:
-            best = shared
-    return best
-
-
-def _on(layout: Configuration, accumulation: int, kind: Kind, samples: int) -> Part:
-    """Return a group's part, priced with all nodes like it; what this machine ran says nothing of such a mixture."""
-    priced = price(kind.request, _resized(layout, samples, accumulation))
-    return Part(group=kind.group, samples=samples, priced=priced, time=kind.request.experience.expected(priced.job))
-
-
-def _plan(request: Request, shared: Shared) -> Plan:
-    """Return the plan: the time of the slowest group and the memory of the one that has least room."""
-    slow, tight = shared.slowest, max(shared.parts, key=lambda part: part.pressure)
-    base = plan_of(slow.priced, slow.time)
-    is_tight = any(part.priced.judgement.verdict == "tight" for part in shared.parts)
-    verdict: words.Verdict = "tight" if is_tight else "fits"
-    each = "; ".join(
-        f"{part.samples} on each GPU of {name_group(part.group)} ({format_seconds(part.time.step_seconds)} a step)"
-        for part in shared.parts
-    )
-    alike = len({group.gpus_per_node for group in request.cluster.groups}) == 1
-    by_hand = "" if alike else "nodes have unlike numbers of GPUs, which mpirun and srun start and dsplan run does not"
-    notes = (f"samples of a micro-batch: {each}", by_hand, *base.notes)
-    return replace(
-        base,
-        configuration=shared.configuration,
-        cluster={**cluster_section(request.cluster), "capacity_bytes": tight.priced.job.cluster.capacity_bytes},
-        memory=tight.priced.memory,
-        throughput=_throughput(request, shared, base.time),
-        verdict=verdict,
-        notes=tuple(dict.fromkeys(note for note in notes if note)),
-    )
-
-
-def _throughput(request: Request, shared: Shared, time: StepTime) -> Throughput:
-    """Return the rates of all GPUs together; `mfu` is against the sum of their peaks."""
-    part = shared.slowest
-    alike = throughput(part.priced.job, time)
-    share = request.workload.global_batch_size / part.priced.job.configuration.global_batch_size
-    peak = None if alike.mfu is None else alike.tflops_per_gpu / alike.mfu
-    rates = replace(
-        alike,
-        tokens_per_second_per_gpu=alike.tokens_per_second_per_gpu * share,
-        samples_per_second=alike.samples_per_second * share,
-        tflops_per_gpu=alike.tflops_per_gpu * share,
-        mfu=None,
-    )
-    peaks = [_peak_tflops(other, time) for other in shared.parts]
-    if peak is None or None in peaks:
-        return rates
-    total = sum((own or 0.0) * other.group.gpus for own, other in zip(peaks, shared.parts, strict=True))
-    return replace(rates, mfu=rates.tflops_per_gpu * request.cluster.gpus / total)
-
-
-def _peak_tflops(part: Part, time: StepTime) -> float | None:
-    rates = throughput(part.priced.job, time)
-    return None if not rates.mfu else rates.tflops_per_gpu / rates.mfu
 
 
 def _without(request: Request, evenly: Evenly, first: Plan) -> Iterator[LeftOut]:

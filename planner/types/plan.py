@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.errors import ContradictoryRequest
-from planner.types.shares import Sizes, read_sizes
+from planner.types.shares import Sizes, read_layers, read_sizes
 
 # The degrees of parallelism of a plan, checked when they are made.
 
@@ -73,7 +73,8 @@ class Configuration:
     starts again from. Of ZeRO++ (arXiv 2306.10209), `hpz_partition_size` ranks share a second copy of the weights,
     which backward all-gathers; `quantized_weights` and `quantized_gradients` travel in 8 and in 4 bits.
     `micro_batches` says how many samples of a micro-batch each data-parallel rank has where they are not alike
-    (`3x8,1x4`, see `planner.types.shares`); `micro_batch_size` is then the largest.
+    (`3x8,1x4`, see `planner.types.shares`); `micro_batch_size` is then the largest. `layers_per_stage` says how many
+    blocks each stage of a pipeline has, in the order of the model, where they are not as even as they go (`3x9,1x5`).
 
     Raises:
         ContradictoryRequest: a word is unknown, or micro-batch x accumulation x data-parallel ranks is not the global
@@ -110,6 +111,7 @@ class Configuration:
     quantized_weights: bool = False
     quantized_gradients: bool = False
     micro_batches: str = ""
+    layers_per_stage: str = ""
 
     def __post_init__(self) -> None:
         for name, value in zip(_WORDS, _words_in(self), strict=True):
@@ -128,6 +130,8 @@ class Configuration:
             self._check_recomputed()
         if self.micro_batches:
             self._check_shares()
+        if self.layers_per_stage:
+            self._check_layers()
         if self.ep > 1:
             self.dims  # noqa: B018  # refuses a degree that does not divide its ranks
         if self.samples_together * self.gradient_accumulation_steps != self.global_batch_size:
@@ -160,6 +164,19 @@ class Configuration:
                 f" largest, is {self.micro_batch_size}"
             )
 
+    def _check_layers(self) -> None:
+        named, stages = len(self.stage_layers), self.pp * self.virtual_stages
+        if self.pp == 1 or named != stages:
+            raise ContradictoryRequest(
+                f"layers_per_stage {self.layers_per_stage!r} are of {named} stage{'s' * (named > 1)}, and pp {self.pp}"
+                f"{f' x {self.virtual_stages} virtual stages' if self.virtual_stages > 1 else ''} makes {stages}"
+            )
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Blocks of each stage in the order of the model, as the plan names them; none where they go evenly."""
+        return read_layers(self.layers_per_stage) if self.layers_per_stage else ()
+
     @property
     def shares(self) -> Sizes:
         """Data-parallel ranks in order, those that are alike together, with the samples of a micro-batch of each."""
@@ -176,6 +193,11 @@ class Configuration:
     def is_uneven(self) -> bool:
         """True if data-parallel ranks have micro-batches of different sizes."""
         return bool(self.micro_batches) and len({size for _, size in self.shares}) > 1
+
+    @property
+    def has_shares(self) -> bool:
+        """True if ranks have shares of their own: micro-batches of different sizes, or stages with named blocks."""
+        return self.is_uneven or bool(self.layers_per_stage)
 
     @property
     def samples_together(self) -> int:
@@ -263,7 +285,8 @@ class Configuration:
     def degrees_text(self) -> str:
         """The degrees over which ranks share a sample, as they follow a strategy's name: `, tp 2, pp 2 (1f1b)`."""
         pieces = f", {self.virtual_stages} stages a rank" if self.virtual_stages > 1 else ""
-        more = {"pp": f" ({self.pp_schedule}{pieces})"}
+        layers = f", layers {self.layers_per_stage}" if self.layers_per_stage else ""
+        more = {"pp": f" ({self.pp_schedule}{pieces}{layers})"}
         degrees = {name: getattr(self, name) for name in words.DEGREES}
         return "".join(f", {name} {degree}{more.get(name, '')}" for name, degree in degrees.items() if degree > 1)
 

@@ -1,6 +1,7 @@
-"""Shares of a micro-batch: how many samples each data-parallel rank has where ranks are unequally fast.
+"""Shares of a step where ranks are unequally fast: samples of each data-parallel rank, blocks of each pipeline stage.
 
-Texts name ranks in order, those that are alike together: `3x8,1x4` are three ranks with 8 samples and one with 4.
+Texts name ranks in order, those that are alike together: `3x8,1x4` are three ranks with 8 samples and one with 4, or
+three stages of 8 blocks and one of 4.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import heapq
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby
 
 from planner.errors import ContradictoryRequest
@@ -17,6 +19,9 @@ Sizes = tuple[tuple[int, int], ...]
 """Ranks in order, those that are alike together: how many, and samples of each."""
 Rates = Sequence[tuple[int, float]]
 """The same with how fast each is; only ratios count."""
+
+MOST_STAGES = 4096
+"""Stages of a pipeline that a text may name: more than any model has blocks."""
 
 _PART = re.compile(r"(?:([1-9][0-9]{0,6})x)?([0-9]{1,9}(?:\.[0-9]{1,9})?)")
 
@@ -27,10 +32,25 @@ def read_sizes(text: str) -> Sizes:
     Raises:
         ContradictoryRequest: it is no such text, or a rank has no sample.
     """
-    parts = tuple(_read(text, "micro_batches", "3x8,1x4"))
+    parts = tuple(_read(text, "micro_batches", "rank", "3x8,1x4"))
     if any(size < 1 or size != int(size) for _, size in parts):
         raise ContradictoryRequest(f"micro_batches {text!r}: every rank has a whole number of samples, at least 1")
     return tuple((ranks, int(size)) for ranks, size in parts)
+
+
+@lru_cache(maxsize=256)
+def read_layers(text: str) -> tuple[int, ...]:
+    """Return the blocks of each stage that a text names, at most `MOST_STAGES` of them.
+
+    Raises:
+        ContradictoryRequest: it is no such text, or a stage has no block.
+    """
+    parts = tuple(_read(text, "layers_per_stage", "stage", "3x8,1x4"))
+    if any(layers < 1 or layers != int(layers) for _, layers in parts):
+        raise ContradictoryRequest(f"layers_per_stage {text!r}: every stage has a whole number of blocks, at least 1")
+    if sum(stages for stages, _ in parts) > MOST_STAGES:
+        raise ContradictoryRequest(f"layers_per_stage {text!r}: is of more than {MOST_STAGES:,} stages")
+    return tuple(int(layers) for stages, layers in parts for _ in range(stages))
 
 
 def read_rates(text: str) -> tuple[tuple[int, float], ...]:
@@ -39,17 +59,17 @@ def read_rates(text: str) -> tuple[tuple[int, float], ...]:
     Raises:
         ContradictoryRequest: it is no such text, or a rank has no rate.
     """
-    parts = tuple(_read(text, "rates", "3x1,1x0.5"))
+    parts = tuple(_read(text, "rates", "rank", "3x1,1x0.5"))
     if any(rate <= 0 for _, rate in parts):
         raise ContradictoryRequest(f"rates {text!r}: every rank has a rate above 0")
     return parts
 
 
-def _read(text: str, what: str, example: str) -> Iterator[tuple[int, float]]:
+def _read(text: str, what: str, each: str, example: str) -> Iterator[tuple[int, float]]:
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
         if match is None:
-            raise ContradictoryRequest(f"{what} {text!r}: does not say what each rank has; write it as {example}")
+            raise ContradictoryRequest(f"{what} {text!r}: does not say what each {each} has; write it as {example}")
         yield int(match[1] or 1), float(match[2])
 
 

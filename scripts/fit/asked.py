@@ -40,7 +40,7 @@ GRID = MEASUREMENTS / "tp_dp_pp_a100.csv"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class PublishedQuestion:
     """A published run as a question: `flags` by name, a config and a cluster that files hold.
 
     `memory_bytes` and `tokens_per_s_per_gpu` are 0 where the document prints none; `why_not` says why it is
@@ -86,14 +86,14 @@ class Desk:
         self._directory = directory
         self._files: dict[str, str] = {}
 
-    def flags_of(self, run: Asked) -> dict[str, Any]:
+    def flags_of(self, run: PublishedQuestion) -> dict[str, Any]:
         """Every flag of `dsplan estimate` by its name in Python."""
         flags = dict(run.flags) | {"code": run.code}
         flags["model"] = self._written(json.dumps(run.config), "config.json") if run.config else run.model
         flags["cluster"] = self._written(yaml.safe_dump(dict(run.cluster), sort_keys=False), "cluster.yaml")
         return flags
 
-    def command_line(self, run: Asked) -> list[str]:
+    def command_line(self, run: PublishedQuestion) -> list[str]:
         """The words after `dsplan`."""
         words = ["estimate"]
         for name, value in self.flags_of(run).items():
@@ -101,11 +101,11 @@ class Desk:
             words += [flag] if value is True else [flag, str(value)]
         return [*words, "--json"]
 
-    def plan(self, run: Asked) -> Plan:
+    def plan(self, run: PublishedQuestion) -> Plan:
         """The plan of a question; raises as `priced`."""
         return self.priced(run)[1]
 
-    def priced(self, run: Asked) -> tuple[Request, Plan]:
+    def priced(self, run: PublishedQuestion) -> tuple[Request, Plan]:
         """The request and the plan of a question.
 
         Raises:
@@ -117,7 +117,7 @@ class Desk:
         options = ExactOptions(**{name: value for name, value in flags.items() if name not in of_question})
         return estimate_question(question, options)
 
-    def answer(self, run: Asked) -> Answer:
+    def answer(self, run: PublishedQuestion) -> Answer:
         """Return what is said of a question."""
         try:
             plan = self.plan(run)
@@ -140,12 +140,12 @@ class Desk:
         return self._files[text]
 
 
-def published(path: Path = ROWS) -> Iterator[Asked]:
+def published(path: Path = ROWS) -> Iterator[PublishedQuestion]:
     """Every row of the collection, or of another file of its columns."""
     with path.open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
             texts = ("case", "source", "publication", "reading", "code", "model", "assumed", "why_not")
-            yield Asked(
+            yield PublishedQuestion(
                 **{name: row[name] for name in texts},
                 config=json.loads(row["config"] or "{}"),
                 cluster=json.loads(row["cluster"] or "{}"),
@@ -157,14 +157,14 @@ def published(path: Path = ROWS) -> Iterator[Asked]:
             )
 
 
-def grid() -> Iterator[Asked]:
+def grid() -> Iterator[PublishedQuestion]:
     """vTrain's grid: GPT under Megatron-DeepSpeed, fp16, vocabulary 50,257."""
     with GRID.open(newline="", encoding="utf-8") as lines:
         for number, row in enumerate(csv.DictReader(lines), start=1):
             yield _of_grid(row, number)
 
 
-def _of_grid(row: Mapping[str, str], number: int) -> Asked:
+def _of_grid(row: Mapping[str, str], number: int) -> PublishedQuestion:
     gpus, dp, micro = int(row["n_gpus"]), int(row["dp"]), int(row["micro_batch"])
     steps = int(row["global_batch"]) // micro // dp
     tokens = micro * steps * dp * int(row["seq_len"])
@@ -181,7 +181,7 @@ def _of_grid(row: Mapping[str, str], number: int) -> Asked:
     cluster = {"gpu": "A100-SXM4-80GB", "nodes": -(-gpus // 8), "gpus_per_node": min(8, gpus)}
     if gpus > 8:
         cluster |= {"inter_link": "ib-hdr", "nics_per_node": 4}
-    return Asked(
+    return PublishedQuestion(
         case=f"vtrain_a100-{number}",
         source="vtrain_a100",
         publication="vtrain_a100",
@@ -212,12 +212,12 @@ def _of_grid(row: Mapping[str, str], number: int) -> Asked:
     )
 
 
-def questions() -> list[Asked]:
+def questions() -> list[PublishedQuestion]:
     """Every row, those that are no question too, and the grid."""
     return [*published(), *grid()]
 
 
-def answers(runs: Iterable[Asked]) -> dict[str, Answer]:
+def answers(runs: Iterable[PublishedQuestion]) -> dict[str, Answer]:
     """Answers by case of those that are questions."""
     with TemporaryDirectory() as directory:
         desk = Desk(Path(directory))

@@ -33,7 +33,7 @@ from planner.cost.memory.overhead import FRAGMENTATION_UPPER
 from planner.cost.timing import step_time
 from planner.search.estimate import job_of
 from planner.types.plan import MemoryEstimate
-from scripts.fit.asked import Asked, Desk, questions
+from scripts.fit.asked import Desk, PublishedQuestion, questions
 from scripts.fit.published_code import UNPADDED
 from scripts.fit.published_rows import MEASUREMENTS, PublishedRun, published_runs
 from scripts.fit.time_accuracy import GRID, read_left_out
@@ -184,8 +184,8 @@ def rows() -> Iterator[Row]:
                 yield from _rows_of(desk, run, moves, is_crossed=run in crossed)
 
 
-def _by_publication(runs: Iterable[Asked]) -> Mapping[tuple[str, str], list[Asked]]:
-    groups: defaultdict[tuple[str, str], list[Asked]] = defaultdict(list)
+def _by_publication(runs: Iterable[PublishedQuestion]) -> Mapping[tuple[str, str], list[PublishedQuestion]]:
+    groups: defaultdict[tuple[str, str], list[PublishedQuestion]] = defaultdict(list)
     for one in runs:
         has_figure = one.tokens_per_s_per_gpu or one.memory_bytes
         if one.ran and has_figure and not one.why_not and one.reading != "disclaimed":
@@ -198,7 +198,7 @@ def _spread_evenly(rows: Sequence[Item], most: int) -> Sequence[Item]:
 
 
 def _rows_of(
-    desk: Desk, run: Asked, moves: Mapping[Axis, Mapping[tuple[str, str], float]], *, is_crossed: bool
+    desk: Desk, run: PublishedQuestion, moves: Mapping[Axis, Mapping[tuple[str, str], float]], *, is_crossed: bool
 ) -> Iterator[Row]:
     code = base_of(run.code)
     others = [name for name in code_names() if name == of_any_year(name) != code] if is_crossed else []
@@ -226,7 +226,7 @@ def _rows_of(
         )
 
 
-def _move(moves: Mapping[tuple[str, str], float], axis: Axis, run: Asked, stratum: Stratum) -> float:
+def _move(moves: Mapping[tuple[str, str], float], axis: Axis, run: PublishedQuestion, stratum: Stratum) -> float:
     """Of a publication that no constant saw: what those of its device move by, where these were left out."""
     own = moves.get((run.publication, stratum.architecture))
     if own is None and axis not in ("publication", "code base"):

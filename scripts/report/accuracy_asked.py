@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from planner.cost.code_bases import of_any_year
-from scripts.fit.asked import BEFORE, Answer, Asked, kept, questions
+from scripts.fit.asked import BEFORE, Answer, PublishedQuestion, kept, questions
 from scripts.fit.asked_rows import NO_SPEED
 from scripts.fit.published_rows import MEASUREMENTS, document_of
 from scripts.fit.time_scores import percentile
@@ -23,7 +23,7 @@ from scripts.report.accuracy_tables import table
 
 GRID = "vtrain_a100"
 HEAD = """
-## Asked through the command line
+## PublishedQuestion through the command line
 
 Every row of the collection of published runs, and vTrain's grid, asked as a person asks: as flags of `dsplan estimate`
 with `--code`, a config.json and a cluster file, through the command line's own question. `published_asked.csv` holds
@@ -71,7 +71,7 @@ REFUSED = """
 class Rows:
     """Questions with their answers."""
 
-    pairs: Sequence[tuple[Asked, Answer]]
+    pairs: Sequence[tuple[PublishedQuestion, Answer]]
 
     def errors(self, figure: str) -> list[float]:
         """Signed errors of a figure over the rows that print it and ran."""
@@ -95,11 +95,11 @@ class Rows:
         return Counter(answer.verdict or "refused" for answer in held)
 
 
-def _plan_is_stated(run: Asked) -> bool:
+def _plan_is_stated(run: PublishedQuestion) -> bool:
     return run.reading != "vendor" and run.source != GRID
 
 
-def answered(by_case: Mapping[str, Answer]) -> list[tuple[Asked, Answer]]:
+def answered(by_case: Mapping[str, Answer]) -> list[tuple[PublishedQuestion, Answer]]:
     """Questions with their answers, speeds as constants say that have not seen the publication."""
     moved = moves()
     pairs = ((run, by_case[run.case]) for run in questions() if run.case in by_case)
@@ -120,9 +120,11 @@ def moves() -> Mapping[str, float]:
 Key = tuple[str, ...]
 
 
-def by(pairs: Iterable[tuple[Asked, Answer]], key: Callable[[Asked], Key]) -> list[tuple[Key, Rows]]:
+def by(
+    pairs: Iterable[tuple[PublishedQuestion, Answer]], key: Callable[[PublishedQuestion], Key]
+) -> list[tuple[Key, Rows]]:
     """Rows by a key, in alphabetical order."""
-    groups: defaultdict[Key, list[tuple[Asked, Answer]]] = defaultdict(list)
+    groups: defaultdict[Key, list[tuple[PublishedQuestion, Answer]]] = defaultdict(list)
     for run, answer in pairs:
         groups[key(run)].append((run, answer))
     return [(group, Rows(pairs=groups[group])) for group in sorted(groups)]
@@ -157,7 +159,7 @@ def scores(rows: Rows) -> list[str]:
     return [*figures(rows.speed), *figures(rows.memory), str(ran.total()), rejected, str(out.total()), *wrong]
 
 
-def losses(pairs: Iterable[tuple[Asked, Answer]]) -> list[float]:
+def losses(pairs: Iterable[tuple[PublishedQuestion, Answer]]) -> list[float]:
     """Return what the plan put first loses to the fastest, in each group that shares GPUs, model, length and batch."""
     groups: defaultdict[Key, list[tuple[float, float]]] = defaultdict(list)
     for run, answer in pairs:
@@ -186,17 +188,19 @@ def asked_section() -> Iterator[str]:
     yield from _not_said(pairs)
 
 
-def _without_grid(pairs: Iterable[tuple[Asked, Answer]]) -> list[tuple[Asked, Answer]]:
+def _without_grid(pairs: Iterable[tuple[PublishedQuestion, Answer]]) -> list[tuple[PublishedQuestion, Answer]]:
     return [pair for pair in pairs if pair[0].source != GRID]
 
 
-def _by_code(pairs: Iterable[tuple[Asked, Answer]]) -> Iterator[str]:
+def _by_code(pairs: Iterable[tuple[PublishedQuestion, Answer]]) -> Iterator[str]:
     own = _without_grid(pairs)
     groups = [*by(own, lambda run: (of_any_year(run.code),)), (("**all**",), Rows(pairs=own))]
     yield from table(("code", *COLUMNS), ([*key, *scores(rows)] for key, rows in groups))
 
 
-def _grid(pairs: Sequence[tuple[Asked, Answer]], before: Sequence[tuple[Asked, Answer]]) -> Iterator[str]:
+def _grid(
+    pairs: Sequence[tuple[PublishedQuestion, Answer]], before: Sequence[tuple[PublishedQuestion, Answer]]
+) -> Iterator[str]:
     own = [[pair for pair in some if pair[0].source == GRID] for some in (pairs, before)]
     yield THE_GRID.format(runs=len(own[0]), groups=len(losses(own[0])))
     yield from table(
@@ -214,7 +218,7 @@ _KINDS: Mapping[str, Callable[[Mapping[str, int]], bool]] = {
 }
 
 
-def _grid_row(kind: str, when: str, pairs: Sequence[tuple[Asked, Answer]]) -> list[str]:
+def _grid_row(kind: str, when: str, pairs: Sequence[tuple[PublishedQuestion, Answer]]) -> list[str]:
     own = [pair for pair in pairs if _KINDS[kind](pair[0].flags)]
     regret = losses(own) if kind == "all" else []
     chosen = [f"{statistics.median(regret):.1%}", f"{percentile(regret, 0.9):.1%}"] if regret else ["-", "-"]
@@ -224,10 +228,10 @@ def _grid_row(kind: str, when: str, pairs: Sequence[tuple[Asked, Answer]]) -> li
 _PLAN = ("strategy", "tp", "pp", "cp", "ep", "virtual_stages", "seq_len", "micro_batch", "grad_accum", "checkpointing")
 
 
-def gains(pairs: Iterable[tuple[Asked, Answer]]) -> Iterator[tuple[Asked, float, float, float]]:
+def gains(pairs: Iterable[tuple[PublishedQuestion, Answer]]) -> Iterator[tuple[PublishedQuestion, float, float, float]]:
     """Runs in 8 or 4 bits that have a twin in wider products: what they measured and predicted of its rate, and the
     ratio of the peaks."""
-    groups: defaultdict[Key, dict[str, list[tuple[Asked, Answer]]]] = defaultdict(lambda: defaultdict(list))
+    groups: defaultdict[Key, dict[str, list[tuple[PublishedQuestion, Answer]]]] = defaultdict(lambda: defaultdict(list))
     for run, answer in pairs:
         if run.tokens_per_s_per_gpu and not answer.refused and run.source != GRID:
             plan = (str(run.flags.get(name)) for name in _PLAN)
@@ -246,11 +250,11 @@ def gains(pairs: Iterable[tuple[Asked, Answer]]) -> Iterator[tuple[Asked, float,
                 yield run, measured, answer.tokens_per_s_per_gpu / twins_answer.tokens_per_s_per_gpu, peaks
 
 
-def _read_number(run: Asked) -> int:
+def _read_number(run: PublishedQuestion) -> int:
     return int(run.case.rpartition("-")[2])
 
 
-def _gains(pairs: Iterable[tuple[Asked, Answer]]) -> Iterator[str]:
+def _gains(pairs: Iterable[tuple[PublishedQuestion, Answer]]) -> Iterator[str]:
     groups: defaultdict[Key, list[tuple[float, float, float]]] = defaultdict(list)
     for run, *ratios in gains(pairs):
         groups[(run.code, run.source, run.flags.get("fp8_recipe", ""))].append((ratios[0], ratios[1], ratios[2]))
@@ -263,7 +267,7 @@ def _gains(pairs: Iterable[tuple[Asked, Answer]]) -> Iterator[str]:
     yield from table(("code", "source", "recipe", "measured gain", "pairs", *FIGURES[1:], "twice"), cells)
 
 
-def _not_said(pairs: Sequence[tuple[Asked, Answer]]) -> Iterator[str]:
+def _not_said(pairs: Sequence[tuple[PublishedQuestion, Answer]]) -> Iterator[str]:
     runs = questions()
     total = sum(one.source != GRID for one in runs)
     unanswered = Counter((one.source, one.why_not) for one in runs if one.why_not)

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from hardware_db.files import replace_text
-from scripts.fit.asked import Answer, Asked, Desk, published
+from scripts.fit.asked import Answer, Desk, PublishedQuestion, published
 from scripts.fit.grid_halves import Half, read_halves
 from scripts.fit.published_rows import MEASUREMENTS
 from scripts.generate.generated import REFERENCE, write_or_check
@@ -84,7 +84,7 @@ class Row:
     """A case with what was published, and what is said now, in the unit of its figure."""
 
     case: Case
-    run: Asked
+    run: PublishedQuestion
     published: float
     after: float
 
@@ -110,7 +110,7 @@ def answered(cases: Sequence[Case]) -> list[Row]:
     return [_row(case, questions, answers) for case in cases]
 
 
-def _row(case: Case, questions: Mapping[str, Asked], answers: Mapping[str, Answer]) -> Row:
+def _row(case: Case, questions: Mapping[str, PublishedQuestion], answers: Mapping[str, Answer]) -> Row:
     run, answer = questions[case.case], answers[case.case]
     name = "memory_bytes" if case.figure == "memory" else "tokens_per_s_per_gpu"
     published, after = getattr(run, name), getattr(answer, name)
@@ -166,7 +166,7 @@ def _figure(row: Row) -> tuple[str, str]:
     return "tokens/s/GPU", f"{row.published:,.0f}"
 
 
-def plan_text(run: Asked) -> str:
+def plan_text(run: PublishedQuestion) -> str:
     """Return a plan in a few words: code, GPUs, degrees, batch."""
     flags, cluster = run.flags, run.cluster
     degrees = [f"{name} {flags[name]}" for name in ("tp", "pp", "cp", "ep") if flags.get(name, 1) > 1]

@@ -26,7 +26,7 @@ from planner.search.request import Request
 from planner.search.search import recommend
 from planner.search.space import CandidateLayout, enumerate_candidates
 from planner.types.plan import Configuration, Plan
-from scripts.fit.asked import Asked, Desk, published
+from scripts.fit.asked import Desk, PublishedQuestion, published
 from scripts.fit.published_rows import MEASUREMENTS
 from scripts.generate.generated import REFERENCE, write_or_check
 from scripts.report.accuracy_tables import table
@@ -105,7 +105,7 @@ class Beside:
     place: str
 
 
-def compare_recipe(recipe: Asked, desk: Desk) -> Beside:
+def compare_recipe(recipe: PublishedQuestion, desk: Desk) -> Beside:
     """One recipe, asked in both ways."""
     try:
         theirs = desk.plan(recipe)
@@ -131,7 +131,7 @@ def compare_recipe(recipe: Asked, desk: Desk) -> Beside:
     )
 
 
-def _request(recipe: Asked, desk: Desk, theirs: Configuration) -> Request:
+def _request(recipe: PublishedQuestion, desk: Desk, theirs: Configuration) -> Request:
     flags = desk.flags_of(recipe)
     given = {item.name: flags[item.name] for item in fields(Question) if item.name in flags}
     question = Question(**given | {"global_batch": theirs.global_batch_size})
@@ -159,7 +159,7 @@ def _words(chosen: Configuration) -> str:
     return f"{chosen.strategy} {degrees}{extra}{stages}, {batch}{again}{offload}"
 
 
-def _beside(recipe: Asked, theirs: Plan | None, **cells: str) -> Beside:
+def _beside(recipe: PublishedQuestion, theirs: Plan | None, **cells: str) -> Beside:
     cluster, flags = recipe.cluster, recipe.flags
     work = [flags["precision"], f"{flags['seq_len']:,} tokens" if "seq_len" in flags else ""]
     work += [flags["method"]] if "method" in flags else []
@@ -190,14 +190,14 @@ def answers() -> list[Beside]:
         return [compare_recipe(recipe, desk) for recipe in (*(by_case[case] for case in RECIPES), *_files())]
 
 
-def _files() -> Iterator[Asked]:
+def _files() -> Iterator[PublishedQuestion]:
     """Recipes that stand in files of their tools and name model and GPUs; those with a speed are rows above."""
     for recipe in read_shipped_yaml(FILES)["recipes"]:
         if recipe["model"] and recipe["gpus"] and recipe["gpu"] and "published" not in recipe:
             yield _of_file(recipe)
 
 
-def _of_file(recipe: Mapping[str, Any]) -> Asked:
+def _of_file(recipe: Mapping[str, Any]) -> PublishedQuestion:
     gpus = int(recipe["gpus"])
     cluster = {"gpu": recipe["gpu"], "nodes": -(-gpus // 8), "gpus_per_node": min(gpus, 8)}
     flags = dict(recipe["plan"]) | dict(recipe["work"])
@@ -205,7 +205,7 @@ def _of_file(recipe: Mapping[str, Any]) -> Asked:
     if batch:  # what `estimate` asks for is how often a rank accumulates
         ranks = gpus // (flags.get("tp", 1) * flags.get("pp", 1) * flags.get("cp", 1))
         flags["grad_accum"] = batch // (ranks * flags["micro_batch"])
-    return Asked(
+    return PublishedQuestion(
         case=recipe["id"],
         source=recipe["source"],
         publication=recipe["source"],

@@ -335,7 +335,7 @@ def _hold_against(plan: Plan, model: nn.Module, environment: Environment) -> Non
     Raises:
         CannotRun: this rank would have the share of another kind of GPU.
     """
-    if environment.device.type == "cuda" and plan.configuration.is_uneven:
+    if environment.device.type == "cuda" and plan.configuration.has_shares:
         gpu = torch.cuda.get_device_name(environment.device)
         if why := why_another_group(plan, environment.rank, gpu):
             raise CannotRun(why)

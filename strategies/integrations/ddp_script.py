@@ -383,7 +383,7 @@ def _loop_of(parameters: Iterable[torch.Tensor]) -> ScriptLoop | None:
     """
     listed = list(parameters)
     for loop in _LOOPS:
-        own = loop.known()
+        own = loop.reduced_parameters()
         others = [parameter for parameter in listed if parameter not in own]
         if len(others) == len(listed):
             continue

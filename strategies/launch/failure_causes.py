@@ -56,7 +56,7 @@ def ending_of(directory: Path, status: int, *, memory_killed: bool = False) -> E
         rank: code for rank, code in (own or ({} if failures else codes)).items() if code and rank not in failures
     }
     believed = _believed_failures(directory, failures)
-    endings = [_said(directory, rank, failure, codes.get(rank)) for rank, failure in believed.items()]
+    endings = [_ending_of(directory, rank, failure, codes.get(rank)) for rank, failure in believed.items()]
     endings += [_silent(directory, rank, code, memory_killed=memory_killed) for rank, code in silent.items()]
     if (deserter := _who_ended_early(directory, endings)) is not None:
         endings = [deserter]
@@ -115,7 +115,7 @@ def _may_miss(ending: Ending, ended: Mapping[int, object]) -> bool:
     return _is_echo(ending) or ending.exit_status == -signal.SIGABRT
 
 
-def _said(directory: Path, rank: int, failure: Mapping[str, Any], exit_status: int | None) -> Ending:
+def _ending_of(directory: Path, rank: int, failure: Mapping[str, Any], exit_status: int | None) -> Ending:
     """Return the ending that a rank wrote down itself."""
     message = str(failure.get("message", ""))
     # The rank that noticed a hang waits for the one that is behind.

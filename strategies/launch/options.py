@@ -14,6 +14,7 @@ from hardware_db.errors import DsplanError, UnknownName
 from hardware_db.handed_in import quote
 from planner import limits
 from planner.errors import ContradictoryRequest
+from planner.types.plan import Configuration
 from planner.types.plan_io import load_plan
 from planner.types.shares import read_rates
 from planner.vocabulary import FSDP_STRATEGIES
@@ -175,16 +176,22 @@ def parse_rates(text: str) -> str:
         read_rates(text)
         return text
     plan_file = directory / PLAN_FILE
-    if plan_file.exists() and (strategy := load_plan(plan_file).configuration.strategy) in _WAITING:
-        raise DsplanError(
-            f"--rates {text}: under {strategy} ranks wait for each other in every layer, so that all seem as fast;"
-            " measure a run of ddp, zero1 or zero2, or write the rates"
-        )
+    if plan_file.exists() and (why := _why_no_rates(load_plan(plan_file).configuration)):
+        raise DsplanError(f"--rates {text}: {why}; measure a run of ddp, zero1 or zero2, or write the rates")
     ranks = len(list(directory.glob(metrics_path(directory, 0).name.replace("0", "*"))))
     rates = relative_rates(read_metrics(directory, ranks))
     if rates is None:
         raise DsplanError(f"--rates {text}: holds no steps of several ranks after warm-up; name the directory of a run")
     return rates
+
+
+def _why_no_rates(chosen: Configuration) -> str | None:
+    """Return why a run's forward passes do not say how fast its ranks are; None where they do."""
+    if chosen.strategy in _WAITING:
+        return f"under {chosen.strategy} ranks wait for each other in every layer, so that all seem as fast"
+    if chosen.pp > 1:
+        return f"with pp {chosen.pp} ranks have unlike parts of the model, and wait for each other"
+    return None
 
 
 _WAITING = (*FSDP_STRATEGIES, "zero3")

@@ -171,7 +171,7 @@ def _attempt(number: int, rows: Sequence[Mapping[str, Any]], metrics: Sequence[R
         first_step=closed.get("first_step"),
         last_step=closed.get("last_step"),
         ending=_ending(ending) if ending else closed.get("ending"),
-        decision=Decision(**_known(Decision, decision)) if decision else None,
+        decision=Decision(**_fields_in(Decision, decision)) if decision else None,
     )
 
 
@@ -185,11 +185,11 @@ def _last_signs(rows: Sequence[Mapping[str, Any]], metrics: Sequence[Row]) -> di
 
 
 def _ending(row: Mapping[str, Any]) -> Ending:
-    values = _known(Ending, row)
+    values = _fields_in(Ending, row)
     return Ending(**{**values, "log": Path(values["log"]) if values.get("log") else None})
 
 
-def _known(kind: type[Any], row: Mapping[str, Any]) -> dict[str, Any]:
+def _fields_in(kind: type[Any], row: Mapping[str, Any]) -> dict[str, Any]:
     return {item.name: row[item.name] for item in fields(kind) if item.name in row}
 
 

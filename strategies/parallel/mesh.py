@@ -164,14 +164,14 @@ class Mesh:
 
     @cached_property
     def _coordinates(self) -> dict[str, int]:
-        return _place(self.environment.rank, {name: self._sizes[name] for name in DIMENSIONS})
+        return _coordinates(self.environment.rank, {name: self._sizes[name] for name in DIMENSIONS})
 
     @cached_property
     def _expert_coordinates(self) -> dict[str, int]:
-        return _place(self.environment.rank, {name: self._sizes[name] for name in _EXPERT_DIMENSIONS})
+        return _coordinates(self.environment.rank, {name: self._sizes[name] for name in _EXPERT_DIMENSIONS})
 
 
-def _place(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
     """Coordinates of a rank, the last dimension innermost."""
     coordinates: dict[str, int] = {}
     for name, size in reversed(sizes.items()):

@@ -257,7 +257,7 @@ class Passes(Protocol):
         """Do the same of a pass that was split: `run` adds the gradients of weights to `.grad`."""
 
 
-class _Made:
+class _StageOutput:
     """A stage's tensor of a micro-batch, of which only where its backward pass begins is kept once it was sent.
 
     Megatron-LM frees it too: `core/pipeline_parallel/schedules.py`, deallocate_output_tensor.
@@ -287,7 +287,7 @@ class _State:
     trains: bool
     given: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """What a stage receives for a micro-batch; its gradient is what the stage sends back."""
-    made: dict[tuple[int, int], _Made] = field(default_factory=dict)
+    made: dict[tuple[int, int], _StageOutput] = field(default_factory=dict)
     returned: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """Gradients of what a stage was given."""
     arriving: dict[Action, Any] = field(default_factory=dict)
@@ -366,9 +366,9 @@ class Pipeline:
         if not state.trains:
             if stage > 0:
                 state.made.pop((stage - 1, action.micro_batch), None)
-            state.made |= {} if is_last else {key: _Made(output)}
+            state.made |= {} if is_last else {key: _StageOutput(output)}
         else:
-            state.made[key] = _Made(passes.scaled(output) if is_last else output)
+            state.made[key] = _StageOutput(passes.scaled(output) if is_last else output)
         return output.detach() if is_last else None
 
     def _backward(self, action: Action, passes: Passes, state: _State, *, ends_stage: bool, ends_step: bool) -> None:

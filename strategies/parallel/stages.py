@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from planner.cost.split import blocks_per_piece
+from planner.cost.split import blocks_per_piece, why_other_layers
 from planner.types.plan import Configuration
 from strategies.errors import CannotRun
 from strategies.parallel.blocks import Elsewhere, block_stacks, members
@@ -182,8 +182,7 @@ def cut_stages(model: nn.Module, mesh: Mesh, options: SplitOptions, parts: Model
     number = configuration.pp * configuration.virtual_stages
     stack = _stack_of(model, number)
     record = _record_pass(model, stack, options)
-    costs = _costs(model, stack, record, options.partition)
-    counts = _counts(costs, number) if options.partition != "uniform" else blocks_per_piece(len(costs.blocks), number)
+    counts = _blocks_of_each(model, stack, record, options)
     ranges = [range(first, end) for first, end in pairwise(accumulate(counts, initial=0))]
     own = [stage for stage in range(number) if stage % configuration.pp == mesh.rank("pp")]
     cut = _Cut(number=number, own=own, ranges=ranges, ranks=configuration.pp)
@@ -526,6 +525,26 @@ class _Costs:
     before: float
     blocks: Sequence[float]
     after: float
+
+
+def _blocks_of_each(model: nn.Module, stack: nn.Module, record: _Record, options: SplitOptions) -> tuple[int, ...]:
+    """Return how many blocks each stage has: as the plan names them, else as the script has them cut.
+
+    Raises:
+        CannotRun: both name a cut, or the plan's is of another model.
+    """
+    plan, blocks = options.configuration, len(members(stack))
+    number, named = plan.pp * plan.virtual_stages, plan.stage_layers
+    if named and options.partition != "uniform":
+        raise CannotRun(
+            f"the plan gives stages {plan.layers_per_stage} blocks, and pipeline.partition of the config is"
+            f" {options.partition}; leave one of them out"
+        )
+    if problem := why_other_layers(named, blocks, type(model).__name__):
+        raise CannotRun(problem)
+    if options.partition == "uniform":
+        return named or blocks_per_piece(blocks, number)
+    return _counts(_costs(model, stack, record, options.partition), number)
 
 
 def _costs(model: nn.Module, stack: nn.Module, record: _Record, partition: Partition) -> _Costs:

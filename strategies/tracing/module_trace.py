@@ -310,7 +310,7 @@ def _run(module: nn.Module, batch: Any, mode: str, device: Device, fake: FakeTen
         gradients = _Gradients(tracker, resting, reading, recorder)
         for weight in weights.values():
             if weight.requires_grad:
-                weight.register_post_accumulate_grad_hook(gradients.made)  # type: ignore[no-untyped-call]
+                weight.register_post_accumulate_grad_hook(gradients.drop)  # type: ignore[no-untyped-call]
         tracker.restart_peak()
         loss.backward()  # type: ignore[no-untyped-call]
         gradients.rest()
@@ -342,7 +342,7 @@ class _Gradients:
         self._tracker, self._resting, self._reading, self._recorder = tracker, resting, reading, recorder
         self._elements = 0
 
-    def made(self, weight: torch.Tensor) -> None:
+    def drop(self, weight: torch.Tensor) -> None:
         self.rest()
         if weight.grad is not None:
             self._recorder.is_gradient(weight.grad)

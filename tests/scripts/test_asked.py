@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.fit.asked import Answer, Asked, Desk, answers, kept, questions
+from scripts.fit.asked import Answer, Desk, PublishedQuestion, answers, kept, questions
 from scripts.fit.published_rows import document_of
 from scripts.fit.time_scores import percentile
 from scripts.report.accuracy_asked import GRID, Rows, answered, gains, losses, moves
@@ -18,7 +18,7 @@ ASKED = questions()
 BY_CASE = {run.case: run for run in ASKED}
 
 
-def some(count: int) -> list[Asked]:
+def some(count: int) -> list[PublishedQuestion]:
     """Questions evenly spaced over all."""
     own = [run for run in ASKED if not run.why_not]
     return own[:: len(own) // count]

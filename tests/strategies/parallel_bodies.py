@@ -44,6 +44,8 @@ class Composition:
     sequence_parallel: bool = False
     schedule: str = "1f1b"
     virtual_stages: int = 1
+    layers: str = ""
+    """Blocks of each stage, where they are not as even as they go."""
     accumulation: int = 1
     precision: str = "fp32"
     checkpointing: str = "none"
@@ -68,6 +70,7 @@ class Composition:
             **changes,
             pp_schedule=self.schedule,
             virtual_stages=self.virtual_stages,
+            layers_per_stage=self.layers,
             micro_batch_size=SAMPLES // parts,
             gradient_accumulation_steps=self.accumulation,
             global_batch_size=SAMPLES,

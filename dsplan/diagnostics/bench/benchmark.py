@@ -203,7 +203,7 @@ def _note(report: BenchReport, event: Event) -> None:
 
     if isinstance(event, session.Begun):
         report.stored = event.stored
-    elif isinstance(event, session.Found):
+    elif isinstance(event, session.MeasuredElsewhere):
         report.found += 1
     elif isinstance(event, session.Measured):
         report.measured.append(event)

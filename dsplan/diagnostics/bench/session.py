@@ -54,7 +54,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class MeasuredElsewhere:
     """Another benchmark measured it in the meantime."""
 
     work: Work
@@ -83,7 +83,7 @@ class TimeIsUp:
     left: int
 
 
-Event: TypeAlias = Begun | Started | Waiting | Found | Measured | Refused | TimeIsUp
+Event: TypeAlias = Begun | Started | Waiting | MeasuredElsewhere | Measured | Refused | TimeIsUp
 
 
 # The rank pool of a benchmark, reused as long as the next piece of work fits it.
@@ -250,7 +250,7 @@ class BenchSession:
             if turn.others_were_here() and not self._limits.again:
                 self._left = self._missing(self._left)
             if work not in self._left:
-                yield Found(work=work)
+                yield MeasuredElsewhere(work=work)
                 return
             try:
                 record = self._rate(work, pools) if isinstance(work, Point) else self._run(work, pools)

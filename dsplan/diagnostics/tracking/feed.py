@@ -454,7 +454,7 @@ class Feed:
             self._remember(attempt=state.attempt, step=last_step)
         if not state.run:
             tracker.configure(_configuration(spec, self._plan))
-        self._note(run=tracker.known or run.identity, where=tracker.where)
+        self._note(run=tracker.own_name or run.identity, where=tracker.where)
         return tracker
 
     def _report(self) -> None:

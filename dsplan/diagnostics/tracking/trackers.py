@@ -55,7 +55,7 @@ class Tracker(ABC):
         """The address at which a person finds the run."""
 
     @property
-    def known(self) -> str:
+    def own_name(self) -> str:
         """The tracker's own name of the run, to hand in as `TrackedRun.known` next time."""
         return ""
 
@@ -150,17 +150,17 @@ class _Mlflow(Tracker):
 
     @property
     def where(self) -> str:
-        return f"{self._library.get_tracking_uri()}, run {self.known}"
+        return f"{self._library.get_tracking_uri()}, run {self.own_name}"
 
     @property
-    def known(self) -> str:
+    def own_name(self) -> str:
         return str(self.tracker.tracker.info.run_id)
 
     @property
     def last_step(self) -> int | None:
         if not self.run.known:
             return None
-        history = self._library.MlflowClient().get_metric_history(self.known, group("seconds"))
+        history = self._library.MlflowClient().get_metric_history(self.own_name, group("seconds"))
         return max((int(point.step) for point in history), default=0)
 
     def say(self, title: str, text: str, step: int, number: int) -> None:

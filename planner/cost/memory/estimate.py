@@ -87,9 +87,12 @@ def _logits_and_loss(job: Job, recipe: Recipe) -> float:
 PHASES = ("forward", "loss", "backward", "step")
 
 
-def memory_estimate(job: Job) -> MemoryEstimate:
-    """Bytes on the busiest rank in the steady state, by category and phase, and what the process uses beyond them."""
-    busiest, states, phases = _busiest(job)
+def memory_estimate(job: Job, *, stages: tuple[int, ...] | None = None) -> MemoryEstimate:
+    """Bytes on the busiest rank in the steady state, by category and phase, and what the process uses beyond them.
+
+    With `stages` it is the busiest rank of these stages of the pipeline.
+    """
+    busiest, states, phases = _busiest(job, stages)
     margin = closed_form_margin(job, max(phases.values(), key=_total))
     return _composed(busiest, states, phases, margin)
 
@@ -108,7 +111,7 @@ def _busiest(job: Job, stages: tuple[int, ...] | None = None) -> tuple[Job, Stat
     The ledgers are, of every phase, the largest moment of any stage.
     """
     recipe, stages_phases = recipe_of(job), []
-    for stage in stages or stages_looked_at(job.configuration.pp):
+    for stage in stages or stages_looked_at(job.configuration):
         here = replace(job, stage=stage) if stage != job.stage else job
         states = states_of(here, recipe)
         stages_phases.append((here, states, _phases_of(here, recipe, states)))

@@ -36,7 +36,7 @@ from planner.vocabulary import FSDP_STRATEGIES, Optimizer
 
 _by_shards = memo_by_fields(
     *("strategy", "backend", "dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "virtual_stages"),
-    *("optimizer", "offload", "offload_ratio", "accumulates"),
+    *("stage_layers", "optimizer", "offload", "offload_ratio", "accumulates"),
 )
 
 # Optimizer states between steps, tensor by tensor.

@@ -207,7 +207,8 @@ def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
         (chosen.sequence_length, chosen.attention, chosen.activation_checkpointing, chosen.activations_on_host),
         chosen.recompute_modules,
         (chosen.tp, chosen.pp, chosen.cp, chosen.ep, chosen.sequence_parallel),
-        (chosen.virtual_stages, job.stage, micro_batches_in_flight(chosen, job.stage), chosen.pp_schedule == "gpipe"),
+        (chosen.virtual_stages, chosen.layers_per_stage, job.stage),
+        (micro_batches_in_flight(chosen, job.stage), chosen.pp_schedule == "gpipe"),
         (chosen.strategy in ("single", "ddp"), chosen.backend == "native"),
         (job.workload.code, job.workload.compile, job.workload.loss, job.workload.expert_imbalance, tiles_of(job)),
     )

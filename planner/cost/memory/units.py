@@ -183,6 +183,8 @@ class Part:
     tp: int = 1
     pp: int = 1
     virtual_stages: int = 1
+    layers: tuple[int, ...] = ()
+    """Blocks of each stage as the plan names them."""
     stage: int = 0
     ep: int = 1
     whole_experts: bool = False
@@ -195,6 +197,7 @@ def part_of(job: Job) -> Part:
         tp=chosen.tp,
         pp=chosen.pp,
         virtual_stages=chosen.virtual_stages,
+        layers=chosen.stage_layers,
         stage=job.stage,
         ep=chosen.ep,
         whole_experts=job.facts.kind == "custom",
@@ -256,7 +259,7 @@ def mean_width(job: Job, recipe: Recipe) -> float:
 def _units(counts: ParameterCounts, part: Part, shards: Shards) -> Units:
     in_order = sorted(counts.blocks, key=lambda block: block.name != "vision")  # image towers run first, count last
     kinds = tuple((block.name, block.repeats) for block in in_order)
-    repeats = kinds_on_stage(kinds, pp=part.pp, virtual_stages=part.virtual_stages, stage=part.stage)
+    repeats = kinds_on_stage(kinds, pp=part.pp, virtual_stages=part.virtual_stages, stage=part.stage, named=part.layers)
     blocks = tuple(
         Unit(
             shapes=tuple(_on_rank(shape, part, is_expert=bool(block.experts)) for shape in _shapes(block)),

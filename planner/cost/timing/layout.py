@@ -74,7 +74,7 @@ def exposed_seconds(compute: float, communication: float, *, startup: float = 0.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """One rank of the busiest pipeline stage.
+    """One rank of a pipeline stage, the busiest where stages are as even as they go.
 
     `layers` blocks of `block` parameters in `products` modules, and `root` parameters outside blocks, `embedding` of
     them last in the backward; all divided by tp. Of a block `experts` are those of routed experts, which are sharded
@@ -172,13 +172,23 @@ def _communication_bytes(configuration: Configuration, recipe: Recipe) -> float:
 
 @memo_by_fields(
     *RECIPE_FIELDS,
-    *("dp_replicate", "ep", "virtual_stages", "sequence_length", "hpz_partition_size", "quantized_gradients"),
+    *(
+        "dp_replicate",
+        "ep",
+        "virtual_stages",
+        "stage_layers",
+        "sequence_length",
+        "hpz_partition_size",
+        "quantized_gradients",
+    ),
 )
 def layout(job: Job) -> Layout:
-    """Return the layout of a job's busiest stage."""
+    """Return the layout of a job's busiest stage; of its own stage where the plan names the blocks of each."""
     configuration, counts = job.configuration, job.counts
     total_layers = executed_layers(job)
-    layers = max(blocks_per_stage(total_layers, pp=configuration.pp, virtual_stages=configuration.virtual_stages))
+    pieces, named = configuration.virtual_stages, configuration.stage_layers
+    each = blocks_per_stage(total_layers, pp=configuration.pp, virtual_stages=pieces, named=named)
+    layers = each[job.stage] if named else max(each)
     outside = counts.outside_blocks
     if configuration.pp > 1:
         outside = max(counts.embedding, counts.head) + counts.other

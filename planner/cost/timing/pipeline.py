@@ -214,12 +214,13 @@ class Stage:
 
 
 def stages(job: Job, rates: DeviceRates) -> tuple[Stage, ...]:
-    """One stage per pipeline rank: layers as even as they go, the first ones getting what is left over."""
+    """One stage per pipeline rank: layers as the plan names them, else as even as they go."""
     return _stages(job, rates, None if job.counts.trains_all else recipe_of(job))
 
 
 @memo_by_fields(
-    *("tp", "pp", "cp", "ep", "virtual_stages", "sequence_parallel", "micro_batch_size", "sequence_length"),
+    *("tp", "pp", "cp", "ep", "virtual_stages", "stage_layers", "sequence_parallel"),
+    *("micro_batch_size", "sequence_length"),
     *("attention", "activation_checkpointing", "recompute_modules", "fetches_by_module"),
 )
 def _stages(job: Job, rates: DeviceRates, frozen: Recipe | None) -> tuple[Stage, ...]:
@@ -231,7 +232,8 @@ def _stages(job: Job, rates: DeviceRates, frozen: Recipe | None) -> tuple[Stage,
     block, head = blocks * (1 / layers), head_passes(job, shape, rates)
     if pp == 1:
         return (Stage(layers=layers, block=block, head=head),)
-    counts = blocks_per_stage(layers, pp=pp, virtual_stages=job.configuration.virtual_stages)
+    pieces, named = job.configuration.virtual_stages, job.configuration.stage_layers
+    counts = blocks_per_stage(layers, pp=pp, virtual_stages=pieces, named=named)
     return (
         *(Stage(layers=count, block=block) for count in counts[:-1]),
         Stage(layers=counts[-1], block=block, head=head),
@@ -241,8 +243,10 @@ def _stages(job: Job, rates: DeviceRates, frozen: Recipe | None) -> tuple[Stage,
 # Schedules.
 
 
-def bubble_seconds(job: Job, pipeline: Sequence[Stage], inside: Exchanges, hop: float) -> float:
+def bubble_seconds(job: Job, pipeline: Sequence[Stage], inside: Sequence[Exchanges], hop: float) -> float:
     """Return what the schedule takes beyond the work of its busiest stage.
+
+    `inside` is what the ranks of each stage exchange inside a micro-batch.
 
     GPipe fills and drains as 1F1B does. With `v` virtual stages a rank waits for pieces of a v-th, and results cross
     to a neighbour v times as often (arXiv 2104.04473, section 2.2). ZB-H1 has the gradients of weights fill the wait
@@ -253,13 +257,13 @@ def bubble_seconds(job: Job, pipeline: Sequence[Stage], inside: Exchanges, hop: 
     if len(pipeline) == 1:
         return 0.0
     steps, pieces = chosen.gradient_accumulation_steps, chosen.virtual_stages
-    forwards = [stage.forward + inside.forward for stage in pipeline]
-    backwards = [stage.backward + inside.backward for stage in pipeline]
+    forwards = [stage.forward + exchanged.forward for stage, exchanged in zip(pipeline, inside, strict=True)]
+    backwards = [stage.backward + exchanged.backward for stage, exchanged in zip(pipeline, inside, strict=True)]
     work = steps * max(forward + backward for forward, backward in zip(forwards, backwards, strict=True))
     waits = one_forward_one_backward(forwards, backwards, steps, pieces * hop) - work
     if chosen.pp_schedule == "zero-bubble":
-        busiest = max(pipeline, key=lambda stage: stage.total)
-        waits *= 1 - 2 * busiest.weights / (busiest.total + inside.visible)
+        busiest, exchanged = max(zip(pipeline, inside, strict=True), key=lambda pair: pair[0].total)
+        waits *= 1 - 2 * busiest.weights / (busiest.total + exchanged.visible)
     return waits / pieces
 
 

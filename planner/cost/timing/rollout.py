@@ -10,7 +10,7 @@ longest ends. docs/explanation/post-training.md compares rounds with published o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -21,7 +21,7 @@ from planner.cost.timing.flops import executed_layers, head_weights, job_stacks
 from planner.cost.timing.layout import exposed_seconds, layout
 from planner.cost.timing.pipeline import REDUCTIONS_EACH_WAY, boundary_seconds, exchanges, stages
 from planner.cost.timing.stacks import Stack
-from planner.cost.timing.step import parts_of
+from planner.cost.timing.step import parts_of, parts_of_stages
 from planner.models.tasks import facts_for_task
 from planner.types.job import Job, counts_of
 from planner.types.plan import StepTime
@@ -41,6 +41,14 @@ def step_time(job: Job) -> StepTime:
     """
     trained = at_trained_length(job)
     return round_time(trained) if job.workload.generates else parts_of(trained).time
+
+
+def stage_times(jobs: Sequence[Job]) -> tuple[StepTime, ...]:
+    """Return the step as each stage of a pipeline sees it; `jobs` are as those of `parts_of_stages`.
+
+    The longest is the step. Seconds.
+    """
+    return tuple(parts.time for parts in parts_of_stages([at_trained_length(job) for job in jobs]))
 
 
 def at_trained_length(job: Job) -> Job:

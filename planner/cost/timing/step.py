@@ -1,10 +1,12 @@
 """The step: compute, communication, offload, optimizer and pipeline bubble put together.
 
-`step_seconds = compute + exposed_communication + offload + optimizer + bubble`.
+`step_seconds = compute + exposed_communication + offload + optimizer + bubble`. Where the stages of a pipeline are
+unlike it is that of the stage whose own parts and waiting take longest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hardware_db.records import dataclass
@@ -31,8 +33,9 @@ from planner.types.plan import StepTime, Throughput
 class Parts:
     """Parts that a step is put together from.
 
-    The busiest stage, what its ranks exchange inside a micro-batch, the seconds of copies that `time` counts as
-    compute, those of waiting for the slowest GPU that it counts as communication, and the sums.
+    The stage that decides (the busiest, or the last to end where stages are unlike), what its ranks exchange inside a
+    micro-batch, the seconds of copies that `time` counts as compute, those of waiting for the slowest GPU that it
+    counts as communication, and the sums.
     """
 
     where: Layout
@@ -46,12 +49,50 @@ class Parts:
 
 def parts_of(job: Job) -> Parts:
     """Return the optimizer step and what it is put together from, without the rest of a round of post-training."""
-    steps = job.configuration.gradient_accumulation_steps
+    if job.configuration.stage_layers:
+        return slowest_stage([replace(job, stage=stage) for stage in range(job.configuration.pp)])
     rates = rates_of(job)
     where = layout(job)
     pipeline = stages(job, rates)
     busiest = max(pipeline, key=lambda stage: stage.total)
     inside = exchanges(job, where, busiest, rates)
+    waits = bubble_seconds(job, pipeline, [inside] * len(pipeline), boundary_seconds(job, rates))
+    return _parts(job, busiest, inside, waits)
+
+
+def parts_of_stages(jobs: Sequence[Job]) -> tuple[Parts, ...]:
+    """Return what each stage of a pipeline makes of a step, stages being unlike in blocks or in devices.
+
+    `jobs` are the stages in order: each is the job as if all devices were like that stage's.
+    """
+    pipeline, inside = zip(*map(stage_of, jobs), strict=True)
+    steps = jobs[0].configuration.gradient_accumulation_steps
+    busy = [steps * (stage.total + own.visible) for stage, own in zip(pipeline, inside, strict=True)]
+    hop = max(boundary_seconds(job, rates_of(job)) for job in jobs)
+    whole = max(busy) + bubble_seconds(jobs[0], pipeline, inside, hop)
+    return tuple(
+        _parts(job, stage, own, whole - seconds)
+        for job, stage, own, seconds in zip(jobs, pipeline, inside, busy, strict=True)
+    )
+
+
+def stage_of(job: Job) -> tuple[Stage, Exchanges]:
+    """Return a micro-batch's work on the stage that the job looks at, and what its ranks exchange inside it."""
+    rates = rates_of(job)
+    stage = stages(job, rates)[job.stage]
+    return stage, exchanges(job, layout(job), stage, rates)
+
+
+def slowest_stage(jobs: Sequence[Job]) -> Parts:
+    """Return the parts of the stage that ends its step last, of `parts_of_stages`."""
+    return max(parts_of_stages(jobs), key=lambda parts: parts.time.step_seconds)
+
+
+def _parts(job: Job, busiest: Stage, inside: Exchanges, bubble: float) -> Parts:
+    """Return the parts of a step whose ranks compute one stage, and wait `bubble` seconds for others."""
+    steps = job.configuration.gradient_accumulation_steps
+    rates = rates_of(job)
+    where = layout(job)
     hop = boundary_seconds(job, rates)
     hops = 2 * hop * job.configuration.virtual_stages
     visible = Communication(total=steps * (inside.total + hops), exposed=steps * inside.visible)
@@ -64,7 +105,6 @@ def parts_of(job: Job) -> Parts:
     waiting = compute * slowest_share(job.configuration.world_size)
     communication += Communication(total=waiting, exposed=waiting)
     optimizer = _optimizer(job, where, rates, offload)
-    bubble = bubble_seconds(job, pipeline, inside, hop)
     time = StepTime(
         step_seconds=compute + communication.exposed + offload.transfers + optimizer + bubble,
         compute_seconds=compute,

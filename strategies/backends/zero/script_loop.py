@@ -248,7 +248,7 @@ class ScriptLoop:
                 self.sharded_model.renew(bucket)
         self.sharded_model.renewed()
 
-    def known(self) -> set[torch.Tensor]:
+    def reduced_parameters(self) -> set[torch.Tensor]:
         """Return the model's parameters whose gradients are reduced, and their pieces."""
         return {*self.pieces.of, *self.pieces.of.values()}
 

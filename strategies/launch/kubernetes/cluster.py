@@ -155,7 +155,7 @@ class Cluster:
     def create(self, manifest: Mapping[str, Any], *, is_trial: bool = False) -> Job:
         """Submit a job; a trial only has the cluster judge it."""
         kind: JobKind = manifest["kind"]
-        words = (*self._place(kind), dict(manifest))
+        words = (*self._coordinates(kind), dict(manifest))
         options: dict[str, Any] = {"dry_run": "All"} if is_trial else {}
         create = self._objects.create_namespaced_custom_object
         document = self._ask(f"create {_PLURALS[kind]}", create, *words, **options)
@@ -165,7 +165,7 @@ class Cluster:
         """Return the job of a name, of whichever kind where none is given; None where there is none."""
         for candidate in JOB_KINDS if kind is None else (kind,):
             get = self._objects.get_namespaced_custom_object
-            document = self._ask(f"get {_PLURALS[candidate]}", get, *self._place(candidate), name, may_miss=True)
+            document = self._ask(f"get {_PLURALS[candidate]}", get, *self._coordinates(candidate), name, may_miss=True)
             if document is not None:
                 return Job(kind=candidate, document=document)
         return None
@@ -176,7 +176,7 @@ class Cluster:
         if names := self._workloads(job, workloads):
             address, change = workloads, {"active": not suspend}
         else:
-            address, names, change = self._place(job.kind), [job.name], {"suspend": suspend}
+            address, names, change = self._coordinates(job.kind), [job.name], {"suspend": suspend}
         spec: dict[str, Any] = {"runPolicy": change} if address[-1] == "pytorchjobs" else change
         patch = self._objects.patch_namespaced_custom_object
         content: dict[str, Any] = {"_content_type": "application/merge-patch+json"}
@@ -195,9 +195,11 @@ class Cluster:
         """Delete the job once its pods have ended; one that is gone already is what was wanted."""
         delete = self._objects.delete_namespaced_custom_object
         options: dict[str, Any] = {"propagation_policy": "Foreground"}
-        self._ask(f"delete {_PLURALS[job.kind]}", delete, *self._place(job.kind), job.name, may_miss=True, **options)
+        self._ask(
+            f"delete {_PLURALS[job.kind]}", delete, *self._coordinates(job.kind), job.name, may_miss=True, **options
+        )
 
-    def _place(self, kind: JobKind) -> tuple[str, str, str, str]:
+    def _coordinates(self, kind: JobKind) -> tuple[str, str, str, str]:
         group, version = API_VERSIONS[kind].split("/")
         return group, version, self.namespace, _PLURALS[kind]
 

@@ -36,7 +36,7 @@ class AccelerateLauncher(ProcessLauncher):
 
     def result(self, status: int) -> dict[str, object]:
         """Return the exit statuses in elastic's report."""
-        return {"failures": {int(rank): int(code) for rank, code in _RANK.findall(self.said)}}
+        return {"failures": {int(rank): int(code) for rank, code in _RANK.findall(self.output)}}
 
     def _config(self) -> dict[str, object]:
         nodes, ranks = self.placement.most_nodes, self.placement.most_nodes * self.spec.processes

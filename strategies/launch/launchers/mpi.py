@@ -55,10 +55,10 @@ class MpiLauncher(ProcessLauncher):
 
     def result(self, status: int) -> dict[str, object]:
         """Return how the job's ranks ended."""
-        result = job_result(self.said)
+        result = job_result(self.output)
         # Above 128 a signal has ended it, before it could say anything of its ranks.
         if 0 < status < 128 and not result["failures"] and "kind" not in result:
-            result |= {"kind": "failed", "reason": first_words(self.said) or f"mpirun ended with status {status}"}
+            result |= {"kind": "failed", "reason": first_words(self.output) or f"mpirun ended with status {status}"}
         return result
 
     def _open_mpi(self) -> list[str]:

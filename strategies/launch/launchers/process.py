@@ -40,7 +40,7 @@ class ProcessLauncher(ABC):
         return self.spec.placement
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """The output of the program itself in this attempt."""
         with (self.spec.directory / AGENT_LOG).open("rb") as log:
             log.seek(self._log_begins)

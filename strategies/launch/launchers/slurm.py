@@ -75,7 +75,7 @@ class SlurmLauncher(ProcessLauncher):
 
     def result(self, status: int) -> dict[str, object]:
         """Return how the step's ranks ended."""
-        return step_result(self.said)
+        return step_result(self.output)
 
 
 def step_result(output: str) -> dict[str, object]:

@@ -134,7 +134,7 @@ def _quiet() -> Iterator[None]:
 
 def why_refused(problem: TraceFailed, module: nn.Module) -> str:
     """Return what cannot be followed, and where; for other failures what the module raised."""
-    where = _place(problem.module_path, type(module).__name__)
+    where = _dotted_name(problem.module_path, type(module).__name__)
     for raised in _causes(problem):
         refusal = _cannot(raised)
         if refusal:
@@ -160,7 +160,7 @@ def _cannot(raised: BaseException) -> tuple[str, str] | None:
     return None
 
 
-def _place(path: str, root: str) -> str:
+def _dotted_name(path: str, root: str) -> str:
     """`MyModel.blocks.3.router`; where no part of the module was running, its backward was."""
     if not path:
         return f"the backward pass of {root}"

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from planner.cost.split import why_other_layers
 from planner.types.plan import Configuration
 from strategies.errors import CannotRun
 from strategies.parallel.blocks import without_adapters
@@ -111,18 +112,24 @@ class Chunk(nn.Module):
 
 
 def chunks_of(module: nn.Module, configuration: Configuration, rank: int) -> list[Chunk]:
-    """Return a pipeline rank's chunks, as equal as the number of blocks allows; the first ones have one block more.
+    """Return a pipeline rank's chunks, of the blocks that the plan names.
+
+    Without any they are as equal as the number of blocks allows; the first ones have one block more.
 
     Raises:
-        TraceFailed: the model's blocks are not in `layers` of its base model, or there are fewer than chunks.
+        TraceFailed: the model's blocks are not in `layers` of its base model, there are fewer than chunks, or the plan
+            names others.
     """
     model = without_adapters(module)
     layers = getattr(getattr(model, getattr(model, "base_model_prefix", "") or "model", None), "layers", None)
     stages = configuration.pp * configuration.virtual_stages
     if layers is None or len(layers) < stages:
         raise TraceFailed("", "", f"a pipeline of {stages} stages is traced for decoders with as many blocks or more")
+    if problem := why_other_layers(configuration.stage_layers, len(layers), type(model).__name__):
+        raise TraceFailed("", "", problem)
     each, more = divmod(len(layers), stages)
-    ends = list(accumulate((each + (index < more) for index in range(stages)), initial=0))
+    counts = configuration.stage_layers or [each + (index < more) for index in range(stages)]
+    ends = list(accumulate(counts, initial=0))
     chunks = []
     for stage in range(rank, stages, configuration.pp):
         blocks = range(ends[stage], ends[stage + 1])

@@ -534,7 +534,7 @@ class _Run:
     def _watch_gradients(self, parameters: Any) -> None:
         keep = self._configuration.zero_stage == 0
 
-        def made(parameter: torch.Tensor) -> None:
+        def label_gradient(parameter: torch.Tensor) -> None:
             self._order[parameter] = None
             if self._zero is not None and isinstance(parameter, nn.Parameter):
                 self._zero.take(parameter)
@@ -545,7 +545,7 @@ class _Run:
 
         for parameter in parameters:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(made)
+                parameter.register_post_accumulate_grad_hook(label_gradient)
 
     def _autocast(self) -> AbstractContextManager[object]:
         dtype = autocast_dtype(self._configuration)

@@ -53,6 +53,8 @@ GRID = {
     "llama-3-70b interleaved": split_plan(pp_schedule="interleaved", virtual_stages=5),
     "llama-3-70b fsdp interleaved": split_plan(strategy="fsdp", pp_schedule="interleaved", virtual_stages=5),
     "llama-3-70b zero-bubble": split_plan(strategy="fsdp", pp_schedule="zero-bubble", virtual_stages=2),
+    "llama-3-70b stages": split_plan(layers_per_stage="3x22,1x14"),
+    "llama-3-70b fsdp stages": split_plan(strategy="fsdp", layers_per_stage="3x22,1x14"),
     "llama-3-70b gpipe": split_plan(strategy="ddp", pp_schedule="gpipe"),
     "llama-3.1-405b": split_plan("llama3.1-405b", dp_shard=8, tp=8, pp=16, sequence_length=8192),
     "qwen2.5-7b cp": split_plan("qwen2.5-7b", cp=2, tp=2, pp=1, sequence_length=32768),
@@ -84,6 +86,29 @@ def test_recomputed_modules_are_in_megatrons_flags() -> None:
     assert any("--recompute-modules moe_act layernorm" in text for text in written.values())
     bridge = emit(GRID["deepseek-v3 modules"], "megatron-bridge")["bridge_plan.py"]
     assert 'recompute_modules=["moe_act", "layernorm"]' in bridge
+
+
+def test_stages_of_unlike_numbers_of_layers_are_named() -> None:
+    files = {name: emit(GRID["llama-3-70b stages"], name) for name in ("megatron", "megatron-bridge", "nemo")}
+    layout = "Et*22|t*22|t*22|t*14L"
+    assert megatron_words(files["megatron"])["--pipeline-model-parallel-layout"] == [layout]
+    assert not any("first-pipeline" in word for word in megatron_words(files["megatron"]))
+    assert all(f'"{layout}"' in "".join(texts.values()) for texts in files.values())
+    titan = emit(GRID["llama-3-70b fsdp stages"], "torchtitan")
+    line = next(text for text in titan["torchtitan.toml"].splitlines() if text.startswith("module_fqns_per_model_part"))
+    parts = json.loads(line.partition(" = ")[2])
+    assert [len(part) for part in parts] == [23, 22, 22, 16]
+    assert [part for stage in parts for part in stage] == [
+        "tok_embeddings", *(f"layers.{index}" for index in range(80)), "norm", "output",
+    ]  # fmt: skip
+    assert '"layers.79", "norm", "lm_head"]' in titan["torchtitan_plan.py"].replace("'", '"')
+
+
+@pytest.mark.parametrize("format", ["nanotron", "accelerate", "huggingface", "deepspeed"])
+def test_trainers_that_deal_stages_out_evenly_refuse_others(format: str) -> None:
+    with pytest.raises(ContradictoryRequest, match="stages have 3x22,1x14 layers") as refusal:
+        emit(GRID["llama-3-70b stages"], format)
+    assert "\n" not in str(refusal.value)
 
 
 def every_file(format: str) -> dict[str, tuple[Plan, dict[str, str]]]:

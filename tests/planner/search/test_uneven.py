@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from itertools import product
+from functools import cache, partial
+from itertools import combinations, pairwise, product
 from pathlib import Path
 
 import pytest
 
 from planner.cluster.cluster_file import read_cluster_file
 from planner.cluster.groups import at_rates, level, name_group
+from planner.cost.timing import stage_times
 from planner.errors import BrokenFile, ContradictoryRequest
 from planner.models.resolve import resolve_model
-from planner.search.request import Request, WorkOptions, make_request
+from planner.search.estimate import estimate, job_of
+from planner.search.request import Degrees, Request, WorkOptions, make_request
+from planner.search.scaling import over_lengths, over_micro_batches
 from planner.search.search import Recommendation, recommend
+from planner.search.uneven_parts import kinds_of
+from planner.search.uneven_stages import balance, fastest_stages
 from planner.types.cluster import Cluster
+from planner.types.plan import Configuration
 from planner.types.plan_io import load_plan, save_plan
-from planner.types.shares import read_rates, read_sizes, split_by_rate, write_sizes
+from planner.types.shares import read_layers, read_rates, read_sizes, split_by_rate, write_sizes
 
 SLOW_NODE = """
 gpu: A100-SXM4-80GB
@@ -220,3 +226,132 @@ def test_the_plan_comes_back_from_its_file(folder: Path) -> None:
     plan = answered(SLOW_NODE, 448, folder).plans[0]
     save_plan(plan, folder / "plan.yaml")
     assert load_plan(folder / "plan.yaml") == plan
+
+
+def test_no_curves_are_drawn_over_unlike_shares(folder: Path) -> None:
+    answer = answered(SLOW_NODE, 448, folder)
+    uneven, even = answer.plans[0], answer.plans[1]
+    assert over_micro_batches(answer.request, uneven) == over_lengths(answer.request, uneven) == ()
+    assert len(over_micro_batches(answer.request, even)) > 1
+
+
+# Stages of a pipeline by the rate of their nodes.
+
+
+def in_stages(cluster: Cluster, batch: int = 128, **options: object) -> Request:
+    """Return a question whose script has four stages."""
+    return question(cluster, batch, **{"strategies": ("ddp", "zero1"), "degrees": Degrees(pp=4), **options})
+
+
+def every_cut(blocks: int, stages: int) -> list[tuple[int, ...]]:
+    return [
+        tuple(end - first for first, end in pairwise((0, *ends, blocks)))
+        for ends in combinations(range(1, blocks), stages - 1)
+    ]
+
+
+@pytest.mark.parametrize("blocks", [4, 11, 16])
+@pytest.mark.parametrize("seconds", [(1.0, 1.0, 1.0, 2.0), (3.0, 0.5, 1.0, 1.5)])
+@pytest.mark.parametrize("head", [0.0, 2.5])
+def test_no_cut_has_less_work_on_its_busiest_stage(blocks: int, seconds: tuple[float, ...], head: float) -> None:
+    most = [13, 13, 3, 13]
+
+    def work(stage: int, count: int) -> float:
+        return seconds[stage] * count + head * (stage == 3)
+
+    cut = balance([partial(work, stage) for stage in range(4)], blocks, most)
+    assert cut is not None
+    busiest = [max(map(work, range(4), other)) for other in every_cut(blocks, 4) if other[2] <= 3]
+    assert max(map(work, range(4), cut)) == pytest.approx(min(busiest))
+    assert sum(cut) == blocks
+    assert cut[2] <= 3
+
+
+def test_there_is_no_cut_of_too_few_blocks_or_too_little_room() -> None:
+    work = [float] * 3
+    assert balance(work, 2, [2] * 3) is None
+    assert balance(work, 9, [3, 3, 2]) is None
+    assert balance(work, 3, [3, 3, 0]) is None
+
+
+def test_a_slow_stage_has_fewer_blocks_and_no_other_cut_is_faster(folder: Path) -> None:
+    request = in_stages(cluster_of(SLOW_NODE, folder))
+    answer = recommend(request)
+    uneven, plan = answer.uneven, answer.plans[0]
+    assert uneven is not None
+    assert uneven.even is not None
+    assert uneven.shared is uneven.by_stages
+    assert "blocks of pipeline stages" in answer.choice
+    blocks = plan.configuration.stage_layers
+    assert sum(blocks) == 24
+    assert plan.runnable
+    assert uneven.even.time.step_seconds > 1.6 * plan.time.step_seconds
+    cuts = [cut for cut in every_cut(24, 4) if max(map(abs, map(int.__sub__, cut, blocks))) <= 2]
+    others = [estimate_of(request, plan.configuration, cut) for cut in cuts]
+    assert plan.time.step_seconds <= 1.0001 * min(others)
+
+
+def estimate_of(request: Request, chosen: Configuration, blocks: tuple[int, ...]) -> float:
+    """Return the seconds of a step whose stages, one on each node, have so many blocks."""
+    named = replace(chosen, layers_per_stage=",".join(map(str, blocks)))
+    fast, slow = (job_of(kind.request, named) for kind in kinds_of(request))
+    jobs = [replace(slow if stage == 3 else fast, stage=stage) for stage in range(4)]
+    return max(time.step_seconds for time in stage_times(jobs))
+
+
+def test_a_stage_with_little_memory_has_the_blocks_that_fit(folder: Path) -> None:
+    cluster = cluster_of(SLOW_NODE, folder)
+    fast, slow = cluster.groups
+    last = replace(slow, speed=1.0)
+    cuts = []
+    for room in (9_000_000_000, last.capacity_bytes):
+        request = in_stages(replace(cluster, groups=(fast, replace(last, capacity_bytes=room))))
+        cuts.append(fastest_stages(request, kinds_of(request)))
+    shared, roomy = cuts
+    assert shared is not None
+    assert roomy is not None
+    assert shared.configuration.stage_layers[3] < roomy.configuration.stage_layers[3]
+    for part in shared.parts:
+        assert part.priced.memory.device_needed_bytes <= part.group.capacity_bytes
+
+
+def test_a_plan_of_unlike_stages_is_priced_as_it_was_chosen(folder: Path) -> None:
+    """On alike nodes: an even cut by name is what an even cut without one is, and the head takes as long as blocks."""
+    request = in_stages(cluster_of("gpu: A100-SXM4-80GB\nnodes: 4", folder))
+    chosen = recommend(request).plans[0].configuration
+    cuts = ("", "6,6,6,6", "12,4,4,4", "7,7,6,4")
+    even, named, other, balanced = (estimate(request, replace(chosen, layers_per_stage=cut)) for cut in cuts)
+    assert named.time.step_seconds == pytest.approx(even.time.step_seconds, rel=0.02)
+    assert named.memory.peak_allocated_bytes == even.memory.peak_allocated_bytes
+    assert other.time.step_seconds > 1.2 * even.time.step_seconds
+    assert balanced.time.step_seconds < 0.95 * even.time.step_seconds
+    assert other.memory.peak_allocated_bytes > even.memory.peak_allocated_bytes
+
+
+@pytest.mark.parametrize(
+    ("layers", "problem"),
+    [
+        ("6,6,6", "are of 3 stages, and pp 4 makes 4"),
+        ("6,6,6,0", "every stage has a whole number of blocks"),
+        ("6,6,6,5", "are 23 blocks, and facebook/opt-1.3b has 24"),
+        ("5000x1", "more than 4,096 stages"),
+        ("six", "does not say what each stage has"),
+    ],
+)
+def test_layers_that_are_no_cut_are_one_line(layers: str, problem: str, folder: Path) -> None:
+    request = in_stages(cluster_of(SLOW_NODE, folder))
+    chosen = recommend(request).plans[-1].configuration
+    with pytest.raises(ContradictoryRequest, match=problem) as raised:
+        estimate(request, replace(chosen, layers_per_stage=layers))
+    assert "\n" not in str(raised.value)
+
+
+def test_the_blocks_of_stages_are_read() -> None:
+    assert read_layers("2x8,1x7,1x1") == (8, 8, 7, 1)
+    assert read_layers("3,1") == (3, 1)
+
+
+def test_a_plan_of_unlike_stages_comes_back_from_its_file(folder: Path) -> None:
+    plan = recommend(in_stages(cluster_of(SLOW_NODE, folder))).plans[0]
+    save_plan(plan, folder / "stages.yaml")
+    assert load_plan(folder / "stages.yaml") == plan

@@ -86,7 +86,12 @@ def test_ranks_that_wait_for_each_other_measure_nothing(tmp_path: Path) -> None:
     save_plan(Recipe(strategy="fsdp", world_size=2).plan(), tmp_path / PLAN_FILE)
     with pytest.raises(DsplanError, match="under fsdp ranks wait for each other"):
         parse_rates(str(tmp_path))
-    save_plan(Recipe(strategy="ddp", world_size=2).plan(), tmp_path / PLAN_FILE)
+    plan = Recipe(strategy="ddp", world_size=2).plan()
+    staged = replace(plan.configuration, dp_replicate=1, pp=2, micro_batch_size=2 * plan.configuration.micro_batch_size)
+    save_plan(replace(plan, configuration=staged), tmp_path / PLAN_FILE)
+    with pytest.raises(DsplanError, match="with pp 2 ranks have unlike parts of the model"):
+        parse_rates(str(tmp_path))
+    save_plan(plan, tmp_path / PLAN_FILE)
     with pytest.raises(DsplanError, match="holds no steps of several ranks"):
         parse_rates(str(tmp_path))
 

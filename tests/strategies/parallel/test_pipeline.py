@@ -20,7 +20,7 @@ from planner.cost.split import micro_batches_in_flight
 from planner.vocabulary import Schedule
 from strategies.errors import CannotRun
 from strategies.parallel.model import Partition, SplitOptions
-from strategies.parallel.pipeline import Action, _Made, order_of, require_end, with_messages
+from strategies.parallel.pipeline import Action, _StageOutput, order_of, require_end, with_messages
 from strategies.parallel.split import ModelParts, even_split, hold_part, stand_in
 from strategies.parallel.stages import Stages, cut_stages, stages_of, without_elsewhere
 from tests.strategies import parallel_bodies
@@ -28,6 +28,7 @@ from tests.strategies.parallel_bodies import VOCABULARY, Composition, Difference
 
 PP = Composition(pp=2, accumulation=4, clipping=0.5)
 INTERLEAVED = replace(PP, schedule="interleaved", virtual_stages=2)
+UNEVEN = replace(PP, layers="1x3,1x1")
 
 
 def _worst(differences: list[Difference]) -> Difference:
@@ -57,6 +58,17 @@ def test_two_stages_train_as_one_process(ranks: RankPool, kind: Kind, compositio
     assert worst.share < 0.6
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.sweep(suite=lambda strategy: strategy == "ddp")
+def test_stages_of_unlike_numbers_of_blocks_train_as_one_process(four_ranks: RankPool, strategy: str) -> None:
+    """Three of the four blocks are on the first stage; the table and the head are one weight on both."""
+    degrees = {"dp_replicate": 2} if strategy == "ddp" else {"dp_shard": 2}
+    each = four_ranks.run(parallel_bodies.train, "qwen3", replace(UNEVEN, strategy=strategy, **degrees))
+    worst = _worst(each)
+    assert max(worst.loss, worst.parameter, worst.norm) < 1e-5, worst
+    assert min(rank.share for rank in each) < 0.6 < max(rank.share for rank in each)
+
+
 @pytest.mark.slow
 def test_stages_of_one_rank_hand_on_split_sequences(four_ranks: RankPool) -> None:
     composition = replace(INTERLEAVED, tp=2, sequence_parallel=True, steps=2)
@@ -83,6 +95,8 @@ def test_stages_of_one_rank_hand_on_split_sequences(four_ranks: RankPool) -> Non
         replace(PP, pp=4, accumulation=2),
         replace(PP, pp=4, accumulation=8, schedule="zero-bubble"),
         replace(PP, tp=2),
+        replace(UNEVEN, strategy="fsdp", dp_shard=2, checkpointing="full"),
+        replace(UNEVEN, strategy="zero1", dp_shard=2),
     ],
 )
 def test_four_ranks_train_as_one_process(four_ranks: RankPool, kind: Kind, composition: Composition) -> None:
@@ -176,10 +190,12 @@ def test_a_schedule_that_never_ends_is_found() -> None:
 # Cuts, without a rank.
 
 
-def cut(model: nn.Module, rank: int, ranks: int = 2, partition: Partition = "uniform") -> tuple[Stages, ModelParts]:
+def cut(
+    model: nn.Module, rank: int, ranks: int = 2, partition: Partition = "uniform", layers: str = ""
+) -> tuple[Stages, ModelParts]:
     """This rank's stages of a model, as a job of `ranks` would leave them."""
     mesh: Any = SimpleNamespace(rank=lambda _: rank, environment=SimpleNamespace(device=torch.device("cpu")))
-    configuration = Composition(pp=ranks, accumulation=ranks).plan().configuration
+    configuration = Composition(pp=ranks, accumulation=ranks, layers=layers).plan().configuration
     parts = ModelParts()
     cut_stages(model, mesh, SplitOptions(configuration=configuration, partition=partition), parts)
     stages = stages_of(model)
@@ -301,6 +317,25 @@ def test_a_large_head_takes_blocks_from_the_last_stage(partition: Partition, hea
     assert (len(stages.ranges[0]), parts.blocks) == (blocks, (range(blocks),))
 
 
+def test_the_plan_names_the_blocks_of_each_stage() -> None:
+    for rank, blocks in ((0, range(3)), (1, range(3, 4))):
+        stages, parts = cut(Plain(), rank, layers="3,1")
+        assert parts.blocks == (blocks,)
+        assert stages.ranges[rank] == blocks
+
+
+@pytest.mark.parametrize(
+    ("layers", "partition", "words"),
+    [
+        ("3,2", "uniform", "layers_per_stage 3,2 are 5 blocks, and Plain has 4; name each of them once"),
+        ("3,1", "parameters", "the plan gives stages 3,1 blocks, and pipeline.partition of the config is parameters"),
+    ],
+)
+def test_other_blocks_than_the_model_has_are_refused(layers: str, partition: Partition, words: str) -> None:
+    with pytest.raises(CannotRun, match=words):
+        cut(Plain(), 0, layers=layers, partition=partition)
+
+
 def test_optimizers_lose_what_other_stages_have() -> None:
     model = Plain()
     optimizer = torch.optim.AdamW([{"params": [model.head.weight]}, {"params": list(model.blocks.parameters())}])
@@ -318,7 +353,7 @@ def test_optimizers_lose_what_other_stages_have() -> None:
 
 def test_a_stage_lets_go_of_what_it_has_sent_and_can_still_go_back() -> None:
     weight = torch.full((3,), 2.0, requires_grad=True)
-    output = _Made(weight * weight)
+    output = _StageOutput(weight * weight)
     memory = weakref.ref(output.values.untyped_storage())
     output.is_sent()
     assert memory() is None

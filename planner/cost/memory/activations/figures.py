@@ -246,7 +246,8 @@ def buffer_bytes(job: Job, recipe: Recipe) -> float:
 def blocks_on_stage(job: Job, figures: Figures) -> tuple[int, ...]:
     """Return how many blocks of each kind a rank of the job's pipeline stage has."""
     chosen, kinds = job.configuration, tuple((block.name, block.count) for block in figures.blocks)
-    return kinds_on_stage(kinds, pp=chosen.pp, virtual_stages=chosen.virtual_stages, stage=job.stage)
+    pieces = chosen.virtual_stages
+    return kinds_on_stage(kinds, pp=chosen.pp, virtual_stages=pieces, stage=job.stage, named=chosen.stage_layers)
 
 
 def precision_mode(recipe: Recipe) -> str:

@@ -286,14 +286,14 @@ def with_heads_apart(form: Form, width: int) -> Form:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class NearestForm:
     """A form, and in how many fields the structure it was derived from differs from the model's."""
 
     form: Form
     differences: int
 
 
-def find_form(structure: Mapping[str, str], variants: Sequence[str]) -> Found | None:
+def find_form(structure: Mapping[str, str], variants: Sequence[str]) -> NearestForm | None:
     """Return the form of the structure nearest to this one, in the first of the variants that its model type has.
 
     A type that was never traced in any takes that of a typical model of its kind; None if that has none either.
@@ -305,7 +305,7 @@ def find_form(structure: Mapping[str, str], variants: Sequence[str]) -> Found | 
             if entries:
                 distances = [difference(dict(structure), entry["structure"]) for entry in entries]
                 nearest = distances.index(min(distances))
-                return Found(form=_form(entries[nearest]["forms"][variant]), differences=distances[nearest])
+                return NearestForm(form=_form(entries[nearest]["forms"][variant]), differences=distances[nearest])
     return None
 
 

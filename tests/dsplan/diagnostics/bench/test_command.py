@@ -14,7 +14,16 @@ from dsplan.__main__ import main
 from dsplan.diagnostics.bench.benchmark import BenchReport
 from dsplan.diagnostics.bench.cases import TrainingCase, request_of
 from dsplan.diagnostics.bench.plan import BenchPlan, Wanted, load_bench_plan, make_bench_plan
-from dsplan.diagnostics.bench.session import Begun, Event, Found, Measured, Refused, Started, TimeIsUp, Waiting
+from dsplan.diagnostics.bench.session import (
+    Begun,
+    Event,
+    Measured,
+    MeasuredElsewhere,
+    Refused,
+    Started,
+    TimeIsUp,
+    Waiting,
+)
 from dsplan.render.bench_view import BenchView, rate_words, report_blocks, report_to_dict, result_words, work_words
 from dsplan.render.show import plain_text
 from hardware_db.measurement import Measured as MeasuredFigures
@@ -119,7 +128,7 @@ def test_a_pipe_gets_a_line_for_every_result() -> None:
         Started(work=PRODUCT),
         Waiting(),
         rate_event(),
-        Found(work=PRODUCT),
+        MeasuredElsewhere(work=PRODUCT),
         Refused(work=PRODUCT, reason="no such thing"),
         TimeIsUp(left=1),
     ]

@@ -16,9 +16,9 @@ from dsplan.diagnostics.bench.session import (
     Begun,
     BenchSession,
     Event,
-    Found,
     Limits,
     Measured,
+    MeasuredElsewhere,
     Refused,
     Started,
     TimeIsUp,
@@ -135,7 +135,7 @@ def test_what_another_benchmark_measured_meanwhile_is_taken(ranks: Ranks) -> Non
     assert next(events) == Begun(total=2, stored=0)
     assert next(events) == Started(work=points[0])
     store.add(as_measurement(Rate(point=points[0], value=1.0, unit="s"), fingerprint(LAPTOP), "bench"))
-    assert next(events) == Found(work=points[0])
+    assert next(events) == MeasuredElsewhere(work=points[0])
     assert [type(event) for event in events] == [Started, Measured]
     assert ranks.calls == [points[1]]
 
