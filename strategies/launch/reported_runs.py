@@ -124,9 +124,7 @@ def from_report(report: StatusReport) -> RunStatus:
     status = RunStatus(
         directory=None,
         name=report.name,
-        plan=PlanInUse(
-            model=report.model, strategy=report.strategy, backend=report.backend, precision=report.precision
-        )
+        plan=PlanInUse(model=report.model, strategy=report.strategy, backend=report.backend, precision=report.precision)
         if report.strategy
         else None,
         alerts=report.alerts,

@@ -131,7 +131,9 @@ def test_a_server_that_is_away_is_one_line(tmp_path: Path, monkeypatch: pytest.M
         time.sleep(0.01)
     lines += reporter.finish(in_a_hurry=True)
     assert len(lines) == 1
-    assert lines[0].startswith("this run is missing on the team's page, and is tried again: postgresql://ada@localhost:1")
+    assert lines[0].startswith(
+        "this run is missing on the team's page, and is tried again: postgresql://ada@localhost:1"
+    )
     assert "secret" not in lines[0]
     assert "\n" not in lines[0]
 
