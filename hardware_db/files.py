@@ -50,13 +50,21 @@ def database_address() -> str | None:
     Raises:
         DsplanError: it is the address of something else.
     """
-    named = os.environ.get(DATABASE, "").strip()
-    if named.startswith(_SERVERS):
-        return named
-    if "://" in named:
-        scheme = named.partition("://")[0]
-        remedy = "use postgresql:// or a file's path"
-        raise DsplanError(f"{DATABASE}: {scheme}:// is no database that dsplan knows; {remedy}")
+    return server_address(os.environ.get(DATABASE, "").strip(), DATABASE)
+
+
+def server_address(text: str, named_by: str) -> str | None:
+    """Return a text that is the address of a PostgreSQL database; None for a path. `named_by` names it in the error.
+
+    Raises:
+        DsplanError: it is the address of something else.
+    """
+    if text.startswith(_SERVERS):
+        return text
+    if "://" in text:
+        scheme = text.partition("://")[0]
+        remedy = "use postgresql:// or a path"
+        raise DsplanError(f"{named_by}: {scheme}:// is no database that dsplan knows; {remedy}")
     return None
 
 

@@ -27,6 +27,7 @@ from strategies.supervision.hang_detection import HANG_SECONDS
 
 if TYPE_CHECKING:
     from dsplan.diagnostics.metrics_endpoint import RunCollector
+    from dsplan.diagnostics.metrics_otlp import OtlpTarget
     from strategies.launch.prepare import RunRequest
     from strategies.launch.report import RunReport
 
@@ -235,6 +236,13 @@ class SupervisionFlags:
         str | None,
         typer.Option(metavar="ADDRESS", help="Address of the metrics; by default only this machine reaches them."),
     ] = None
+    otlp: Annotated[
+        bool,
+        typer.Option("--otlp", help="Send the same metrics to an OpenTelemetry collector, where OTEL_ variables say."),
+    ] = False
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send them to this collector, such as http://localhost:4318.")
+    ] = None
 
 
 run = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -263,14 +271,16 @@ def run_script(
 ) -> None:
     """Train with SCRIPT under a plan: the one given, or one made from the script's own model and this machine."""
     from dsplan.diagnostics.metrics_endpoint import serve_metrics
+    from dsplan.diagnostics.metrics_otlp import otlp_target
 
     _check_launcher_flags(placement, kubernetes, skypilot)
     if placement.launcher in SUBMITTED:
         raise typer.Exit(
             _run_elsewhere(script, arguments or (), planning, placement, supervision, kubernetes, skypilot, json=json)
         )
+    target = otlp_target(supervision.otlp_endpoint, wanted=supervision.otlp)
     with serve_metrics(supervision.metrics_port, supervision.metrics_host) as metrics:
-        exit_code = _run(_request(script, arguments, planning, placement, supervision), metrics, json=json)
+        exit_code = _run(_request(script, arguments, planning, placement, supervision), metrics, target, json=json)
     raise typer.Exit(exit_code)
 
 
@@ -314,23 +324,29 @@ def _run_elsewhere(
     return run_on_cluster(*words, kubernetes, detach=detach, json=json)
 
 
-def _run(request: RunRequest, metrics: RunCollector, *, json: bool) -> int:
+def _run(request: RunRequest, metrics: RunCollector, target: OtlpTarget | None, *, json: bool) -> int:
     """Run a request to its end, print its last page, and return the exit status."""
+    from dsplan.diagnostics.metrics_otlp import OtlpExporter
     from dsplan.diagnostics.recorded_runs import record_attempt, record_run
     from dsplan.diagnostics.tracking.feed import Tracking
     from dsplan.render.run_report import report_blocks, report_to_dict
     from dsplan.render.run_view import RunView
     from dsplan.render.show import say, show, show_json
     from strategies.launch.prepare import prepare
+    from strategies.launch.reported_runs import RunReporter
     from strategies.launch.supervisor import Supervisor
 
     launch = prepare(*_understood(request))
     metrics.follow(launch.spec.directory)
     for sentence in filter(None, (*launch.notices, _warn_of_strays(launch.script, launch.spec.arguments))):
         notice(sentence)
-    tracking = Tracking(launch.spec.directory, launch.spec.trackers)
+    companions = (
+        Tracking(launch.spec.directory, launch.spec.trackers),
+        RunReporter(launch.spec),
+        OtlpExporter(launch.spec, target),
+    )
     session = Supervisor(
-        launch.spec, launch.plan, tracking, record_attempt, resumes=launch.resumes, resume_from=launch.resume_from
+        launch.spec, launch.plan, companions, record_attempt, resumes=launch.resumes, resume_from=launch.resume_from
     )
     with RunView(ranks=launch.ranks, out=sys.stderr if json else sys.stdout) as view:
         for event in session.events():

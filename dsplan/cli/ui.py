@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,9 +24,11 @@ def ui(
     ] = None,
     seconds: Annotated[float, number(limits.ANSWER_SECONDS, "The longest that one answer may take.", "SECONDS")] = 20.0,
     runs: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            "--runs", metavar="DIR", help="Also serve the runs below this directory, as watch --runs lists them."
+            "--runs",
+            metavar="DIR|postgresql://...",
+            help="Also serve the runs below this directory, or of a team's database, as watch --runs lists them.",
         ),
     ] = None,
 ) -> None:

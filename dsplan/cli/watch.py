@@ -19,9 +19,11 @@ def watch(
         typer.Argument(metavar="DIR", help="The directory of a run of `dsplan run`, or the name of its job."),
     ] = None,
     runs: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            "--runs", metavar="DIR", help="List all runs below this directory instead, and their cost so far."
+            "--runs",
+            metavar="DIR|postgresql://...",
+            help="List all runs below this directory instead, or those of a team's database, and their cost so far.",
         ),
     ] = None,
     price: Annotated[
@@ -46,7 +48,8 @@ def watch(
 ) -> None:
     """Ranks, loss, speed, memory, GPU use and alerts of a run that goes on; with --runs, a line for each of many runs.
 
-    A run's page ends with the run. Files alone are read, and of a run on a cluster what the cluster says.
+    A run's page ends with the run. Files alone are read, of a run on a cluster what the cluster says, and of a team's
+    database what runs have reported to it.
     """
     if launcher != "kubernetes" and (kube_namespace is not None or kube_context is not None):
         from planner.errors import ContradictoryRequest
@@ -61,7 +64,7 @@ def watch(
     from planner.errors import ContradictoryRequest
 
     if directory is None:
-        raise ContradictoryRequest("no run is named; give a run directory, or --runs with the directory of many")
+        raise ContradictoryRequest("no run is named; give a run directory, or --runs with what tells of many")
     if price is not None:
         raise ContradictoryRequest("--price is for the cost of many runs; add --runs DIR or leave it out")
     _watch_one(directory, steps, every, once=once, json=json)
@@ -70,7 +73,7 @@ def watch(
 def _watch_job(
     launcher: str,
     name: Path | None,
-    runs: Path | None,
+    runs: str | None,
     namespace: str | None,
     context: str | None,
     *,
@@ -97,20 +100,20 @@ def _check_many(directory: Path | None, steps: int | None) -> None:
         raise ContradictoryRequest("--steps says how many steps one run shall have; leave it or --runs out")
 
 
-def _watch_many(parent: Path, price: float | None, every: float, *, once: bool, json: bool) -> None:
+def _watch_many(where: str, price: float | None, every: float, *, once: bool, json: bool) -> None:
     from dsplan.render.runs_view import runs_blocks, runs_to_dict
     from dsplan.render.show import can_redraw, show, show_json
-    from strategies.launch.run_status import RunsFollower
+    from strategies.launch.reported_runs import runs_at
 
-    follower = RunsFollower(parent)
+    runs = runs_at(where)
     if json:
-        show_json(runs_to_dict(follower.look(), price))
+        show_json(runs_to_dict(runs.look(), price))
     elif once or not can_redraw(sys.stdout):
-        show(runs_blocks(follower.look(), price))
+        show(runs_blocks(runs.look(), price))
     else:
         from dsplan.render.live_frames import follow_runs
 
-        follow_runs(follower.look, every, price)
+        follow_runs(runs.look, every, price)
 
 
 def _watch_one(directory: Path, steps: int | None, every: float, *, once: bool, json: bool) -> None:

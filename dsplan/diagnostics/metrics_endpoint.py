@@ -30,6 +30,10 @@ class Figure:
     """A metric: its name without `_total`, which Prometheus adds to counters, and the samples that a run gives."""
 
     name: str
+    otel_name: str
+    """OpenTelemetry's: words of a namespace, without the unit. A Prometheus that is sent it makes `name` of both."""
+    unit: str
+    """In UCUM; what is counted stands in braces, and what has no unit has none."""
     kind: Literal["gauge", "counter"]
     help: str
     samples: Callable[[RunStatus], Samples]
@@ -42,12 +46,16 @@ class Figure:
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
-def _gauge(name: str, text: str, read: Callable[[RunStatus], float | None]) -> Figure:
-    return Figure(name=name, kind="gauge", help=text, samples=lambda run: _one(read(run)))
+def _gauge(name: str, otel_name: str, unit: str, text: str, read: Callable[[RunStatus], float | None]) -> Figure:
+    return Figure(
+        name=name, otel_name=otel_name, unit=unit, kind="gauge", help=text, samples=lambda run: _one(read(run))
+    )
 
 
-def _counter(name: str, text: str, read: Callable[[RunStatus], float | None]) -> Figure:
-    return Figure(name=name, kind="counter", help=text, samples=lambda run: _one(read(run)))
+def _counter(name: str, otel_name: str, unit: str, text: str, read: Callable[[RunStatus], float | None]) -> Figure:
+    return Figure(
+        name=name, otel_name=otel_name, unit=unit, kind="counter", help=text, samples=lambda run: _one(read(run))
+    )
 
 
 def _one(value: float | None) -> Samples:
@@ -57,6 +65,8 @@ def _one(value: float | None) -> Samples:
 FIGURES: tuple[Figure, ...] = (
     Figure(
         name="dsplan_run_state",
+        otel_name="dsplan.run.state",
+        unit="{run}",
         kind="gauge",
         help="1 for the state that the run is in, 0 for the others",
         labels=("state",),
@@ -64,45 +74,106 @@ FIGURES: tuple[Figure, ...] = (
     ),
     Figure(
         name="dsplan_run_info",
+        otel_name="dsplan.run.info",
+        unit="{run}",
         kind="gauge",
         help="1, labelled with the plan in use",
         labels=("model", "strategy", "backend", "precision"),
         samples=lambda run: [(_plan_labels(run), 1.0)] if run.plan else [],
     ),
-    _gauge("dsplan_step", "last optimizer step; a restart goes back to its checkpoint", lambda run: run.step),
-    _gauge("dsplan_requested_steps", "steps that the script was told to do", lambda run: run.steps),
-    _gauge("dsplan_loss", "mean loss of the last step over the ranks", lambda run: run.loss),
-    _gauge("dsplan_step_seconds", "median of the last 20 steps", lambda run: run.step_seconds),
+    _gauge(
+        "dsplan_step",
+        "dsplan.step",
+        "{step}",
+        "last optimizer step; a restart goes back to its checkpoint",
+        lambda run: run.step,
+    ),
+    _gauge(
+        "dsplan_requested_steps",
+        "dsplan.requested_steps",
+        "{step}",
+        "steps that the script was told to do",
+        lambda run: run.steps,
+    ),
+    _gauge("dsplan_loss", "dsplan.loss", "", "mean loss of the last step over the ranks", lambda run: run.loss),
+    _gauge(
+        "dsplan_step_seconds", "dsplan.step.duration", "s", "median of the last 20 steps", lambda run: run.step_seconds
+    ),
     _gauge(
         "dsplan_tokens_per_second",
+        "dsplan.tokens",
+        "{token}/s",
         "tokens of all ranks in the last step over its time",
         lambda run: run.tokens_per_second,
     ),
-    _gauge("dsplan_peak_memory_bytes", "highest peak of a rank in this attempt", lambda run: run.peak_bytes),
-    _gauge("dsplan_ranks", "ranks of the last attempt", lambda run: run.ranks),
-    _gauge("dsplan_goodput_ratio", "share of the time that went into steps that count", lambda run: run.goodput),
-    _gauge("dsplan_checkpoint_step", "step of the last checkpoint", lambda run: run.checkpoint_step),
-    _gauge("dsplan_checkpoint_age_seconds", "time since the last checkpoint", lambda run: run.checkpoint_age_seconds),
-    _gauge("dsplan_quiet_seconds", "time since the last sign of progress", lambda run: run.quiet_seconds),
-    _counter("dsplan_restarts", "attempts after the first", lambda run: run.restarts),
+    _gauge(
+        "dsplan_peak_memory_bytes",
+        "dsplan.peak_memory",
+        "By",
+        "highest peak of a rank in this attempt",
+        lambda run: run.peak_bytes,
+    ),
+    _gauge("dsplan_ranks", "dsplan.ranks", "{rank}", "ranks of the last attempt", lambda run: run.ranks),
+    _gauge(
+        "dsplan_goodput_ratio",
+        "dsplan.goodput",
+        "1",
+        "share of the time that went into steps that count",
+        lambda run: run.goodput,
+    ),
+    _gauge(
+        "dsplan_checkpoint_step",
+        "dsplan.checkpoint.step",
+        "{step}",
+        "step of the last checkpoint",
+        lambda run: run.checkpoint_step,
+    ),
+    _gauge(
+        "dsplan_checkpoint_age_seconds",
+        "dsplan.checkpoint.age",
+        "s",
+        "time since the last checkpoint",
+        lambda run: run.checkpoint_age_seconds,
+    ),
+    _gauge(
+        "dsplan_quiet_seconds",
+        "dsplan.quiet",
+        "s",
+        "time since the last sign of progress",
+        lambda run: run.quiet_seconds,
+    ),
+    _counter("dsplan_restarts", "dsplan.restarts", "{restart}", "attempts after the first", lambda run: run.restarts),
     Figure(
         name="dsplan_alerts",
+        otel_name="dsplan.alerts",
+        unit="{alert}",
         kind="counter",
         help="alerts, and endings that were none on purpose, by kind",
         labels=("kind",),
         samples=lambda run: [((kind,), float(run.alerts.get(kind, 0))) for kind in TROUBLES],
     ),
-    _counter("dsplan_held_seconds", "time in which the ranks held their devices", lambda run: run.held_seconds),
-    _counter("dsplan_device_seconds", "that time times ranks", lambda run: run.device_seconds),
-    _counter("dsplan_cost_dollars", "its price, where the plan's node type has one", lambda run: run.usd()),
+    _counter(
+        "dsplan_held_seconds",
+        "dsplan.held",
+        "s",
+        "time in which the ranks held their devices",
+        lambda run: run.held_seconds,
+    ),
+    _counter("dsplan_device_seconds", "dsplan.device", "s", "that time times ranks", lambda run: run.device_seconds),
+    _counter(
+        "dsplan_cost_dollars",
+        "dsplan.cost.dollars",
+        "{USD}",
+        "its price, where the plan's node type has one",
+        lambda run: run.usd(),
+    ),
 )
 """Every metric there is."""
 
 
 def _plan_labels(run: RunStatus) -> tuple[str, ...]:
     assert run.plan is not None
-    chosen = run.plan.configuration
-    return str(run.plan.model.get("name", "")), chosen.strategy, chosen.backend, chosen.precision
+    return run.plan.model, run.plan.strategy, run.plan.backend, run.plan.precision
 
 
 class RunCollector:

@@ -113,7 +113,7 @@ def ask(job: Job, source: ModelSource, tracing: Tracing) -> Answer:
     Raises:
         DsplanError: torch or transformers is missing, or has no such model.
     """
-    question = question_of(job, source, trace_versions())
+    question = question_of(job, source, trace_versions(job.workload.task))
     record = tracing.cache.find(question.key)
     if record is not None:
         return from_document(record.document)

@@ -12,6 +12,7 @@ from typing import TypeVar
 from hardware_db.measurement import TraceRecord
 from hardware_db.store import Store, open_store
 from planner.errors import BrokenFile, DsplanError
+from planner.vocabulary import POST_TRAINING, Task
 
 # Versions of what a trace runs, from the packages' metadata: asking the packages themselves would import them.
 
@@ -26,10 +27,10 @@ _TRACER = (
 """The files that decide what a trace counts."""
 
 
-def trace_versions() -> dict[str, str]:
+def trace_versions(task: Task | None = None) -> dict[str, str]:
     """Return the versions of torch and transformers, "" where it is missing, and of the tracer: the hash of its code.
 
-    So no answer of another tracer is taken for its own.
+    Beside them stands that of TRL where its trainers run the task. So no answer of another tracer is taken for its own.
 
     Raises:
         DsplanError: torch is not installed.
@@ -37,7 +38,8 @@ def trace_versions() -> dict[str, str]:
     torch = _version("torch")
     if not torch:
         raise DsplanError("--exact traces the model with torch, which is not installed; pip install 'dsplan[train]'")
-    return {"torch": torch, "transformers": _version("transformers"), "tracer": tracer_version()}
+    versions = {"torch": torch, "transformers": _version("transformers"), "tracer": tracer_version()}
+    return {**versions, "trl": _version("trl")} if task in POST_TRAINING else versions
 
 
 @functools.lru_cache(maxsize=1)

@@ -10,11 +10,13 @@ from dsplan.exact.cache import trace_versions
 from dsplan.exact.reading import Reading, Refusal, Sizes
 from dsplan.exact.source import ModelSource
 from planner.cost.code_bases import code_base
+from planner.cost.generation import engine_bytes
 from planner.cost.memory.activations.instants import instants_of
 from planner.cost.memory.allocator import FRAGMENTATION
 from planner.cost.memory.estimate import composed, phases_of
 from planner.cost.memory.ledger import Ledger, bytes_at
 from planner.cost.memory.overhead import FRAGMENTATION_UPPER, closed_form_margin, library_workspace
+from planner.cost.memory.rollout import with_traced
 from planner.cost.precision import recipe_of
 from planner.cost.timing import step_time
 from planner.search.estimate import Priced, judge_job, plan_of, require_possible
@@ -125,9 +127,11 @@ def _traced(priced: Priced, coverage: Coverage, reading: Reading) -> Priced:
         # What the allocator does not split off a block is in use as well.
         for name, peak in reading.reserved.items():
             seen[name] += Ledger(temporaries=max(peak.allocated - seen[name].total, 0.0))
-        # Loading, evaluation and saving are not part of a step.
-        phases, margin = {**closed, **seen}, TRACED_MARGIN
-    reserved = max((peak.reserved for peak in reading.reserved.values()), default=0)
+        # Loading, generation, evaluation and saving are not part of a step.
+        phases = with_traced(job, closed, seen) if job.workload.generates else {**closed, **seen}
+        margin = TRACED_MARGIN
+    peaks = reading.reserved.items()
+    reserved = round(max((peak.reserved + engine_bytes(job, name) for name, peak in peaks), default=0))
     memory = composed(job, phases, margin + (AGREEMENT if reading.taken_from else 0.0), reserved)
     off = priced.memory.peak_allocated_bytes / memory.peak_allocated_bytes - 1
     distance = "" if job.facts.kind == "custom" and not job.facts.traced else _distance(off)
@@ -163,8 +167,8 @@ def _unproven(priced: Priced, note: str) -> Priced:
 
 def _what_was_traced(job: Job, reading: Reading, *, partly: bool) -> str:
     what = "activations are" if partly else "memory is"
-    versions = trace_versions()
-    by = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if versions[name])
+    versions = trace_versions(job.workload.task)
+    by = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "trl") if versions.get(name))
     if reading.taken_from:
         return f"{what} extrapolated from traces at {_sizes(reading)} ({by})"
     ranks = job.configuration.world_size

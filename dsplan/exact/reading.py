@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from dsplan.exact.source import ModelSource
 from hardware_db.measurement import trace_key
+from planner.cost.generation import scores_again
 from planner.cost.memory.allocator import Peak
 from planner.cost.memory.ledger import Ledger
 from planner.types.job import Job
@@ -131,4 +132,15 @@ def _training_code(job: Job) -> dict[str, object]:
     """Return what the code does that makes other tensors; nothing where it trains all weights with a plain loss."""
     work = job.workload
     adapters = {name: getattr(work, name) for name in ("method", "lora_rank", "lora_targets", "load_dtype")}
-    return (adapters if work.method != "full" else {}) | ({"loss": work.loss} if work.loss != "plain" else {})
+    loss = {"loss": work.loss} if work.loss != "plain" else {}
+    return (adapters if work.method != "full" else {}) | loss | _round(job)
+
+
+def _round(job: Job) -> dict[str, object]:
+    """Return what post-training adds to a step: which tokens are scored, and by which models."""
+    post = job.workload.post
+    if post is None:
+        return {}
+    lengths = {"prompt_length": post.prompt_length, "completion_max": post.completion_max}
+    again = job.workload.generates and scores_again(job)
+    return {**lengths, "has_reference": job.has_reference, "scores_again": again}

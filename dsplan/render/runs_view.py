@@ -9,7 +9,7 @@ from typing import Any
 from dsplan.render.show import Block, Text
 from dsplan.render.table_columns import Cell, Table, columns
 from hardware_db.units import format_count, format_seconds, three_digits
-from strategies.launch.run_status import STATES, RunStatus
+from strategies.launch.run_status import LISTED_STATES, RunStatus
 
 _MOST_REASONS = 5
 """Lines below the table about runs that need somebody."""
@@ -25,14 +25,14 @@ def runs_blocks(runs: Sequence[RunStatus], price: float | None = None, *, most: 
         blocks.append(_table(shown, price))
     if len(shown) < len(runs):
         blocks.append(Text(text=f"and {len(runs) - len(shown)} more", style="faint"))
-    troubled = [run for run in shown if run.state in ("stalled", "failed")][:_MOST_REASONS]
+    troubled = [run for run in shown if run.state in ("stalled", "failed", "silent")][:_MOST_REASONS]
     blocks += [Text(text=f"{run.name}: {_reason(run)}"[:_WORDS], style="warning") for run in troubled]
     return blocks
 
 
 def _total_text(runs: Sequence[RunStatus], price: float | None) -> str:
     counts = Counter(run.state for run in runs)
-    states = [f"{counts[state]} {state}" for state in STATES if counts[state]]
+    states = [f"{counts[state]} {state}" for state in LISTED_STATES if counts[state]]
     number = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
     costs = [*_hours_texts(runs), *([f"${usd:,.2f}"] if (usd := _usd_total(runs, price)) is not None else [])]
     return "; ".join(filter(None, (f"{number}: {', '.join(states)}" if states else "no runs", ", ".join(costs))))
@@ -57,7 +57,17 @@ def _table(runs: Sequence[RunStatus], price: float | None) -> Table:
         "run", "state", ">step", "???>loss", "???>step time", "????>tokens/s", "?>goodput", "??>cost", "???>saved",
         "alerts",
     ]  # fmt: skip
-    return Table(columns=columns(*names), rows=[_row(run, price) for run in runs])
+    rows = [_row(run, price) for run in runs]
+    if any(run.origin is not None for run in runs):
+        names.insert(2, "?by")
+        for row, run in zip(rows, runs, strict=True):
+            row.insert(2, _origin_text(run) or "-")
+    return Table(columns=columns(*names), rows=rows)
+
+
+def _origin_text(run: RunStatus) -> str:
+    """Return the account and the machine of whoever reported a run; empty where its files tell of it."""
+    return "" if run.origin is None else "@".join(filter(None, (run.origin.user, run.origin.host)))
 
 
 def _row(run: RunStatus, price: float | None) -> list[Cell]:
@@ -98,7 +108,9 @@ def _alerts_text(run: RunStatus) -> str:
 def _reason(run: RunStatus) -> str:
     if run.state == "stalled" and run.quiet_seconds is not None:
         return f"no progress for {format_seconds(run.quiet_seconds)}"
-    return run.last_words or run.outcome
+    if run.state == "silent" and run.heard_seconds_ago is not None:
+        return f"not heard of for {format_seconds(run.heard_seconds_ago)}, by {_origin_text(run)}"
+    return run.last_words or (f"{run.outcome}, see its log on {run.origin.host}" if run.origin else run.outcome)
 
 
 def runs_to_dict(runs: Sequence[RunStatus], price: float | None = None) -> dict[str, Any]:
@@ -106,7 +118,7 @@ def runs_to_dict(runs: Sequence[RunStatus], price: float | None = None) -> dict[
     return {
         "schema_version": 1,
         "runs": [_to_dict(run, price) for run in runs],
-        "states": {state: sum(run.state == state for run in runs) for state in STATES},
+        "states": {state: sum(run.state == state for run in runs) for state in LISTED_STATES},
         "gpu_hours": sum(run.device_hours for run in runs if run.device == "gpu"),
         "usd": _usd_total(runs, price),
     }
@@ -115,11 +127,14 @@ def runs_to_dict(runs: Sequence[RunStatus], price: float | None = None) -> dict[
 def _to_dict(run: RunStatus, price: float | None) -> dict[str, Any]:
     return {
         "run": run.name,
-        "directory": str(run.directory),
+        "directory": None if run.directory is None else str(run.directory),
+        "user": None if run.origin is None else run.origin.user,
+        "host": None if run.origin is None else run.origin.host,
+        "heard_seconds_ago": run.heard_seconds_ago,
         "state": run.state,
         "outcome": run.outcome or None,
-        "model": None if run.plan is None else run.plan.model.get("name"),
-        "strategy": None if run.plan is None else run.plan.configuration.strategy,
+        "model": None if run.plan is None else run.plan.model,
+        "strategy": None if run.plan is None else run.plan.strategy,
         "device": run.device,
         "ranks": run.ranks,
         "began": run.began,

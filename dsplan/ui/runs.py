@@ -9,8 +9,8 @@ from pathlib import Path
 from dsplan.render.html import blocks_html
 from dsplan.render.runs_view import runs_blocks
 from dsplan.report.page import style
-from hardware_db.errors import BrokenFile
-from strategies.launch.run_status import RunsFollower, run_directories
+from hardware_db.errors import BrokenFile, DsplanError
+from strategies.launch.reported_runs import runs_at
 
 REFRESH_SECONDS = 5
 """Between two pages of one reader, and at least between two looks at the files, however many read."""
@@ -28,16 +28,14 @@ setInterval(async () => {{
 
 
 class RunsPage:
-    """The runs below a folder as HTML, for any number of readers at once.
+    """The runs below a folder, or of a database, as HTML, for any number of readers at once.
 
     Raises:
-        BrokenFile: it is no folder.
+        DsplanError: it is no folder, and no database that can be read.
     """
 
-    def __init__(self, parent: Path) -> None:
-        run_directories(parent)
-        self._parent = parent
-        self._follower = RunsFollower(parent)
+    def __init__(self, where: str | Path) -> None:
+        self._runs = runs_at(where)
         self._lock = threading.Lock()
         self._looked = float("-inf")
         self._html = ""
@@ -52,9 +50,11 @@ class RunsPage:
 
     def _page(self) -> str:
         try:
-            content = blocks_html(runs_blocks(self._follower.look()))
+            content = blocks_html(runs_blocks(self._runs.look()))
         except BrokenFile:
             content = "<p>The folder of the runs is gone.</p>"
+        except DsplanError:
+            content = "<p>The database of the runs does not answer.</p>"
         return (
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -7,13 +7,12 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from hardware_db.errors import DsplanError
 from hardware_db.notices import notice
 from hardware_db.probe.cgroup import usable_cores
 from hardware_db.records import dataclass
-from strategies.launch.run_status import run_directories
+from strategies.launch.reported_runs import runs_at
 
 LOCAL = "127.0.0.1"
 PORT = 7860
@@ -37,18 +36,18 @@ class ServerOptions:
     """Processes that answer; None means one for every core, and at most four."""
     seconds: float = 20.0
     """The longest that one answer may take."""
-    runs: Path | None = None
-    """The folder whose runs stand on a page of their own; None: there is none."""
+    runs: str | None = None
+    """The folder, or the database, whose runs stand on a page of their own; None: there is none."""
 
 
 def serve(options: ServerOptions) -> None:
     """Serve the page until the process is interrupted.
 
     Raises:
-        DsplanError: Gradio is not installed, the address cannot be had, or the folder of runs is none.
+        DsplanError: Gradio is not installed, the address cannot be had, or the folder or database of runs is none.
     """
     if options.runs is not None:
-        run_directories(options.runs)
+        runs_at(options.runs)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     with _open_listener(options) as listener:  # before Gradio is imported, which takes seconds
         _serve(options, listener)

@@ -10,8 +10,9 @@ from hardware_db.errors import DsplanError
 from hardware_db.files import database_address, database_name, database_path
 from hardware_db.measurement import Record
 from hardware_db.notices import notice
-from hardware_db.store.contract import Origin, Store
+from hardware_db.store.contract import Store
 from hardware_db.store.memory import MemoryStore
+from hardware_db.store.reports import Origin
 
 __all__ = ["MemoryStore", "Origin", "Store", "add_or_keep", "ask_store", "open_own_store", "open_store"]
 

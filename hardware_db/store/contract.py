@@ -15,19 +15,9 @@ from hardware_db.measurement import (
     Record,
     TraceRecord,
 )
-from hardware_db.records import dataclass
+from hardware_db.store.reports import Origin, StatusReport
 
 Opened = TypeVar("Opened", bound="Store")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
-    """Whoever added a record to a database that several people share."""
-
-    user: str
-    """Name of the account, empty where it has none."""
-    host: str
-    """Name of the machine."""
 
 
 class Store(ABC):
@@ -48,6 +38,8 @@ class Store(ABC):
       alone (any versions).
     * Traces hold to the same: a key that is there already keeps its first answer, and they come newest first.
     * Calibrations are added and never changed; the newest of a kind of hardware is in force.
+    * A run has one report, which the next takes the place of. The store dates them by its own clock, so that the clocks
+      of those who report may differ.
     * Expected failures (no record, a locked, full, read-only or broken file) are a DsplanError of one line.
     """
 
@@ -122,6 +114,14 @@ class Store(ABC):
     @abstractmethod
     def count(self) -> int:
         """Return how many measurements there are; nothing else is counted."""
+
+    @abstractmethod
+    def report(self, status: StatusReport) -> None:
+        """Put a report in the place of the run's last one, in one transaction."""
+
+    @abstractmethod
+    def reports(self, limit: int | None = None) -> tuple[StatusReport, ...]:
+        """Return the last reports of the `limit` runs that were heard of last, the newest first."""
 
     def origin(self, id: str) -> Origin | None:
         """Return who added the measurement with this id, where the store keeps it."""

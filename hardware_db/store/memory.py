@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 from hardware_db.fingerprint import Fingerprint
 from hardware_db.measurement import (
     CalibrationRecord,
@@ -13,6 +16,7 @@ from hardware_db.measurement import (
     TraceRecord,
 )
 from hardware_db.store.contract import Store, single_match
+from hardware_db.store.reports import StatusReport
 
 
 class MemoryStore(Store):
@@ -23,6 +27,7 @@ class MemoryStore(Store):
         self._rates: dict[str, RateMeasurement] = {}
         self._traces: dict[str, TraceRecord] = {}
         self._calibrations: dict[str, CalibrationRecord] = {}
+        self._reports: dict[str, tuple[float, StatusReport]] = {}
 
     def add(self, *records: Record) -> int:
         """Store the records in one transaction; return how many are new."""
@@ -106,6 +111,16 @@ class MemoryStore(Store):
     def count(self) -> int:
         """Return how many measurements there are."""
         return len(self._measurements)
+
+    def report(self, status: StatusReport) -> None:
+        """Put a report in the place of the run's last one."""
+        self._reports[status.id] = time.time(), status
+
+    def reports(self, limit: int | None = None) -> tuple[StatusReport, ...]:
+        """Return the last reports of runs, the newest first."""
+        now = time.time()
+        newest = sorted(self._reports.values(), key=lambda dated: (dated[0], dated[1].id), reverse=True)[:limit]
+        return tuple(replace(status, heard_seconds_ago=now - heard) for heard, status in newest)
 
     def close(self) -> None:
         """There is nothing to release."""

@@ -112,7 +112,44 @@ def m003_calibrations(connection: sqlite3.Connection) -> None:
     connection.execute("CREATE INDEX calibrations_by_key ON calibrations (key, created_at)")
 
 
-MIGRATIONS: tuple[Migration, ...] = (m001_measurements, m002_traces, m003_calibrations)
+def m004_reports(connection: sqlite3.Connection) -> None:
+    """Add the table of reports of runs."""
+    connection.execute(
+        """CREATE TABLE reports (
+            id TEXT PRIMARY KEY,
+            name TEXT NOT NULL,
+            origin_user TEXT NOT NULL,
+            origin_host TEXT NOT NULL,
+            state TEXT NOT NULL,
+            outcome TEXT NOT NULL,
+            model TEXT NOT NULL,
+            strategy TEXT NOT NULL,
+            backend TEXT NOT NULL,
+            precision TEXT NOT NULL,
+            device TEXT NOT NULL,
+            ranks INTEGER NOT NULL,
+            began REAL NOT NULL,
+            held_seconds REAL NOT NULL,
+            productive_seconds REAL NOT NULL,
+            device_seconds REAL NOT NULL,
+            usd_per_hour REAL,
+            step INTEGER NOT NULL,
+            steps INTEGER,
+            loss REAL,
+            step_seconds REAL,
+            tokens_per_second REAL,
+            peak_bytes INTEGER,
+            restarts INTEGER NOT NULL,
+            checkpoint_step INTEGER,
+            checkpoint_age_seconds REAL,
+            quiet_seconds REAL,
+            alerts TEXT NOT NULL,
+            heard_at REAL NOT NULL
+        )"""
+    )
+
+
+MIGRATIONS: tuple[Migration, ...] = (m001_measurements, m002_traces, m003_calibrations, m004_reports)
 
 
 def check_schema(connection: sqlite3.Connection, path: object) -> bool:

@@ -5,8 +5,6 @@ Ids are made where a record is, so that adding one twice is harmless: what a los
 
 from __future__ import annotations
 
-import getpass
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,7 +22,8 @@ from hardware_db.measurement import (
     TraceRecord,
 )
 from hardware_db.store import rows
-from hardware_db.store.contract import Origin, Store, single_match
+from hardware_db.store.contract import Store, single_match
+from hardware_db.store.reports import Origin, StatusReport, own_origin
 from hardware_db.units import format_seconds
 
 if TYPE_CHECKING:
@@ -142,7 +141,47 @@ def p001_tables(cursor: psycopg.Cursor[Any]) -> None:
         cursor.execute(f"CREATE INDEX {name} ON {columns}".encode())
 
 
-MIGRATIONS: tuple[Callable[[psycopg.Cursor[Any]], None], ...] = (p001_tables,)
+def p002_reports(cursor: psycopg.Cursor[Any]) -> None:
+    """Add the table of reports of runs; `heard_at` is in seconds since 1970, by the server's clock.
+
+    It changes with each report, so an index of it would grow with every one.
+    """
+    cursor.execute(
+        """CREATE TABLE reports (
+            id TEXT COLLATE "C" PRIMARY KEY,
+            name TEXT NOT NULL,
+            origin_user TEXT NOT NULL,
+            origin_host TEXT NOT NULL,
+            state TEXT NOT NULL,
+            outcome TEXT NOT NULL,
+            model TEXT NOT NULL,
+            strategy TEXT NOT NULL,
+            backend TEXT NOT NULL,
+            precision TEXT NOT NULL,
+            device TEXT NOT NULL,
+            ranks BIGINT NOT NULL,
+            began DOUBLE PRECISION NOT NULL,
+            held_seconds DOUBLE PRECISION NOT NULL,
+            productive_seconds DOUBLE PRECISION NOT NULL,
+            device_seconds DOUBLE PRECISION NOT NULL,
+            usd_per_hour DOUBLE PRECISION,
+            step BIGINT NOT NULL,
+            steps BIGINT,
+            loss DOUBLE PRECISION,
+            step_seconds DOUBLE PRECISION,
+            tokens_per_second DOUBLE PRECISION,
+            peak_bytes BIGINT,
+            restarts BIGINT NOT NULL,
+            checkpoint_step BIGINT,
+            checkpoint_age_seconds DOUBLE PRECISION,
+            quiet_seconds DOUBLE PRECISION,
+            alerts TEXT NOT NULL,
+            heard_at DOUBLE PRECISION NOT NULL
+        )"""
+    )
+
+
+MIGRATIONS: tuple[Callable[[psycopg.Cursor[Any]], None], ...] = (p001_tables, p002_reports)
 """Append-only, as those of `hardware_db.store.migrations`; `dsplan_schema` holds how many have run."""
 
 
@@ -151,15 +190,18 @@ class PostgresStore(Store):
 
     A connection that is lost is made again, and what was asked is done again, for LOST_SECONDS. Every row says which
     user of which host added it. A role that may only read opens a database whose tables are there and up to date.
+    `named_by` is the variable or the flag that gave the address, for errors.
 
     Raises:
         DsplanError: on opening, psycopg is missing, the server cannot be reached or refuses, or its schema is newer.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, named_by: str = DATABASE) -> None:
         self._address = address
         self._name = without_password(address)
-        self._psycopg = _psycopg()
+        self._named_by = named_by
+        self._instead = f", or unset {DATABASE} to use your own database" if named_by == DATABASE else ""
+        self._psycopg = _psycopg(named_by)
         self._connection = self._connect()
         try:
             self._answered(self._migrate)
@@ -169,7 +211,8 @@ class PostgresStore(Store):
 
     def add(self, *records: Record) -> int:
         """Store the records in one transaction; return how many are new."""
-        origin = _own_origin()
+        added_by = own_origin()
+        origin = (added_by.user, added_by.host)
         # Rows are locked in the same order by everybody, so that no two transactions wait for each other.
         ordered = sorted(records, key=lambda record: (record.fingerprint.key, record.id))
 
@@ -262,6 +305,14 @@ class PostgresStore(Store):
         """Return how many measurements there are."""
         return int(self._run(lambda cursor: cursor.execute("SELECT count(*) FROM measurements").fetchall())[0][0])
 
+    def report(self, status: StatusReport) -> None:
+        """Put a report in the place of the run's last one."""
+        self._run(lambda cursor: cursor.execute(_UPSERT_REPORT, rows.report_row(status)))
+
+    def reports(self, limit: int | None = None) -> tuple[StatusReport, ...]:
+        """Return the last reports of runs, the newest first."""
+        return self._query(f"{_SELECT_REPORTS} LIMIT %(limit)s", {"limit": limit}, rows.report)
+
     def origin(self, id: str) -> Origin | None:
         """Return who added the measurement with this id, and where; None if there is none."""
         query = "SELECT origin_user, origin_host FROM measurements WHERE id = %s"
@@ -316,7 +367,7 @@ class PostgresStore(Store):
             with self._connection.transaction(), self._connection.cursor() as cursor:
                 return work(cursor)
         except self._psycopg.errors.InsufficientPrivilege as error:
-            remedy = f"ask for a role that may, or unset {DATABASE} to use your own database"
+            remedy = f"ask for a role that may{self._instead}"
             raise DsplanError(f"{self._name}: {_first_line(error)}; {remedy}") from error
         except self._psycopg.Error as error:
             # A server that ends its sessions says so before the connection is closed, and so does one that starts.
@@ -332,7 +383,9 @@ class PostgresStore(Store):
                 self._address, autocommit=True, application_name="dsplan", **_PATIENCE
             )
         except (self._psycopg.Error, UnicodeError) as error:
-            remedy = f"start the server, correct {DATABASE}, or unset it to use your own database"
+            remedy = f"start the server, or correct {self._named_by}"
+            if self._named_by == DATABASE:
+                remedy = f"start the server, correct {DATABASE}, or unset it to use your own database"
             raise _UnreachableError(f"{self._name}: {_first_line(error)}; {remedy}") from error
         return connection
 
@@ -350,7 +403,7 @@ class PostgresStore(Store):
         if version > len(MIGRATIONS):
             raise DsplanError(
                 f"{self._name}: schema {version} was written by a newer dsplan, this one knows up to"
-                f" {len(MIGRATIONS)}; upgrade dsplan, or unset {DATABASE} to use your own database"
+                f" {len(MIGRATIONS)}; upgrade dsplan{self._instead}"
             )
 
 
@@ -374,14 +427,18 @@ _INSERT_MEASUREMENT = _insert(rows.INSERT_MEASUREMENT, "parameters", *_ORIGIN).e
 _INSERT_RATE = _insert(rows.INSERT_RATE, *_ORIGIN).encode()
 _INSERT_TRACE = _insert(rows.INSERT_TRACE)
 _INSERT_CALIBRATION = _insert(rows.INSERT_CALIBRATION)
+# The time of the statement, and not that of a transaction's beginning.
+_NOW = "CAST(extract(epoch FROM clock_timestamp()) AS double precision)"
+_UPSERT_REPORT = rows.upsert_report(_NOW).replace("?", "%s").encode()
+_SELECT_REPORTS = f"{rows.select_reports(_NOW)} ORDER BY heard_at DESC, id DESC"
 
 
-def _psycopg() -> Any:
+def _psycopg(named_by: str) -> Any:
     try:
         import psycopg
     except ImportError as error:
         raise DsplanError(
-            f"{DATABASE} names a PostgreSQL database, and psycopg is not installed; pip install 'dsplan[postgres]'"
+            f"{named_by} names a PostgreSQL database, and psycopg is not installed; pip install 'dsplan[postgres]'"
         ) from error
     return psycopg
 
@@ -397,14 +454,6 @@ def _version(cursor: psycopg.Cursor[Any]) -> int:
 def _parameters(record: Measurement) -> int | None:
     """Return the model's parameters as a column that SQL can select by."""
     return record.parameters if isinstance(record.parameters, int) else None
-
-
-def _own_origin() -> tuple[str, str]:
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError, ImportError):  # a container whose user has no name
-        user = ""
-    return user, socket.gethostname()
 
 
 def _first_line(error: Exception) -> str:

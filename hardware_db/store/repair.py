@@ -28,7 +28,7 @@ _COPY_REMEDY = f"copy it to a directory that you can write to, and set {HOME} to
 
 
 # In this order: measurements and rates name a fingerprint.
-_TABLES = ("fingerprints", "traces", "calibrations", "rates", "measurements")
+_TABLES = ("fingerprints", "traces", "calibrations", "rates", "measurements", "reports")
 _UNREADABLE_IN_A_ROW = 10_000
 """A table is given up after this many rowids in a row that cannot be read: many times what a lost page holds."""
 _READERS = {
@@ -36,6 +36,7 @@ _READERS = {
     "rates": (rows.SELECT_RATES, rows.rate),
     "traces": (rows.SELECT_TRACES, rows.trace),
     "calibrations": (rows.SELECT_CALIBRATIONS, rows.calibration),
+    "reports": (rows.select_reports("0"), rows.report),
 }
 
 

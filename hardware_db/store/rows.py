@@ -18,6 +18,7 @@ from hardware_db.measurement import (
     RateMeasurement,
     TraceRecord,
 )
+from hardware_db.store.reports import StatusReport
 
 _IDENTITY = ("id", "created_at", "outcome", "source", "plan")
 _MEASURED = tuple(item.name for item in fields(Measured))
@@ -30,6 +31,10 @@ _RATE = (
     *("id", "created_at", "source", "operation", "dtype", "size", "ranks", "value", "unit"),
     *("spread", "repeats", "shape"),
 )
+
+_REPORT = tuple(item.name for item in fields(StatusReport) if item.compare)
+_RENAMED = {"user": "origin_user", "host": "origin_host", "alerts_json": "alerts"}
+_REPORT_COLUMNS = tuple(_RENAMED.get(name, name) for name in _REPORT)
 
 
 def _insert(table: str, columns: tuple[str, ...]) -> str:
@@ -135,6 +140,30 @@ def calibration(row: tuple[str, ...]) -> CalibrationRecord:
     id, created_at, _, device, intra_link, inter_link, document = row
     hardware = HardwareKind(device=device, intra_link=intra_link, inter_link=inter_link)
     return CalibrationRecord(id=id, created_at=created_at, hardware=hardware, document_json=document)
+
+
+def upsert_report(now: str) -> str:
+    """Return the statement that stores a report, with the store's word for seconds since 1970."""
+    marks = ", ".join("?" * len(_REPORT))
+    columns = (*_REPORT_COLUMNS, "heard_at")
+    changes = ", ".join(f"{column} = excluded.{column}" for column in columns)
+    insert = f"INSERT INTO reports ({', '.join(columns)}) VALUES ({marks}, {now})"
+    return f"{insert} ON CONFLICT (id) DO UPDATE SET {changes}"
+
+
+def select_reports(now: str) -> str:
+    """Return the query of reports, with the store's word for seconds since 1970."""
+    return f"SELECT {', '.join(_REPORT_COLUMNS)}, {now} - heard_at FROM reports"
+
+
+def report_row(status: StatusReport) -> tuple[object, ...]:
+    """Return the row of `upsert_report`."""
+    return tuple(getattr(status, name) for name in _REPORT)
+
+
+def report(row: tuple[Any, ...]) -> StatusReport:
+    """Return the report of a row of `select_reports`; a clock that was set back makes nothing younger than now."""
+    return StatusReport(**dict(zip(_REPORT, row, strict=False)), heard_seconds_ago=max(0.0, float(row[-1])))
 
 
 @lru_cache(maxsize=256)

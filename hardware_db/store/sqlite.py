@@ -20,11 +20,13 @@ from hardware_db.measurement import (
 from hardware_db.store import rows
 from hardware_db.store.connection import DamagedFile, clear_errors, connect, transaction
 from hardware_db.store.contract import Store, single_match
+from hardware_db.store.reports import StatusReport
 
 Answer = TypeVar("Answer")
 
 _NEWEST_FIRST = "ORDER BY created_at DESC, id DESC"
 _MADE_ON = "(fingerprint = :fingerprint OR substr(fingerprint, 1, instr(fingerprint, '-') - 1) = :fingerprint)"
+_NOW = "((julianday('now') - 2440587.5) * 86400)"
 _REPAIRS = 2
 
 
@@ -140,6 +142,15 @@ class SqliteStore(Store):
     def count(self) -> int:
         """Return how many measurements there are."""
         return self._run(lambda connection: int(connection.execute("SELECT count(*) FROM measurements").fetchone()[0]))
+
+    def report(self, status: StatusReport) -> None:
+        """Put a report in the place of the run's last one."""
+        self._insert(rows.upsert_report(_NOW), rows.report_row(status))
+
+    def reports(self, limit: int | None = None) -> tuple[StatusReport, ...]:
+        """Return the last reports of runs, the newest first."""
+        query = f"{rows.select_reports(_NOW)} ORDER BY heard_at DESC, id DESC LIMIT :limit"
+        return self._query(query, {"limit": -1 if limit is None else limit}, rows.report)
 
     def close(self) -> None:
         """Close the connection."""

@@ -65,6 +65,8 @@ class Figures:
     table_backward: Sequence[Peak]
     differences: int | None = 0
     moments: Sequence[Peak] = ()
+    scored: Amount = NOTHING
+    """Bytes that a head of tiles keeps for its backward; nothing where the loss is another."""
 
 
 def on_more_ranks(whole: Figures, two: Figures, tp: int) -> Figures:

@@ -27,9 +27,10 @@ from hardware_db.files import replace_text
 from hardware_db.measured_rows import SHIPPED
 from hardware_db.probe import probe
 from planner.models.from_hf.config import facts_from_config
-from planner.search.estimate import price
+from planner.search.estimate import Priced, price
 from planner.search.exact import ExactOptions, exact
 from planner.search.request import WorkOptions, make_request
+from planner.types.job import Job
 from scripts.measure.machines import measured_cluster, record
 
 ROWS = SHIPPED / "trl_cpu.csv"
@@ -106,6 +107,15 @@ def _order(run: TrlRun) -> tuple[int, int]:
 
 def predicted_bytes(run: TrlRun) -> int:
     """Return what `dsplan estimate` says of a row's peak today."""
+    return _priced(run).memory.peak_allocated_bytes
+
+
+def job_for(run: TrlRun) -> Job:
+    """Return the row as the cost model sees it."""
+    return _priced(run).job
+
+
+def _priced(run: TrlRun) -> Priced:
     task = run.trainer.partition("-")[0]
     work: dict[str, Any] = {"task": task, "precision": "fp32", "optimizer": run.optimizer}
     chosen: dict[str, Any] = {"strategy": run.strategy, "backend": run.backend}
@@ -128,7 +138,7 @@ def predicted_bytes(run: TrlRun) -> int:
     )
     request, configuration = exact(request, options)
     configuration = replace(configuration, sync_each_micro_batch=bool(run.sync_each_micro_batch))
-    return price(request, configuration).memory.peak_allocated_bytes
+    return price(request, configuration)
 
 
 # One rank of a run.

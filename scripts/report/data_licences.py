@@ -112,6 +112,7 @@ _OWN_FILES = {
     "hardware_db/measurements/memory_traced.csv": "traced by `scripts.measure.traces`",
     "hardware_db/measurements/modules_cpu.csv": "measured by `scripts.measure.modules`",
     "hardware_db/measurements/trl_cpu.csv": "measured by `scripts.measure.trl_memory`",
+    "hardware_db/measurements/trl_traced.csv": "traced by `scripts.measure.trl_traces`",
     "hardware_db/measurements/parity_cpu.csv": "measured by `scripts.measure.parity`",
     "hardware_db/measurements/published_memory_left_out.csv": "rows counted that `published_memory.csv` leaves out",
     "hardware_db/measurements/published_training_left_out.csv": "rows counted that `published_training.csv` leaves out",

@@ -13,7 +13,7 @@ import statistics
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 
 from hardware_db.datasheets import find_node_type
 from hardware_db.errors import BrokenFile, UnknownName
+from hardware_db.store.reports import Origin
 from planner.cluster.nodes import price_per_gpu
 from planner.types.plan import Plan
 from strategies.launch.report import COMPLETED, INTERRUPTED, AttemptReport, earlier_attempts, outcome_of
@@ -35,9 +36,11 @@ from strategies.telemetry.alerts import AlertKind
 from strategies.telemetry.follow import LineFollower
 from strategies.telemetry.metrics import Row, parse_row, step_number
 
-State = Literal["running", "resumed", "stalled", "ended", "failed"]
+State = Literal["running", "resumed", "stalled", "ended", "failed", "silent"]
 STATES: tuple[State, ...] = ("running", "resumed", "stalled", "ended", "failed")
 """`resumed` goes on after a restart, `ended` completed or was stopped on purpose, `failed` is every other end."""
+LISTED_STATES: tuple[State, ...] = (*STATES, "silent")
+"""`silent` went on when it was last heard of, which is too long ago; a run cannot tell so of itself."""
 TROUBLES: tuple[str, ...] = tuple(
     dict.fromkeys((*get_args(AlertKind), *(kind for kind in ENDING_KINDS if kind not in STOPS)))
 )
@@ -61,16 +64,29 @@ _STEPS_FLAG = re.compile(r"--(?:max[-_]|train[-_]|num[-_]|total[-_])?(?:steps|it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlanInUse:
+    """The plan that a run follows, in a few words."""
+
+    model: str
+    strategy: str
+    backend: str
+    precision: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus:
     """A run at one moment. Figures are those of all its attempts where nothing else is said."""
 
-    directory: Path
+    directory: Path | None
+    """None where a database tells of it."""
     name: str
     """Its directory, below the one that is listed."""
     state: State
     outcome: str
     """`completed`, `preempted`, `interrupted`, `out of memory`, `failed`; empty while the run goes on."""
-    plan: Plan | None
+    plan: PlanInUse | None
+    usd_per_hour: float | None
+    """The published price of a GPU-hour of the plan's node type; None where there is none."""
     device: Literal["gpu", "cpu"]
     ranks: int
     """Of the last attempt."""
@@ -104,6 +120,10 @@ class RunStatus:
     """How often each of `TROUBLES` came, of those that did."""
     last_words: str = ""
     """The reason of the last ending, or the last alert."""
+    origin: Origin | None = None
+    """Whoever reported it, and on which machine; None where its files tell of it."""
+    heard_seconds_ago: float | None = None
+    """Since its last report; None where its files tell of it."""
 
     @property
     def is_alive(self) -> bool:
@@ -119,15 +139,6 @@ class RunStatus:
     def device_hours(self) -> float:
         """GPU-hours, or those of processes where ranks train on processors."""
         return self.device_seconds / 3600
-
-    @property
-    def usd_per_hour(self) -> float | None:
-        """The published price of a GPU-hour of the plan's node type; None where there is none."""
-        if self.plan is None or self.device == "cpu":
-            return None
-        with suppress(UnknownName):
-            return price_per_gpu(find_node_type(str(self.plan.cluster.get("node_type") or "")))
-        return None
 
     def usd(self, price: float | None = None) -> float | None:
         """Return the cost so far in dollars, at `price` per GPU-hour where it is given."""
@@ -169,6 +180,11 @@ def _search(directory: Path, depth: int) -> Iterator[Path]:
             yield from _search(path, depth - 1)
 
 
+def in_order(runs: Iterable[RunStatus]) -> tuple[RunStatus, ...]:
+    """Return runs as pages list them: those that go on first, the newest first of each."""
+    return tuple(sorted(runs, key=lambda run: (not run.is_alive, -run.began)))
+
+
 class RunsFollower:
     """The runs below a folder, looked at again and again; those that have not changed are not read again."""
 
@@ -184,8 +200,7 @@ class RunsFollower:
         """
         paths = run_directories(self._parent)
         self._runs = {path: self._runs.get(path) or self._follower(path) for path in paths}
-        statuses = [status for run in self._runs.values() if (status := run.look()) is not None]
-        return tuple(sorted(statuses, key=lambda status: (not status.is_alive, -status.began)))
+        return in_order(status for run in self._runs.values() if (status := run.look()) is not None)
 
     def _follower(self, path: Path) -> RunFollower:
         name = str(path.relative_to(self._parent))
@@ -253,6 +268,7 @@ class RunFollower:
         spans = list(_spans(reports, until, is_alive=alive))
         plans = [report.plan for report in reports if report.plan is not None]
         plan = plans[-1] if plans else None
+        device = _device(plan, spec)
         saved = self._last_save()
         alerts, last_words = self._alerts()
         return RunStatus(
@@ -260,8 +276,9 @@ class RunFollower:
             name=self._name,
             state=self._state(outcome, quiet, spec, attempts=len(reports)),
             outcome=outcome,
-            plan=plan,
-            device=_device(plan, spec),
+            plan=None if plan is None else _in_a_few_words(plan),
+            usd_per_hour=_published_price(plan) if device == "gpu" else None,
+            device=device,
             ranks=last.ranks,
             began=reports[0].began,
             held_seconds=sum(seconds for seconds, _ in spans),
@@ -337,6 +354,25 @@ def _spans(reports: Sequence[AttemptReport], until: float, *, is_alive: bool) ->
 def _device(plan: Plan | None, spec: LaunchSpec | None) -> Literal["gpu", "cpu"]:
     on_cpu = spec is not None and ON_CPU.items() <= spec.environment.items()
     return "cpu" if on_cpu or (plan is not None and plan.cluster.get("vendor") == "cpu") else "gpu"
+
+
+def _in_a_few_words(plan: Plan) -> PlanInUse:
+    chosen = plan.configuration
+    return PlanInUse(
+        model=str(plan.model.get("name", "")),
+        strategy=chosen.strategy,
+        backend=chosen.backend,
+        precision=chosen.precision,
+    )
+
+
+def _published_price(plan: Plan | None) -> float | None:
+    """Return what a GPU-hour of the plan's node type costs in dollars; None where nobody has published it."""
+    if plan is None:
+        return None
+    with suppress(UnknownName):
+        return price_per_gpu(find_node_type(str(plan.cluster.get("node_type") or "")))
+    return None
 
 
 # The rows of the ranks.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
@@ -41,7 +41,7 @@ _WAIT_SECONDS = 0.1
 
 
 class Companion(Protocol):
-    """A process beside the ranks, which reads the files of the run and ends with it."""
+    """A process or a thread beside the ranks, which reads the files of the run and ends with it."""
 
     def start(self) -> None:
         """Start it, once; where nobody asked for it nothing is started."""
@@ -68,7 +68,7 @@ class Supervisor:
         self,
         spec: LaunchSpec,
         plan: Plan | None,
-        companion: Companion,
+        companions: Sequence[Companion],
         record_attempt: Callable[[Plan, Ending, LaunchSpec, int], None],
         *,
         resumes: bool,
@@ -83,7 +83,7 @@ class Supervisor:
         self._attempts: list[AttemptReport] = []
         self._outcome: Outcome | None = None
         self._number = self._state.first
-        self._companion, self._record_attempt = companion, record_attempt
+        self._companions, self._record_attempt = tuple(companions), record_attempt
 
     def events(self) -> Iterator[Event]:
         """Start the ranks and give their lines, plans and steps until the run is over. Ctrl-C ends it.
@@ -91,15 +91,18 @@ class Supervisor:
         Raises:
             DsplanError: another command is at work in the run directory, or on this run elsewhere.
         """
-        with closing(self._companion):
+        with ExitStack() as companions:
+            for companion in self._companions:
+                companions.callback(companion.close)
             with RunLock(self._spec.directory):
                 self._record.take()
                 with StopRequests() as requests, self._record.keep(requests):
                     yield from self._run_to_its_end(requests)
-            # Behind the lock, whose release says to the companion that nothing more comes.
+            # Behind the lock, whose release says to companions that nothing more comes.
             with suppress(KeyboardInterrupt):
-                for text in self._companion.finish(in_a_hurry=requests.came):
-                    yield OutputLine(rank=0, stream="stderr", text=label_lines(text))
+                for companion in self._companions:
+                    for text in companion.finish(in_a_hurry=requests.came):
+                        yield OutputLine(rank=0, stream="stderr", text=label_lines(text))
 
     def _run_to_its_end(self, requests: StopRequests) -> Iterator[Event]:
         # Ranks of a command that was killed may still be about to end, and to say so in files of this directory.
@@ -127,7 +130,8 @@ class Supervisor:
 
     def _remarks(self) -> list[str]:
         """Return the lines for people of what runs beside the ranks, since the last call."""
-        return [*self._companion.remarks(), *self._record.remarks()]
+        ours = [text for companion in self._companions for text in companion.remarks()]
+        return [*ours, *self._record.remarks()]
 
     def report(self) -> RunReport:
         """Return the finished run.
@@ -165,7 +169,8 @@ class Supervisor:
         )
         if self._state.plan is not None:
             self._journal.append("plan", self._number, plan=plan_to_dict(self._state.plan))
-        self._companion.start()
+        for companion in self._companions:
+            companion.start()
         self._attempts.append(AttemptReport(attempt=self._number, began=time.time(), seconds=0.0, ranks=ranks))
         for happening in attempt.happenings():
             if isinstance(happening, dict):

@@ -12,6 +12,7 @@ from planner.cost.memory.host import host_bytes, host_load_bytes
 from planner.cost.memory.ledger import Ledger, States
 from planner.cost.memory.load import load_ledger, saving_of
 from planner.cost.memory.overhead import closed_form_margin, device_use, library_workspace
+from planner.cost.memory.reference import block_token_bytes
 from planner.cost.memory.rollout import ROUND, critic_bytes, with_round
 from planner.cost.memory.states import is_uneven, nominal_states_of, states_of
 from planner.cost.memory.timeline import largest_moments
@@ -47,21 +48,11 @@ def _tokens(job: Job) -> int:
 
 
 def _block(job: Job, recipe: Recipe) -> float:
-    """Return what one block's forward works with when nothing is saved.
-
-    That is its input and norm, and the attention's tensors or the MLP's.
-    """
+    """Return what one block's forward works with when nothing is saved."""
     facts, tokens = job.facts, _tokens(job)
     if facts.kind == "custom":
         return _unknown_block(job, recipe)
-    attention = 2 * facts.head_dim * (facts.num_heads + facts.num_kv_heads)
-    scores = facts.num_heads * job.configuration.sequence_length * (4 + recipe.compute) if job.eager_attention else 0
-    width = facts.moe_intermediate_size or facts.intermediate_size
-    copies = (5 if facts.composite_activation else 2) + facts.gated_mlp
-    mlp = copies * width * max(facts.experts_per_token, 1)
-    stream = facts.hidden_size * (2 * recipe.residual + 4)
-    splits = job.configuration.tp * job.configuration.cp
-    return tokens * (stream + max(recipe.compute * attention + scores, recipe.compute * mlp)) / splits
+    return tokens * block_token_bytes(job, recipe)
 
 
 def _unknown_block(job: Job, recipe: Recipe) -> float:

@@ -23,6 +23,7 @@ from functools import cached_property, lru_cache, partial
 from hardware_db.records import dataclass
 from planner.cost.memory.activations.instants import Instant
 from planner.cost.memory.ledger import Ledger
+from planner.cost.memory.reference import is_one_unit, unsharded_reference
 from planner.cost.memory.units import Part, Shards, Unit, Units, part_of, rank_units, round_up, shards_over
 from planner.cost.precision import Recipe
 from planner.cost.split import reduces_each_micro_batch, reshards_weights
@@ -196,6 +197,7 @@ class _Sharding:
     synchronised: bool
     replicated: bool
     by_gloo: bool
+    refers: bool
 
 
 def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
@@ -211,6 +213,7 @@ def fsdp_buffers(job: Job, recipe: Recipe) -> FsdpBuffers:
         synchronised=steps == 1 or reduces_each_micro_batch(job),
         replicated=chosen.dp_replicate > 1,
         by_gloo=job.cluster.device.is_cpu,
+        refers=is_one_unit(job),
     )
     return _buffers(job.counts, sharding, recipe)
 
@@ -251,6 +254,7 @@ class FsdpBuffers:
                 (unit.repeats, bytes_of(unit, fixed, is_block=True))
                 for unit, fixed in zip(trained.blocks, held.blocks, strict=True)
             ]
+        self._reference = unsharded_reference(units, recipe, shards) if sharding.refers else (0.0, 0.0)
         self._blocks = _Stack(blocks)
         self._block_elements = sum(unit.repeats * unit.elements for unit in trained.blocks)
         self._accumulated = 0.0 if self._synchronised else trained.bytes(recipe.reduce)
@@ -358,6 +362,9 @@ class FsdpBuffers:
         ends.
         """
         blocks_done, blocks = instant.blocks_done, instant.blocks
+        if instant.unit == "reference":
+            before = 0.0 if self._reshards else self._blocks.unsharded(blocks, blocks)
+            return self._root.unsharded + before + sum(self._reference)
         if instant.unit == "head":
             before = 0.0 if self._reshards else self._blocks.unsharded(blocks, blocks)
             return self._root.unsharded + before + self._blocks.unit(-1, blocks).all_gather_output

@@ -7,12 +7,14 @@ states to host memory while engines on the same GPUs generate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from planner.cost.code_bases import code_base
 from planner.cost.generation import engine_bytes, engines_of, post_of, scores_again
 from planner.cost.memory.activations.figures import figures_of
 from planner.cost.memory.ledger import Ledger, States, bytes_at
+from planner.cost.memory.reference import is_one_unit, unsharded_reference_of
 from planner.cost.memory.units import units_of, weight_bytes
 from planner.cost.precision import Recipe
 from planner.types.job import Job
@@ -34,7 +36,7 @@ def with_round(job: Job, recipe: Recipe, phases: dict[str, Ledger], resting: Led
     own = {
         "generate": _generate(job, recipe, resting),
         "reward": _reward(job, recipe, resting),
-        "reference": _forward(job, recipe, phases["forward"]),
+        "reference": _reference(job, recipe, _forward(job, recipe, phases["forward"])),
         "logprob": _forward(job, recipe, phases["forward"]),
         "update": max((phases[name] for name in TRAINING if name in phases), key=_total),
         "sync": resting + Ledger(buffers=_gathered(job, recipe)),
@@ -42,6 +44,16 @@ def with_round(job: Job, recipe: Recipe, phases: dict[str, Ledger], resting: Led
     shown = [name for name in ROUND if _happens(job, name)]
     both = {**{name: phases[name] for name in phases}, **{name: own[name] for name in shown}}
     return {name: _with_engines(job, name, ledger) for name, ledger in both.items()}
+
+
+def with_traced(job: Job, phases: Mapping[str, Ledger], traced: Mapping[str, Ledger]) -> dict[str, Ledger]:
+    """Return a round's phases with those that a trace of its updates has seen, to which it adds engines beside them.
+
+    Raises:
+        ContradictoryRequest: as `engines_of`.
+    """
+    both = {**phases, **{name: _with_engines(job, name, ledger) for name, ledger in traced.items()}}
+    return {**both, "update": max((both[name] for name in TRAINING if name in both), key=_total)}
 
 
 def _total(ledger: Ledger) -> float:
@@ -127,6 +139,11 @@ def _forward(job: Job, recipe: Recipe, forward: Ledger) -> Ledger:
     block = _block_bytes(job, recipe, tokens=job.tokens_per_micro_batch)
     begins = bytes_at(figures.before.activations, job.sequences)
     return replace(forward, gradients=0, activations=begins + max(loss, block))
+
+
+def _reference(job: Job, recipe: Recipe, forward: Ledger) -> Ledger:
+    """Return the forward of a reference, which accelerate's FSDP2 has whole in place of a block after the other."""
+    return replace(forward, buffers=unsharded_reference_of(job, recipe)) if is_one_unit(job) else forward
 
 
 def _block_bytes(job: Job, recipe: Recipe, *, tokens: float) -> float:

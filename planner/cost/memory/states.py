@@ -16,6 +16,7 @@ from math import prod
 
 from planner.cost.memo import memo_by_fields
 from planner.cost.memory.ledger import States
+from planner.cost.memory.reference import reference_states
 from planner.cost.memory.units import (
     ALLOCATION_BYTES,
     Units,
@@ -29,7 +30,7 @@ from planner.cost.memory.units import (
 )
 from planner.cost.memory.zero.offload import native_states, swapping_buffers, zero_host_buffers
 from planner.cost.memory.zero.partition import largest_share
-from planner.cost.precision import LOADED_BYTES, Recipe
+from planner.cost.precision import Recipe
 from planner.models.facts import Shape
 from planner.types.job import Job
 from planner.vocabulary import FSDP_STRATEGIES, Optimizer
@@ -137,8 +138,7 @@ def _with_copies(job: Job, recipe: Recipe, states: States) -> States:
     """Return the states with the copies of the weights that a workload keeps on the device, sharded where weights are.
 
     These are an average of what is trained, in the dtype that is stepped (`torch.optim.swa_utils.AveragedModel`), and
-    the reference model of DPO, as it is loaded; TRL takes the base model for it where adapters are trained, and shards
-    it by DeepSpeed and by accelerate's FSDP alone (`dpo_trainer.py`), not where the shards are our own work.
+    a reference model of its own (`planner.cost.memory.reference`).
     """
     workload, configuration = job.workload, job.configuration
     if not (workload.ema or job.has_reference):
@@ -148,11 +148,7 @@ def _with_copies(job: Job, recipe: Recipe, states: States) -> States:
     if workload.ema:
         units = trained_shards_of(job) if is_cut else trained_units_of(job)
         copies += units.bytes(recipe.master or recipe.weight)
-    adapts = workload.method != "full" or not (job.counts.trains_all or workload.train_only)
-    if job.has_reference and not adapts:
-        width = recipe.weight if workload.load_dtype is None else LOADED_BYTES[workload.load_dtype]
-        is_own = configuration.backend == "native" or job.cluster.device.is_cpu
-        copies += (shards_of(job) if is_cut and not is_own else units_of(job)).bytes(width)
+    copies += reference_states(job, recipe)
     return replace(states, parameters=states.parameters + copies)
 
 

@@ -211,6 +211,7 @@ def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
         (micro_batches_in_flight(chosen, job.stage), chosen.pp_schedule == "gpipe"),
         (chosen.strategy in ("single", "ddp"), chosen.backend == "native"),
         (job.workload.code, job.workload.compile, job.workload.loss, job.workload.expert_imbalance, tiles_of(job)),
+        (job.has_reference, job.workload.load_dtype),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -102,6 +103,8 @@ def subject_of(
     config = hf_config(described, overrides)
     _prepare(config, attention)
     _set_dropout(config, described)
+    if task == "reward":
+        config.num_labels = 1
     build: Any = _training_class(described, config, task or default_task(described))
     with torch.device("meta"), import_module("transformers.initialization").no_init_weights():
         module: Any = build(copy.deepcopy(config))
@@ -315,6 +318,14 @@ def with_adapters(subject: Subject, job: Job) -> Subject:
     return subject
 
 
+def switch_adapters(module: nn.Module, *, on: bool) -> None:
+    """Switch a module's adapters on or off, as PEFT's `disable_adapter` does."""
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    kinds = (_QuantisedLinear,) if tuners is None else (_QuantisedLinear, tuners.BaseTunerLayer)
+    for part in [part for part in module.modules() if isinstance(part, kinds)]:
+        part.enable_adapters(on)
+
+
 class _Quantised(torch.autograd.Function):
     """bitsandbytes' `MatMul4Bit`: the product with a matrix that is made 16-bit for it, forward and backward."""
 
@@ -348,6 +359,11 @@ class _QuantisedLinear(nn.Module):
         if adapter is not None:
             self.down = nn.Linear(adapter.inputs, adapter.rank, bias=False, device="meta", dtype=dtype)
             self.up = nn.Linear(adapter.rank, adapter.outputs, bias=False, device="meta", dtype=dtype)
+        self._is_adapted = adapter is not None
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Switch the adapter on or off, as PEFT's layers do."""
+        self._is_adapted = enabled and self.down is not None
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         narrow = given if given.dtype == torch.bfloat16 else given.to(torch.bfloat16)
@@ -355,7 +371,7 @@ class _QuantisedLinear(nn.Module):
         result: torch.Tensor = quantised(narrow, self.packed, self._shape).to(given.dtype)
         if self.bias is not None:
             result = result + self.bias
-        if self.down is None or self.up is None:
+        if self.down is None or self.up is None or not self._is_adapted:
             return result
         if not torch.is_autocast_enabled("cuda"):
             given = given.to(self.down.weight.dtype)

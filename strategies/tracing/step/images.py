@@ -58,7 +58,7 @@ def follow_images(module: nn.Module) -> Iterator[None]:
         for name in _READ_FROM_GRIDS:
             _replace(home, name, _computed, restored)
         if hasattr(home, _READ_FROM_GRIDS[0]):
-            restored.enter_context(_KnownValues())
+            restored.enter_context(KnownValues())
         yield
 
 
@@ -84,10 +84,17 @@ def _computed(function: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
-class _KnownValues(TorchFunctionMode):
-    """Computes what is asked of known values alone; with fake tensors beside them they are shapes like those."""
+class KnownValues(TorchFunctionMode):
+    """Computes what is asked of known values alone; with fake tensors beside them they are shapes like those.
+
+    What a known mask picks out of a fake tensor has as many rows as the mask has hits.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__ and is_known(args[1]) and args[1].dtype is torch.bool:
+            with without_modes():
+                hits = args[1].nonzero(as_tuple=True)
+            args = (args[0], hits)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors or not all(map(is_known, tensors)):
             return func(*args, **(kwargs or {}))

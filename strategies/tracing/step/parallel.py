@@ -83,8 +83,12 @@ def shard(
     mesh: DeviceMesh,
     configuration: Configuration,
     experts: DeviceMesh | None = None,
+    *,
+    root_stays: bool = True,
 ) -> None:
     """Apply FSDP2 to the blocks and the root, as `strategies.backends.fsdp` wraps them.
+
+    The root's weights are whole from forward to backward where `root_stays`, else as long as a block's.
 
     Experts that are spread over ranks are units of their own, shared by those ranks that have the same ones, as
     transformers has it.
@@ -110,7 +114,7 @@ def shard(
                     for inner in (part for part in block.modules() if getattr(part, "_is_expert_parallel", False)):
                         wrap(inner, mesh=experts["efsdp"], reshard_after_forward=reshard)
                 wrap(block, mesh=sharding, reshard_after_forward=reshard)
-            wrap(module, mesh=sharding)
+            wrap(module, mesh=sharding, **({} if root_stays else {"reshard_after_forward": reshard}))
     except ValueError as problem:
         raise TraceFailed("fully_shard", type(module).__name__, str(problem)) from problem
 

@@ -47,6 +47,7 @@ from strategies.tracing.step.parallel import (
     synchronize,
     weight_dtype,
 )
+from strategies.tracing.step.post_training import TrlStep, following_trl, trl_step_of
 from strategies.tracing.step.refusal import Following, TraceFailed
 from strategies.tracing.step.reservation import Recorded
 from strategies.tracing.step.split import (
@@ -90,7 +91,8 @@ def fake_tensor(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype |
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
 
 
-PHASES = ("forward", "loss", "backward", "step")
+PHASES = ("reference", "logprob", "forward", "loss", "backward", "step")
+"""The first two are there where a round of reinforcement learning runs forwards before its updates."""
 
 
 class Traceable(Protocol):
@@ -169,15 +171,18 @@ def trace_stages(job: Job, subject: Traceable | None = None) -> list[TracedStep]
     """
     if job.configuration.offload != "none" and not is_traced_whole(job):
         raise TraceFailed("", "", "offload is not traced under DeepSpeed, to NVMe or of a model that ranks split")
-    if job.workload.ema or job.workload.task in POST_TRAINING or job.workload.loss == "tiled":
-        raise TraceFailed("", "", "an average of the weights, and trainers of post-training, are not traced")
+    if job.workload.ema or (job.workload.loss == "tiled" and job.workload.task not in POST_TRAINING):
+        raise TraceFailed("", "", "an average of the weights, and TRL's loss of other trainers, are not traced")
     if job.workload.compile and (job.configuration.pp > 1 or job.configuration.activation_checkpointing != "none"):
         raise TraceFailed("", "", "compiled blocks are traced without pipelines and checkpointing")
+    trl = trl_step_of(job)
     chosen = _train_as(subject or _described(job), job)
-    return [_traced(job, chosen, rank) for rank in range(job.configuration.pp)]
+    if trl is not None and not hasattr(chosen.module, "get_output_embeddings"):
+        raise TraceFailed("", "", f"--task {job.workload.task} is traced for models of transformers")
+    return [_traced(job, chosen, rank, trl) for rank in range(job.configuration.pp)]
 
 
-def _traced(job: Job, chosen: Traceable, rank: int) -> TracedStep:
+def _traced(job: Job, chosen: Traceable, rank: int, trl: TrlStep | None) -> TracedStep:
     configuration = job.configuration
     with contextlib.ExitStack() as stack:
         degrees = configuration.tp * configuration.cp * configuration.ep
@@ -188,13 +193,15 @@ def _traced(job: Job, chosen: Traceable, rank: int) -> TracedStep:
         stack.enter_context(on_device(job.cluster.device))
         stack.enter_context(unpadded())
         stack.enter_context(follow_images(chosen.module))
+        if trl is not None:
+            stack.enter_context(following_trl(on_cpu=job.cluster.device.is_cpu))
         if configuration.attention == "flash":
             stack.enter_context(windows_without_masks())
         if configuration.cp > 1 and mesh is not None and job.facts.kind != "custom":
             # Keys and values are all-gathered, and the parts of a causal mask balanced, as torch does it by default.
             stack.enter_context(context_parallel_attention(mesh["cp"], length_dim=2))
         run = _PipelineRun if configuration.pp > 1 else _Run
-        return run(job, chosen, mode, Meshes(ranks=mesh, experts=experts), rank).steps()
+        return run(job, chosen, mode, Meshes(ranks=mesh, experts=experts), rank, trl).steps()
 
 
 def _described(job: Job) -> Subject:
@@ -240,12 +247,20 @@ class Meshes:
 class _Run:
     """A step of one rank, which has the whole depth of the model."""
 
-    def __init__(self, job: Job, subject: Traceable, mode: FakeTensorMode, meshes: Meshes, rank: int) -> None:
-        self._job, self._configuration, self._rank = job, job.configuration, rank
+    def __init__(
+        self,
+        job: Job,
+        subject: Traceable,
+        mode: FakeTensorMode,
+        meshes: Meshes,
+        rank: int,
+        trl: TrlStep | None = None,
+    ) -> None:
+        self._job, self._configuration, self._rank, self._trl = job, job.configuration, rank, trl
         self._on_cpu = job.cluster.device.is_cpu
         self._storages = Storages(mode, None if self._on_cpu else scratch_sizes)
         dtype = None if keeps_adapters_wide(self._configuration, job.workload) else weight_dtype(self._configuration)
-        self._batch = _cast_batch(self._batch_of(subject), dtype)
+        self._batch = _cast_batch(self._batch_of(subject), dtype if trl is None else None)
         self._phases: dict[str, Mapping[Category, int]] = {}
         self._in_forward = False
         whole, blocks = self._part_of(subject)
@@ -261,6 +276,25 @@ class _Run:
             self._prepare(part, meshes)
         for block in self._blocks:  # after FSDP2's own hook, which frees the block's all-gathered weights
             block.register_forward_hook(self._block_done)
+        if trl is not None:
+            reference = self._reference_of(subject, mode, meshes) if trl.loads_reference else None
+            trl.connect(self._module, reference, self._autocast)
+
+    def _reference_of(self, subject: Traceable, mode: FakeTensorMode, meshes: Meshes) -> nn.Module:
+        """Return a second model, as TRL loads it; of accelerate's FSDP2 it is one unit (`trl/models/utils.py`).
+
+        On a CPU shards are dsplan's own work, beside which it is whole.
+        """
+        assert self._trl is not None
+        chosen = self._configuration
+        is_engine = chosen.zero_stage > 0 and chosen.backend == "deepspeed"
+        dtype = weight_dtype(chosen) if is_engine or chosen.precision == "bf16-pure" else None
+        reference, _ = fake_copy(subject.module, (), mode, dtype)
+        self._trl.prepare_reference(reference.requires_grad_(True))
+        if chosen.strategy in FSDP_STRATEGIES and meshes.ranks is not None and not self._on_cpu:
+            shard(reference, (), meshes.ranks, chosen, root_stays=False)
+        self._storages.label([*reference.parameters(), *reference.buffers()], "parameters")
+        return reference
 
     def _part_of(self, subject: Traceable) -> tuple[nn.Module, Sequence[nn.Module]]:
         """Return what this rank has of the model, and its blocks."""
@@ -274,7 +308,9 @@ class _Run:
         """Make a module what the job's code, method and strategy make of it."""
         chosen = self._configuration
         model = part.model if isinstance(part, Chunk) else part
-        if not isinstance(part, Chunk) or part.is_last:
+        if self._trl is not None:
+            self._trl.prepare(model)
+        elif not isinstance(part, Chunk) or part.is_last:
             compute_loss_as(model, self._job.workload.loss)
         on_host = chosen.activations_on_host and not self._on_cpu
         checkpoint_activations(model, chosen.activation_checkpointing, on_host=on_host)
@@ -473,8 +509,14 @@ class _Run:
     def _accumulate(self) -> None:
         """Run two micro-batches, which stand for any larger number: from the second on, gradients are there.
 
-        Three do where only the last one is reduced, so that one finds gradients and leaves them.
+        Three do where only the last one is reduced, so that one finds gradients and leaves them. What a round of
+        post-training scores before its updates comes first.
         """
+        for phase, score in self._trl.scores(self._batch) if self._trl is not None else ():
+            self._begin()
+            with torch.no_grad(), self._storages.answering_items():
+                score()
+            self._end(phase)
         enough = 2 if self._configuration.sync_each_micro_batch else 3
         micro_batches = min(self._configuration.gradient_accumulation_steps, enough)
         for index in range(micro_batches):
@@ -488,13 +530,21 @@ class _Run:
             del loss
             self._end("backward")
 
-    def _forward(self) -> torch.Tensor:
+    def _begin(self) -> None:
+        """Leave what came before out of the next phase."""
         self._storages.take_peak()
         self._storages.events.append(Mark())
+
+    def _forward(self) -> torch.Tensor:
+        self._begin()
         self._in_forward = True
-        positional, named = arguments_of(self._batch)
-        with self._autocast():
-            loss = loss_of(self._module(*positional, **named))
+        if self._trl is not None:
+            with self._storages.answering_items():
+                loss = self._trl.loss(self._batch)
+        else:
+            positional, named = arguments_of(self._batch)
+            with self._autocast():
+                loss = loss_of(self._module(*positional, **named))
         self._in_forward = False
         self._end("loss")
         return loss
@@ -503,11 +553,9 @@ class _Run:
         if not optimizers:
             return
         storages = self._storages
-        storages.answers_items = True
-        with storages.making("host" if self._steps_on_host else "temporaries"):
+        with storages.answering_items(), storages.making("host" if self._steps_on_host else "temporaries"):
             for optimizer in optimizers if self._zero is None else (self._zero,):
                 optimizer.step()
-        storages.answers_items = False
         self._end("step")
         for optimizer in optimizers:
             states = [value for state in optimizer.state.values() for value in state.values()]
@@ -519,8 +567,8 @@ class _Run:
         self._module.zero_grad(set_to_none=True)
 
     def _block_done(self, *_arguments: object) -> None:
-        # A block that runs again in backward belongs to backward.
-        if self._in_forward:
+        # A block that runs again in backward belongs to backward, one of a forward without gradients to the loss.
+        if self._in_forward and torch.is_grad_enabled():
             self._end("forward")
 
     def _end(self, phase: str) -> None:
@@ -553,6 +601,8 @@ class _Run:
 
     def _batch_of(self, subject: Traceable) -> Any:
         configuration = self._configuration
+        if self._trl is not None:
+            return self._trl.batch_of(configuration.micro_batch_size, self._length)
         return subject.batch_of(configuration.micro_batch_size, self._length, self._job.workload.source_length or None)
 
 

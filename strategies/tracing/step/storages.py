@@ -155,13 +155,12 @@ class Storages:
     DTensor has fake tensors of its own, with which it works out shapes; they do not count.
 
     `category` is that of storages made from now on. `scratch` gives the bytes of each tensor that an operation makes
-    and frees inside. `events` is what all of this asks of the device's allocator, in its order. `answers_items` lets
-    code read a number from a tensor (optimizers do, their step count): it reads one.
+    and frees inside. `events` is what all of this asks of the device's allocator, in its order.
     """
 
     def __init__(self, mode: FakeTensorMode, scratch: Scratch | None = None) -> None:
         self.category: Category = "activations"
-        self.answers_items = False
+        self._answers_items = False
         self.operation = ""
         self._mode, self._scratch, self._replay = mode, scratch, Replay(mode)
         self._live = dict.fromkeys(CATEGORIES, 0)
@@ -220,9 +219,18 @@ class Storages:
         finally:
             self.category = before
 
+    @contextlib.contextmanager
+    def answering_items(self) -> Iterator[None]:
+        """Let code read a number from a tensor, as optimizers do their step count: it reads one."""
+        before, self._answers_items = self._answers_items, True
+        try:
+            yield
+        finally:
+            self._answers_items = before
+
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operation, with its inputs and results counted."""
-        if func is _ITEM and self.answers_items:
+        if func is _ITEM and self._answers_items:
             return 1
         if func is _WAIT:
             return args[0]  # its fake form makes a second tensor

@@ -17,7 +17,14 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from hardware_db.store import open_store
     from hardware_db.store.migrations import MIGRATIONS
-    from tests.hardware_db.store.records import FROZEN, FROZEN_CALIBRATION, FROZEN_RATE, FROZEN_RUN, FROZEN_TRACE
+    from tests.hardware_db.store.records import (
+        FROZEN,
+        FROZEN_CALIBRATION,
+        FROZEN_RATE,
+        FROZEN_REPORT,
+        FROZEN_RUN,
+        FROZEN_TRACE,
+    )
 
     path = SCHEMAS / f"schema-{len(MIGRATIONS)}.db"
     if path.exists():
@@ -27,6 +34,7 @@ def main() -> None:
         store.add(*FROZEN, FROZEN_RATE, FROZEN_RUN)
         store.add_trace(FROZEN_TRACE)
         store.add_calibration(FROZEN_CALIBRATION)
+        store.report(FROZEN_REPORT)
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("PRAGMA journal_mode = delete")
     connection.execute("PRAGMA page_size = 512")

@@ -15,6 +15,7 @@ from hardware_db.measurement import (
     RateMeasurement,
     TraceRecord,
 )
+from hardware_db.store.reports import StatusReport
 
 A100 = Fingerprint(
     machine=MachineIdentity(
@@ -94,6 +95,19 @@ def calibration(number: int, hardware: HardwareKind | None = None) -> Calibratio
     )
 
 
+def report(number: int, **changes: Any) -> StatusReport:
+    """Return the report of the run with id `number`; `changes` replace fields."""
+    values: dict[str, Any] = {
+        "id": f"{number:032x}", "name": f"run-{number}", "user": "ada", "host": "node7", "state": "running",
+        "outcome": "", "model": "opt-125m", "strategy": "zero2", "backend": "torch", "precision": "bf16",
+        "device": "gpu", "ranks": 8, "began": 1_800_000_000.25, "held_seconds": 3600.5, "productive_seconds": 3000.0,
+        "device_seconds": 28804.0, "usd_per_hour": 4.1, "step": 120, "steps": 1000, "loss": 2.5, "step_seconds": 0.25,
+        "tokens_per_second": 1e6, "peak_bytes": 3 << 30, "restarts": 1, "checkpoint_step": 100,
+        "checkpoint_age_seconds": 5.0, "quiet_seconds": 0.2, "alerts_json": '{"loss_spike":2}',
+    }  # fmt: skip
+    return StatusReport(**{**values, **changes})
+
+
 FROZEN = (
     measurement(1),
     measurement(2, outcome="out_of_memory", measured=Measured(), predicted=Predicted(), fingerprint=LAPTOP),
@@ -110,3 +124,5 @@ FROZEN_RUN = measurement(
 )
 FROZEN_CALIBRATION = calibration(7)
 """What the files since schema 3 hold as well."""
+FROZEN_REPORT = report(8)
+"""What the files since schema 4 hold as well."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from tests.hardware_db.store.records import (
     measurement,
     plan,
     rate,
+    report,
     trace,
 )
 
@@ -208,3 +210,33 @@ def test_the_newest_calibration_of_a_kind_of_hardware_is_in_force(store: Store) 
     assert store.calibration(HardwareKind(device="laptop", inter_link="eth-25")) is None
     assert store.calibrations() == (other, new, old)
     assert store.count() == 0
+
+
+def test_a_run_has_one_report_which_the_next_replaces(store: Store) -> None:
+    bare = dict.fromkeys(("steps", "loss", "step_seconds", "tokens_per_second", "peak_bytes", "usd_per_hour"))
+    bare |= dict.fromkeys(("checkpoint_step", "checkpoint_age_seconds", "quiet_seconds"))
+    first, other = report(1), report(2, state="ended", outcome="completed", user="", alerts_json="{}", **bare)
+    store.report(first)
+    store.report(other)
+    assert store.reports() == (other, first)
+    later = report(1, step=150, loss=2.25, state="stalled", host="node8")
+    store.report(later)
+    assert store.reports() == (later, other)
+    assert store.reports(limit=1) == (later,)
+    assert store.reports()[0].alerts == {"loss_spike": 2}
+    assert (store.count(), store.list()) == (0, ())
+
+
+def test_reports_are_as_old_as_the_store_says(store: Store) -> None:
+    store.report(report(1))
+    time.sleep(0.05)
+    store.report(report(2))
+    new, old = store.reports()
+    assert (new.id, old.id) == (report(2).id, report(1).id)
+    assert 0 <= new.heard_seconds_ago < new.heard_seconds_ago + 0.04 < old.heard_seconds_ago < 30
+
+
+def test_names_of_any_text_stay_as_they_are(store: Store) -> None:
+    odd = report(1, name="läuf'; DROP TABLE reports; --", model="modèle-Ψ%s ?", host="")
+    store.report(odd)
+    assert store.reports() == (odd,)

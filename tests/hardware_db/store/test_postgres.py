@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +20,10 @@ from hardware_db.errors import DsplanError
 from hardware_db.files import without_password
 from hardware_db.measurement import Measured
 from hardware_db.store import add_or_keep, open_own_store, open_store
-from tests.hardware_db.store.records import FROZEN, measurement
+from hardware_db.store.postgres import MIGRATIONS
+from tests.hardware_db.store.records import FROZEN, measurement, report
 from tests.hardware_db.store.server import Server, running_server
+from tests.strategies.launch.command import start_run
 
 WRITER = Path(__file__).with_name("postgres_writer.py")
 NOBODY = "postgresql://somebody:secret@localhost:1/none?sslpassword=other"
@@ -103,6 +108,7 @@ def test_a_role_that_may_only_read_plans_and_adds_nothing(
 ) -> None:
     with open_store() as store:
         store.add(measurement(1))
+        store.report(report(1))
     schema = shared.rpartition("%3D")[2]
     server.execute(
         "DO $$ BEGIN IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = 'reader')"
@@ -113,8 +119,11 @@ def test_a_role_that_may_only_read_plans_and_adds_nothing(
     monkeypatch.setenv("DSPLAN_DATABASE", server.address(user="reader", schema=schema))
     with open_store() as store:
         assert store.list() == (measurement(1),)
+        assert store.reports() == (report(1),)
         with pytest.raises(DsplanError, match="permission denied for table fingerprints; ask for a role that may"):
             store.add(measurement(2))
+        with pytest.raises(DsplanError, match="permission denied for table reports; ask for a role that may"):
+            store.report(report(2))
 
 
 def test_a_newer_schema_is_left_alone(shared: str, server: Server) -> None:
@@ -122,6 +131,21 @@ def test_a_newer_schema_is_left_alone(shared: str, server: Server) -> None:
     server.execute(f"UPDATE {shared.rpartition('%3D')[2]}.dsplan_schema SET version = 99")
     with pytest.raises(DsplanError, match="schema 99 was written by a newer dsplan"):
         open_store()
+
+
+def test_a_database_of_an_earlier_release_gets_what_it_lacks(
+    shared: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr("hardware_db.store.postgres.MIGRATIONS", MIGRATIONS[:1])
+        with open_store() as store:
+            store.add(measurement(1))
+    with open_store() as store:
+        assert store.list() == (measurement(1),)
+        store.report(report(1))
+    server.execute(f"UPDATE {shared.rpartition('%3D')[2]}.reports SET heard_at = heard_at - 90")
+    with open_store() as store:
+        assert store.reports()[0].heard_seconds_ago == pytest.approx(90, abs=5)
 
 
 @pytest.mark.usefixtures("shared")
@@ -195,3 +219,85 @@ def test_figures_of_any_size_come_back() -> None:
     with open_store() as store:
         store.add(run)
         assert store.get(run.id) == run
+
+
+TRAINS = """
+import time
+import torch
+import dsplan
+
+torch.manual_seed(0)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(8, 1)
+
+    def forward(self, x, y):
+        return ((self.line(x) - y) ** 2).mean()
+
+data = [(torch.randn(8), torch.zeros(1)) for _ in range(8 * 60)]
+engine, _, loader, _ = dsplan.initialize(
+    model=Model(), training_data=data, config={"train_batch_size": 8}
+)
+for x, y in loader:
+    loss = engine(x, y)
+    engine.backward(loss)
+    engine.step()
+    print("loss", repr(loss.item()), flush=True)
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.slow  # three runs of one rank, and a minute until one that was killed counts as silent
+def test_runs_of_a_team_are_listed_and_a_server_s_death_is_none_of_theirs(
+    durable_server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    (tmp_path / "train.py").write_text(TRAINS)
+    address = durable_server.empty()
+    monkeypatch.setenv("DSPLAN_DATABASE", address)
+
+    def listed() -> dict[str, dict[str, Any]]:
+        capsys.readouterr()
+        assert main(["watch", "--runs", address, "--json"]) == 0
+        return {row["run"]: row for row in json.loads(capsys.readouterr().out)["runs"]}
+
+    def start(name: str) -> subprocess.Popen[str]:
+        process = start_run("--nproc", "1", "--run-dir", name, "train.py", cwd=tmp_path)
+        request.addfinalizer(process.kill)
+        return process
+
+    first, second = start("first"), start("second")
+    deadline = time.monotonic() + 240
+    while not {"first", "second"} <= listed().keys():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    second.kill()
+    second.communicate()
+    undisturbed, err = first.communicate(timeout=240)
+    assert first.returncode == 0, err
+    while listed()["second"]["state"] != "silent":
+        assert time.monotonic() < deadline + 240
+        time.sleep(1)
+    runs = listed()
+    assert (runs["first"]["state"], runs["first"]["step"]) == ("ended", 60)
+    assert runs["first"]["host"] == os.uname().nodename
+    assert runs["second"]["heard_seconds_ago"] > 60
+
+    third = start("third")
+    while "third" not in listed():
+        time.sleep(0.5)
+    durable_server.kill()
+    out, err = third.communicate(timeout=240)
+    assert third.returncode == 0, err
+    losses = re.findall(r"^loss [\d.e-]+$", undisturbed, re.MULTILINE)
+    assert len(losses) == 60
+    assert re.findall(r"^loss [\d.e-]+$", out, re.MULTILINE) == losses
+    assert "to be sent with `dsplan db push`" in out
+    durable_server.start()
+    assert listed()["third"]["state"] in ("running", "silent")

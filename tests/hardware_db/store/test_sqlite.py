@@ -19,6 +19,7 @@ from tests.hardware_db.store.records import (
     FROZEN,
     FROZEN_CALIBRATION,
     FROZEN_RATE,
+    FROZEN_REPORT,
     FROZEN_RUN,
     FROZEN_TRACE,
     calibration,
@@ -43,6 +44,7 @@ def test_a_database_of_every_schema_opens_with_its_records(tmp_path: Path, numbe
         assert store.find(FROZEN[0].plan_key, FROZEN[0].fingerprint.key) == (FROZEN[0] if number < 3 else FROZEN_RUN)
         assert store.trace(FROZEN_TRACE.key) == (FROZEN_TRACE if number > 1 else None)
         assert store.calibrations() == ((FROZEN_CALIBRATION,) if number > 2 else ())
+        assert store.reports() == ((FROZEN_REPORT,) if number > 3 else ())
         assert store.add(measurement(9)) == 1
         assert store.add_trace(trace(9))
         store.add_calibration(calibration(9))
@@ -195,7 +197,7 @@ def _under_a_file(path: Path) -> None:
         ),
         (_of_another_program, "dsplan.db: is the SQLite database of another program; move it away"),
         (_of_another_application_id, "dsplan.db: is the SQLite database of another program; move it away"),
-        (_newer, "schema 99 was written by a newer dsplan, this one knows up to 3; upgrade dsplan"),
+        (_newer, "schema 99 was written by a newer dsplan, this one knows up to 4; upgrade dsplan"),
         (_under_a_file, "home: cannot be created (File exists); set DSPLAN_HOME"),
     ],
 )

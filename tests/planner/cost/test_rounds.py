@@ -8,6 +8,8 @@ import pytest
 
 from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.generation import ENGINE_BYTES, engines_of
+from planner.cost.memory.ledger import Ledger
+from planner.cost.memory.rollout import with_traced
 from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
 from planner.search.estimate import estimate, job_of
@@ -69,6 +71,14 @@ def test_a_reference_is_sharded_by_deepspeed_and_not_by_our_own_zero(backend: st
     dpo, alone = (plan(backend=backend, precompute_ref=without, **work) for without in (False, True))
     reference = dpo.memory.phases["step"] - alone.memory.phases["step"]
     assert reference == pytest.approx(width * 6.738e9, rel=0.05)
+
+
+def test_a_reference_of_fsdp2_is_whole_in_its_forward() -> None:
+    """Weights in 16 bits and the buffer they came in, as `prepare_fsdp` of TRL 1.16 makes one unit of it."""
+    work: dict[str, Any] = {"model": "llama-2-7b", "task": "dpo", "seq_len": 1024, "strategy": "fsdp"}
+    dpo, alone = (plan(precompute_ref=without, **work) for without in (False, True))
+    assert dpo.memory.peak_phase == "loss"
+    assert dpo.memory.phases["loss"] - alone.memory.phases["loss"] == pytest.approx((2 * 2 + 4 / 8) * 6.738e9, rel=0.05)
 
 
 def test_tasks_have_the_loss_of_their_trainer() -> None:
@@ -154,6 +164,15 @@ def job(**work: Any) -> Job:
     exactly = ExactOptions(strategy="zero2", prompts_per_step=64)
     request, configuration = exact(request, exactly)
     return job_of(request, configuration)
+
+
+def test_a_traced_update_has_an_engine_beside_it() -> None:
+    colocated = job(rollout_memory=0.3)
+    traced = {"forward": Ledger(), "step": Ledger(optimizer=5.0)}
+    phases = with_traced(colocated, {"load": Ledger(parameters=1.0)}, traced)
+    engine = 0.3 * colocated.cluster.capacity_bytes
+    assert phases["load"].total == 1.0
+    assert phases["update"] == phases["step"] == Ledger(optimizer=5.0, buffers=engine)
 
 
 def test_the_cache_of_an_engine_decides_how_many_sequences_it_decodes() -> None:

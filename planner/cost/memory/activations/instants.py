@@ -15,23 +15,25 @@ from hardware_db.records import dataclass
 from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.figures import blocks_on_stage, figures_of
 from planner.cost.memory.ledger import NOTHING, Amount, bytes_at, plus, times
+from planner.cost.memory.reference import block_token_bytes, has_own_reference, reference_width
 from planner.cost.memory.units import trained_units_of
 from planner.cost.precision import Recipe
 from planner.cost.split import logit_parts, micro_batches_in_flight
 from planner.models.figures import BlockFigures, Figures, Peak
 from planner.types.job import Job
-from planner.vocabulary import SCORING
+from planner.vocabulary import REFERRING, SCORING
 
-Unit = Literal["head", "block", "table"]
+Unit = Literal["head", "block", "table", "reference"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Instant:
     """One moment on one rank.
 
-    `unit` is what runs: the head with the loss, a block, or the token table with what surrounds it. `activations`
-    (whatever the batch, and by sample) and `cast` (autocast's copies of weights) in bytes; `unit_gradients`: elements
-    of this unit's weights whose gradient is made by now; `done_gradients`: elements of weights in the units that have
+    `unit` is what runs: the head with the loss, a block, the token table with what surrounds it, or a reference that is
+    a model of its own, which runs between the loss and its backward and keeps nothing. `activations` (whatever the
+    batch, and by sample) and `cast` (autocast's copies of weights) in bytes; `unit_gradients`: elements of this unit's
+    weights whose gradient is made by now; `done_gradients`: elements of weights in the units that have
     finished their backward; `blocks_done`: blocks that have finished in this pass (forward or backward), out of
     `blocks`; `enters`: whether the unit has not begun its pass yet, so that nothing of it is alive but what a strategy
     fetches for it (in backward: the first block, when the head's gradients are all there and the logits gone);
@@ -125,6 +127,12 @@ class _Step:
         self._pieces = configuration.virtual_stages if configuration.pp_schedule == "interleaved" else 1
         self._at_first, self._at_last = self._others(0), self._others(self._pieces - 1)
         self._is_replica = configuration.strategy in ("single", "ddp")
+        self._unkept_block = configuration.sequence_length * block_token_bytes(job, recipe)
+        # Beside our own ZeRO a reference stays as it was loaded, under autocast.
+        is_cast = configuration.backend == "native" and reference_width(job, recipe) > recipe.compute
+        narrow = recipe.compute * job.counts.in_blocks if is_cast else 0.0
+        stacked = sum(count * block.cast for count, block in zip(self._counts, figures.blocks, strict=True))
+        self._reference_casts = narrow or figures.before.cast + stacked
         self._takes_first = configuration.backend == "native" and not self._is_replica
         self._product = self._product_input(recipe)
 
@@ -218,8 +226,28 @@ class _Step:
         recomputes = self._checkpointing != "none"
         for peak in self._figures.loss:
             yield self._at_the_head("loss", kept, casts, peak)
+        if self._job.workload.task in REFERRING and self._job.has_reference:
+            yield from self._reference(kept, 0.0 if recomputes else casts)
         for peak in self._figures.loss_backward:
             yield self._at_the_head("backward", kept, 0.0 if recomputes else casts, peak)
+
+    def _reference(self, kept: Amount, casts: float) -> Iterator[Instant]:
+        """Yield a preference's forward of its reference: its largest block, and its head.
+
+        Both are beside what the trained model has kept. Autocast casts every weight of a model of its own, none of them
+        frozen, and keeps the copies to the end of its forward.
+        """
+        figures, own = self._figures, has_own_reference(self._job)
+        kept = plus(kept, figures.scored)
+        for peak in (Peak(activations=(0.0, self._unkept_block)), *figures.loss):
+            yield Instant(
+                phase="loss",
+                unit="reference" if own else "block",
+                activations=plus(kept, peak.activations),
+                cast=casts + (self._reference_casts if own else peak.cast),
+                blocks_done=max(self._blocks - 1, 0),
+                blocks=self._blocks,
+            )
 
     def _at_the_head(self, phase: Literal["loss", "backward"], kept: Amount, casts: float, peak: Peak) -> Instant:
         return Instant(

@@ -87,9 +87,12 @@ def with_tiled_loss(figures: Figures, head: Head, tiles: Tiles, beside: tuple[Am
     narrow = tiles.tokens * min(head.vocabulary, TILE_WORDS) if head.on_cpu else 0.0
     copied = head.compute * head.tokens * head.hidden  # scored hidden states, one after the other
     cast = 2.0 * TILE_WORDS * head.hidden * head.compute if head.compute < head.weight else 0.0
-    forward = (beside[0][0] + tile + FOLDED_ON_CPU[0] * narrow + cast, beside[0][1] + copied)
+    scored = beside[0][0], beside[0][1] + copied
+    # Forward casts a slice of the head within one product, backward has the one before it as well.
+    forward = (scored[0] + tile + FOLDED_ON_CPU[0] * narrow + cast / 2, scored[1])
     return replace(
         figures,
+        scored=scored,
         loss=[Peak(activations=forward)],
         loss_backward=[
             *_backward(head, tile, (beside[1][0] + FOLDED_ON_CPU[1] * narrow + cast, beside[1][1] + copied)),

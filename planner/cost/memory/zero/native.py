@@ -103,7 +103,9 @@ class NativeZeroBuffers:
 
     def _always(self, instant: Instant) -> Ledger:
         """Return unsharded weights, and what compression leaves out."""
-        return Ledger(buffers=self._unsharded + self._blocks_at(instant) * self._block + self._errors)
+        casts = instant.cast if instant.unit == "reference" else 0.0
+        unsharded = self._unsharded + self._blocks_at(instant) * self._block
+        return Ledger(buffers=unsharded + self._errors, temporaries=casts)
 
     def _blocks_at(self, instant: Instant) -> int:
         """Return how many blocks' weights are whole: the one at work, and the next one of the pass ahead of it."""
@@ -213,7 +215,8 @@ class _Fills:
 
         A unit's first gradient begins its bucket when it is taken, and what it was made from is gone by then.
         """
-        largest, copied = self._largest["head" if instant.enters and not instant.blocks_done else instant.unit]
+        is_at_head = instant.unit == "reference" or (instant.enters and not instant.blocks_done)
+        largest, copied = self._largest["head" if is_at_head else instant.unit]
         if instant.leaves or (instant.enters and (instant.phase != "backward" or instant.blocks_done)):
             return self.at(taken), 0.0
         if instant.enters:
