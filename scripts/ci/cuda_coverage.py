@@ -31,7 +31,11 @@ _REFUSALS = (
 )
 _AFTER = f"scripts/ci/cuda.sh; scripts/ci/cuda.sh -m slow; {_CARDS}; {_TRACES}; {_ADAPTERS}; {_REFUSALS}"
 _LEAST = 0.95
+_TWO_KINDS = "ranks on two kinds of GPUs in one job: emulated cards of a machine are of one kind"
 _REASONS = {
+    "strategies/engine/initialize.py:gpu = ": _TWO_KINDS,
+    "strategies/engine/initialize.py:if why := why_another_group": _TWO_KINDS,
+    "strategies/engine/initialize.py:raise CannotRun(why)": _TWO_KINDS,
     "strategies/modules/adapters.py:device = ": "bitsandbytes is not there: its kernels are compiled for real cards",
 }
 
