@@ -23,7 +23,7 @@ from scripts.report.accuracy_tables import table
 
 GRID = "vtrain_a100"
 HEAD = """
-## PublishedQuestion through the command line
+## Asked through the command line
 
 Every row of the collection of published runs, and vTrain's grid, asked as a person asks: as flags of `dsplan estimate`
 with `--code`, a config.json and a cluster file, through the command line's own question. `published_asked.csv` holds
