@@ -38,6 +38,15 @@ def reference_width(job: Job, recipe: Recipe) -> float:
     return max(recipe.weight, _LOADED) if casts else recipe.weight
 
 
+def reference_casts(job: Job, recipe: Recipe) -> float:
+    """Return the bytes of autocast's copies of a reference's blocks, kept to the end of its forward.
+
+    They are of one that stays as it was loaded beside our own ZeRO, which casts the trained model instead; 0 elsewhere.
+    """
+    is_cast = job.configuration.backend == "native" and reference_width(job, recipe) > recipe.compute
+    return recipe.compute * job.counts.in_blocks if is_cast and has_own_reference(job) else 0.0
+
+
 def reference_states(job: Job, recipe: Recipe) -> float:
     """Return the bytes of the reference between forwards."""
     if not has_own_reference(job):

@@ -14,7 +14,7 @@ from planner.cost.code_bases import code_base
 from planner.cost.generation import engine_bytes, engines_of, post_of, scores_again
 from planner.cost.memory.activations.figures import figures_of
 from planner.cost.memory.ledger import Ledger, States, bytes_at
-from planner.cost.memory.reference import is_one_unit, unsharded_reference_of
+from planner.cost.memory.reference import is_one_unit, reference_casts, unsharded_reference_of
 from planner.cost.memory.units import units_of, weight_bytes
 from planner.cost.precision import Recipe
 from planner.types.job import Job
@@ -142,8 +142,13 @@ def _forward(job: Job, recipe: Recipe, forward: Ledger) -> Ledger:
 
 
 def _reference(job: Job, recipe: Recipe, forward: Ledger) -> Ledger:
-    """Return the forward of a reference, which accelerate's FSDP2 has whole in place of a block after the other."""
-    return replace(forward, buffers=unsharded_reference_of(job, recipe)) if is_one_unit(job) else forward
+    """Return the forward of a reference.
+
+    Accelerate's FSDP2 has it whole in place of a block after the other; autocast keeps copies of what is in fp32.
+    """
+    if is_one_unit(job):
+        return replace(forward, buffers=unsharded_reference_of(job, recipe))
+    return replace(forward, activations=forward.activations + reference_casts(job, recipe))
 
 
 def _block_bytes(job: Job, recipe: Recipe, *, tokens: float) -> float:

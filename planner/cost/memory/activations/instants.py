@@ -15,7 +15,7 @@ from hardware_db.records import dataclass
 from planner.cost.code_bases import code_base
 from planner.cost.memory.activations.figures import blocks_on_stage, figures_of
 from planner.cost.memory.ledger import NOTHING, Amount, bytes_at, plus, times
-from planner.cost.memory.reference import block_token_bytes, has_own_reference, reference_width
+from planner.cost.memory.reference import block_token_bytes, has_own_reference, reference_casts
 from planner.cost.memory.units import trained_units_of
 from planner.cost.precision import Recipe
 from planner.cost.split import logit_parts, micro_batches_in_flight
@@ -128,11 +128,8 @@ class _Step:
         self._at_first, self._at_last = self._others(0), self._others(self._pieces - 1)
         self._is_replica = configuration.strategy in ("single", "ddp")
         self._unkept_block = configuration.sequence_length * block_token_bytes(job, recipe)
-        # Beside our own ZeRO a reference stays as it was loaded, under autocast.
-        is_cast = configuration.backend == "native" and reference_width(job, recipe) > recipe.compute
-        narrow = recipe.compute * job.counts.in_blocks if is_cast else 0.0
         stacked = sum(count * block.cast for count, block in zip(self._counts, figures.blocks, strict=True))
-        self._reference_casts = narrow or figures.before.cast + stacked
+        self._reference_casts = reference_casts(job, recipe) or figures.before.cast + stacked
         self._takes_first = configuration.backend == "native" and not self._is_replica
         self._product = self._product_input(recipe)
 
