@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from typing import Any
 
 from scripts.generate.generated import REFERENCE, write_or_check
 from scripts.peers.config_files import OUTCOMES, RESULTS
+from scripts.peers.stated_memory import PROJECT, read_results
 from scripts.report.accuracy_tables import table
 
 TARGET = REFERENCE / "config-files.md"
@@ -78,7 +80,54 @@ def page() -> str:
         for name, project in projects.items()
         for reason, count in sorted(project["gaps"].items(), key=lambda item: -item[1])[:5]
     ]
-    return HEAD + "\n".join([*lines, *table(("project", "files", "gap"), gaps)]) + "\n"
+    lines += [*table(("project", "files", "gap"), gaps), "", *_stated()]
+    return HEAD + "\n".join(lines) + "\n"
+
+
+_STATED = """## What axolotl's examples say they take
+
+READMEs of {project} name what {count} of its configs take, in GiB of a GPU and rounded; `dsplan
+check` says beside it what `nvidia-smi` would show (`python -m scripts.peers.stated_memory`). **Nothing was fitted to
+them.** They name no kind of figure and seldom a card, and samples are as long as the data has them while dsplan counts
+the config's length. A model that the catalogue lacks is counted as a decoder of its size (generic), with the vocabulary
+of one; its error is that of the guess. Of {sure} configs whose model the catalogue has the median error is
+{sure_off:.0%}, of all {asked} that are answered {off:.0%}; {above} of {asked} take no more than the bound of nineteen in
+twenty.
+"""
+
+
+def _stated() -> list[str]:
+    """Return the section of configs whose README says what they take."""
+    rows = read_results()
+    answered = [row for row in rows if "used" in row]
+    errors = {row["file"]: abs(row["used"] / row["gib"] - 1) for row in answered}
+    sure = [errors[row["file"]] for row in answered if not row["counted"].startswith("generic")]
+    text = _STATED.format(
+        project=PROJECT,
+        count=len(rows),
+        asked=len(answered),
+        sure=len(sure),
+        off=statistics.median(errors.values()),
+        sure_off=statistics.median(sure),
+        above=sum(row["gib"] <= row["upper"] for row in answered),
+    )
+    cells = [
+        [
+            row["file"],
+            row["at"].rpartition(":")[2],
+            f"{row['gpus']} x {row['gpu']}",
+            f"{row['gib']:g}",
+            *_answer_cells(row),
+        ]
+        for row in rows
+    ]
+    return [text, *table(("config below examples/", "line", "asked for", "stated", "predicted", "off", "model"), cells)]
+
+
+def _answer_cells(row: dict[str, Any]) -> list[str]:
+    if "used" not in row:
+        return ["-", "-", row["why"].replace("|", "\\|")]
+    return [f"{row['used']:.1f}", f"{row['used'] / row['gib'] - 1:+.0%}", row["counted"]]
 
 
 def main() -> int:
