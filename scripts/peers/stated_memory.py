@@ -1,4 +1,4 @@
-"""What axolotl's examples say they take, beside what `dsplan check` says of the same files.
+"""Set what axolotl's examples say they take beside what `dsplan check` says of the same files.
 
     python -m scripts.peers.config_files fetch DIR    the configs, at their commits
     python -m scripts.peers.stated_memory DIR         checks those below and writes scripts/peers/stated_memory.json

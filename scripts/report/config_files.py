@@ -91,8 +91,8 @@ check` says beside it what `nvidia-smi` would show (`python -m scripts.peers.sta
 them.** They name no kind of figure and seldom a card, and samples are as long as the data has them while dsplan counts
 the config's length. A model that the catalogue lacks is counted as a decoder of its size (generic), with the vocabulary
 of one; its error is that of the guess. Of {sure} configs whose model the catalogue has the median error is
-{sure_off:.0%}, of all {asked} that are answered {off:.0%}; {above} of {asked} take no more than the bound of nineteen in
-twenty.
+{sure_off:.0%}, of all {asked} that are answered {off:.0%}; {above} of {asked} take no more than the bound of nineteen
+in twenty.
 """
 
 
