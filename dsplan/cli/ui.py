@@ -27,7 +27,7 @@ def ui(
         str | None,
         typer.Option(
             "--runs",
-            metavar="DIR|postgresql://...",
+            metavar="DIR|postgresql://HOST",
             help="Also serve the runs below this directory, or of a team's database, as watch --runs lists them.",
         ),
     ] = None,

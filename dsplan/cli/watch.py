@@ -22,7 +22,7 @@ def watch(
         str | None,
         typer.Option(
             "--runs",
-            metavar="DIR|postgresql://...",
+            metavar="DIR|postgresql://HOST",
             help="List all runs below this directory instead, or those of a team's database, and their cost so far.",
         ),
     ] = None,

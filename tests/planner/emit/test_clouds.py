@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -87,12 +88,14 @@ def test_nodes_meet_at_the_first_with_directories_of_their_own(tmp_path: Path) -
 
 def test_a_hook_ends_when_the_run_has_saved(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    run = f"trap 'sleep 0.3; touch {saved}; exit 75' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
-    with subprocess.Popen(["bash", "-c", run, "dsplan run"]) as process:
+    run = 'trap "sleep 0.3; touch saved; exit 75" TERM; touch ready; while :; do sleep 0.05; done'
+    with subprocess.Popen(["bash", "-c", run, "dsplan run"], cwd=tmp_path) as process:
         (tmp_path / "process").write_text(str(process.pid))
+        deadline = time.monotonic() + 20
         while not (tmp_path / "ready").exists():
+            assert time.monotonic() < deadline
             time.sleep(0.01)
-        subprocess.run(["sh", "-c", save_command(str(tmp_path / "process"))], check=True, timeout=20)
+        subprocess.run(["sh", "-c", save_command(shlex.quote(str(tmp_path / "process")))], check=True, timeout=20)
         assert saved.exists()
         assert process.wait(timeout=20) == 75
 
@@ -100,7 +103,9 @@ def test_a_hook_ends_when_the_run_has_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "4194305"])
 def test_a_hook_without_a_run_ends_at_once(content: str, tmp_path: Path) -> None:
     (tmp_path / "process").write_text(content)
-    ended = subprocess.run(["sh", "-c", save_command(str(tmp_path / "process"))], capture_output=True, timeout=20)
+    ended = subprocess.run(
+        ["sh", "-c", save_command(shlex.quote(str(tmp_path / "process")))], capture_output=True, timeout=20
+    )
     assert (ended.stdout, ended.stderr) == (b"", b"")
 
 

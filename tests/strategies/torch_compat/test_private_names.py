@@ -48,6 +48,7 @@ OTHER_LIBRARIES = {
         "_expand_parallel_plan",
         "_model_mapping",
     },
+    "trl": {"_get_per_token_logps_and_entropies"},
     "what dsplan puts on objects of others": {"_dsplan_engine", "_dsplan_monitor"},
 }
 ATTRIBUTE_CALLS = ("getattr", "hasattr", "setattr", "delattr")
