@@ -102,7 +102,7 @@ class TrlStep:
         self._job, self._task = job, job.workload.task
         total = job.configuration.sequence_length
         self._post = job.workload.post or PostTraining(prompt_length=0, completion_length=total, completion_max=total)
-        self._trainer = self._made()
+        self._trainer = self._make_trainer()
 
     @property
     def loads_reference(self) -> bool:
@@ -201,7 +201,7 @@ class TrlStep:
             if model is not None:
                 yield phase, partial(trainer._get_per_token_logps_and_entropies, model, ids, mask, length)
 
-    def _made(self) -> Any:
+    def _make_trainer(self) -> Any:
         stem = self._task.capitalize() if self._task == "reward" else self._task.upper()
         try:
             trainers = import_module(f"trl.trainer.{self._task}_trainer")
