@@ -21,6 +21,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -42,9 +43,9 @@ CASES: tuple[tuple[str, str, str, int | None], ...] = (
     ("axolotl-ai-cloud/axolotl", "examples/llama-3/fft-8b.yaml", "A100-SXM4-40GB", 8),
     ("axolotl-ai-cloud/axolotl", "examples/gpt-oss/gpt-oss-20b-sft-lora-singlegpu.yaml", "A100-SXM4-40GB", 8),
     ("hiyouga/LLaMA-Factory", "examples/extras/apollo/llama3_full_sft.yaml", "A100-SXM4-40GB", 8),
-    ("hiyouga/LLaMA-Factory", "examples/extras/eaft/qwen25_05b_eaft_full.yaml", "RTX-3070", 1),
+    ("hiyouga/LLaMA-Factory", "examples/extras/eaft/qwen25_05b_eaft_full.yaml", "RTX-3060-12GB", 8),
     ("hiyouga/LLaMA-Factory", "examples/extras/galore/llama3_full_sft.yaml", "A100-SXM4-40GB", 8),
-    ("modelscope/ms-swift", "examples/train/liger/sft.sh", "A100-SXM4-40GB", None),
+    ("modelscope/ms-swift", "examples/megatron/benchmark/deepspeed.sh", "A100-SXM4-40GB", None),
     ("modelscope/ms-swift", "examples/train/flash_attention_3/transformers.sh", "A100-SXM4-40GB", None),
     ("huggingface/trl", "examples/cli_configs/example_config.yaml", "RTX-3060-12GB", 8),
     ("pytorch/torchtune", "recipes/configs/dev/11B_lora_multi_dataset.yaml", "RTX-3060-12GB", 8),
@@ -75,7 +76,10 @@ overrides `actor_rollout_ref.model.torch_dtype`, which verl's schema lacks, with
 
 
 def mend(path: Path, gpu: str, gpus: int | None) -> dict[str, Any]:
-    """Return what became of one file: whether it failed, what changed, and whether the changed file fits."""
+    """Return what became of one file: whether it failed, what changed, and whether the changed file fits.
+
+    The file is changed in its place, which is a copy's.
+    """
     hardware = {"gpu": gpu} | ({} if gpus is None else {"gpus": gpus})
     before = check_files([path], hardware=hardware)
     row: dict[str, Any] = {"digest": hashlib.sha256(path.read_bytes()).hexdigest()[:12]}
@@ -84,17 +88,12 @@ def mend(path: Path, gpu: str, gpus: int | None) -> dict[str, Any]:
     if better is None or not better.texts or before.status != 1:
         return row | {"outcome": "no diff"}
     row["parser_before"] = take(before.reading.format, path)[1]
-    changed = dict(better.texts)
-    for name, (_, new) in changed.items():
+    for name, (_, new) in better.texts.items():
         Path(name).write_text(new, encoding="utf-8")
-    try:
-        after = check_files([path], hardware=hardware)
-        row |= {"fits": after.status == 0, "lines": _lines(better.diff), "keys": _keys(better.diff)}
-        row["need"] = [_need(item) for item in (before, after)]
-        row["parser"] = take(before.reading.format, path)
-    finally:
-        for name, (old, _) in changed.items():
-            Path(name).write_text(old, encoding="utf-8")
+    after = check_files([path], hardware=hardware)
+    row |= {"fits": after.status == 0, "lines": _lines(better.diff), "keys": _keys(better.diff)}
+    row["need"] = [_need(item) for item in (before, after)]
+    row["parser"] = take(before.reading.format, path)
     if row["parser_before"]:
         return row | {"outcome": "fits, and its parser refuses the original too" if row["fits"] else "not mended"}
     return row | {"outcome": "mended" if row["fits"] and row["parser"][1] == "" else "not mended"}
@@ -293,8 +292,10 @@ def main() -> None:
         _extract(arguments.directory, arguments.mirrors, Path(folder))
         base = Path.cwd()
         cases = [case for case in CASES if not arguments.only or case[0] in arguments.only]
-        for project, path, gpu, gpus in cases:
-            os.chdir(arguments.directory.resolve() / project.replace("/", "+"))
+        for number, (project, path, gpu, gpus) in enumerate(cases):
+            copied = Path(folder, f"case-{number}")
+            shutil.copytree(arguments.directory / project.replace("/", "+"), copied)
+            os.chdir(copied)
             try:
                 row = mend(Path(path), gpu, gpus)
             except DsplanError as error:

@@ -25,8 +25,13 @@ def has_own_reference(job: Job) -> bool:
 
 
 def is_one_unit(job: Job) -> bool:
-    """Return whether the reference is one unit of accelerate's FSDP2."""
+    """Return whether the reference is one unit of accelerate's FSDP2, as TRL's own trainers have it.
+
+    They are told by their loss: trainers with whole logits (NeMo-RL, verl, LLaMA-Factory) shard it by blocks, as the
+    trained one, or swap its weights in.
+    """
     by_accelerate = job.workload.code == "transformers" and not job.cluster.device.is_cpu
+    by_accelerate = by_accelerate and job.workload.loss != "plain"
     return by_accelerate and job.configuration.strategy in FSDP_STRATEGIES and has_own_reference(job)
 
 
