@@ -81,11 +81,19 @@ def _changes(request: Request, plan: Plan) -> Iterator[tuple[str, str, dict[str,
     """Yield what may be changed of the work: in words, as a flag, and the fields of the workload."""
     work, facts = request.workload, request.facts
     batch = BATCH_TIMES * work.global_batch_size
-    yield (
-        f"take a global batch of {batch}, if the training allows it",
-        f"--global-batch {batch}",
-        {"global_batch_size": batch},
-    )
+    if work.post is not None and work.generates:  # as many optimizer steps a round as before
+        post = replace(work.post, prompts_per_step=BATCH_TIMES * work.post.prompts_per_step)
+        yield (
+            f"take rounds of {post.prompts_per_step} prompts, if the training allows it",
+            f"--prompts-per-step {post.prompts_per_step} --global-batch {batch}",
+            {"global_batch_size": batch, "post": post},
+        )
+    else:
+        yield (
+            f"take a global batch of {batch}, if the training allows it",
+            f"--global-batch {batch}",
+            {"global_batch_size": batch},
+        )
     if not code_base(work.code).runs_here:
         return
     if facts.fused_by_flash and work.attention != "flash":

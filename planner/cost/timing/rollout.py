@@ -2,9 +2,10 @@
 
 Everything follows from products, bytes and links; no constant here was fitted to a round. A decoding step reads the
 weights of an engine once for all its sequences, and the keys and values of each; its products take as long as any
-(Pope et al. 2022, arXiv 2211.05102, section 2). Lengths of completions are spread as `PostTraining.surviving` says: an
-engine decodes as many sequences as its cache has room for as long as some are waiting, then ever fewer, until the
-longest ends. docs/explanation/post-training.md compares rounds with published ones.
+(Pope et al. 2022, arXiv 2211.05102, section 2), its kernels take turns, and its host sees to each sequence. Lengths of
+completions are spread as `PostTraining.surviving` says: an engine decodes as many sequences as its cache has room for
+as long as some are waiting, then ever fewer, until the longest ends. docs/explanation/post-training.md compares rounds
+with published ones.
 """
 
 from __future__ import annotations
@@ -32,6 +33,20 @@ _POINTS = 24
 SAMPLER_BYTES = 50
 """Of one logit on its way to a token, kernel by kernel: written 2, to fp32 6, temperature 8, softmax 8, log-softmax 8,
 exponential noise and the division by it 4 + 12, the largest 2 (vLLM `v1/sample/sampler.py`; counted, not measured)."""
+DENSE_KERNELS, EXPERT_KERNELS, SHARED_KERNELS, LATENT_KERNELS = 10, 5, 4, 6
+"""Kernels of an engine's block, and those that routed experts, a shared expert and a latent attention add: two norms, a
+product of queries, keys and values, rotation, the cache's write, attention, output product, gate and up, activation,
+down; the router, its top-k, two that sort tokens, the sum over experts; three and a sum; two norms, a second product of
+queries, two of the latent, and the join of what attention split (vLLM's model files; counted, not measured)."""
+ENGINE_KERNEL_SECONDS = 5.5e-6
+"""Of a kernel in a replayed graph beside what it reads: the geometric mean of three steps of one sequence that others
+measured, less their bytes by the rates here. Llama-3.2-1B on an H100 takes 1.48 ms at the least: 3.8 (Stanford's
+Hazy Research, "Look Ma, No Bubbles", May 2025); Qwen3-30B-A3B on an A100 9.6 ms: 7.4; DeepSeek-R1 in 4 bits on eight
+H100 16.1 ms: 6.1 (vLLM 2025, tenstorrent/tt-inference-server issues 340 and 356)."""
+ENGINE_SEQUENCE_SECONDS = 27e-6
+"""Of an engine's host for each sequence of a step (scheduler, inputs, outputs), while its GPUs wait: the geometric mean
+of 5.5 ms for 256 sequences (vllm-project/vllm issue 10634, November 2024) and 139.6 ms for 4,096 tokens (vLLM 0.27.1,
+openfabric-systems/simllm pull 204, whose author calls its spread too wide to certify)."""
 
 
 def step_time(job: Job) -> StepTime:
@@ -235,9 +250,18 @@ def decode_seconds(job: Job, engines: Engines, rates: DeviceRates, *, sequences:
         reduction = collective_seconds(job.cluster, "all_reduce", size, group(job.cluster, tp, 1))
         seconds += (layers * REDUCTIONS_EACH_WAY + 1) * reduction
     if post_of(job).rollout != "hf":
-        return seconds  # engines replay CUDA graphs
+        kernels = sum(stack.layers * _engine_kernels(job, stack) for stack in job_stacks(job))
+        return seconds + kernels * ENGINE_KERNEL_SECONDS + sequences * ENGINE_SEQUENCE_SECONDS  # no host launches
     host = layers * rates.code.block_host_seconds
     return seconds + host if rates.serial else max(seconds, host)
+
+
+def _engine_kernels(job: Job, stack: Stack) -> int:
+    """Return how many kernels an engine runs in one block."""
+    facts, kernels = job.facts, DENSE_KERNELS
+    if facts.is_moe and stack.dispatched:
+        kernels += EXPERT_KERNELS + (SHARED_KERNELS if facts.num_shared_experts else 0)
+    return kernels + (LATENT_KERNELS if facts.mla else 0)
 
 
 def _block_seconds(job: Job, stack: Stack, tokens: float, tp: int, rates: DeviceRates) -> float:

@@ -10,6 +10,8 @@ from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.generation import ENGINE_BYTES, engines_of
 from planner.cost.memory.ledger import Ledger
 from planner.cost.memory.rollout import with_traced
+from planner.cost.timing.efficiency import rates_of
+from planner.cost.timing.rollout import decode_seconds
 from planner.errors import ContradictoryRequest
 from planner.models.catalogue import find_model
 from planner.search.estimate import estimate, job_of
@@ -155,15 +157,43 @@ def test_decoding_reads_weights_once_for_all_sequences() -> None:
     assert crowd < 4 * seconds
 
 
-def job(**work: Any) -> Job:
+def job(model: str = "llama-3-8b", gpu: str = "H100-SXM5-80GB", **work: Any) -> Job:
     """Return the job of a colocated round."""
     options = WorkOptions(**{"task": "grpo", "rollout": "colocate", **ROUND, **work})
-    request = make_request(
-        find_model("llama-3-8b"), resolve_cluster(HardwareRequest(gpus=8, gpu="H100-SXM5-80GB")), options
-    )
+    request = make_request(find_model(model), resolve_cluster(HardwareRequest(gpus=8, gpu=gpu)), options)
     exactly = ExactOptions(strategy="zero2", prompts_per_step=64)
     request, configuration = exact(request, exactly)
     return job_of(request, configuration)
+
+
+def token_seconds(model: str, gpu: str, sequences: int, context: int) -> float:
+    """Return the seconds of a decoding step of an engine of one GPU."""
+    colocated = job(model, gpu, rollout_memory=0.9)
+    rates = rates_of(colocated)
+    return decode_seconds(colocated, engines_of(colocated), rates, sequences=sequences, context=context)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "context", "least", "most"),
+    [
+        # At most half of an H100's bandwidth for 2.47 GB (Hazy Research, "Look Ma, No Bubbles", May 2025).
+        ("unsloth/Llama-3.2-1B", "H100-SXM5-80GB", 96, 1.48e-3, 2.0e-3),
+        # 9.6 and 10.6 ms a token (tenstorrent/tt-inference-server issue 340), 128 and 8,192 tokens of prompt.
+        ("Qwen/Qwen3-30B-A3B", "A100-SXM4-80GB", 192, 0.75 * 9.6e-3, 1.05 * 9.6e-3),
+        ("Qwen/Qwen3-30B-A3B", "A100-SXM4-80GB", 8256, 0.7 * 10.6e-3, 1.05 * 10.6e-3),
+    ],
+)
+def test_a_token_of_one_sequence_takes_what_others_measured(
+    model: str, gpu: str, context: int, least: float, most: float
+) -> None:
+    """Bytes alone would be 0.9, 3.5 and 4.0 ms: the rest are kernels one after the other."""
+    assert least <= token_seconds(model, gpu, 1, context) <= most
+
+
+def test_the_host_of_an_engine_sees_to_each_sequence() -> None:
+    """256 sequences leave GPUs idle for 5 to 6 ms (vllm-project/vllm issue 10634); products add 1.0, logits 0.6 ms."""
+    one, many = (token_seconds("unsloth/Llama-3.2-1B", "H100-SXM5-80GB", count, 0) for count in (1, 256))
+    assert 5e-3 <= many - one <= 9e-3
 
 
 def test_a_traced_update_has_an_engine_beside_it() -> None:

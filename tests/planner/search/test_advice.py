@@ -12,6 +12,7 @@ from planner.search.search import Recommendation, recommend
 
 FIELDS = {
     "--global-batch": ("global_batch", int),
+    "--prompts-per-step": ("prompts_per_step", int),
     "--gpus": ("gpus", int),
     "--optimizer": ("optimizer", str),
     "--precision": ("precision", str),
@@ -66,6 +67,17 @@ def test_what_is_promised_is_what_asking_so_gives(flags: dict[str, object], expe
         # Asked so, the whole space is searched, where a simpler plan may go before the trial within a threshold.
         assert there.throughput.samples_per_second / here * fewer > item.speed / 1.15
         assert item.speed >= 1 + WORTH_SAYING or item.flag.startswith("--gpus")
+
+
+def test_a_larger_batch_of_rounds_has_more_prompts() -> None:
+    """A global batch of several rounds is refused, and would share one round's generation among them."""
+    flags = {"model": "Qwen/Qwen2.5-7B", "gpus": 8, "gpu": "h100", "task": "grpo", "completion_len": "1024:4096"}
+    flags |= {"rollout": "colocate", "generations": 8, "prompts_per_step": 32, "global_batch": 256}
+    given = answer(**flags)
+    larger = next(item for item in given.advice() if "--global-batch" in item.flag)
+    assert larger.flag == "--prompts-per-step 128 --global-batch 1024"
+    there = answer(**asked_so(flags, larger.flag)).plans[0].throughput.samples_per_second
+    assert there / given.plans[0].throughput.samples_per_second == pytest.approx(larger.speed, rel=0.1)
 
 
 def test_where_cost_counts_a_change_is_compared_on_the_devices_of_the_plan() -> None:
