@@ -381,9 +381,10 @@ class StandInCluster:
             self._event("Pod", pod.name, "Failed", "Error: ErrImagePull", kind_of_event="Warning")
             return
         declared = _declared(pod, job)
+        machine = [folder for folder in os.environ["PATH"].split(":") if not (Path(folder) / "dsplan").exists()]
         environment = {
             **os.environ,
-            "PATH": f"{self.directory / 'bin'}:{os.environ['PATH']}",
+            "PATH": ":".join([str(self.directory / "bin"), *machine]),  # an image has no dsplan but its own
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             **self._variables,
