@@ -272,7 +272,7 @@ class ConfigurationFlags:
     ] = None
     pp_schedule: Annotated[words.Schedule, typer.Option(help="Order of a pipeline's forwards and backwards.")] = "1f1b"
     virtual_stages: Annotated[int, number(limits.GPUS, "Stages per rank of an interleaved pipeline.", "V")] = 1
-    checkpoint_every: Annotated[int, number(limits.GPUS, "Checkpoint every K-th block.", "K")] = 1
+    checkpoint_every: Annotated[int, number(limits.GPUS, "Recompute the first block and every K-th after it.", "K")] = 1
     recompute_modules: Annotated[
         str | None,
         typer.Option(

@@ -74,7 +74,6 @@ def _beyond_traces(job: Job) -> str:
     more = "".join(f" x {name} {n}" for name, n in (("cp", wanted.cp), ("ep", wanted.ep)) if n > 1)
     beyond = {
         f"--pp-schedule {wanted.pp_schedule}": wanted.pp > 1 and wanted.pp_schedule == "zero-bubble",
-        f"--checkpoint-every {wanted.checkpoint_every}": wanted.checkpoint_every > 1,
         f"--recompute-modules {wanted.recompute_modules}": wanted.recompute_modules != "",
         f"tp {wanted.tp} x pp {wanted.pp}{more} beside ZeRO or offload": whole_only and wanted.splits_model,
     }

@@ -398,8 +398,12 @@ def _read_recomputation(book: Notebook, trainer: str) -> None:
         book.leave("recompute_num_layers", "chunks of several layers are counted as single ones", matters=True)
     elif kind == "full" and layers and method == "block":
         total = book.positive("num_layers")
-        if total is not None and layers * (book.answers["pp"] or 1) >= total:
+        chunk = -(-(total or 0) // ((book.answers["pp"] or 1) * (book.answers.get("virtual_stages") or 1)))
+        every = next((gap for gap in range(2, chunk + 1) if -(-chunk // gap) == layers), None)
+        if total is not None and layers >= chunk:
             book.become("checkpointing", "of every block", "recompute_num_layers", "recompute_method")
+        elif every is not None:
+            book.answer("checkpoint_every", every, "recompute_num_layers")
         else:
             book.leave(
                 "recompute_num_layers", f"recomputation of {layers} blocks a stage is counted of all", matters=True

@@ -69,6 +69,11 @@ def exact(request: Request, options: ExactOptions) -> tuple[Request, Configurati
     splits = options.tp * options.pp * options.cp * options.ep > 1
     needs_native = splits or replicate > 1
     workload = replace(request.workload, global_batch_size=batch, post=_rounds(request, options, batch, accumulation))
+    if options.checkpoint_every > max(request.facts.num_layers, 1):
+        raise ContradictoryRequest(
+            f"--checkpoint-every {options.checkpoint_every} is more than the model's {request.facts.num_layers} blocks;"
+            " use fewer"
+        )
     configuration = Configuration(
         strategy=strategy,
         backend=options.backend or request.backend_of(strategy, needs_native=needs_native),

@@ -126,6 +126,10 @@ class Configuration:
             raise ContradictoryRequest(
                 "activations on the host are those that checkpointing keeps; choose full or selective"
             )
+        if self.checkpoint_every > 1 and self.activation_checkpointing != "full":
+            raise ContradictoryRequest(
+                f"one block in {self.checkpoint_every} is recomputed by full checkpointing; choose full"
+            )
         if self.recompute_modules:
             self._check_recomputed()
         if self.micro_batches:
@@ -222,6 +226,10 @@ class Configuration:
     def recomputed(self) -> tuple[str, ...]:
         """The parts of a block that selective checkpointing drops; none where the code base has a way of its own."""
         return tuple(name.strip() for name in self.recompute_modules.split(",")) if self.recompute_modules else ()
+
+    def recomputed_of(self, blocks: int) -> int:
+        """Return how many of so many blocks in a row full checkpointing recomputes: the first, and every K-th after."""
+        return -(-blocks // self.checkpoint_every) if self.activation_checkpointing == "full" else 0
 
     @property
     def accumulates(self) -> bool:

@@ -57,7 +57,7 @@ def apply_plan(parts: TrainingParts) -> None:
     kind = configuration.activation_checkpointing
     on_host = configuration.activations_on_host or parts.script.activations.cpu_checkpointing
     if not checkpointing.recomputed_modules(parts.model):
-        checkpointing.checkpoint_activations(parts.model, kind, on_host=on_host)
+        checkpointing.checkpoint_activations(parts.model, kind, on_host=on_host, every=configuration.checkpoint_every)
     elif kind != "none":
         raise CannotRun(
             f"the plan has activation checkpointing {kind!r} and the script chose modules itself by"

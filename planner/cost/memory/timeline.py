@@ -205,7 +205,7 @@ def _activations_key(job: Job, recipe: Recipe) -> tuple[Hashable, ...]:
         (recipe.compute, recipe.residual, recipe.autocast, recipe.gather, recipe.scaled),
         (recipe.weight, recipe.frozen, recipe.quantised, job.workload.freezes),
         (chosen.sequence_length, chosen.attention, chosen.activation_checkpointing, chosen.activations_on_host),
-        chosen.recompute_modules,
+        (chosen.recompute_modules, chosen.checkpoint_every),
         (chosen.tp, chosen.pp, chosen.cp, chosen.ep, chosen.sequence_parallel),
         (chosen.virtual_stages, chosen.layers_per_stage, job.stage),
         (micro_batches_in_flight(chosen, job.stage), chosen.pp_schedule == "gpipe"),

@@ -21,6 +21,7 @@ from planner.cost.timing.flops import (
     head_tokens,
     head_weights,
     head_width,
+    recomputed_share,
     trained_share,
 )
 from planner.cost.timing.optimizer import TENSORS_PER_BLOCK
@@ -216,7 +217,7 @@ def block_passes(stack: Stack, job: Job, shape: Geometry, rates: DeviceRates, fr
         selective = products * recomputed_products(job.facts, job.configuration.recomputed) / matmuls.active
         selective += _recomputed_elementwise_seconds(stack, job, tokens, rates)
         selective += attention.forward if "core_attn" in job.configuration.recomputed else 0.0
-    recomputed = {"none": 0.0, "full": again, "selective": selective}[checkpointing]
+    recomputed = selective if checkpointing == "selective" else recomputed_share(job) * again
     forward *= 1 + job.extra_forwards
     return Passes(
         forward=forward,

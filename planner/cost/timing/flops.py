@@ -80,6 +80,12 @@ def executed_layers(job: Job) -> int:
     return max(1, sum(stack.layers for stack in job_stacks(job) if stack.norms))
 
 
+def recomputed_share(job: Job) -> float:
+    """Return the share of blocks that full checkpointing computes again; 0 without it."""
+    layers = executed_layers(job)
+    return job.configuration.recomputed_of(layers) / layers
+
+
 def geometry(job: Job) -> Geometry:
     """Lengths of one micro-batch."""
     configuration = job.configuration

@@ -18,7 +18,7 @@ from planner.cost.timing.collectives import (
 )
 from planner.cost.timing.compute import NOTHING, Passes, block_passes, head_passes
 from planner.cost.timing.efficiency import ATTENTION_BACKWARD, DeviceRates
-from planner.cost.timing.flops import executed_layers, geometry, job_stacks
+from planner.cost.timing.flops import executed_layers, geometry, job_stacks, recomputed_share
 from planner.cost.timing.layout import Layout, beside
 from planner.models.facts import ModelFacts
 from planner.types.job import Job
@@ -83,10 +83,10 @@ def _tensor_parallel(job: Job, where: Layout, rates: DeviceRates) -> Exchanges:
     )
     one = sum(collective_seconds(job.cluster, name, size, members) for name in names)
     each_way = where.layers * REDUCTIONS_EACH_WAY
-    repeated = 0
+    repeated, share = 0.0, recomputed_share(job)
     if configuration.activation_checkpointing == "full":
         # What comes out of the MLP is not needed again.
-        repeated = each_way // 2 if rates.code.stops_early else each_way
+        repeated = share * (each_way // 2 if rates.code.stops_early else each_way)
     # One more each way: for the embedding's output, and for the gradient that leaves the head.
     visible = 1 - rates.code.hidden_tensor_parallel
     forward, backward = (each_way + 1) * one, (each_way + repeated + 1) * one
@@ -105,7 +105,7 @@ def _context_parallel(job: Job, where: Layout, stage: Stage, rates: DeviceRates)
     queries, keys = attention_widths(job.facts, chosen.tp)
     tokens = chosen.micro_batch_size * chosen.sequence_length
     members = group(job.cluster, cp, chosen.tp)
-    again = 2 if chosen.activation_checkpointing == "full" else 1
+    again = 1 + recomputed_share(job)
     exchange = attention_exchange(job)
     if exchange == "all-to-all":
         part = tokens / cp * rates.element_bytes
@@ -131,10 +131,9 @@ def _expert_parallel(job: Job, where: Layout, stage: Stage, rates: DeviceRates) 
     The busiest rank gets more than the mean. Where a code base sends the tokens of one micro-batch beside the compute
     of another, what compute takes longer than is hidden.
     """
-    chosen, facts = job.configuration, job.facts
-    one = _dispatch(job, rates)
+    facts, one = job.facts, _dispatch(job, rates)
     each_way = 2 * where.layers * (1 - facts.first_k_dense / max(facts.num_layers, 1)) * one
-    again = 2 if chosen.activation_checkpointing == "full" else 1
+    again = 1 + recomputed_share(job)
     forward, backward = each_way, again * each_way
     if not _overlaps_dispatch(job, rates):
         return Exchanges(forward=forward, backward=backward)
@@ -221,7 +220,7 @@ def stages(job: Job, rates: DeviceRates) -> tuple[Stage, ...]:
 @memo_by_fields(
     *("tp", "pp", "cp", "ep", "virtual_stages", "stage_layers", "sequence_parallel"),
     *("micro_batch_size", "sequence_length"),
-    *("attention", "activation_checkpointing", "recompute_modules", "fetches_by_module"),
+    *("attention", "activation_checkpointing", "checkpoint_every", "recompute_modules", "fetches_by_module"),
 )
 def _stages(job: Job, rates: DeviceRates, frozen: Recipe | None) -> tuple[Stage, ...]:
     shape = geometry(job)

@@ -68,7 +68,7 @@ def apply_checkpointing(model: torch.nn.Module, plan: Plan) -> None:
     """Recompute activations as the plan says, where no setting of accelerate's does it: it has one for its own FSDP."""
     level = plan.configuration.activation_checkpointing
     if level != "none" and library_plan(plan).configuration.strategy not in words.FSDP_STRATEGIES:
-        checkpointing.checkpoint_activations(model, level)
+        checkpointing.checkpoint_activations(model, level, every=plan.configuration.checkpoint_every)
 
 
 @contextmanager

@@ -68,7 +68,9 @@ def wrap(original: Callable[..., None], wrapper: Any, module: nn.Module, *positi
                 f" {configuration.strategy!r} cannot take; use ddp"
             )
         if configuration.activation_checkpointing != "none":
-            checkpointing.checkpoint_activations(module, configuration.activation_checkpointing)
+            checkpointing.checkpoint_activations(
+                module, configuration.activation_checkpointing, every=configuration.checkpoint_every
+            )
         follow_script()
         wrapper.__class__ = ScriptParallel
         wrapper.__init__(module, *positional, **named, configuration=configuration)

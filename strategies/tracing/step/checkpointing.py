@@ -131,18 +131,19 @@ _PRODUCTS = (
 _KEPT = {getattr(torch.ops.aten, name).default for name in _PRODUCTS if hasattr(torch.ops.aten, name)}
 
 
-def checkpoint_activations(model: nn.Module, kind: str, *, on_host: bool = False) -> None:
+def checkpoint_activations(model: nn.Module, kind: str, *, on_host: bool = False, every: int = 1) -> None:
     """Make the model's blocks recompute in backward: `full` everything, `selective` all but matmuls and attention.
 
     What a block is given, which it starts again from, waits in host memory where `on_host`. A Hugging Face model
-    switches on its own checkpointing for `full` on the device.
+    switches on its own checkpointing for `full` of all blocks on the device. Of blocks in a row the first recomputes,
+    and each that is `every` further.
 
     Raises:
         DsplanError: no repeated block was found to checkpoint.
     """
     if kind == "none":
         return
-    if kind == "full" and not on_host and getattr(model, "supports_gradient_checkpointing", False):
+    if kind == "full" and not on_host and every == 1 and getattr(model, "supports_gradient_checkpointing", False):
         hugging_face: Any = model
         renamed = hasattr(hugging_face, "activation_checkpointing_enable")  # in transformers 5
         name = "activation_checkpointing_enable" if renamed else "gradient_checkpointing_enable"
@@ -154,7 +155,7 @@ def checkpoint_activations(model: nn.Module, kind: str, *, on_host: bool = False
             f"activation checkpointing {kind!r} found no stack of like blocks (a ModuleList of one class) in"
             f" {type(model).__name__}; choose 'none' or put the blocks in a ModuleList"
         )
-    recompute(model, blocks, kind, on_host=on_host)
+    recompute(model, blocks[::every], kind, on_host=on_host)
 
 
 def recompute(model: nn.Module, chosen: Iterable[nn.Module], kind: str, *, on_host: bool) -> None:

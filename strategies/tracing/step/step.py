@@ -313,7 +313,7 @@ class _Run:
         elif not isinstance(part, Chunk) or part.is_last:
             compute_loss_as(model, self._job.workload.loss)
         on_host = chosen.activations_on_host and not self._on_cpu
-        checkpoint_activations(model, chosen.activation_checkpointing, on_host=on_host)
+        checkpoint_activations(model, chosen.activation_checkpointing, on_host=on_host, every=chosen.checkpoint_every)
         if meshes.ranks is None:
             return
         if chosen.tp > 1:

@@ -226,6 +226,18 @@ def test_megatron(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("blocks", "every"), [(6, None), (3, 2), (2, 3), (1, 6)])
+def test_megatrons_blocks_of_a_chunk_are_every_so_many(tmp_path: Path, blocks: int, every: int | None) -> None:
+    """24 layers in two stages of two chunks: six a chunk."""
+    full = f"--recompute-granularity full --recompute-method block --recompute-num-layers {blocks}"
+    selective = "--recompute-granularity selective --recompute-modules moe_act layernorm"
+    script = MEGATRON.replace(selective, full)
+    reading = read(tmp_path, train_sh=script)
+    assert reading.answers["checkpointing"] == "full"
+    assert reading.answers.get("checkpoint_every") == every
+    assert "recompute_num_layers" not in [gap.key for gap in reading.gaps]
+
+
 @pytest.mark.parametrize(
     ("flags", "model_type"),
     [

@@ -91,6 +91,8 @@ def test_so_many_ranks_as_one_says_share_the_states(strategy: Strategy) -> None:
         (ExactOptions(global_batch=60), "not a multiple of 8; the nearest that is: 56 or 64"),
         (ExactOptions(global_batch=4), "not a multiple of 8; the nearest that is: 8"),
         (ExactOptions(global_batch=64, micro_batch=4, grad_accum=3), "= 96; leave one out"),
+        (ExactOptions(checkpointing="full", checkpoint_every=13), "--checkpoint-every 13 is more than the model's 12"),
+        (ExactOptions(checkpointing="none", checkpoint_every=2), "recomputed by full checkpointing; choose full"),
     ],
 )
 def test_contradictions_name_the_numbers(options: ExactOptions, message: str) -> None:

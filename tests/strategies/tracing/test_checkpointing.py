@@ -140,3 +140,10 @@ def test_nothing_is_parked_where_there_is_no_backward(host_rooms: list[int]) -> 
         module(torch.ones(1, 2, requires_grad=True))
     assert host_rooms == []
     assert recomputed_modules(module) == [module]
+
+
+def test_of_blocks_in_a_row_every_so_many_recompute() -> None:
+    module = bodies.Own().module
+    blocks = [block for block in module.modules() if isinstance(block, bodies.Block)]
+    checkpointing.checkpoint_activations(module, "full", every=2)
+    assert recomputed_modules(module) == blocks[::2] != blocks

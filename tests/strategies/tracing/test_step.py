@@ -182,6 +182,21 @@ def test_weights_without_gradients_change_nothing_in_a_sharded_step() -> None:
     assert (traced["gradients"], traced["temporaries"]) == (with_gradients, with_gradients)
 
 
+@pytest.mark.parametrize(("every", "precision"), [(3, "fp32"), (2, "bf16")])
+@pytest.mark.sweep(every=2)
+def test_of_blocks_in_a_row_every_so_many_are_recomputed(every: int, precision: str) -> None:
+    """The closed form, which an emitted config follows, and the step that the engine takes."""
+    chosen = {"activation_checkpointing": "full", "precision": precision, "optimizer": "sgd"}
+    facts, kept = facts_from_module(llama(6).module), []
+    for gap in (1, every):
+        job = job_of(facts, configuration_of(**chosen, checkpoint_every=gap))
+        traced = trace_step(job, llama(6)).totals
+        for phase in ("loss", "backward"):
+            assert phases_of(job)[phase].total == pytest.approx(traced[phase], rel=0.01)
+        kept.append(traced["loss"])
+    assert kept[0] < kept[1]
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.slow
 def test_what_is_planned_for_frozen_weights_is_what_a_trace_shows(strategy: str) -> None:

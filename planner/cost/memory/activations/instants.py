@@ -21,7 +21,7 @@ from planner.cost.precision import Recipe
 from planner.cost.split import logit_parts, micro_batches_in_flight
 from planner.models.figures import BlockFigures, Figures, Peak
 from planner.types.job import Job
-from planner.vocabulary import REFERRING, SCORING
+from planner.vocabulary import REFERRING, SCORING, Checkpointing
 
 Unit = Literal["head", "block", "table", "reference"]
 
@@ -106,13 +106,12 @@ class _Step:
         # What waits in host memory is on no device; a CPU's is both.
         self._parks = configuration.activations_on_host and not job.cluster.device.is_cpu
         keeps_all = self._checkpointing == "none"
-        self._each = [self._kept(block) for block in figures.blocks]
+        keeps_some = keeps_all or configuration.checkpoint_every > 1
         self._once = [
-            (block.once if keeps_all else block.handed) if count and (stack or job.is_first_stage) else NOTHING
+            (block.once if keeps_some else block.handed) if count and (stack or job.is_first_stage) else NOTHING
             for stack, (block, count) in enumerate(zip(figures.blocks, self._counts, strict=True))
         ]
-        stacks = zip(self._once, self._counts, self._each, strict=True)
-        kept = (plus(once, times(count, each)) for once, count, each in stacks)
+        kept = (plus(once, self._kept(stack, self._counts[stack])) for stack, once in enumerate(self._once))
         # What a stage is sent takes the place of what the embedding makes.
         sent = figures.blocks[0].boundary if figures.blocks else NOTHING
         self._begins = figures.before.activations if job.is_first_stage else sent
@@ -133,11 +132,14 @@ class _Step:
         self._takes_first = configuration.backend == "native" and not self._is_replica
         self._product = self._product_input(recipe)
 
-    def _kept(self, block: BlockFigures) -> Amount:
-        if self._checkpointing == "none":
-            return block.kept
+    def _kept(self, stack: int, count: int) -> Amount:
+        """Return what the first `count` blocks of a stack keep."""
+        block = self._figures.blocks[stack]
         boundary = NOTHING if self._parks else block.boundary
-        return plus(boundary, block.products) if self._checkpointing == "selective" else boundary
+        if self._checkpointing == "selective":
+            return times(count, plus(boundary, block.products))
+        again = self._job.configuration.recomputed_of(count)
+        return plus(times(again, boundary), times(count - again, block.kept))
 
     def _others(self, piece: int) -> Amount:
         """Return what other micro-batches in flight keep while a block of some piece is at work.
@@ -148,7 +150,7 @@ class _Step:
         chosen = self._job.configuration
         flight = micro_batches_in_flight(chosen, self._job.stage)
         # Each forward pass under autocast casts the weights anew, and its graph keeps what it multiplied with.
-        casts = self._earlier_casts[-1] if self._checkpointing == "none" else 0.0
+        casts = self._graph_casts(len(self._counts), 0)
         kept = plus(self._earlier[-1], (casts, 0.0))
         if chosen.pp_schedule == "gpipe" and self._job.is_last_stage and chosen.pp > 1:
             # Every forward, loss included, comes before the first backward.
@@ -184,7 +186,7 @@ class _Step:
 
         What the first of these blocks hands to the others is there while any of them is at work.
         """
-        before = plus(self._earlier[stack], self._once[stack], times(blocks_done, self._each[stack]))
+        before = plus(self._earlier[stack], self._once[stack], self._kept(stack, blocks_done))
         # The input of the block at work is on the device.
         return plus(before, times(min(blocks_done, 1), self._figures.blocks[stack].boundary)) if self._parks else before
 
@@ -199,6 +201,17 @@ class _Step:
         """Cast copies of the weights of all blocks before; under checkpointing they live until the forward ends."""
         cast = self._cached * self._figures.blocks[stack].cast if blocks_done else 0.0
         return self._earlier_casts[stack] + blocks_done * cast
+
+    def _graph_casts(self, stack: int, blocks_done: int) -> float:
+        """Return the cast copies that graphs keep for their backward: those of blocks that are not recomputed."""
+        if self._checkpointing == "none":
+            return self._casts(stack, blocks_done)
+        chosen = self._job.configuration
+        if self._checkpointing == "selective" or chosen.checkpoint_every == 1:
+            return 0.0
+        counts = [*self._counts[:stack], blocks_done]
+        graphs = zip(counts, self._figures.blocks, strict=False)
+        return sum((count - chosen.recomputed_of(count)) * block.cast for count, block in graphs)
 
     def forward(self) -> Iterator[Instant]:
         """Yield the last block of each stack; the end of the pass where a module has no repeated blocks."""
@@ -220,13 +233,13 @@ class _Step:
     def loss(self) -> Iterator[Instant]:
         """Head and loss, forward and backward."""
         kept, casts = plus(self._at_last, self._all_kept()), self._casts(len(self._counts), 0)
-        recomputes = self._checkpointing != "none"
+        graphs = self._graph_casts(len(self._counts), 0)
         for peak in self._figures.loss:
             yield self._at_the_head("loss", kept, casts, peak)
         if self._job.workload.task in REFERRING and self._job.has_reference:
-            yield from self._reference(kept, 0.0 if recomputes else casts)
+            yield from self._reference(kept, graphs)
         for peak in self._figures.loss_backward:
-            yield self._at_the_head("backward", kept, 0.0 if recomputes else casts, peak)
+            yield self._at_the_head("backward", kept, graphs, peak)
 
     def _reference(self, kept: Amount, casts: float) -> Iterator[Instant]:
         """Yield a preference's forward of its reference: its largest block, and its head.
@@ -278,7 +291,8 @@ class _Step:
 
     def _places(self, count: int) -> set[int]:
         """Blocks of a stack at which a peak can be; a replica's bytes change evenly from the last to the first."""
-        ends = {count - 1, 0}
+        every = self._job.configuration.checkpoint_every
+        ends = {count - 1, 0, max(count - every, 0), (count - 1) // every * every} if every > 1 else {count - 1, 0}
         return ends if self._is_replica else ends | {max(count - 2, 0), min(1, count - 1)}
 
     def _block_backward(self, stack: int, blocks_done: int, *, behind: int, others: Amount) -> Iterator[Instant]:
@@ -286,10 +300,10 @@ class _Step:
 
         Beside what forward kept there is the gradient of its output when it begins, of its input when it ends.
         """
-        block, recomputes = self._figures.blocks[stack], self._checkpointing != "none"
+        block, recomputes = self._figures.blocks[stack], self._recomputes(blocks_done)
         before = plus(others, self._before(stack, blocks_done), self._fetched(stack, blocks_done))
         gradients = plus(block.boundary, block.waiting, (self._waiting, 0.0))
-        casts = 0.0 if recomputes else self._casts(stack, blocks_done)
+        casts = self._graph_casts(stack, blocks_done)
         instant = partial(
             Instant,
             phase="backward",
@@ -301,7 +315,7 @@ class _Step:
         if not self._is_replica:
             yield instant(
                 activations=plus(others, self._before(stack, blocks_done + 1), gradients),
-                cast=0.0 if recomputes else self._casts(stack, blocks_done + 1),
+                cast=self._graph_casts(stack, blocks_done + 1),
                 enters=True,
             )
             yield instant(
@@ -312,11 +326,18 @@ class _Step:
             )
         # A first block that is run again makes all that it made before, not only what the others are given.
         inside = plus(before, block.again) if recomputes and blocks_done == 0 else before
-        for activations, cast, new_gradients in self._inside(block):
+        for activations, cast, new_gradients in self._inside(block, self._checkpointing if recomputes else "none"):
             yield instant(activations=plus(inside, activations), cast=casts + cast, unit_gradients=new_gradients)
             if self._takes_first and new_gradients:
                 after = plus(inside, activations, times(-1, self._product))
                 yield instant(activations=after, cast=casts + cast, unit_gradients=new_gradients, takes=True)
+
+    def _recomputes(self, blocks_done: int) -> bool:
+        """Return whether the block after so many others of its stack runs again before its backward."""
+        chosen = self._job.configuration
+        return self._checkpointing == "selective" or chosen.recomputed_of(blocks_done + 1) > chosen.recomputed_of(
+            blocks_done
+        )
 
     def _product_input(self, recipe: Recipe) -> Amount:
         """Return the input of a block's last product, which nothing else keeps: ReLU keeps its result itself."""
@@ -346,7 +367,7 @@ class _Step:
             phase="backward",
             unit="table",
             activations=plus(others, self._earlier[stack], (self._shared_table(), 0.0)),
-            cast=0.0 if self._checkpointing != "none" else self._casts(stack, 0),
+            cast=self._graph_casts(stack, 0),
             done_gradients=self._head + finished * self._parameters,
             blocks_done=finished,
             blocks=self._blocks,
@@ -359,14 +380,14 @@ class _Step:
         """
         return (3 if self._tied else 1) * self._gradient_width * self._table
 
-    def _inside(self, block: BlockFigures) -> Iterator[tuple[Amount, float, float]]:
+    def _inside(self, block: BlockFigures, again: Checkpointing) -> Iterator[tuple[Amount, float, float]]:
         """Yield moments of one block's backward; checkpointed it runs again first, beside its output's gradient."""
-        runs = {"none": (), "full": block.recomputed, "selective": block.replayed}[self._checkpointing]
+        runs = {"none": (), "full": block.recomputed, "selective": block.replayed}[again]
         head = (-self._apart / 2, 0.0)  # which a form with one table for both has beside every block
         for peak in runs:
             yield plus(block.boundary, block.waiting, peak.activations, head), peak.cast, 0.0
-        beside = NOTHING if self._checkpointing == "none" else block.input
-        if self._checkpointing == "selective":
+        beside = NOTHING if again == "none" else block.input
+        if again == "selective":
             beside = plus(beside, block.unused)
         for peak in block.backward:
             yield plus(beside, peak.activations, head), peak.cast, peak.gradients
