@@ -24,7 +24,7 @@ from planner.models.resolve import config_file, is_factory, resolve_model
 from planner.question_defaults import PLANS_SHOWN
 from planner.search.post_training import training_cluster
 from planner.search.recall import recall
-from planner.search.request import Request, WorkOptions, make_request
+from planner.search.request import Request, WorkOptions, make_request, usual_global_batch
 from planner.types.plan import Plan
 
 if TYPE_CHECKING:
@@ -92,10 +92,13 @@ class Question(WorkOptions):
         cluster = resolve_cluster(self._hardware())
         if not is_open(self, self.task, cluster):
             return (self.request(facts, **ranking),)
+        # However many GPUs train, a step is of as many samples: places are compared by its seconds.
+        batch, *taken = (self.global_batch,) if self.global_batch else usual_global_batch(cluster, self, self.task)
         possible, problem = [], None
-        for options in ways(self, cluster, facts.parameters):
+        for options in ways(replace(self, global_batch=batch), cluster, facts.parameters):
             try:
-                possible.append(options.request(facts, **ranking))
+                request = options.request(facts, **ranking)
+                possible.append(replace(request, defaults=(*request.defaults, *taken)))
             except ContradictoryRequest as error:  # of GPUs that are left to train
                 problem = error
         if problem is not None and not possible:

@@ -399,9 +399,15 @@ def _patches(facts: ModelFacts, options: WorkOptions, defaults: list[str]) -> in
 def _global_batch(cluster: Cluster, options: WorkOptions, task: words.Task, defaults: list[str]) -> int:
     if options.global_batch is not None:
         return options.global_batch
-    batch = usual_batch(options, task, SAMPLES_PER_GPU * cluster.gpus)
-    defaults.append(f"global batch {batch} (--global-batch)")
+    batch, sentence = usual_global_batch(cluster, options, task)
+    defaults.append(sentence)
     return batch
+
+
+def usual_global_batch(cluster: Cluster, options: WorkOptions, task: words.Task) -> tuple[int, str]:
+    """Return the global batch where none is stated, and the sentence that says so."""
+    batch = usual_batch(options, task, SAMPLES_PER_GPU * cluster.gpus)
+    return batch, f"global batch {batch} (--global-batch)"
 
 
 def _precision(cluster: Cluster, defaults: list[str]) -> words.Precision:

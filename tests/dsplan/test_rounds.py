@@ -57,6 +57,14 @@ def test_decided_generation_is_one_request() -> None:
     } == {True, False}
 
 
+def test_a_step_is_of_as_many_samples_wherever_completions_are_made() -> None:
+    """Places are compared by the seconds of a step, and where fewer GPUs train, a usual batch would be smaller."""
+    requests = Question(model="llama-3.1-8b", gpus=8, gpu="H100-SXM5-80GB", task="ppo").requests()
+    assert {request.cluster.gpus for request in requests} > {8, 4}
+    assert {request.workload.global_batch_size for request in requests} == {64}
+    assert {request.defaults.count("global batch 64 (--global-batch)") for request in requests} == {1}
+
+
 def test_the_command_line_shows_the_round(cli: Cli) -> None:
     shown = cli(f"estimate {ASKED} --strategy ddp --micro-batch 8 --rollout colocate --rollout-sleep --beta 0.04")
     assert shown.status == 0
