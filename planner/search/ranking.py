@@ -154,14 +154,16 @@ class Timed:
 def preference(item: Timed) -> tuple[int, ...]:
     """Return what goes before where times cannot be told apart, smaller first.
 
-    Room in memory comes first, unless an offload or splitting the model makes it, then simplicity. Plans that are equal
-    in both are ranked by their times alone.
+    Room in memory comes first, unless an offload or splitting the model makes it: splitting is as good as a plan that is
+    tight, and of these what has room goes first. Then comes simplicity. Plans that are equal in all are ranked by their
+    times alone.
     """
     chosen = item.configuration
     if _gathers_beside_splits(item):
         splits, *others = simplicity(chosen)
-        return (not item.has_room) + (chosen.offload != "none") + 1, splits + 1, *others
-    return (not item.has_room) + (chosen.offload != "none") + chosen.splits_model, *simplicity(chosen)
+        return (not item.has_room) + (chosen.offload != "none") + 1, True, splits + 1, *others
+    level = (not item.has_room) + (chosen.offload != "none") + chosen.splits_model
+    return level, not (item.has_room and chosen.offload == "none"), *simplicity(chosen)
 
 
 def _gathers_beside_splits(item: Timed) -> bool:
