@@ -62,7 +62,20 @@ class Checked:
         """0 where it fits, 1 where it does not fit or run, 2 where nobody can tell."""
         if self.audit.plan is None:
             return 1 if any(finding.id == "impossible" for finding in self.audit.findings) else 2
-        return int(self.audit.plan.verdict == "does_not_fit")
+        return int(self.audit.plan.verdict == "does_not_fit" or self._has_error)
+
+    @property
+    def _has_error(self) -> bool:
+        return any(finding.severity == "error" for finding in self.audit.findings)
+
+    @property
+    def verdict(self) -> str:
+        """The verdict on the files in words."""
+        if self.audit.plan is None:
+            return "no estimate"
+        if self._has_error and self.audit.plan.verdict != "does_not_fit":
+            return "cannot run"
+        return self.audit.plan.verdict.replace("_", " ")
 
 
 def check_files(

@@ -76,7 +76,7 @@ def check_config(
 ) -> None:
     """Read a trainer's own config or script: does it fit, how fast is it, what is wrong with it.
 
-    Nothing in it is run. Exit status 0 if it fits, 1 if it does not, 2 if it cannot be read.
+    Nothing in it is run. Exit status 0 if it fits, 1 if it does not or has an error, 2 if it cannot be read.
     """
     from dsplan.checking import check_files
     from dsplan.render.check_view import check_blocks, check_to_dict
@@ -134,12 +134,14 @@ def _write(checked: Checked, out: Path | None, *, prints: bool) -> None:
         why = (
             "nothing to change: no plan of the trainer is clearly faster, or has more room where the files' is tight"
             if fits
-            else "no change of the file makes it fit"
+            else "no change of the file makes it fit and run"
         )
         if better is not None:
             why = "the better plan has no keys in this file; `dsplan check` without --fix shows it"
         say(why, stderr=True)
         return
+    for finding in better.left:
+        say(f"an error that stays: {finding.message}", stderr=True)
     if prints:
         show_file(better.diff)
     if out is not None:
@@ -165,7 +167,7 @@ def _write_page(page: Page, out: Path) -> None:
 def _check_each(
     paths: list[Path], options: dict[str, Any], *, is_folder: bool, json: bool, report: Path | None
 ) -> None:
-    """Check files, or every config and script below a folder, by themselves; end with 1 where any does not fit."""
+    """Check files, or every config and script below a folder, by themselves; end with 1 where any is not fit to run."""
     from dsplan.checking import check_each, check_folder
     from dsplan.render.check_view import check_to_dict, folder_blocks
     from dsplan.render.show import show, show_json

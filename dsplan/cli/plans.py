@@ -229,24 +229,24 @@ def emit(
 ) -> None:
     """Write a plan as the config or launch script of another tool."""
     from dsplan.render.show import say, show_file, show_json
-    from planner.emit import EmitOptions, script_duties
-    from planner.emit import emit as emit_plan
+    from planner.emit import EmitOptions
+    from planner.search.emitted import emit_priced
     from planner.types.plan_io import load_plan
 
-    loaded, options = load_plan(plan), EmitOptions(nvme_path=nvme_path)
-    files = emit_plan(loaded, format, options)
+    emitted = emit_priced(load_plan(plan), format, EmitOptions(nvme_path=nvme_path))
+    files = emitted.files
     if out is not None:
         write_files(files, out)
     if json:
-        show_json({"format": format, "files": files, "script": list(script_duties(loaded, format, options))})
+        show_json({"format": format, "files": files, "script": list(emitted.duties)})
         return
     if out is None:
         show_file(next(iter(files.values())))
     else:
         say("\n".join(str(out / name) for name in files))
-    if duties := script_duties(loaded, format, options):
+    if emitted.duties:
         say("The plan holds for a script that", stderr=True)
-    for duty in duties:
+    for duty in emitted.duties:
         say(f"  - {duty}", stderr=True)
 
 
@@ -262,14 +262,14 @@ def write_plans(plans: Sequence[Plan], directory: Path) -> None:
     Raises:
         BrokenFile: the directory or a file cannot be written.
     """
-    from planner.emit import fitting_configs
+    from planner.search.emitted import fitting_configs
     from planner.types.plan_io import save_plan
 
     for rank, plan in enumerate(plans, start=1):
         _make(directory)
         save_plan(plan, directory / f"plan-{rank}.yaml")
-        for format, files in fitting_configs(plan).items():
-            write_files(files, directory / f"plan-{rank}" / format)
+        for format, emitted in fitting_configs(plan).items():
+            write_files(emitted.files, directory / f"plan-{rank}" / format)
 
 
 def write_files(files: Mapping[str, str], directory: Path) -> None:

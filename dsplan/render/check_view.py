@@ -44,8 +44,7 @@ def check_blocks(checked: Checked) -> list[Block]:
 
 def check_title(checked: Checked) -> str:
     """Return the verdict on a config in a line."""
-    plan, files = checked.audit.plan, ", ".join(checked.reading.files)
-    return f"{files}: {'no estimate' if plan is None else plan.verdict.replace('_', ' ')}"
+    return f"{', '.join(checked.reading.files)}: {checked.verdict}"
 
 
 def check_html(checked: Checked) -> str:
@@ -138,13 +137,18 @@ def better_blocks(better: Better | None, now: Plan | None, *, with_diff: bool = 
     if better is None or now is None:
         return []
     plan = better.plan
-    what = f"is predicted {better.gain:.0%} faster" if better.gain is not None else "fits"
-    what += " with room" if better.gain is None and now.verdict == "tight" else ""
+    heading = "the same trainer can run this, which fits"
+    if better.gain is not None:
+        heading = f"the same trainer can run this, which is predicted {better.gain:.0%} faster"
+    elif plan.configuration == now.configuration:
+        heading = "the same trainer can run this, where what it refuses is put right"
+    elif now.verdict == "tight":
+        heading += " with room"
     rate = f"{shown_rate(plan):,.0f} {shown_unit(plan)}/s per GPU"
     used = format_bytes(plan.memory.device_needed_bytes or plan.memory.device_used_upper_bytes)
     blocks: list[Block] = [
         Text(text=""),
-        Text(text=f"the same trainer can run this, which {what}", style="heading"),
+        Text(text=heading, style="heading"),
         Text(text=describe(plan.configuration)),
         Text(
             text=f"{format_seconds(plan.time.step_seconds)} a step, {rate}, {used} per GPU; {verdict_line(plan)}",
@@ -153,7 +157,8 @@ def better_blocks(better: Better | None, now: Plan | None, *, with_diff: bool = 
     ]
     diff = "as a change of the file:" if with_diff else "--fix prints it as a diff of the file"
     hint = diff if better.texts else "the file has no single key for it"
-    return [*blocks, Text(text=hint, style="faint")]
+    left = [Text(text=f"an error that stays: {finding.message}", style="bad") for finding in better.left]
+    return [*blocks, *left, Text(text=hint, style="faint")]
 
 
 def check_to_dict(checked: Checked) -> dict[str, Any]:
@@ -209,5 +214,5 @@ def _folder_row(path: str, outcome: Checked | str) -> list[str]:
     if plan is None:
         return [path, outcome.reading.trainer, "no estimate", "-", "-", gaps, message]
     need = plan.memory.device_needed_bytes or plan.memory.device_used_upper_bytes
-    figures = [plan.verdict.replace("_", " "), format_bytes(need), format_seconds(plan.time.step_seconds)]
+    figures = [outcome.verdict, format_bytes(need), format_seconds(plan.time.step_seconds)]
     return [path, outcome.reading.trainer, *figures, gaps, message]

@@ -24,9 +24,9 @@ from hardware_db.errors import DsplanError
 from hardware_db.handed_in import parse_json
 from hardware_db.records import dataclass
 from planner.cost.timing.timeline import step_timeline
-from planner.emit import EmitOptions, fitting_configs, script_duties
 from planner.read.documents import MOST_BYTES
 from planner.read.recognise import read_texts
+from planner.search.emitted import fitting_configs
 from planner.search.estimate import job_of
 from planner.search.search import Recommendation, recommend
 from planner.types.plan import Plan
@@ -91,9 +91,9 @@ def plan(task: Task) -> Answer:
     rank = min(max(task.plan, 1), len(answer.plans))
     chosen = answer.plans[rank - 1]
     files, duties = {"plan.yaml": plan_text(chosen)}, {}
-    for format, texts in fitting_configs(chosen).items():
-        files.update({f"{format}/{name}": text for name, text in texts.items()})
-        duties[format] = list(script_duties(chosen, format, EmitOptions()))
+    for format, emitted in fitting_configs(chosen).items():
+        files.update({f"{format}/{name}": text for name, text in emitted.files.items()})
+        duties[format] = list(emitted.duties)
     spans = step_timeline(job_of(answer.request, chosen.configuration))
     return {
         "rank": rank,

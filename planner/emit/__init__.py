@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from importlib import import_module
 from typing import cast
 
 from planner import vocabulary as words
 from planner.emit.common import DEFAULTS, FINETUNERS, TRAINERS, EmitOptions, refuse, script_duties
-from planner.errors import ContradictoryRequest, UnknownName
+from planner.errors import UnknownName
 from planner.types.plan import Plan
 
-__all__ = ["FORMATS", "EmitOptions", "emit", "fitting_configs", "fitting_formats", "script_duties"]
+__all__ = ["FORMATS", "EmitOptions", "emit", "fitting_formats", "script_duties"]
 
 FORMATS: dict[str, str] = {
     "deepspeed": "planner.emit.deepspeed:emit",
@@ -87,20 +86,3 @@ def fitting_formats(plan: Plan) -> tuple[str, ...]:
     left_out = {*(() if needs_trainer else TRAINERS)}
     left_out |= {*(() if plan.workload.get("task") in words.POST_TRAINING else FINETUNERS)}
     return tuple(name for name in FORMATS if name not in left_out)
-
-
-def fitting_configs(plan: Plan) -> dict[str, dict[str, str]]:
-    """Return the files of a plan in each of its `fitting_formats`.
-
-    Where its own trainer lacks something of it they are of any format that has a form of it.
-    """
-    return _configs(plan, fitting_formats(plan)) or _configs(plan, tuple(FORMATS))
-
-
-def _configs(plan: Plan, formats: tuple[str, ...]) -> dict[str, dict[str, str]]:
-    configs = {}
-    for format in formats:
-        # ContradictoryRequest is how a format says that it has no form of this plan.
-        with contextlib.suppress(ContradictoryRequest):
-            configs[format] = emit(plan, format)
-    return configs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from hardware_db.records import dataclass
@@ -25,6 +26,8 @@ class EmitOptions:
     learning_rate: float = 5e-5
     weight_decay: float = 0.0
     gradient_clipping: float = 1.0
+    remarks: tuple[str, ...] = ()
+    """Sentences to put beside the duties of a trainer's config."""
 
 
 DEFAULTS = EmitOptions()
@@ -193,9 +196,9 @@ _IN_JSON = ("adamw", "adamw-fused", "adamw-forloop", "sgd", "adafactor", "lion")
 def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, ...]:
     """One sentence per duty, for the head of a file and for standard error; none where `dsplan run` does it all."""
     if format in TRAINERS:
-        return _trainer_duties(plan, format)
+        return (*_trainer_duties(plan, format), *options.remarks)
     if format in FINETUNERS:
-        return _finetuner_duties(plan, format)
+        return (*_finetuner_duties(plan, format), *options.remarks)
     if format == "slurm" and not plan.configuration.splits_model:
         return ()
     return (
@@ -241,23 +244,34 @@ def _accelerate_degrees(plan: Plan) -> tuple[str, ...]:
     return tuple(duties)
 
 
-_CODES = {"torchtitan": ("torchtitan",), "nanotron": ("nanotron",)}
-"""Whose modules a plan was counted for where the format fits; those of Megatron's formats are one."""
+_CODES: Mapping[str, tuple[str, ...]] = {
+    "torchtitan": ("torchtitan",),
+    "nanotron": ("nanotron",),
+    "nemo": ("nemo", "megatron"),
+    **dict.fromkeys(("megatron", "megatron-bridge"), ("megatron", "nemo")),
+    **dict.fromkeys(FINETUNERS, ("transformers",)),
+    "torchtune": ("torch",),
+}
+"""Whose modules a trainer runs, its own first; those of Megatron's formats are one."""
+
+
+def code_of_trainer(plan: Plan, format: str) -> str | None:
+    """Return whose modules a format's trainer runs where the plan counts others; None where they are the plan's."""
+    codes, code = _CODES.get(format), plan.workload.get("code") or "transformers"
+    return None if codes is None or code in codes else codes[0]
 
 
 def _trainer_duties(plan: Plan, format: str) -> tuple[str, ...]:
     """Return what a trainer's own config leaves open, and where the trainer does otherwise than the plan counts."""
     configuration, workload = plan.configuration, plan.workload
-    codes = _CODES.get(format, ("megatron", "nemo"))
+    own = code_of_trainer(plan, format)
     code = plan.workload.get("code") or "transformers"
     duties = ["has its number of steps, data and tokenizer from you"]
-    if code not in codes:
-        duties.append(f"runs the modules of {code}; plan again with --code {codes[0]} for this trainer's own")
-    if format != "torchtitan" and plan.model.get("family") not in ("gpt2",):
-        facts = facts_of_plan(plan.model, plan.workload.get("task", "causal-lm"))
-        what = "scaling" if facts is not None and facts.rotary_base and format != "nanotron" else "base and scaling"
-        duties.append(f"is given the model's rope {what}, which a plan does not hold")
-    if configuration.activation_checkpointing == "selective" and code not in codes:
+    if own is not None:
+        duties.append(f"runs the modules of {code}; plan again with --code {own} for this trainer's own")
+    if format != "torchtitan" and (rotation := _rotation_left(plan, format)):
+        duties.append(f"is given the model's rope {rotation}, which a plan does not hold")
+    if configuration.activation_checkpointing == "selective" and own is not None:
         duties.append("recomputes all but matrix products and attention; the trainer's own choice is another")
     if format == "torchtitan" and configuration.tp > 1 and not configuration.sequence_parallel:
         duties.append("keeps whole sequences between its products; torchtitan 0.2.2 splits them, which takes less")
@@ -269,12 +283,24 @@ def _trainer_duties(plan: Plan, format: str) -> tuple[str, ...]:
     return tuple(duties)
 
 
+def _rotation_left(plan: Plan, format: str) -> str:
+    """Return what of rotary positions a trainer's config has not got; empty where the model has no more of it."""
+    facts = facts_of_plan(plan.model, plan.workload.get("task", "causal-lm"))
+    if facts is None:
+        return "" if plan.model.get("family") in ("gpt2",) else "base and scaling"
+    if facts.position_type != "rope":
+        return ""
+    if facts.rotary_base and format != "nanotron":
+        return "scaling" if facts.rotary_scaling else ""
+    return "base and scaling" if facts.rotary_scaling or not facts.rotary_base else "base"
+
+
 def _finetuner_duties(plan: Plan, format: str) -> tuple[str, ...]:
     """Return what is left to name in such a trainer's config, and where it does otherwise than the plan counts."""
     duties = ["has its data, and whatever else stands here in capitals, from you"]
-    own = "torch" if format == "torchtune" else "transformers"
+    own = code_of_trainer(plan, format)
     code = plan.workload.get("code") or "transformers"
-    if code != own:
+    if own is not None:
         duties.append(f"runs the modules of {code}; plan again with --code {own} for this trainer's own")
     if plan.workload.get("rollout") == "server" and format == "trl":
         duties.append("finds a server of `trl vllm-serve` on the GPUs that generate")

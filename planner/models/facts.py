@@ -304,7 +304,8 @@ class ModelFacts:
     where it is the encoder's. `fused_qkv` and `fused_gate_up`: one weight holds all of these projections. The dropouts
     are the probabilities active in training by default. `measured_counts` is set where the counts come from a real
     module that these figures do not describe: kind `custom`, or a transformers model with something added.
-    `rotary_base` is 0 where it was not read; no cost depends on it, and Megatron's arguments need it.
+    `rotary_base` is 0 where it was not read; no cost depends on it, and Megatron's arguments need it. `rotary_scaling`
+    is transformers' `rope_type` (`llama3`, `yarn`) where there is a base and positions are scaled; empty where not.
     `splits_sequences`: sequence parallelism knows where the model gathers its tokens; transformers 5.23 has no
     `base_model_tp_plan` of the others, whose layers are split by rule. `traced`
     maps `fp32`, `autocast` and `pure` to what a trace of the module found in that precision. `recorded_as` names the
@@ -348,6 +349,7 @@ class ModelFacts:
     type_vocab_size: int = 0
     rotary_pct: float = 1.0
     rotary_base: int = 0
+    rotary_scaling: str = ""
     rotary_dim: int = 0
     sliding_window: int = 0
     sliding_window_pattern: str = ""

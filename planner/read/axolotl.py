@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from planner import vocabulary as words
 from planner.read.documents import Files
-from planner.read.form import Notebook
+from planner.read.form import TWO_BATCHES, Notebook
 from planner.read.huggingface import Loading, keep_in_16_bits, read_deepspeed_of, read_quantisation
 from planner.read.sharding import read_fsdp
 from planner.read.trainers import (
@@ -152,9 +152,9 @@ def read(book: Notebook, files: Files) -> None:
         accumulation = max(total // micro, 1)  # utils/config/__init__.py, normalize_config
         book.become("grad_accum", accumulation, "batch_size")
     book.answer("grad_accum", accumulation or 1, "gradient_accumulation_steps")
-    if total is not None and accumulation and micro and total != micro * accumulation:
-        message = f"batch_size {total} is not micro_batch_size {micro} x gradient_accumulation_steps {accumulation}"
-        book.find("error", "batch-triple", message, "batch_size")
+    if total is not None and "gradient_accumulation_steps" in book:  # utils/schemas/validation.py, check_gas_bsz
+        message = "batch_size beside gradient_accumulation_steps, with which axolotl stops; leave batch_size out"
+        book.find("error", TWO_BATCHES, message, "batch_size")
     read_optimizer(book, "optimizer", "adamw-fused")
     _read_adapter(book)
     _read_precision(book)

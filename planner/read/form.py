@@ -19,6 +19,10 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 """Worst first."""
 Reach = Literal["anywhere", "folder", "nowhere"]
 """Which files the names in a text may mean: any, those of its own folder, or none of this machine."""
+TWO_PRECISIONS = "two-precisions"
+"""The id of findings of bf16 and fp16 that are both on; their key is that of fp16."""
+TWO_BATCHES = "two-batches"
+"""The id of findings of a key of the batch that a trainer refuses beside others; it is that to leave out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

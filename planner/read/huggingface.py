@@ -8,7 +8,7 @@ from dataclasses import replace
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.read.documents import Files, parse_json_settings
-from planner.read.form import COMMAND, Notebook
+from planner.read.form import COMMAND, TWO_PRECISIONS, Notebook
 from planner.read.rounds import counts_rounds, read_rounds
 from planner.read.sharding import (
     KEPT_IN_16_BITS,
@@ -116,6 +116,9 @@ def _read_precision(book: Notebook, default: words.Precision) -> None:
     if book.flag("fp16"):
         precision = "fp16"
     if book.word("bf16") == "auto" or book.flag("bf16"):
+        if precision == "fp16" and book.word("bf16") != "auto":  # transformers 5.23, TrainingArguments.__post_init__
+            message = "bf16 and fp16 are both on, which transformers refuses; keep one"
+            book.find("error", TWO_PRECISIONS, message, "fp16")
         precision = "bf16"
     book.answer("precision", precision, "bf16", "fp16")
 

@@ -14,7 +14,7 @@ from typing import Any
 from planner import vocabulary as words
 from planner.models.catalogue import find_model, knows_model
 from planner.read.documents import Files
-from planner.read.form import Notebook, Setting
+from planner.read.form import TWO_PRECISIONS, Notebook, Setting
 from planner.read.huggingface import read_deepspeed_of, read_quantisation
 from planner.read.megatron_keys import GAPS, PLAIN
 from planner.read.trainers import (
@@ -369,7 +369,11 @@ _RECIPES: Mapping[str, words.Fp8Recipe] = {
 
 def _read_precision(book: Notebook, *, is_swift: bool) -> None:
     precision: words.Precision = "bf16" if is_swift else "fp32"
-    if book.flag("fp16") or book.word("torch_dtype") == "float16":
+    if book.flag("fp16") and book.flag("bf16"):  # megatron/training/arguments.py, validate_args
+        precision = "bf16"
+        message = f"bf16 and fp16 are both on, which {book.trainer} refuses; keep one"
+        book.find("error", TWO_PRECISIONS, message, "fp16")
+    elif book.flag("fp16") or book.word("torch_dtype") == "float16":
         precision = "fp16"
     elif book.flag("bf16") or any(key.startswith("modules.") for key in book.settings):
         precision = "bf16"

@@ -7,7 +7,7 @@ from typing import Any
 
 from planner import vocabulary as words
 from planner.read.documents import Files, parse_json_settings
-from planner.read.form import Notebook
+from planner.read.form import TWO_PRECISIONS, Notebook
 from planner.read.trainers import default_of, keys_of, read_optimizer, without_effect
 
 # DeepSpeed.
@@ -194,6 +194,10 @@ def _deepspeed_precision(book: Notebook) -> None:
                 continue
             if book.word(key) == "auto":
                 book.become("precision", "auto", key)
+            elif book.flag(key) and precision == "fp16" and book.answers.get("precision") in ("bf16", "bf16-pure"):
+                book.become("precision", "fp16, beside bf16", key)
+                message = "bf16 and fp16 are both enabled, which DeepSpeed refuses; keep one"
+                book.find("error", TWO_PRECISIONS, message, key)
             elif book.flag(key):
                 book.answer("precision", precision, key)
                 _deepspeed_pure(book, key.partition(".")[0])
@@ -469,7 +473,7 @@ def merge_accelerate(book: Notebook, outer: Mapping[str, Any]) -> None:
         book.findings = [item for item in book.findings if item.message != KEPT_IN_16_BITS]
     if own is not None and spreads is not None and own.startswith("zero") and spreads.startswith("fsdp"):
         message = f"accelerate's config asks for FSDP and the trainer's for DeepSpeed ({own}); the trainer's counts"
-        book.find("error", "contradiction", message)
+        book.find("warning", "contradiction", message)
     for field in (
         "strategy",
         "backend",

@@ -14,8 +14,8 @@ from planner import vocabulary as words
 from planner.cost.code_bases import code_base
 from planner.cost.verdict import device_limit, host_limit
 from planner.errors import ContradictoryRequest
-from planner.read.edits import changes_to, edited, unified
-from planner.read.form import SEVERITIES, Finding, Reading
+from planner.read.edits import Keys, changes_to, edited, unified
+from planner.read.form import SEVERITIES, TWO_BATCHES, TWO_PRECISIONS, Finding, Reading
 from planner.read.trainers import PER_NODE, TRAINERS
 from planner.search.estimate import estimate, is_last_resort
 from planner.search.exact import ExactOptions, exact
@@ -29,13 +29,14 @@ from planner.types.plan import Configuration, Plan
 class Better:
     """A plan that the same trainer can run.
 
-    `gain` is by how much it is faster, None where it fits, or has room, and the files' own does not.
-    `texts` are the files that it takes, old and new; empty where they have no keys for it.
+    `gain` is by how much it is faster, None where it fits, has room, or is not refused, and the files' own is.
+    `texts` are the files that it takes, old and new; empty where they have no keys for it. `left` are errors that stay.
     """
 
     plan: Plan
     gain: float | None
     texts: Mapping[str, tuple[str, str]]
+    left: tuple[Finding, ...] = ()
 
     @property
     def diff(self) -> str:
@@ -109,14 +110,17 @@ def audit(request: Request, reading: Reading, answers: Mapping[str, Any]) -> Aud
     findings = list(reading.findings)
     try:
         options = exact_options(answers, request.cluster.gpus, request.cluster.nodes)
-        options, batch = _without_contradiction(request, options)
+        options, batch = _without_contradiction(request, options, reading)
         findings += batch
         exact_request, configuration = exact(request, options)
         plan = estimate(exact_request, configuration)
     except ContradictoryRequest as error:
         findings.append(Finding(severity="error", id="impossible", message=str(error)))
         return Audit(request=request, plan=None, findings=_worst_first(findings), why=str(error))
-    better = _better(exact_request, reading, plan)
+    mends = _mends(reading, findings, plan)
+    better = _better(exact_request, reading, plan, mends)
+    if better is not None and better.texts:
+        better = replace(better, left=_errors_left(exact_request, findings, mends, better.plan))
     findings += _of_memory(exact_request, plan) + _of_hardware(exact_request, plan)
     findings += _of_choice(plan, better)
     return Audit(request=exact_request, plan=plan, findings=_worst_first(findings), better=better)
@@ -127,9 +131,15 @@ def _worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda item: order[item.severity]))
 
 
-def _without_contradiction(request: Request, options: ExactOptions) -> tuple[ExactOptions, list[Finding]]:
-    """Return the options without a global batch that micro-batch and accumulation do not multiply to."""
-    if options.global_batch is None or options.micro_batch is None:
+def _without_contradiction(
+    request: Request, options: ExactOptions, reading: Reading
+) -> tuple[ExactOptions, list[Finding]]:
+    """Return the options with the global batch that micro-batch and accumulation come to, and the error of the files'.
+
+    Where they name one of both it is the next smaller multiple.
+    """
+    total, micro, accumulation = options.global_batch, options.micro_batch, options.grad_accum
+    if total is None:
         return options, []
     try:
         exact(request, options)
@@ -137,17 +147,57 @@ def _without_contradiction(request: Request, options: ExactOptions) -> tuple[Exa
         if "--global-batch" not in str(error):
             return options, []
         ranks = request.cluster.gpus // max(options.tp * options.pp * options.cp, 1)
-        product = options.micro_batch * (options.grad_accum or 1) * ranks
-        if options.grad_accum is None:
-            step = f"micro-batch {options.micro_batch} x {ranks} ranks"
-            message = f"the global batch {options.global_batch} is no multiple of {step}"
+        product = (micro or 1) * (accumulation or 1) * ranks
+        factors = [f"micro-batch {micro}"] if micro else []
+        factors += [f"accumulation {accumulation}"] if accumulation else []
+        step = " x ".join((*factors, f"{ranks} ranks"))
+        if micro and accumulation:
+            message = f"the batch triple does not multiply: {step} = {product} is not {total}"
         else:
-            message = (
-                f"the batch triple does not multiply: micro-batch {options.micro_batch} x accumulation"
-                f" {options.grad_accum} x {ranks} ranks = {product} is not {options.global_batch}"
-            )
-        return replace(options, global_batch=None), [Finding(severity="error", id="batch-triple", message=message)]
+            message = f"the global batch {total} is no multiple of {step}"
+            product *= max(total // product, 1)
+        key, file, line = _place_of_batch(reading)
+        found = Finding(severity="error", id=_TRIPLE, message=message, key=key, file=file, line=line)
+        mended = replace(options, global_batch=product)
+        try:
+            exact(request, mended)
+        except ContradictoryRequest:  # other ranks than those count samples
+            mended = replace(options, global_batch=None)
+        return mended, [found]
     return options, []
+
+
+_TRIPLE = "batch-triple"
+
+
+def _place_of_batch(reading: Reading) -> tuple[str, str, int]:
+    """Return the key that says the global batch, with its file and line; empty where no key says it as it is."""
+    total = reading.answers.get("global_batch")
+    for item in reading.read:
+        if item.field == "global_batch" and item.value == total:
+            return item.key, item.file, item.line
+    return "", "", 0
+
+
+# What a trainer refuses, put right in its files.
+
+
+def _mends(reading: Reading, findings: Sequence[Finding], plan: Plan) -> dict[str, Any]:
+    """Return the keys of the trainer's own config, and their values, without which it refuses what the files say."""
+    values = {_TRIPLE: plan.configuration.global_batch_size, TWO_PRECISIONS: False, TWO_BATCHES: None}
+    mends = {}
+    for finding in findings:
+        setting = reading.settings.get(finding.key)
+        is_own = setting is not None and setting.source.path == finding.file and 0 <= setting.start < setting.end
+        if finding.id in values and is_own:
+            mends[finding.key] = values[finding.id]
+    return mends
+
+
+def _errors_left(request: Request, findings: Sequence[Finding], mends: Keys, plan: Plan) -> tuple[Finding, ...]:
+    """Return the errors that stay in files whose changed texts say `plan` and are without what was mended."""
+    errors = [item for item in (*findings, *_of_hardware(request, plan)) if item.severity == "error"]
+    return tuple(item for item in errors if item.key not in mends)
 
 
 # Findings of a plan.
@@ -228,12 +278,12 @@ def _of_choice(plan: Plan, better: Better | None) -> list[Finding]:
 # A better plan of the same trainer.
 
 
-def _better(request: Request, reading: Reading, plan: Plan) -> Better | None:
-    """Return a plan that the same trainer runs, at the same global batch.
+def _better(request: Request, reading: Reading, plan: Plan, mends: Keys) -> Better | None:
+    """Return a plan that the same trainer runs, at the same global batch, in texts that are mended.
 
     It is one that the files have keys for, where any does; of those about as fast the one that changes least. Where the
     files' own plan fits it is faster by more than predictions of two plans of one strategy err, and has room; where it
-    fits without room and nothing is faster, it has room.
+    fits without room and nothing is faster, it has room. Where nothing is better it is the files' own, mended.
     """
     fits = plan.verdict != "does_not_fit"
     options = [*_nearest(request, reading, plan), *_freest(request, reading, plan)]
@@ -246,10 +296,12 @@ def _better(request: Request, reading: Reading, plan: Plan) -> Better | None:
         options = [near for item in options for near in (*_nearer(request, plan, item), item)]
         if any(item.verdict == "fits" for item in options) or fits:
             options = [item for item in options if item.verdict == "fits"]
-    written = [(item, texts) for item in options if (texts := _texts(reading, plan, item))]
+    written = [(item, texts) for item in options if (texts := _texts(reading, plan, item, mends))]
     if written:
         chosen, texts = _least_of(written)
         return Better(plan=chosen, gain=_gain(plan, chosen) if is_faster else None, texts=texts)
+    if mends and fits and (mended := edited(reading, mends)):
+        return Better(plan=plan, gain=None, texts=mended)
     if not options:
         return None
     chosen, _ = _least_of([(item, {}) for item in options])
@@ -287,10 +339,10 @@ def _gain(now: Plan, then: Plan) -> float:
     return now.time.step_seconds / then.time.step_seconds - 1
 
 
-def _texts(reading: Reading, now: Plan, then: Plan) -> Texts:
-    """Return the files as they would be for another plan; none where they have no keys for it."""
+def _texts(reading: Reading, now: Plan, then: Plan, mends: Keys) -> Texts:
+    """Return the files as they would be for another plan, and mended; none where they have no keys for it."""
     changes = changes_to(reading, now.configuration, then.configuration)
-    return (edited(reading, changes) or {}) if changes else {}
+    return (edited(reading, {**mends, **changes}) or {}) if changes else {}
 
 
 def _least_of(options: Sequence[tuple[Plan, Texts]]) -> tuple[Plan, Texts]:

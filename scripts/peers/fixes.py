@@ -91,7 +91,8 @@ def mend(path: Path, gpu: str, gpus: int | None) -> dict[str, Any]:
     for name, (_, new) in better.texts.items():
         Path(name).write_text(new, encoding="utf-8")
     after = check_files([path], hardware=hardware)
-    row |= {"fits": after.status == 0, "lines": _lines(better.diff), "keys": _keys(better.diff)}
+    fits = after.audit.plan is not None and after.audit.plan.verdict != "does_not_fit"
+    row |= {"fits": fits, "lines": _lines(better.diff), "keys": _keys(better.diff)}
     row["need"] = [_need(item) for item in (before, after)]
     row["parser"] = take(before.reading.format, path)
     if row["parser_before"]:

@@ -188,16 +188,101 @@ def test_a_card_without_bf16(cli: Cli, config: Path) -> None:
     assert "no-bf16" in {item["id"] for item in findings}
 
 
-def test_the_batch_triple(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+_DEEPSPEED = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+_ON_EIGHT = "--model opt-1.3b --seq-len 512 --gpus 8 --gpu A100-SXM4-40GB"
+
+
+@pytest.fixture
+def in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "ds.json").write_text(
-        '{"train_batch_size": 100, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,'
-        ' "bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}'
-    )
-    answer = cli("check ds.json --model opt-1.3b --seq-len 512 --gpus 8 --gpu A100-SXM4-40GB --json").json
-    (finding,) = [item for item in answer["findings"] if item["id"] == "batch-triple"]
-    assert "4 x accumulation 2 x 8 ranks = 64 is not 100" in finding["message"]
-    assert answer["estimate"]["plan"]["global_batch_size"] == 64
+    return tmp_path
+
+
+def _batch(total: int, micro: int | None, accumulation: int | None) -> dict[str, int]:
+    sizes = {"train_batch_size": total, "train_micro_batch_size_per_gpu": micro}
+    sizes |= {"gradient_accumulation_steps": accumulation}
+    return {key: value for key, value in sizes.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("batch", "message", "mended"),
+    [
+        ((100, 4, 2), "triple does not multiply: micro-batch 4 x accumulation 2 x 8 ranks = 64 is not 100", 64),
+        ((100, 2, None), "the global batch 100 is no multiple of micro-batch 2 x 8 ranks", 96),
+        ((100, None, 4), "the global batch 100 is no multiple of accumulation 4 x 8 ranks", 96),
+        ((4, None, None), "the global batch 4 is no multiple of 8 ranks", 8),
+    ],
+)
+def test_a_batch_that_does_not_multiply_is_refused_and_mended(
+    cli: Cli, in_place: Path, batch: tuple[int, int | None, int | None], message: str, mended: int
+) -> None:
+    Path("ds.json").write_text(json.dumps({**_batch(*batch), **_DEEPSPEED}, indent=1))
+    printed = cli(f"check ds.json {_ON_EIGHT} --json")
+    assert printed.status == 1
+    (finding,) = [item for item in printed.json["findings"] if item["id"] == "batch-triple"]
+    assert (finding["severity"], finding["key"], finding["line"]) == ("error", "train_batch_size", 2)
+    assert message in finding["message"]
+    assert printed.json["estimate"]["plan"]["global_batch_size"] == mended
+    cli(f"check ds.json {_ON_EIGHT} --out fixed.json")
+    assert json.loads(Path("fixed.json").read_text())["train_batch_size"] == mended
+    fixed = cli(f"check fixed.json {_ON_EIGHT} --json")
+    assert (fixed.status, fixed.json["estimate"]["plan"]["global_batch_size"]) == (0, mended)
+
+
+def test_a_fix_that_shrinks_the_micro_batch_keeps_a_triple_that_multiplies(cli: Cli, in_place: Path) -> None:
+    """The trainer counts 4 x 2 x 8 samples: so many stay where a GPU takes fewer at a time."""
+    cards = "--model llama-3.1-8b --gpus 8 --gpu H100-SXM5-80GB"
+    zero2 = {**_DEEPSPEED, "zero_optimization": {"stage": 2}}
+    Path("ds.json").write_text(json.dumps({**_batch(100, 4, 2), **zero2}, indent=1))
+    cli(f"check ds.json {cards} --out fixed.json")
+    fixed = json.loads(Path("fixed.json").read_text())
+    assert fixed["train_micro_batch_size_per_gpu"] < 4
+    assert fixed["train_micro_batch_size_per_gpu"] * fixed["gradient_accumulation_steps"] * 8 == 64
+    assert fixed["train_batch_size"] == 64
+    assert cli(f"check fixed.json {cards} --json").status == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fp16"),
+    [
+        (
+            "ds.json",
+            json.dumps({**_batch(64, 2, 4), **_DEEPSPEED, "fp16": {"enabled": True}}),
+            '"fp16": {"enabled": false',
+        ),
+        (
+            "train.yaml",
+            "model_name_or_path: gpt2\nper_device_train_batch_size: 2\nbf16: true\nfp16: true\n",
+            "fp16: false",
+        ),
+    ],
+)
+def test_bf16_beside_fp16_is_refused(cli: Cli, in_place: Path, name: str, text: str, fp16: str) -> None:
+    Path(name).write_text(text)
+    printed = cli(f"check {name} {_ON_EIGHT} --json")
+    (error,) = [item for item in printed.json["findings"] if item["severity"] == "error"]
+    assert (printed.status, error["id"]) == (1, "two-precisions")
+    assert printed.json["estimate"]["plan"]["precision"].startswith("bf16")
+    cli(f"check {name} {_ON_EIGHT} --out fixed-{name}")
+    assert fp16 in Path(f"fixed-{name}").read_text()
+    assert cli(f"check fixed-{name} {_ON_EIGHT} --json").status == 0
+
+
+def test_what_a_trainer_refuses_is_no_file_that_fits(cli: Cli, config: Path) -> None:
+    """A key of axolotl's that stands beside another is left out; one that nothing puts right is named."""
+    small = AXOLOTL.replace("Llama-3.1-8B", "Llama-3.2-1B").replace(": 16 ", ": 1 ")
+    config.write_text(f"{small}batch_size: 1\nadapter: qlora\nload_in_4bit: false\n")
+    ids = {
+        item["id"] for item in cli(f"check train.yaml {CARD} --json").json["findings"] if item["severity"] == "error"
+    }
+    assert ids == {"two-batches", "contradiction"}
+    printed = cli(f"check . {CARD}")
+    assert printed.status == 1
+    assert "1 files: 0 fit, 1 do not" in printed.out
+    assert "cannot run" in printed.out
+    changed = cli(f"check train.yaml {CARD} --fix")
+    assert "+batch_size: null\n" in changed.out
+    assert "an error that stays: adapter: qlora needs load_in_4bit: true" in changed.err
 
 
 def test_no_model(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

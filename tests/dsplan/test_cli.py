@@ -11,6 +11,7 @@ import pytest
 
 import dsplan
 from dsplan.cli.app import COMMANDS, EXAMPLES, load_command
+from hardware_db.units import format_bytes
 from planner.types.plan_io import load_plan, plan_from_dict
 from tests.dsplan.cli import Cli
 
@@ -164,6 +165,36 @@ def test_out_writes_plans_and_configs(cli: Cli, tmp_path: Path) -> None:
     assert sorted(path.name for path in written.iterdir()) == ["plan-1", "plan-1.yaml", "plan-2", "plan-2.yaml"]
     assert load_plan(written / "plan-1.yaml").verdict in ("fits", "tight")
     assert list((written / "plan-1").glob("*/*"))
+
+
+_MIXTRAL = "estimate --model mixtral-8x7b --gpus 16 --gpu H100-SXM5-80GB --strategy zero1 --backend native --ep 8"
+
+
+def test_a_config_that_may_not_fit_in_its_trainer_says_by_how_much(cli: Cli, tmp_path: Path) -> None:
+    """Megatron recomputes attention alone where the plan recomputes all but products: `check` of its script agrees."""
+    stages = "--pp 2 --pp-schedule interleaved --virtual-stages 8 --micro-batch 1 --grad-accum 16"
+    cli(f"{_MIXTRAL} {stages} --checkpointing selective --out", tmp_path / "plan.yaml")
+    planned = load_plan(tmp_path / "plan.yaml").memory.device_needed_bytes
+    printed = cli(f"emit '{tmp_path}/plan.yaml' --format megatron --out '{tmp_path}'")
+    note = re.search(r"may not fit: the trainer's own modules and recomputation need up to (.*) per GPU.*", printed.err)
+    assert printed.status == 0
+    assert note is not None
+    assert note[0].endswith(f"those of the plan {format_bytes(planned)}")
+    assert note[0] in (tmp_path / "megatron.sh").read_text()
+    answer = cli(f"check '{tmp_path}/megatron.sh' --gpus 16 --nodes 2 --gpu H100-SXM5-80GB --json").json
+    (tight,) = [item for item in answer["findings"] if item["id"] == "tight"]
+    assert f"needs up to {note[1]} per GPU" in tight["message"]
+
+
+def test_a_config_that_does_not_fit_in_its_trainer_is_refused(cli: Cli, tmp_path: Path) -> None:
+    cli(f"{_MIXTRAL} --micro-batch 8 --grad-accum 1 --checkpointing full --out", tmp_path / "plan.yaml")
+    assert load_plan(tmp_path / "plan.yaml").verdict == "fits"
+    printed = cli(f"emit '{tmp_path}/plan.yaml' --format megatron")
+    assert (printed.status, printed.out) == (2, "")
+    assert (
+        "with the trainer's own modules cannot be written as megatron; plan again with --code megatron" in printed.err
+    )
+    assert cli(f"emit '{tmp_path}/plan.yaml' --format torchrun").status == 0
 
 
 def test_explain_tells_why_the_others_lost(cli: Cli, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def facts_from_config(config: Mapping[str, Any], name: str) -> ModelFacts:
         figures |= quirk(reader, figures)
     if entry.kind == "vision" and "num_channels" not in figures:
         raise reader.problem(f"{entry.model_type} is only counted as a part of another model", FACTORY_REMEDY)
-    figures |= _rotary_base(reader)
+    figures |= _rotary_base(reader) | _rotary_scaling(reader)
     figures = _derived(reader, figures) | {"model_type": entry.model_type, "kind": entry.kind}
     facts = ModelFacts(
         name=name,
@@ -111,6 +111,16 @@ def _rotary_base(reader: ConfigReader) -> dict[str, int]:
     inside = reader.config.get("rope_parameters")
     base = reader.config.get("rope_theta") or (inside.get("rope_theta") if isinstance(inside, Mapping) else None)
     return {"rotary_base": int(base)} if isinstance(base, int | float) and base > 0 else {}
+
+
+def _rotary_scaling(reader: ConfigReader) -> dict[str, str]:
+    """Read how rotary positions are scaled, by transformers 4's key or 5's."""
+    for key in ("rope_scaling", "rope_parameters"):
+        inside = reader.config.get(key)
+        kind = (inside.get("rope_type") or inside.get("type")) if isinstance(inside, Mapping) else None
+        if isinstance(kind, str) and kind != "default":
+            return {"rotary_scaling": kind}
+    return {}
 
 
 _LABELS = Limit(least=1, most=100_000_000)

@@ -366,6 +366,26 @@ def test_a_plan_counted_for_other_modules_says_so() -> None:
     assert duty not in script_duties(split_plan(workload={"code": "megatron"}), "megatron", EmitOptions())
 
 
+@pytest.mark.parametrize(
+    ("model", "format", "left"),
+    [
+        ("llama-3.1-8b", "megatron", "rope scaling"),
+        ("llama-3-8b", "megatron", None),
+        ("mixtral-8x7b", "nemo", None),
+        ("llama-3.1-8b", "nanotron", "rope base and scaling"),
+        ("llama-3-8b", "nanotron", "rope base"),
+        ("llama-2-7b", "megatron", "rope base and scaling"),
+        ("opt-6.7b", "megatron", None),
+    ],
+)
+def test_rotary_positions_are_left_to_the_script_where_a_model_has_more_of_them(
+    model: str, format: str, left: str | None
+) -> None:
+    duties = script_duties(split_plan(model), format, EmitOptions())
+    said = [duty for duty in duties if "rope" in duty]
+    assert said == ([] if left is None else [f"is given the model's {left}, which a plan does not hold"])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif("DSPLAN_TRAINERS" not in os.environ, reason="needs checkouts of the trainers; set DSPLAN_TRAINERS")
 @pytest.mark.parametrize("tool", ["torchtitan-0.2.2", "torchtitan", "megatron", "megatron-bridge", "nemo", "nanotron"])

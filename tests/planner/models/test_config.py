@@ -26,7 +26,7 @@ NATIVE = [facts for facts in models() if facts.model_type not in OUTSIDE]
 FIRST_OF_TYPE = {facts.model_type: facts for facts in reversed(NATIVE)}
 # What a config does not say, or the catalogue words for people.
 # A traced module's positions turn by its config's own base, which no row has to say.
-NOT_IN_CONFIG = {"name", "family", "aliases", "dtype", "note", "remote_code", "rotary_base"}
+NOT_IN_CONFIG = {"name", "family", "aliases", "dtype", "note", "remote_code", "rotary_base", "rotary_scaling"}
 # BloomConfig has no length, latent attention has a head width of its own, DeBERTa's code reads a key its class lacks.
 DERIVED_OTHERWISE = {
     ("bloom", "max_position_embeddings"), ("deepseek_v2", "head_dim"), ("deepseek_v3", "head_dim"),
@@ -55,6 +55,21 @@ def test_the_base_of_rotary_positions_is_read_from_either_key(keys: dict[str, An
     bare = {key: value for key, value in config.items() if not key.startswith("rope")}
     assert facts_from_config({**bare, **keys}, "config.json").rotary_base == 500_000
     assert facts_from_config(bare, "config.json").rotary_base == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0}}, "llama3"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}, ""),
+        ({"rope_scaling": None}, ""),
+    ],
+)
+def test_the_scaling_of_rotary_positions_is_read_from_either_key(keys: dict[str, Any], scaling: str) -> None:
+    config = _as_json(builder.hf_config(FIRST_OF_TYPE["llama"]))
+    bare = {key: value for key, value in config.items() if not key.startswith("rope")}
+    assert facts_from_config({**bare, **keys}, "config.json").rotary_scaling == scaling
 
 
 @pytest.mark.parametrize("facts", FIRST_OF_TYPE.values(), ids=lambda facts: str(facts.model_type))

@@ -3,7 +3,6 @@
 # The plan holds for a script that
 #  - has its number of steps, data and tokenizer from you
 #  - runs the modules of torchtitan; plan again with --code megatron for this trainer's own
-#  - is given the model's rope scaling, which a plan does not hold
 #  - recomputes all but matrix products and attention; the trainer's own choice is another
 #  - compiles its blocks, for which the trainer has no setting
 set -euo pipefail

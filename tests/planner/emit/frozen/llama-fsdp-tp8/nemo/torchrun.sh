@@ -2,8 +2,7 @@
 # fsdp on 64 ranks: bash torchrun.sh nemo_plan.py ARGUMENTS
 # The plan holds for a script that
 #  - has its number of steps, data and tokenizer from you
-#  - runs the modules of torchtitan; plan again with --code megatron for this trainer's own
-#  - is given the model's rope scaling, which a plan does not hold
+#  - runs the modules of torchtitan; plan again with --code nemo for this trainer's own
 #  - recomputes all but matrix products and attention; the trainer's own choice is another
 #  - compiles its blocks, for which the trainer has no setting
 set -euo pipefail

@@ -2,7 +2,6 @@
 # zero1 on 64 ranks: bash torchrun.sh bridge_plan.py ARGUMENTS
 # The plan holds for a script that
 #  - has its number of steps, data and tokenizer from you
-#  - is given the model's rope scaling, which a plan does not hold
 set -euo pipefail
 
 # Run this on every node, with MASTER_ADDR set to the address of one of them.

@@ -3,7 +3,7 @@
 # The plan holds for a script that
 #  - has its number of steps, data and tokenizer from you
 #  - runs the modules of megatron; plan again with --code nanotron for this trainer's own
-#  - is given the model's rope base and scaling, which a plan does not hold
+#  - is given the model's rope base, which a plan does not hold
 set -euo pipefail
 
 # Run this on every node, with MASTER_ADDR set to the address of one of them.
