@@ -111,7 +111,7 @@ def check_reading(
     code = TRAINERS[reading.format].code if "code" not in answers else answers["code"]
     whole = Question(**work, **chosen, model=facts.name, code=code, max_memory_gb=hardware.get("max_memory_gb"))
     try:
-        request = whole.request(facts, allow_unrunnable=True)
+        request = whole.request(facts, of_file=True, allow_unrunnable=True)
     except DsplanError as error:
         if any(word in str(error) for word in ("--gpu ", "--cluster", "--node", "--interconnect", "unknown GPU")):
             raise

@@ -267,6 +267,8 @@ def _trl_rounds(plan: Plan, own: Trainer) -> Settings:
     workload, configuration = plan.workload, plan.configuration
     per_step = configuration.micro_batch_size * configuration.dims.data_parallel
     samples = workload["prompts_per_step"] * workload["generations"]
+    if workload["generations"] == 1:
+        raise refuse(plan, own.form, "with 1 completion a prompt", "plan with --generations 2 or more")
     if samples % per_step:
         raise refuse(plan, own.form, f"with {samples} completions a round", f"choose a multiple of {per_step}")
     if workload.get("steps_off"):
