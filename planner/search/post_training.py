@@ -212,7 +212,8 @@ def _require_engines(tp: int, heads: int, gpus: int, *, trains: bool) -> None:
     if heads % tp:
         problem = f"the {heads} attention heads, which an engine shares evenly"
     elif gpus % tp:
-        problem = f"the {gpus} GPUs that {'train and generate' if trains else 'generate (--rollout-gpus)'}"
+        where = "training and generation (--gpus)" if trains else "generation (--rollout-gpus)"
+        problem = f"the {gpus} GPU{'s' * (gpus > 1)} of {where}"
     if problem is not None:
         sizes = [str(size) for size in range(1, gpus + 1) if heads % size == 0 and gpus % size == 0]
         choices = f"{', '.join(sizes[:-1])} or {sizes[-1]}" if len(sizes) > 1 else sizes[0]

@@ -135,3 +135,18 @@ def test_reports_draw_the_round(rollout: str, words: str) -> None:
     other = first_plan(plain)
     assert other is not None
     assert rounds(other) == ()
+
+
+def test_a_file_without_gpus_has_those_of_an_engine(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"
+        " data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.rollout.n=4"
+        " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    )
+    outcome = check_files([script], hardware={"gpu": "H100-SXM5-80GB"}).audit
+    assert outcome.plan is not None
+    assert outcome.plan.configuration.world_size == 2
+    assert "does not divide the 1 GPU of" in str(
+        check_files([script], hardware={"gpu": "H100-SXM5-80GB", "gpus": 1}).audit.why
+    )

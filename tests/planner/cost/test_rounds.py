@@ -244,9 +244,9 @@ def test_micro_batches_count_the_samples_of_a_generation() -> None:
             "--rollout-gpus 8 is for --rollout server, not colocate; drop one",
         ),
         ({"rollout": "colocate", "rollout_tp": 3}, "--rollout-tp 3 does not divide the 32 attention heads"),
-        ({"rollout": "colocate", "rollout_tp": 16}, "does not divide the 8 GPUs that train .* use 1, 2, 4 or 8$"),
+        ({"rollout": "colocate", "rollout_tp": 16}, "does not divide the 8 GPUs of training .* use 1, 2, 4 or 8$"),
         ({"rollout_gpus": 8}, "leaves none of 8 GPUs"),
-        ({"rollout_gpus": 2, "rollout_tp": 4}, "--rollout-tp 4 does not divide the 2 GPUs that generate"),
+        ({"rollout_gpus": 2, "rollout_tp": 4}, "--rollout-tp 4 does not divide the 2 GPUs of generation"),
     ],
 )
 def test_contradictions_are_refused(work: dict[str, Any], problem: str) -> None:
