@@ -106,7 +106,7 @@ def refuse(plan: Plan, form: str, reason: str, remedy: str) -> ContradictoryRequ
 
 _OF_ESTIMATE = re.compile(
     r"plan with .*--(strategy|tp|pp|cp|ep|pp-schedule|no-sequence-parallel|checkpointing|checkpoint-every|offload-ratio"
-    r"|gradient-compression)\b"
+    r"|gradient-compression|virtual-stages)\b"
 )
 """Remedies whose flags `dsplan estimate` takes and `dsplan recommend` does not."""
 
