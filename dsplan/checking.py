@@ -124,7 +124,7 @@ def check_reading(
     code = TRAINERS[reading.format].code if "code" not in answers else answers["code"]
     whole = Question(**work, **chosen, model=facts.name, code=code, max_memory_gb=hardware.get("max_memory_gb"))
     try:
-        request = whole.request(facts, allow_unrunnable=True)
+        request = whole.request(facts, of_file=True, allow_unrunnable=True)
     except DsplanError as error:
         if any(word in str(error) for word in ("--gpu ", "--cluster", "--node", "--interconnect", "unknown GPU")):
             raise
@@ -230,13 +230,18 @@ def _without_plan(reading: Reading, question: Mapping[str, Any], why: str, id: s
 
 
 def _hardware(answers: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hardware of the flags, with the files' GPUs and nodes where the flags say neither."""
+    """Return the hardware of the flags, with the files' GPUs and nodes where the flags say neither.
+
+    Where the files do not either, and their engines are on GPUs that train, there are those of one engine.
+    """
     chosen = {name: value for name, value in flags.items() if value is not None and name != "max_memory_gb"}
     if not {"gpus", "nodes", "cluster", "node_type"} & chosen.keys():
         chosen |= {name: answers[name] for name in ("gpus", "nodes") if name in answers}
         gpus, nodes = chosen.get("gpus"), chosen.get("nodes", 1)
         if gpus is not None and gpus % nodes:
             chosen.pop("nodes")
+        if gpus is None and answers.get("rollout") == "colocate" and "gpu" in chosen:
+            chosen["gpus"] = int(answers.get("rollout_tp") or 1)
     return chosen
 
 

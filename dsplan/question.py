@@ -22,7 +22,7 @@ from planner.models.catalogue import taken_for
 from planner.models.facts import ModelFacts
 from planner.models.resolve import config_file, is_factory, resolve_model
 from planner.question_defaults import PLANS_SHOWN
-from planner.search.post_training import training_cluster
+from planner.search.post_training import require_group, training_cluster
 from planner.search.recall import recall
 from planner.search.request import Request, WorkOptions, make_request, usual_global_batch
 from planner.types.plan import Plan
@@ -49,17 +49,25 @@ class Question(WorkOptions):
     cluster: str | Path | None = None
 
     def request(
-        self, facts: ModelFacts | None = None, *, degrees: tuple[int, int, int, bool] = (1, 1, 1, False), **ranking: Any
+        self,
+        facts: ModelFacts | None = None,
+        *,
+        degrees: tuple[int, int, int, bool] = (1, 1, 1, False),
+        of_file: bool = False,
+        **ranking: Any,
     ) -> Request:
         """Return the planner's request.
 
         `ranking` are its fields that say how plans are ranked, `facts` those of the model where they are known already,
         `degrees` over how many ranks a plan is to split layers, tokens and experts, and whether it splits sequences
-        between those that share layers.
+        between those that share layers. `of_file` says that the generations are those of a trainer's own config, whose
+        method may need one completion a prompt alone, as verl's REINFORCE++ does.
 
         Raises:
             DsplanError: the model, the hardware or a number is not one that can be planned with.
         """
+        if not of_file:
+            require_group(self.task, self.generations)
         own_model = None
         if facts is None and self.model is not None and is_factory(self.model):
             from dsplan.exact.factory import model_and_product
@@ -95,12 +103,12 @@ class Question(WorkOptions):
         # However many GPUs train, a step is of as many samples: places are compared by its seconds.
         batch, *taken = (self.global_batch,) if self.global_batch else usual_global_batch(cluster, self, self.task)
         possible, problem = [], None
-        for options in ways(replace(self, global_batch=batch), cluster, facts.parameters):
+        for options in ways(replace(self, global_batch=batch), cluster, facts):
             try:
                 request = options.request(facts, **ranking)
                 possible.append(replace(request, defaults=(*request.defaults, *taken)))
             except ContradictoryRequest as error:  # of GPUs that are left to train
-                problem = error
+                problem = problem or error
         if problem is not None and not possible:
             raise problem
         return without_idle_shares(possible)

@@ -139,7 +139,8 @@ def recommend(
     else:
         show([*recommendation_blocks(answer), *(scaling_blocks(rates) if ranking.plot else ())])
         if ranking.out is not None and answer.plans:
-            say(f"{len(answer.plans)} plans and their configs are in {ranking.out}")
+            what = "1 plan and its" if len(answer.plans) == 1 else f"{len(answer.plans)} plans and their"
+            say(f"{what} configs are in {ranking.out}")
     raise typer.Exit(not answer.plans)
 
 
@@ -150,7 +151,7 @@ def _of_config(context: typer.Context, paths: list[Path], flags: dict[str, Any],
     sources = {name: context.get_parameter_source(name) for name in flags}
     given = {name: flags[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
     config = question_of(paths, given)
-    requests = config.question.requests(config.facts, **goal.ranking())
+    requests = config.question.requests(config.facts, of_file="generations" not in given, **goal.ranking())
     return tuple(replace(request, defaults=(*config.remarks, *request.defaults)) for request in requests)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from hardware_db.records import dataclass
 from planner import vocabulary as words
+from planner.cost.memory.host import NO_ROOM_TO_LOAD
 from planner.errors import ContradictoryRequest
 from planner.models.facts import ModelFacts
 from planner.models.facts_document import facts_of_plan
@@ -100,7 +102,23 @@ def refuse(plan: Plan, form: str, reason: str, remedy: str) -> ContradictoryRequ
     strategy = plan.configuration.strategy
     article = "an" if strategy.startswith(("fsdp", "hsdp")) else "a"  # letter by letter
     plan_words = " ".join((article, strategy, "plan", *reason.split()))
+    if _OF_ESTIMATE.search(remedy):
+        remedy = remedy.replace("plan with", "plan by `dsplan estimate --out FILE` with", 1)
     return ContradictoryRequest(f"{plan_words} cannot be written as {form}; {remedy}")
+
+
+_OF_ESTIMATE = re.compile(
+    r"plan with .*--(strategy|tp|pp|cp|ep|pp-schedule|no-sequence-parallel|checkpointing|checkpoint-every|offload-ratio"
+    r"|gradient-compression|virtual-stages)\b"
+)
+"""Remedies whose flags `dsplan estimate` takes and `dsplan recommend` does not."""
+
+
+def every_block(plan: Plan) -> str:
+    """Return which blocks a plan recomputes, `every 2nd block recomputed`."""
+    every = plan.configuration.checkpoint_every
+    ending = "th" if every % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(every % 10, "th")
+    return f"every {every}{ending} block recomputed"
 
 
 def require_data_parallel_only(plan: Plan, form: str) -> None:
@@ -204,7 +222,7 @@ def script_duties(plan: Plan, format: str, options: EmitOptions) -> tuple[str, .
     return (
         *_degrees(plan, format),
         *_batch(plan, format),
-        _loading(plan),
+        *_loading(plan),
         *_products(plan, format),
         *_what_runs(plan),
         *_checkpointing(plan, format),
@@ -304,6 +322,7 @@ def _finetuner_duties(plan: Plan, format: str) -> tuple[str, ...]:
         duties.append(f"runs the modules of {code}; plan again with --code {own} for this trainer's own")
     if plan.workload.get("rollout") == "server" and format == "trl":
         duties.append("finds a server of `trl vllm-serve` on the GPUs that generate")
+    duties.extend(_room_to_load(plan))
     reduces = format in ("axolotl", "llama-factory", "ms-swift", "trl")
     if reduces and _is_fsdp(plan) and plan.configuration.precision in words.MIXED_PRECISIONS:
         duties.append("gets gradients reduced in the compute dtype, which is accelerate's policy; the plan counts fp32")
@@ -325,14 +344,66 @@ def _batch(plan: Plan, format: str) -> tuple[str, ...]:
     )
 
 
-def _loading(plan: Plan) -> str:
+def _loading(plan: Plan) -> tuple[str, ...]:
     """Return the duty to name a dtype: transformers 5 loads a checkpoint in the one it was saved in unless told."""
     configuration = plan.configuration
     dtype = "bfloat16" if configuration.precision == "bf16-pure" else "float32"
     if is_zero(plan) and configuration.precision in words.MIXED_PRECISIONS:
         dtype = "float16" if configuration.precision == "fp16" else "bfloat16"
+    loaded = loaded_as(plan)
+    dtype = dtype if loaded is None else _TORCH_NAMES.get(loaded) or compute_dtype(plan)
     attention = _ATTENTION[configuration.attention]
-    return f"loads the model with dtype=torch.{dtype}, attn_implementation={attention!r}"
+    duty = f"loads the model with dtype=torch.{dtype}, attn_implementation={attention!r}"
+    return duty, *_quantisation(loaded, dtype), *_room_to_load(plan)
+
+
+_TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def compute_dtype(plan: Plan) -> str:
+    """Return torch's name of the dtype that a plan computes in."""
+    return {"fp32": "float32", "fp16": "float16"}.get(plan.configuration.precision, "bfloat16")
+
+
+def loaded_by_default(plan: Plan) -> words.LoadDtype | None:
+    """Return what frozen weights are loaded as where the plan says nothing of it; None where all are trained."""
+    method = plan.workload.get("method") or "full"
+    if method == "full":
+        return None
+    if method == "qlora":
+        return "nf4"
+    precision = plan.configuration.precision
+    return "fp32" if precision == "fp32" else "fp16" if precision == "fp16" else "bf16"
+
+
+def loaded_as(plan: Plan) -> words.LoadDtype | None:
+    """Return what frozen weights are loaded as; None where all are trained."""
+    usual = loaded_by_default(plan)
+    return usual if usual is None else plan.workload.get("load_dtype") or usual
+
+
+def _quantisation(loaded: words.LoadDtype | None, dtype: str) -> tuple[str, ...]:
+    """Return the duty to quantise.
+
+    Codes are stored in the dtype that is computed in: accelerate 1.15 shards none of whole numbers, and FSDP2 casts
+    those of another (PEFT's guide to FSDP and QLoRA, `docs/source/accelerate/fsdp.md`, "the same as" the model's).
+    """
+    if loaded == "int8":
+        return ("stores linear layers in 8 bits: quantization_config=BitsAndBytesConfig(load_in_8bit=True)",)
+    if loaded != "nf4":
+        return ()
+    settings = ", ".join(
+        (
+            "load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True",
+            f"bnb_4bit_compute_dtype=torch.{dtype}, bnb_4bit_quant_storage=torch.{dtype}",
+        )
+    )
+    return (f"stores linear layers in 4 bits: quantization_config=BitsAndBytesConfig({settings})",)
+
+
+def _room_to_load(plan: Plan) -> tuple[str, ...]:
+    """Return the plan's note that a node has no room for a whole model in every process, and how it is loaded then."""
+    return tuple(f"loads as counted: {note}" for note in plan.notes if note.startswith(NO_ROOM_TO_LOAD))
 
 
 def _products(plan: Plan, format: str) -> tuple[str, ...]:
@@ -358,7 +429,7 @@ def _what_runs(plan: Plan) -> tuple[str, ...]:
         duties.append(f"trains {method} adapters ({targets}) beside frozen weights, with PEFT")
     if only := plan.workload.get("train_only"):
         duties.append(f"trains only weights whose names match {only!r}")
-    if dtype := plan.workload.get("load_dtype"):
+    if (dtype := plan.workload.get("load_dtype")) and method == "full":
         duties.append(f"loads frozen weights in {dtype}")
     if workload.get("ema"):
         duties.append("keeps a moving average of the weights")

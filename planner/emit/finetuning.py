@@ -13,7 +13,9 @@ from planner.emit.common import (
     DEFAULTS,
     EmitOptions,
     as_comment,
+    compute_dtype,
     is_zero,
+    loaded_as,
     node_layout,
     refuse,
     script_duties,
@@ -185,6 +187,8 @@ def ms_swift(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
     settings = settings_of(plan, own, options)
     deepspeed = _deepspeed_file(plan, own.form, options)
     settings = _with_fsdps_recomputation(plan, settings, {"gradient_checkpointing": False})
+    if loaded_as(plan) == "nf4":  # the scales are quantised too unless told otherwise
+        settings |= dict.fromkeys(("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"), compute_dtype(plan))
     if deepspeed:
         settings["deepspeed"] = CONFIG_NAME
     elif _is_fsdp(plan):
@@ -237,6 +241,10 @@ def trl(plan: Plan, options: EmitOptions = DEFAULTS) -> dict[str, str]:
     if (task in _TILED and loss == "plain") or (task == "reward" and loss != "plain"):
         remedy = f"plan with --loss {'tiled or fused' if task in _TILED else 'plain'}"
         raise refuse(plan, own.form, f"of task {task} with loss {loss}", remedy)
+    if loaded_as(plan) is not None:
+        settings["dtype"] = compute_dtype(plan)
+    if loaded_as(plan) == "nf4":  # its products are of `dtype`; codes of whole numbers would be on every rank
+        settings |= {"use_bnb_nested_quant": True, "bnb_4bit_quant_storage": compute_dtype(plan)}
     if task == "grpo":
         settings.pop("max_length")
         settings |= _trl_rounds(plan, own)
@@ -267,6 +275,8 @@ def _trl_rounds(plan: Plan, own: Trainer) -> Settings:
     workload, configuration = plan.workload, plan.configuration
     per_step = configuration.micro_batch_size * configuration.dims.data_parallel
     samples = workload["prompts_per_step"] * workload["generations"]
+    if workload["generations"] == 1:
+        raise refuse(plan, own.form, "with 1 completion a prompt", "plan with --generations 2 or more")
     if samples % per_step:
         raise refuse(plan, own.form, f"with {samples} completions a round", f"choose a multiple of {per_step}")
     if workload.get("steps_off"):

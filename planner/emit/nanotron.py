@@ -14,6 +14,7 @@ from planner.emit.common import (
     Abilities,
     EmitOptions,
     as_comment,
+    every_block,
     facts_of,
     refuse,
     require,
@@ -105,8 +106,9 @@ def _refuse_what_nanotron_lacks(plan: Plan, facts: ModelFacts) -> None:
         heads = f"with tp {configuration.tp} over {facts.num_kv_heads} key-value heads"
         raise refuse(plan, _FORM, heads, "nanotron copies no heads; plan with a smaller --tp")
     if configuration.activation_checkpointing == "full" and configuration.checkpoint_every > 1:
-        every = f"with every {configuration.checkpoint_every}th block recomputed"
-        raise refuse(plan, _FORM, every, "nanotron recomputes all; plan with --checkpoint-every 1")
+        raise refuse(
+            plan, _FORM, f"with {every_block(plan)}", "nanotron recomputes all; plan with --checkpoint-every 1"
+        )
 
 
 def _parallelism(plan: Plan) -> dict[str, object]:

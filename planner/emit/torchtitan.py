@@ -16,6 +16,7 @@ from planner.emit.common import (
     DEFAULTS,
     Abilities,
     EmitOptions,
+    every_block,
     facts_of,
     model_number,
     refuse,
@@ -166,7 +167,7 @@ def _find_lack_of_python(plan: Plan) -> str | None:
     """Return what torchtitan after 0.2.2 does not have of a plan; None where it has all."""
     recipe, configuration = _recipe(plan), plan.configuration
     if configuration.activation_checkpointing == "full" and configuration.checkpoint_every > 1:
-        return f"every {configuration.checkpoint_every}th block recomputed"
+        return every_block(plan)
     return recipe if recipe not in ("", "rowwise", "mxfp8", "nvfp4") else None
 
 

@@ -15,7 +15,7 @@ from hardware_db.files import read_shipped_yaml
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.emit.accelerate import require_whole_offload
-from planner.emit.common import EmitOptions, facts_of, is_zero, refuse
+from planner.emit.common import EmitOptions, every_block, facts_of, is_zero, loaded_by_default, refuse
 from planner.models.counting.adapters import linear_modules
 from planner.models.counting.count import count_parameters
 from planner.types.plan import Plan
@@ -171,8 +171,7 @@ def _refuse_what_it_lacks(plan: Plan, trainer: Trainer) -> None:
         compression = f"with gradient compression {configuration.gradient_compression}"
         raise refuse(plan, form, compression, "plan with --gradient-compression none")
     if configuration.activation_checkpointing == "full" and configuration.checkpoint_every > 1:
-        every = f"with every {configuration.checkpoint_every}th block recomputed"
-        raise refuse(plan, form, every, "it recomputes all; plan with --checkpoint-every 1")
+        raise refuse(plan, form, f"with {every_block(plan)}", "it recomputes all; plan with --checkpoint-every 1")
     for key in ("train_only", "ema"):
         if workload.get(key):
             flag = key.replace("_", "-")
@@ -202,7 +201,7 @@ def _adapters(plan: Plan, trainer: Trainer) -> Settings:
     in_8_bits = trainer.words.get("load_dtype", {}).get("int8")
     if method in ("lora", "dora") and loaded == "int8" and in_8_bits is not None:
         settings = dict(in_8_bits)
-    elif loaded is not None and loaded != _loaded_by_default(plan, method):
+    elif loaded is not None and loaded != loaded_by_default(plan):
         raise refuse(plan, trainer.form, f"with weights loaded as {loaded}", "plan without --load-dtype")
     else:
         settings = {}
@@ -211,14 +210,6 @@ def _adapters(plan: Plan, trainer: Trainer) -> Settings:
     rank = workload.get("lora_rank")
     settings |= {trainer.keys["lora_rank"]: rank, trainer.keys["lora_alpha"]: 2 * (rank or 0)}
     return settings | _targets(plan, trainer)
-
-
-def _loaded_by_default(plan: Plan, method: str) -> str | None:
-    if method == "full":
-        return None
-    if method == "qlora":
-        return "nf4"
-    return {"fp32": "fp32", "fp16": "fp16"}.get(plan.configuration.precision, "bf16")
 
 
 def target_modules(plan: Plan, form: str) -> list[str]:

@@ -152,6 +152,7 @@ _WITHOUT_EFFECT = re.compile(
     | .*decay_(style|iters|steps|ratio|epochs|samples) | cosine.* | .*scheduler.* | .*momentum | adam_.*(beta|eps).*
     | .*(beta1|beta2|betas|epsilon|eps)$ | .*clip_?(grad|ratio).* | max_grad_norm | .*grad(ient)?_clip(ping)?.*
     | optim_args | jagged.* | alpha | .*(lora_alpha|lora_dropout|lora_bias|lora_fan.*|init_weights|rslora).*
+    | use_bnb_nested_quant | bnb_4bit_(quant_type|quant_storage|compute_dtype)
     | peft_use_rslora | (num_|num_train_)?epochs? | .*num_train_epochs | max_epochs | total_epochs
     | max_steps_per_epoch | .*max_train_steps
     | .*(dataset|datasets|corpus|data_path|data_files|data_dir|datafiles|dataprovider)(\..*)?(_.*)?$ | train_data.*

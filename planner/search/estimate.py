@@ -14,7 +14,7 @@ from planner.cost.generation import engine_need, engines_of
 from planner.cost.memory import memory_estimate
 from planner.cost.memory.activations.figures import blocks_on_stage, figures_of, has_written_form
 from planner.cost.memory.activations.instants import selective_saves
-from planner.cost.memory.host import loading_of
+from planner.cost.memory.host import NO_ROOM_TO_LOAD, loading_of
 from planner.cost.memory.ledger import bytes_at, plus
 from planner.cost.memory.load import made_bytes
 from planner.cost.memory.overhead import NEAREST_FORM_ERROR, has_other_form, least_use
@@ -410,7 +410,7 @@ def _remarks_on_loading(job: Job) -> list[str]:
         return []
     copies = f"{ranks} copies of the model" if ranks > 1 else "the model"
     each = f"{format_bytes(made_bytes(job))}{' each' if ranks > 1 else ''}"
-    without = f"a node has no room to load {copies}, {each}"
+    without = f"{NO_ROOM_TO_LOAD} {copies}, {each}"
     if loading == "once":
         by_deepspeed = job.configuration.zero_stage
         loader = "deepspeed.zero.Init" if by_deepspeed else "accelerate's cpu_ram_efficient_loading"

@@ -50,6 +50,19 @@ _GENERATION = (
     *("generations", "prompts_per_step", "num_iterations", "beta", "rollout", "rollout_gpus", "rollout_tp"),
     *("rollout_memory", "rollout_sleep", "steps_off"),
 )
+_WEIGHTED: tuple[words.Task, ...] = ("dpo", "kto", "orpo", *words.GENERATING)
+"""Tasks whose loss weighs something by `beta`."""
+_TASKS: dict[str, tuple[words.Task, ...]] = {
+    "prompt_len": words.POST_TRAINING,
+    "completion_len": words.POST_TRAINING,
+    "precompute_ref": words.REFERRING,
+    **dict.fromkeys(_GENERATION, words.GENERATING),
+    "beta": _WEIGHTED,
+}
+"""Tasks that take a flag, by its field."""
+_UNSAID = PostTrainingOptions()
+_SMALLEST_GROUP = 2
+"""Completions of a prompt that GRPO compares: TRL's `GRPOConfig` refuses fewer, as one is its own mean."""
 _LIMITS = {
     "prompt_len": limits.TOKENS,
     "generations": limits.SAMPLES,
@@ -75,17 +88,12 @@ def lengths_of(
     `total` are those of a whole sample where they were given, `usual` where nothing else says.
 
     Raises:
-        ContradictoryRequest: they do not add up to `total`, or leave nothing for the completion.
+        ContradictoryRequest: they do not add up to `total`, leave nothing for the completion, or a flag is for another
+            task.
     """
+    _require_task(options, task)
     is_given = options.prompt_len is not None or options.completion_len is not None
-    if task not in words.POST_TRAINING:
-        if is_given or options.precompute_ref or _generation_options(options):
-            name = next(
-                iter(_generation_options(options)), "precompute_ref" if options.precompute_ref else "prompt_len"
-            )
-            raise ContradictoryRequest(f"{_flag(name)} is for --task {' or '.join(words.POST_TRAINING)}, not {task}")
-        return None
-    if not is_given and task not in words.GENERATING:
+    if task not in words.POST_TRAINING or (not is_given and task not in words.GENERATING):
         return None
     prompt, (mean, longest) = options.prompt_len, _completion(options.completion_len)
     if longest is None:
@@ -124,24 +132,28 @@ def _completion(text: str | None) -> tuple[int | None, int | None]:
 
 
 def post_training(
-    options: PostTrainingOptions, task: words.Task, lengths: tuple[int, int, int] | None, *, total: int, batch: int
+    options: PostTrainingOptions,
+    task: words.Task,
+    lengths: tuple[int, int, int] | None,
+    *,
+    total: int,
+    batch: int,
+    heads: int,
+    gpus: int,
 ) -> PostTraining | None:
     """Return what post-training adds to a workload of `total` tokens a sample and `batch` samples a step.
 
+    `heads` are those of a layer's attention, `gpus` those that train.
+
     Raises:
-        ContradictoryRequest: a flag is for another task, or a number is out of range.
+        ContradictoryRequest: a number is out of range, or engines cannot be of so many GPUs.
     """
     if task not in words.POST_TRAINING:
         return None
     for name, limit in _LIMITS.items():
         limit.check(_flag(name), getattr(options, name))
     prompt, mean, longest = lengths or (0, total, total)
-    if options.precompute_ref and task not in words.REFERRING:
-        raise ContradictoryRequest(f"--precompute-ref is for --task {' or '.join(words.REFERRING)}, not {task}")
     if task not in words.GENERATING:
-        for name in _generation_options(options):
-            if name != "beta":
-                raise ContradictoryRequest(f"{_flag(name)} is for --task {' or '.join(words.GENERATING)}, not {task}")
         return PostTraining(
             prompt_length=prompt,
             completion_length=mean,
@@ -150,7 +162,11 @@ def post_training(
             beta=options.beta or 0.0,
             precompute_reference=options.precompute_ref,
         )
+    require_site(options)
     rollout: words.Rollout = options.rollout or ("server" if options.rollout_gpus else "hf")
+    if rollout == "server" and not options.rollout_gpus:
+        raise ContradictoryRequest("--rollout server generates on GPUs of its own; say how many with --rollout-gpus")
+    _require_engines(options.rollout_tp or 1, heads, options.rollout_gpus or gpus, trains=rollout != "server")
     generations = GENERATIONS if options.generations is None else options.generations
     post = PostTraining(
         prompt_length=prompt,
@@ -169,6 +185,52 @@ def post_training(
     )
     require_whole_round(post, batch)
     return post
+
+
+def _require_task(options: PostTrainingOptions, task: words.Task) -> None:
+    """Refuse a flag that the task does not take."""
+    for name, tasks in _TASKS.items():
+        if getattr(options, name) != getattr(_UNSAID, name) and task not in tasks:
+            raise ContradictoryRequest(f"{_flag(name)} is for --task {' or '.join(tasks)}, not {task}")
+
+
+def require_site(options: PostTrainingOptions) -> None:
+    """Refuse GPUs that only generate beside engines, or a model, that generate on those that train.
+
+    Raises:
+        ContradictoryRequest: it is so.
+    """
+    if options.rollout_gpus and options.rollout not in (None, "server"):
+        raise ContradictoryRequest(
+            f"--rollout-gpus {options.rollout_gpus} is for --rollout server, not {options.rollout}; drop one of the two"
+        )
+
+
+def _require_engines(tp: int, heads: int, gpus: int, *, trains: bool) -> None:
+    """Refuse engines whose GPUs cannot share the heads evenly, as vLLM asks, or do not make up all that generate."""
+    problem = None
+    if heads % tp:
+        problem = f"the {heads} attention heads, which an engine shares evenly"
+    elif gpus % tp:
+        where = "training and generation (--gpus)" if trains else "generation (--rollout-gpus)"
+        problem = f"the {gpus} GPU{'s' * (gpus > 1)} of {where}"
+    if problem is not None:
+        sizes = [str(size) for size in range(1, gpus + 1) if heads % size == 0 and gpus % size == 0]
+        choices = f"{', '.join(sizes[:-1])} or {sizes[-1]}" if len(sizes) > 1 else sizes[0]
+        raise ContradictoryRequest(f"--rollout-tp {tp} does not divide {problem}; use {choices}")
+
+
+def require_group(task: words.Task | None, generations: int | None) -> None:
+    """Refuse one completion a prompt where completions of a prompt are compared.
+
+    Raises:
+        ContradictoryRequest: it is so.
+    """
+    if task == "grpo" and generations is not None and generations < _SMALLEST_GROUP:
+        raise ContradictoryRequest(
+            f"--generations {generations} leaves --task grpo nothing to compare a completion with;"
+            f" give {_SMALLEST_GROUP} or more"
+        )
 
 
 def require_whole_round(post: PostTraining, batch: int) -> None:
@@ -203,7 +265,7 @@ def training_cluster(cluster: Cluster, options: PostTrainingOptions) -> Cluster:
     Raises:
         ContradictoryRequest: none are left, or unequal nodes.
     """
-    apart = options.rollout_gpus or 0
+    apart = options.rollout_gpus if options.rollout in (None, "server") else None
     if not apart:
         return cluster
     left = cluster.gpus - apart
@@ -217,10 +279,6 @@ def training_cluster(cluster: Cluster, options: PostTrainingOptions) -> Cluster:
             f" multiple of {cluster.nodes} or of {cluster.gpus_per_node}"
         )
     return replace(cluster, gpus_per_node=left // cluster.nodes)
-
-
-def _generation_options(options: PostTrainingOptions) -> list[str]:
-    return [name for name in _GENERATION if getattr(options, name) is not None]
 
 
 def _flag(name: str) -> str:

@@ -218,7 +218,7 @@ def make_request(facts: ModelFacts, cluster: Cluster, options: WorkOptions, **ra
         code=options.code,
         compile=options.compile,
         loss=options.loss or usual_loss(task, options.code),
-        post=post_training(options, task, lengths, total=length, batch=batch),
+        post=post_training(options, task, lengths, total=length, batch=batch, heads=facts.num_heads, gpus=cluster.gpus),
         method=options.method,
         **_adapters(options, defaults),
         train_only=options.train_only or "",

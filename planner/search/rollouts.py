@@ -13,8 +13,9 @@ from typing import TypeVar
 from planner import vocabulary as words
 from planner.cost.generation import ENGINE_BYTES, Engines, engines_of
 from planner.errors import ContradictoryRequest
+from planner.models.facts import ModelFacts
 from planner.search.estimate import job_of
-from planner.search.post_training import PostTrainingOptions
+from planner.search.post_training import PostTrainingOptions, require_site
 from planner.search.ranking import Rejection
 from planner.search.request import Request
 from planner.search.search import Recommendation, first_plan, recommend
@@ -40,36 +41,42 @@ def is_open(options: PostTrainingOptions, task: words.Task | None, cluster: Clus
     return task in words.GENERATING and not decided and not cluster.device.is_cpu
 
 
-def ways(options: Options, cluster: Cluster, parameters: int) -> Iterator[Options]:
-    """Yield the options with each way to generate that they leave open; `parameters` are the model's.
+def ways(options: Options, cluster: Cluster, facts: ModelFacts) -> Iterator[Options]:
+    """Yield the options with each way to generate that they leave open.
 
     An engine takes as few GPUs as have room for its weights, and as many again at most.
+
+    Raises:
+        ContradictoryRequest: the options say two sites.
     """
+    require_site(options)
     wanted = options.rollout or ("server" if options.rollout_gpus else None)
     if wanted in (None, "colocate"):
         shares = SHARES if options.rollout_memory is None else (options.rollout_memory,)
         sleeps = (True, False) if options.rollout_sleep is None else (options.rollout_sleep,)
         for share in shares:
-            for tp in _engine_sizes(options, cluster, parameters, share, cluster.gpus):
+            for tp in _engine_sizes(options, cluster, facts, share, cluster.gpus):
                 for sleep in sleeps:
                     yield replace(options, rollout="colocate", rollout_memory=share, rollout_tp=tp, rollout_sleep=sleep)
     if wanted in (None, "server"):
         share = options.rollout_memory or SERVER_SHARE
         for apart in _numbers_apart(options, cluster):
-            for tp in _engine_sizes(options, cluster, parameters, share, apart):
+            for tp in _engine_sizes(options, cluster, facts, share, apart):
                 yield replace(options, rollout="server", rollout_gpus=apart, rollout_tp=tp, rollout_memory=share)
-    if wanted is None:
+    if wanted is None and options.rollout_tp is None:
         yield replace(options, rollout="hf")
 
 
 def _engine_sizes(
-    options: PostTrainingOptions, cluster: Cluster, parameters: int, share: float, gpus: int
+    options: PostTrainingOptions, cluster: Cluster, facts: ModelFacts, share: float, gpus: int
 ) -> tuple[int, ...]:
     if options.rollout_tp is not None:
         return (options.rollout_tp,)
     room = share * cluster.capacity_bytes - ENGINE_BYTES
-    sizes = [tp for tp in _powers_of_two(min(gpus, cluster.gpus_per_node)) if gpus % tp == 0]
-    enough = [tp for tp in sizes if room > 0 and 2 * parameters / tp < room]
+    sizes = [
+        tp for tp in _powers_of_two(min(gpus, cluster.gpus_per_node)) if gpus % tp == 0 and facts.num_heads % tp == 0
+    ]
+    enough = [tp for tp in sizes if room > 0 and 2 * facts.parameters / tp < room]
     return tuple(enough[:2])
 
 

@@ -69,7 +69,7 @@ class PostTraining:
         if self.rollout not in words.ROLLOUTS:
             raise ContradictoryRequest(f"rollout {self.rollout!r} is not one of {', '.join(words.ROLLOUTS)}")
         if (self.rollout == "server") != (self.rollout_gpus > 0):
-            raise ContradictoryRequest("a rollout server has GPUs of its own, and nothing else has: give rollout_gpus")
+            raise ContradictoryRequest("rollout_gpus are for the rollout server, which has GPUs of its own")
         if self.rollout_gpus % self.rollout_tp:
             raise ContradictoryRequest(
                 f"rollout_tp {self.rollout_tp} does not divide the {self.rollout_gpus} GPUs that generate"

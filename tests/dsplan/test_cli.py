@@ -198,7 +198,8 @@ def test_a_config_that_does_not_fit_in_its_trainer_is_refused(cli: Cli, tmp_path
 
 
 def test_explain_tells_why_the_others_lost(cli: Cli, tmp_path: Path) -> None:
-    cli(f"recommend --model opt-6.7b {HARDWARE} --out", tmp_path)
+    shown = cli(f"recommend --model opt-6.7b {HARDWARE} --top 1 --out", tmp_path)
+    assert f"1 plan and its configs are in {tmp_path}" in f"{shown.out}{shown.err}".replace("\n", "")
     out = cli("explain", tmp_path / "plan-1.yaml").out
     assert "facebook/opt-6.7b" in out
     assert "chosen over" in out

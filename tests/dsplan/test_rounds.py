@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dsplan.checking import check_files
 from dsplan.question import Question
 from dsplan.render.plan_view import rollout_text
 from dsplan.report.question import rounds
@@ -65,6 +66,39 @@ def test_a_step_is_of_as_many_samples_wherever_completions_are_made() -> None:
     assert {request.defaults.count("global batch 64 (--global-batch)") for request in requests} == {1}
 
 
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (
+            "--rollout-tp 4",
+            "--rollout-tp 4 does not divide the 14 attention heads, which an engine shares evenly; use 1 or 2",
+        ),
+        ("--rollout hf --rollout-gpus 2", "--rollout-gpus 2 is for --rollout server, not hf; drop one of the two"),
+        ("--generations 1", "--generations 1 leaves --task grpo nothing to compare a completion with; give 2 or more"),
+    ],
+)
+@pytest.mark.parametrize("command", ["recommend", "estimate"])
+def test_rounds_that_no_trainer_can_run_are_refused(cli: Cli, command: str, flags: str, problem: str) -> None:
+    shown = cli(f"{command} {ASKED} {flags}")
+    assert (shown.status, shown.err) == (2, f"dsplan: {problem}\n")
+
+
+def test_ppo_and_other_trainers_methods_may_have_one_completion_a_prompt(tmp_path: Path) -> None:
+    (ppo,) = Question(model="qwen2.5-0.5b", gpu="L4-24GB", gpus=1, task="ppo", generations=1, rollout="hf").requests()
+    assert ppo.workload.post is not None
+    assert ppo.workload.post.generations == 1
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=reinforce_plus_plus data.train_batch_size=128"
+        " actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B actor_rollout_ref.actor.ppo_mini_batch_size=128"
+        " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.rollout.n=1"
+        " trainer.n_gpus_per_node=8"
+    )
+    checked = check_files([script], hardware={"gpu": "H100-SXM5-80GB"})
+    assert checked.audit.plan is not None
+    assert checked.audit.plan.workload["generations"] == 1
+
+
 def test_the_command_line_shows_the_round(cli: Cli) -> None:
     shown = cli(f"estimate {ASKED} --strategy ddp --micro-batch 8 --rollout colocate --rollout-sleep --beta 0.04")
     assert shown.status == 0
@@ -109,3 +143,18 @@ def test_reports_draw_the_round(rollout: str, words: str) -> None:
     other = first_plan(plain)
     assert other is not None
     assert rounds(other) == ()
+
+
+def test_a_file_without_gpus_has_those_of_an_engine(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"
+        " data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.rollout.n=4"
+        " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    )
+    outcome = check_files([script], hardware={"gpu": "H100-SXM5-80GB"}).audit
+    assert outcome.plan is not None
+    assert outcome.plan.configuration.world_size == 2
+    assert "does not divide the 1 GPU of" in str(
+        check_files([script], hardware={"gpu": "H100-SXM5-80GB", "gpus": 1}).audit.why
+    )

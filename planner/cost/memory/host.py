@@ -58,6 +58,8 @@ READ_BYTES = 32 * MIB
 """Rows of a file that a process has in memory while it reads its own parts (`strategies/checkpoint/storage.py`)."""
 FILE_BYTES = 2
 """Per parameter of what is published: 16 bits."""
+NO_ROOM_TO_LOAD = "a node has no room to load"
+"""Beginning of a plan's note on how its model must be loaded, by which configs find it."""
 Loading = Literal["own", "mapped", "whole", "once", "streamed"]
 """How the processes of a node come to a model's weights.
 

@@ -229,15 +229,24 @@ def test_micro_batches_count_the_samples_of_a_generation() -> None:
     ("work", "problem"),
     [
         ({"task": "sft", "generations": 4}, "--generations is for --task grpo or ppo"),
+        ({"task": "causal-lm", "rollout": "server"}, "--rollout is for --task grpo or ppo, not causal-lm"),
+        ({"task": "causal-lm", "beta": 0.0}, "--beta is for --task dpo or kto or orpo or grpo or ppo, not causal-lm"),
+        ({"task": "sft", "beta": 0.1}, "--beta is for --task dpo or kto or orpo or grpo or ppo, not sft"),
         ({"task": "causal-lm", "prompt_len": 4}, "--prompt-len is for --task sft"),
         ({"task": "grpo", "precompute_ref": True}, "--precompute-ref is for --task dpo or kto"),
         ({"completion_len": "800:400"}, "MEAN or MEAN:MAX"),
         ({"completion_len": "lots"}, "MEAN or MEAN:MAX"),
         ({"prompt_len": 500, "completion_len": "500", "seq_len": 900}, "--seq-len 900 is not the prompt's 500"),
         ({"prompts_per_step": 3, "global_batch": 16}, "no whole number of optimizer steps of 16"),
-        ({"rollout": "server"}, "give rollout_gpus"),
+        ({"rollout": "server"}, "say how many with --rollout-gpus"),
+        (
+            {"rollout": "colocate", "rollout_gpus": 8},
+            "--rollout-gpus 8 is for --rollout server, not colocate; drop one",
+        ),
+        ({"rollout": "colocate", "rollout_tp": 3}, "--rollout-tp 3 does not divide the 32 attention heads"),
+        ({"rollout": "colocate", "rollout_tp": 16}, "does not divide the 8 GPUs of training .* use 1, 2, 4 or 8$"),
         ({"rollout_gpus": 8}, "leaves none of 8 GPUs"),
-        ({"rollout_gpus": 4, "rollout_tp": 3}, "rollout_tp 3 does not divide the 4 GPUs"),
+        ({"rollout_gpus": 2, "rollout_tp": 4}, "--rollout-tp 4 does not divide the 2 GPUs of generation"),
     ],
 )
 def test_contradictions_are_refused(work: dict[str, Any], problem: str) -> None:
