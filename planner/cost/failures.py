@@ -118,6 +118,9 @@ class Outlook:
 
     def goodput_every(self, interval_seconds: float) -> float:
         """Return what is left with so many seconds of work between checkpoints."""
+        if math.isinf(self.mttf_seconds):
+            saved = interval_seconds > 0 and math.isfinite(interval_seconds)
+            return interval_seconds / (interval_seconds + self.save_seconds) if saved else 1.0
         return goodput(interval_seconds, save=self.save_seconds, restart=self.restart_seconds, mttf=self.mttf_seconds)
 
 

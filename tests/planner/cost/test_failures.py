@@ -70,7 +70,9 @@ def test_checkpoints_come_after_whole_steps() -> None:
     ahead = replace(_ahead(), nodes=1000)
     assert ahead.interval_seconds % 7 == 0
     assert ahead.interval_seconds == pytest.approx(best_interval(10, 86_400), abs=3.5)
-    assert replace(ahead, per_1000_node_days=0).goodput == 1.0
+    never = replace(ahead, per_1000_node_days=0)
+    assert never.goodput == never.goodput_every(math.inf) == 1.0
+    assert never.goodput_every(90) == pytest.approx(0.9)
 
 
 def test_a_checkpoint_has_weights_masters_and_moments_and_a_cluster_says_how_fast_it_is_written() -> None:
