@@ -61,14 +61,13 @@ def _nothing_stays(seen: Scene) -> list[Block]:
     if seen.goodput >= _NOTHING:
         return []
     ahead = seen.outlook
-    comes = "" if math.isinf(ahead.mttf_seconds) else f", and a failure comes every {format_seconds(ahead.mttf_seconds)}"
-    takes = f"a restart takes {format_seconds(ahead.restart_seconds)}"
-    saves = "" if math.isinf(seen.fleet.interval_seconds) else f" and the steps up to a checkpoint {_cycle_text(seen)}"
-    return [Text(text=f"hardly a step stays: {takes}{saves}{comes}", style="bad")]
-
-
-def _cycle_text(seen: Scene) -> str:
-    return format_seconds(seen.fleet.interval_seconds + seen.fleet.save_seconds)
+    until_safe = seen.fleet.interval_seconds + seen.fleet.save_seconds
+    words = f"hardly a step stays: a restart takes {format_seconds(ahead.restart_seconds)}"
+    words += "" if math.isinf(until_safe) else f" and the steps up to a checkpoint {format_seconds(until_safe)}"
+    words += (
+        "" if math.isinf(ahead.mttf_seconds) else f", and a failure comes every {format_seconds(ahead.mttf_seconds)}"
+    )
+    return [Text(text=words, style="bad")]
 
 
 def _parts_text(scenes: Sequence[Scene], circumstances: Circumstances, gpus_per_node: int) -> list[Block]:
@@ -78,7 +77,8 @@ def _parts_text(scenes: Sequence[Scene], circumstances: Circumstances, gpus_per_
     if not cut:
         return []
     each = ", ".join(f"{format_seconds(cut[gpus])} on {gpus:,}" for gpus in sorted(cut))
-    return [Text(text=f"only the first part of each month is simulated, and the rest counts like it: {each} GPUs", style="faint")]
+    words = "only the first part of each month is simulated, and the rest counts like it"
+    return [Text(text=f"{words}: {each} GPUs", style="faint")]
 
 
 def _save_text(seen: Scene) -> str:

@@ -134,8 +134,11 @@ class _Job:
     def spent(self) -> dict[str, float]:
         """Return the seconds that went to each kind and the events of each, until now; work that is not safe counts."""
         self._account()
-        training, slow = self._seconds["training"] + self._work, self._seconds["slow"] + self._extra
-        return {**self._seconds, "training": training, "slow": slow, **self._counts}
+        spent: dict[str, float] = {**self._counts}
+        spent.update(self._seconds.items())
+        spent["training"] += self._work
+        spent["slow"] += self._extra
+        return spent
 
     def result(self, seconds: float, half: dict[str, float]) -> Month:
         """Return what the time went to; what is left of it goes on as it did since a half."""
