@@ -12,14 +12,14 @@ from statistics import fmean
 from hardware_db.records import dataclass
 from hardware_db.units import DAY_SECONDS
 from planner.cluster.budget import HOUR, NO_BUDGET
-from planner.cost.failures import Outlook, outlook
+from planner.cost.failures import Outlook, outlook, save_seconds
 from planner.errors import ContradictoryRequest
 from planner.fleet.month import Fleet, Kind, Month, simulate
 from planner.search.device_counts import on_devices
 from planner.search.estimate import job_of
 from planner.search.request import Request
 from planner.search.search import first_plan
-from planner.types.cluster import Reliability
+from planner.types.cluster import Cluster, Reliability
 from planner.types.plan import Plan
 
 SIZES = (8, 64, 512, 4_096, 16_384, 100_000)
@@ -126,18 +126,18 @@ def scene(request: Request, plan: Plan, circumstances: Circumstances) -> Scene:
     return _scene(ahead, stated, circumstances, speed, circumstances.months)
 
 
-def at_sizes(seen: Scene, stated: Reliability, circumstances: Circumstances, gpus_per_node: int) -> tuple[Scene, ...]:
+def at_sizes(seen: Scene, cluster: Cluster, circumstances: Circumstances) -> tuple[Scene, ...]:
     """Return months of the same job on other numbers of nodes, fewest first: the same steps and bytes of a checkpoint.
 
     Each node writes its part of it, and spares are as many for a node.
     """
-    scenes = [seen]
+    scenes, stated, gpus_per_node = [seen], cluster.reliability, cluster.gpus_per_node
     for gpus in SIZES:
         nodes = gpus // gpus_per_node
         if gpus % gpus_per_node or nodes in (0, seen.fleet.nodes):
             continue
         share = nodes / seen.fleet.nodes
-        save = seen.outlook.save_seconds / (1 if stated.save_seconds is not None else share)
+        save = save_seconds(replace(cluster, nodes=nodes), seen.outlook.checkpoint_bytes)
         spares = None if stated.spare_nodes is None else math.ceil(stated.spare_nodes * share)
         ahead = replace(seen.outlook, nodes=nodes, save_seconds=save)
         months = min(circumstances.months, _MONTHS_OF_A_SIZE)

@@ -97,6 +97,16 @@ _WORK: dict[str, Any] = {
 }  # fmt: skip
 
 
+def test_a_small_checkpoint_of_many_nodes_takes_what_the_ranks_wait_for_each_other() -> None:
+    """1.4 GiB over 1,250 nodes are 1 ms of writing; the save is still 1.5 s, and does not come every few seconds."""
+    many, one = outlook(_job("h100-80gb", 10_000), 0.05), outlook(_job("h100-80gb", 8), 0.05)
+    assert many is not None
+    assert one is not None
+    assert many.save_seconds == recovery()["least_save_seconds"] == 1.5
+    assert many.interval_seconds == pytest.approx(young(1.5, many.mttf_seconds), rel=0.02)
+    assert one.save_seconds == pytest.approx(one.checkpoint_bytes / 1.2e9), "one node waits for no other"
+
+
 def test_a_smaller_node_fails_less_often_and_an_unpublished_one_is_not_guessed() -> None:
     whole = outlook(_job("h100-80gb", 8), 1.0)
     half = outlook(_job("h100-80gb", 4), 1.0)
