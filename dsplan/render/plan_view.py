@@ -222,12 +222,12 @@ def rollout_text(work: WorkloadSection) -> str:
     return f"colocate {work['rollout_memory']:.0%}{tp}{', sleeps' if work['rollout_sleep'] else ''}"
 
 
-def interval_text(time: StepTime) -> str:
-    """Between which times nine of ten steps should lie, in the unit of the step's own: `1.72-2.21`."""
+def interval_text(time: StepTime, unit: tuple[str, float] | None = None) -> str:
+    """Between which times nine of ten steps should lie, in the step's own unit or in the one given: `1.72-2.21`."""
     if time.step_seconds_low is None or time.step_seconds_high is None:
         return ""
-    _, unit = time_unit(time.step_seconds)
-    return "-".join(three_digits(bound / unit) for bound in (time.step_seconds_low, time.step_seconds_high))
+    _, length = unit or time_unit(time.step_seconds)
+    return "-".join(three_digits(bound / length) for bound in (time.step_seconds_low, time.step_seconds_high))
 
 
 def verdict_line(plan: Plan) -> str:

@@ -390,10 +390,7 @@ def why_first(request: Request, ranked: Sequence[Timed], safe: Timed | None = No
         if objective == "throughput" and worth(first, objective) / worth(best, objective) > 1 + width:
             apart = _without_optimizer(first.time) / _without_optimizer(best.time) - 1
             aside = f" ({apart:.0%} without the optimizer's step, which --optimizer adamw-fused shortens)"
-        reason = (
-            f"{why}, which is predicted {ahead(first, best, objective)}{aside}; two such plans are told apart from"
-            f" {width:.0%} on"
-        )
+        reason = f"{why}, which is predicted {ahead(first, best, objective)}{aside}{told_apart(width)}"
     if first.passed_over is not None:
         reason += f"; {_without_room(first, first.passed_over, objective)}"
     if not first.has_room:
@@ -402,6 +399,13 @@ def why_first(request: Request, ranked: Sequence[Timed], safe: Timed | None = No
         used = safe.priced.memory.device_needed_bytes / device_limit(safe.priced.job.workload, safe.priced.job.cluster)
         reason += f"; the second plan has room, at {used:.0%} of the memory"
     return reason
+
+
+def told_apart(width: float) -> str:
+    """Return from which difference on two plans are told apart; none where it is anything."""
+    if width >= 1:
+        return f"; the two cannot be told apart by prediction: one would have to be predicted {1 + width:.1f}x as fast"
+    return f"; two such plans are told apart only where one is at least {width:.0%} faster" if width else ""
 
 
 def _tight(item: Timed) -> str:

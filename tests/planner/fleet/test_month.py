@@ -100,7 +100,7 @@ def test_spares_run_out_and_an_elastic_job_trains_meanwhile() -> None:
 
 
 def test_a_month_of_too_many_failures_goes_on_as_it_did() -> None:
-    """What is cut off counts like the second half of what was simulated, so that the formula holds as before."""
+    """The rest counts like the second half of what was simulated, so that the formula holds as before."""
     fleet = replace(FLEET, failures_per_node_second=10 * PER_NODE)
     exact = goodput(224.0, save=2.3, restart=660.0, mttf=1 / (2048 * 10 * PER_NODE))
     each = [simulate(fleet, 300 * DAY, seed, most_events=2000) for seed in range(4)]
