@@ -404,7 +404,8 @@ def why_first(request: Request, ranked: Sequence[Timed], safe: Timed | None = No
 def told_apart(width: float) -> str:
     """Return from which difference on two plans are told apart; none where it is anything."""
     if width >= 1:
-        return f"; the two cannot be told apart by prediction: one would have to be predicted {1 + width:.1f}x as fast"
+        times = f"{1 + width:.1f}x as fast as the other"
+        return f"; the two cannot be told apart by prediction: one would have to be predicted {times}"
     return f"; two such plans are told apart only where one is at least {width:.0%} faster" if width else ""
 
 

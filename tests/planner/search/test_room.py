@@ -131,7 +131,7 @@ def test_the_choice_names_the_plan_without_room() -> None:
 def test_plans_too_uncertain_to_compare_are_said_to_be_so() -> None:
     """Mixtral's pipeline with split experts on 16 H100 would have to be 2.5x as fast as whole layers."""
     assert told_apart(0.15) == "; two such plans are told apart only where one is at least 15% faster"
-    unknown = "; the two cannot be told apart by prediction: one would have to be predicted 2.5x as fast"
+    unknown = "; the two cannot be told apart by prediction: one would have to be predicted 2.5x as fast as the other"
     assert told_apart(1.52) == unknown
     assert told_apart(0.0) == ""
 
