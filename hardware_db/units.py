@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 from hardware_db.errors import DsplanError
 from hardware_db.handed_in import quote
@@ -66,14 +67,26 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return next((unit, length) for unit, length, least in _TIME_UNITS if float(f"{abs(seconds) / length:.3g}") >= least)
 
 
-def format_seconds(seconds: float) -> str:
-    """Return a duration with three digits, in the unit people say it in.
+def common_unit(times: Iterable[float]) -> tuple[str, float] | None:
+    """Return the unit in which a column has all of these times, and its length: none of 1,000, none below 0.1.
+
+    The smallest of their own that is one; None where they differ too much, and each has its own.
+    """
+    every = list(times)
+    units = sorted({time_unit(seconds) for seconds in every}, key=lambda unit: unit[1])
+    return next(
+        ((unit, length) for unit, length in units if max(every) < 999.5 * length and min(every) >= 0.1 * length), None
+    )
+
+
+def format_seconds(seconds: float, unit: tuple[str, float] | None = None) -> str:
+    """Return a duration with three digits, in the unit people say it in, or the one that is given with its length.
 
     `150 ms`, `45 s`, `22.8 min`, `3.2 h`, `20 days`.
     """
-    unit, length = time_unit(seconds)
+    name, length = unit or time_unit(seconds)
     text = three_digits(seconds / length)
-    return f"{text} {unit}s" if unit == "day" and text != "1" else f"{text} {unit}"
+    return f"{text} {name}s" if name == "day" and text != "1" else f"{text} {name}"
 
 
 def parse_count(text: str) -> int:

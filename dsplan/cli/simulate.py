@@ -97,7 +97,7 @@ def simulate(
         raise typer.Exit(1)
     plan = answer.plans[0]
     seen = scene(request, plan, circumstances)
-    sizes = at_sizes(seen, stated, circumstances, request.cluster.gpus_per_node)
+    sizes = at_sizes(seen, request.cluster, circumstances)
     if out is not None:
         from dsplan.report.make import months_page
         from dsplan.report.page import page_html

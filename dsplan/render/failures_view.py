@@ -84,8 +84,12 @@ def finite(number: float) -> float | None:
 
 def rate_text(ahead: Outlook) -> str:
     """Return how often the job fails, and who says so."""
-    every = f"one of {ahead.nodes:,} nodes fails every {format_seconds(ahead.mttf_seconds)}"
-    return f"{every} ({ahead.per_1000_node_days:.3g} per 1,000 node-days: {ahead.said})"
+    if math.isinf(ahead.mttf_seconds):
+        return f"no node fails ({ahead.said})"
+    which = "the node" if ahead.nodes == 1 else f"one of {ahead.nodes:,} nodes"
+    rate = ahead.per_1000_node_days
+    times = f"{rate:,.0f}" if rate >= 1000 else f"{rate:.3g}"
+    return f"{which} fails every {format_seconds(ahead.mttf_seconds)} ({times} per 1,000 node-days: {ahead.said})"
 
 
 def checkpoint_text(ahead: Outlook) -> str:

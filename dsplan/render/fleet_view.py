@@ -45,10 +45,40 @@ def scene_blocks(
     left = f"goodput {seen.goodput:.1%}{between}"
     of_all = f"{format_count(rate * seen.goodput)} of {format_count(rate)} {shown_unit(plan)}/s"
     blocks.append(Text(text=f"{left}: {of_all}", style="heading"))
+    blocks += _nothing_stays(seen)
     blocks += _bill_text(request, plan, seen)
     blocks.append(_sizes_table(sizes, request.cluster.gpus_per_node))
-    note = "formula: failures alone, with a spare node always free"
-    return [*blocks, Text(text=note, style="faint")]
+    blocks.append(Text(text="formula: failures alone, with a spare node always free", style="faint"))
+    return [*blocks, *_parts_text([seen, *sizes], circumstances, request.cluster.gpus_per_node)]
+
+
+_NOTHING = 0.0005
+"""Goodput below which nothing is said to be left: it is shown as 0.0 %."""
+
+
+def _nothing_stays(seen: Scene) -> list[Block]:
+    """Return why no step stays, where none does."""
+    if seen.goodput >= _NOTHING:
+        return []
+    ahead = seen.outlook
+    until_safe = seen.fleet.interval_seconds + seen.fleet.save_seconds
+    words = f"hardly a step stays: a restart takes {format_seconds(ahead.restart_seconds)}"
+    words += "" if math.isinf(until_safe) else f" and the steps up to a checkpoint {format_seconds(until_safe)}"
+    words += (
+        "" if math.isinf(ahead.mttf_seconds) else f", and a failure comes every {format_seconds(ahead.mttf_seconds)}"
+    )
+    return [Text(text=words, style="bad")]
+
+
+def _parts_text(scenes: Sequence[Scene], circumstances: Circumstances, gpus_per_node: int) -> list[Block]:
+    """Return on how many GPUs too much happens for all of a month to be simulated, and how much of it was."""
+    parts = {scene.fleet.nodes * gpus_per_node: scene.simulated_seconds for scene in scenes}
+    cut = {gpus: part for gpus, part in parts.items() if part < (1 - _NOTHING) * circumstances.days * DAY_SECONDS}
+    if not cut:
+        return []
+    each = ", ".join(f"{format_seconds(cut[gpus])} on {gpus:,}" for gpus in sorted(cut))
+    words = "only the first part of each month is simulated, and the rest counts like it"
+    return [Text(text=f"{words}: {each} GPUs", style="faint")]
 
 
 def _save_text(seen: Scene) -> str:
@@ -94,13 +124,17 @@ def _sizes_table(sizes: Sequence[Scene], gpus_per_node: int) -> Table:
     rows: list[list[Cell]] = []
     for other in sizes:
         ahead = other.outlook
-        every, save = format_seconds(other.fleet.interval_seconds), format_seconds(ahead.save_seconds)
+        every, save = _or_never(other.fleet.interval_seconds), format_seconds(ahead.save_seconds)
         bar = Bar(share=other.goodput, width=_BAR, of_limit=False)
         shares = [f"{other.goodput:.1%}", f"{other.by_formula:.1%}"]
-        fails = format_seconds(ahead.mttf_seconds)
+        fails = _or_never(ahead.mttf_seconds)
         rows.append([f"{ahead.nodes * gpus_per_node:,}", fails, every, save, bar, *shares])
     names = columns(">GPUs", ">a failure every", "?>saved every", "??>in", "???goodput", ">simulated", ">formula")
     return Table(title="the same steps and checkpoint on other numbers of GPUs", columns=names, rows=rows)
+
+
+def _or_never(seconds: float) -> str:
+    return "never" if math.isinf(seconds) else format_seconds(seconds)
 
 
 def scene_to_dict(
@@ -117,6 +151,7 @@ def scene_to_dict(
         "strategy": chosen.strategy,
         "step_seconds": plan.time.step_seconds,
         "days": circumstances.days,
+        "simulated_days": seen.simulated_seconds / DAY_SECONDS,
         "months": len(seen.months),
         "seed": circumstances.seed,
         "rates": rates_to_dict(seen.outlook),
@@ -137,6 +172,7 @@ def scene_to_dict(
                 "mttf_seconds": finite(other.outlook.mttf_seconds),
                 "checkpoint_seconds": finite(other.fleet.interval_seconds),
                 "save_seconds": other.outlook.save_seconds,
+                "simulated_days": other.simulated_seconds / DAY_SECONDS,
                 "goodput": other.goodput,
                 "goodput_by_formula": other.by_formula,
             }

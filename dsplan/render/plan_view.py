@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dsplan.render.show import Block, Style, Text
 from dsplan.render.table_columns import Bar, Cell, Table, columns
 from hardware_db.units import format_bytes, format_count, format_seconds, three_digits, time_unit
+from planner.cluster.groups import name_group, name_nodes
 from planner.cost.verdict import why_it_misses
 from planner.types.plan import Configuration, MemoryEstimate, Plan, StepTime, WorkloadSection
 from planner.vocabulary import GENERATING
@@ -56,12 +57,17 @@ def figure_blocks(plan: Plan) -> list[Block]:
 def header(plan: Plan, taken_for_granted: Sequence[str] = ()) -> list[Block]:
     """Return which model on which hardware, with what nobody asked for."""
     model, cluster = plan.model, plan.cluster
-    where = f"{cluster['gpus']} x {cluster['device']}"
+    groups = cluster.get("groups") or []
+    kinds = [
+        name_nodes(each["device"], each["nodes"], each["gpus_per_node"], each.get("speed", 1.0)) for each in groups
+    ]
     nodes = f" on {cluster['nodes']} nodes" if cluster["nodes"] > 1 else ""
-    usable = f"{format_bytes(limit_bytes(plan))} usable each"
+    where = " and ".join(kinds) or f"{cluster['gpus']} x {cluster['device']}{nodes}"
+    unlike = len({each.get("capacity_bytes") for each in groups}) > 1
+    usable = f"{format_bytes(limit_bytes(plan))} usable {'on the smallest' if unlike else 'each'}"
     blocks: list[Block] = [
         Text(text=f"{model['name']}: {format_count(model['parameters'])} parameters", style="heading"),
-        Text(text=f"{where}{nodes}, {usable}"),
+        Text(text=f"{where}, {usable}"),
     ]
     blocks += [Text(text=text)] if (text := _what_runs(plan)) else []
     assumed = "; ".join(taken_for_granted) or cluster.get("assumed")
@@ -216,12 +222,12 @@ def rollout_text(work: WorkloadSection) -> str:
     return f"colocate {work['rollout_memory']:.0%}{tp}{', sleeps' if work['rollout_sleep'] else ''}"
 
 
-def interval_text(time: StepTime) -> str:
-    """Between which times nine of ten steps should lie, in the unit of the step's own: `1.72-2.21`."""
+def interval_text(time: StepTime, unit: tuple[str, float] | None = None) -> str:
+    """Between which times nine of ten steps should lie, in the step's own unit or in the one given: `1.72-2.21`."""
     if time.step_seconds_low is None or time.step_seconds_high is None:
         return ""
-    _, unit = time_unit(time.step_seconds)
-    return "-".join(three_digits(bound / unit) for bound in (time.step_seconds_low, time.step_seconds_high))
+    _, length = unit or time_unit(time.step_seconds)
+    return "-".join(three_digits(bound / length) for bound in (time.step_seconds_low, time.step_seconds_high))
 
 
 def verdict_line(plan: Plan) -> str:
@@ -303,7 +309,8 @@ def maxima_blocks(request: Request, rows: Sequence[Maximum]) -> list[Block]:
     from planner.search.maximum import SEQUENCE_STEP
 
     cluster, workload = request.cluster, request.workload
-    where = f"{cluster.gpus} x {cluster.device.name}{f' on {cluster.nodes} nodes' if cluster.nodes > 1 else ''}"
+    nodes = f" on {cluster.nodes} nodes" if cluster.nodes > 1 else ""
+    where = " and ".join(map(name_group, cluster.groups)) or f"{cluster.gpus} x {cluster.device.name}{nodes}"
     blocks: list[Block] = [
         Text(text=f"{request.facts.name}: {format_count(request.counts.total)} parameters", style="heading"),
         Text(text=f"{where}, {format_bytes(device_limit(workload, cluster))} usable each"),

@@ -22,7 +22,7 @@ from dsplan.render.plan_view import (
 )
 from dsplan.render.show import Block, Text, explain_columns
 from dsplan.render.table_columns import Bar, Cell, Table, columns
-from hardware_db.units import DAY_SECONDS, format_count, format_seconds, gib, three_digits
+from hardware_db.units import DAY_SECONDS, common_unit, format_count, format_seconds, gib, three_digits
 from planner.cluster.budget import Bill, bill_of
 from planner.search.device_counts import OnDevices
 from planner.search.request import Request
@@ -221,7 +221,8 @@ def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
 
 def plans_table(request: Request, plans: Sequence[Plan], title: str = "") -> Table:
     """One row per plan, best first."""
-    rows = [_row(rank, plan) | bill_cells(request, plan) for rank, plan in enumerate(plans, start=1)]
+    unit = common_unit(plan.time.step_seconds for plan in plans)
+    rows = [_row(rank, plan, unit) | bill_cells(request, plan) for rank, plan in enumerate(plans, start=1)]
     if all(plan.configuration.offload == "none" for plan in plans):
         for row in rows:
             del row["?offload"]
@@ -236,7 +237,7 @@ def alternatives_table(plan: Plan) -> list[Block]:
     return [Table(title="chosen over", columns=columns("strategy", "why not"), rows=rows)]
 
 
-def _row(rank: int, plan: Plan) -> dict[str, Cell]:
+def _row(rank: int, plan: Plan, unit: tuple[str, float] | None) -> dict[str, Cell]:
     configuration, rates = plan.configuration, plan.throughput
     return {
         "#": f"{rank}{'' if plan.runnable else '*'}",
@@ -248,8 +249,8 @@ def _row(rank: int, plan: Plan) -> dict[str, Cell]:
         "?offload": offload_text(configuration),
         ">GiB": f"{gib(needed_bytes(plan)):.1f}",
         "???memory": Bar(share=needed_bytes(plan) / limit_bytes(plan), width=6),
-        ">step": format_seconds(plan.time.step_seconds),
-        "????>9 of 10": interval_text(plan.time),
+        ">step": format_seconds(plan.time.step_seconds, unit),
+        "????>9 of 10": interval_text(plan.time, unit),
         f"?>{shown_unit(plan)}/s": f"{shown_rate(plan):,.{0 if shown_rate(plan) >= 10 else 2}f}",
         "????>MFU": "-" if rates.mfu is None else f"{rates.mfu:.0%}",
         "??limit": plan.limited_by,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -187,7 +187,7 @@ def _comparison(report: RunReport) -> list[list[str]]:
         ("step time", plan.time.step_seconds if plan else None, measured.step_seconds),
         (f"{counted}/s, all ranks", predicted_tokens, measured.tokens_per_second),
     )
-    formats = (format_bytes, format_seconds, format_count)
+    formats: tuple[Callable[[float], str], ...] = (format_bytes, format_seconds, format_count)
     return [
         [
             name,

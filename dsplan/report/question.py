@@ -14,7 +14,7 @@ from dsplan.render.recommendation import bill, plans_table, scaling_table
 from dsplan.render.table_columns import Table, columns
 from dsplan.report import plans as side_by_side
 from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture, label, line_style
-from hardware_db.units import format_bytes, format_count, format_seconds, gib, three_digits
+from hardware_db.units import common_unit, format_bytes, format_count, format_seconds, gib, three_digits
 from planner.cost.timing.timeline import Span, step_timeline
 from planner.search.estimate import job_of
 from planner.search.request import Request
@@ -216,11 +216,12 @@ def seconds(plans: Sequence[Plan]) -> Picture:
 
 def trade(plans: Sequence[Plan]) -> Picture:
     """Time of a step against memory."""
+    unit = common_unit(plan.time.step_seconds for plan in plans)
     rows = [
         [
             name_of(number, plan),
             format_bytes(plan.memory.device_used_bytes),
-            format_seconds(plan.time.step_seconds),
+            format_seconds(plan.time.step_seconds, unit),
         ]
         for number, plan in enumerate(plans, start=1)
     ]

@@ -20,7 +20,7 @@ DEVICE_SOURCES = (
 LINK_SOURCES = ("theoretical", "p2p", "busbw", "alpha")
 NODE_SOURCES = ("cpu", "ram", "network", "nvme", "gpu")
 FAILURE_SOURCES = ("rate", "range")
-RECOVERY_SOURCES = ("restart", "checkpoint")
+RECOVERY_SOURCES = ("restart", "checkpoint", "least")
 
 
 def compile_devices(path: Path = HERE / "devices.yaml") -> str:

@@ -106,7 +106,10 @@ def failure_record(device: str) -> FailureRecord | None:
 
 @lru_cache(maxsize=1)
 def recovery() -> Mapping[str, Any]:
-    """Return what follows a failure where nobody says: `restart_minutes`, `checkpoint_gbs_per_node` (1e9 bytes/s)."""
+    """Return what follows a failure where nobody says.
+
+    `restart_minutes`, `checkpoint_gbs_per_node` (1e9 bytes/s) and the `least_save_seconds` of several nodes.
+    """
     constants: Mapping[str, Any] = _interconnects()["recovery"]
     return constants
 

@@ -78,12 +78,15 @@ def all_like(cluster: Cluster, group: Cluster) -> Cluster:
 
 def name_group(group: Cluster) -> str:
     """Return what a group of nodes is called: `2 nodes of 8 x A100-SXM4-80GB`, `1 x L4 at 50% of its speed`."""
-    slowed = "" if group.speed == 1 else f" at {group.speed:.0%} of its speed"
-    devices = f"{group.device.name}{slowed}"
-    if group.gpus_per_node == 1:
-        return f"{group.nodes} x {devices}"
-    nodes = "one node of" if group.nodes == 1 else f"{group.nodes} nodes of"
-    return f"{nodes} {group.gpus_per_node} x {devices}"
+    return name_nodes(group.device.name, group.nodes, group.gpus_per_node, group.speed)
+
+
+def name_nodes(device: str, nodes: int, gpus_per_node: int, speed: float = 1.0) -> str:
+    """Return what alike nodes are called, as `name_group` does."""
+    devices = f"{device}{'' if speed == 1 else f' at {speed:.0%} of its speed'}"
+    if gpus_per_node == 1:
+        return f"{nodes} x {devices}"
+    return f"{'one node' if nodes == 1 else f'{nodes} nodes'} of {gpus_per_node} x {devices}"
 
 
 def _cut(group: Cluster, size: int) -> Cluster:

@@ -118,6 +118,9 @@ class Outlook:
 
     def goodput_every(self, interval_seconds: float) -> float:
         """Return what is left with so many seconds of work between checkpoints."""
+        if math.isinf(self.mttf_seconds):
+            saved = interval_seconds > 0 and math.isfinite(interval_seconds)
+            return interval_seconds / (interval_seconds + self.save_seconds) if saved else 1.0
         return goodput(interval_seconds, save=self.save_seconds, restart=self.restart_seconds, mttf=self.mttf_seconds)
 
 
@@ -147,7 +150,7 @@ def outlook(job: Job, step_seconds: float) -> Outlook | None:
         said=publication,
         restart_seconds=60 * minutes,
         checkpoint_bytes=size,
-        save_seconds=_save_seconds(cluster, size),
+        save_seconds=save_seconds(cluster, size),
         step_seconds=step_seconds,
     )
 
@@ -163,15 +166,21 @@ def _rates(cluster: Cluster) -> tuple[tuple[float, float, float], str] | None:
     return (share * record.per_1000_node_days, share * record.least, share * record.most), record.said
 
 
-def _save_seconds(cluster: Cluster, size: float) -> float:
-    """Return what saving takes: as the person says, at this machine's measured disk, or at the published rate."""
+def save_seconds(cluster: Cluster, size: float) -> float:
+    """Return what saving takes: as the person says, at this machine's measured disk, or at the published rate.
+
+    Several nodes take a published time at least, however few the bytes: they wait for each other, for their directories
+    and for the metadata.
+    """
     stated, disk = cluster.reliability, cluster.rates.disk_write
     if stated.save_seconds is not None:
         return stated.save_seconds
+    part = size / cluster.nodes
     if stated.checkpoint_gbs_per_node is None and disk is not None:
-        return disk.seconds(size / cluster.nodes)
-    rate = stated.checkpoint_gbs_per_node or recovery()["checkpoint_gbs_per_node"]
-    return size / cluster.nodes / (rate * GB)
+        writing = disk.seconds(part)
+    else:
+        writing = part / ((stated.checkpoint_gbs_per_node or recovery()["checkpoint_gbs_per_node"]) * GB)
+    return max(writing, recovery()["least_save_seconds"]) if cluster.nodes > 1 else writing
 
 
 def checkpoint_bytes(job: Job) -> float:

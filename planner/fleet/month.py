@@ -1,7 +1,8 @@
 """A month of a job on nodes that fail, by discrete events: failures, repair, spares, stragglers, preemption.
 
 The events that change the job's course are simpy's. Between two of them it trains and saves as a clock does, so that
-those hours cost one step of arithmetic, however many checkpoints they hold.
+those hours cost one step of arithmetic, however many checkpoints they hold. Where more happens than `most_events`, the
+month is simulated up to there, and goes on as it did in the second half of that.
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ class Month:
     stragglers: int
     most_lost: float
     """Seconds of training that one failure took back, at the most."""
+    simulated_seconds: float
+    """Seconds until so much had happened that the rest counts as alike; all of them where less did."""
     progress: Sequence[tuple[float, float]] = field(default=(), compare=False)
     """Seconds from the beginning, and the seconds of work that are safe by then."""
 
     @property
     def duration(self) -> float:
-        """Seconds that were simulated."""
+        """Seconds of the month."""
         return math.fsum(self.seconds.values())
 
     @property
@@ -74,15 +77,19 @@ class Month:
         return self.seconds["training"] / self.duration
 
 
-def simulate(fleet: Fleet, seconds: float, seed: int) -> Month:
+def simulate(fleet: Fleet, seconds: float, seed: int, most_events: float = math.inf) -> Month:
     """Return the first `seconds` of a job; the same for the same seed."""
     environment = simpy.Environment()
     job = _Job(environment, fleet, Random(seed))
-    environment.run(until=seconds)
-    return job.result()
+    job.run(seconds, most_events / 2)
+    half = job.spent()
+    job.run(seconds, most_events)
+    return job.result(seconds, half)
 
 
 _Steps = Generator[simpy.Event, Any, Any]
+_MANY_IDLE = 1000
+"""Events from which on those that would meet a waiting job are not drawn one by one; a choice."""
 
 
 class _Job:
@@ -94,6 +101,8 @@ class _Job:
     def __init__(self, environment: simpy.Environment, fleet: Fleet, random: Random) -> None:
         self._environment, self._fleet, self._random = environment, fleet, random
         self._seconds: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
+        self.events = 0
+        """Events that met it at work until now."""
         self._counts = {"failures": 0, "preemptions": 0, "stragglers": 0}
         self._progress = [(0.0, 0.0)]
         self._nodes, self._spares = fleet.nodes, fleet.spares
@@ -113,25 +122,66 @@ class _Job:
             if rate > 0:
                 environment.process(self._happen(rate, happen))
 
-    def result(self) -> Month:
-        """Return what the time went to until now; work that is not safe yet counts as training."""
+    def run(self, seconds: float, most_events: float) -> None:
+        """Let the month go on until then, or until so much has happened since it began."""
+        environment = self._environment
+        # What the last event interrupts is seen to at the same moment.
+        while environment.peek() < seconds and (self.events < most_events or environment.peek() == environment.now):
+            environment.step()
+        if self.events < most_events and environment.now < seconds:
+            environment.run(until=seconds)
+
+    def spent(self) -> dict[str, float]:
+        """Return the seconds that went to each kind and the events of each, until now; work that is not safe counts."""
         self._account()
-        seconds = self._seconds | {
-            "training": self._seconds["training"] + self._work,
-            "slow": self._seconds["slow"] + self._extra,
-        }
-        progress = (*self._progress, (self._environment.now, self._seconds["training"]))
-        return Month(seconds=seconds, most_lost=self._most_lost, progress=progress, **self._counts)
+        spent: dict[str, float] = {**self._counts}
+        spent.update(self._seconds.items())
+        spent["training"] += self._work
+        spent["slow"] += self._extra
+        return spent
+
+    def result(self, seconds: float, half: dict[str, float]) -> Month:
+        """Return what the time went to; what is left of it goes on as it did since a half."""
+        spent, now, safe = self.spent(), self._environment.now, self._seconds["training"]
+        progress = [*self._progress, (now, safe)]
+        if now < seconds:
+            since = {name: max(0.0, each - half[name]) for name, each in spent.items()}
+            more = (seconds - now) / math.fsum(since[kind] for kind in KINDS)
+            spent = {name: each + more * since[name] for name, each in spent.items()}
+            progress.append((seconds, safe + more * since["training"]))
+        return Month(
+            seconds={kind: spent[kind] for kind in KINDS},
+            most_lost=self._most_lost,
+            simulated_seconds=now,
+            progress=tuple(progress),
+            **{name: round(spent[name]) for name in self._counts},
+        )
 
     # What happens to it.
 
     def _happen(self, rate: float, happen: Callable[[], None]) -> _Steps:
         while True:
-            yield self._environment.timeout(self._random.expovariate(rate))
+            yield self._environment.timeout(self._next_after(rate))
             # Of the nodes that the rate is of some may be away, and those of a job that waits do nothing.
-            is_busy = self._doing in ("training", "saving", "restarting")
-            if is_busy and self._random.random() * self._fleet.nodes < self._nodes:
-                happen()
+            if self._is_busy():
+                self.events += 1
+                if self._random.random() * self._fleet.nodes < self._nodes:
+                    happen()
+
+    def _is_busy(self) -> bool:
+        return self._doing in ("training", "saving", "restarting")
+
+    def _next_after(self, rate: float) -> float:
+        """Return the seconds until a random event comes, past those that meet a job that waits."""
+        after = self._random.expovariate(rate)
+        if self._is_busy():
+            return after
+        until = self._environment.peek() - self._environment.now
+        if rate * (until - after) > _MANY_IDLE and math.isfinite(until):
+            return until + self._random.expovariate(rate)  # of random events none knows when the last one was
+        while after < until < math.inf:
+            after += self._random.expovariate(rate)
+        return after
 
     def _fail(self) -> None:
         self._counts["failures"] += 1

@@ -154,9 +154,9 @@ class Timed:
 def preference(item: Timed) -> tuple[int, ...]:
     """Return what goes before where times cannot be told apart, smaller first.
 
-    Room in memory comes first, unless an offload or splitting the model makes it: splitting is as good as a plan that is
-    tight, and of these what has room goes first. Then comes simplicity. Plans that are equal in all are ranked by their
-    times alone.
+    Room in memory comes first, unless an offload or splitting the model makes it. Splitting is as good as a plan that
+    is tight, and of these what has room goes first. Then comes simplicity. Plans that are equal in all are ranked by
+    their times alone.
     """
     chosen = item.configuration
     if _gathers_beside_splits(item):
@@ -392,10 +392,7 @@ def why_first(request: Request, ranked: Sequence[Timed], safe: Timed | None = No
         if objective == "throughput" and worth(first, objective) / worth(best, objective) > 1 + width:
             apart = _without_optimizer(first.time) / _without_optimizer(best.time) - 1
             aside = f" ({apart:.0%} without the optimizer's step, which --optimizer adamw-fused shortens)"
-        reason = (
-            f"{why}, which is predicted {ahead(first, best, objective)}{aside}; two such plans are told apart from"
-            f" {width:.0%} on"
-        )
+        reason = f"{why}, which is predicted {ahead(first, best, objective)}{aside}{told_apart(width)}"
     if first.passed_over is not None:
         reason += f"; {_without_room(first, first.passed_over, objective)}"
     if not first.has_room:
@@ -404,6 +401,14 @@ def why_first(request: Request, ranked: Sequence[Timed], safe: Timed | None = No
         used = safe.priced.memory.device_needed_bytes / device_limit(safe.priced.job.workload, safe.priced.job.cluster)
         reason += f"; the second plan has room, at {used:.0%} of the memory"
     return reason
+
+
+def told_apart(width: float) -> str:
+    """Return from which difference on two plans are told apart; none where it is anything."""
+    if width >= 1:
+        times = f"{1 + width:.1f}x as fast as the other"
+        return f"; the two cannot be told apart by prediction: one would have to be predicted {times}"
+    return f"; two such plans are told apart only where one is at least {width:.0%} faster" if width else ""
 
 
 def _tight(item: Timed) -> str:

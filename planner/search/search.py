@@ -77,13 +77,17 @@ class Recommendation:
     def advice(self) -> tuple[Advice, ...]:
         """Try what would help more than another plan; each trial is a small search.
 
-        Trials give every GPU as many samples, so that none is compared with a plan of unlike shares.
+        Nodes without which the others are faster come first. Other trials give every GPU as many samples, so that none
+        is compared with a plan of unlike shares.
         """
-        if not self.plans or self.plans[0].configuration.has_shares:
+        if not self.plans:
             return ()
+        left_out = () if self.uneven is None else self.uneven.advice()
+        if self.plans[0].configuration.has_shares:
+            return left_out
         from planner.search.advice import advise  # after the answer, so that it does not wait
 
-        return advise(self.request, self.plans[0], _first)
+        return (*left_out, *advise(self.request, self.plans[0], _first))
 
 
 def recommend(request: Request, *, with_front: bool = False) -> Recommendation:

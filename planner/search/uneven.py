@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from hardware_db.records import dataclass
 from hardware_db.units import format_seconds
-from planner.cluster.groups import level
+from planner.cluster.groups import level, name_group
+from planner.cost.memo import memo_by_identity
 from planner.errors import ContradictoryRequest
+from planner.search.advice import Advice, faster
 from planner.search.device_counts import on_devices
 from planner.search.ranking import slower_threshold
 from planner.search.request import Request
@@ -57,8 +59,19 @@ class Uneven:
 
     def without(self) -> tuple[LeftOut, ...]:
         """Search what the other nodes do without each group, with the global batch as `on_devices` has it."""
-        first = (self.plan if self.is_first else self.even) or self.plan
-        return () if first is None else tuple(_without(self.request, self.evenly, first))
+        return _left_out(self)
+
+    @property
+    def first(self) -> Plan | None:
+        """The faster answer."""
+        return (self.plan if self.is_first else self.even) or self.plan
+
+    def advice(self) -> tuple[Advice, ...]:
+        """Return the groups without which the others train faster, the gain of the best first."""
+        if self.request.objective == "memory":
+            return ()
+        offered = filter(None, map(_advice_of, self.without()))
+        return tuple(sorted(offered, key=lambda item: -item.speed))
 
     @property
     def is_first(self) -> bool:
@@ -149,6 +162,30 @@ def _alternatives(plan: Plan, answer: Recommendation) -> tuple[dict[str, str], .
         }
         for other in answer.plans
     )
+
+
+@memo_by_identity
+def _left_out(uneven: Uneven) -> tuple[LeftOut, ...]:
+    first = uneven.first
+    return () if first is None else tuple(_without(uneven.request, uneven.evenly, first))
+
+
+def _advice_of(left_out: LeftOut) -> Advice | None:
+    """Return the advice to leave a group of nodes out, if the others are faster alone."""
+    plan, gain = left_out.plan, left_out.gain
+    if plan is None or gain is None or gain > -_SLOWS:
+        return None
+    step = f"{format_seconds(plan.time.step_seconds)} a step of {plan.configuration.global_batch_size} samples"
+    return Advice(
+        change=f"leave out {name_group(left_out.group)}",
+        flag=f"a --cluster file without {'that node' if left_out.group.nodes == 1 else 'those nodes'}",
+        gain=faster(1 / (1 + gain), step),
+        speed=1 / (1 + gain),
+    )
+
+
+_SLOWS = 0.01
+"""Share of the speed from which on nodes that cost it are advised against; a choice: idle nodes are free besides."""
 
 
 def _without(request: Request, evenly: Evenly, first: Plan) -> Iterator[LeftOut]:

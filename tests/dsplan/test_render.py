@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from typing import get_args
 
@@ -11,14 +12,17 @@ import pytest
 
 import dsplan
 from dsplan.render.catalogues import devices_table, models_table, nodes_table
-from dsplan.render.recommendation import recommendation_blocks
+from dsplan.render.recommendation import plans_table, recommendation_blocks
 from dsplan.render.show import Block, Text, plain_text, print_blocks, say, show
 from dsplan.render.table_columns import Bar, Table, columns
 from hardware_db.datasheets import devices, node_types
 from hardware_db.notices import notice
+from hardware_db.units import common_unit, format_seconds
 from planner import vocabulary
 from planner.models.catalogue import models
+from planner.search.search import recommend
 from tests.dsplan.cli import Cli
+from tests.planner.search.questions import question
 
 BLOCKS: list[Block] = [
     Text(text="opt-6.7b: 6.66B parameters", style="heading"),
@@ -195,3 +199,29 @@ def test_a_faster_plan_that_is_not_shown_says_why() -> None:
     assert all("which is simpler" in item.reason for item in faster if item.plan and item.plan.runnable)
     slower = [item for item in answer.rejected if item.plan and item.plan.time.step_seconds > first]
     assert not any("simpler" in item.reason for item in slower)
+
+
+def test_steps_of_one_table_have_one_unit_with_their_intervals() -> None:
+    request = question("gpt2", "a100-80gb", 1)
+    plan = recommend(request).plans[0]
+    times = [replace(plan.time, step_seconds=each, step_seconds_low=0.75 * each) for each in (119.9, 119.6, 341.0)]
+    table = plans_table(request, [replace(plan, time=time) for time in times])
+    names = [column.name for column in table.columns]
+    assert [row[names.index("step")] for row in table.rows] == ["120 s", "120 s", "341 s"]
+    assert all(str(row[names.index("9 of 10")]).startswith(("89.", "256")) for row in table.rows)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "texts"),
+    [
+        ((0.9, 1.2), ["0.9 s", "1.2 s"]),
+        ((50.0, 300.0), ["50 s", "300 s"]),
+        ((0.054, 13.4), ["54 ms", "13.4 s"]),
+        ((1500.0, 9000.0), ["25 min", "150 min"]),
+    ],
+)
+def test_a_column_of_times_has_one_unit_unless_they_differ_too_much(
+    seconds: tuple[float, ...], texts: list[str]
+) -> None:
+    unit = common_unit(seconds)
+    assert [format_seconds(each, unit) for each in seconds] == texts

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dsplan.render.failures_view import rate_text
+from planner.cost.failures import Outlook
 from tests.dsplan.cli import Cli
 
 LARGE = "--model llama-3.1-8b --seq-len 4096 --global-batch 8192"
@@ -50,6 +53,22 @@ def test_months_are_simulated_as_the_formula_says(cli: Cli, cluster: str, tmp_pa
     shares = [size["goodput_by_formula"] for size in answer["sizes"]]
     assert shares == sorted(shares, reverse=True)
     assert '"progress"' in page.read_text(encoding="utf-8")
+
+
+def test_one_node_is_not_one_of_1_nodes() -> None:
+    rates = {"per_1000_node_days": 2000.0, "least_per_1000_node_days": 1.0, "most_per_1000_node_days": 1.0}
+    size = {"restart_seconds": 660.0, "checkpoint_bytes": 1.0, "save_seconds": 1.0, "step_seconds": 1.0}
+    one = Outlook(nodes=1, said="a test", **rates, **size)
+    assert rate_text(one) == "the node fails every 12 h (2,000 per 1,000 node-days: a test)"
+    assert rate_text(replace(one, nodes=2)).startswith("one of 2 nodes fails every 6 h")
+
+
+def test_nodes_that_never_fail_are_called_so(cli: Cli) -> None:
+    pytest.importorskip("simpy", reason="needs simpy (extra simulate)")
+    never = cli(f"simulate {FEW} --months 1 --days 1 --failures 0").out
+    assert "no node fails" in never
+    assert "nan" not in never
+    assert "inf" not in never
 
 
 @pytest.mark.parametrize(

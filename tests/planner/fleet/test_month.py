@@ -97,3 +97,26 @@ def test_spares_run_out_and_an_elastic_job_trains_meanwhile() -> None:
     elastic = fmean(month.seconds["waiting"] for month in months(replace(waiting, speed=ALL_AT_ONCE.speed), 30, 4))
     assert more < elastic < rigid
     assert more < 0.01 * rigid
+
+
+def test_a_month_of_too_many_failures_goes_on_as_it_did() -> None:
+    """The rest counts like the second half of what was simulated, so that the formula holds as before."""
+    fleet = replace(FLEET, failures_per_node_second=10 * PER_NODE)
+    exact = goodput(224.0, save=2.3, restart=660.0, mttf=1 / (2048 * 10 * PER_NODE))
+    each = [simulate(fleet, 300 * DAY, seed, most_events=2000) for seed in range(4)]
+    assert fmean(month.simulated_seconds for month in each) == pytest.approx(2000 / 2048 / 10 / PER_NODE, rel=0.1)
+    assert fmean(month.goodput for month in each) == pytest.approx(exact, rel=0.03)
+    assert fmean(month.failures for month in each) == pytest.approx(300 * DAY * 2048 * 10 * PER_NODE, rel=0.1)
+    assert all(month.duration == pytest.approx(300 * DAY) for month in each)
+    assert simulate(FLEET, DAY, 0, most_events=2000) == simulate(FLEET, DAY, 0)
+
+
+def test_nothing_useful_is_left_of_a_job_that_fails_before_it_is_back() -> None:
+    hopeless = simulate(replace(FLEET, failures_per_node_second=1 / DAY), 30 * DAY, 0, most_events=1000)
+    assert hopeless.goodput < 1e-6
+    assert hopeless.failures == pytest.approx(30 * 2048, rel=0.1)
+    assert hopeless.seconds["restarting"] == pytest.approx(30 * DAY, rel=1e-3)
+    rare = replace(FLEET, failures_per_node_second=1000 / DAY, spares=1, repair_seconds=DAY / 2)
+    waiting = simulate(rare, 30 * DAY, 0, most_events=1000)
+    assert waiting.seconds["waiting"] > 0.99 * 30 * DAY, "a job that waits is not met by the failures meanwhile"
+    assert waiting.simulated_seconds == 30 * DAY

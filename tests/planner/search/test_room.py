@@ -11,7 +11,7 @@ from planner.cluster.resolve import HardwareRequest, resolve_cluster
 from planner.cost.intervals import memory_headroom
 from planner.search.estimate import job_of
 from planner.search.evaluate import best
-from planner.search.ranking import NEVER_COMPARED, ONE_STRATEGY, group_name, order, widest_threshold
+from planner.search.ranking import NEVER_COMPARED, ONE_STRATEGY, group_name, order, told_apart, widest_threshold
 from planner.search.request import Request
 from planner.search.search import first_plan, group_candidates, recommend
 from planner.types.cluster import Cluster
@@ -62,6 +62,7 @@ def test_a_small_model_is_not_sharded_for_a_faster_optimizer() -> None:
     assert (first.configuration.strategy, full.configuration.strategy) == ("ddp", "fsdp-grad-op")
     assert first.time.step_seconds > (1 + NEVER_COMPARED) * full.time.step_seconds
     assert "without the optimizer's step, which --optimizer adamw-fused shortens" in answer.choice
+    assert "two such plans are told apart only where one is at least" in answer.choice
     again = first_plan(request)
     assert again is not None
     assert again.configuration == first.configuration
@@ -125,6 +126,14 @@ def test_the_choice_names_the_plan_without_room() -> None:
     assert f"with micro-batch {full.micro_batch_size} and " in answer.choice
     more = memory_headroom(job_of(request, full)).crowded
     assert answer.choice.endswith(f"where one run in ten takes {more:.0%} more")
+
+
+def test_plans_too_uncertain_to_compare_are_said_to_be_so() -> None:
+    """Mixtral's pipeline with split experts on 16 H100 would have to be 2.5x as fast as whole layers."""
+    assert told_apart(0.15) == "; two such plans are told apart only where one is at least 15% faster"
+    unknown = "; the two cannot be told apart by prediction: one would have to be predicted 2.5x as fast as the other"
+    assert told_apart(1.52) == unknown
+    assert told_apart(0.0) == ""
 
 
 def test_what_ran_here_has_room() -> None:

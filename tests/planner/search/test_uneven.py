@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dsplan.render.plan_view import header
+from dsplan.render.show import Text
 from planner.cluster.cluster_file import read_cluster_file
 from planner.cluster.groups import at_rates, level, name_group
 from planner.cost.timing import stage_times
@@ -48,6 +50,14 @@ groups:
 - nodes: 1
   gpus_per_node: 4
   capacity_gb: 20
+"""
+HINDERED = """
+inter_link: eth-25
+groups:
+- gpu: H100-SXM5-80GB
+  gpus_per_node: 8
+- gpu: RTX-4090
+  gpus_per_node: 2
 """
 
 
@@ -186,6 +196,25 @@ def test_without_the_odd_nodes(folder: Path) -> None:
     assert fast.gain is not None
     assert slow.gain == pytest.approx(28 / 24 - 1, abs=0.1)
     assert fast.gain > 5
+
+
+def test_nodes_that_slow_the_others_are_advised_against(folder: Path) -> None:
+    answer = answered(HINDERED, 112, folder)
+    (advice,) = answer.advice()
+    assert advice.change == "leave out one node of 2 x RTX-4090"
+    assert answer.uneven is not None
+    (gain,) = [each.gain for each in answer.uneven.without() if each.group.device.name == "RTX-4090"]
+    assert gain is not None
+    assert advice.speed == pytest.approx(1 / (1 + gain))
+    assert advice.speed > 1.1
+    assert f"{advice.speed:.1f}x as fast" in advice.gain
+    assert answer.uneven.without() is answer.uneven.without(), "the search without them is done once"
+    assert not answered(SLOW_NODE, 448, folder).advice()
+
+
+def test_a_heading_names_each_kind_of_nodes(folder: Path) -> None:
+    texts = [block.text for block in header(answered(HINDERED, 112, folder).plans[0]) if isinstance(block, Text)]
+    assert "one node of 8 x H100-SXM5-80GB and one node of 2 x RTX-4090, 23.6 GiB usable on the smallest" in texts
 
 
 def test_memory_is_checked_on_each_kind(folder: Path) -> None:
