@@ -203,6 +203,11 @@ def _more_memory(request: Request, fits: Fits) -> Remedy | None:
             high, fitting = max(min(middle, priced.memory.device_needed_bytes), low), priced
     if fitting is None:
         return None
+    stated, billions = request.workload.max_memory_bytes, -(-high // 10**9)
+    if stated and billions * 10**9 <= request.cluster.capacity_bytes:
+        return _remedy(
+            f"let a plan take {billions} GB of each GPU instead of {stated / 1e9:g}", f"--max-memory-gb {billions}", fitting
+        )
     gigabytes = -(-high // (1 << 30))
     return _remedy(f"use GPUs with at least {gigabytes} GiB instead of {format_bytes(here)}", "--gpu NAME", fitting)
 

@@ -7,7 +7,8 @@ source "$(dirname "$0")/../setup.sh"
 
 extra=$(mktemp -d)
 trap 'rm -rf "$extra"' EXIT
-python -m pip --disable-pip-version-check --no-input install -qq -c constraints.txt --target "$extra" 'moto[server]>=5.1' s3fs adlfs
+grep -E '^(fsspec|s3fs|adlfs)==' constraints.txt > "$extra/pins.txt" # others of the set are too new for aiobotocore
+python -m pip --disable-pip-version-check --no-input install -qq -c "$extra/pins.txt" --target "$extra" 'moto[server]>=5.1' s3fs adlfs
 if command -v npm > /dev/null; then
     npm install --prefix "$extra" --silent --no-audit --no-fund --ignore-scripts azurite@3.37
     export AZURITE="node $extra/node_modules/azurite/dist/src/blob/main.js"

@@ -94,6 +94,16 @@ def test_nothing_fits_is_an_answer_whose_remedies_hold() -> None:
     assert can_fit(question("llama-2-70b", "rtx4090", gpus, global_batch=gpus)) is not None
 
 
+def test_a_limit_of_ones_own_is_what_is_to_be_raised() -> None:
+    """The card has 80 GB: another card is no remedy."""
+    answer = recommend(question("opt-1.3b", "a100-80gb", 1, global_batch=1, max_memory_gb=1.0))
+    assert not answer.plans
+    flag = next(remedy.flag for remedy in answer.remedies if "memory" in remedy.flag)
+    assert not [remedy for remedy in answer.remedies if remedy.flag.startswith("--gpu ")]
+    enough = float(flag.removeprefix("--max-memory-gb "))
+    assert recommend(question("opt-1.3b", "a100-80gb", 1, global_batch=1, max_memory_gb=enough)).plans
+
+
 def test_a_batch_that_cannot_be_split_names_its_neighbours() -> None:
     sentence = "60 cannot be split evenly over 8 GPUs; use 56 or 64"
     with pytest.raises(ContradictoryRequest, match=sentence):
