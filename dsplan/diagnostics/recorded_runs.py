@@ -117,10 +117,11 @@ def unplanned(report: RunReport, machine: Machine) -> dict[str, object]:
 def _stored(
     plan: Mapping[str, object], machine: Machine, outcome: StoredOutcome, directory: Path, attempt: int
 ) -> tuple[Measurement, str]:
-    measured = measured_of(measured_attempt(directory, attempt))
-    measurement = measure_run(plan, fingerprint(machine), outcome=outcome, measured=measured)
+    run = measured_attempt(directory, attempt)
+    measurement = measure_run(plan, fingerprint(machine), outcome=outcome, measured=measured_of(run))
     # First here: a database that cannot be written, or is lost, gets the row with `dsplan db import`.
-    Journal(directory).append("measured", attempt, measurement=to_document(measurement))
+    rates = {"samples_per_second": run.samples_per_second}  # of which the database has no column
+    Journal(directory).append("measured", attempt, measurement=to_document(measurement), **rates)
     return measurement, add_or_keep(measurement)
 
 

@@ -180,12 +180,10 @@ def _clock(seconds: float) -> str:
 
 def _comparison(report: RunReport) -> list[list[str]]:
     measured, plan = report.measured, report.plan
-    counted = "samples" if plan and plan.configuration.counts_samples else "tokens"
-    predicted_tokens = plan.throughput.tokens_per_second_per_gpu * measured.ranks if plan else None
     rows = (
         ("peak memory of a rank", plan.memory.peak_allocated_bytes if plan else None, measured.peak_allocated_bytes),
         ("step time", plan.time.step_seconds if plan else None, measured.step_seconds),
-        (f"{counted}/s, all ranks", predicted_tokens, measured.tokens_per_second),
+        (f"{report.counted}/s, all ranks", report.predicted_units_per_second, report.units_per_second),
     )
     formats = (format_bytes, format_seconds, format_count)
     return [
