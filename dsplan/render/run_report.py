@@ -14,7 +14,7 @@ from dsplan.render.run_view import ending_place, ending_words, is_last_word
 from dsplan.render.show import Block, Text
 from dsplan.render.table_columns import Bar, Cell, Column, Table, columns
 from hardware_db.files import replace_whole
-from hardware_db.units import format_bytes, format_count, format_seconds
+from hardware_db.units import format_bytes, format_count, format_ratio, format_seconds
 from planner.types.plan_io import plan_to_dict
 from strategies.run_directory.claim import claimed_kind
 from strategies.run_directory.files import profiles_in
@@ -191,7 +191,7 @@ def _comparison(report: RunReport) -> list[list[str]]:
             name,
             _MISSING if predicted is None else spell(predicted),
             _MISSING if figure is None else spell(figure),
-            f"{figure / predicted:.2f}" if figure and predicted else _MISSING,
+            format_ratio(figure / predicted) if figure and predicted else _MISSING,
         ]
         for (name, predicted, figure), spell in zip(rows, formats, strict=True)
     ]

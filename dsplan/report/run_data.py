@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hardware_db.errors import BrokenFile
+from hardware_db.files import runs_dir
 from hardware_db.records import dataclass
 from planner.types.plan import Plan
 from strategies.launch.options import DEFAULT_SUPERVISION
@@ -134,7 +135,7 @@ def is_run_directory(path: Path) -> bool:
 def check_run_directory(directory: Path) -> None:
     """Read a run directory."""
     if not is_run_directory(directory):
-        remedy = "name a run directory of dsplan run; they lie below ~/.local/share/dsplan/runs"
+        remedy = f"name a run directory of dsplan run; where no --run-dir is given they lie below {runs_dir()}"
         raise BrokenFile(directory, "is no run directory", remedy)
 
 

@@ -14,7 +14,7 @@ from dsplan.render.table_columns import Table, columns
 from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture, label, line_style, thin_out, to_plotly
 from dsplan.report.run_data import Attempt, Happening, Point, RunData
 from hardware_db.records import dataclass
-from hardware_db.units import format_bytes, format_count, format_seconds
+from hardware_db.units import format_bytes, format_count, format_ratio, format_seconds
 
 _MISSING = "-"
 _TABLE_ROWS = 60
@@ -227,7 +227,7 @@ def _beside_table(shown: Sequence[_Figure], runs: Sequence[RunData]) -> Table:
                     run.name,
                     _cell(item, predicted, item.predicted_between(run)),
                     _cell(item, measured, item.measured_between(run)),
-                    f"{measured / predicted:.2f}" if measured and predicted else _MISSING,
+                    format_ratio(measured / predicted) if measured and predicted else _MISSING,
                 ]
             )
     return Table(columns=columns("figure", "run", ">predicted", ">measured", ">ratio"), rows=rows)

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 
 from hardware_db.errors import BrokenFile, DsplanError
-from hardware_db.files import data_dir
+from hardware_db.files import runs_dir
 from hardware_db.probe import Machine, probe
 from planner import limits
 from planner import vocabulary as words
@@ -373,7 +373,7 @@ def _check_writable(directory: Path) -> None:
 
 def _lay_out(request: RunRequest, script: Path) -> Path:
     """Return the run directory, which is made where it is a new one."""
-    directory = request.run_directory or data_dir() / "runs"
+    directory = request.run_directory or runs_dir()
     try:
         if request.run_directory is None:
             directory = make_run_directory(directory, script)

@@ -69,7 +69,9 @@ def test_what_ranks_have_written_is_shown(cli: Cli, run: Path) -> None:
 
 
 def test_a_directory_without_a_run_is_refused_in_one_line(cli: Cli, tmp_path: Path) -> None:
-    assert "is no run directory" in cli.refuses(f"watch '{tmp_path}'")
+    refusal = cli.refuses(f"watch '{tmp_path}'")
+    assert "is no run directory" in refusal
+    assert f"they lie below {os.environ['DSPLAN_HOME']}/runs" in refusal
 
 
 ALERTED = 7

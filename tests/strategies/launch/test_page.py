@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dsplan.render.run_report import markdown, report_blocks, write_report
 from dsplan.render.run_view import RunView, ending_line
 from dsplan.render.table_columns import Table
+from hardware_db.units import format_ratio
 from strategies.launch.attempt import AttemptEnded, OutputLine
 from strategies.launch.failure_causes import Ending
 from strategies.launch.options import DEFAULT_SUPERVISION
@@ -150,3 +154,23 @@ def test_the_journal_tells_the_attempts_of_earlier_commands(tmp_path: Path) -> N
     journal.append("end", 1, time=120.0, outcome="completed", first_step=7, last_step=20)
     assert earlier_attempts(tmp_path)[1].ending is None
     assert earlier_attempts(tmp_path)[1].last_step == 20
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(21.556, "21.56"), (1.0, "1.00"), (0.321, "0.32"), (0.099, "0.099"), (0.00337, "0.0034")]
+)
+def test_a_small_ratio_keeps_two_digits(ratio: float, text: str) -> None:
+    assert format_ratio(ratio) == text
+    plan: Any = SimpleNamespace(
+        memory=SimpleNamespace(peak_allocated_bytes=1),
+        time=SimpleNamespace(step_seconds=2.0),
+        throughput=SimpleNamespace(samples_per_second=1.0),
+        configuration=SimpleNamespace(counts_samples=True),
+    )
+    measured = replace(summarise([]), steps=9, step_seconds=2.0 * ratio)
+    (table,) = (
+        block
+        for block in report_blocks(replace(_report(Path(), COMPLETED), plan=plan, measured=measured))
+        if isinstance(block, Table)
+    )
+    assert table.rows[1][-1] == text
