@@ -16,7 +16,7 @@ from dsplan.render.table_columns import Bar, Cell, Column, Table, columns
 from hardware_db.files import replace_whole
 from hardware_db.units import format_bytes, format_count, format_ratio, format_seconds
 from planner.types.plan_io import plan_to_dict
-from strategies.run_directory.claim import claimed_kind
+from strategies.run_directory.claim import LEFT_TO_SCRIPT, claimed_kind, saves_itself
 from strategies.run_directory.files import profiles_in
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ def _after_interruption(report: RunReport) -> str:
     from strategies.supervision.lineage import newest_first, read
 
     saved = newest_first(read(report.spec.directory))
+    if not saved and saves_itself(report.spec.directory):
+        return f"{LEFT_TO_SCRIPT}, with dsplan run --resume {report.spec.directory}"
     if not saved:
         return f"every rank was stopped, and nothing was saved; again with dsplan run --resume {report.spec.directory}"
     return f"resume from step {saved[0].step} with dsplan run --resume {report.spec.directory}"

@@ -27,11 +27,10 @@ from strategies.launch.device import Decision, decide
 from strategies.launch.options import DEFAULT_SUPERVISION, RequestedPlacement, RequestedSupervision, check_trackers
 from strategies.launch.run_record import fetched
 from strategies.launch.state import BEGIN_ANEW, check_unfinished
-from strategies.run_directory.claim import claimed_kind
+from strategies.run_directory.claim import claimed_kind, saves_itself
 from strategies.run_directory.files import SPEC_FILE
 from strategies.run_directory.request import PlanRequest, RequestedMethod, named
 from strategies.run_directory.spec import (
-    SAVING,
     LauncherName,
     LaunchSpec,
     Placement,
@@ -142,7 +141,7 @@ class Launch:
     def notices(self) -> tuple[str, ...]:
         """Lines for people before the ranks start."""
         lines = [*self.command_notices, *([self.device_notice] if self.device_notice else [])]
-        if self.resumes and claimed_kind(self.spec.directory) not in (None, *SAVING):
+        if self.resumes and saves_itself(self.spec.directory):
             lines.append(f"{self.script} resumes from what its own code loads: dsplan keeps no checkpoint of it")
         return tuple(lines)
 
@@ -288,7 +287,7 @@ def _resume_from(request: RunRequest) -> str:
     if not named or request.resume is None:
         return ""
     kind = claimed_kind(request.resume)
-    if kind is not None and kind not in SAVING:
+    if saves_itself(request.resume):
         raise ContradictoryRequest(
             f"--resume-from: dsplan loads no checkpoint for {request.script}, whose own code does; leave it out"
         )
