@@ -38,6 +38,11 @@ def data_dir() -> Path:
     return _platform_data_dir() / "dsplan"
 
 
+def runs_dir() -> Path:
+    """Return where run directories lie that nobody named."""
+    return data_dir() / "runs"
+
+
 def database_path() -> Path:
     """Return the SQLite file of this user: the database of every command unless `DSPLAN_DATABASE` names a server."""
     named = os.environ.get(DATABASE, "")

@@ -59,6 +59,13 @@ def three_digits(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
 
 
+def format_ratio(ratio: float) -> str:
+    """Return a ratio with two decimals, or with two digits where it is below 0.1: `21.56`, `0.32`, `0.0034`."""
+    if ratio >= 0.0995 or ratio <= 0:
+        return f"{ratio:.2f}"
+    return f"{ratio:.{1 - math.floor(math.log10(ratio))}f}"
+
+
 def time_unit(seconds: float) -> tuple[str, float]:
     """Return the unit in which people say such a time, and its length in seconds."""
     if not seconds:

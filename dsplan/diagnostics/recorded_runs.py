@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,8 @@ from hardware_db.measurement import Outcome as StoredOutcome
 from hardware_db.probe import Machine
 from hardware_db.store import add_or_keep, open_store
 from hardware_db.store.transfer import from_document, to_document
-from planner.calibration.learn import refresh
+from hardware_db.units import three_digits
+from planner.calibration.learn import Calibrated, refresh
 from planner.cluster.probed import probed_cluster
 from planner.types.job import cluster_section
 from planner.types.plan import Plan
@@ -117,10 +120,11 @@ def unplanned(report: RunReport, machine: Machine) -> dict[str, object]:
 def _stored(
     plan: Mapping[str, object], machine: Machine, outcome: StoredOutcome, directory: Path, attempt: int
 ) -> tuple[Measurement, str]:
-    measured = measured_of(measured_attempt(directory, attempt))
-    measurement = measure_run(plan, fingerprint(machine), outcome=outcome, measured=measured)
+    run = measured_attempt(directory, attempt)
+    measurement = measure_run(plan, fingerprint(machine), outcome=outcome, measured=measured_of(run))
     # First here: a database that cannot be written, or is lost, gets the row with `dsplan db import`.
-    Journal(directory).append("measured", attempt, measurement=to_document(measurement))
+    rates = {"samples_per_second": run.samples_per_second}  # of which the database has no column
+    Journal(directory).append("measured", attempt, measurement=to_document(measurement), **rates)
     return measurement, add_or_keep(measurement)
 
 
@@ -137,9 +141,29 @@ def learnt(machine: Machine) -> str:
             lessons = refresh(store, machine)
     except DsplanError as error:
         return f"; nothing was learnt from it: {error}"
-    improved = [kind.lesson for kind in lessons.kinds if kind.is_new and kind.lesson.calibration is not None]
-    return "".join(
-        f"; step times are now predicted within {lesson.error_after:.0%} instead of {lesson.error_before:.0%}"
-        f" (median over {lesson.rows} runs, each left out in turn)"
-        for lesson in improved
-    )
+    return "".join(map(describe_improvement, lessons.kinds))
+
+
+_LARGE = 2.0
+"""The factor from which on an error is said as one, a choice: the percentage of a prediction too small ends at 100."""
+
+
+def describe_improvement(kind: Calibrated) -> str:
+    """Return what was learnt of one kind of hardware, empty where no rounded figure of it has changed."""
+    lesson = kind.lesson
+    if not kind.is_new or lesson.calibration is None or lesson.error_after is None or lesson.error_before is None:
+        return ""
+    measured = [row.seconds for row in kind.rows]
+    before = _describe_accuracy(lesson.error_before, lesson.shipped, measured)
+    after = _describe_accuracy(lesson.error_after, lesson.left_out, measured)
+    if before == after or (kind.last_error is not None and f"{kind.last_error:.0%}" == f"{lesson.error_after:.0%}"):
+        return ""
+    runs = f"median over {lesson.rows} runs, each left out in turn"
+    return f"; predicted step times are now {after} instead of {before} ({runs})"
+
+
+def _describe_accuracy(error: float, predicted: Sequence[float], measured: Sequence[float]) -> str:
+    """Return how near predictions are in the median, in percent or, where they are far off, by which factor."""
+    logs = [abs(math.log(seconds / real)) for seconds, real in zip(predicted, measured, strict=True)]
+    factor = math.exp(statistics.median(logs))
+    return f"off by {three_digits(float(f'{factor:.2g}'))}x" if factor >= _LARGE else f"within {error:.0%}"

@@ -16,7 +16,7 @@ from hardware_db.measurement import Measurement, RateMeasurement
 from hardware_db.microbench.grid import Point
 from hardware_db.notices import printable
 from hardware_db.store.transfer import to_document
-from hardware_db.units import GB, format_bytes, format_count, format_seconds
+from hardware_db.units import GB, format_bytes, format_count, format_ratio, format_seconds
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -157,7 +157,7 @@ def _run_row(run: Measurement) -> list[str]:
     ranks = str(cluster["gpus"]) if isinstance(cluster, dict) else "-"
     if measured is None or run.outcome != "completed":
         return [run.model, run.strategy, ranks, run.outcome.replace("_", " "), "-", "-"]
-    beside = ["-", "-"] if not predicted else [format_seconds(predicted), f"{measured / predicted:.2f}"]
+    beside = ["-", "-"] if not predicted else [format_seconds(predicted), format_ratio(measured / predicted)]
     return [run.model, run.strategy, ranks, format_seconds(measured), *beside]
 
 

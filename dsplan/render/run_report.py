@@ -14,9 +14,9 @@ from dsplan.render.run_view import ending_place, ending_words, is_last_word
 from dsplan.render.show import Block, Text
 from dsplan.render.table_columns import Bar, Cell, Column, Table, columns
 from hardware_db.files import replace_whole
-from hardware_db.units import format_bytes, format_count, format_seconds
+from hardware_db.units import format_bytes, format_count, format_ratio, format_seconds
 from planner.types.plan_io import plan_to_dict
-from strategies.run_directory.claim import claimed_kind
+from strategies.run_directory.claim import LEFT_TO_SCRIPT, claimed_kind, saves_itself
 from strategies.run_directory.files import profiles_in
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ def _after_interruption(report: RunReport) -> str:
     from strategies.supervision.lineage import newest_first, read
 
     saved = newest_first(read(report.spec.directory))
+    if not saved and saves_itself(report.spec.directory):
+        return f"{LEFT_TO_SCRIPT}, with dsplan run --resume {report.spec.directory}"
     if not saved:
         return f"every rank was stopped, and nothing was saved; again with dsplan run --resume {report.spec.directory}"
     return f"resume from step {saved[0].step} with dsplan run --resume {report.spec.directory}"
@@ -180,12 +182,10 @@ def _clock(seconds: float) -> str:
 
 def _comparison(report: RunReport) -> list[list[str]]:
     measured, plan = report.measured, report.plan
-    counted = "samples" if plan and plan.configuration.counts_samples else "tokens"
-    predicted_tokens = plan.throughput.tokens_per_second_per_gpu * measured.ranks if plan else None
     rows = (
         ("peak memory of a rank", plan.memory.peak_allocated_bytes if plan else None, measured.peak_allocated_bytes),
         ("step time", plan.time.step_seconds if plan else None, measured.step_seconds),
-        (f"{counted}/s, all ranks", predicted_tokens, measured.tokens_per_second),
+        (f"{report.counted}/s, all ranks", report.predicted_units_per_second, report.units_per_second),
     )
     formats: tuple[Callable[[float], str], ...] = (format_bytes, format_seconds, format_count)
     return [
@@ -193,7 +193,7 @@ def _comparison(report: RunReport) -> list[list[str]]:
             name,
             _MISSING if predicted is None else spell(predicted),
             _MISSING if figure is None else spell(figure),
-            f"{figure / predicted:.2f}" if figure and predicted else _MISSING,
+            format_ratio(figure / predicted) if figure and predicted else _MISSING,
         ]
         for (name, predicted, figure), spell in zip(rows, formats, strict=True)
     ]

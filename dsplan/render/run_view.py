@@ -100,7 +100,7 @@ class RunView:
 
             text = step_line(step, self._ranks, self._live.console.width)
             self._losses.append(step.loss)
-            self._rates.append(step.tokens / step.seconds if step.tokens and step.seconds > 0 else None)
+            self._rates.append((step.tokens or step.samples) / step.seconds if step.seconds > 0 else None)
             self._live.update(RichText("\n".join([text, *self._curves(self._live.console)]), style="bold cyan"))
         elif time.monotonic() - self._last_line >= _LINE_SECONDS:
             self._last_line = time.monotonic()
@@ -133,9 +133,9 @@ def step_line(step: StepDone, ranks: int, width: int | None = None) -> str:
     if step.loss is not None:
         parts.append(f"loss {step.loss:.4f}")
     parts.append(f"{format_seconds(step.seconds)}/step")
-    if step.tokens and step.seconds > 0:
-        counted = "samples" if step.tokens == step.samples else "tokens"
-        parts.append(f"{format_count(step.tokens * ranks / step.seconds)} {counted}/s")
+    if (units := step.tokens or step.samples) and step.seconds > 0:
+        counted = "samples" if units == step.samples else "tokens"
+        parts.append(f"{format_count(units * ranks / step.seconds)} {counted}/s")
     if step.peak_bytes:
         parts.append(f"peak {format_bytes(step.peak_bytes)}")
     while width is not None and len(parts) > 1 and len("  ".join(parts)) > width:

@@ -53,11 +53,13 @@ def _usd_total(runs: Iterable[RunStatus], price: float | None) -> float | None:
 
 
 def _table(runs: Sequence[RunStatus], price: float | None) -> Table:
+    units = {run.counted for run in runs if run.units_per_second is not None} or {"tokens"}
+    rate = f"????>{min(units)}/s" if len(units) == 1 else "????>per second"
     names = [
-        "run", "state", ">step", "???>loss", "???>step time", "????>tokens/s", "?>goodput", "??>cost", "???>saved",
+        "run", "state", ">step", "???>loss", "???>step time", rate, "?>goodput", "??>cost", "???>saved",
         "alerts",
     ]  # fmt: skip
-    rows = [_row(run, price) for run in runs]
+    rows = [_row(run, price, names_unit=len(units) > 1) for run in runs]
     if any(run.origin is not None for run in runs):
         names.insert(2, "?by")
         for row, run in zip(rows, runs, strict=True):
@@ -70,8 +72,9 @@ def _origin_text(run: RunStatus) -> str:
     return "" if run.origin is None else "@".join(filter(None, (run.origin.user, run.origin.host)))
 
 
-def _row(run: RunStatus, price: float | None) -> list[Cell]:
+def _row(run: RunStatus, price: float | None, *, names_unit: bool) -> list[Cell]:
     usd = run.usd(price)
+    unit = f" {run.counted}" if names_unit else ""
     reached = f"{run.step:,}" + (f"/{run.steps:,}" if run.steps else "")
     return [
         run.name,
@@ -79,7 +82,7 @@ def _row(run: RunStatus, price: float | None) -> list[Cell]:
         reached,
         "-" if run.loss is None else f"{run.loss:.4f}",
         "-" if run.step_seconds is None else format_seconds(run.step_seconds),
-        "-" if run.tokens_per_second is None else format_count(run.tokens_per_second),
+        "-" if run.units_per_second is None else format_count(run.units_per_second) + unit,
         "-" if run.goodput is None else f"{run.goodput:.0%}",
         _hours_text(run.device_hours, run.device) + ("" if usd is None else f", ${usd:,.2f}"),
         _saved_text(run),
@@ -148,6 +151,7 @@ def _to_dict(run: RunStatus, price: float | None) -> dict[str, Any]:
         "loss": run.loss,
         "step_seconds": run.step_seconds,
         "tokens_per_second": run.tokens_per_second,
+        "samples_per_second": run.samples_per_second,
         "peak_bytes": run.peak_bytes,
         "restarts": run.restarts,
         "checkpoint_step": run.checkpoint_step,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,12 +19,11 @@ from dsplan.report.run_data import Happening, RunData, check_run_directory, read
 from hardware_db.records import dataclass
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan import Plan
-from strategies.launch.report import metrics_of
+from strategies.launch.report import metrics_of, rate_in
 from strategies.launch.run_status import requested_steps
 from strategies.run_directory.files import heartbeat_path, profiles_in
-from strategies.telemetry.metrics import Row
+from strategies.telemetry.metrics import MeasuredRun, Pace, Row, recent_pace
 
-_RECENT = 20
 _ROOM_FOR_SPANS = 60
 
 
@@ -53,6 +51,8 @@ class Frame:
     ranks: tuple[RankNow, ...]
     steps: int | None
     time: float
+    recent: Pace = Pace()
+    """Of the last steps."""
 
     @property
     def seconds(self) -> float:
@@ -70,10 +70,20 @@ class Frame:
         return newest
 
     @property
+    def pace(self) -> MeasuredRun | Pace:
+        """Step time and rates: of the last steps, and of a run that has ended those of its report."""
+        measured = self.run.measured
+        return self.recent if self.run.is_running or measured.step_seconds is None else measured
+
+    @property
     def step_seconds(self) -> float | None:
-        """The median of the last steps."""
-        recent = [point.seconds for point in self.run.points][-_RECENT:]
-        return statistics.median(recent) if recent else None
+        """The median of the steps that `pace` is of."""
+        return self.pace.step_seconds
+
+    @property
+    def units_per_second(self) -> float | None:
+        """The tokens or samples of all ranks in a step, over `step_seconds`."""
+        return rate_in(self.run.counted, self.pace)
 
     @property
     def seconds_left(self) -> float | None:
@@ -122,6 +132,7 @@ def _frame(directory: Path, steps: int | None, metrics: Sequence[Sequence[Row]])
         ),
         steps=steps or requested_steps(run.report.spec.arguments),
         time=now,
+        recent=recent_pace(metrics),
     )
 
 
@@ -291,18 +302,18 @@ def _plan_text(plan: Plan) -> str:
 
 def _curves(frame: Frame, width: int, *, unicode: bool) -> list[Block]:
     points = list(frame.run.points)
-    counted = frame.run.counted
-    series: dict[str, tuple[list[float | None], Callable[[float], str]]] = {
-        "loss": ([point.loss for point in points], lambda value: f"{value:.4f}"),
-        f"{counted}/s": ([point.tokens_per_second for point in points], format_count),
-        "step": ([point.seconds for point in points], format_seconds),
+    losses = [point.loss for point in points]
+    series: dict[str, tuple[list[float | None], float | None, Callable[[float], str]]] = {
+        "loss": (losses, _last(losses), lambda value: f"{value:.4f}"),
+        f"{frame.run.counted}/s": ([point.units_per_second for point in points], frame.units_per_second, format_count),
+        "step": ([point.seconds for point in points], frame.step_seconds, format_seconds),
     }
     lines: list[tuple[str, list[float | None], str]] = []
-    for name, (values, written) in series.items():
+    for name, (values, figure, written) in series.items():
         measured = [value for value in values if value is not None]
-        if measured:
+        if measured and figure is not None:
             span = f" ({written(min(measured))} to {written(max(measured))})" if width >= _ROOM_FOR_SPANS else ""
-            lines.append((name, values, written(measured[-1]) + span))
+            lines.append((name, values, written(figure) + span))
     room = width - 11 - max((len(figures) for *_, figures in lines), default=0)
     drawn = (
         (name, sparkline(values, max(1, min(60, room)), unicode=unicode), figures) for name, values, figures in lines
@@ -310,11 +321,15 @@ def _curves(frame: Frame, width: int, *, unicode: bool) -> list[Block]:
     return [Text(text=f"{name:9} {curve} {figures}") for name, curve, figures in drawn]
 
 
+def _last(losses: Sequence[float | None]) -> float | None:
+    return next((loss for loss in reversed(losses) if loss is not None), None)
+
+
 def _ranks_table(frame: Frame, ranks: Sequence[RankNow]) -> Table:
     plan, several = frame.run.plan, len({rank.host for rank in frame.ranks}) > 1
     predicted = plan.memory.peak_allocated_bytes if plan is not None else 0
     names = [
-        ">rank", ">step", "???host", ">time", "???>loss", ">memory", "??predicted", "?>GPU", "??doing", ">silent",
+        ">rank", ">step", "???host", ">last step", "???>loss", ">memory", "??predicted", "?>GPU", "??doing", ">silent",
     ]  # fmt: skip
     kept = [name for name in names if (several or name != "???host") and (predicted or name != "??predicted")]
     if not any(rank.gpu_percent is not None for rank in frame.ranks):
@@ -328,7 +343,7 @@ def _ranks_table(frame: Frame, ranks: Sequence[RankNow]) -> Table:
             ">rank": str(rank.rank),
             ">step": "-" if rank.step is None else str(rank.step),
             "???host": rank.host,
-            ">time": "-" if rank.step_seconds is None else format_seconds(rank.step_seconds),
+            ">last step": "-" if rank.step_seconds is None else format_seconds(rank.step_seconds),
             "???>loss": "-" if rank.loss is None else f"{rank.loss:.4f}",
             ">memory": format_bytes(rank.peak_bytes) if rank.peak_bytes else "-",
             "??predicted": share,
@@ -353,8 +368,10 @@ def frame_to_dict(frame: Frame) -> dict[str, Any]:
         "step": frame.step,
         "steps": frame.steps,
         "step_seconds": frame.step_seconds,
+        "tokens_per_second": frame.pace.tokens_per_second,
+        "samples_per_second": frame.pace.samples_per_second,
         "seconds_left": frame.seconds_left,
-        "loss": next((point.loss for point in reversed(list(run.points)) if point.loss is not None), None),
+        "loss": _last([point.loss for point in run.points]),
         "ranks": [
             {
                 "rank": rank.rank,

@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hardware_db.errors import BrokenFile
+from hardware_db.files import runs_dir
 from hardware_db.records import dataclass
 from planner.types.plan import Plan
 from strategies.launch.options import DEFAULT_SUPERVISION
@@ -46,8 +47,8 @@ class Point:
     """Mean over ranks and steps; None where it is no finite number."""
     seconds: float
     """Of one step; the median of several."""
-    tokens_per_second: float | None
-    """Of all ranks."""
+    units_per_second: float | None
+    """Tokens of all ranks, or samples where the run counts these."""
     peak_bytes: int | None
     reserved_bytes: int | None
     rss_bytes: int | None
@@ -110,16 +111,9 @@ class RunData:
         return self.report.outcome.name.replace("_", " ") if self.is_ended else "end unknown"
 
     @property
-    def counted(self) -> str:
+    def counted(self) -> Literal["tokens", "samples"]:
         """Unit that throughput counts."""
-        return "samples" if self.plan is not None and self.plan.configuration.counts_samples else "tokens"
-
-    @property
-    def predicted_tokens_per_second(self) -> float | None:
-        """Of all ranks."""
-        if self.plan is None:
-            return None
-        return self.plan.throughput.tokens_per_second_per_gpu * self.plan.configuration.world_size
+        return self.report.counted
 
     @property
     def seconds(self) -> float:
@@ -141,7 +135,7 @@ def is_run_directory(path: Path) -> bool:
 def check_run_directory(directory: Path) -> None:
     """Read a run directory."""
     if not is_run_directory(directory):
-        remedy = "name a run directory of dsplan run; they lie below ~/.local/share/dsplan/runs"
+        remedy = f"name a run directory of dsplan run; where no --run-dir is given they lie below {runs_dir()}"
         raise BrokenFile(directory, "is no run directory", remedy)
 
 
@@ -166,24 +160,24 @@ def _read(directory: Path, metrics: Sequence[Sequence[Row]]) -> RunData:
     if running and not _is_closed(journal, reports[-1].attempt):
         reports = (*reports[:-1], replace(reports[-1], ending=None))
     began = reports[0].began
-    attempts = tuple(_attempt(report, metrics, journal, began) for report in reports)
     path = directory / SPEC_FILE
     spec = LaunchSpec.load(path) if path.exists() else _spec(directory, reports[-1])
     # The directory may have been copied since.
     spec = replace(spec, run_directory=str(directory))
     plans = [report.plan for report in reports if report.plan is not None]
+    whole = RunReport(
+        spec=spec,
+        outcome=_outcome(journal, reports[-1]),
+        measured=measured_run(spec, metrics),
+        plan=plans[-1] if plans else None,
+        attempts=reports,
+    )
     return RunData(
         name=directory.resolve().name,
         is_running=running,
         is_ended=reports[-1].ending is not None or _is_closed(journal, reports[-1].attempt),
-        report=RunReport(
-            spec=spec,
-            outcome=_outcome(journal, reports[-1]),
-            measured=measured_run(spec, metrics),
-            plan=plans[-1] if plans else None,
-            attempts=reports,
-        ),
-        attempts=attempts,
+        report=whole,
+        attempts=tuple(_attempt(report, metrics, journal, began, whole.counted) for report in reports),
         happenings=tuple(sorted(_happenings(journal, metrics, reports), key=lambda happening: happening.at)),
     )
 
@@ -219,12 +213,16 @@ def _outcome(journal: Sequence[Mapping[str, Any]], last: AttemptReport) -> Outco
 
 
 def _attempt(
-    report: AttemptReport, metrics: Sequence[Sequence[Row]], journal: Sequence[Mapping[str, Any]], origin: float
+    report: AttemptReport,
+    metrics: Sequence[Sequence[Row]],
+    journal: Sequence[Mapping[str, Any]],
+    origin: float,
+    unit: Literal["tokens", "samples"],
 ) -> Attempt:
     ranks = [[row for number, row in with_attempts(rows) if number == report.attempt] for rows in metrics]
     rows = next((rows for rows in ranks if any(_is_step(row) for row in rows)), [])
     own = [row for row in journal if row.get("attempt", 0) == report.attempt]
-    points = _together(_points(rows, ranks, _first_step_began(rows, own, report) - origin))
+    points = _together(_points(rows, ranks, _first_step_began(rows, own, report) - origin, unit))
     began = report.began - origin
     ended = max([began + report.seconds, *(point.at for point in points[-1:])])
     return Attempt(report=report, began=began, ended=ended, points=points)
@@ -252,7 +250,9 @@ def _first_step_began(rows: Sequence[Row], journal: Sequence[Mapping[str, Any]],
     return max(report.began, min(latest)) if latest else max([report.began, *starts])
 
 
-def _points(rows: Sequence[Row], ranks: Sequence[Sequence[Row]], start: float) -> Iterator[Point]:
+def _points(
+    rows: Sequence[Row], ranks: Sequence[Sequence[Row]], start: float, unit: Literal["tokens", "samples"]
+) -> Iterator[Point]:
     """Every step of the first rank, with what the others say of it."""
     others: dict[int, list[Row]] = {}
     for of_rank in ranks:
@@ -266,13 +266,13 @@ def _points(rows: Sequence[Row], ranks: Sequence[Sequence[Row]], start: float) -
         seconds = float(row["seconds"])
         at += seconds
         same = others[_step(row)]
-        tokens = sum(other.get("tokens") or 0 for other in same)
+        units = sum(other.get(unit) or 0 for other in same)
         yield Point(
             at=at,
             step=_step(row),
             loss=_mean([other.get("loss") for other in same]),
             seconds=seconds,
-            tokens_per_second=tokens / seconds if tokens and seconds > 0 and not is_slowed(row) else None,
+            units_per_second=units / seconds if units and seconds > 0 and not is_slowed(row) else None,
             peak_bytes=_most(same, "peak_bytes"),
             reserved_bytes=_most(same, "reserved_bytes"),
             rss_bytes=_most(same, "rss_bytes"),
@@ -289,12 +289,12 @@ def _together(points: Iterator[Point]) -> tuple[Point, ...]:
 
 
 def _merge(points: Sequence[Point]) -> Point:
-    rates = [point.tokens_per_second for point in points if point.tokens_per_second is not None]
+    rates = [point.units_per_second for point in points if point.units_per_second is not None]
     return replace(
         points[-1],
         loss=_mean([point.loss for point in points]),
         seconds=statistics.median(point.seconds for point in points),
-        tokens_per_second=statistics.median(rates) if rates else None,
+        units_per_second=statistics.median(rates) if rates else None,
         peak_bytes=max((point.peak_bytes for point in points if point.peak_bytes), default=None),
         reserved_bytes=max((point.reserved_bytes for point in points if point.reserved_bytes), default=None),
         rss_bytes=max((point.rss_bytes for point in points if point.rss_bytes), default=None),

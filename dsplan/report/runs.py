@@ -14,7 +14,7 @@ from dsplan.render.table_columns import Table, columns
 from dsplan.report.picture import COLOURS, LIMIT, QUIET, Picture, label, line_style, thin_out, to_plotly
 from dsplan.report.run_data import Attempt, Happening, Point, RunData
 from hardware_db.records import dataclass
-from hardware_db.units import format_bytes, format_count, format_seconds
+from hardware_db.units import format_bytes, format_count, format_ratio, format_seconds
 
 _MISSING = "-"
 _TABLE_ROWS = 60
@@ -89,8 +89,8 @@ def _figures(runs: Sequence[RunData]) -> list[_Figure]:
         _Figure(
             title=f"{counted} per second, all ranks",
             spell=format_count,
-            predicted=lambda run: run.predicted_tokens_per_second,
-            measured=lambda run: run.measured.tokens_per_second,
+            predicted=lambda run: run.report.predicted_units_per_second,
+            measured=lambda run: run.report.units_per_second,
         ),
         _Figure(
             title="peak memory of a rank",
@@ -227,7 +227,7 @@ def _beside_table(shown: Sequence[_Figure], runs: Sequence[RunData]) -> Table:
                     run.name,
                     _cell(item, predicted, item.predicted_between(run)),
                     _cell(item, measured, item.measured_between(run)),
-                    f"{measured / predicted:.2f}" if measured and predicted else _MISSING,
+                    format_ratio(measured / predicted) if measured and predicted else _MISSING,
                 ]
             )
     return Table(columns=columns("figure", "run", ">predicted", ">measured", ">ratio"), rows=rows)
@@ -269,8 +269,8 @@ def _series(run: RunData) -> list[_Series]:
         _Series(
             title=f"{run.counted}/s",
             name=f"{run.counted} per second, all ranks",
-            value=lambda point: point.tokens_per_second,
-            predicted=run.predicted_tokens_per_second,
+            value=lambda point: point.units_per_second,
+            predicted=run.report.predicted_units_per_second,
             spell=format_count,
         ),
         _Series(
@@ -499,7 +499,7 @@ _COMPARED: tuple[_Series, ...] = (
     _Series(
         title=f"{_COUNTED}/s",
         name="tokens or samples per second, all ranks",
-        value=lambda point: point.tokens_per_second,
+        value=lambda point: point.units_per_second,
         spell=format_count,
     ),
     _Series(
@@ -590,7 +590,7 @@ def _rates(run: RunData) -> tuple[tuple[float | None, Callable[[float], str]], .
     measured = run.measured
     return (
         (measured.step_seconds, format_seconds),
-        (measured.tokens_per_second, format_count),
+        (run.report.units_per_second, format_count),
         (measured.peak_allocated_bytes, format_bytes),
     )
 

@@ -52,7 +52,9 @@ class KnownRun:
         """Return what was measured beside what would have been predicted, for a plan's notes."""
         runs = "once" if len(self.each) == 1 else f"{len(self.each)} times"
         error = predicted_seconds / self.step_seconds - 1
-        return f"step time measured here {runs}, last on {self.created_at[:10]}; the model alone is {error:+.0%} off"
+        size = f"{abs(error):.0%}"
+        alone = "the same" if size == "0%" else f"{size} too {'much' if error > 0 else 'little'}"
+        return f"step time measured here {runs}, last on {self.created_at[:10]}; the model alone predicts {alone}"
 
     def _spread(self) -> float:
         """Return the logarithmic spread of one more run: what is usual counts as one run more than there are."""

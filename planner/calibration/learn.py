@@ -281,6 +281,8 @@ class Calibrated:
     lesson: Lesson
     is_new: bool
     rows: tuple[Row, ...]
+    last_error: float | None = None
+    """The median error of the calibration that was stored before, a fraction of the step time; None: there was none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,7 +328,8 @@ def _calibrate(store: Store, kind: HardwareKind, rows: Sequence[Row], *, keep: b
         is_new = stored is not None and lesson.error_after is not None
     if keep and is_new:
         store.add_calibration(calibration_record(kind, document))
-    return Calibrated(hardware=kind, lesson=lesson, is_new=is_new, rows=tuple(rows))
+    last_error = None if stored is None else stored.error_after
+    return Calibrated(hardware=kind, lesson=lesson, is_new=is_new, rows=tuple(rows), last_error=last_error)
 
 
 def _with_doubts(group: Sequence[tuple[Measurement, Row]]) -> list[Row]:

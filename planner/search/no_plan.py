@@ -205,9 +205,8 @@ def _more_memory(request: Request, fits: Fits) -> Remedy | None:
         return None
     stated, billions = request.workload.max_memory_bytes, -(-high // 10**9)
     if stated and billions * 10**9 <= request.cluster.capacity_bytes:
-        return _remedy(
-            f"let a plan take {billions} GB of each GPU instead of {stated / 1e9:g}", f"--max-memory-gb {billions}", fitting
-        )
+        change = f"let a plan take {billions} GB of each GPU instead of {stated / 1e9:g}"
+        return _remedy(change, f"--max-memory-gb {billions}", fitting)
     gigabytes = -(-high // (1 << 30))
     return _remedy(f"use GPUs with at least {gigabytes} GiB instead of {format_bytes(here)}", "--gpu NAME", fitting)
 

@@ -17,7 +17,7 @@ from strategies.launch.failure_causes import Ending, ending_of, forget_last_atte
 from strategies.launch.grace_period import SIGNAL_SECONDS, StopRequests
 from strategies.launch.launchers.launcher import Launcher, make_launcher
 from strategies.launch.policy import Decision
-from strategies.run_directory.claim import claimed_kind
+from strategies.run_directory.claim import LEFT_TO_SCRIPT, claimed_kind, saves_itself
 from strategies.run_directory.spec import SAVING, STOPS, LaunchSpec
 from strategies.telemetry.alerts import Alert
 from strategies.telemetry.follow import AlertFollower, LineFollower
@@ -230,16 +230,19 @@ class Attempt:
         if self.completed or self._requests.interrupted:
             return
         ending = None if status is None else ending_of(self._spec.directory, status, memory_killed=memory_killed)
-        self.ending = ending if self._requests.preempted_at is None else _preempted(ending)
+        self.ending = (
+            ending if self._requests.preempted_at is None else describe_preemption(ending, self._spec.directory)
+        )
 
     def _news(self, *, final: bool) -> Iterator[Happening]:
         yield from self._files.news(final=final)
         yield from self._alerts.read(final=final)
 
 
-def _preempted(ending: Ending | None) -> Ending:
+def describe_preemption(ending: Ending | None, directory: Path) -> Ending:
     """Return the ending of an attempt that was asked to stop, whatever its ranks made of that."""
     if ending is not None and ending.kind in STOPS:
         return replace(ending, kind="preempted")
     reason = f"; {ending.reason}" if ending is not None and ending.kind not in ("killed", "lost") else ""
-    return Ending(kind="preempted", reason=f"the ranks were ended without saving{reason}")
+    unsaved = LEFT_TO_SCRIPT if saves_itself(directory) else "the ranks were ended without saving"
+    return Ending(kind="preempted", reason=unsaved + reason)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from strategies.run_directory.files import AGENT_LOG, RESULT_FILE, heartbeat_path, log_path
+from strategies.run_directory.files import AGENT_LOG, RESULT_FILE, heartbeat_path, log_path, stacks_files, stacks_path
 from strategies.run_directory.spec import ENDING_KINDS, STOPS, EndingKind
 from strategies.supervision.failures import says
 from strategies.supervision.verdicts import Verdict, ranks_by_number, read_heartbeat_file, weigh
@@ -73,12 +73,18 @@ def forget_last_attempt(directory: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def with_stacks_kept(ending: Ending, directory: Path, attempt: int) -> Ending:
-    """Rename the stacks of ranks that hung, so that the next attempt leaves them; they are the ending's log."""
-    for path in directory.glob("rank*.stacks.txt"):
-        if path.stat().st_size:
-            path.rename(path.with_name(f"attempt{attempt}.{path.name}"))
-    stacks = directory / f"attempt{attempt}.rank{ending.rank}.stacks.txt"
+def remove_empty_stacks(directory: Path, attempt: int) -> None:
+    """Remove the files of ranks that wrote no stacks; those of ranks that hung stay."""
+    for path in stacks_files(directory, attempt):
+        if not path.stat().st_size:
+            path.unlink()
+
+
+def with_stacks_as_log(ending: Ending, directory: Path, attempt: int) -> Ending:
+    """Return a hang with the stacks of the rank that is behind as its log, where it wrote any."""
+    if ending.rank is None:
+        return ending
+    stacks = stacks_path(directory, ending.rank, attempt)
     return replace(ending, log=stacks) if stacks.exists() else ending
 
 

@@ -74,7 +74,7 @@ class Policy:
         if ending.kind == "regrouped" or (ending.kind == "preempted" and now.stays):
             return Decision(action="restart", why="all nodes there are start again together")
         if ending.kind == "preempted":
-            return Decision(action="stop", why="as asked")
+            return Decision(action="stop", why="the run ends here")
         if ending.kind == "switch":
             return Decision(action="switch", why="continues under the plan that measured steps predict to be faster")
         if ending.kind == "refused":

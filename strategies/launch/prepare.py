@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 
 from hardware_db.errors import BrokenFile, DsplanError
-from hardware_db.files import data_dir
+from hardware_db.files import runs_dir
 from hardware_db.probe import Machine, probe
 from planner import limits
 from planner import vocabulary as words
@@ -27,11 +27,10 @@ from strategies.launch.device import Decision, decide
 from strategies.launch.options import DEFAULT_SUPERVISION, RequestedPlacement, RequestedSupervision, check_trackers
 from strategies.launch.run_record import fetched
 from strategies.launch.state import BEGIN_ANEW, check_unfinished
-from strategies.run_directory.claim import claimed_kind
+from strategies.run_directory.claim import claimed_kind, saves_itself
 from strategies.run_directory.files import SPEC_FILE
 from strategies.run_directory.request import PlanRequest, RequestedMethod, named
 from strategies.run_directory.spec import (
-    SAVING,
     LauncherName,
     LaunchSpec,
     Placement,
@@ -142,7 +141,7 @@ class Launch:
     def notices(self) -> tuple[str, ...]:
         """Lines for people before the ranks start."""
         lines = [*self.command_notices, *([self.device_notice] if self.device_notice else [])]
-        if self.resumes and claimed_kind(self.spec.directory) not in (None, *SAVING):
+        if self.resumes and saves_itself(self.spec.directory):
             lines.append(f"{self.script} resumes from what its own code loads: dsplan keeps no checkpoint of it")
         return tuple(lines)
 
@@ -288,7 +287,7 @@ def _resume_from(request: RunRequest) -> str:
     if not named or request.resume is None:
         return ""
     kind = claimed_kind(request.resume)
-    if kind is not None and kind not in SAVING:
+    if saves_itself(request.resume):
         raise ContradictoryRequest(
             f"--resume-from: dsplan loads no checkpoint for {request.script}, whose own code does; leave it out"
         )
@@ -373,7 +372,7 @@ def _check_writable(directory: Path) -> None:
 
 def _lay_out(request: RunRequest, script: Path) -> Path:
     """Return the run directory, which is made where it is a new one."""
-    directory = request.run_directory or data_dir() / "runs"
+    directory = request.run_directory or runs_dir()
     try:
         if request.run_directory is None:
             directory = make_run_directory(directory, script)

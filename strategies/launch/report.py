@@ -17,6 +17,7 @@ from strategies.run_directory.journal import read_journal
 from strategies.run_directory.spec import STOPPED, LaunchSpec, exit_status_of
 from strategies.telemetry.metrics import (
     MeasuredRun,
+    Pace,
     Row,
     last_attempt,
     of_attempt,
@@ -90,6 +91,38 @@ class RunReport:
     """The last; None if nothing was planned."""
     attempts: tuple[AttemptReport, ...] = ()
     """All of the run, also those of earlier commands."""
+
+    @property
+    def counted(self) -> Literal["tokens", "samples"]:
+        """The unit of rates: tokens, or samples where the plan counts these or nothing else was measured."""
+        return counted_unit(self.plan, self.measured)
+
+    @property
+    def units_per_second(self) -> float | None:
+        """Measured of all ranks."""
+        return rate_in(self.counted, self.measured)
+
+    @property
+    def predicted_units_per_second(self) -> float | None:
+        """Predicted of all ranks."""
+        if self.plan is None:
+            return None
+        rates = self.plan.throughput
+        if self.counted == "samples":
+            return rates.samples_per_second
+        return rates.tokens_per_second_per_gpu * self.plan.configuration.world_size
+
+
+def counted_unit(plan: Plan | None, measured: MeasuredRun | Pace) -> Literal["tokens", "samples"]:
+    """Return what rates count: samples where the plan does, or where no tokens were measured."""
+    counts_samples = plan is not None and plan.configuration.counts_samples
+    is_alone = measured.tokens_per_second is None and measured.samples_per_second is not None
+    return "samples" if counts_samples or is_alone else "tokens"
+
+
+def rate_in(unit: Literal["tokens", "samples"], measured: MeasuredRun | Pace) -> float | None:
+    """Return the measured rate of all ranks in a unit."""
+    return measured.samples_per_second if unit == "samples" else measured.tokens_per_second
 
 
 def measured_run(spec: LaunchSpec, metrics: Sequence[Sequence[Row]] | None = None) -> MeasuredRun:

@@ -24,7 +24,7 @@ from hardware_db.errors import BrokenFile, UnknownName
 from hardware_db.store.reports import Origin
 from planner.cluster.nodes import price_per_gpu
 from planner.types.plan import Plan
-from strategies.launch.report import COMPLETED, INTERRUPTED, AttemptReport, earlier_attempts, outcome_of
+from strategies.launch.report import COMPLETED, INTERRUPTED, AttemptReport, counted_unit, earlier_attempts, outcome_of
 from strategies.launch.run_lock import is_held
 from strategies.run_directory.files import JOURNAL_FILE, SPEC_FILE, heartbeat_path, metrics_files
 from strategies.run_directory.journal import read_journal
@@ -34,7 +34,7 @@ from strategies.supervision.hang_detection import HANG_SECONDS
 from strategies.supervision.verdicts import read_heartbeat_file
 from strategies.telemetry.alerts import AlertKind
 from strategies.telemetry.follow import LineFollower
-from strategies.telemetry.metrics import Row, parse_row, step_number
+from strategies.telemetry.metrics import RECENT_STEPS, Pace, Row, parse_row, step_number
 
 State = Literal["running", "resumed", "stalled", "ended", "failed", "silent"]
 STATES: tuple[State, ...] = ("running", "resumed", "stalled", "ended", "failed")
@@ -50,8 +50,6 @@ STALLED_SECONDS = 60.0
 """Without a sign of progress on any rank for so long, and for `STALLED_STEPS` steps, a run counts as stalled. Before an
 attempt's first step it is the time after which `dsplan run` itself takes it for hung."""
 STALLED_STEPS = 5
-_RECENT = 20
-"""Steps whose median is the step time."""
 _SILENT_SECONDS = 30.0
 """A run whose lock this machine does not see goes on if a rank was heard of since: ranks write every five seconds."""
 _TAIL_BYTES = 4096
@@ -105,9 +103,9 @@ class RunStatus:
     loss: float | None
     """Mean over the ranks that have one, each at its last step; None where it is no finite number."""
     step_seconds: float | None
-    """Median of the last 20 steps of this attempt."""
+    """Median of the last 20 steps of this attempt; of a run that has ended that of its report."""
     tokens_per_second: float | None
-    """Of all ranks, at the last step of this attempt."""
+    """Of all ranks: those of the last step over `step_seconds`; of a run that has ended those of its report."""
     peak_bytes: int | None
     """The highest peak of a rank in this attempt."""
     restarts: int
@@ -124,6 +122,15 @@ class RunStatus:
     """Whoever reported it, and on which machine; None where its files tell of it."""
     heard_seconds_ago: float | None = None
     """Since its last report; None where its files tell of it."""
+    samples_per_second: float | None = None
+    """As `tokens_per_second`; None where a database tells of it."""
+    counted: Literal["tokens", "samples"] = "tokens"
+    """The unit of its rate."""
+
+    @property
+    def units_per_second(self) -> float | None:
+        """The rate in the unit that the run counts."""
+        return self.samples_per_second if self.counted == "samples" else self.tokens_per_second
 
     @property
     def is_alive(self) -> bool:
@@ -271,6 +278,7 @@ class RunFollower:
         device = _device(plan, spec)
         saved = self._last_save()
         alerts, last_words = self._alerts()
+        pace = self._steps.pace() if alive else (self._measured_pace() or self._steps.pace())
         return RunStatus(
             directory=self._directory,
             name=self._name,
@@ -287,8 +295,10 @@ class RunFollower:
             step=self._steps.step,
             steps=requested_steps(spec.arguments) if spec else None,
             loss=self._steps.mean_loss(),
-            step_seconds=self._steps.recent_seconds(),
-            tokens_per_second=self._steps.tokens_per_second(),
+            step_seconds=pace.step_seconds,
+            tokens_per_second=pace.tokens_per_second,
+            samples_per_second=pace.samples_per_second,
+            counted=counted_unit(plan, pace),
             peak_bytes=self._steps.peak_bytes(),
             restarts=len(reports) - 1,
             checkpoint_step=saved["step"] if saved else None,
@@ -297,6 +307,18 @@ class RunFollower:
             alerts=alerts,
             last_words=last_words if alive or last.ending is None else last.ending.reason,
         )
+
+    def _measured_pace(self) -> Pace | None:
+        """Return the pace in the report of a run that has ended; None where no attempt was measured."""
+        for row in reversed(self._journal):
+            measured = row.get("event") == "measured" and row["measurement"]["measured"]
+            if measured and measured["step_seconds"] is not None:
+                return Pace(
+                    step_seconds=measured["step_seconds"],
+                    tokens_per_second=measured["tokens_per_second"],
+                    samples_per_second=row.get("samples_per_second"),
+                )
+        return None
 
     def _launch(self) -> LaunchSpec | None:
         """Return how the run was launched; None where its directory does not say."""
@@ -391,7 +413,7 @@ class _Steps:
     def _begin(self) -> None:
         """Forget what was read."""
         self._numbers, self._each = array("q"), array("d")
-        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._attempt: Row = {"event": "attempt", "attempt": 0}
         self._first: Row | None = None
         self._last: Row | None = None
@@ -486,13 +508,17 @@ class _Steps:
         mean = statistics.fmean(losses) if losses else math.nan
         return mean if math.isfinite(mean) else None
 
-    def tokens_per_second(self) -> float | None:
-        """Return the tokens of all ranks in the last step over its seconds; None before an attempt's first."""
-        if not self.has_stepped:
-            return None
-        tokens = sum(row.get("tokens") or 0 for row in self._rows())
-        seconds = float(self._last["seconds"]) if self._last else 0.0
-        return tokens / seconds if tokens and seconds > 0 else None
+    def pace(self) -> Pace:
+        """Return the median of the last steps of the present attempt, and the units of the last one over it."""
+        seconds = self.recent_seconds()
+        if not seconds:
+            return Pace()
+        tokens, samples = (sum(row.get(unit) or 0 for row in self._rows()) for unit in ("tokens", "samples"))
+        return Pace(
+            step_seconds=seconds,
+            tokens_per_second=tokens / seconds if tokens else None,
+            samples_per_second=samples / seconds if samples else None,
+        )
 
     def peak_bytes(self) -> int | None:
         """Return the highest peak in the present attempt: of the leader in any step, of others in the last."""

@@ -12,7 +12,7 @@ from hardware_db.notices import label_lines
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_from_dict, plan_to_dict
 from strategies.launch.attempt import Attempt, AttemptEnded, Event, OutputLine, PlanMade, RunFiles, RunIsBack, StepDone
-from strategies.launch.failure_causes import Ending, with_stacks_kept
+from strategies.launch.failure_causes import Ending, remove_empty_stacks, with_stacks_as_log
 from strategies.launch.grace_period import StopRequests
 from strategies.launch.policy import Decision, Policy, RunContext
 from strategies.launch.report import (
@@ -220,13 +220,14 @@ class Supervisor:
     def _conclude(self, attempt: Attempt, requests: StopRequests) -> Decision | None:
         """Write down how an attempt ended and decide what follows; return None if nothing has to be decided."""
         self._note_saves(self._state.notice_saves())
+        remove_empty_stacks(self._spec.directory, self._number)
         course, ending = self._state.course, attempt.ending
         decision = None
         if ending is not None:
             # A rank that could not say where it was ended behind the last step seen.
             ending = ending if ending.step is not None else replace(ending, step=course.last)
             if ending.kind == "hung":
-                ending = with_stacks_kept(ending, self._spec.directory, self._number)
+                ending = with_stacks_as_log(ending, self._spec.directory, self._number)
             attempt.ending = ending
             steps = {"first_step": course.first, "last_step": course.last}
             self._journal.append("ending", self._number, **ending.to_dict(), **steps)

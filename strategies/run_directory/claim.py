@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from strategies.run_directory.files import CLAIM_FILE, write_json
-from strategies.run_directory.spec import ScriptKind
+from strategies.run_directory.spec import SAVING, ScriptKind
 from strategies.variables import RUN_DIRECTORY
 
 
@@ -123,6 +123,15 @@ def claimed_kind(directory: Path) -> ScriptKind | None:
     """Return the kind of who claimed the run of a directory; None where nobody did."""
     claim = read_claim(directory)
     return None if claim is None else claim.kind
+
+
+LEFT_TO_SCRIPT = "dsplan saved nothing; the script resumes from what it saved itself"
+"""What is said of a run that was stopped and whose script `saves_itself`."""
+
+
+def saves_itself(directory: Path) -> bool:
+    """Return whether the script of a run has to save and load by itself, as dsplan keeps no checkpoint of it."""
+    return claimed_kind(directory) not in (None, *SAVING)
 
 
 def _note(kind: ScriptKind) -> None:

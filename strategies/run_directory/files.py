@@ -82,9 +82,14 @@ def heartbeat_path(directory: Path, rank: int) -> Path:
     return directory / f"rank{rank}.heartbeat"
 
 
-def stacks_path(directory: Path, rank: int) -> Path:
-    """Return where a rank writes the stacks of its threads when it hangs."""
-    return directory / f"rank{rank}.stacks.txt"
+def stacks_path(directory: Path, rank: int, attempt: int) -> Path:
+    """Return where a rank writes the stacks of its threads when it hangs in an attempt; later ones leave it."""
+    return directory / f"attempt{attempt}.rank{rank}.stacks.txt"
+
+
+def stacks_files(directory: Path, attempt: int) -> list[Path]:
+    """Return the files of stacks that the ranks of an attempt have begun, empty ones among them."""
+    return sorted(directory.glob(f"attempt{attempt}.rank*.stacks.txt"))
 
 
 def profile_paths(directory: Path, rank: int) -> tuple[Path, Path]:

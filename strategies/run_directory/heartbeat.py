@@ -76,6 +76,8 @@ class Meeting:
 class Pulse:
     """Counters that only grow; `section` is what runs now: `forward`, `backward`, `step` or a section of the script.
 
+    It is empty in between, and always where the script has no engine (`has_engine`) to name it.
+
     `beats` counts every sign of progress, `calls` those that all ranks make alike (micro-batches, passes, steps), by
     which ranks are compared. `step` is the last optimizer step that ended, over all attempts. `waits_for` are the ranks
     without which this one cannot meet the others. `meetings` are the last calls that every rank makes alike because
@@ -87,6 +89,7 @@ class Pulse:
         self.calls = 0
         self.step = 0
         self.section = ""
+        self.has_engine = False
         self.rests = 0
         self.waits_for: tuple[int, ...] = ()
         self.meetings: deque[Meeting] = deque(maxlen=_KEPT)

@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, NoReturn
 from hardware_db.notices import notice
 from hardware_db.units import format_seconds
 from strategies.run_directory import claim
+from strategies.run_directory.attempt_options import AttemptOptions
 from strategies.run_directory.files import heartbeat_path, stacks_path
 from strategies.run_directory.heartbeat import BEAT_SECONDS, PULSE, Pulse, main_frame, script_line
 from strategies.supervision.failures import Failure, describe_failure, exit_status, write_failure
@@ -146,7 +147,9 @@ class Watchdog(threading.Thread):
     def __init__(self, directory: Path, rank: int, hang_seconds: float) -> None:
         super().__init__(name="dsplan watchdog", daemon=True)
         self.directory, self.rank, self._hang_seconds = directory, rank, hang_seconds
-        self._stacks: IO[str] = open(stacks_path(directory, rank), "a")  # noqa: SIM115 - open until the process ends
+        options = AttemptOptions.load(directory)
+        stacks = stacks_path(directory, rank, 0 if options is None else options.attempt)
+        self._stacks: IO[str] = open(stacks, "a")  # noqa: SIM115 - open until the process ends
         self._activity = Activity(PULSE)
         self._active_at = self._beat_at = time.monotonic()
         self._has_reported = False
@@ -258,6 +261,7 @@ class Watchdog(threading.Thread):
             step=PULSE.step,
             calls=PULSE.calls,
             section=PULSE.section,
+            has_engine=PULSE.has_engine,
             quiet_seconds=quiet,
             time=time.time(),
             meetings=tuple(PULSE.meetings),

@@ -82,6 +82,7 @@ class Supervision(Observer):
         self._finite = FiniteWatch(engine)
         board = open_board(run_directory, environment)
         self._stopping = Stopping(board, environment.rank, environment.world_size)
+        PULSE.has_engine = True
         self._watch = begin_watching(run_directory, environment.rank, options.supervision.hang_seconds)
         self._watch.attach(board, self._stopping, environment.world_size)
         self._resumed: Resumed | None = None

@@ -26,6 +26,8 @@ class Heartbeat:
     """Counts what all ranks do alike."""
     section: str
     """What the rank is in; empty between the engine's calls."""
+    has_engine: bool = True
+    """Whether an engine says what the rank is in."""
     quiet_seconds: float
     """How long nothing has happened."""
     time: float
@@ -121,7 +123,8 @@ def slowest(now: Heartbeats, quiet_seconds: float) -> Verdict:
     if len(behind) == len(beats) and outside:
         behind = outside
     first = beats[behind[0]]
-    where = f"in {first.section!r}" if first.section else "outside the engine"
+    outside_sections = "outside the engine" if first.has_engine else "in the script's own code"
+    where = f"in {first.section!r}" if first.section else outside_sections
     quiet = f"no progress for {format_seconds(quiet_seconds)} in step {first.step + 1}"
     if len(behind) == len(beats):
         sentence = f"{quiet}: all ranks stand {where}"

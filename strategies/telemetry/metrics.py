@@ -47,6 +47,8 @@ Row = Mapping[str, Any]
 WARM_UP_STEPS = 2
 _TAIL = 0.05
 """Share of the steps on either side of the interval that holds nine of ten."""
+RECENT_STEPS = 20
+"""Last steps whose median is the step time of a run that goes on; a choice."""
 STORAGE_TRACKER = "storage-tracker"
 """`measured_by` of a step whose memory was counted in Python, which slows the step down."""
 
@@ -74,6 +76,39 @@ class MeasuredRun:
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     peak_rss_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """The seconds of a step and what they make of its units; None where that was not measured."""
+
+    step_seconds: float | None = None
+    """The median of steps."""
+    tokens_per_second: float | None = None
+    """Of all ranks: the mean of a step over the median of its seconds."""
+    samples_per_second: float | None = None
+    """The same of samples."""
+
+
+def recent_pace(metrics: Sequence[Sequence[Row]]) -> Pace:
+    """Return the pace of the last steps of the last attempt, those that measuring slowed down left out where it can."""
+    ranks = [
+        [row for row in rows if row.get("event") == "step"][-RECENT_STEPS:]
+        for rows in of_attempt(metrics, last_attempt(metrics))
+    ]
+    return pace_of(ranks)
+
+
+def pace_of(ranks: Sequence[Sequence[Row]]) -> Pace:
+    """Return the pace of steps, the first rank's with what the others did meanwhile."""
+    first = next((rows for rows in ranks if rows), ())
+    seconds = [row["seconds"] for row in first if not is_slowed(row)] or [row["seconds"] for row in first]
+    median = statistics.median(seconds) if seconds else None
+    return Pace(
+        step_seconds=median,
+        tokens_per_second=_rate(ranks, "tokens", median),
+        samples_per_second=_rate(ranks, "samples", median),
+    )
 
 
 _GROUPS = {"seconds": "seconds", "bytes": "memory"}

@@ -17,7 +17,7 @@ import pytest
 from dsplan.__main__ import main
 from dsplan.render.charts import sparkline
 from dsplan.render.recent_rows import RecentRows
-from dsplan.render.run_view import RunView
+from dsplan.render.run_view import RunView, step_line
 from dsplan.render.show import Text, plain_text, renderables
 from dsplan.render.table_columns import Table as ShownTable
 from dsplan.render.table_columns import columns
@@ -69,7 +69,9 @@ def test_what_ranks_have_written_is_shown(cli: Cli, run: Path) -> None:
 
 
 def test_a_directory_without_a_run_is_refused_in_one_line(cli: Cli, tmp_path: Path) -> None:
-    assert "is no run directory" in cli.refuses(f"watch '{tmp_path}'")
+    refusal = cli.refuses(f"watch '{tmp_path}'")
+    assert "is no run directory" in refusal
+    assert f"they lie below {os.environ['DSPLAN_HOME']}/runs" in refusal
 
 
 ALERTED = 7
@@ -275,3 +277,9 @@ def test_a_terminal_obeys_no_name() -> None:
         assert not set(text) & {"\x1b", "\x07"}
         assert len(text) < 10 * MOST_LETTERS
     assert printable("two\nlines") == "two\nlines"
+
+
+@pytest.mark.parametrize(("tokens", "rate"), [(0, "200 samples/s"), (100, "200 samples/s"), (6400, "12.8K tokens/s")])
+def test_the_line_of_a_step_counts_samples_where_there_are_no_tokens(tokens: int, rate: str) -> None:
+    step = StepDone(step=3, loss=None, seconds=1.0, samples=100, tokens=tokens, peak_bytes=0, rss_bytes=0)
+    assert step_line(step, ranks=2) == f"step 3  1 s/step  {rate}"

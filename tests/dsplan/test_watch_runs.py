@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
 import shutil
 import time
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dsplan.render.run_report import report_blocks
+from dsplan.render.show import plain_text
+from dsplan.report.run_data import read_run
 from hardware_db.datasheets import find_node_type
 from hardware_db.errors import BrokenFile
 from planner.types.plan import Plan
@@ -197,3 +201,53 @@ def test_many_readers_of_the_served_page_look_once(tmp_path: Path, monkeypatch: 
     assert "&lt;b&gt;ann" in page.html()
     shutil.rmtree(tmp_path)
     assert "is gone" in page.html()
+
+
+def _speeding_up(directory: Path, *, unit: str) -> None:
+    """A completed run of two ranks that counts tokens or samples: 26 steps of 0.2 s, then 15 of 0.1 s."""
+    completed_run(directory, at=0.0, seconds=100.0, count=0)
+    figures = {"step_seconds": 0.2, "tokens_per_second": 640.0 if unit == "tokens" else None}
+    measured = {"event": "measured", "measurement": {"measured": figures}, "samples_per_second": 640.0}
+    journal(directory, measured)
+    rows = [
+        *steps(1, 26, seconds=0.2),
+        *({**row, "step": row["global_step"] - 1} for row in steps(27, 41, seconds=0.1)),
+    ]
+    for rank in range(2):
+        append(directory / f"metrics-rank{rank}.jsonl", [{**row, "tokens": 0, "samples": 64, unit: 64} for row in rows])
+
+
+@pytest.mark.parametrize("unit", ["tokens", "samples"])
+def test_every_page_of_a_run_that_has_ended_has_the_figures_of_its_report(cli: Cli, tmp_path: Path, unit: str) -> None:
+    _speeding_up(tmp_path / "run", unit=unit)
+    report = plain_text(report_blocks(read_run(tmp_path / "run").report))
+    assert re.search(rf"{unit}/s, all ranks +- +640 ", report)
+    page, document = cli(f"watch '{tmp_path / 'run'}' --once").out, cli(f"watch '{tmp_path / 'run'}' --json").json
+    assert re.search(rf"{unit}/s .* 640 \(640 to 1.28K\)", page)
+    assert re.search(r"step .* 200 ms \(100 ms to 200 ms\)", page)
+    assert (document["step_seconds"], document[f"{unit}_per_second"]) == (0.2, 640)
+    (listed,) = cli(f"watch --runs '{tmp_path}' --json").json["runs"]
+    assert (listed["step_seconds"], listed[f"{unit}_per_second"]) == (0.2, 640)
+    table = cli(f"watch --runs '{tmp_path}' --once").out
+    assert f"step time  {unit}/s" in table
+    assert re.search(r"200 ms +640 ", table)
+
+
+def test_the_rate_of_a_run_that_goes_on_is_over_its_step_time(cli: Cli, tmp_path: Path) -> None:
+    journal(tmp_path / "run", began(time.time() - 60))
+    for rank in range(2):
+        append(tmp_path / "run" / f"metrics-rank{rank}.jsonl", [*steps(1, 30, seconds=0.2), *steps(31, 31)])
+    with RunLock(tmp_path / "run"):
+        document = cli(f"watch '{tmp_path / 'run'}' --json").json
+        (listed,) = cli(f"watch --runs '{tmp_path}' --json").json["runs"]
+    for figures in (document, listed):
+        assert (figures["step_seconds"], figures["tokens_per_second"]) == (0.2, 640)
+
+
+def test_runs_that_count_different_units_name_them_in_their_cells(cli: Cli, tmp_path: Path) -> None:
+    _speeding_up(tmp_path / "a", unit="tokens")
+    _speeding_up(tmp_path / "b", unit="samples")
+    table = cli(f"watch --runs '{tmp_path}' --once").out
+    assert "per second" in table
+    assert "640 tokens" in table
+    assert "640 samples" in table

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dsplan.diagnostics.doctor.finding import Finding
-from hardware_db.files import HOME, data_dir, database_path, read_text
+from hardware_db.files import HOME, database_path, read_text, runs_dir
 from hardware_db.probe import NO_GPU
 from hardware_db.probe.cgroup import cgroup_limits
 from hardware_db.probe.machine import Gpu, Host, Machine, Software
@@ -118,7 +118,7 @@ def check_control_groups(host: Host, *, gpus: int) -> list[Finding]:
 def check_disks() -> list[Finding]:
     """Check the disks on which runs and the database are written."""
     by_disk: dict[tuple[int, bool], dict[str, Path]] = {}
-    for name, path in {"database": database_path().parent, "runs": data_dir() / "runs"}.items():
+    for name, path in {"database": database_path().parent, "runs": runs_dir()}.items():
         folder = next(folder for folder in (path, *path.parents) if folder.exists())
         by_disk.setdefault((folder.stat().st_dev, os.access(folder, os.W_OK)), {})[name] = folder
     findings = []

@@ -53,6 +53,8 @@ _FROM_PLAN = (
     "deepspeed_plugins",
     "parallelism_config",
 )
+_DEFAULTS = {"gradient_accumulation_steps": 1}
+"""What Accelerator does where the script says nothing, by accelerate's signature."""
 _PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 _GIVEN = "_dsplan_given"
 
@@ -157,11 +159,16 @@ def _start_under(plan: Plan, accelerator: Any) -> None:
     kept = {name: value for name, value in given.items() if name not in _FROM_PLAN}
     planned: dict[str, Any] = {"gradient_accumulation_steps": steps}
     planned["mixed_precision"] = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    say_replaced({name: value for name, value in given.items() if name in _FROM_PLAN}, planned)
+    say_replaced(scripts_settings(given), planned)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     getattr(accelerator, _START)(accelerator, **kept)
     setattr(accelerator, _GIVEN, given)
+
+
+def scripts_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of Accelerator that a plan replaces, as the script leaves them."""
+    return {**_DEFAULTS, **{name: value for name, value in given.items() if name in _FROM_PLAN}}
 
 
 def _live_job(accelerator: Any, objects: tuple[Any, ...], *, accumulates: bool) -> LiveJob:

@@ -430,15 +430,20 @@ def _fill_in(settings: Any, plan: Plan) -> None:
     wanted: dict[str, Any] = {"deepspeed": None, "fsdp": None, "fsdp_config": None, "auto_find_batch_size": False}
     planned = training_arguments(recomputing_whole_blocks(library_plan(plan)), options)
     wanted |= {name: value for name, value in planned.items() if name not in _LEFT_TO_SCRIPT}
+    keys = dict[str, str]()  # the script's own of settings with a newer name
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         new = old.replace("gradient", "activation")
         if new in names and old in wanted:
             wanted[new] = wanted.pop(old)
             if getattr(settings, new) is None:
                 setattr(settings, new, getattr(settings, old))
+                keys[new] = old
             setattr(settings, old, None)
     chosen = {name: value for name, value in wanted.items() if name not in _MACHINE}
-    say_replaced({name: getattr(settings, name) for name in chosen}, chosen)
+    say_replaced(
+        {keys.get(name, name): getattr(settings, name) for name in chosen},
+        {keys.get(name, name): value for name, value in chosen.items()},
+    )
     for name, value in wanted.items():
         setattr(settings, name, value)
 

@@ -75,7 +75,7 @@ def test_steps_restarts_and_alerts_are_on_one_axis_of_time(tmp_path: Path) -> No
         (100, "ending"),
         (140, "slowdown"),
     ]
-    assert {point.tokens_per_second for point in run.points} == {400}  # 2 x 400 in 2 s
+    assert {point.units_per_second for point in run.points} == {400}  # 2 x 400 in 2 s
     assert {point.peak_bytes for point in run.points} == {2**31}
     picture = course(run)
     assert picture is not None

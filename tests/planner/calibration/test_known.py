@@ -11,6 +11,7 @@ import pytest
 
 from hardware_db.fingerprint import Versions
 from hardware_db.store import MemoryStore, open_store
+from planner.calibration.experience import KnownRun
 from planner.search.estimate import estimate, price, time_step
 from planner.search.recall import recall, recall_from
 from planner.search.request import Request
@@ -226,3 +227,11 @@ def test_a_measured_time_scales_every_part() -> None:
     assert (answer.compute_seconds, answer.communication_seconds, answer.bubble_seconds) == (4.0, 6.0, 1.0)
     assert (answer.step_seconds, answer.predicted_step_seconds) == (8.0, 4.0)
     assert HERE.usable_gpus == ()
+
+
+@pytest.mark.parametrize(
+    ("predicted", "alone"), [(0.29, "71% too little"), (1.5, "50% too much"), (1.001, "the same"), (0.999, "the same")]
+)
+def test_a_known_run_says_by_how_much_the_model_alone_is_off(predicted: float, alone: str) -> None:
+    run = KnownRun(step_seconds=1.0, each=(1.0,), created_at="2026-11-28T10:00:00Z")
+    assert run.sentence(predicted).endswith(f"last on 2026-11-28; the model alone predicts {alone}")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import statistics
 from dataclasses import replace
 
 import pytest
 
+from dsplan.diagnostics.recorded_runs import describe_improvement
 from hardware_db.files import canonical_json
 from hardware_db.fingerprint import Versions
 from hardware_db.measurement import Measurement, calibration_record
@@ -252,3 +254,19 @@ def test_a_calibration_survives_the_database_and_one_of_other_factors_does_not()
     assert calibration.factors.compute < 1
     for broken in ({"withdrawn": "x"}, {**record.document, "factors": {"warp": 2.0}}, {**record.document, "names": []}):
         assert Calibration.from_document(broken, "") is None
+
+
+def test_what_was_learnt_is_said_where_the_figure_changes_and_as_a_factor_where_it_is_large() -> None:
+    (calibrated,) = refresh(_store(*User().runs(10)), HERE).kinds
+    lesson = calibrated.lesson
+    assert re.fullmatch(
+        r"; predicted step times are now within \d+% instead of within \d+% \(median over 10 runs, each left out .*\)",
+        describe_improvement(calibrated),
+    )
+    far = tuple(row.seconds / 33.3 for row in calibrated.rows)
+    near = tuple(row.seconds / 12.1 for row in calibrated.rows)
+    wild = replace(lesson, error_before=0.97, error_after=0.92, shipped=far, left_out=near)
+    assert "times are now off by 12x instead of off by 33x (" in describe_improvement(replace(calibrated, lesson=wild))
+    unchanged = replace(lesson, error_after=lesson.error_before, left_out=lesson.shipped)
+    for same in (replace(calibrated, lesson=unchanged), replace(calibrated, last_error=lesson.error_after)):
+        assert describe_improvement(same) == ""

@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 
 from hardware_db.probe.cgroup import memory_kills
-from strategies.launch.failure_causes import ending_of, forget_last_attempt, with_stacks_kept
+from strategies.launch.failure_causes import ending_of, forget_last_attempt, remove_empty_stacks, with_stacks_as_log
 from strategies.launch.policy import Policy, RunContext
-from strategies.run_directory.files import RESULT_FILE, failure_path, heartbeat_path, log_path, success_path, write_json
+from strategies.run_directory.files import (
+    RESULT_FILE,
+    failure_path,
+    heartbeat_path,
+    log_path,
+    stacks_path,
+    success_path,
+    write_json,
+)
 from strategies.run_directory.spec import EndingKind
 from tests.strategies.supervision.test_verdicts import beat
 
@@ -114,8 +122,10 @@ def test_a_connection_of_the_script_comes_before_the_peers_that_its_end_has_left
 def test_the_rank_that_is_behind_is_at_fault_for_a_hang(tmp_path: Path) -> None:
     _result(tmp_path, {0: 1, 1: -9})
     _write_failure(tmp_path, 0, "hung", "no progress for 9 s", behind=[1])
-    (tmp_path / "rank1.stacks.txt").write_text("Thread 1")
-    ending = with_stacks_kept(ending_of(tmp_path, 1), tmp_path, 4)
+    stacks_path(tmp_path, 0, 4).touch()
+    stacks_path(tmp_path, 1, 4).write_text("Thread 1")
+    remove_empty_stacks(tmp_path, 4)
+    ending = with_stacks_as_log(ending_of(tmp_path, 1), tmp_path, 4)
     assert (ending.kind, ending.rank) == ("hung", 1)
     assert ending.log is not None
     assert ending.log.read_text() == "Thread 1"

@@ -15,8 +15,9 @@ from torch import nn
 
 from strategies.errors import CannotRun
 from strategies.launch.hooks import capabilities, places
-from strategies.launch.hooks.accelerate import _accumulates
+from strategies.launch.hooks.accelerate import _accumulates, scripts_settings
 from strategies.launch.hooks.places import Place
+from strategies.launch.hooks.script_plan import say_replaced
 from strategies.run_directory import claim
 from strategies.run_directory.claim import Claim, read_claim
 from strategies.run_directory.request import PlanRequest, RequestedMethod
@@ -240,3 +241,20 @@ def test_whether_the_code_around_prepare_accumulates(
     accumulates = _module("loop_module").main(lambda: _accumulates(sys._getframe(1)))
     sys.modules.pop("loop_module")
     assert accumulates is expected
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "words"),
+    [
+        ({}, 1, ""),
+        ({"mixed_precision": "no"}, 1, ""),
+        ({}, 4, "dsplan: the plan replaces gradient_accumulation_steps 1 -> 4\n"),
+        ({"gradient_accumulation_steps": 2}, 1, "dsplan: the plan replaces gradient_accumulation_steps 2 -> 1\n"),
+    ],
+)
+def test_what_the_plan_leaves_as_accelerate_has_it_is_not_called_replaced(
+    given: dict[str, Any], steps: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = {"gradient_accumulation_steps": steps, "mixed_precision": "no"}
+    say_replaced(scripts_settings(given), planned)
+    assert capsys.readouterr().out == words

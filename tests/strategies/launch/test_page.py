@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dsplan.render.run_report import markdown, report_blocks, write_report
 from dsplan.render.run_view import RunView, ending_line
 from dsplan.render.table_columns import Table
-from strategies.launch.attempt import AttemptEnded, OutputLine
+from hardware_db.units import format_ratio
+from strategies.launch.attempt import AttemptEnded, OutputLine, describe_preemption
 from strategies.launch.failure_causes import Ending
 from strategies.launch.options import DEFAULT_SUPERVISION
 from strategies.launch.policy import Decision
@@ -23,6 +27,7 @@ from strategies.launch.report import (
     earlier_attempts,
     outcome_of,
 )
+from strategies.run_directory.claim import LEFT_TO_SCRIPT
 from strategies.run_directory.journal import Journal
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision.lineage import RunCheckpoint, note
@@ -111,12 +116,25 @@ def test_a_stopped_run_says_how_to_resume(tmp_path: Path) -> None:
     assert "stopped after 0 steps: the ranks were ended without saving; resume with" in page
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"), [("dsplan", "the ranks were ended without saving"), ("torch", LEFT_TO_SCRIPT)]
+)
+def test_a_run_that_was_ended_says_what_it_resumes_from(tmp_path: Path, kind: str, words: str) -> None:
+    (tmp_path / "claim.json").write_text(f'{{"kind": "{kind}"}}')
+    killed = replace(KILLED, reason="killed by signal 15")
+    assert describe_preemption(killed, tmp_path).reason == words
+    failed = Ending(kind="failed", reason="ValueError: bad")
+    assert describe_preemption(failed, tmp_path).reason == f"{words}; ValueError: bad"
+
+
 def test_an_interrupted_run_says_how_to_resume_where_it_has_saved(tmp_path: Path) -> None:
     def page() -> str:
         write_report(_report(tmp_path, INTERRUPTED, None), "stored")
         return (tmp_path / "report.md").read_text()
 
     assert "interrupted after 0 steps; every rank was stopped" in page()
+    (tmp_path / "claim.json").write_text('{"kind": "torch"}')
+    assert f"after 0 steps; {LEFT_TO_SCRIPT}, with dsplan run --resume {tmp_path}" in page()
     (tmp_path / "step-4").mkdir()
     note(tmp_path, RunCheckpoint(path=str(tmp_path / "step-4"), step=4))
     assert f"interrupted after 0 steps; resume from step 4 with dsplan run --resume {tmp_path}" in page()
@@ -150,3 +168,23 @@ def test_the_journal_tells_the_attempts_of_earlier_commands(tmp_path: Path) -> N
     journal.append("end", 1, time=120.0, outcome="completed", first_step=7, last_step=20)
     assert earlier_attempts(tmp_path)[1].ending is None
     assert earlier_attempts(tmp_path)[1].last_step == 20
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(21.556, "21.56"), (1.0, "1.00"), (0.321, "0.32"), (0.099, "0.099"), (0.00337, "0.0034")]
+)
+def test_a_small_ratio_keeps_two_digits(ratio: float, text: str) -> None:
+    assert format_ratio(ratio) == text
+    plan: Any = SimpleNamespace(
+        memory=SimpleNamespace(peak_allocated_bytes=1),
+        time=SimpleNamespace(step_seconds=2.0),
+        throughput=SimpleNamespace(samples_per_second=1.0),
+        configuration=SimpleNamespace(counts_samples=True),
+    )
+    measured = replace(summarise([]), steps=9, step_seconds=2.0 * ratio)
+    (table,) = (
+        block
+        for block in report_blocks(replace(_report(Path(), COMPLETED), plan=plan, measured=measured))
+        if isinstance(block, Table)
+    )
+    assert table.rows[1][-1] == text

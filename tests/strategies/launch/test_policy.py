@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from strategies.launch.failure_causes import Ending
-from strategies.launch.policy import Policy, RunContext
+from strategies.launch.policy import Decision, Policy, RunContext
 from strategies.run_directory.spec import EndingKind
 
 FURTHER = RunContext(highest_step=10, progressed=True, has_plan=True)
@@ -102,6 +102,6 @@ def test_stops_on_purpose() -> None:
     policy = Policy(0)
     assert policy.decide(_ending("switch"), STUCK).action == "switch"
     assert policy.decide(_ending("regrouped"), STUCK).action == "restart"
-    assert policy.decide(_ending("preempted"), STUCK).action == "stop"
+    assert policy.decide(_ending("preempted"), STUCK) == Decision(action="stop", why="the run ends here")
     stays = RunContext(highest_step=10, stays=True)
     assert policy.decide(_ending("preempted"), stays).action == "restart"

@@ -14,6 +14,7 @@ import pytest
 
 from strategies.errors import CannotRun
 from strategies.launch.hooks.trl import trl_work
+from tests.planner.emit.plans import TINY, make_plan
 from tests.strategies.launch.command import run
 
 
@@ -129,6 +130,23 @@ def test_a_given_plan_may_not_cut_generations_anew(micro: int, accumulation: int
         return
     with pytest.raises(CannotRun, match="micro-batch 8 x accumulation 1 where the script has 2 x 4"):
         require_same_micro_batch(trainer_named("GRPOTrainer"), settings, plan)
+
+
+def test_a_replaced_setting_has_the_name_that_the_script_uses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import TrainingArguments
+
+    from strategies.launch.hooks.huggingface import _fill_in
+
+    settings = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    # As the script writes it, before `__post_init__` gives it its newer name.
+    settings.gradient_checkpointing, settings.activation_checkpointing = True, None
+    _fill_in(settings, make_plan("ddp", gpus=1, vendor="cpu", model=TINY, precision="fp32"))
+    replaced = capsys.readouterr().out
+    assert "gradient_checkpointing True -> False" in replaced
+    assert "activation_checkpointing" not in replaced
+    assert not settings.gradient_checkpointing
 
 
 GRPO = """

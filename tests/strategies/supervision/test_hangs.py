@@ -142,6 +142,7 @@ def watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchd
 
 def _judged(watchdog: Watchdog, board: FileBoard, monkeypatch: pytest.MonkeyPatch) -> Verdict:
     monkeypatch.setattr(watchdog, "_board", board)
+    monkeypatch.setattr(PULSE, "has_engine", False)
     watchdog._publish(60.0)
     verdict = watchdog._judge(60.0)
     assert verdict is not None
@@ -154,7 +155,7 @@ def test_a_rank_that_was_only_starved_is_not_silent(
 ) -> None:
     verdict = _judged(watchdog, Starved(tmp_path / "board", looks), monkeypatch)
     assert verdict.behind == (behind,)
-    assert ("outside the engine" in verdict.sentence) is (behind == 1)
+    assert ("in the script's own code" in verdict.sentence) is (behind == 1)
 
 
 def test_a_rank_publishes_heartbeats_while_it_looks_at_others(
@@ -179,7 +180,8 @@ def test_a_rank_that_reads_that_it_is_silent_answers_with_whom_all_wait_for(
     wrong = Verdict(behind=(1,), sentence="rank 1 does not answer", silent={1: 3})
     verdict = _judged(watchdog, Starved(tmp_path / "board", 4, reports=wrong), monkeypatch)
     assert verdict.silent == {}
-    assert verdict.sentence == "no progress for 60 s in step 12: rank 1 is outside the engine and the others wait"
+    why = "rank 1 is in the script's own code and the others wait"
+    assert verdict.sentence == f"no progress for 60 s in step 12: {why}"
 
 
 @pytest.mark.parametrize("revives", [True, False])
@@ -236,4 +238,5 @@ def test_a_process_alone_that_sleeps_is_ended_with_its_stacks(tmp_path: Path) ->
     failure = json.loads((tmp_path / "rank0.failure.json").read_text())
     assert (failure["kind"], failure["step"], failure["behind"]) == ("hung", 7, [0])
     assert failure["message"] in ended.stderr
-    assert "in stands_still" in (tmp_path / "rank0.stacks.txt").read_text()
+    assert "in stands_still" in (tmp_path / "attempt0.rank0.stacks.txt").read_text()
+    assert f"stacks in {tmp_path}/attempt0.rank0.stacks.txt" in ended.stderr

@@ -43,6 +43,7 @@ def test_a_rank_that_was_never_heard_of_is_the_one() -> None:
     [
         ({"calls": 48, "section": ""}, (1,), "rank 1 is outside the engine and the others wait"),
         ({"calls": 52, "section": ""}, (0,), "rank 0 is in 'backward' and the others wait"),
+        ({"section": "", "has_engine": False}, (1,), "rank 1 is in the script's own code and the others wait"),
         ({"section": ""}, (1,), "rank 1 is outside the engine and the others wait"),
         ({}, (0, 1), "all ranks stand in 'backward'"),
     ],
