@@ -16,7 +16,7 @@ from dsplan.render.table_columns import Bar, Cell, Column, Table, columns
 from hardware_db.files import replace_whole
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan_io import plan_to_dict
-from strategies.run_directory.claim import claimed_kind
+from strategies.run_directory.claim import claimed_kind, counts_over_attempts
 from strategies.run_directory.files import profiles_in
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ def write_report(report: RunReport, stored: str) -> None:
 def _outcome_text(report: RunReport) -> Text:
     outcome, steps = report.outcome, report.measured.steps
     attempts = f", {len(report.attempts)} attempts" if len(report.attempts) > 1 else ""
+    if attempts and not counts_over_attempts(report.spec.directory):
+        attempts = f" in the last of {len(report.attempts)} attempts"
     if outcome.name == "completed":
         return Text(text=f"completed: {steps} steps{attempts}" if steps else f"completed{attempts}", style="good")
     if outcome.name == "interrupted":

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from strategies.run_directory.files import CLAIM_FILE, write_json
-from strategies.run_directory.spec import ScriptKind
+from strategies.run_directory.spec import SAVING, ScriptKind
 from strategies.variables import RUN_DIRECTORY
 
 
@@ -123,6 +123,14 @@ def claimed_kind(directory: Path) -> ScriptKind | None:
     """Return the kind of who claimed the run of a directory; None where nobody did."""
     claim = read_claim(directory)
     return None if claim is None else claim.kind
+
+
+def counts_over_attempts(directory: Path) -> bool:
+    """Return whether the steps of a run are counted over its attempts, since what dsplan has saved is loaded.
+
+    A script that loads a checkpoint of its own does not say at which step, and counts from the begin of each attempt.
+    """
+    return claimed_kind(directory) in (None, *SAVING)
 
 
 def _note(kind: ScriptKind) -> None:
