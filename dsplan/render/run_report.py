@@ -53,6 +53,8 @@ def _cell(cell: Cell) -> str:
 
 
 _MISSING = "-"
+_MOST_LETTERS = 160
+"""Of the words on an ending in a table (a choice); the line on it and `--json` have all of them."""
 
 
 def report_blocks(report: RunReport, *, reason_follows: bool = False) -> list[Block]:
@@ -100,6 +102,8 @@ def write_report(report: RunReport, stored: str) -> None:
 def _outcome_text(report: RunReport) -> Text:
     outcome, steps = report.outcome, report.measured.steps
     attempts = f", {len(report.attempts)} attempts" if len(report.attempts) > 1 else ""
+    if attempts and saves_itself(report.spec.directory):
+        attempts = f" in the last of {len(report.attempts)} attempts"
     if outcome.name == "completed":
         return Text(text=f"completed: {steps} steps{attempts}" if steps else f"completed{attempts}", style="good")
     if outcome.name == "interrupted":
@@ -161,7 +165,7 @@ def _ending_row(attempt: AttemptReport) -> list[str]:
         _clock(attempt.began + attempt.seconds),
         _MISSING if ending.step is None else str(ending.step),
         ending_place(ending) or _MISSING,
-        ending_words(ending),
+        words if len(words := ending_words(ending)) <= _MOST_LETTERS else f"{words[: _MOST_LETTERS - 1]}…",
         _MISSING if attempt.decision is None else attempt.decision.why,
         _MISSING if attempt.seconds_lost is None else format_seconds(attempt.seconds_lost),
     ]

@@ -25,6 +25,7 @@ _REFUSAL = "error: "
 """What a rank's refusal begins with, which the rank also leaves for the supervisor."""
 # A pipe gets a line for the first step and then at most one in this many seconds.
 _LINE_SECONDS = 5.0
+_COUNTS_ANEW = "trains again; dsplan keeps no checkpoint of this script, so steps are counted from the attempt's begin"
 _CURVE_STEPS = 500
 """Steps that the curves under the live line go back."""
 
@@ -81,7 +82,8 @@ class RunView:
             self._line(printable(ending_line(event)), stderr=True)
         elif isinstance(event, RunIsBack):
             lost = "" if event.seconds_lost is None else f"; {format_seconds(event.seconds_lost)} lost"
-            self._line(label_lines(f"back at step {event.step}{lost}"), stderr=True)
+            back = _COUNTS_ANEW if event.counts_anew else f"back at step {event.step}{lost}"
+            self._line(label_lines(back), stderr=True)
         else:
             self._line(label_lines(event.line()), stderr=True)
 

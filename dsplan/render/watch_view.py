@@ -19,8 +19,9 @@ from dsplan.report.run_data import Happening, RunData, check_run_directory, read
 from hardware_db.records import dataclass
 from hardware_db.units import format_bytes, format_count, format_seconds
 from planner.types.plan import Plan
-from strategies.launch.report import metrics_of, rate_in
-from strategies.launch.run_status import requested_steps
+from strategies.launch.report import COMPLETED, metrics_of, rate_in
+from strategies.launch.run_status import steps_to_reach
+from strategies.run_directory.claim import saves_itself
 from strategies.run_directory.files import heartbeat_path, profiles_in
 from strategies.telemetry.metrics import MeasuredRun, Pace, Row, recent_pace
 
@@ -45,7 +46,10 @@ class RankNow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """A run at one moment, `time` in seconds since 1970. `steps` is how many it shall have, None where nobody said."""
+    """A run at one moment, `time` in seconds since 1970. `steps` is how many it shall have, None where nobody said.
+
+    With `counts_anew` steps are counted from the begin of the last attempt, of several.
+    """
 
     run: RunData
     ranks: tuple[RankNow, ...]
@@ -53,6 +57,7 @@ class Frame:
     time: float
     recent: Pace = Pace()
     """Of the last steps."""
+    counts_anew: bool = False
 
     @property
     def seconds(self) -> float:
@@ -64,10 +69,7 @@ class Frame:
     @property
     def step(self) -> int:
         """The last that was done; a new attempt begins at its checkpoint."""
-        newest = 0
-        for point in self.run.points:
-            newest = point.step
-        return newest
+        return _last_step(self.run)
 
     @property
     def pace(self) -> MeasuredRun | Pace:
@@ -130,10 +132,25 @@ def _frame(directory: Path, steps: int | None, metrics: Sequence[Sequence[Row]])
         ranks=tuple(
             _rank_now(directory, rank, metrics[rank] if rank < len(metrics) else (), now) for rank in range(ranks)
         ),
-        steps=steps or requested_steps(run.report.spec.arguments),
+        steps=steps
+        or steps_to_reach(
+            directory,
+            run.report.spec.arguments,
+            attempts=len(run.attempts),
+            step=_last_step(run),
+            is_completed=run.outcome == COMPLETED.name,
+        ),
         time=now,
         recent=recent_pace(metrics),
+        counts_anew=len(run.attempts) > 1 and saves_itself(directory),
     )
+
+
+def _last_step(run: RunData) -> int:
+    newest = 0
+    for point in run.points:
+        newest = point.step
+    return newest
 
 
 def _rank_now(directory: Path, rank: int, rows: Sequence[Row], now: float) -> RankNow:
@@ -279,7 +296,8 @@ def _others_text(ranks: Sequence[RankNow], *, beside: bool) -> str:
 
 def _state(frame: Frame) -> str:
     run = frame.run
-    steps = f"step {frame.step:,}" + (f" of {frame.steps:,}" if frame.steps else "")
+    of = f" of {frame.steps:,}" if frame.steps else ""
+    steps = f"step {frame.step:,}" + (" from the attempt's begin" if frame.counts_anew and not of else of)
     parts = [
         run.outcome,
         steps,

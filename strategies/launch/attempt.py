@@ -66,10 +66,14 @@ class AttemptEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunIsBack:
-    """The first step after a restart is done; `seconds_lost` is None if it cannot be known."""
+    """The first step after a restart is done; `seconds_lost` is None if it cannot be known.
+
+    With `counts_anew` the step is the attempt's own: the script loads its own checkpoint, and does not say which.
+    """
 
     step: int
     seconds_lost: float | None
+    counts_anew: bool = False
 
 
 Event = OutputLine | PlanMade | StepDone | Alert | AttemptEnded | RunIsBack

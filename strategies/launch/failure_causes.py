@@ -17,6 +17,8 @@ from strategies.supervision.verdicts import Verdict, ranks_by_number, read_heart
 
 _FAILURE = re.compile(r"rank(\d+)\.failure\.json")
 _SUCCESS = re.compile(r"rank(\d+)\.success\.json")
+_SOURCE_LINE = re.compile(r"^\[\S+:\d+\] ")
+"""The line of its own source that gloo begins a message with; what follows its first sentence is advice."""
 _CONNECTION_ERRORS = ("ConnectionError", *(kind.__name__ for kind in ConnectionError.__subclasses__()))
 
 
@@ -124,6 +126,8 @@ def _may_miss(ending: Ending, ended: Mapping[int, object]) -> bool:
 def _ending_of(directory: Path, rank: int, failure: Mapping[str, Any], exit_status: int | None) -> Ending:
     """Return the ending that a rank wrote down itself."""
     message = str(failure.get("message", ""))
+    if says(message, "lost") or says(message, "echo"):
+        message = _SOURCE_LINE.sub("", message).split(". ")[0]
     # The rank that noticed a hang waits for the one that is behind.
     behind = [int(rank) for rank in failure.get("behind") or ()]
     return Ending(

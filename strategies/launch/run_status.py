@@ -26,6 +26,7 @@ from planner.cluster.nodes import price_per_gpu
 from planner.types.plan import Plan
 from strategies.launch.report import COMPLETED, INTERRUPTED, AttemptReport, counted_unit, earlier_attempts, outcome_of
 from strategies.launch.run_lock import is_held
+from strategies.run_directory.claim import saves_itself
 from strategies.run_directory.files import JOURNAL_FILE, SPEC_FILE, heartbeat_path, metrics_files
 from strategies.run_directory.journal import read_journal
 from strategies.run_directory.request import ON_CPU
@@ -162,6 +163,19 @@ def requested_steps(arguments: Sequence[str]) -> int | None:
     return None
 
 
+def steps_to_reach(
+    directory: Path, arguments: Sequence[str], *, attempts: int, step: int, is_completed: bool
+) -> int | None:
+    """Return how many steps a run shall have, as its script was told; None where `step` is not counted so.
+
+    A script that loads a checkpoint of its own does fewer steps than it was told, in a later attempt or in the first.
+    """
+    steps = requested_steps(arguments)
+    if steps is None or not saves_itself(directory):
+        return steps
+    return None if attempts > 1 or (is_completed and step < steps) else steps
+
+
 # Many runs.
 
 
@@ -293,7 +307,13 @@ class RunFollower:
             productive_seconds=self._steps.seconds,
             device_seconds=sum(seconds * ranks for seconds, ranks in spans),
             step=self._steps.step,
-            steps=requested_steps(spec.arguments) if spec else None,
+            steps=steps_to_reach(
+                self._directory,
+                spec.arguments if spec else (),
+                attempts=len(reports),
+                step=self._steps.step,
+                is_completed=outcome == COMPLETED.name,
+            ),
             loss=self._steps.mean_loss(),
             step_seconds=pace.step_seconds,
             tokens_per_second=pace.tokens_per_second,
@@ -460,6 +480,8 @@ class _Steps:
         if event == "attempt":
             self._attempt, self._first, self._peak = row, None, 0
             self._recent.clear()
+            if saves_itself(self._directory):
+                self._numbers, self._each = array("q"), array("d")  # nobody knows which steps are done again
         elif event == "step":
             self._first = self._first or row
             self._last = row

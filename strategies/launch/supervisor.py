@@ -28,7 +28,7 @@ from strategies.launch.report import (
 from strategies.launch.run_lock import RunLock, launcher_lock
 from strategies.launch.run_record import RecordKeeper
 from strategies.launch.state import RunState
-from strategies.run_directory.claim import claimed_kind
+from strategies.run_directory.claim import claimed_kind, saves_itself
 from strategies.run_directory.files import REPORT_FILE
 from strategies.run_directory.journal import Journal
 from strategies.run_directory.machine import own_machine
@@ -206,10 +206,12 @@ class Supervisor:
         is_first = self._state.course.first is None
         lost = self._state.course.reached(step, time.monotonic())
         if is_first and len(self._attempts) > 1:
+            counts_anew = saves_itself(self._spec.directory)
+            lost = None if counts_anew else lost
             before = self._attempts[-2]
             self._attempts[-2] = replace(before, seconds_lost=lost)
             self._journal.append("back", self._number, step=step, seconds_lost=lost)
-            yield RunIsBack(step=step, seconds_lost=lost)
+            yield RunIsBack(step=step, seconds_lost=lost, counts_anew=counts_anew)
 
     def _note_saves(self, saves: Iterable[RunCheckpoint]) -> None:
         """Have the journal list checkpoints too: the list of them may be lost."""

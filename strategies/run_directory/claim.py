@@ -130,7 +130,10 @@ LEFT_TO_SCRIPT = "dsplan saved nothing; the script resumes from what it saved it
 
 
 def saves_itself(directory: Path) -> bool:
-    """Return whether the script of a run has to save and load by itself, as dsplan keeps no checkpoint of it."""
+    """Return whether the script of a run has to save and load by itself, as dsplan keeps no checkpoint of it.
+
+    It does not say at which step it goes on, and counts from the begin of each attempt.
+    """
     return claimed_kind(directory) not in (None, *SAVING)
 
 

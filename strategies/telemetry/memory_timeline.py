@@ -63,9 +63,9 @@ class TimelineTracker(StorageTracker):
         self._layer = section if section in LAYERS else LAYERS[_OTHER]
         return Mark(seconds=time.perf_counter() - self._began, name=section)
 
-    def _observe(self, tensor: torch.Tensor, *, was_alive: bool) -> None:
+    def _observe(self, tensor: torch.Tensor, *, was_alive: bool, is_written: bool = False) -> None:
         if all(part.device.type == self._device.type and not on_disk(part) for part in plain_parts(tensor)):
-            super()._observe(tensor, was_alive=was_alive)
+            super()._observe(tensor, was_alive=was_alive, is_written=is_written)
 
     def _measure(self, storage: torch.UntypedStorage, *, raises_past_peak: bool = False) -> None:
         if storage.device.type != self._device.type:

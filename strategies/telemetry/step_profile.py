@@ -198,9 +198,9 @@ class SnapshotTracker(StorageTracker):
     def _runs(self, operation: Any) -> None:
         self._operation = str(operation)
 
-    def _observe(self, tensor: torch.Tensor, *, was_alive: bool) -> None:
+    def _observe(self, tensor: torch.Tensor, *, was_alive: bool, is_written: bool = False) -> None:
         if all(part.device.type == "cpu" and not on_disk(part) for part in plain_parts(tensor)):
-            super()._observe(tensor, was_alive=was_alive)
+            super()._observe(tensor, was_alive=was_alive, is_written=is_written)
 
     def _measure(self, storage: torch.UntypedStorage, *, raises_past_peak: bool = False) -> None:
         super()._measure(storage, raises_past_peak=raises_past_peak)

@@ -4,9 +4,10 @@ A dispatch mode sees every operation. A storage that an operation returns is ali
 reference to it dies. A storage that was never seen before was alive all along if the first operation on it writes into
 it (optimizer states, DDP's buckets, which live in C++ and are found when gradients are copied into them); if it is read
 first, some code outside the mode has just made it (the flat inputs of collectives), or it is a weight, which is read
-long before the peak. Scratch memory inside a kernel is not seen, and memory that torch did not allocate (a file that is
-mapped, whose pages the kernel takes back) does not count. Sizes are rounded up to 512 bytes as CUDA's allocator
-does, so that figures compare.
+long before the peak. Scratch memory inside a kernel is not seen. Memory that torch's allocator did not give out (a file
+that is mapped, whose pages the kernel takes back) counts from the start where an operation writes into it, as into
+optimizer states that `torch.load` has read, and not at all where it is only read. Sizes are rounded up to 512 bytes as
+CUDA's allocator does, so that figures compare.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ class StorageTracker:
         self._active.close()
         self._sizes.clear()
 
-    def _observe(self, tensor: torch.Tensor, *, was_alive: bool) -> None:
+    def _observe(self, tensor: torch.Tensor, *, was_alive: bool, is_written: bool = False) -> None:
         for part in plain_parts(tensor):
             storage = part.untyped_storage()
-            if self._fake or (storage.device.type != "meta" and storage.resizable()):
+            if self._fake or (storage.device.type != "meta" and (is_written or storage.resizable())):
                 new = weakref.ref(storage) not in self._sizes
                 # What existed at every moment so far was alive at the peak so far as well.
                 self._measure(storage, raises_past_peak=new and was_alive)
@@ -103,7 +104,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = {id(leaf) for leaf in _written(func, args, kwargs or {})}
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
-                self._observe(leaf, was_alive=id(leaf) in written)
+                self._observe(leaf, was_alive=id(leaf) in written, is_written=id(leaf) in written)
         result = func(*args, **(kwargs or {}))
         if self._runs is not None:
             self._runs(func)

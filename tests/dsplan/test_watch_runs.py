@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,11 @@ from hardware_db.datasheets import find_node_type
 from hardware_db.errors import BrokenFile
 from planner.types.plan import Plan
 from planner.types.plan_io import plan_to_dict
+from strategies.launch.options import DEFAULT_SUPERVISION
 from strategies.launch.run_lock import RunLock
-from strategies.launch.run_status import RunFollower, RunsFollower
+from strategies.launch.run_status import RunFollower, RunsFollower, steps_to_reach
+from strategies.run_directory.files import CLAIM_FILE, write_json
+from strategies.run_directory.spec import LaunchSpec
 from tests.dsplan.cli import Cli
 from tests.dsplan.run_directories import append, began, completed_run, heartbeat, journal, restarted_run, steps
 
@@ -38,6 +42,40 @@ def test_a_run_is_what_its_journal_and_its_steps_say(tmp_path: Path) -> None:
     assert (status.checkpoint_step, status.checkpoint_age_seconds) == (40, pytest.approx(130, abs=1))
     assert (status.tokens_per_second, status.step_seconds, status.peak_bytes) == (128, 1.0, 3 << 20)
     assert dict(status.alerts) == {"killed": 1, "loss_spike": 1}
+
+
+def test_a_script_with_its_own_checkpoint_is_counted_from_each_attempts_begin(cli: Cli, tmp_path: Path) -> None:
+    arguments = ("--steps", "40")
+    LaunchSpec(
+        script="train.py",
+        arguments=arguments,
+        processes=2,
+        run_directory=str(tmp_path),
+        supervision=DEFAULT_SUPERVISION,
+    ).save()
+    write_json(tmp_path / CLAIM_FILE, {"kind": "torch", "parameters": None})
+    at = time.time() - 100
+    append(tmp_path / "metrics-rank0.jsonl", [{"event": "attempt", "attempt": 0}, *steps(1, 14)])
+    append(tmp_path / "metrics-rank0.jsonl", [{"event": "attempt", "attempt": 1}, *steps(1, 30)])
+    journal(
+        tmp_path,
+        began(at),
+        {"event": "ending", "time": at + 20, "kind": "killed", "rank": 1, "reason": "killed by signal 9"},
+        {"event": "decision", "time": at + 20, "action": "restart", "why": "starts again", "delay_seconds": 0.0},
+        {**began(at + 20), "attempt": 1},
+        {"event": "end", "attempt": 1, "time": at + 60, "outcome": "completed", "first_step": 1, "last_step": 30},
+    )
+    status = RunFollower(tmp_path).look()
+    assert status is not None
+    assert (status.state, status.outcome, status.step, status.steps) == ("ended", "completed", 30, None)
+    assert status.productive_seconds == pytest.approx(44), "nobody knows which of them were done again"
+    assert "completed, step 30 from the attempt's begin, " in cli(f"watch {shlex.quote(str(tmp_path))} --once").out
+    counted = partial(steps_to_reach, tmp_path, arguments)
+    assert counted(attempts=1, step=12, is_completed=False) == 40
+    assert counted(attempts=1, step=40, is_completed=True) == 40
+    assert counted(attempts=1, step=30, is_completed=True) is None, "it began at step 10"
+    write_json(tmp_path / CLAIM_FILE, {"kind": "dsplan", "parameters": None})
+    assert counted(attempts=2, step=30, is_completed=True) == 40
 
 
 @pytest.mark.parametrize(("quiet", "state"), [(59.0, "running"), (61.0, "stalled")])

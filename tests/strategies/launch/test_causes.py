@@ -56,10 +56,11 @@ def test_a_cause_comes_before_its_effects(kind: EndingKind, tmp_path: Path) -> N
     assert (ending_of(tmp_path, 1).kind, ending_of(tmp_path, 1).rank) == (kind, 1)
 
 
-def test_peers_that_only_lost_each_other_are_lost(tmp_path: Path) -> None:
+def test_peers_that_only_lost_each_other_are_lost_in_few_words(tmp_path: Path) -> None:
     _result(tmp_path, {0: 1})
-    _write_failure(tmp_path, 0, "failed", ECHO)
-    assert ending_of(tmp_path, 1).kind == "lost"
+    _write_failure(tmp_path, 0, "failed", f"{ECHO}. This is typically caused by a remote worker hanging. GLHF!")
+    ending = ending_of(tmp_path, 1)
+    assert (ending.kind, ending.reason) == ("lost", "RuntimeError: Connection closed by peer [127.0.0.1]:3012")
 
 
 MISMATCH = "  what():  [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 42 vs 40. \

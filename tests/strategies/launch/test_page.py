@@ -12,9 +12,10 @@ import pytest
 
 from dsplan.render.run_report import markdown, report_blocks, write_report
 from dsplan.render.run_view import RunView, ending_line
+from dsplan.render.show import Text
 from dsplan.render.table_columns import Table
 from hardware_db.units import format_ratio
-from strategies.launch.attempt import AttemptEnded, OutputLine, describe_preemption
+from strategies.launch.attempt import AttemptEnded, OutputLine, RunIsBack, describe_preemption
 from strategies.launch.failure_causes import Ending
 from strategies.launch.options import DEFAULT_SUPERVISION
 from strategies.launch.policy import Decision
@@ -28,6 +29,7 @@ from strategies.launch.report import (
     outcome_of,
 )
 from strategies.run_directory.claim import LEFT_TO_SCRIPT
+from strategies.run_directory.files import CLAIM_FILE, write_json
 from strategies.run_directory.journal import Journal
 from strategies.run_directory.spec import LaunchSpec
 from strategies.supervision.lineage import RunCheckpoint, note
@@ -99,6 +101,31 @@ def test_the_page_lists_what_ran_and_what_happened(tmp_path: Path) -> None:
     assert [row[0] for row in ran.rows] == ["0", "1"]
     (row,) = happened.rows
     assert list(row[1:]) == ["8", "rank 1 (node1)", "killed by signal 9", "starts again", "4.2 s"]
+
+
+def test_long_words_on_an_ending_leave_the_table_its_width(tmp_path: Path) -> None:
+    reason = "ValueError: " + "bad " * 100
+    report = _report(tmp_path, COMPLETED, replace(KILLED, kind="failed", reason=reason), None)
+    *_, happened = (block for block in report_blocks(report) if isinstance(block, Table))
+    assert happened.rows[0][3] == f"failed: {reason}"[:159] + "…"
+
+
+def test_steps_of_a_script_with_its_own_checkpoint_are_the_last_attempts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = _report(tmp_path, COMPLETED, KILLED, None)
+    report = replace(report, measured=replace(report.measured, steps=30))
+    assert report_blocks(report)[0] == Text(text="completed: 30 steps, 2 attempts", style="good")
+    write_json(tmp_path / CLAIM_FILE, {"kind": "torch", "parameters": None})
+    assert report_blocks(report)[0] == Text(text="completed: 30 steps in the last of 2 attempts", style="good")
+    with RunView(ranks=2, out=sys.stdout) as view:
+        view.show(RunIsBack(step=1, seconds_lost=None, counts_anew=True))
+        view.show(RunIsBack(step=7, seconds_lost=2.0))
+    assert capsys.readouterr().err.splitlines() == [
+        "dsplan: trains again; dsplan keeps no checkpoint of this script, so steps are counted from the attempt's"
+        " begin",
+        "dsplan: back at step 7; 2 s lost",
+    ]
 
 
 def test_a_run_that_went_well_has_no_such_tables(tmp_path: Path) -> None:

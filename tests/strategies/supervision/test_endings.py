@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import runpy
 import threading
 import time
@@ -17,8 +18,8 @@ from hardware_db.errors import DsplanError
 from planner.errors import NothingFits
 from strategies.errors import BrokenFile, CannotRun
 from strategies.run_directory.attempt_options import AttemptOptions
-from strategies.run_directory.files import LINEAGE_FILE
-from strategies.supervision import lineage, stopping
+from strategies.run_directory.files import LINEAGE_FILE, success_path
+from strategies.supervision import lineage, process, stopping
 from strategies.supervision.failures import (
     NotFinite,
     attempt_of,
@@ -184,3 +185,21 @@ def test_what_wants_a_gpu_is_a_refusal_that_names_the_line(tmp_path: Path, monke
     assert failure.message.startswith("train.py, line 2: asks for CUDA, and torch can use no GPU here; ")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert failure_of(caught.value, tmp_path).kind == "failed"
+
+
+def test_a_script_that_ends_by_os_exit_leaves_word_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = Mock()
+    monkeypatch.setattr(os, "_exit", ended)
+    process.leave_word_at_exit(tmp_path, 1)
+    os._exit(3)
+    assert not success_path(tmp_path, 1).exists()
+    os._exit(0)
+    word = success_path(tmp_path, 1).read_text()
+    assert json.loads(word)["host"]
+    os._exit(0)
+    assert success_path(tmp_path, 1).read_text() == word, "an earlier word stays"
+    assert [call.args for call in ended.call_args_list] == [(3,), (0,), (0,)]
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    success_path(tmp_path, 1).unlink()
+    os._exit(0)
+    assert not success_path(tmp_path, 1).exists(), "a process that the rank has forked is no rank"

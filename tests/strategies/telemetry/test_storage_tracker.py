@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +65,18 @@ def test_what_a_checkpoint_was_loaded_into_or_saved_from_counts() -> None:
         assert tracker.live_bytes == SQUARE
     del loaded
     assert bytes(saved[:4]) == b"\x00\x00\x00\x40", "who looks at the bytes keeps them"
+
+
+def test_what_torch_has_loaded_counts_once_it_is_written_to(tmp_path: Path) -> None:
+    """A resumed optimizer steps the very tensors that `torch.load` has read; what is only read may be a mapped file."""
+    torch.save([torch.zeros(64, 64), torch.zeros(64, 64)], tmp_path / "states.pt")
+    moment, table = torch.load(tmp_path / "states.pt")
+    with StorageTracker([table]) as tracker:
+        temporary = torch.zeros(64, 64)
+        del temporary
+        torch._foreach_add_([moment], [table])
+        assert tracker.peak_bytes == 2 * SQUARE, "it was there next to the temporary"
+        assert tracker.live_bytes == SQUARE
 
 
 def test_resized_storages_are_followed_and_the_method_is_given_back() -> None:

@@ -7,6 +7,7 @@ Source: `strategies/backends/zero/gradient_reducer.py`, `units.py` and `collecti
   tensor that has a bucket to itself travels as it is. Two buckets are on the way while a third fills, and what a rank
   keeps of them is there when they are received. Between ranks on CPUs every owner receives the others' runs of what is
   on the way; NCCL makes the sum alone.
+* In a model without blocks, whose backward is one moment of the forms, every gradient's copying is looked at.
 * Stage 1 keeps whole gradients from the first micro-batch to the last, stages 2 and 3 this rank's part. In the last
   they go as they are reduced; in one between the first and the last all of them are there to the end.
 * Stage 3 has the root's weights whole from the start of forward to the end of backward, and those of the block at work
@@ -21,7 +22,7 @@ Source: `strategies/backends/zero/gradient_reducer.py`, `units.py` and `collecti
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -72,6 +73,7 @@ class NativeZeroBuffers:
         # A stage of a pipeline may train nothing.
         self._staying = 1.0 if on_cpu or not split.local else split.on_device / split.local
         self._going = 0.0 if on_cpu else recipe.gather * min(sum(split.on_host), _GOING_DOWN * split.largest)
+        self._is_one_unit = not units.blocks
         blocks = max((unit.elements for unit in units.blocks), default=0.0)
         is_sharded = not weights_are_whole(job)
         by_unit = configuration.zero_stage == 3 and is_sharded
@@ -91,8 +93,15 @@ class NativeZeroBuffers:
     def in_last(self, instant: Instant) -> Ledger:
         """Return the ledger of a micro-batch whose gradients are reduced, beside those that wait."""
         with_gradients = instant.done_gradients + instant.unit_gradients
+        ended = self._reducing(instant, with_gradients, *self._fills.state(instant, with_gradients))
+        if not (self._is_one_unit and instant.unit_gradients and instant.unit == "table"):
+            return ended
+        passed = self._fills.passed(instant.done_gradients, with_gradients)
+        return max((ended, *(self._reducing(instant, *moment) for moment in passed)), key=lambda ledger: ledger.total)
+
+    def _reducing(self, instant: Instant, with_gradients: float, state: _State, newest: float) -> Ledger:
+        """Return the ledger of an instant of such a micro-batch when so many elements of gradients have been made."""
         going = min(self._going, self._recipe.gather * with_gradients / self._ranks)
-        state, newest = self._fills.state(instant, with_gradients)
         gradients = going + self._waiting(with_gradients, state)
         return self._always(instant) + Ledger(gradients=gradients) + self._moving(newest, state)
 
@@ -201,7 +210,9 @@ class _Fills:
     they share.
     """
 
-    def __init__(self, buckets: Sequence[_Fill], largest: Mapping[str, tuple[float, float]]) -> None:
+    def __init__(
+        self, buckets: Sequence[_Fill], largest: Mapping[str, tuple[float, float]], tensors: Sequence[_Fill]
+    ) -> None:
         self._buckets = sorted(buckets, key=lambda bucket: bucket.completes)
         self._completes = [bucket.completes for bucket in self._buckets]
         self._elements = list(accumulate((bucket.elements for bucket in self._buckets), initial=0))
@@ -209,6 +220,25 @@ class _Fills:
         before = [0.0, *self._completes]
         self._long = [bucket for bucket, end in zip(self._buckets, before, strict=False) if bucket.begins < end - _NEAR]
         self._largest = largest
+        self._tensors = tensors
+
+    def passed(self, first: float, last: float) -> Iterator[tuple[float, _State, float]]:
+        """Yield how far backward is when a bucket takes each of the gradients from `first` to `last`, elements both.
+
+        That is the elements made by then, where the buckets are, and the elements of the gradient itself, which
+        autograd holds until the bucket that it completes is on its way. A bucket is there whole as soon as it takes
+        one; what fills a bucket by itself is that bucket.
+        """
+        begins_of = {bucket.completes: bucket.begins for bucket in self._buckets}
+        for tensor in self._tensors:
+            if tensor.begins < first - _NEAR or tensor.completes > last + _NEAR:
+                continue
+            if begins_of.get(tensor.completes) == tensor.begins:
+                yield tensor.completes, self.at(tensor.begins), float(tensor.elements)
+                continue
+            yield tensor.completes, self.at(tensor.begins + 2 * _NEAR), float(tensor.elements)
+            if tensor.completes in begins_of:
+                yield tensor.completes, self.at(tensor.completes), float(tensor.elements)
 
     def state(self, instant: Instant, taken: float) -> tuple[_State, float]:
         """Return where the buckets are, and the elements of the gradient that is beside them.
@@ -270,4 +300,4 @@ def _fills(units: Units, limit: int, threshold: int | None) -> _Fills:
     sizes = {"head": units.ending, "table": units.embedding, "block": tuple(size for block in blocks for size in block)}
     shared = {unit: [size for size in of if 2 * size < limit] for unit, of in sizes.items()}
     largest = {unit: (float(max(of, default=0)), float(max(shared[unit], default=0))) for unit, of in sizes.items()}
-    return _Fills(buckets, largest)
+    return _Fills(buckets, largest, [tensor for tensors in groups.values() for tensor in tensors])

@@ -7,9 +7,15 @@ from dataclasses import replace
 from types import ModuleType
 
 import pytest
+from torch import nn
 
 from planner.search.estimate import estimate
+from planner.search.request import WorkOptions, make_request
 from planner.types.plan_io import plan_from_dict
+from planner.vocabulary import Strategy
+from scripts.measure.machines import measured_cluster
+from strategies.integrations.ddp_script import configuration_for
+from strategies.tracing.live import facts_from_module
 
 MEASURED: Mapping[tuple[str, str], tuple[int, int]] = {
     ("zero1", "fp32"): (112_000_000, 176_928_256),
@@ -39,6 +45,11 @@ MIDDLE: Mapping[tuple[str, str], int] = {
 """Peak bytes of such a GPT-2 with three micro-batches of 32 words on 2 ranks, by `scripts/bench/zero.py --bytes`."""
 ONCE: Mapping[tuple[str, str], int] = {("zero2", "fp32"): 307_300_000, ("zero2", "bf16"): 232_600_000}
 """The same with one micro-batch, by `scripts.measure.measured_run.measure_subject`."""
+
+
+WITHOUT_BLOCKS: Mapping[Strategy, int] = {"zero1": 4_557_312, "zero2": 4_557_312, "zero3": 5_118_976}
+"""Peak bytes of a script's MLP of 32, 512, 512 and 2 features with 16 samples a rank, AdamW in fp32, on 2 ranks, by
+`dsplan run --strategy`: while the largest gradient is copied into the bucket of all."""
 
 
 @pytest.fixture
@@ -94,6 +105,17 @@ def test_whole_tensors_are_shared_out_as_measured(strategy: str, precision: str,
     resident, peak = WHOLE_TENSORS[strategy, precision]
     assert memory.states["parameters_bytes"] + memory.states["optimizer_bytes"] == pytest.approx(resident, rel=0.02)
     assert memory.peak_allocated_bytes == pytest.approx(peak, rel=0.06)
+
+
+@pytest.mark.parametrize("strategy", WITHOUT_BLOCKS)
+def test_a_gradient_is_beside_the_bucket_that_takes_it_in_a_model_without_blocks(
+    strategy: Strategy,
+) -> None:
+    model = nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 2))
+    work = WorkOptions(seq_len=1, global_batch=32, precision="fp32")
+    request = make_request(facts_from_module(model), measured_cluster("cpu", 2), work, zero_backend="native")
+    asked = replace(configuration_for(strategy, 2), micro_batch_size=16, global_batch_size=32)
+    assert estimate(request, asked).memory.peak_allocated_bytes == pytest.approx(WITHOUT_BLOCKS[strategy], rel=0.04)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
