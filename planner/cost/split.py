@@ -28,6 +28,11 @@ _MIXED = frozenset({"local", "global"})
 """Kinds of blocks that take turns, so that every stage has some of each."""
 
 
+def recomputed_blocks(chosen: Configuration, blocks: int) -> int:
+    """Return how many of so many blocks in a row full checkpointing recomputes: the first, and every K-th after."""
+    return -(-blocks // chosen.checkpoint_every) if chosen.activation_checkpointing == "full" else 0
+
+
 @lru_cache(maxsize=256)
 def blocks_per_piece(blocks: int, pieces: int) -> tuple[int, ...]:
     """Return how many of the blocks each piece of the model has, in the order of the model."""

@@ -157,13 +157,13 @@ def _without_contradiction(
             message = f"the global batch {total} is no multiple of {step}"
             product *= max(total // product, 1)
         key, file, line = _place_of_batch(reading)
-        found = Finding(severity="error", id=_TRIPLE, message=message, key=key, file=file, line=line)
+        wrong = Finding(severity="error", id=_TRIPLE, message=message, key=key, file=file, line=line)
         mended = replace(options, global_batch=product)
         try:
             exact(request, mended)
         except ContradictoryRequest:  # other ranks than those count samples
             mended = replace(options, global_batch=None)
-        return mended, [found]
+        return mended, [wrong]
     return options, []
 
 

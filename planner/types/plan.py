@@ -227,10 +227,6 @@ class Configuration:
         """The parts of a block that selective checkpointing drops; none where the code base has a way of its own."""
         return tuple(name.strip() for name in self.recompute_modules.split(",")) if self.recompute_modules else ()
 
-    def recomputed_of(self, blocks: int) -> int:
-        """Return how many of so many blocks in a row full checkpointing recomputes: the first, and every K-th after."""
-        return -(-blocks // self.checkpoint_every) if self.activation_checkpointing == "full" else 0
-
     @property
     def accumulates(self) -> bool:
         """True if a step has more than one micro-batch."""

@@ -13,6 +13,7 @@ from math import prod
 from hardware_db.records import dataclass
 from planner import vocabulary as words
 from planner.cost.memo import memo_by_identity
+from planner.cost.split import recomputed_blocks
 from planner.cost.timing.efficiency import BACKWARD
 from planner.cost.timing.stacks import KINDS, Matmuls, Stack, measured_stacks, recorded_stacks, stacks, traced_stacks
 from planner.models.facts import Adapter, ModelFacts, ParameterCounts
@@ -83,7 +84,7 @@ def executed_layers(job: Job) -> int:
 def recomputed_share(job: Job) -> float:
     """Return the share of blocks that full checkpointing computes again; 0 without it."""
     layers = executed_layers(job)
-    return job.configuration.recomputed_of(layers) / layers
+    return recomputed_blocks(job.configuration, layers) / layers
 
 
 def geometry(job: Job) -> Geometry:

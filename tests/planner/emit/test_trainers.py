@@ -382,8 +382,8 @@ def test_rotary_positions_are_left_to_the_script_where_a_model_has_more_of_them(
     model: str, format: str, left: str | None
 ) -> None:
     duties = script_duties(split_plan(model), format, EmitOptions())
-    said = [duty for duty in duties if "rope" in duty]
-    assert said == ([] if left is None else [f"is given the model's {left}, which a plan does not hold"])
+    ropes = [duty for duty in duties if "rope" in duty]
+    assert ropes == ([] if left is None else [f"is given the model's {left}, which a plan does not hold"])
 
 
 @pytest.mark.slow

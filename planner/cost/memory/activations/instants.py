@@ -18,7 +18,7 @@ from planner.cost.memory.ledger import NOTHING, Amount, bytes_at, plus, times
 from planner.cost.memory.reference import block_token_bytes, has_own_reference, reference_casts
 from planner.cost.memory.units import trained_units_of
 from planner.cost.precision import Recipe
-from planner.cost.split import logit_parts, micro_batches_in_flight
+from planner.cost.split import logit_parts, micro_batches_in_flight, recomputed_blocks
 from planner.models.figures import BlockFigures, Figures, Peak
 from planner.types.job import Job
 from planner.vocabulary import REFERRING, SCORING, Checkpointing
@@ -138,7 +138,7 @@ class _Step:
         boundary = NOTHING if self._parks else block.boundary
         if self._checkpointing == "selective":
             return times(count, plus(boundary, block.products))
-        again = self._job.configuration.recomputed_of(count)
+        again = recomputed_blocks(self._job.configuration, count)
         return plus(times(again, boundary), times(count - again, block.kept))
 
     def _others(self, piece: int) -> Amount:
@@ -211,7 +211,7 @@ class _Step:
             return 0.0
         counts = [*self._counts[:stack], blocks_done]
         graphs = zip(counts, self._figures.blocks, strict=False)
-        return sum((count - chosen.recomputed_of(count)) * block.cast for count, block in graphs)
+        return sum((count - recomputed_blocks(chosen, count)) * block.cast for count, block in graphs)
 
     def forward(self) -> Iterator[Instant]:
         """Yield the last block of each stack; the end of the pass where a module has no repeated blocks."""
@@ -335,9 +335,8 @@ class _Step:
     def _recomputes(self, blocks_done: int) -> bool:
         """Return whether the block after so many others of its stack runs again before its backward."""
         chosen = self._job.configuration
-        return self._checkpointing == "selective" or chosen.recomputed_of(blocks_done + 1) > chosen.recomputed_of(
-            blocks_done
-        )
+        again = recomputed_blocks(chosen, blocks_done + 1) > recomputed_blocks(chosen, blocks_done)
+        return self._checkpointing == "selective" or again
 
     def _product_input(self, recipe: Recipe) -> Amount:
         """Return the input of a block's last product, which nothing else keeps: ReLU keeps its result itself."""
