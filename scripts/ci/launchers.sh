@@ -31,6 +31,8 @@ if [ ! -d "$sky/sky" ]; then
     python -m pip --disable-pip-version-check install -qq --target "$sky" 'skypilot==0.14.1'
 fi
 python -m pytest tests/strategies/launchers -m "slow or not slow" -rs --durations=0 --ignore-glob='*test_skypilot.py' \
-    --ignore-glob='*test_skypilot_client.py' "$@"
-PYTHONPATH=$sky SKYPILOT_DISABLE_USAGE_COLLECTION=1 exec python -m pytest -n 0 tests/strategies/launchers/test_skypilot.py \
-    tests/strategies/launchers/test_skypilot_client.py tests/planner/emit/test_clouds.py -m "slow or not slow" -rs
+    --ignore-glob='*test_skypilot_client.py' "$@" && status=0 || status=$?
+PYTHONPATH=$sky SKYPILOT_DISABLE_USAGE_COLLECTION=1 python -m pytest -n 0 tests/strategies/launchers/test_skypilot.py \
+    tests/strategies/launchers/test_skypilot_client.py tests/planner/emit/test_clouds.py -m "slow or not slow" -rs ||
+    status=$?
+exit $status

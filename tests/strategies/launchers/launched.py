@@ -17,6 +17,12 @@ PATIENCE_SECONDS = 250.0
 _DSPLAN_RUN = (sys.executable, "-m", "dsplan", "run")
 
 
+def path_of_a_node(commands: Path) -> str:
+    """Return the PATH of a node that this machine stands in for: its own commands, and no dsplan of this machine's."""
+    machine = (folder for folder in os.environ["PATH"].split(os.pathsep) if not (Path(folder) / "dsplan").exists())
+    return os.pathsep.join([str(commands), *machine])
+
+
 class Launched:
     """A run in a directory: `start` it, once or on several nodes, and `finish` it."""
 

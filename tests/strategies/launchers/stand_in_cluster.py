@@ -34,6 +34,7 @@ from urllib.parse import parse_qs, urlparse
 import yaml
 
 from tests.strategies.launchers import api_schemas
+from tests.strategies.launchers.launched import path_of_a_node
 
 ROOT = Path(__file__).resolve().parents[3]
 _SERVED = {
@@ -381,10 +382,9 @@ class StandInCluster:
             self._event("Pod", pod.name, "Failed", "Error: ErrImagePull", kind_of_event="Warning")
             return
         declared = _declared(pod, job)
-        machine = [folder for folder in os.environ["PATH"].split(":") if not (Path(folder) / "dsplan").exists()]
         environment = {
             **os.environ,
-            "PATH": ":".join([str(self.directory / "bin"), *machine]),  # an image has no dsplan but its own
+            "PATH": path_of_a_node(self.directory / "bin"),
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             **self._variables,

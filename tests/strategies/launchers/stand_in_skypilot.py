@@ -29,6 +29,8 @@ from urllib.parse import parse_qs, urlparse
 
 import psutil
 
+from tests.strategies.launchers.launched import path_of_a_node
+
 ROOT = Path(__file__).resolve().parents[3]
 _TICK_SECONDS, _KILL_SECONDS = 0.05, 30.0  # sky/skylet/subprocess_daemon.py
 _MARK = "STAND_IN_NODE"
@@ -207,7 +209,7 @@ class StandInSkyPilot:
     def __init__(self, directory: Path, image: Mapping[str, str]) -> None:
         self.directory = directory
         binaries = directory / "bin"
-        own = {"PATH": f"{binaries}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        own = {"PATH": path_of_a_node(binaries), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self.variables = {**os.environ, **own, **image}
         self.jobs: list[_Job] = []
         self.is_over, self.is_silent, self.refuses = threading.Event(), False, ""
