@@ -35,7 +35,7 @@ from strategies.supervision.hang_detection import HANG_SECONDS
 from strategies.supervision.verdicts import read_heartbeat_file
 from strategies.telemetry.alerts import AlertKind
 from strategies.telemetry.follow import LineFollower
-from strategies.telemetry.metrics import RECENT_STEPS, Pace, Row, parse_row, step_number
+from strategies.telemetry.metrics import RECENT_STEPS, Pace, Row, pace_of, parse_row, step_number
 
 State = Literal["running", "resumed", "stalled", "ended", "failed", "silent"]
 STATES: tuple[State, ...] = ("running", "resumed", "stalled", "ended", "failed")
@@ -106,7 +106,7 @@ class RunStatus:
     step_seconds: float | None
     """Median of the last 20 steps of this attempt; of a run that has ended that of its report."""
     tokens_per_second: float | None
-    """Of all ranks: those of the last step over `step_seconds`; of a run that has ended those of its report."""
+    """Of all ranks: the mean of the last steps over `step_seconds`; of a run that has ended those of its report."""
     peak_bytes: int | None
     """The highest peak of a rank in this attempt."""
     restarts: int
@@ -351,7 +351,7 @@ class RunFollower:
         if quiet is None:
             return "ended" if outcome in ("completed", "interrupted", "preempted") else "failed"
         patience = (spec.supervision.hang_seconds if spec else 0) or HANG_SECONDS
-        step_seconds = self._steps.recent_seconds()
+        step_seconds = self._steps.pace().step_seconds
         if self._steps.has_stepped and step_seconds is not None:
             patience = max(STALLED_SECONDS, STALLED_STEPS * step_seconds)
         if quiet > patience:
@@ -433,7 +433,7 @@ class _Steps:
     def _begin(self) -> None:
         """Forget what was read."""
         self._numbers, self._each = array("q"), array("d")
-        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._recent: deque[Row] = deque(maxlen=RECENT_STEPS)
         self._attempt: Row = {"event": "attempt", "attempt": 0}
         self._first: Row | None = None
         self._last: Row | None = None
@@ -486,6 +486,7 @@ class _Steps:
             self._first = self._first or row
             self._last = row
             self._add(step_number(row), float(row["seconds"]))
+            self._recent.append(row)
             self._peak = max(self._peak, int(row.get("peak_bytes") or 0))
         elif isinstance(row.get("time"), (int, float)):
             self._timed = row
@@ -495,17 +496,15 @@ class _Steps:
 
         Of one that a stall made longer than `STALLED_STEPS` of those before it, so much counts.
         """
-        if len(self._recent) >= STALLED_STEPS and seconds > STALLED_STEPS * min(self._recent):
-            counted = min(seconds, STALLED_STEPS * statistics.median(self._recent))
-        else:
-            counted = seconds
+        counted, before = seconds, [row["seconds"] for row in self._recent]
+        if len(before) >= STALLED_STEPS and seconds > STALLED_STEPS * min(before):
+            counted = min(seconds, STALLED_STEPS * statistics.median(before))
         while self._numbers and self._numbers[-1] >= number:
             self._numbers.pop()
             self.seconds -= self._each.pop()
         self._numbers.append(number)
         self._each.append(counted)
         self.seconds += counted
-        self._recent.append(seconds)
 
     def _last_of(self, path: Path) -> Row | None:
         """Return another rank's last step; None where it is not about where the leader is, as of an earlier attempt."""
@@ -520,10 +519,6 @@ class _Steps:
         """Return the rows that say how far the present attempt came, and when it was last heard of."""
         return [self._attempt, *(row for row in (self._timed, self._first, self._last) if row is not None)]
 
-    def recent_seconds(self) -> float | None:
-        """Return the median of the last steps of the present attempt."""
-        return statistics.median(self._recent) if self._recent else None
-
     def mean_loss(self) -> float | None:
         """Return the mean loss of the last step over the ranks that have one; None if it is no finite number."""
         losses = [row["loss"] for row in self._rows() if row.get("loss") is not None]
@@ -531,16 +526,8 @@ class _Steps:
         return mean if math.isfinite(mean) else None
 
     def pace(self) -> Pace:
-        """Return the median of the last steps of the present attempt, and the units of the last one over it."""
-        seconds = self.recent_seconds()
-        if not seconds:
-            return Pace()
-        tokens, samples = (sum(row.get(unit) or 0 for row in self._rows()) for unit in ("tokens", "samples"))
-        return Pace(
-            step_seconds=seconds,
-            tokens_per_second=tokens / seconds if tokens else None,
-            samples_per_second=samples / seconds if samples else None,
-        )
+        """Return the pace of the present attempt's last steps; of ranks beside the leader the last alone is read."""
+        return pace_of([list(self._recent), *([row] for row in self._others)] if self.has_stepped else [])
 
     def peak_bytes(self) -> int | None:
         """Return the highest peak in the present attempt: of the leader in any step, of others in the last."""
