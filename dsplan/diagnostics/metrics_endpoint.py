@@ -103,7 +103,7 @@ FIGURES: tuple[Figure, ...] = (
         "dsplan_tokens_per_second",
         "dsplan.tokens",
         "{token}/s",
-        "tokens of all ranks in the last step over the median of the last 20",
+        "tokens of all ranks in a step over the median time of the last 20",
         lambda run: run.tokens_per_second,
     ),
     _gauge(
