@@ -133,11 +133,12 @@ def test_a_newer_schema_is_left_alone(shared: str, server: Server) -> None:
         open_store()
 
 
+@pytest.mark.parametrize("release", [1, 2])
 def test_a_database_of_an_earlier_release_gets_what_it_lacks(
-    shared: str, server: Server, monkeypatch: pytest.MonkeyPatch
+    shared: str, server: Server, monkeypatch: pytest.MonkeyPatch, release: int
 ) -> None:
     with monkeypatch.context() as earlier:
-        earlier.setattr("hardware_db.store.postgres.MIGRATIONS", MIGRATIONS[:1])
+        earlier.setattr("hardware_db.store.postgres.MIGRATIONS", MIGRATIONS[:release])
         with open_store() as store:
             store.add(measurement(1))
     with open_store() as store:
@@ -146,6 +147,20 @@ def test_a_database_of_an_earlier_release_gets_what_it_lacks(
     server.execute(f"UPDATE {shared.rpartition('%3D')[2]}.reports SET heard_at = heard_at - 90")
     with open_store() as store:
         assert store.reports()[0].heard_seconds_ago == pytest.approx(90, abs=5)
+
+
+def test_runs_without_memory_are_looked_up_and_not_looked_for(shared: str) -> None:
+    """Of 100,000 runs of one size that all completed none is read for those that did not."""
+    import psycopg
+
+    open_store().close()
+    with psycopg.connect(shared) as connection:
+        connection.execute("SET enable_seqscan = off")
+        conditions = "parameters = 1 AND outcome = 'out_of_memory' ORDER BY created_at DESC, id DESC LIMIT 200"
+        plan = connection.execute(f"EXPLAIN SELECT id FROM measurements WHERE {conditions}").fetchall()
+    text = "\n".join(line for (line,) in plan)
+    assert "Index Cond: ((parameters = 1) AND (outcome = 'out_of_memory'::text))" in text
+    assert "Sort" not in text
 
 
 @pytest.mark.usefixtures("shared")
